@@ -1,10 +1,10 @@
-//! Compiles src/shim.cpp and src/collective/gloo/shim.cpp against the libtorch that torch-sys found, and says where that is: a RUNPATH
-//! for our own tests, and the same for dependents (`DEP_OFFLOAD_TORCH_RUNPATH`).
+//! Compiles src/shim.cpp and src/collective/gloo/shim.cpp against torch-sys's libtorch, and sets a RUNPATH to it for
+//! this crate's tests and, through `DEP_OFFLOAD_TORCH_RUNPATH`, for dependents.
 
 use std::path::{Path, PathBuf};
 
 fn main() {
-    // torch-sys found it: LIBTORCH, or the installed torch with LIBTORCH_USE_PYTORCH=1.
+    // torch-sys found it through LIBTORCH, or in the installed torch with LIBTORCH_USE_PYTORCH=1.
     let lib = PathBuf::from(
         std::env::var_os("DEP_TCH_LIBTORCH_LIB").expect("torch-sys names libtorch's directory"),
     );
@@ -28,7 +28,7 @@ fn main() {
         .flag("-D_GLIBCXX_USE_CXX11_ABI=1") // as the wheels of 2.11.0 are built
         .include(&include)
         .include(include.join("torch/csrc/api/include"))
-        // The wheels have Gloo inside libtorch_cpu.so and declare it, but bring no headers of Gloo itself.
+        // The wheels contain Gloo in libtorch_cpu.so and declare it, but contain no headers of Gloo.
         .define("USE_C10D_GLOO", None)
         .include("src/collective/gloo/stubs")
         .file("src/shim.cpp")
@@ -39,14 +39,14 @@ fn main() {
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
 }
 
-/// Where a binary looks for libtorch, in this order:
+/// RUNPATH of a binary: the directories in which it looks for libtorch, in this order:
 ///
-/// - in `.libtorch` beside the target directory (from `target/debug/trainer` and `target/debug/deps/test`), so that the repository
-///   can be moved
-/// - beside itself where programs are installed: `PREFIX/bin/trainer` and `PREFIX/lib/libtorch`
-/// - where it was when the binary was built, for one that is copied elsewhere on the same machine
+/// - `.libtorch` beside the target directory (from `target/debug/trainer` and `target/debug/deps/test`), so that the
+///   repository can be moved
+/// - `PREFIX/lib/libtorch` for `PREFIX/bin/trainer`, where programs are installed
+/// - the directory at build time, for a binary that is copied elsewhere on the same machine
 ///
-/// The loader looks before `main`, so a binary that finds none of them cannot say more than the loader does.
+/// The loader searches before `main`, so a binary without libtorch shows only the loader's message.
 fn runpath(lib: &Path) -> String {
     let built = lib.canonicalize().unwrap_or_else(|_| lib.to_path_buf());
     [

@@ -7,13 +7,12 @@
 //! ```
 //!
 //! Accuracy:
-//! - The kernel charges a request on a raw loop device twice when it must be split (more than 128 segments, 1 MiB of 4
-//! KiB
-//!   pages), which halves the rate. Files on ext4 are exact at 512 KiB to 4 MiB, so each drive has an ext4 without a journal.
+//! - The kernel charges a request on a raw loop device twice when it must be split (more than 128 segments, 1 MiB of
+//!   4 KiB pages), which halves the rate. Files on ext4 are exact at 512 KiB to 4 MiB, so each drive has an ext4 without
+//!   a journal.
 //! - Limits apply to slices of 100 ms: rates over a second are right, latencies are not.
 //! - One thread per loop device copies the data, about 5 GB/s in both directions together. Several loop devices, each
-//! with
-//!   its part of the limit, can stand for one faster drive (`loop_devices`).
+//!   with its part of the limit, can stand for one faster drive (`loop_devices`).
 //! - Memory is written before use: the first touch of a page costs seconds per GiB on machines that get memory lazily.
 //!
 //! A state file lists everything before it is created, so that `destroy` also works after a failed or killed `create`.

@@ -1,5 +1,5 @@
-// What tch does not offer, as plain C functions. Each catches every C++ exception and returns its text
-// (NULL when all went well), to be freed with offload_free_message.
+// Functions that tch lacks, as plain C functions. Each catches every C++ exception and returns its text, or NULL after
+// success; free the text with offload_free_message.
 
 #include <algorithm>
 #include <cstdlib>
@@ -39,7 +39,7 @@ char *offload_vjp(void *const *outputs, void *const *grad_outputs, size_t output
                                            /*create_graph=*/false, /*allow_unused=*/false);
         TORCH_CHECK(grads.size() == input_count, "autograd returned ", grads.size(), " gradients for ", input_count,
                     " inputs");
-        // Nothing below throws but new itself, so on an error no result is leaked half written.
+        // Only new itself throws below, so an error leaks no partly written result.
         std::vector<std::unique_ptr<at::Tensor>> owned;
         owned.reserve(input_count);
         for (auto &grad : grads) owned.push_back(std::make_unique<at::Tensor>(std::move(grad)));
@@ -47,7 +47,7 @@ char *offload_vjp(void *const *outputs, void *const *grad_outputs, size_t output
     });
 }
 
-// A clone shares the tensor itself, a view its storage only.
+// A clone shares the tensor itself, a view only its storage.
 size_t offload_share_count(void *raw) {
     auto *tensor = static_cast<at::Tensor *>(raw);
     return std::max(tensor->use_count(), tensor->storage().use_count());
@@ -56,7 +56,7 @@ size_t offload_share_count(void *raw) {
 char *offload_set_deterministic(int on) {
     return guarded([&] {
         at::globalContext().setDeterministicAlgorithms(on != 0, /*warn_only=*/false);
-        // It would fill every fresh tensor with NaN: a help in finding bugs that costs a pass over memory.
+        // Otherwise torch fills every new tensor with NaN, at the cost of a pass over memory.
         at::globalContext().setDeterministicFillUninitializedMemory(false);
         at::globalContext().setDeterministicCuDNN(on != 0);
         at::globalContext().setBenchmarkCuDNN(false);
@@ -67,7 +67,7 @@ char *offload_set_threads(int count) {
     return guarded([&] { at::set_num_threads(count); });
 }
 
-// torch calls a HIP device a CUDA device too, so there is one kind of device here.
+// torch treats a HIP device as a CUDA device, so there is one kind of device here.
 char *offload_use_gpu(int index) {
     return guarded([&] {
         at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
@@ -94,14 +94,14 @@ char *offload_gpu_empty_cache() {
     return guarded([&] { c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache(); });
 }
 
-// On an error `release` is not called: the caller still owns `owner`.
+// After an error `release` is not called: the caller still owns `owner`.
 char *offload_gpu_tensor(void *address, int scalar_type, const int64_t *sizes, const int64_t *strides, size_t dims,
                          int index, void *owner, void (*release)(void *), void **result) {
     return guarded([&] {
         c10::Device device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
         auto options = at::TensorOptions().dtype(static_cast<at::ScalarType>(scalar_type)).device(device);
         auto tensor = std::make_unique<at::Tensor>();
-        // Until the tensor stands, freeing it must not free what the caller still owns.
+        // Until the tensor is complete, freeing it must not free what the caller still owns.
         auto armed = std::make_shared<bool>(false);
         *tensor = at::from_blob(
             address, at::IntArrayRef(sizes, dims), at::IntArrayRef(strides, dims),

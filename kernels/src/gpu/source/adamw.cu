@@ -1,7 +1,9 @@
-// One AdamW step over the elements [start, end) of a tile: the operations of adamw/scalar.rs, in their order, each with its rounding.
+// One AdamW step over the elements [start, end) of a tile: the operations of adamw/scalar.rs in their order, each with
+// its own rounding.
 //
-// A thread takes four elements that start at a multiple of four: 8 bytes of a 16-bit plane and 16 of a fp32 plane, so that a warp's
-// accesses are whole lines. Planes start at multiples of 64 bytes. Groups at the ends of the range go element by element.
+// A thread takes four elements that start at a multiple of four: 8 bytes of a 16-bit plane and 16 of an fp32 plane, so
+// that a warp accesses whole lines. Planes start at multiples of 64 bytes. Groups at the ends of the range are
+// processed element by element.
 
 struct Scalars {
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2;
@@ -26,7 +28,8 @@ DEVICE void update(const Scalars &s, float &master, float &momentum, float &vari
     variance = canonical(v);
 }
 
-// The bf16 parameter is the upper half of the master, halves rounded away from zero; the residual is the lower half of its bits.
+// The bf16 parameter is the upper half of the master, halves rounded away from zero; the residual is the lower half of
+// its bits.
 struct SplitBf16 {
     typedef u16 Param;
     typedef u16 First;
@@ -101,7 +104,7 @@ adamw_fp16_whole_master(u16 *param, float *whole, float *momentum, float *varian
     step<Fp16WholeMaster>(s, param, whole, momentum, variance, grad, start, end);
 }
 
-// The parameter is the master: there is no first plane, and the second argument is not used.
+// The parameter is the master: there is no first plane, and the second argument is unused.
 KERNEL LAUNCH_BOUNDS(256)
 adamw_fp32(float *param, void *, float *momentum, float *variance, const float *grad, u64 start, u64 end,
            SCALARS) {

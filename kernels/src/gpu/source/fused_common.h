@@ -1,6 +1,7 @@
-// What the fused kernels share: elements of either kind as fp32, sums over a block, exp and log.
+// Shared by the fused kernels: elements of either kind as fp32, sums over a block, exp and log.
 //
-// exp and log are written out because clang for AMD has them in a library of ROCm only, and so that both vendors get the same bits.
+// exp and log are written here because clang for AMD has them only in a library of ROCm, and so that both vendors get
+// the same bits.
 
 struct Bf16 {
     typedef u16 Stored;
@@ -18,7 +19,8 @@ struct Fp32 {
     static DEVICE float stored(float x) { return x; }
 };
 
-// Each kernel exists in both kinds, with 16-byte accesses and with one element at a time for sizes and places that do not allow them.
+// Each kernel exists for both kinds, with 16-byte accesses, and with single elements for sizes and addresses that do
+// not allow those.
 #define FOR_EACH_VARIANT(DEFINE) \
     DEFINE(Bf16, 8, bf16_wide)   \
     DEFINE(Bf16, 1, bf16_each)   \
@@ -55,8 +57,8 @@ DEVICE void store(typename Type::Stored *to, const float (&from)[N]) {
     }
 }
 
-// The sum over the block, at every thread, in one order. The block has whole warps, 32 at most; `scratch` has a place for each and
-// may be used again at once.
+// The sum over the block, for every thread, in a fixed order. The block has whole warps, at most 32; `scratch` has an
+// element for each warp and may be reused at once.
 DEVICE float block_sum(float x, float *scratch) {
     for (u32 mask = WARP_LANES / 2; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
     u32 warps = block_threads_x() / WARP_LANES;
@@ -69,7 +71,7 @@ DEVICE float block_sum(float x, float *scratch) {
     return sum;
 }
 
-// The largest over the block; a NaN counts as smallest.
+// The maximum over the block; a NaN counts as smallest.
 DEVICE float block_largest(float x, float *scratch) {
     for (u32 mask = WARP_LANES / 2; mask > 0; mask /= 2) {
         float other = shuffle_xor(x, mask);
@@ -92,7 +94,7 @@ DEVICE float power_of_two(int n) { return float_of((u32)(n + 127) << 23); }
 DEVICE float exp_f32(float x) {
     if (!(x > -104.0f)) return x != x ? x : 0.0f;
     if (x > 88.8f) return float_of(0x7F800000u);
-    // Adding 1.5 * 2^23 leaves the nearest whole number in the low bits.
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     float shifted = fma_f32(x, 1.44269504f, 12582912.0f);
     float whole = shifted - 12582912.0f;
     float r = fma_f32(whole, -0.693145752f, x);
@@ -115,7 +117,7 @@ DEVICE float log_f32(float x) {
     if (!(x > 0.0f)) return float_of(0x7FC00000u);
     if (x > 3.4e38f) return x;
     u32 bits = bits_of(x);
-    // Counted from the square root of a half, so that m lies between it and that of two.
+    // Relative to the square root of a half, so that m lies between it and the square root of two.
     int n = (int)(bits - 0x3F3504F3u) >> 23;
     float m = float_of(bits - ((u32)n << 23));
     float s = div_f32(m - 1.0f, m + 1.0f), z = s * s;

@@ -1,5 +1,6 @@
-// Cross entropy of rows of logits against one target each, and its gradient in the logits' place. One block works on a row: the
-// largest logit and the sum of exponentials in one pass, the gradient in a second, which finds the row in the L2 cache.
+// Cross entropy of rows of logits with one target each, and its gradient in place of the logits. One block works on a
+// row: the maximum and the sum of exponentials in one pass, the gradient in a second one, which finds the row in the L2
+// cache.
 
 // loss = ln(sum of e^(x - largest)) - (x[target] - largest); gradient = (softmax(x) - [at target]) * weight. A row whose target is
 // negative has loss 0 and gradient 0. Bytes an element (bf16): 2 without gradient, 4 with it.
@@ -19,7 +20,7 @@ DEVICE void cross_entropy(typename Type::Stored *logits, const long long *target
         for (u32 c = first; c < columns; c += stride) store<Type>(row + c, zeros);
         return;
     }
-    // Read by all before anyone writes: there are barriers between.
+    // Every thread reads it before any thread writes: barriers lie between.
     float at_target = Type::value(row[target]);
     const float below_all = float_of(0xFF800000u);
     float largest = below_all, sum = 0.0f;
@@ -33,7 +34,7 @@ DEVICE void cross_entropy(typename Type::Stored *logits, const long long *target
             sum *= exp_f32(largest - most);
             largest = most;
         }
-        // While nothing but -infinity was seen: their exponentials are 0, not e^(-infinity + infinity).
+        // So far only -infinity: its exponential is 0, not e^(-infinity + infinity).
         float base = largest == below_all ? 0.0f : largest;
 #pragma unroll
         for (int i = 0; i < N; i++) sum += exp_f32(x[i] - base);

@@ -1,5 +1,6 @@
-// RMSNorm, forward and backward. One block works on a row; a thread keeps its first N columns in registers between the two passes
-// over a row and reads the others again, which is rare: the block is made wide enough for all columns up to 1,024 N.
+// RMSNorm, forward and backward. One block works on a row. A thread keeps its first N columns in registers between the
+// two passes over a row and reads the others again, which is rare: the block is wide enough for all columns up to 1,024
+// N.
 
 // sum = x + added (where there is one), out = weight * round(sum / rms(sum)), scale = 1 / rms.
 // Bytes an element (bf16): 4, with `added` 8.
@@ -48,8 +49,8 @@ DEVICE void rms_norm(const typename Type::Stored *x, const typename Type::Stored
     }
 }
 
-// For q = round(grad * weight): grad_x = round(q s - x s^3 sum(q x) / columns) (+ beside), and for each block of rows its part of the
-// weight's gradient, the sum of grad * round(x s). Bytes an element (bf16): 6, with `beside` 8.
+// For q = round(grad * weight): grad_x = round(q s - x s^3 sum(q x) / columns) (+ beside), and each block of rows
+// writes its part of the weight's gradient, the sum of grad * round(x s). Bytes per element (bf16): 6, with `beside` 8.
 template <class Type, int N>
 DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename Type::Stored *x,
                               const typename Type::Stored *weight, const float *scale,
@@ -123,7 +124,8 @@ DEVICE void rms_norm_backward(const typename Type::Stored *grad, const typename 
     }
 }
 
-// The parts' sum for 32 columns a block of 1,024 threads: each warp adds every 32nd part in order, then the warps' sums are added.
+// Adds the parts for 32 columns with a block of 1,024 threads: each warp adds every 32nd part in order, then the warps'
+// sums are added.
 template <class Type>
 DEVICE void sum_parts(const float *parts, typename Type::Stored *out, u32 part_count, u32 columns) {
     __shared__ float sums[32][33];

@@ -1,12 +1,12 @@
-// Rotary positions, and the gated activation: each thread works on N pairs of elements.
+// Rotary embeddings and the gated activation: each thread works on N pairs of elements.
 
-// Strides in elements of sequences, tokens and heads; a head's elements are neighbours.
+// Strides in elements of sequences, tokens and heads; a head's elements are contiguous.
 struct Places {
     long long sequence, token, head;
 };
 
-// Pairs (i, i + half) of each head turned by their position's angle: `turn` is 1 forward, -1 back, 0 for a copy. `from` and `to` may
-// be the same. Bytes an element (bf16): 4.
+// Rotates the pairs (i, i + half) of each head by their position's angle: `turn` is 1 forward, -1 backward, 0 for a
+// copy. `from` and `to` may be the same. Bytes per element (bf16): 4.
 template <class Type, int N>
 DEVICE void rotary(const typename Type::Stored *from, typename Type::Stored *to, const typename Type::Stored *cosines,
                    const typename Type::Stored *sines, const Places &source, const Places &target, u32 seq_len,
@@ -26,7 +26,7 @@ DEVICE void rotary(const typename Type::Stored *from, typename Type::Stored *to,
     load<Type>(from + half, b);
     if (turn != 0.0f) {
         float cosine[N], sine[N];
-        // The tables hold each angle twice, for either half.
+        // The tables contain each angle twice, once for each half.
         load<Type>(cosines + (u64)token * 2 * half + c, cosine);
         load<Type>(sines + (u64)token * 2 * half + c, sine);
 #pragma unroll
@@ -44,7 +44,7 @@ DEVICE void rotary(const typename Type::Stored *from, typename Type::Stored *to,
 
 DEVICE float sigmoid(float x) { return div_f32(1.0f, 1.0f + exp_f32(-x)); }
 
-// out = round(silu(gate)) * up; a row of gate_up is gate, then up. Bytes an element of out (bf16): 6.
+// out = round(silu(gate)) * up; a row of gate_up is gate, then up. Bytes per element of out (bf16): 6.
 template <class Type, int N>
 DEVICE void gated(const typename Type::Stored *gate_up, typename Type::Stored *out, u32 columns, u64 count) {
     u64 index = (u64)block_x() * 256 + thread_x();
@@ -61,7 +61,7 @@ DEVICE void gated(const typename Type::Stored *gate_up, typename Type::Stored *o
     store<Type>(out + row * columns + c, up);
 }
 
-// In place: `grad` becomes what `gated` gave, gate_up its gradient. Bytes an element of grad (bf16): 12.
+// In place: `grad` becomes the result of `gated` again, gate_up its gradient. Bytes per element of grad (bf16): 12.
 template <class Type, int N>
 DEVICE void gated_backward(typename Type::Stored *grad, typename Type::Stored *gate_up, u32 columns, u64 count) {
     u64 index = (u64)block_x() * 256 + thread_x();

@@ -1,4 +1,4 @@
-// What every kernel source may use, for NVRTC, hipRTC and clang's `-x hip`, none of which is given a header.
+// Declarations for every kernel source, for NVRTC, hipRTC and clang's `-x hip`, none of which gets a header.
 //
 //   KERNEL                        extern "C" __global__ void
 //   DEVICE                        an inlined device function
@@ -10,7 +10,7 @@
 //   block_barrier()
 //   load_four store_four          four neighbours in one access; Eight16 is for sources that want 16 bytes of a 16-bit type
 //
-// A warp here is 32 lanes: half of a 64-lane wavefront on AMD's data centre GPUs.
+// A warp is 32 lanes here: half of a 64-lane wavefront on AMD's data centre GPUs.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -128,10 +128,10 @@ DEVICE u16 to_bf16(float x) {
 
 DEVICE float from_fp16(u16 bits) { return fp16_value(bits); }
 
-// The conversion's NaN differs from vendor to vendor.
+// The NaN of the conversion differs between vendors.
 DEVICE u16 to_fp16(float x) { return is_nan_bits(bits_of(x)) ? (u16)0x7E00 : fp16_bits(x); }
 
-// Neighbouring elements that are loaded and stored in one access.
+// Contiguous elements that are loaded and stored in one access.
 struct alignas(8) Four16 {
     u16 at[4];
 };

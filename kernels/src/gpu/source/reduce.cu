@@ -1,4 +1,4 @@
-// Gradients: their norm, their sum and their cast, with the bits of reduce/scalar.rs.
+// Gradients: norm, sum and cast, with the bits of reduce/scalar.rs.
 
 #define CHUNK_ELEMS 4096
 
@@ -21,13 +21,13 @@ struct Fp32 {
     static DEVICE float stored(float x) { return canonical(x); }
 };
 
-// One warp a chunk: lane l adds the squares of elements l, l + 32, .. in order, then the lanes are folded in halves. A square of fp32
-// is exact in f64. Eight warps a block.
+// One warp per chunk: lane l adds the squares of elements l, l + 32, ... in order, then the lanes are folded in halves.
+// The square of an fp32 is exact in f64. Eight warps per block.
 template <class Type>
 DEVICE void chunk_squares(const typename Type::Stored *grad, u64 elems, double *chunk_sums) {
     u64 chunk = (u64)block_x() * 8 + thread_x() / WARP_LANES;
     u64 start = chunk * CHUNK_ELEMS;
-    // Whole warps leave or stay, so those that stay have all their lanes for the shuffles.
+    // Whole warps return or stay, so the shuffles of those that stay have all lanes.
     if (start >= elems) return;
     u32 lane = thread_x() % WARP_LANES;
     u64 left = elems - start;
@@ -60,7 +60,7 @@ KERNEL LAUNCH_BOUNDS(256) chunk_squares_fp32(const float *grad, u64 elems, doubl
     chunk_squares<Fp32>(grad, elems, chunk_sums);
 }
 
-// The chunks' sums, added first to last by one thread; the block's others only fetch them. Every NaN becomes f64::NAN.
+// One thread adds the chunks' sums from first to last; the others only load them. Every NaN becomes f64::NAN.
 KERNEL LAUNCH_BOUNDS(256) add_chunks(const double *chunk_sums, u64 count, double *out) {
     __shared__ double fetched[2][256];
     double sum = 0.0;
@@ -78,7 +78,7 @@ KERNEL LAUNCH_BOUNDS(256) add_chunks(const double *chunk_sums, u64 count, double
                 for (u32 i = 0; i < (u32)left; i++) sum += fetched[turn][i];
             }
         }
-        // The others fill the other half meanwhile; they come back to this one only after the next barrier.
+        // The others fill the other half meanwhile; they return to this one only after the next barrier.
         turn ^= 1;
     }
     if (thread_x() == 0) {
@@ -87,7 +87,7 @@ KERNEL LAUNCH_BOUNDS(256) add_chunks(const double *chunk_sums, u64 count, double
     }
 }
 
-// Four elements a thread. `whole_words` says that both sides are aligned to four elements.
+// Four elements per thread. `whole_words` means that both sides are aligned to four elements.
 template <class Type>
 DEVICE void accumulate(float *sum, const typename Type::Stored *x, u64 elems, u32 whole_words) {
     u64 at = ((u64)block_x() * 256 + thread_x()) * 4;

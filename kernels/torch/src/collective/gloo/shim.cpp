@@ -1,8 +1,8 @@
-// Gloo and its stores, as libtorch has them (c10d), as plain C functions. Each catches every C++ exception and returns
-// its text (NULL when all went well), to be freed with offload_free_message.
+// libtorch's Gloo and its stores (c10d) as plain C functions. Each catches every C++ exception and returns its text, or
+// NULL after success; free the text with offload_free_message.
 //
-// Memory: an operation works on the caller's bytes without a copy of its own. It touches them until its wait says that
-// it is done (also when it failed), and the caller keeps them until then, whatever happens.
+// An operation works on the caller's memory without copying it. It may touch the memory until its wait reports the end,
+// also after a failure, and the caller keeps the memory until then.
 
 #include <chrono>
 #include <condition_variable>
@@ -34,7 +34,7 @@ struct Group {
     Milliseconds timeout;
 };
 
-// Set by a callback of the operation's future: when it runs Gloo has let go of the memory.
+// Set by a callback of the operation's future, which runs when Gloo no longer uses the memory.
 struct Done {
     std::mutex mutex;
     std::condition_variable changed;
@@ -77,7 +77,7 @@ char *offload_store_dir(const char *path, int ranks, int timeout_ms, void **stor
     });
 }
 
-// With a listen_fd (bound, listening; ours from now on) the store itself runs here, otherwise it is only a client.
+// With a listen_fd (bound, listening; ours from now on) this process runs the store, otherwise it is a client.
 char *offload_store_tcp(const char *host, int port, int listen_fd, int timeout_ms, const char *prefix, void **store) {
     return guarded([&] {
         c10d::TCPStoreOptions options;
@@ -97,7 +97,7 @@ char *offload_store_set(void *store, const char *key, const unsigned char *bytes
     });
 }
 
-// Copies at most `room` bytes; `count` is how many there are, or SIZE_MAX when nobody has set the key.
+// Copies at most `room` bytes; `count` is the value's length, or SIZE_MAX if the key is not set.
 char *offload_store_get(void *store, const char *key, unsigned char *bytes, size_t room, size_t *count) {
     return guarded([&] {
         auto &c10d = static_cast<Store *>(store)->store;
@@ -117,7 +117,7 @@ char *offload_store_add(void *store, const char *key, long long amount, long lon
 
 void offload_store_free(void *store) { delete static_cast<Store *>(store); }
 
-// Blocks until every rank is connected with every other. `interface` is NULL, or names the network interface.
+// Blocks until all ranks are connected. `interface` is NULL or the name of the network interface.
 char *offload_gloo_connect(void *store, int rank, int ranks, const char *address, const char *interface, int connect_ms,
                            int operation_ms, void **group) {
     return guarded([&] {
@@ -165,7 +165,8 @@ char *offload_gloo_broadcast(void *group, unsigned char *bytes, size_t count, in
     });
 }
 
-// Waits at most `wait_ms`. `done`: the operation has ended and its memory is the caller's again. A message: it failed.
+// Waits at most `wait_ms`. `done` means that the operation has ended and the memory is the caller's again. A message
+// means failure.
 char *offload_gloo_wait(void *op, int wait_ms, int *done) {
     auto *state = static_cast<Operation *>(op)->done.get();
     std::unique_lock<std::mutex> lock(state->mutex);
@@ -175,7 +176,7 @@ char *offload_gloo_wait(void *op, int wait_ms, int *done) {
 
 void offload_gloo_operation_free(void *op) { delete static_cast<Operation *>(op); }
 
-// Waits for Gloo's threads, which an operation in flight holds for as long as the timeout it was started with.
+// Waits for Gloo's threads, which an operation in flight may occupy until its timeout.
 void offload_gloo_free(void *group) { delete static_cast<Group *>(group); }
 
 } // extern "C"
