@@ -23,6 +23,7 @@ mod reading;
 mod removed;
 mod rules;
 mod scratch;
+mod trace;
 mod trouble;
 mod unreadable;
 mod world;

@@ -24,6 +24,7 @@ use offloadd::store::recover;
 use offloadd::store::superblock::{DeviceId, StoreId};
 use test_hooks::random::SimRandom;
 
+use super::trace::Trace;
 use super::trouble::Trouble;
 
 pub(crate) const LIMITS: Limits = Limits {
@@ -109,6 +110,7 @@ pub(crate) struct World {
     pub(crate) made: HashMap<SessionToken, SessionId>,
     pub(crate) epoch: Epoch,
     next_call: u64,
+    trace: Trace,
 }
 
 impl World {
@@ -209,6 +211,7 @@ impl World {
             epoch: core.epoch(),
             core,
             engine: SimEngine::new(disks),
+            trace: Trace::new(&random),
             random,
             replies: BTreeMap::new(),
             completions: HashMap::new(),
@@ -282,7 +285,10 @@ impl World {
 
     pub(crate) fn event(&mut self, event: Event) {
         let mut actions = Vec::new();
+        self.trace.event(&event);
         self.core.on_event(event, &mut actions);
+        actions.iter().for_each(|action| self.trace.action(action));
+        self.trace.state(&self.core);
         for action in actions {
             self.act(action);
         }
