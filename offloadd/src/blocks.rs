@@ -3,11 +3,7 @@
 //! The data path does not come here: it goes through the engines. The simulated devices (`engine::sim`) and the opened
 //! ones (`device`) implement [`Blocks`].
 
-pub use offload_support::aligned::AlignedBytes;
-
-use crate::core::IoOp;
-
-const _: () = assert!(offload_support::aligned::BLOCK_BYTES == offload_api::BLOCK_BYTES as usize);
+use crate::io::{AlignedBytes, IoOp};
 
 /// Devices in the order of the settings (which need not be the store's order).
 pub trait Blocks {

@@ -12,8 +12,8 @@ use offload_api::{
 use offload_support::units::{UnitError, parse_bytes, parse_rate};
 use serde::Deserialize;
 
-use crate::core::{Limits, Quotas};
 use crate::engine::EngineChoice;
+use crate::quota::{Limits, Quotas};
 use crate::server::page::PageAddress;
 
 /// Where calls come in, when the file does not say: what systemd makes for the service, and what clients try.

@@ -11,10 +11,9 @@ use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::blocks::AlignedBytes;
-use crate::core::{IoId, IoOp};
 use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
+use crate::io::{AlignedBytes, IoId, IoOp};
 use crate::metrics::MovedBeside;
 use crate::store::format::{MeasuredArea, MeasuredRates};
 

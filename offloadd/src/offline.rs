@@ -9,16 +9,15 @@ use std::time::Instant;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Epoch, Generation};
 
-use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use crate::core::{
-    Action, Buffer, Call, CallId, Core, DeviceState, Event, IoOp, IoResult, Limits, Moves,
-    NewDevice, Peer, Reply,
-};
+use crate::blocks::{BlockError, BlockErrorCause, Blocks};
+use crate::core::{Action, Call, CallId, Core, DeviceState, Event, Moves, NewDevice, Peer, Reply};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::begin_life;
 use crate::engine::EngineChoice;
+use crate::io::{AlignedBytes, Buffer, IoOp, IoResult};
 use crate::measure::{Flusher, MeasureError, measure_in};
 use crate::metrics::MovedBeside;
+use crate::quota::Limits;
 use crate::rate_limiter::RateLimiter;
 use crate::store::StoreError;
 use crate::store::definition::JobName;

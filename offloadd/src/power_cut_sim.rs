@@ -16,9 +16,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use offload_api::ids::DeviceIndex;
 use test_hooks::injected_fault::{Instead, injected_fault};
 
-use crate::blocks::AlignedBytes;
-use crate::core::{IoId, IoOp};
 use crate::engine::{Io, IoDone};
+use crate::io::{AlignedBytes, IoId, IoOp};
 use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
 /// Of the process: a daemon that a test starts has one engine.

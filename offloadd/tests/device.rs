@@ -7,8 +7,9 @@ use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use offloadd::blocks::{AlignedBytes, BlockErrorCause, Blocks};
+use offloadd::blocks::{BlockErrorCause, Blocks};
 use offloadd::device::{Device, DeviceBlocks, DeviceError};
+use offloadd::io::AlignedBytes;
 
 use another_user::{again, expect_success};
 

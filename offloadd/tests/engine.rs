@@ -11,9 +11,8 @@ use std::time::{Duration, Instant};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, SlotIndex};
 use offloadd::arena::{Arena, LockPolicy};
-use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
+use offloadd::io::{AlignedBytes, IoId, IoOp};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 
 const BLOCK: u32 = 4096;

@@ -10,10 +10,10 @@ use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 use offloadd::arena::{Arena, LockPolicy};
-use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SessionId};
 use offloadd::engine::{Io, IoDone, Memory};
+use offloadd::io::{AlignedBytes, IoId, IoOp, SessionId};
 use offloadd::queue::{DeviceLimits, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
+use offloadd::quota::SHARE_DEFAULT;
 use test_hooks::random::SimRandom;
 
 const MIB: u32 = 1 << 20;

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
-use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, Memory};
+use offloadd::io::{AlignedBytes, IoId, IoOp};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use test_hooks::rate_limit::{Pace, Paces};
 

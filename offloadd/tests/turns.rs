@@ -11,10 +11,10 @@ use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 use offloadd::arena::{Arena, LockPolicy};
-use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp, SHARE_DEFAULT, SHARE_MAX, SessionId};
 use offloadd::engine::{Io, IoDone, Memory};
+use offloadd::io::{AlignedBytes, IoId, IoOp, SessionId};
 use offloadd::queue::{DeviceLimits, Owner, Queue};
+use offloadd::quota::{SHARE_DEFAULT, SHARE_MAX};
 
 const KIB: u32 = 1 << 10;
 const MIB: u32 = 1 << 20;

@@ -13,7 +13,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("test-hooks", &[]),
     ("offload-support", &[]),
     ("offload-api", &[]),
-    ("offloadd", &["offload-api", "offload-support", "test-hooks"]),
+    (
+        "offloadd",
+        &["offload-api", "offload-support", "test-hooks"],
+    ),
     ("offload-client", &["offload-api", "test-hooks"]),
     ("swapper", &["offload-client", "test-hooks"]),
     ("kernels", &[]),

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use offloadd::blocks::AlignedBytes;
+use offloadd::io::AlignedBytes;
 use rustix::fs::OFlags;
 
 use crate::targets::Way;

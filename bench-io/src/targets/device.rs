@@ -12,9 +12,8 @@ use anyhow::{Context, Result, bail, ensure};
 use offloadd::api::geometry::{Geometry, SlotClass};
 use offloadd::api::ids::{DeviceIndex, SlotIndex};
 use offloadd::arena::{Arena, LockPolicy};
-use offloadd::blocks::AlignedBytes;
-use offloadd::core::{IoId, IoOp};
 use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
+use offloadd::io::{AlignedBytes, IoId, IoOp};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, OFlags};
 

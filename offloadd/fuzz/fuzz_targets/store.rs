@@ -11,8 +11,8 @@ use std::sync::OnceLock;
 
 use libfuzzer_sys::fuzz_target;
 use offloadd::api::checksum::checksum;
-use offloadd::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use offloadd::core::IoOp;
+use offloadd::blocks::{BlockError, BlockErrorCause, Blocks};
+use offloadd::io::{AlignedBytes, IoOp};
 use offloadd::store::recover;
 use offloadd::store::verify::verify;
 

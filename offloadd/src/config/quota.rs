@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 
 use super::Size;
-use crate::core::{Quota, Quotas, SHARE_MAX};
+use crate::quota::{Quota, Quotas, SHARE_MAX};
 use crate::store::definition::JobName;
 
 #[derive(Debug, Default, Deserialize)]

@@ -10,7 +10,7 @@ use super::devices::DeviceChange;
 use super::job::{Job, JobKey, Stored};
 use super::script::{Failed, Purpose, Step};
 use super::{Action, CallId, Core, Reply, refuse};
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 use crate::store::CATALOG_OFFSETS;
 use crate::store::catalog::{Catalog, Entry, JOBS_MAX};
 use crate::store::definition::JobDefinition;

@@ -20,7 +20,8 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 use super::job::JobKey;
 use super::members::poison;
 use super::script::{Failed, Purpose, Step};
-use super::{Action, CallId, Core, Reply, SessionId, next, refuse};
+use super::{Action, CallId, Core, Reply, next, refuse};
+use crate::io::SessionId;
 use crate::store::manifest::{Mark, Marked, Record, SlotContent, blob_room_bytes, blobs_bytes_max};
 
 /// The calls of one commit.

@@ -4,7 +4,8 @@
 use offload_api::fault::{Fault, FaultKind};
 
 use super::job::{Activity, JobKey, Stored};
-use super::{Core, Damage, Reply, Reported, SessionId};
+use super::{Core, Damage, Reply, Reported};
+use crate::io::SessionId;
 use crate::store::definition::JobName;
 use crate::store::tile_table::Extent;
 

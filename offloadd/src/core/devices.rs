@@ -16,7 +16,7 @@ use offload_api::ids::DeviceIndex;
 use super::catalog_queue::{Work, catalog_steps, in_turn};
 use super::script::{Failed, Step};
 use super::{Action, CallId, Core, NewDevice, Reply, refuse};
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 use crate::store::catalog::{Catalog, DeviceEntry, Phase};
 use crate::store::format::MeasuredRates;
 use crate::store::placement::rate;

@@ -3,26 +3,19 @@
 //! Everything here is checked input: the server turns messages into these types and refuses what does not fit.
 
 use offload_api::fault::Fault;
-use offload_api::geometry::{Geometry, SlotPlace};
+use offload_api::geometry::Geometry;
 use offload_api::ids::{DeviceIndex, SessionToken};
 use offload_api::ring::entry::{Cqe, Priority, Sqe};
 
 use super::call::{Call, Reply};
-use super::quota::Quotas;
-use crate::blocks::AlignedBytes;
+use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult, SessionId};
+use crate::quota::Limits;
+use crate::quota::Quotas;
 use crate::store::definition::JobName;
 
 /// The driver's number for a call that waits for its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId(pub u64);
-
-/// One process's session. Never reused in one life of the daemon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct SessionId(pub u64);
-
-/// One operation of a device. Never reused in one life of the daemon.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct IoId(pub u64);
 
 /// Who calls, as the kernel says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,15 +84,6 @@ pub enum Event {
         /// Which.
         session: SessionId,
     },
-}
-
-/// How an operation ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct IoResult {
-    /// Bytes moved (a flush: 0), or the errno.
-    pub outcome: Result<u32, i32>,
-    /// From submission to completion.
-    pub device_ns: u64,
 }
 
 /// What the driver must do, in the order given.
@@ -177,44 +161,4 @@ pub enum Action {
         /// For the log.
         why: Fault,
     },
-}
-
-/// What a device can do.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum IoOp {
-    /// Device to memory.
-    Read,
-    /// Memory to device.
-    Write,
-    /// Everything written to this device survives power loss.
-    Flush,
-}
-
-/// The memory of an operation.
-#[derive(Debug)]
-pub enum Buffer {
-    /// The first `bytes` of a slot of a session's arena.
-    Slot {
-        /// Whose arena.
-        session: SessionId,
-        /// Where in it.
-        place: SlotPlace,
-    },
-    /// The daemon's own bytes (records, catalog, tiles that move), all of them.
-    Meta(AlignedBytes),
-    /// Of a flush.
-    None,
-}
-
-/// What the core may hand out, from the settings.
-#[derive(Clone, Copy, Debug)]
-pub struct Limits {
-    /// Host memory of all arenas together.
-    pub arena_bytes_max: u64,
-    /// Sessions at a time.
-    pub sessions_max: u32,
-    /// Operations in flight of one session, at most `IODEPTH_MAX`.
-    pub iodepth_max: u32,
-    /// What may be copied a second while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
-    pub rebalance_bytes_per_s_max: Option<u64>,
 }

@@ -20,7 +20,8 @@ use super::io::Operation;
 use super::job::Job;
 use super::members::poison;
 use super::script::ScriptId;
-use super::{Action, Buffer, CallId, Core, IoId, IoOp, IoResult, Reply, refuse};
+use super::{Action, CallId, Core, Reply, refuse};
+use crate::io::{Buffer, IoId, IoOp, IoResult};
 
 /// A flush under way.
 #[derive(Debug)]

@@ -6,7 +6,8 @@ use offload_api::fault::{Fault, FaultKind};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::{Job, JobKey, TileState};
-use super::{Action, Core, SessionId, refuse};
+use super::{Action, Core, refuse};
+use crate::io::SessionId;
 use crate::store::definition::JobName;
 
 impl Core {

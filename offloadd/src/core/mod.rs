@@ -51,7 +51,6 @@ pub use event::*;
 pub use handing::Adopted;
 pub use inspect::{At, CommittedTile, CommittedTiles};
 pub use moving::Moves;
-pub use quota::{JOBS_A_USER_DEFAULT, Quota, Quotas, SHARE_DEFAULT, SHARE_MAX, Shares};
 pub use snapshot::{CommitState, JobState, Viewer};
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -60,6 +59,8 @@ use offload_api::BLOCK_BYTES;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, SessionToken};
 
+use crate::io::{IoId, IoOp, SessionId};
+use crate::quota::{Limits, Quotas};
 use crate::store::catalog::Phase;
 use crate::store::placement::Space;
 use crate::store::recover::{RecoveredDevice, RecoveredStore};

@@ -7,7 +7,8 @@ use offload_api::ids::{DeviceIndex, Generation};
 use super::job::{JobKey, Stored};
 use super::members::poison;
 use super::script::{Failed, Purpose, Step};
-use super::{Action, CallId, Core, Reply, SessionId, next};
+use super::{Action, CallId, Core, Reply, next};
+use crate::io::SessionId;
 use crate::store::definition::{Durability, JobName};
 use crate::store::manifest::{Mark, Record, SlotContent, resumable};
 

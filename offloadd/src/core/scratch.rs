@@ -11,7 +11,8 @@ use offload_api::ring::entry::{Request, Verb};
 
 use super::io::TileIo;
 use super::job::Activity;
-use super::{Core, IoOp, Reply, SessionId};
+use super::{Core, Reply};
+use crate::io::{IoOp, SessionId};
 use crate::store::definition::check_tile_bytes;
 use crate::store::manifest::Version;
 use crate::store::tile_table::Extent;

@@ -13,8 +13,8 @@ use super::catalog_queue::CatalogChange;
 use super::flush::Waiter;
 use super::io::Operation;
 use super::job::JobKey;
-use super::{Action, Buffer, CallId, Core, IoId, IoOp};
-use crate::blocks::AlignedBytes;
+use super::{Action, CallId, Core};
+use crate::io::{AlignedBytes, Buffer, IoId, IoOp};
 use crate::store::manifest::Record;
 
 /// Operations of one script in flight.

@@ -14,7 +14,8 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::{Job, JobKey};
 use super::scratch::ScratchTile;
-use super::{Action, CallId, Core, IoId, OpenReply, OpenSession, Peer, Reply, SessionId, refuse};
+use super::{Action, CallId, Core, OpenReply, OpenSession, Peer, Reply, refuse};
+use crate::io::{IoId, SessionId};
 use crate::store::manifest::LOCAL_RANKS_MAX;
 
 pub(super) struct Session {

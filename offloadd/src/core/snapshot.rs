@@ -7,7 +7,7 @@ use offload_api::ring::entry::Verb;
 use super::Core;
 use super::io::Operation;
 use super::job::{Job, JobKey};
-use super::quota::Shares;
+use crate::quota::Shares;
 use crate::store::definition::JobName;
 
 /// Whose jobs somebody may see.

@@ -8,8 +8,8 @@ use offload_api::BLOCK_BYTES;
 use rustix::io::Errno;
 
 use super::Device;
-use crate::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use crate::core::IoOp;
+use crate::blocks::{BlockError, BlockErrorCause, Blocks};
+use crate::io::{AlignedBytes, IoOp};
 use crate::power_cut_sim;
 
 /// Opened devices, one synchronous operation at a time.

@@ -24,7 +24,7 @@ pub use self::blocks::DeviceBlocks;
 pub use self::error::DeviceError;
 use self::error::{failed, kind_of, on_open};
 use self::lock::{LOCK_RETRY, LOCK_WAIT, is_busy, lock};
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 use crate::store::DATA_OFFSET;
 
 /// Zeros written at a time where a file system cannot preallocate.

@@ -8,8 +8,9 @@ use tokio::sync::oneshot;
 
 use super::Driver;
 use super::session::{Session, State};
-use crate::core::{Action, Buffer, Reply};
+use crate::core::{Action, Reply};
 use crate::engine::{Io, Memory};
+use crate::io::Buffer;
 use crate::metrics::ledger::JobPlace;
 use crate::queue::Owner;
 use crate::store::definition::JobName;

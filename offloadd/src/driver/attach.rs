@@ -14,7 +14,8 @@ use super::keeper::Made;
 use super::process;
 use super::session::{Session, State};
 use super::source::Source;
-use crate::core::{Event, SessionId};
+use crate::core::Event;
+use crate::io::SessionId;
 
 /// How long a connection to the descriptor socket may stay without a word.
 const HELLO_WAIT: Duration = Duration::from_secs(2);

@@ -9,8 +9,9 @@ use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 
 use super::{Counted, Driver, WEAR_IO};
-use crate::core::{Call, Damage, IoId, IoOp, Peer, Viewer};
+use crate::core::{Call, Damage, Peer, Viewer};
 use crate::engine::{Io, Memory};
+use crate::io::{IoId, IoOp};
 use crate::metrics::slowness::Change;
 use crate::metrics::{DeviceView, Snapshot, ledger::JobPlace};
 use crate::queue::Owner;

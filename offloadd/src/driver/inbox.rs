@@ -11,8 +11,10 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Core, Damage, Limits, NewDevice, Peer, Quotas, Reply, SessionId, Viewer};
+use crate::core::{Call, Core, Damage, NewDevice, Peer, Reply, Viewer};
+use crate::io::SessionId;
 use crate::metrics::{MovedBeside, Ratings, Snapshot};
+use crate::quota::{Limits, Quotas};
 use crate::store::definition::JobName;
 
 /// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.

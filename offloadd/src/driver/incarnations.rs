@@ -8,7 +8,8 @@ use rustix::event::epoll;
 use super::Driver;
 use super::keeper::Made;
 use super::session::State;
-use crate::core::{Event, SessionId};
+use crate::core::Event;
+use crate::io::SessionId;
 
 /// How long a new session may wait for its process to fetch the descriptors.
 pub(super) const ATTACH_WAIT: Duration = Duration::from_secs(10);

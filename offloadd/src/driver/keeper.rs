@@ -19,8 +19,8 @@ use rustix::fs::OFlags;
 
 use super::inbox::{DriverHandle, Message};
 use crate::arena::{Arena, ArenaId, LockPolicy, memory_file};
-use crate::core::SessionId;
 use crate::handover::Descriptors;
+use crate::io::SessionId;
 use crate::memory;
 
 /// What a session shares with its process.

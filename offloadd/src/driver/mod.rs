@@ -30,13 +30,15 @@ use tokio::sync::oneshot;
 
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
-use crate::core::{Action, CallId, Core, Event, IoResult, Limits, Quotas, SessionId, Viewer};
+use crate::core::{Action, CallId, Core, Event, Viewer};
 use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
+use crate::io::{IoResult, SessionId};
 use crate::metrics::{Endurance, Ledger};
 use crate::numa;
 use crate::queue::{DeviceLimits, Queue};
+use crate::quota::{Limits, Quotas};
 use crate::retry;
 use crate::store::DEVICES_MAX;
 

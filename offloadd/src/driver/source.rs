@@ -2,7 +2,7 @@
 
 use rustix::event::epoll::EventData;
 
-use crate::core::SessionId;
+use crate::io::SessionId;
 
 /// What epoll reports, packed into the 64 bits it keeps: kind above, number below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

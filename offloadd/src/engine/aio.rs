@@ -30,7 +30,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::backlog::Backlog;
 use super::inflight::Inflight;
 use super::{END_WAIT, EngineError, Io, IoDone};
-use crate::core::IoOp;
+use crate::io::IoOp;
 
 /// Operations in the kernel at a time; more wait in the backlog. Drives need some tens each.
 const KERNEL_INFLIGHT_MAX: usize = 1024;

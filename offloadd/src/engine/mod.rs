@@ -20,8 +20,7 @@ use offload_api::{BLOCK_BYTES, ENGINES};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::arena::{Arena, ArenaId};
-use crate::blocks::AlignedBytes;
-use crate::core::{IoId, IoOp};
+use crate::io::{AlignedBytes, IoId, IoOp};
 
 pub mod aio;
 mod backlog;

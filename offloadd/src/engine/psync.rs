@@ -19,7 +19,7 @@ use offload_api::ids::DeviceIndex;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use super::{END_WAIT, EngineError, Io, IoDone};
-use crate::core::IoOp;
+use crate::io::IoOp;
 
 /// In flight on one device. Drives reach their rate with megabytes at a depth of two or three; one more for flushes.
 const THREADS_A_DEVICE: usize = 4;
@@ -293,8 +293,8 @@ mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
 
     use super::*;
-    use crate::core::IoId;
     use crate::engine::Memory;
+    use crate::io::IoId;
 
     const NO_HANG: Duration = Duration::from_secs(60);
 

@@ -24,7 +24,7 @@ use rustix::time::{
 use test_hooks::rate_limit::{Pace, Paces};
 
 use super::{Engine, EngineError, Io, IoDone, path_of};
-use crate::core::{IoId, IoOp};
+use crate::io::{IoId, IoOp};
 
 /// The pace of the device that `file` is.
 pub(super) fn of(file: &File, paces: &Paces) -> Pace {

@@ -35,7 +35,7 @@ use super::backlog::Backlog;
 use super::inflight::Inflight;
 use super::{END_WAIT, EngineError, Io, IoDone, Memory, named};
 use crate::arena::{Arena, ArenaId};
-use crate::core::IoOp;
+use crate::io::IoOp;
 use crate::store::DEVICES_MAX;
 
 /// Entries handed to the kernel in one system call; more wait one round.

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use offload_api::ids::DeviceIndex;
 
 use super::DeviceWear;
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 use crate::store::superblock::StoreId;
 use crate::store::wear::{Wear, totals};
 

@@ -12,8 +12,9 @@ use offload_api::ids::DeviceIndex;
 use super::endurance::{Endurance, Ratings, WearCount};
 use super::slowness::{Change, JUDGED_EVERY, Slowness};
 use super::{Counts, DeviceView, JobView, Latencies, MovedBeside, Traffic};
-use crate::core::{DeviceState, IoId, IoOp, JobState};
+use crate::core::{DeviceState, JobState};
 use crate::engine::IoDone;
+use crate::io::{IoId, IoOp};
 use crate::store::definition::JobName;
 use crate::store::format::MeasuredRates;
 

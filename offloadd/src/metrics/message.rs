@@ -6,7 +6,8 @@ use offload_api::BLOCK_BYTES;
 use offload_api::proto;
 
 use super::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
-use crate::core::{CommitState, DeviceState, DeviceStatus, JobState, Shares};
+use crate::core::{CommitState, DeviceState, DeviceStatus, JobState};
+use crate::quota::Shares;
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 

@@ -6,7 +6,7 @@
 //! counts. Where as much is in flight as that says, each wait is shorter than the last by the piece itself, so that it
 //! comes down to the answer; where less is, the drive is idle between two and says what it needs.
 
-use crate::core::IoId;
+use crate::io::IoId;
 
 /// Where nothing was seen, and at least: a drive whose channels work side by side seems to answer at once.
 const ANSWER_NS_MIN: u64 = 100_000;

@@ -7,7 +7,7 @@ use offload_api::ring::entry::Priority;
 use super::fair::Fair;
 use super::interference::Neighbours;
 use super::owner::{BACKGROUND_WEIGHT, Job, Line, Owner, User};
-use crate::core::IoId;
+use crate::io::IoId;
 
 /// Of so many pieces of a job, one is of what is moved ahead of its use while something else is wanted: an eighth, enough to
 /// go on, little enough to be hardly felt.
@@ -267,7 +267,7 @@ impl Direction {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::SessionId;
+    use crate::io::SessionId;
 
     /// Session `number` of a job of its own, of user `number` unless said otherwise.
     fn session(number: u64) -> Owner {

@@ -130,7 +130,7 @@ impl<K: Copy + Ord> Fair<K> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::core::SHARE_MAX;
+    use crate::quota::SHARE_MAX;
 
     /// What each of those who want `wants` bytes again and again got when `bytes` were moved in pieces of that length.
     fn served(bytes: u64, wants: &[(u32, u32)]) -> Vec<u64> {

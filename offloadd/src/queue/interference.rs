@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use super::answer::Answer;
 use super::direction::TURNS;
 use super::owner::{Job, User, Weights};
-use crate::core::IoId;
+use crate::io::IoId;
 
 /// A span is so many windows of 10 ms.
 const SPAN_WINDOWS: u64 = 10;

@@ -35,8 +35,8 @@ use std::time::Instant;
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 
-use crate::core::{IoId, IoOp};
 use crate::engine::{Io, IoDone, Memory};
+use crate::io::{IoId, IoOp};
 
 use direction::Direction;
 pub use direction::{INFLIGHT_COUNT_MAX, TURNS};

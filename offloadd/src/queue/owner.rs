@@ -1,7 +1,8 @@
 //! Whose operation it is, as far as turns depend on it.
 
 use super::direction::TURNS;
-use crate::core::{SHARE_DEFAULT, SHARE_MAX, SessionId};
+use crate::io::SessionId;
+use crate::quota::{SHARE_DEFAULT, SHARE_MAX};
 
 /// Who asks a device for something.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,7 +13,7 @@ pub enum Owner {
     Session {
         /// Its user.
         uid: u32,
-        /// The user's part beside those of others, 1 to [`SHARE_MAX`](crate::core::SHARE_MAX).
+        /// The user's part beside those of others, 1 to [`SHARE_MAX`](crate::quota::SHARE_MAX).
         user_share: u32,
         /// The job's part of that beside his other jobs, as many.
         job_share: u32,

@@ -147,7 +147,7 @@ mod tests {
     use offload_api::ids::DeviceIndex;
 
     use super::*;
-    use crate::core::IoOp;
+    use crate::io::IoOp;
 
     #[tokio::test]
     async fn the_end_is_told_until_it_is_taken() {

@@ -9,10 +9,10 @@ use offload_api::fault::Fault;
 use tokio::sync::Mutex;
 
 use super::scrub::is_another;
-use crate::blocks::AlignedBytes;
 use crate::core::{Damage, Reported};
 use crate::device::Device;
 use crate::driver::DriverHandle;
+use crate::io::AlignedBytes;
 use crate::metrics::MovedBeside;
 
 /// Read at a time, so that others' reads come between.

@@ -24,10 +24,10 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tonic::Status;
 
-use crate::blocks::AlignedBytes;
 use crate::core::{At, CommittedTile, Core, Damage, Viewer};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::DriverHandle;
+use crate::io::AlignedBytes;
 use crate::metrics::MovedBeside;
 use crate::store::content::JobContent;
 use crate::store::sealed::{self, Unreadable};

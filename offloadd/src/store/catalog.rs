@@ -12,7 +12,8 @@ use super::definition::{JOB_NAME_BYTES_MAX, JobName};
 use super::sealed::{self, Head, Unreadable};
 use super::superblock::{DeviceId, StoreId};
 use super::{BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DEVICES_MAX};
-use crate::blocks::{AlignedBytes, BlockError, Blocks};
+use crate::blocks::{BlockError, Blocks};
+use crate::io::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLCAT1";
 

@@ -2,7 +2,8 @@
 
 use super::StoreError;
 use super::sealed::{self, Unreadable};
-use crate::blocks::{AlignedBytes, Blocks};
+use crate::blocks::Blocks;
+use crate::io::AlignedBytes;
 
 /// A copy of a structure that cannot be used. The other one can, or the structure was being written.
 #[derive(Clone, Debug, PartialEq, Eq)]

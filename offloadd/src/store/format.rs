@@ -4,7 +4,8 @@ use super::catalog::{Catalog, DeviceEntry, Phase};
 use super::superblock::{self, DeviceId, StoreId, Superblock};
 use super::{BLOCK, CATALOG_OFFSETS, DATA_OFFSET, DEVICES_MAX, SUPERBLOCK_OFFSETS, StoreError};
 use super::{sealed, sealed::Unreadable};
-use crate::blocks::{AlignedBytes, Blocks};
+use crate::blocks::Blocks;
+use crate::io::AlignedBytes;
 
 /// Data of the smallest device that is worth anything.
 const DATA_BYTES_MIN: u64 = 1 << 20;

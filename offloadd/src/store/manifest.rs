@@ -9,7 +9,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::BLOCK;
 use super::catalog::Area;
 use super::sealed::{self, Head, Unreadable};
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 
 pub(crate) const RECORD_MAGIC: [u8; 8] = *b"OFFLREC1";
 pub(crate) const MARK_MAGIC: [u8; 8] = *b"OFFLMRK1";

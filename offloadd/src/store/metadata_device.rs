@@ -14,7 +14,8 @@ use super::manifest::SlotContent;
 use super::placement::Space;
 use super::recover::{RecoveredStore, read_watched};
 use super::{BLOCK, CATALOG_OFFSETS, StoreError};
-use crate::blocks::{AlignedBytes, BlockError, Blocks};
+use crate::blocks::{BlockError, Blocks};
+use crate::io::AlignedBytes;
 
 /// Copied at once.
 const PIECE_BYTES: u64 = 1 << 20;

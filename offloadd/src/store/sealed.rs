@@ -6,7 +6,8 @@ use offload_api::checksum::checksum;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::{BLOCK, FORMAT_VERSION};
-use crate::blocks::{AlignedBytes, BlockError, Blocks};
+use crate::blocks::{BlockError, Blocks};
+use crate::io::AlignedBytes;
 
 /// The first 32 bytes of every stored structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]

@@ -7,7 +7,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::format::MeasuredRates;
 use super::sealed::{self, Head, Unreadable};
 use super::{BLOCK, DATA_OFFSET};
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 use offload_api::BLOCK_BYTES;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLDEV1";

@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use super::BLOCK;
 use super::definition::{Durability, JobDefinition, TileKind, TileSpec};
 use super::sealed::{self, Head, Unreadable};
-use crate::blocks::AlignedBytes;
+use crate::io::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLDEF1";
 

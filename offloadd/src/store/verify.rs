@@ -15,7 +15,8 @@ use super::dual_copy::Note;
 use super::manifest::{self, Mark, Marked, SlotContent};
 use super::recover::{self, RecoveredJob, RecoveredStore};
 use super::wear::Wear;
-use crate::blocks::{AlignedBytes, Blocks};
+use crate::blocks::Blocks;
+use crate::io::AlignedBytes;
 
 /// What a store holds and what of it is damaged.
 #[derive(Clone, Debug, Default)]

@@ -15,7 +15,8 @@ use super::catalog::JOBS_MAX;
 use super::sealed::{self, Head, Unreadable};
 use super::superblock::StoreId;
 use super::{WEAR_BYTES_MAX, WEAR_OFFSETS};
-use crate::blocks::{AlignedBytes, Blocks};
+use crate::blocks::Blocks;
+use crate::io::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLWEA1";
 

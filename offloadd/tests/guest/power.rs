@@ -9,7 +9,8 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::Path;
 
-use offloadd::blocks::{AlignedBytes, BlockError, Blocks};
+use offloadd::blocks::{BlockError, Blocks};
+use offloadd::io::AlignedBytes;
 use offloadd::store::manifest::resumable;
 use offloadd::store::recover;
 use test_hooks::random::{SECTOR_BYTES, SimRandom};

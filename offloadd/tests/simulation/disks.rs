@@ -10,8 +10,8 @@ use std::ops::Range;
 use offload_api::ids::DeviceIndex;
 use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
-use offloadd::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use offloadd::core::{Buffer, IoId, IoOp, IoResult, SessionId};
+use offloadd::blocks::{BlockError, BlockErrorCause, Blocks};
+use offloadd::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult, SessionId};
 
 /// What a disk does instead of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

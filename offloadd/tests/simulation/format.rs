@@ -4,8 +4,9 @@
 use crate::disks::SimDisks;
 use offload_api::checksum::checksum;
 use offload_api::ids::Generation;
-use offloadd::blocks::{AlignedBytes, BlockError, BlockErrorCause, Blocks};
-use offloadd::core::{Call, IoOp};
+use offloadd::blocks::{BlockError, BlockErrorCause, Blocks};
+use offloadd::core::Call;
+use offloadd::io::{AlignedBytes, IoOp};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;

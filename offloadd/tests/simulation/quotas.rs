@@ -3,7 +3,8 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
-use offloadd::core::{Call, Event, OpenSession, Peer, Quota, Quotas, Reply};
+use offloadd::core::{Call, Event, OpenSession, Peer, Reply};
+use offloadd::quota::{Quota, Quotas};
 use offloadd::store::definition::Durability;
 use test_hooks::random::SimRandom;
 

@@ -190,7 +190,7 @@ fn more_in_flight_than_granted_is_refused() {
         panic!("refused");
     };
     assert_eq!((reply.iodepth, reply.ring_entries), (2, 4));
-    let session = offloadd::core::SessionId(2);
+    let session = offloadd::io::SessionId(2);
     let process = Process { session, token };
     world
         .define(process, definition(TILES, Committed, 1))

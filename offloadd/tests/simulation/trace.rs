@@ -9,8 +9,9 @@ use std::fs::{File, OpenOptions};
 use std::hash::{DefaultHasher, Hasher};
 use std::io::Write;
 
-use offloadd::core::{Action, Buffer, Core, Event, Viewer};
-use offloadd::engine::sim::SimRandom;
+use offloadd::core::{Action, Core, Event, Viewer};
+use offloadd::io::Buffer;
+use test_hooks::random::SimRandom;
 
 /// The trace of one daemon; its line is written when it is dropped.
 pub(crate) struct Trace(Option<Open>);

@@ -12,10 +12,11 @@ use offload_api::ids::{
 use offload_api::ring::entry::{Cqe, Priority, Request, Sqe, Verb};
 use offloadd::blocks::Blocks;
 use offloadd::core::{
-    Action, Call, CallId, Core, DeviceState, Event, IoId, IoOp, JobRecord, Limits, NewDevice,
-    OpenSession, Peer, Reply, SessionId,
+    Action, Call, CallId, Core, DeviceState, Event, JobRecord, NewDevice, OpenSession, Peer, Reply,
 };
 use offloadd::handover::message::State;
+use offloadd::io::{IoId, IoOp, SessionId};
+use offloadd::quota::Limits;
 use offloadd::store::StoreError;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
 use offloadd::store::format::{MeasuredRates, data_bytes, format};

@@ -3,8 +3,9 @@
 use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
-use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState, Shares};
+use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState};
 use offloadd::metrics::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
+use offloadd::quota::Shares;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
 use serde_json::{Value, json};

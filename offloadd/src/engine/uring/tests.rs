@@ -1,8 +1,7 @@
 //! A kernel that takes nothing for now, and devices that it does not take at all.
 
 use super::*;
-use crate::blocks::AlignedBytes;
-use crate::core::IoId;
+use crate::io::{AlignedBytes, IoId};
 
 const NO_HANG: Duration = Duration::from_secs(60);
 

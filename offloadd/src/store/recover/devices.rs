@@ -1,7 +1,8 @@
 //! Which devices are one store, and which of their catalogs counts.
 
 use super::{ForeignDevice, RecoveredDevice, Stale};
-use crate::blocks::{AlignedBytes, Blocks};
+use crate::blocks::Blocks;
+use crate::io::AlignedBytes;
 use crate::store::catalog::{self, Catalog};
 use crate::store::dual_copy::{Copy, Reader};
 use crate::store::sealed::Unreadable;

@@ -3,7 +3,8 @@
 use offload_api::ids::Generation;
 
 use super::RecoveredDevice;
-use crate::blocks::{AlignedBytes, Blocks};
+use crate::blocks::Blocks;
+use crate::io::AlignedBytes;
 use crate::store::catalog::Entry;
 use crate::store::definition::Durability;
 use crate::store::dual_copy::{Consequence, Copy, Reader};

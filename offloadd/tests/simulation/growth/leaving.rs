@@ -2,7 +2,8 @@
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
-use offloadd::core::{Call, Event, Limits, Moves, Reply};
+use offloadd::core::{Call, Event, Moves, Reply};
+use offloadd::quota::Limits;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::verify::verify;

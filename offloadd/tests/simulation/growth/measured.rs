@@ -3,8 +3,9 @@
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
-use offloadd::blocks::{AlignedBytes, Blocks};
+use offloadd::blocks::Blocks;
 use offloadd::core::{Call, Event, Measuring, Moves, Reply};
+use offloadd::io::AlignedBytes;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
