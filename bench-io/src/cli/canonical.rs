@@ -24,7 +24,7 @@ use crate::units::Bytes;
 #[derive(Args)]
 pub(crate) struct CanonicalArgs {
     /// Directory on the drive to measure
-    #[arg(long, default_value = ".")]
+    #[arg(long = "directory", value_name = "DIR", default_value = ".")]
     dir: PathBuf,
     /// Bytes to move in each direction
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
