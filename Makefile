@@ -1,8 +1,9 @@
 # make demo         trains a Llama with all its state on two device files, kills everything mid-step, goes on
 # make check        the daily command: formatting, lints, links of documents, unit tests, both simulations with few seeds
-# make test         formatting, lints, links, licenses, every test; ends with what was skipped and which targets took longest
+# make test         formatting, lints, links, words, documentation, licenses, every test; ends with what was skipped and which targets took longest
 # make nightly      the same with more seeds, kills, crash images and restarts
 # make test-tools   installs what some tests need (as root with apt; 90 MB of NVRTC with pip); they skip without it
+# make docs         writes the pages and pictures that come from the programs: configuration, commands, on-disk format, models
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
 # make deny         licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        offloadd, trainer and bench-io in target/release
@@ -23,7 +24,7 @@ endif
 # Of both simulations: enough to see a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test nightly test-tools test-counts deny build deb bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build deb bench libtorch clean
 
 demo: build
 	configs/demo.sh
@@ -38,16 +39,25 @@ deb:
 check: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
+	.ci/words.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
 	OFFLOADD_SEEDS=$(CHECK_SEEDS) SWAPPER_SEEDS=$(CHECK_SEEDS) $(CARGO) test -j$(JOBS) --workspace --lib --bins --test simulation
 
 test: libtorch
 	$(CARGO) fmt --all --check
 	.ci/links.py
+	.ci/words.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
+	RUSTDOCFLAGS="-D warnings" $(CARGO) doc -j$(JOBS) --workspace --no-deps
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
 	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS)
+
+# Tests compare the pages with the programs; here they write them.
+docs: libtorch
+	trainer/bench/picture.py
+	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) --workspace --no-fail-fast --lib --bins docs -- --test-threads=1
+	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) -p trainer --test runs the_table_of_models_in_docs
 
 # An hour or two more than `make test`.
 nightly: export OFFLOADD_SEEDS ?= 0..200000

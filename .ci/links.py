@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that relative links in the documents point to files and headings that exist. Prints each that does not; needs no network.
+"""Checks that relative links in the documents point to files and headings that exist, and paths in backticks to files. Prints each that does
+not; needs no network.
 
     .ci/links.py [ROOT]     README.md and docs/*.md, and the pages they share the reader with
 """
@@ -8,13 +9,19 @@ import pathlib
 import re
 import sys
 
-PAGES = ["README.md", "docs/*.md", "configs/*.md", "offloadd/*.md", "trainer/bench/*.md", "bench-io/measured/*.md"]
+PAGES = ["README.md", "docs/**/*.md", "offloadd/*.md", "trainer/bench/*.md", "bench-io/measured/*.md"]
 
 
 def without_code(text):
     """The text without fenced blocks and code in backticks: what looks like a link there is none."""
     text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]*`", "", text)
+
+
+def named_paths(text):
+    """Paths of the repository that a page names in backticks, as in `trainer/src/plan/`."""
+    text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`((?:offloadd|client|swapper|kernels|trainer|bench-io|configs|docs|\.ci)/[\w./-]*)`", text)
 
 
 def anchors(text):
@@ -37,6 +44,7 @@ def faults(root):
                 found.append(f"{page.relative_to(root)}: {link}: no such file")
             elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
                 found.append(f"{page.relative_to(root)}: {link}: no such heading")
+        found += [f"{page.relative_to(root)}: {path}: no such file" for path in named_paths(page.read_text()) if not (root / path).exists()]
     return found if pages else [f"{root}: no documents"]
 
 

@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py` and of `.ci/links.py`."""
+"""Tests of `.ci/tests.py`, with a cargo that says what it is told to, of `.ci/licenses.py`, `.ci/links.py`
+and `.ci/words.py`, and of the picture of results."""
 
 import json
 import pathlib
 import re
 import subprocess
+import sys
 import tempfile
 import unittest
 
 import licenses
 import links
+import words
 
 HERE = pathlib.Path(__file__).parent
 # Test binaries are those of $HOME/built; the tests say what $HOME/said holds and end with $HOME/status.
@@ -146,9 +149,58 @@ class Links(unittest.TestCase):
     def test_links_that_lead_somewhere_and_code_are_fine(self):
         self.assertEqual(self.faults("[a](docs/a.md) [a](docs/a.md#one-thing) [a](https://example.org/x) `[a](b.md)`\n```\n[a](b.md)\n```\n"), [])
 
+    def test_a_path_that_is_gone_is_named(self):
+        self.assertEqual(self.faults("`docs/a.md` `docs/` `docs/b.rs` `docs/{a,b}.md`\n"), ["README.md: docs/b.rs: no such file"])
+
     def test_a_repository_without_documents_is_a_fault(self):
         with tempfile.TemporaryDirectory() as root:
             self.assertEqual(len(links.faults(pathlib.Path(root))), 1)
+
+
+class Words(unittest.TestCase):
+    def faults(self, files, allowed):
+        with tempfile.TemporaryDirectory() as root:
+            for name, text in files.items():
+                path = pathlib.Path(root) / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text)
+            return words.faults(pathlib.Path(root), {r"\blookouts?\b": "peer watchdog"}, allowed)
+
+    def test_a_retired_word_is_named_with_the_word_to_use(self):
+        files = {"README.md": "ok\nThe Lookout.\n", "a/src/b.rs": '// lookout\nf("no", "the\nlookouts");\n'}
+        self.assertEqual(self.faults(files, {}), ["README.md:2: Lookout: write peer watchdog", "a/src/b.rs:3: lookouts: write peer watchdog"])
+
+    def test_code_that_nobody_reads_is_not_searched(self):
+        source = 'let lookout = \'"\'; // "lookout"\n\n#[cfg(test)]\nmod tests {\n    const A: &str = "lookout";\n}\n'
+        self.assertEqual(self.faults({"README.md": "", "a/src/b.rs": source, "a/src/b/tests.rs": '"lookout"'}, {}), [])
+
+    def test_an_exception_holds_where_it_is_needed_only(self):
+        allowed = {("README.md", r"\blookouts?\b"): "why"}
+        self.assertEqual(self.faults({"README.md": "lookout"}, allowed), [])
+        self.assertEqual(len(self.faults({"README.md": "nothing"}, allowed)), 1)
+
+
+class Readme(unittest.TestCase):
+    def test_the_rows_of_what_fits_are_those_of_the_models_page(self):
+        cells = lambda line: [cell.strip() for cell in line.strip("| ").split("|")]
+        models = {row[0]: row for row in map(cells, (HERE.parent / "docs/models.md").read_text().splitlines())}
+        readme = map(cells, (HERE.parent / "README.md").read_text().splitlines())
+        rows = [row for row in readme if row[0] in models and len(row) == 5 and row[0] not in ("model", "---")]
+        self.assertGreaterEqual(len(rows), 4)
+        for name, *places in rows:
+            model = models[name]
+            self.assertEqual(places, [model[2], ", ".join(model[3:5]), ", ".join(model[5:8]), ", ".join(model[13:16])], name)
+
+    def test_the_readme_is_short(self):
+        self.assertLessEqual(len((HERE.parent / "README.md").read_text().splitlines()), 150)
+
+
+class Picture(unittest.TestCase):
+    def test_the_picture_of_results_is_current(self):
+        sys.path.insert(0, str(HERE.parent / "trainer/bench"))
+        import picture
+
+        self.assertEqual(picture.OUT.read_text(), picture.current(), "run `make docs`")
 
 
 if __name__ == "__main__":

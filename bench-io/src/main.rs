@@ -12,6 +12,8 @@
 mod bench;
 mod child;
 mod cli;
+#[cfg(test)]
+mod docs;
 mod drive;
 mod fio;
 mod fio_compare;

@@ -32,26 +32,59 @@ pub const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
 /// Least of what reads or copies a store: below it a scrub, or a move, would not end.
 const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 
-/// The file, unchecked.
+/// The file, unchecked. Its doc comments, those of [`MetricsToml`] and of the quotas are `docs/daemon-configuration.md`.
 #[derive(Debug, Deserialize)]
 struct ConfigToml {
+    /// Unix socket on which the daemon answers calls. Descriptors go over a second socket beside it, with `.fds` appended to its name.
+    ///
+    /// Default: `"/run/offloadd/offloadd.sock"`. Example: `"/run/user/1000/offloadd.sock"`.
     #[serde(default = "socket_default")]
     socket: PathBuf,
+    /// Devices of the store: files on mounted drives, or block devices, made by `offloadd format`. Absolute paths, each once.
+    ///
+    /// Default: required. Example: `["/mnt/nvme0/tiles", "/mnt/nvme1/tiles"]`.
     devices: Vec<PathBuf>,
+    /// Most pinned host memory that all sessions together may have.
+    ///
+    /// Default: `"64GiB"`. Example: `"128GiB"`.
     #[serde(default)]
     arena_bytes_max: Option<Size>,
+    /// How the daemon does I/O: `auto` takes io_uring, or kernel AIO or threads where io_uring is forbidden; `uring`, `aio` and
+    /// `psync` take just that engine.
+    ///
+    /// Default: `"auto"`. Example: `"uring"`.
     #[serde(default)]
     engine: Option<String>,
+    /// Whether to refuse to start, and to refuse sessions, when memory cannot be locked. Without it the daemon warns.
+    ///
+    /// Default: `false`. Example: `true`.
     #[serde(default)]
     require_locked: bool,
+    /// Most sessions at a time, 1 to 1024. Each training process has one session.
+    ///
+    /// Default: `64`. Example: `16`.
     #[serde(default)]
     sessions_max: Option<u32>,
+    /// Most operations in flight of one session, 2 to 1024.
+    ///
+    /// Default: `64`. Example: `128`.
     #[serde(default)]
     iodepth_max: Option<u32>,
+    /// Endurance ratings of the drives in terabytes written, from their data sheets: one number for all devices, or one for each.
+    /// The daemon warns when 80 % of a rating is written.
+    ///
+    /// Default: none. Example: `[600, 1200]`.
     #[serde(default)]
     rated_tbw: Option<Rating>,
+    /// Most bytes per second that `offloadd verify` of all users together reads from a running daemon. Root and the daemon's user
+    /// are not limited.
+    ///
+    /// Default: `"512MiB"`. Example: `"1GiB"`.
     #[serde(default)]
     scrub_bytes_per_s_max: Option<Size>,
+    /// Most bytes per second that are copied while tiles move between devices, for moves without a rate of their own.
+    ///
+    /// Default: no limit. Example: `"200MiB"`.
     #[serde(default)]
     rebalance_bytes_per_s_max: Option<Size>,
     #[serde(default)]
@@ -74,6 +107,9 @@ enum Rating {
 
 #[derive(Debug, Default, Deserialize)]
 struct MetricsToml {
+    /// Where Prometheus reads counts: a unix socket, or a loopback address with a port.
+    ///
+    /// Default: none. Example: `"unix:/run/offloadd/metrics.sock"`.
     #[serde(default)]
     listen: Option<String>,
 }
@@ -422,6 +458,9 @@ fn nearest_key(key: &str) -> Option<&'static str> {
         .filter(|(likeness, _)| *likeness >= 0.5)
         .map(|(_, known)| known)
 }
+
+#[cfg(test)]
+mod docs;
 
 #[cfg(test)]
 mod tests {

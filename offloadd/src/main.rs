@@ -10,6 +10,8 @@ use crate::cli::device::DeviceCommand;
 use crate::cli::top::Choice;
 
 mod cli;
+#[cfg(test)]
+mod docs;
 
 #[derive(Parser)]
 #[command(name = "offloadd", version, about = "Serves drives and pinned host memory to training processes", after_help = EXAMPLES)]

@@ -5,6 +5,8 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod cli;
+#[cfg(test)]
+mod docs;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -90,7 +92,7 @@ enum Command {
     /// List every key of a run file: its type, its default, what it is for.
     #[command(after_help = "Examples:
   trainer keys | grep ^train
-  trainer keys --markdown > configs/DEEPSPEED.md")]
+  trainer keys --markdown > deepspeed-keys.md")]
     Keys {
         /// Print what becomes of each of DeepSpeed's keys instead, those that are not read included, as Markdown.
         #[arg(long)]

@@ -35,6 +35,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "bench-io",
         &["kernels", "offload-client", "offload-support", "offloadd"],
     ),
+    ("docs-test", &[]),
 ];
 
 /// Directories and files in which `unsafe` may stand.

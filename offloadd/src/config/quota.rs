@@ -23,11 +23,29 @@ pub(super) struct QuotasToml {
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct QuotaToml {
+    /// Most pinned host memory of the sessions together.
+    ///
+    /// Default: no limit. Example: `"32GiB"`.
     host_bytes_max: Option<Size>,
+    /// Most space on the devices that the jobs' tiles reserve together.
+    ///
+    /// Default: no limit. Example: `"2TiB"`.
     device_bytes_max: Option<Size>,
+    /// Most jobs in the store, open or not. For users only; a store has places for 1,024 jobs of all users.
+    ///
+    /// Default: `256`. Example: `32`.
     jobs_max: Option<u32>,
+    /// Most sessions at a time.
+    ///
+    /// Default: no limit. Example: `8`.
     sessions_max: Option<u32>,
+    /// Most operations in flight of all sessions together.
+    ///
+    /// Default: no limit. Example: `256`.
     inflight_max: Option<u32>,
+    /// Bandwidth of a drive relative to the other users, or to the user's other jobs, while several want more than it gives; 1 to 10000.
+    ///
+    /// Default: `100`. Example: `300`.
     share: Option<u32>,
     /// Of a user: his jobs' own, by name.
     #[serde(default)]

@@ -41,6 +41,9 @@
 //!
 //! Another `version` is refused by number, untouched. The head and its checksum are the same in every version.
 
+#[cfg(test)]
+mod docs;
+
 pub mod catalog;
 pub mod content;
 pub mod definition;

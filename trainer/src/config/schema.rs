@@ -1,6 +1,6 @@
 //! What each key of a run file is: its type, its default and what it is for, taken from the declarations in `toml.rs`.
 //!
-//! `keys! { ... }` declares a table as a struct, and keeps the doc comment, the default and the type of every field. The check of a
+//! `keys! { ... }` declares a table as a struct, and keeps the doc comment, the default, an example and the type of every field. The check of a
 //! file, the errors about types and `trainer keys` read this, so none of them can disagree with what is parsed.
 
 use std::path::PathBuf;
@@ -14,6 +14,9 @@ pub(super) struct Field {
     pub(super) kind: Kind,
     /// What holds without the key: a TOML value, or words. Empty where `what` or DeepSpeed's table says it.
     pub(super) default: &'static str,
+    /// A value as a run file has it, for `docs/trainer-configuration.md`. Empty for DeepSpeed's keys.
+    #[cfg(test)]
+    pub(super) example: &'static str,
     /// The first sentence or more of its doc comment, a line each. Empty for DeepSpeed's keys, whose table has it.
     pub(super) what: &'static [&'static str],
 }
@@ -88,6 +91,7 @@ macro_rules! keys {
             $(
                 $(#[doc = $what:literal])*
                 $(#[default($default:literal)])?
+                $(#[example($example:literal)])?
                 $(#[name($name:literal)])?
                 pub $field:ident: $type:ty,
             )*
@@ -110,6 +114,8 @@ macro_rules! keys {
                     name: $crate::config::schema::first!($($name,)? stringify!($field)),
                     kind: <$type as $crate::config::schema::Typed>::KIND,
                     default: $crate::config::schema::first!($($default,)? ""),
+                    #[cfg(test)]
+                    example: $crate::config::schema::first!($($example,)? ""),
                     what: &[$($what),*],
                 },)*
             ]);

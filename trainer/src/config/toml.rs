@@ -16,6 +16,7 @@ keys! {
     pub struct ConfigToml {
         /// A file for DeepSpeed or an Accelerate YAML, laid under the run file.
         #[default("none")]
+        #[example("\"ds_config.json\"")]
         pub deepspeed: Option<PathBuf>,
         pub train_batch_size: Option<u64>,
         pub train_micro_batch_size_per_gpu: Option<u64>,
@@ -75,9 +76,11 @@ keys! {
         pub weight_decay: Option<f64>,
         /// Which parameters decay: "matrices" (not norms, not biases) or "all".
         #[default("\"matrices\"")]
+        #[example("\"all\"")]
         pub decay: Option<String>,
         /// All parameters decay except those with one of these texts in their name.
         #[default("none")]
+        #[example("[\"bias\", \"norm\"]")]
         pub no_decay: Option<Vec<String>>,
         pub adam_w_mode: Option<bool>,
     }
@@ -147,97 +150,128 @@ keys! {
     pub struct ModelToml {
         /// Model directory of Hugging Face's, or its config.json; its weights and tokenizer are used where it has them.
         #[default("none")]
+        #[example("\"Qwen3-8B\"")]
         pub path: Option<PathBuf>,
         /// Run directory, or model directory, whose weights a fresh run starts with; the optimizer starts anew.
         #[default("none")]
+        #[example("\"runs/first\"")]
         pub from: Option<PathBuf>,
         /// What a fresh run starts with: "auto" (those of model.path, which must be there; random without a model.path), "weights", "random".
         #[default("\"auto\"")]
+        #[example("\"random\"")]
         pub init: Option<String>,
         /// Architecture, by Hugging Face's name.
         #[default("\"llama\"")]
+        #[example("\"qwen3\"")]
         pub model_type: Option<String>,
         /// Rows of the embedding.
         #[default("256 without a directory: bytes")]
+        #[example("32000")]
         pub vocab_size: Option<u64>,
         /// Width of the model.
         #[default("the architecture's")]
+        #[example("2048")]
         pub hidden_size: Option<u64>,
         /// Width of the feed-forward part.
         #[default("the architecture's")]
+        #[example("5504")]
         pub intermediate_size: Option<u64>,
         /// Transformer blocks.
         #[default("the architecture's")]
+        #[example("24")]
         pub num_hidden_layers: Option<u64>,
         /// Heads of attention.
         #[default("the architecture's")]
+        #[example("16")]
         pub num_attention_heads: Option<u64>,
         /// Heads of keys and values.
         #[default("num_attention_heads")]
+        #[example("8")]
         pub num_key_value_heads: Option<u64>,
         /// Width of a head.
         #[default("hidden_size / num_attention_heads")]
+        #[example("128")]
         pub head_dim: Option<u64>,
         /// Base of the rotary embedding.
         #[default("the architecture's")]
+        #[example("500000.0")]
         pub rope_theta: Option<f64>,
         pub rope_scaling: RopeScalingToml,
         /// Added to the mean square in norms.
         #[default("the architecture's")]
+        #[example("1e-5")]
         pub rms_norm_eps: Option<f64>,
         /// Whether the head is the embedding.
         #[default("the architecture's")]
+        #[example("false")]
         pub tie_word_embeddings: Option<bool>,
         /// Standard deviation of random first weights.
         #[default("the architecture's")]
+        #[example("0.02")]
         pub initializer_range: Option<f64>,
         /// Longest window the model takes.
         #[default("2048, or train.seq_len where that is more")]
+        #[example("4096")]
         pub max_position_embeddings: Option<u64>,
         /// Whether attention's projections have biases.
         #[default("the architecture's")]
+        #[example("false")]
         pub attention_bias: Option<bool>,
         /// Whether the feed-forward part's projections have biases.
         #[default("the architecture's")]
+        #[example("false")]
         pub mlp_bias: Option<bool>,
         /// Tokens that attention reaches back.
         #[default("the architecture's")]
+        #[example("4096")]
         pub sliding_window: Option<u64>,
         /// Whether sliding_window holds (Qwen2, Qwen3).
         #[default("the architecture's")]
+        #[example("false")]
         pub use_sliding_window: Option<bool>,
         /// Blocks below this one have no sliding window (Qwen2, Qwen3).
         #[default("the architecture's")]
+        #[example("28")]
         pub max_window_layers: Option<u64>,
         /// Share of attention's weights that is left out at random in training.
         #[default("the architecture's")]
+        #[example("0.1")]
         pub attention_dropout: Option<f64>,
         /// GPT-2's hidden_size.
         #[default("the architecture's")]
+        #[example("768")]
         pub n_embd: Option<u64>,
         /// GPT-2's intermediate_size.
         #[default("4 * n_embd")]
+        #[example("3072")]
         pub n_inner: Option<u64>,
         /// GPT-2's num_hidden_layers.
         #[default("the architecture's")]
+        #[example("12")]
         pub n_layer: Option<u64>,
         /// GPT-2's num_attention_heads.
         #[default("the architecture's")]
+        #[example("12")]
         pub n_head: Option<u64>,
         /// GPT-2's max_position_embeddings.
         #[default("the architecture's")]
+        #[example("1024")]
         pub n_positions: Option<u64>,
         /// GPT-2's number added to the variance in norms.
         #[default("the architecture's")]
+        #[example("1e-5")]
         pub layer_norm_epsilon: Option<f64>,
         /// GPT-2's dropout of the embedding.
         #[default("the architecture's")]
+        #[example("0.1")]
         pub embd_pdrop: Option<f64>,
         /// GPT-2's dropout of what blocks add.
         #[default("the architecture's")]
+        #[example("0.1")]
         pub resid_pdrop: Option<f64>,
         /// GPT-2's attention_dropout.
         #[default("the architecture's")]
+        #[example("0.1")]
         pub attn_pdrop: Option<f64>,
     }
 
@@ -245,18 +279,23 @@ keys! {
     pub struct RopeScalingToml {
         /// Form of the stretching, by Hugging Face's name.
         #[default("none")]
+        #[example("\"llama3\"")]
         pub rope_type: Option<String>,
         /// How far positions are stretched.
         #[default("required with rope_type")]
+        #[example("8.0")]
         pub factor: Option<f64>,
         /// Llama 3: waves longer than the old window divided by this are stretched in full.
         #[default("required with rope_type = \"llama3\"")]
+        #[example("1.0")]
         pub low_freq_factor: Option<f64>,
         /// Llama 3: waves shorter than the old window divided by this stay.
         #[default("required with rope_type = \"llama3\"")]
+        #[example("4.0")]
         pub high_freq_factor: Option<f64>,
         /// Longest window the model was first trained with.
         #[default("required with rope_type = \"llama3\"")]
+        #[example("8192")]
         pub original_max_position_embeddings: Option<u64>,
     }
 
@@ -264,30 +303,39 @@ keys! {
     pub struct DataToml {
         /// Files to train on: text, records (.jsonl, .parquet), token ids (.u16, .u32, .npy), or directories of them.
         #[default("required")]
+        #[example("[\"chats.jsonl\", \"more/\"]")]
         pub files: Option<Vec<PathBuf>>,
         /// Text to evaluate on; without it a share of data.files is held out, or nothing.
         #[default("[]")]
+        #[example("[\"held-out.jsonl\"]")]
         pub eval_files: Option<Vec<PathBuf>>,
         /// Share of the documents in data.files that is held out for evaluation.
         #[default("0.0")]
+        #[example("0.05")]
         pub validation_fraction: Option<f64>,
         /// Directory with a tokenizer.json, or such a file, or "bytes".
         #[default("the model directory's, or \"bytes\"")]
+        #[example("\"Qwen3-8B\"")]
         pub tokenizer: Option<PathBuf>,
         /// Template of conversations, in Jinja, in the place of the tokenizer's own.
         #[default("the tokenizer's")]
+        #[example("\"chatml.jinja\"")]
         pub chat_template: Option<PathBuf>,
         /// How documents fill windows: "concatenate" (cut where a window ends) or "documents" (whole, with padding).
         #[default("\"concatenate\"")]
+        #[example("\"documents\"")]
         pub packing: Option<String>,
         /// Tokens that count in the loss: "all", or "completions" (and what the assistant says in conversations).
         #[default("\"all\"")]
+        #[example("\"completions\"")]
         pub loss_on: Option<String>,
         /// Whether windows are drawn in an order of `train.seed`; false: they come in the order in which they lie.
         #[default("true")]
+        #[example("false")]
         pub shuffle: Option<bool>,
         /// Directory where tokens are kept for other runs too.
         #[default("the run directory")]
+        #[example("\"tokens\"")]
         pub cache: Option<PathBuf>,
     }
 
@@ -295,48 +343,63 @@ keys! {
     pub struct TrainToml {
         /// Optimizer steps of the whole run. 0: the run only takes its first weights, for `trainer export`.
         #[default("required")]
+        #[example("1000")]
         pub steps: Option<u64>,
         /// Tokens of a window.
         #[default("required")]
+        #[example("4096")]
         pub seq_len: Option<u64>,
         /// Seed of first weights, order of the data and dropout.
         #[default("0")]
+        #[example("1")]
         pub seed: Option<u64>,
         /// Steps between evaluations; 0 for none.
         #[default("0")]
+        #[example("100")]
         pub eval_every: Option<u64>,
         /// Batches of an evaluation.
         #[default("4")]
+        #[example("8")]
         pub eval_batches: Option<u64>,
         /// Steps between printed lines.
         #[default("steps_per_print, or 10")]
+        #[example("1")]
         pub log_every: Option<u64>,
         /// Steps between checkpoints into the run directory; 0 for none, except at the end of a run without a store.
         #[default("0")]
+        #[example("200")]
         pub checkpoint_every: Option<u64>,
         /// Checkpoints that are kept, the newest ones; 0 for all.
         #[default("2")]
+        #[example("3")]
         pub checkpoints_kept: Option<u64>,
         /// Run directory.
         #[default("runs/ and the run file's name")]
+        #[example("\"runs/chat\"")]
         pub run_dir: Option<PathBuf>,
         /// Step at which this start ends, for a run that is continued later.
         #[default("train.steps")]
+        #[example("500")]
         pub stop_after: Option<u64>,
         /// Threads that compute.
         #[default("all cores, divided among the ranks")]
+        #[example("16")]
         pub threads: Option<u64>,
         /// What computes: "auto" (a GPU if there is one), "cpu" or "gpu".
         #[default("\"auto\"")]
+        #[example("\"cpu\"")]
         pub device: Option<String>,
         /// What blocks keep for backward beside their inputs: "auto", "nothing" (all is computed again), "attention", "products".
         #[default("\"auto\"")]
+        #[example("\"attention\"")]
         pub keep: Option<String>,
         /// Where blocks' inputs wait for backward when a GPU computes: "auto", "device" or "host".
         #[default("\"auto\"")]
+        #[example("\"host\"")]
         pub activations: Option<String>,
         /// Slices in which a block's feed-forward part is computed, one after the other.
         #[default("1")]
+        #[example("4")]
         pub tiling: Option<u64>,
     }
 
@@ -344,39 +407,51 @@ keys! {
     pub struct OffloadToml {
         /// Socket of an offloadd that runs already.
         #[default("none: a private offloadd is started")]
+        #[example("\"/run/offloadd/offloadd.sock\"")]
         pub socket: Option<PathBuf>,
         /// When a step's update runs: "deferred" (before a unit's next use) or "at_once"; the bits are the same.
         #[default("\"deferred\"")]
+        #[example("\"at_once\"")]
         pub schedule: Option<String>,
         /// Share of the tiles with device "nvme" that stays in host memory, or "auto" for what fits.
         #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
+        #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
         /// Most host memory the run takes, all its processes on this node together.
         #[default("what is free")]
+        #[example("\"200GiB\"")]
         pub host_memory: Option<ByteCount>,
         /// Steps between commits; 0 for only before evaluation and at the end.
         #[default("the plan's choice")]
+        #[example("1")]
         pub commit_every: Option<u64>,
         /// Elements of a tile, a multiple of 4096.
         #[default("the plan's choice")]
+        #[example("4194304")]
         pub tile_elems: Option<u64>,
         /// Host memory that tiles pass through.
         #[default("the plan's choice")]
+        #[example("\"8GiB\"")]
         pub staging_bytes: Option<ByteCount>,
         /// Operations in flight of a process, 2 to 1024.
         #[default("aio.queue_depth, or 64")]
+        #[example("32")]
         pub iodepth: Option<u64>,
         /// What a crash may cost: "full" (nothing that was committed) or "none" (everything; one copy on the device).
         #[default("\"full\"")]
+        #[example("\"none\"")]
         pub durability: Option<String>,
         /// The private offloadd's engine: "auto", "uring", "aio" or "psync".
         #[default("\"auto\"")]
+        #[example("\"uring\"")]
         pub engine: Option<String>,
         /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared"; the bits are the same.
         #[default("\"auto\"")]
+        #[example("\"gpu\"")]
         pub update: Option<String>,
         /// Where gradients wait for their update: "auto", "cpu" or "nvme".
         #[default("\"auto\"")]
+        #[example("\"cpu\"")]
         pub gradients: Option<String>,
     }
 }

@@ -150,7 +150,7 @@ impl fmt::Display for ModelsTable {
             f,
             "# What models need in each tier
 
-Made by `trainer plan --table configs/models > configs/MODELS.md`; a test holds it current. bf16 with AdamW, one process,
+Made by `trainer plan --table configs/models`; `make docs` writes this page, and a test keeps it current. bf16 with AdamW, one process,
 {} tokens a step, nothing of a block kept for backward, the update on the processor, all gradients in host memory unless the
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}

@@ -12,6 +12,7 @@ mod damage;
 mod data;
 mod deepspeed;
 mod divergence;
+mod documents;
 mod export;
 mod figures;
 mod harness;

@@ -6,6 +6,8 @@
 
 mod listing;
 mod markdown;
+#[cfg(test)]
+mod reference;
 mod suggest;
 mod table;
 

@@ -1,4 +1,4 @@
-//! DeepSpeed's keys and what becomes of each: the one table behind the check of a run file and `configs/DEEPSPEED.md`.
+//! DeepSpeed's keys and what becomes of each: the one table behind the check of a run file and `docs/coming-from-deepspeed.md`.
 //!
 //! An entry may name keys below it (`below`, dotted where they are deeper), which share its fate; `*` takes any. So a typing
 //! error inside a table that has no effect is still found.

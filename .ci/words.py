@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""Checks that documents, settings and the programs' texts use none of the words that were replaced. Prints each place with the word to use.
+
+    .ci/words.py [ROOT]     documents, configurations, packaging, and string literals of the programs' sources
+"""
+
+import pathlib
+import re
+import sys
+
+# A regular expression of a retired word, and what to write. They match anywhere, whatever the case.
+RETIRED = {
+    r"\bsave_every\b": "checkpoint_every",
+    r"\bsaves_kept\b": "checkpoints_kept",
+    r"\brun_folder\b": "run_dir",
+    r"\bresident_share\b": "resident_fraction",
+    r"\bholdout_share\b": "validation_fraction",
+    r"\bmove_bytes_per_s_max\b": "rebalance_bytes_per_s_max",
+    r"\brated_tb_written\b": "rated_tbw",
+    r"\bOFFLOADD_REMOVED\b": "OFFLOADD_DISABLE",
+    r"\bOFFLOADD_MISHAP\b": "OFFLOADD_FAULT",
+    r"\bnewcomers?\b": "device that is being added",
+    r"\blookouts?\b": "peer watchdog",
+    r"\bwritten ever\b": "total written",
+}
+
+# {(path, pattern of RETIRED): why the word may stand there}
+ALLOWED = {}
+
+PAGES = [
+    "README.md", "Makefile", "docs/**/*.md", "configs/*.toml", "configs/*.json", "configs/*.sh", "offloadd/*.md", "offloadd/packaging/**/*",
+    "bench-io/measured/*.md", "bench-io/measured/*.toml", "trainer/bench/*.md",
+]
+SOURCES = ["*/src/**/*.rs", "*/*/src/**/*.rs"]
+
+
+def said_by(source):
+    """[(line, text)]: string literals of Rust code, tests left out."""
+    source = source.split("\n#[cfg(test)]\nmod ")[0]
+    literal = r'r(?P<hashes>#+)"(?P<raw>.*?)"(?P=hashes)|"(?P<text>(?:\\.|[^"\\])*)"'
+    token = r"//[^\n]*|'(?:\\[^']+|[^\\'])'|" + literal
+    said = []
+    for match in re.finditer(token, source, re.DOTALL):
+        text = match["raw"] or match["text"]
+        if text:
+            said.append((source.count("\n", 0, match.start()) + 1, text))
+    return said
+
+
+def lines_of(path):
+    """[(line, text)] of what a reader sees of a file."""
+    text = path.read_text()
+    if path.suffix == ".rs":
+        return [(number + index, line) for number, said in said_by(text) for index, line in enumerate(said.split("\n"))]
+    return list(enumerate(text.splitlines(), 1))
+
+
+def is_test(path):
+    return path.name in ("tests.rs", "docs.rs") or path.name.endswith("_tests.rs") or "tests" in path.parts
+
+
+def faults(root, retired=None, allowed=None):
+    """A line for each place of a retired word, and for each exception that is not needed."""
+    retired, allowed = retired or RETIRED, ALLOWED if allowed is None else allowed
+    patterns = {word: re.compile(word, re.IGNORECASE) for word in retired}
+    found, used = [], set()
+    pages = [page for pattern in PAGES for page in sorted(root.glob(pattern)) if page.is_file()]
+    sources = [source for pattern in SOURCES for source in sorted(root.glob(pattern)) if not is_test(source.relative_to(root))]
+    for path in pages + sources:
+        name = str(path.relative_to(root))
+        for number, line in lines_of(path):
+            for word, pattern in patterns.items():
+                if not (match := pattern.search(line)):
+                    continue
+                if (name, word) in allowed:
+                    used.add((name, word))
+                else:
+                    found.append(f"{name}:{number}: {match[0]}: write {retired[word]}")
+    found += [f".ci/words.py: {name} has no {word} any more" for name, word in allowed if (name, word) not in used]
+    return found if pages else [f"{root}: no documents"]
+
+
+if __name__ == "__main__":
+    found = faults(pathlib.Path(sys.argv[1] if len(sys.argv) > 1 else pathlib.Path(__file__).parents[1]))
+    print(*found, sep="\n", end="\n" if found else "")
+    sys.exit(1 if found else 0)

@@ -1,0 +1,137 @@
+//! `docs/daemon-configuration.md` is what the settings' doc comments say, and the settings in the documents are accepted.
+
+use std::fmt::Write;
+
+use docs_test::{Setting, settings};
+
+use super::*;
+
+const HEAD: &str = "# Configuration of the daemon
+
+Generated from the doc comments of the settings by `make docs`; a test keeps it current.
+
+The settings of `offloadd` are one TOML file. An unknown key is an error that names the nearest known one. Sizes are bytes, or text with
+KiB, MiB, GiB or TiB. `offloadd check-config FILE` checks a file and prints all settings as they would be served; `systemctl reload offloadd` (or
+SIGHUP) applies a changed file and says which changes need a restart.
+[offloadd/packaging/offloadd.toml](../offloadd/packaging/offloadd.toml) is the commented file that the package installs.
+";
+
+const QUOTAS: &str = "
+Quotas limit each user (`[quota.default]`), one user (`[quota.uid.1000]`), each job (`[quota.job]`) or one user's job
+(`[quota.uid.1000.job.NAME]`). The table that is named last for a user or job wins, key by key. All have these keys:
+";
+
+fn page() -> String {
+    let source = include_str!("../config.rs");
+    let mut text = HEAD.to_owned();
+    write_table(&mut text, "", &settings(source, "ConfigToml"));
+    text += "\n## `[metrics]`\n";
+    write_table(&mut text, "metrics", &settings(source, "MetricsToml"));
+    text += "\n## `[quota]`\n";
+    text += QUOTAS;
+    write_table(&mut text, "quota.uid.1000", &quota_settings());
+    text
+}
+
+fn quota_settings() -> Vec<Setting> {
+    settings(include_str!("quota.rs"), "QuotaToml")
+}
+
+fn write_table(text: &mut String, table: &str, settings: &[Setting]) {
+    text.push_str("\n| key | type | default | meaning |\n|---|---|---|---|\n");
+    for setting in settings {
+        let Setting {
+            name,
+            kind,
+            default,
+            meaning,
+            ..
+        } = setting;
+        let _ = writeln!(
+            text,
+            "| `{name}` | {} | {default} | {meaning} |",
+            words(kind)
+        );
+    }
+    text.push_str("\n```toml daemon\n");
+    if !table.is_empty() {
+        let _ = writeln!(text, "[{table}]");
+    }
+    for Setting { name, example, .. } in settings {
+        let _ = writeln!(text, "{name} = {example}");
+    }
+    text.push_str("```\n");
+}
+
+/// A type as a person calls it.
+fn words(kind: &str) -> &'static str {
+    match kind {
+        "PathBuf" => "path",
+        "Vec<PathBuf>" => "list of paths",
+        "Size" => "size",
+        "String" => "text",
+        "bool" => "true or false",
+        "u32" => "whole number",
+        "Rating" => "number, or list of numbers",
+        other => panic!("no words for the type {other}"),
+    }
+}
+
+fn parse(text: &str) -> Result<Config, ConfigError> {
+    Config::parse(text, Path::new("offloadd.toml"))
+}
+
+/// Settings that lack only the devices.
+fn with_devices(text: &str) -> String {
+    match text.lines().any(|line| line.starts_with("devices")) {
+        true => text.to_owned(),
+        false => format!("devices = [\"/mnt/nvme0/tiles\", \"/mnt/nvme1/tiles\"]\n{text}"),
+    }
+}
+
+#[test]
+fn the_page_in_docs_is_current() {
+    docs_test::assert_page("docs/daemon-configuration.md", &page());
+}
+
+#[test]
+fn the_page_has_every_key_and_its_true_default() {
+    let source = include_str!("../config.rs");
+    let top = settings(source, "ConfigToml");
+    let metrics = settings(source, "MetricsToml");
+    let names: Vec<String> = (top.iter().map(|setting| setting.name.clone()))
+        .chain(
+            metrics
+                .iter()
+                .map(|setting| format!("metrics.{}", setting.name)),
+        )
+        .collect();
+    assert_eq!(names, KEYS);
+    let left_out = parse(&with_devices("")).unwrap();
+    let mut compared = 0;
+    for Setting { name, default, .. } in &top {
+        if let Some(value) = default
+            .strip_prefix('`')
+            .and_then(|value| value.strip_suffix('`'))
+        {
+            let said = parse(&with_devices(&format!("{name} = {value}"))).unwrap();
+            assert_eq!(said, left_out, "{name} = {value}");
+            compared += 1;
+        }
+    }
+    assert!(compared > 5, "{compared}");
+}
+
+#[test]
+fn settings_in_the_documents_are_accepted() {
+    let blocks = docs_test::blocks();
+    let blocks = blocks.iter().filter(|block| block.tag == "daemon");
+    let mut count = 0;
+    for block in blocks {
+        if let Err(error) = parse(&with_devices(&block.text)) {
+            panic!("{}: {error}", block.place);
+        }
+        count += 1;
+    }
+    assert!(count > 3, "{count}");
+}

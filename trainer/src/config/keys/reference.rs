@@ -1,0 +1,155 @@
+//! Every key that is read, as a Markdown page: `docs/trainer-configuration.md`.
+
+use std::fmt::Write;
+
+use super::{Typed, entry, join};
+use crate::config::schema::{Field, Kind};
+use crate::config::toml::ConfigToml;
+
+const HEAD: &str = "# Configuration of the trainer
+
+Generated from the program by `make docs`; a test keeps it current. `trainer keys` prints the same keys for the terminal.
+
+A run is one TOML file, or JSON if its name ends in `.json`. It has DeepSpeed's keys with DeepSpeed's names and meaning, and
+the tables `model`, `data`, `train` and `offload`. An unknown key is an error that names the nearest known one. `--set KEY=VALUE` replaces a
+value on the command line. Sizes are bytes, or text with KiB, MiB, GiB or TiB. Where the
+default is –, the meaning says it. `trainer plan RUN.toml` shows all values as they were resolved, with those that
+the plan chose.
+
+[What the trainer can do](training.md) says what the keys are good for; [coming from DeepSpeed](coming-from-deepspeed.md) has DeepSpeed's
+keys that are not read.
+";
+
+/// One table of the page.
+struct Section {
+    path: String,
+    rows: Vec<(String, &'static Field)>,
+}
+
+/// The page.
+pub(super) fn page() -> String {
+    let mut text = HEAD.to_owned();
+    for Section { path, rows } in sections() {
+        let title = match path.is_empty() {
+            true => "Top level".into(),
+            false => format!("`[{path}]`"),
+        };
+        let _ = write!(
+            text,
+            "\n## {title}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+        );
+        for (path, field) in &rows {
+            let default = match (field.default, is_value(field.default)) {
+                ("", _) => "–".into(),
+                (value, true) => format!("`{value}`"),
+                (words, false) => words.to_owned(),
+            };
+            let cells = [
+                format!("`{}`", field.name),
+                field.kind.words.into(),
+                default,
+                meaning(path, field),
+            ];
+            let _ = writeln!(
+                text,
+                "| {} |",
+                cells.map(|cell| cell.replace('|', "\\|")).join(" | ")
+            );
+        }
+        let examples: Vec<_> = (rows.iter())
+            .filter(|(_, field)| !field.example.is_empty())
+            .map(|(_, field)| format!("{} = {}", field.name, field.example))
+            .collect();
+        if !examples.is_empty() {
+            let head = match path.is_empty() {
+                true => String::new(),
+                false => format!("[{path}]\n"),
+            };
+            let _ = write!(
+                text,
+                "\n```toml example\n{head}{}\n```\n",
+                examples.join("\n")
+            );
+        }
+    }
+    text
+}
+
+/// Whether a default is a TOML value, not words.
+fn is_value(default: &str) -> bool {
+    format!("x = {default}").parse::<toml::Table>().is_ok()
+}
+
+fn meaning(path: &str, field: &Field) -> String {
+    match field.what.is_empty() {
+        false => field.what(),
+        true => {
+            let why = entry(path).map_or("", |key| key.why);
+            let mut letters = why.chars();
+            let first = letters.next().map(|c| c.to_ascii_uppercase());
+            first.into_iter().chain(letters).collect::<String>() + "."
+        }
+    }
+}
+
+/// The tables of a run file in the order declared, those without keys of their own left out.
+fn sections() -> Vec<Section> {
+    let mut sections = Vec::new();
+    collect("", &ConfigToml::KIND, &mut sections);
+    sections.retain(|section| !section.rows.is_empty());
+    sections
+}
+
+fn collect(prefix: &str, kind: &Kind, sections: &mut Vec<Section>) {
+    let fields = kind.fields.unwrap_or_default();
+    let is_table = |field: &&Field| field.kind.fields.is_some();
+    let rows = fields.iter().filter(|field| !is_table(field));
+    sections.push(Section {
+        path: prefix.to_owned(),
+        rows: rows
+            .map(|field| (join(prefix, field.name), field))
+            .collect(),
+    });
+    for field in fields.iter().filter(is_table) {
+        collect(&join(prefix, field.name), &field.kind, sections);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_page_in_docs_is_current() {
+        docs_test::assert_page("docs/trainer-configuration.md", &page());
+    }
+
+    #[test]
+    fn every_key_of_ours_has_a_sentence_a_default_and_an_example_of_its_type() {
+        let mut ours = 0;
+        for (path, field) in sections().into_iter().flat_map(|section| section.rows) {
+            let meaning = meaning(&path, field);
+            assert!(
+                meaning.len() > 10 && meaning.ends_with('.'),
+                "{path}: {meaning:?}"
+            );
+            // DeepSpeed's keys have theirs in its table.
+            if field.what.is_empty() {
+                continue;
+            }
+            ours += 1;
+            assert!(!field.default.is_empty(), "{path} has no default");
+            let example = format!("x = {}", field.example);
+            let table: toml::Table = example
+                .parse()
+                .unwrap_or_else(|error| panic!("{path}: {example}: {error}"));
+            let value = serde_json::to_value(&table["x"]).unwrap();
+            assert!(
+                (field.kind.accepts)(&value),
+                "{path}: {example} is not {}",
+                field.kind.words
+            );
+        }
+        assert!(ours > 50, "{ours}");
+    }
+}
