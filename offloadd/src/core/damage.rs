@@ -1,7 +1,8 @@
-//! A process says that a tile is damaged. It counts only if it fits what the job has now, and only once; whether it is true is
-//! for the server to find out, by reading the tile itself.
+//! A process reports that a tile is damaged. The report must fit what the job has now. It counts once the server has read the
+//! tile and found it damaged too, and only once for each version of the tile.
 
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::TileIndex;
 
 use super::job::{Activity, JobKey, Stored};
 use super::{Core, Damage, Reply, Reported};
@@ -16,18 +17,16 @@ impl Core {
         damage: Damage,
     ) -> Result<Option<Reply>, Fault> {
         let key = &self.sessions[&session].key;
-        let job = self.jobs.get_mut(key).expect("a session's job");
-        let stored = job.stored.as_mut().filter(|stored| fits(stored, &damage));
-        let reported = stored.and_then(|stored| {
-            let tile = &mut stored.tiles[damage.tile.0 as usize];
-            let before = tile.reported.replace(damage.expected);
-            (before != Some(damage.expected)).then(|| stored.tile_bytes(damage.tile.0 as usize))
+        let job = self.jobs.get(key).expect("a session's job");
+        let stored = job.stored.as_ref().filter(|stored| {
+            extent_of(stored, &damage).is_some_and(|extent| !stored.damaged.contains(&extent))
         });
-        let Some(tile_bytes) = reported else {
+        let Some(stored) = stored else {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "tile {} of job {}: what was reported does not lie there, or was reported before",
+                    "tile {} of job {}: the report of damage does not match where the tile is stored now, or this damage was \
+                     counted before",
                     damage.tile, key.name
                 ),
             ));
@@ -38,29 +37,32 @@ impl Core {
             job: key.name.clone(),
             path: device.path.clone(),
             superblock: device.superblock,
-            tile_bytes,
+            tile_bytes: stored.tile_bytes(damage.tile.0 as usize),
         })))
     }
 
-    /// Whether a tile is still to be found where `damage` says, with the checksum that it expects.
-    pub fn still_lies(&self, uid: u32, job: &JobName, damage: &Damage) -> bool {
-        let job = self.jobs.get(&JobKey::new(uid, job.clone()));
-        let stored = job.and_then(|job| job.stored.as_ref());
-        stored.is_some_and(|stored| fits(stored, damage))
+    /// Records damage that a process reported and the server found too. Returns whether it counts: the version is still there,
+    /// and its damage was not counted before.
+    pub fn confirm_damage(&mut self, uid: u32, job: &JobName, damage: &Damage) -> bool {
+        let job = self.jobs.get_mut(&JobKey::new(uid, job.clone()));
+        let Some(stored) = job.and_then(|job| job.stored.as_mut()) else {
+            return false;
+        };
+        extent_of(stored, damage).is_some_and(|extent| stored.damaged.insert(extent))
     }
 }
 
-fn fits(stored: &Stored, damage: &Damage) -> bool {
+/// Returns the tile's extent that holds the version `damage` names, if that is the newest one.
+fn extent_of(stored: &Stored, damage: &Damage) -> Option<(TileIndex, u8)> {
     let index = damage.tile.0 as usize;
-    let tile = stored.tiles.get(index);
-    let Some(version) = tile.and_then(|tile| tile.newest()) else {
-        return false;
-    };
+    let tile = stored.tiles.get(index)?;
+    let version = tile.newest()?;
     let reported = Extent {
         device: damage.device,
         offset: damage.offset,
     };
-    stored.tiles[index].activity != Activity::Writing
+    let fits = tile.activity != Activity::Writing
         && stored.table.extents[index][usize::from(version.which)] == reported
-        && (version.generation, version.checksum) == (damage.generation, damage.expected)
+        && (version.generation, version.checksum) == (damage.generation, damage.expected);
+    fits.then_some((damage.tile, version.which))
 }

@@ -399,6 +399,8 @@ impl Core {
                 tile.failed = !moved;
                 stored.failed_count += usize::from(tile.failed);
                 tile.working = moved.then_some(io.version).or(tile.working);
+                let written = (io.request.tile, io.version.which);
+                stored.damaged.remove(&written);
                 job.writes_inflight_count -= 1;
             }
         }

@@ -1,6 +1,6 @@
 //! A job in memory: its tiles, its members, its definition.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
@@ -81,6 +81,9 @@ pub(super) struct Stored {
     pub(super) tiles: Vec<TileState>,
     /// Tiles whose last write failed.
     pub(super) failed_count: usize,
+    /// Extents, by tile and which of its two, whose damage a process reported and the server confirmed. A write of the extent
+    /// removes it.
+    pub(super) damaged: BTreeSet<(TileIndex, u8)>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -92,8 +95,6 @@ pub(super) struct TileState {
     pub(super) activity: Activity,
     /// The last write failed: neither version is what the job thinks it is.
     pub(super) failed: bool,
-    /// The checksum of the version that a process called damaged last.
-    pub(super) reported: Option<u32>,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -138,6 +139,7 @@ impl Stored {
             sequence,
             tiles,
             failed_count: 0,
+            damaged: BTreeSet::new(),
         }
     }
 

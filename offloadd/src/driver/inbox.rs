@@ -86,6 +86,12 @@ pub(super) enum Message {
         job: JobName,
         damage: Damage,
     },
+    /// A process reported a damaged tile, and the server found it damaged too.
+    Reported {
+        uid: u32,
+        job: JobName,
+        damage: Damage,
+    },
     /// The administrator changed the settings.
     Change(Change),
     /// Answered after the turn in which it was read.
@@ -199,6 +205,15 @@ impl DriverHandle {
     /// As [`Self::call`].
     pub(crate) fn damaged(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
         self.hand_over(Message::Damaged { uid, job, damage })
+    }
+
+    /// A process's report of a damaged tile was confirmed. It counts if the tile still has that version and its damage was not
+    /// counted before.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn reported(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
+        self.hand_over(Message::Reported { uid, job, damage })
     }
 
     /// Takes changed settings up.

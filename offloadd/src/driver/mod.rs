@@ -469,6 +469,12 @@ impl Driver {
                     let place = self.ledger.place(uid, &job);
                     self.hear_damage(place, uid, damage);
                 }
+                Message::Reported { uid, job, damage } => {
+                    if self.core.confirm_damage(uid, &job, &damage) {
+                        let place = self.ledger.place(uid, &job);
+                        self.hear_damage(place, uid, damage);
+                    }
+                }
                 Message::Change(change) => {
                     self.limits = change.limits;
                     self.keeper.limit(change.limits.arena_bytes_max);

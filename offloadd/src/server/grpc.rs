@@ -15,7 +15,7 @@ use tonic::{Request, Response, Status};
 use super::checked::{define, invalid, open, token};
 use super::job_record;
 use super::measuring::{Measured, measure_again};
-use super::reported;
+use super::reported::Reports;
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{Call, Damage, DeviceState, Peer, Reply, Viewer};
@@ -53,6 +53,7 @@ pub(super) struct Service {
     pub(super) driver: DriverHandle,
     pub(super) about: About,
     pub(super) scrubs: Scrubs,
+    pub(super) reports: Reports,
     /// One device at a time is measured, one that comes or one that is there: two would take each other for slow.
     pub(super) measuring: Arc<Mutex<()>>,
 }
@@ -304,7 +305,9 @@ impl proto::offload_server::Offload for Service {
         let token = token(&message.token)?;
         match self.ask(peer, Call::ReportDamage { token, damage }).await? {
             Reply::ReportDamage(found) => {
-                reported::look(self.driver.clone(), found, damage).await?
+                (self.reports)
+                    .check(self.driver.clone(), found, damage)
+                    .await?;
             }
             other => unreachable!("the core answered another call: {other:?}"),
         }

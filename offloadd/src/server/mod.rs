@@ -32,6 +32,7 @@ pub use grpc::About;
 use grpc::Service;
 use peer::Places;
 pub use place::{Place, clear_socket};
+use reported::Reports;
 use scrub::Scrubs;
 use sizes::Sizes;
 
@@ -157,6 +158,7 @@ pub async fn serve(
             driver,
             about,
             scrubs,
+            reports: Reports::default(),
             measuring: Arc::default(),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));

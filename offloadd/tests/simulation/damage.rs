@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::disks::SimDisks;
 use offload_api::fault::FaultKind;
-use offload_api::ids::Generation;
+use offload_api::ids::{DeviceIndex, Generation, TileIndex};
 use offloadd::blocks::{BlockError, Blocks};
-use offloadd::core::Call;
+use offloadd::core::{Call, Damage};
 use offloadd::io::AlignedBytes;
 use offloadd::store::CATALOG_OFFSETS;
 use offloadd::store::StoreError;
@@ -23,7 +23,7 @@ use offloadd::store::superblock::StoreId;
 use offloadd::store::verify::{Report, verify};
 use test_hooks::random::SimRandom;
 
-use super::world::{Process, World, definition, formatted, job};
+use super::world::{PEER, Process, World, definition, formatted, job};
 
 const BLOCK: u64 = 4096;
 
@@ -328,5 +328,60 @@ fn no_misdirected_write_of_a_tile_hits_both_copies_of_a_jobs_structures() {
             assert!((first..first_end).contains(&one) && other >= second);
         }
         assert_eq!(area.offset + area.bytes(), area.marks(1)[1] + BLOCK);
+    }
+}
+
+#[test]
+fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
+    let mut world = World::start(formatted(), SimRandom::new(9));
+    let process = world.begin("one", 1, Durability::Committed);
+    world.write(process, 1, 0, 7).unwrap();
+    world.commit(process, 1).unwrap();
+    let of_first = report_of(&mut world, process);
+    let count = |world: &mut World, damage: &Damage| {
+        world.core.confirm_damage(PEER.uid, &job("one"), damage)
+    };
+    let ask = |world: &mut World, process: Process, damage: Damage| {
+        let token = process.token;
+        world.ask(Call::ReportDamage { token, damage })
+    };
+    // Until the server has found it damaged too, it may be reported again.
+    ask(&mut world, process, of_first).unwrap();
+    ask(&mut world, process, of_first).unwrap();
+    assert!(count(&mut world, &of_first));
+    assert!(!count(&mut world, &of_first));
+    let refused = ask(&mut world, process, of_first).unwrap_err();
+    assert_eq!(refused.kind, FaultKind::Invalid);
+    // Not again by the job's next session either.
+    world.close(process).unwrap();
+    world.run();
+    let process = world.go_on("one", 1);
+    assert_eq!(report_of(&mut world, process), of_first);
+    assert!(!count(&mut world, &of_first));
+
+    world.write(process, 2, 0, 8).unwrap();
+    let of_second = report_of(&mut world, process);
+    assert!(!count(&mut world, &of_first), "it is the newest no longer");
+    assert!(count(&mut world, &of_second));
+    // The same bytes in the same place once more, which may be damaged too.
+    world.write(process, 2, 0, 8).unwrap();
+    assert_eq!(report_of(&mut world, process), of_second);
+    ask(&mut world, process, of_second).unwrap();
+    assert!(count(&mut world, &of_second));
+    assert!(!count(&mut world, &of_second));
+}
+
+/// What a process reports that read tile 0 and found other bytes.
+fn report_of(world: &mut World, process: Process) -> Damage {
+    world.submit_read(process, 0, 0);
+    world.run();
+    let entry = world.completion(process).unwrap();
+    Damage {
+        device: DeviceIndex(entry.device),
+        offset: entry.offset,
+        tile: TileIndex(0),
+        generation: Generation(entry.generation),
+        expected: entry.checksum,
+        found: !entry.checksum,
     }
 }
