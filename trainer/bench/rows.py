@@ -24,11 +24,11 @@ NVME, CPU, NONE = "nvme", "cpu", "none"
 # param and optimizer: devices. staging: host memory that tiles pass through, as the design sizes it for these drives.
 ROWS = {
     "resident": {"param": NONE, "optimizer": NONE, "says": "all on the GPU, blocks computed again as memory demands (not at all here)"},
-    "resident-checkpointed": {"param": NONE, "optimizer": NONE, "keep": "nothing", "says": "all on the GPU, each block computed again in backward"},
+    "resident-checkpointed": {"param": NONE, "optimizer": NONE, "checkpointing": "full", "says": "all on the GPU, each block computed again in backward"},
     "host": {"param": CPU, "optimizer": CPU, "says": "all in host memory, blocks kept as GPU memory allows, update on both sides"},
-    "host-checkpointed": {"param": CPU, "optimizer": CPU, "keep": "nothing", "says": "all in host memory, each block computed again"},
-    "host-cpu": {"param": CPU, "optimizer": CPU, "keep": "nothing", "update": "cpu", "says": "the same, the update on the processor alone"},
-    "host-cpu-kept": {"param": CPU, "optimizer": CPU, "update": "cpu", "says": "blocks kept as GPU memory allows, the update on the processor alone"},
+    "host-checkpointed": {"param": CPU, "optimizer": CPU, "checkpointing": "full", "says": "all in host memory, each block computed again"},
+    "host-cpu": {"param": CPU, "optimizer": CPU, "checkpointing": "full", "optimizer_device": "cpu", "says": "the same, the update on the processor alone"},
+    "host-cpu-kept": {"param": CPU, "optimizer": CPU, "optimizer_device": "cpu", "says": "blocks kept as GPU memory allows, the update on the processor alone"},
     "nvme1": {"param": NVME, "optimizer": NVME, "drives": 1, "commit": 1, "staging": "1400000000", "says": "all state on one drive, nothing resident"},
     "nvme1-params-home": {"param": CPU, "optimizer": NVME, "drives": 1, "commit": 0, "staging": "1400000000",
                           "says": "16-bit parameters in host memory, the rest on one drive"},
@@ -105,7 +105,7 @@ def split(name):
 
 def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4, ranks=1):
     """The run as TOML."""
-    offload = {"schedule": "deferred"}
+    offload = {"optimizer_step": "deferred"}
     if NVME in (row["param"], row["optimizer"]):
         offload |= {"staging_bytes": (int(row["staging"]) if model["vocab"] > 256 else 8 << 20) // ranks}
         if model["vocab"] <= 256:
@@ -116,10 +116,10 @@ def run_file(row, model, *, data, directory, nvme_paths, steps, seed=1, lr=1e-4,
             offload["commit_every"] = row["commit"]
     device = lambda where: {"device": where, **({"nvme_path": nvme_paths} if where == NVME else {})}
     train = {"steps": steps, "seq_len": model["seq"], "seed": seed, "log_every": 1, "run_dir": directory}
-    if "keep" in row:
-        train["keep"] = row["keep"]
-    if "update" in row:
-        offload["update"] = row["update"]
+    if "checkpointing" in row:
+        train["activation_checkpointing"] = row["checkpointing"]
+    if "optimizer_device" in row:
+        offload["optimizer_device"] = row["optimizer_device"]
     if model["threads"]:
         train["threads"] = model["threads"]
     tables = {

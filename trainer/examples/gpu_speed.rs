@@ -8,7 +8,7 @@ use std::process::{Command, ExitCode};
 use kernels::gpu::{DeviceBuffer, Gpu};
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, empty_gpu_cache, gpu_memory};
 use trainer::compute::{
-    Activation, ComputeDevice, Dtype, Engine, Keep, Tokens, UnitWeights, Work,
+    Activation, ActivationCheckpointing, ComputeDevice, Dtype, Engine, Tokens, UnitWeights, Work,
     device_working_bytes, kept_bytes_a_token, set_up,
 };
 use trainer::model::{Dropout, ModelConfig, init};
@@ -121,8 +121,12 @@ fn measure(plain: bool) -> anyhow::Result<()> {
         Ok(grads.finish_into(&buffers[0], engine.units()[0].elems)?)
     })?;
 
-    for keep in [Keep::Nothing, Keep::Attention, Keep::Products] {
-        engine = engine.keeping(keep);
+    for keep in [
+        ActivationCheckpointing::Full,
+        ActivationCheckpointing::Attention,
+        ActivationCheckpointing::Matmuls,
+    ] {
+        engine = engine.with_checkpointing(keep);
         empty_gpu_cache()?;
         gpu_memory(&gpu, true)?;
         let forward = || -> anyhow::Result<Vec<Activation>> {

@@ -1,7 +1,7 @@
-//! `trainer`: trains a run, or prints what a run holds.
+//! The `trainer` command: parses arguments and calls the library.
 
 #![forbid(unsafe_code)]
-// They panic when nobody reads: `outln!` does not.
+// They panic when the reader of standard output is gone; `outln!` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod cli;
@@ -24,6 +24,7 @@ use offload_support::console;
 use offload_support::{errln, outln};
 use trainer::launch::{self, LaunchError};
 use trainer::run::CheckpointName;
+use trainer::run_fingerprint::run_fingerprint;
 use trainer::trace::{STEPS_DEFAULT, Trace};
 use trainer::train::Start;
 
@@ -37,47 +38,47 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Train; the same command again goes on where the run was left.
+    /// Train a run; the same command resumes a run that was interrupted.
     ///
-    /// SIGTERM and SIGINT end it after the step, with all of it kept, and with status 143 or 130: status 0 means that the run is
-    /// done.
+    /// SIGTERM and SIGINT end the run after the current step. Nothing is lost, and the exit status is 143 or 130; status 0 means
+    /// that the run is complete.
     #[command(after_help = "Examples:
-  trainer train configs/demo.toml
-  trainer train configs/demo.toml --set train.steps=50 --set train.run_dir=runs/short
-  trainer train configs/demo.toml --set offload.socket=/run/offloadd/offloadd.sock   # through a daemon that runs already
-  trainer train RUN.toml --deepspeed ds_config.json                                  # DeepSpeed's file as it is, below the run file
-  trainer train RUN.toml --from runs/first --set train.run_dir=runs/second        # another run's weights, other data
-  trainer train configs/demo.toml --fresh                                            # forget the run and start again
-  trainer train configs/demo.toml --resume-from 120                                  # go back to the checkpoint of step 120
-  trainer train configs/demo.toml --trace trace.json                                 # a timeline of some steps")]
+  trainer train RUN.toml
+  trainer train RUN.toml --set train.steps=50 --set train.run_dir=runs/short
+  trainer train RUN.toml --set offload.socket=/run/offloadd/offloadd.sock     # use a daemon that is running
+  trainer train RUN.toml --deepspeed ds_config.json                           # read DeepSpeed's file unchanged
+  trainer train RUN.toml --from runs/first --set train.run_dir=runs/second    # start with another run's weights
+  trainer train RUN.toml --fresh                                              # delete the run and start again
+  trainer train RUN.toml --resume-from 120                                    # return to the checkpoint of step 120
+  trainer train RUN.toml --trace trace.json                                   # write a timeline of some steps")]
     Train {
         #[command(flatten)]
         run: SourceArgs,
-        /// Start with the weights of this run (its directory), or of this directory of Hugging Face's. The optimizer starts anew.
+        /// Start with the weights in this run directory or Hugging Face model directory. The optimizer state starts at zero.
         #[arg(long, value_name = "DIR")]
         from: Option<PathBuf>,
-        /// Forget what an earlier run of the same directory left, in the directory and in the store.
+        /// Delete an earlier run in the same directory, with its state in the store, and start again.
         #[arg(long)]
         fresh: bool,
-        /// Go back to a checkpoint of the run, by its step, or begin from any checkpoint, by its directory.
+        /// Return to the run's checkpoint of this step, or start from the checkpoint in this directory.
         #[arg(long, value_name = "STEP|DIR", conflicts_with = "fresh")]
         resume_from: Option<CheckpointName>,
         #[command(flatten)]
         trace: TraceArgs,
     },
-    /// Train with several processes of this machine that share the model: one a GPU, or some on the processor.
+    /// Train with several processes on this machine: one per GPU, or several on the CPU.
     ///
-    /// The first that fails ends the others, and its status is the launcher's. SIGTERM and SIGINT end all of them in order,
-    /// with status 143 or 130.
+    /// When one process fails, the others are ended, and its exit status is the launcher's. SIGTERM and SIGINT end all
+    /// processes after the current step, with status 143 or 130.
     #[command(after_help = "Examples:
   trainer launch --nproc 4 RUN.toml
-  trainer launch --nproc 2 RUN.toml --set train.steps=50 --fresh     # what `trainer train` takes
-  trainer train RUN.toml        # goes on with one process where the two were")]
+  trainer launch --nproc 2 RUN.toml --set train.steps=50 --fresh    # with options of `trainer train`
+  trainer train RUN.toml                                            # resume the same run with one process")]
     Launch {
-        /// How many processes.
+        /// Number of processes.
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
         nproc: u32,
-        /// The run file, and whatever else `trainer train` takes.
+        /// The run file and further arguments of `trainer train`.
         #[arg(
             value_name = "RUN.toml [--set KEY=VALUE]... [--fresh]",
             required = true,
@@ -86,62 +87,61 @@ enum Command {
         )]
         train: Vec<OsString>,
     },
-    /// Show what a run takes and how fast it can be at best. Touches nothing; fails when the run would not fit.
+    /// Show the memory and drive space a run needs and how fast it can be at best. Changes nothing; fails if the run does not fit.
     #[command(after_help = cli::plan::EXAMPLES)]
     Plan(Box<PlanArgs>),
-    /// List every key of a run file: its type, its default, what it is for.
+    /// List every key of a run file with its type, default and purpose.
     #[command(after_help = "Examples:
-  trainer keys | grep ^train
-  trainer keys --markdown > deepspeed-keys.md")]
-    Keys {
-        /// Print what becomes of each of DeepSpeed's keys instead, those that are not read included, as Markdown.
+  trainer config-reference | grep ^train
+  trainer config-reference --deepspeed > deepspeed-keys.md")]
+    ConfigReference {
+        /// Print, as Markdown, how each key of DeepSpeed is treated, including keys that are not read.
         #[arg(long)]
-        markdown: bool,
+        deepspeed: bool,
     },
-    /// Write a run's weights as a directory that Hugging Face's library loads: safetensors, config.json, the tokenizer.
+    /// Write a run's weights as a Hugging Face model directory: safetensors, config.json and the tokenizer.
     #[command(after_help = cli::export::EXAMPLES)]
     Export(ExportArgs),
-    /// Show the first samples of a run as text, with what counts in the loss marked. Makes the tokens if they are not there.
-    #[command(after_help = cli::tokens::EXAMPLES)]
-    Tokens {
+    /// Show the first samples of a run as text; tokens that count in the loss are marked. Tokenizes the data if necessary.
+    #[command(after_help = cli::preview_data::EXAMPLES)]
+    PreviewData {
         #[command(flatten)]
         run: SourceArgs,
-        /// How many.
+        /// Number of samples.
         #[arg(long, value_name = "N", default_value_t = 3)]
         samples: u64,
     },
-    /// List runs: how far each is, where its state is, the saves it can go back to; and stores whose run is gone.
+    /// List runs with their progress, the location of their state and their checkpoints, and stores whose run is gone.
     #[command(after_help = cli::runs::EXAMPLES)]
     Runs(RunsArgs),
-    /// Delete a run: its directory, and what its store keeps of it. Refuses a run that a trainer works on.
+    /// Delete a run: its directory and its state in the store. Refuses a run that is being trained.
     #[command(after_help = cli::remove::EXAMPLES)]
     Remove(RemoveArgs),
-    /// Print a fingerprint of weights and optimizer state, unit by unit, at the last committed step.
-    #[command(after_help = "Example:
-  trainer digest configs/demo.toml        # equal lines: equal bits, wherever the runs keep their state")]
-    Digest {
+    /// Print a fingerprint of weights and optimizer state for each unit, at the last committed step.
+    #[command(after_help = "Examples:
+  trainer fingerprint RUN.toml                     # equal lines mean equal bits, wherever runs keep their state
+  trainer fingerprint RUN.toml --checkpoint 40")]
+    Fingerprint {
         #[command(flatten)]
         run: SourceArgs,
-        /// Of a checkpoint instead: the step of one of the run's, or a directory.
+        /// Read a checkpoint instead: the run's checkpoint of this step, or the one in this directory.
         #[arg(long, value_name = "STEP|DIR")]
         checkpoint: Option<CheckpointName>,
     },
 }
 
-/// A timeline of some steps.
 #[derive(Args)]
 struct TraceArgs {
     /// Write a timeline of some steps, for ui.perfetto.dev.
     #[arg(long, value_name = "FILE")]
     trace: Option<PathBuf>,
-    /// How many steps, after the first two.
+    /// Number of steps in the timeline; it starts after two steps.
     #[arg(long, value_name = "N", default_value_t = STEPS_DEFAULT, requires = "trace",
         value_parser = clap::value_parser!(u64).range(1..=1000))]
     trace_steps: u64,
 }
 
 impl TraceArgs {
-    /// Of the process `rank`.
     fn trace(&self, rank: u32) -> Trace {
         match &self.trace {
             Some(path) => Trace::new(path, self.trace_steps, rank),
@@ -150,13 +150,13 @@ impl TraceArgs {
     }
 }
 
-/// Turns a waiting libgomp thread spins before it sleeps: some 50 us. Its own choice is milliseconds, which is nothing lost
-/// on free cores, but beside an optimizer thread, a daemon or another run steps took 2.5 times as long (4 threads on 4
-/// cores); with this they did not, and on free cores no difference was seen.
+/// Iterations a waiting libgomp thread spins before it sleeps, about 50 us. Its default is milliseconds: with an optimizer thread,
+/// a daemon or another run on the same cores, steps took 2.5 times as long (4 threads on 4 cores). With this value they did not,
+/// and idle cores showed no difference.
 const SPIN_COUNT: &str = "20000";
 
-/// Libraries read their environment when they are loaded, before `main`, or once: so this program starts itself once more
-/// with what is missing there. What is there already stays.
+/// Executes this program again with the environment variables that libraries need and that are not set. The libraries read them
+/// when they are loaded, before `main`.
 fn set_environment() {
     use std::os::unix::process::CommandExt;
     let missing = |name: &str| std::env::var_os(name).is_none();
@@ -170,13 +170,13 @@ fn set_environment() {
     if settings.is_empty() {
         return;
     }
-    // Returns only when it cannot: then the run is slower on a busy machine, and refused on a GPU.
+    // `exec` returns only on failure. The run is then slower on a busy machine, and a run on a GPU is refused.
     let Ok(program) = std::env::current_exe() else {
         return;
     };
     let mut args = std::env::args_os();
     let mut again = std::process::Command::new(program);
-    // The name it was called by stays: help shows it, and so do `ps` and `pkill`.
+    // Help texts, `ps` and `pkill` show the name it was called by.
     if let Some(name) = args.next() {
         again.arg0(name);
     }
@@ -195,11 +195,11 @@ fn main() -> ExitCode {
         )
         .with_writer(std::io::stderr)
         .with_ansi(console::in_colour(&std::io::stderr()))
-        // It would panic where nobody reads.
+        // It would panic when the reader of standard error is gone.
         .log_internal_errors(false)
         .init();
     let command = Cli::parse().command;
-    // Checkpoints, tokens and run directories hold somebody's data and weights. An export is made to be handed on.
+    // Run directories hold private data and weights: only the owner may read them. An export is made to be shared.
     if !matches!(command, Command::Export(_)) {
         let others = rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO;
         rustix::process::umask(others);
@@ -211,7 +211,7 @@ fn main() -> ExitCode {
     match result {
         Ok(status) => status.into(),
         Err(error) => {
-            // Each message has its cause's in it: the chain would say everything twice.
+            // Each message includes its cause, so printing the chain would repeat it.
             errln!("trainer: {}{error}", rank_name());
             match error.downcast_ref() {
                 Some(LaunchError::Failed(failure)) => failure.code.into(),
@@ -221,7 +221,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Does what was asked. Returns the exit status.
+/// Runs a command and returns the exit status.
 fn run(command: Command) -> anyhow::Result<u8> {
     match command {
         Command::Train {
@@ -251,27 +251,25 @@ fn run(command: Command) -> anyhow::Result<u8> {
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
         Command::Remove(args) => cli::remove::run(&args)?,
-        Command::Keys { markdown: true } => {
-            console::out(format_args!("{}", trainer::config::markdown()));
-        }
-        Command::Keys { markdown: false } => {
-            console::out(format_args!("{}", trainer::config::listing()));
+        Command::ConfigReference { deepspeed } => {
+            let text = match deepspeed {
+                true => trainer::config::deepspeed_keys(),
+                false => trainer::config::listing(),
+            };
+            console::out(format_args!("{text}"));
         }
         Command::Export(args) => cli::export::run(args)?,
-        Command::Digest { run, checkpoint } => {
-            outln!(
-                "{}",
-                trainer::digest::digest(run.settings(None)?, checkpoint)?
-            );
+        Command::Fingerprint { run, checkpoint } => {
+            outln!("{}", run_fingerprint(run.settings(None)?, checkpoint)?);
         }
-        Command::Tokens { run, samples } => {
-            cli::tokens::tokens(&run.settings(None)?, samples)?;
+        Command::PreviewData { run, samples } => {
+            cli::preview_data::preview(&run.settings(None)?, samples)?;
         }
     }
     Ok(0)
 }
 
-/// Whose message this is, where several processes speak.
+/// The prefix that tells processes of one run apart in messages.
 fn rank_name() -> String {
     match World::from_env() {
         Ok(world) if world.ranks > 1 => format!("rank {}: ", world.rank),
@@ -279,7 +277,7 @@ fn rank_name() -> String {
     }
 }
 
-/// What is wrong with the arguments or the run file is said once, by the launcher, not by each rank.
+/// Checks the arguments and the run file in the launcher, so that faults are reported once and not by each rank.
 fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
     let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| error.exit());

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use swapper::TileVisitor;
 
 use crate::compute::Dtype;
-use crate::config::{self, Durability, ResidentFraction, RunSettings, SettingsError, Share};
+use crate::config::{self, Durability, Fraction, ResidentFraction, RunSettings, SettingsError};
 use crate::model::{ModelConfig, UnitLayout};
 use crate::run::{CheckpointName, RunDescription, RunDir, resolved};
 use crate::run_state_reader::RunStateReader;
@@ -36,10 +36,6 @@ pub(crate) struct RunReader {
     tiles: RunStateReader,
 }
 
-/// What the run in `dir` is.
-///
-/// # Errors
-/// There is no run, or one that this program does not know.
 /// The model that the run in `dir` trains.
 ///
 /// # Errors
@@ -70,24 +66,18 @@ fn written(dir: &Path, description: &RunDescription) -> Result<Written, TrainErr
 }
 
 impl RunReader {
-    /// Opens the run in `dir` at its newest state, or at `checkpoint`. `socket` is the daemon's, for a run that had a shared one
-    /// and does not say which.
+    /// Opens the run in `dir` at its newest state, or at `checkpoint`.
     ///
     /// # Errors
     /// There is no run, or somebody works in it; it has no such state; its store or save says no.
-    pub(crate) fn open(
-        dir: &Path,
-        checkpoint: Option<CheckpointName>,
-        socket: Option<&Path>,
-    ) -> Result<Self, TrainError> {
+    pub(crate) fn open(dir: &Path, checkpoint: Option<CheckpointName>) -> Result<Self, TrainError> {
         let dir = &resolved(dir);
         let (description, written) = described(dir)?;
-        let settings = settings(dir, &description, &written, socket).map_err(|error| {
-            TrainError::UnknownRun {
+        let settings =
+            settings(dir, &description, &written).map_err(|error| TrainError::UnknownRun {
                 dir: dir.clone(),
                 message: error.to_string(),
-            }
-        })?;
+            })?;
         let dtype = settings.dtype;
         let tiles = RunStateReader::open(settings, checkpoint)?;
         Ok(Self {
@@ -123,7 +113,6 @@ fn settings(
     dir: &Path,
     description: &RunDescription,
     written: &Written,
-    socket: Option<&Path>,
 ) -> Result<RunSettings, SettingsError> {
     let in_dir = description.store == STORE_IN_DIR;
     let shared = description.store.starts_with(SHARED_STORE);
@@ -137,7 +126,6 @@ fn settings(
             .collect();
         json!({"device": "nvme", "nvme_path": dirs})
     };
-    let socket = socket.map(PathBuf::from).or(description.socket.clone());
     let tree = json!({
         "train_micro_batch_size_per_gpu": 1,
         "zero_optimization": if in_dir {
@@ -152,7 +140,7 @@ fn settings(
         "data": {"files": ["/dev/null"]},
         "train": {"steps": 1, "seq_len": 1, "run_dir": dir},
         "offload": {
-            "socket": if shared { json!(socket) } else { Value::Null },
+            "socket": if shared { json!(description.socket) } else { Value::Null },
             "tile_elems": written.tile_elems,
         },
         "bf16": {"enabled": written.dtype == "bf16"},
@@ -161,7 +149,7 @@ fn settings(
     let mut settings = config::check(tree, "run", Some(1))?;
     settings.model = written.model.clone();
     // They pass through.
-    settings.placement.resident_fraction = ResidentFraction::Share(Share::NONE);
+    settings.placement.resident_fraction = ResidentFraction::Fixed(Fraction::NONE);
     if description.store.ends_with(IN_PLACE) {
         settings.offload.durability = Durability::None;
     }

@@ -8,7 +8,8 @@ use std::process::Command;
 use kernels::gpu::Gpu;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::compute::{
-    Activation, ComputeDevice, Dtype, Engine, GradSink, IGNORED, Keep, Tokens, UnitWeights, set_up,
+    Activation, ActivationCheckpointing, ComputeDevice, Dtype, Engine, GradSink, IGNORED, Tokens,
+    UnitWeights, set_up,
 };
 use trainer::model::{
     Architecture, Biases, Dropout, ModelConfig, ParamLayout, ParamRole, Window, init,
@@ -370,8 +371,12 @@ fn a_gpu_computes_every_form_of_block_as_the_cpu_and_the_same_each_time() {
                 let first = case.step(&engine);
                 let what = format!("{kind}, GPU and CPU");
                 case.assert_close(&what, &engine, &cpu, &first, tolerance(dtype));
-                for keep in [Keep::Nothing, Keep::Attention, Keep::Products] {
-                    let again = case.step(&case.engine(&gpu).keeping(keep));
+                for keep in [
+                    ActivationCheckpointing::Full,
+                    ActivationCheckpointing::Attention,
+                    ActivationCheckpointing::Matmuls,
+                ] {
+                    let again = case.step(&case.engine(&gpu).with_checkpointing(keep));
                     assert_eq!(
                         first.loss.to_bits(),
                         again.loss.to_bits(),
@@ -453,8 +458,12 @@ fn a_gpu_gives_the_same_bits_each_time() {
             let first = case.step(&engine);
             // Another engine, so that buffers lie elsewhere; the first one's are still there. What is kept changes nothing.
             let other = case.engine(&gpu);
-            let attention = case.engine(&gpu).keeping(Keep::Attention);
-            let products = case.engine(&gpu).keeping(Keep::Products);
+            let attention = case
+                .engine(&gpu)
+                .with_checkpointing(ActivationCheckpointing::Attention);
+            let products = case
+                .engine(&gpu)
+                .with_checkpointing(ActivationCheckpointing::Matmuls);
             for engine in [&engine, &other, &attention, &products] {
                 let again = case.step(engine);
                 assert_eq!(first.loss.to_bits(), again.loss.to_bits(), "{dtype:?}");

@@ -2,7 +2,7 @@
 
 pub(crate) mod export;
 pub(crate) mod plan;
+pub(crate) mod preview_data;
 pub(crate) mod remove;
 pub(crate) mod runs;
 pub(crate) mod source;
-pub(crate) mod tokens;

@@ -14,7 +14,8 @@ use super::norm::NormWeights;
 use super::params::Params;
 use super::positions::Rotary;
 use super::{
-    Activation, ComputeDevice, ComputeError, Dtype, GradSink, Keep, LossHandle, Tokens, UnitWeights,
+    Activation, ActivationCheckpointing, ComputeDevice, ComputeError, Dtype, GradSink, LossHandle,
+    Tokens, UnitWeights,
 };
 use crate::model::{Dropout, ModelConfig, ParamRole, Positions, UnitLayout, unit_layouts};
 
@@ -40,7 +41,7 @@ pub struct Engine {
     /// Of models whose positions are turned in.
     rotary: Option<Rotary>,
     logits_elems_max: usize,
-    keep: Keep,
+    checkpointing: ActivationCheckpointing,
     /// Slices of a block's feed-forward half.
     tiles: usize,
     dropout: Dropout,
@@ -121,7 +122,7 @@ impl Engine {
             arithmetic: Arithmetic::Autograd,
             rotary,
             logits_elems_max: LOGITS_ELEMS_MAX,
-            keep: Keep::Nothing,
+            checkpointing: ActivationCheckpointing::Full,
             tiles: 1,
             dropout: Dropout::NONE,
             dropout_seed: 0,
@@ -142,8 +143,8 @@ impl Engine {
     }
 
     /// Keeps more of a block from forward to backward. No effect where a block is not written out, as on the CPU.
-    pub fn keeping(mut self, keep: Keep) -> Self {
-        self.keep = keep;
+    pub fn with_checkpointing(mut self, checkpointing: ActivationCheckpointing) -> Self {
+        self.checkpointing = checkpointing;
         self
     }
 
@@ -156,8 +157,11 @@ impl Engine {
     }
 
     /// Changes what blocks keep from now on, and says what they kept so far.
-    pub fn keep(&mut self, keep: Keep) -> Keep {
-        std::mem::replace(&mut self.keep, keep)
+    pub fn set_checkpointing(
+        &mut self,
+        checkpointing: ActivationCheckpointing,
+    ) -> ActivationCheckpointing {
+        std::mem::replace(&mut self.checkpointing, checkpointing)
     }
 
     /// The same arithmetic in torch's operators alone, without fused kernels: what those are held against.
@@ -274,7 +278,7 @@ impl Engine {
             Some(ops) => {
                 let (output, kept) = self
                     .explicit_block(ops, weights)?
-                    .forward(&input.tensor, self.keep)?;
+                    .forward(&input.tensor, self.checkpointing)?;
                 input.kept.replace(kept);
                 output
             }

@@ -10,7 +10,7 @@ use super::attention::queries_at_a_time;
 use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
-use super::{Dtype, Keep};
+use super::{ActivationCheckpointing, Dtype};
 use crate::model::{Dropout, Mlp, ModelConfig, ParamRole, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
@@ -269,7 +269,7 @@ pub fn kept_bytes_a_token(
     dropout: &Dropout,
     seq_len: usize,
     elem_bytes: usize,
-    keep: Keep,
+    keep: ActivationCheckpointing,
 ) -> usize {
     if !can_keep(config, dropout, seq_len) {
         return 0;
@@ -286,9 +286,9 @@ pub fn kept_bytes_a_token(
     let attention = attention + normed_bytes(config, elem_bytes as u64) as usize;
     let products = (config.hidden_size + 2 * config.intermediate_size) * elem_bytes;
     match keep {
-        Keep::Nothing => 0,
-        Keep::Attention => attention,
-        Keep::Products => attention + products,
+        ActivationCheckpointing::Full => 0,
+        ActivationCheckpointing::Attention => attention,
+        ActivationCheckpointing::Matmuls => attention + products,
     }
 }
 

@@ -255,17 +255,19 @@ impl LossHandle {
     }
 }
 
-/// What a block's forward pass keeps for its backward pass beside the block's input. The rest is computed again; the bits
-/// are the same. Only where forward and backward are written out, which is on a GPU.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Keep {
-    /// Nothing: least memory, a block is computed twice.
+/// What a block's backward pass computes again. The bits are the same. All but `Full` need forward and backward that are written
+/// out (`explicit/`), which is so on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationCheckpointing {
+    /// Everything: only the block's input is kept.
     #[default]
-    Nothing,
-    /// Query, key and value, and attention's result: checkpoints their product, and attention.
+    Full,
+    /// Everything but query, key, value and attention's result.
     Attention,
-    /// The results of all products but the last: only norms are computed again.
-    Products,
+    /// Norms and elementwise operations. The results of all matrix products are kept but the last one's, which backward does not
+    /// need.
+    Matmuls,
 }
 
 /// What flows between units, [micro_batch, seq_len, hidden_size]: an activation forward, its gradient backward.

@@ -66,7 +66,8 @@ impl DeepSpeedFile {
             .filter_map(|key| Some((key, keys::suggestion(key)?)))
         {
             said.warnings.push(format!(
-                "{key} in {shown} has no effect, DeepSpeed does not know it: did you mean {near}?"
+                "{key} in {shown} has no effect: DeepSpeed does not know it{}",
+                super::did_you_mean(&Some(near))
             ));
         }
         let others = self

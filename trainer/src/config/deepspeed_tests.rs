@@ -207,7 +207,7 @@ fn an_error_in_the_deepspeed_file_names_it() {
     for (deepspeed, part) in [
         (
             r#"{"zero_optimization": {"stag": 1}}"#,
-            "ds.json: unknown key zero_optimization.stag: did you mean zero_optimization.stage?",
+            "ds.json: unknown key `zero_optimization.stag`; did you mean `zero_optimization.stage`?",
         ),
         (
             r#"{"optimizer": {"type": "Lion"}}"#,

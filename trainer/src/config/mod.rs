@@ -25,13 +25,13 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-pub use keys::{listing, markdown};
+pub use keys::{deepspeed_keys, listing};
 pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
     ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, DynamicScale,
-    FirstWeights, GradientsChoice, KeepChoice, LossOn, OffloadSettings, OptimizerSettings,
-    OverflowPolicy, Packing, Placement, Reports, ResidentFraction, RunSettings, Schedule, Share,
-    Tier, TrainSettings, UpdatePlace,
+    FirstWeights, Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice,
+    OptimizerSettings, OptimizerStep, OverflowPolicy, Packing, Placement, Reports,
+    ResidentFraction, RunSettings, Tier, TrainSettings,
 };
 pub use source::Source;
 pub use stage::Stage;
@@ -90,8 +90,8 @@ pub enum SettingsError {
         path: PathBuf,
         error: Box<SettingsError>,
     },
-    /// A key nobody knows.
-    #[error("unknown key {key}{}", match nearest { Some(near) => format!(": did you mean {near}?"), None => String::new() })]
+    /// A key nobody knows. `nearest` may carry a remark after the key.
+    #[error("unknown key `{key}`{}", did_you_mean(nearest))]
     UnknownKey {
         key: String,
         nearest: Option<String>,
@@ -132,6 +132,14 @@ impl SettingsError {
             _ => Err(Self::Several(faults)),
         }
     }
+}
+
+fn did_you_mean(nearest: &Option<String>) -> String {
+    let Some(nearest) = nearest else {
+        return String::new();
+    };
+    let (key, remark) = nearest.split_at(nearest.find(' ').unwrap_or(nearest.len()));
+    format!("; did you mean `{key}`{remark}?")
 }
 
 /// Each fault on a line of its own.

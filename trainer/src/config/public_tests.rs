@@ -776,12 +776,12 @@ fn what_deepspeed_ignores_is_named_and_what_it_refuses_is_refused() {
     );
     let warned = |part: &str| run.warnings.iter().any(|warning| warning.contains(part));
     assert!(
-        warned("did you mean gradient_clipping?"),
+        warned("did you mean `gradient_clipping`?"),
         "{:?}",
         run.warnings
     );
     assert!(
-        warned("did you mean optimizer.params.lr?"),
+        warned("did you mean `optimizer.params.lr`?"),
         "{:?}",
         run.warnings
     );
@@ -789,7 +789,7 @@ fn what_deepspeed_ignores_is_named_and_what_it_refuses_is_refused() {
         let shape = json!({"train_batch_size": 1, strict: {"speed": 1}});
         let text = bench.read("ds.json", &shape.to_string()).unwrap_err();
         assert!(
-            text.contains(&format!("unknown key {strict}.speed")),
+            text.contains(&format!("unknown key `{strict}.speed`")),
             "{text}"
         );
     }
@@ -810,7 +810,7 @@ fn all_faults_are_reported_at_once_and_keys_without_effect_in_one_line() {
         "ds.json: optimizer.params.betas: each must be",
         "ds.json: wandb is DeepSpeed's but not supported here",
         "ds.json: zero_optimization.stage: 9",
-        "ds.json: unknown key zero_optimization.speed",
+        "ds.json: unknown key `zero_optimization.speed`",
         "ds.json: fp16.hysteresis: 0: must be at least 1",
     ] {
         assert!(text.contains(part), "{part}: {text}");

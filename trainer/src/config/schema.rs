@@ -1,7 +1,7 @@
 //! What each key of a run file is: its type, its default and what it is for, taken from the declarations in `toml.rs`.
 //!
 //! `keys! { ... }` declares a table as a struct, and keeps the doc comment, the default, an example and the type of every field. The check of a
-//! file, the errors about types and `trainer keys` read this, so none of them can disagree with what is parsed.
+//! file, the errors about types and `trainer config-reference` read this, so none of them can disagree with what is parsed.
 
 use std::path::PathBuf;
 

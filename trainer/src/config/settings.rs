@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use serde::{Serialize, Serializer};
 
 use super::{LrSchedule, Stage};
-use crate::compute::Dtype;
+use crate::compute::{ActivationCheckpointing, Dtype};
 use crate::model::{Dropout, ModelConfig};
 
 /// A run, ready to be planned.
@@ -175,7 +175,7 @@ pub struct DataSettings {
     pub files: Vec<PathBuf>,
     /// Text of its own for evaluation; empty when a share of `files` is held out, or nothing.
     pub eval_files: Vec<PathBuf>,
-    pub validation_fraction: Share,
+    pub validation_fraction: Fraction,
     /// A directory with `tokenizer.json`, or such a file; "bytes"; `None` for that of the model's directory, or bytes.
     pub tokenizer: Option<PathBuf>,
     /// Takes the place of the tokenizer's own.
@@ -228,11 +228,11 @@ pub struct TrainSettings {
     /// Threads that compute.
     pub threads: usize,
     pub device: DeviceChoice,
-    pub keep: KeepChoice,
-    pub activations: ActivationsChoice,
-    /// Slices in which blocks' feed-forward halves are computed, one after the other; 1: whole. More take less memory and sum
-    /// in another order.
-    pub tiling: usize,
+    /// `None`: the plan chooses.
+    pub activation_checkpointing: Option<ActivationCheckpointing>,
+    /// Chunks in which blocks' feed-forward parts are computed, one after the other; 1: whole. More chunks take less memory and
+    /// sum in another order.
+    pub mlp_chunks: usize,
 }
 
 /// Where blocks' inputs wait from forward to backward when a GPU computes. The bits are the same. Without a GPU they are in host
@@ -243,9 +243,9 @@ pub enum ActivationsChoice {
     /// In GPU memory while they fit.
     Auto,
     /// In GPU memory.
-    Device,
+    Gpu,
     /// In host memory: they cross the bus and back.
-    Host,
+    Cpu,
 }
 
 /// What is told of steps beside the lines that are printed and `metrics.jsonl`.
@@ -257,20 +257,6 @@ pub struct Reports {
     pub tensorboard: Option<PathBuf>,
     /// A directory for a CSV file of each scalar.
     pub csv: Option<PathBuf>,
-}
-
-/// What blocks keep on a GPU from forward to backward beside their inputs; the rest is computed again. The bits are the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum KeepChoice {
-    /// What fits.
-    Auto,
-    /// Nothing: each block is computed twice.
-    Nothing,
-    /// What attention's backward pass needs.
-    Attention,
-    /// The results of all products.
-    Products,
 }
 
 /// What computes forward and backward.
@@ -288,7 +274,7 @@ pub enum DeviceChoice {
 /// Where the optimizer runs. All give the same bits, so a run may go on with another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum UpdatePlace {
+pub enum OptimizerDevice {
     /// The plan chooses.
     Auto,
     /// The processor, on host memory.
@@ -335,12 +321,12 @@ pub struct Placement {
     pub resident_fraction: ResidentFraction,
 }
 
-/// How many of the tiles that could go to devices stay in host memory.
+/// How many of the tiles whose tier is nvme stay in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResidentFraction {
-    /// So many of each kind.
-    Share(Share),
+    /// This fraction of each kind of tile.
+    Fixed(Fraction),
     /// What fits the budget beside the rest: parameters first, they are read twice a step.
     Auto,
 }
@@ -352,22 +338,19 @@ impl Placement {
     }
 }
 
-/// A share between 0 and 1, both included.
+/// A fraction between 0 and 1, both included.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize)]
-pub struct Share(f64);
+pub struct Fraction(f64);
 
-impl Share {
-    /// Nothing.
+impl Fraction {
     pub const NONE: Self = Self(0.0);
-    /// All of it.
     pub const ALL: Self = Self(1.0);
 
-    /// `None` unless 0 <= share <= 1.
-    pub fn new(share: f64) -> Option<Self> {
-        (0.0..=1.0).contains(&share).then_some(Self(share))
+    /// `None` unless `0 <= fraction <= 1`.
+    pub fn new(fraction: f64) -> Option<Self> {
+        (0.0..=1.0).contains(&fraction).then_some(Self(fraction))
     }
 
-    /// The number.
     pub fn get(self) -> f64 {
         self.0
     }
@@ -376,9 +359,9 @@ impl Share {
 /// When a step's update runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Schedule {
+pub enum OptimizerStep {
     /// After backward, before the next step.
-    AtOnce,
+    Immediate,
     /// Each unit's just before its first use in the next step.
     Deferred,
 }
@@ -410,13 +393,13 @@ pub enum Durability {
 pub struct OffloadSettings {
     /// A daemon that runs already; without one a private daemon is started.
     pub socket: Option<PathBuf>,
-    pub schedule: Schedule,
+    pub optimizer_step: OptimizerStep,
     /// Steps between commits; 0: only before evaluation and at the end. `None`: the plan chooses.
     pub commit_every: Option<u64>,
     /// Most host memory the run may take, all its processes on this node together. `None`: what is free.
     pub host_memory_bytes: Option<u64>,
-    /// Where the optimizer runs.
-    pub update: UpdatePlace,
+    pub optimizer_device: OptimizerDevice,
+    pub activations: ActivationsChoice,
     /// Where gradients wait for their update.
     pub gradients: GradientsChoice,
     /// Elements of a tile; chosen from the model's size when left out.

@@ -68,12 +68,12 @@ fn a_short_run_file_gets_defaults() {
 
 #[test]
 fn inputs_in_host_memory_have_deepspeeds_word_too_and_ours_goes_before_it() {
-    let of = |changes: &[(&str, Value)]| run_with(changes).unwrap().train.activations;
+    let of = |changes: &[(&str, Value)]| run_with(changes).unwrap().offload.activations;
     let theirs = |asked: bool| ("activation_checkpointing.cpu_checkpointing", json!(asked));
-    assert_eq!(of(&[theirs(true)]), ActivationsChoice::Host);
+    assert_eq!(of(&[theirs(true)]), ActivationsChoice::Cpu);
     assert_eq!(of(&[theirs(false)]), ActivationsChoice::Auto);
-    let ours = ("offload.activations", json!("device"));
-    assert_eq!(of(&[theirs(true), ours]), ActivationsChoice::Device);
+    let ours = ("offload.activations", json!("gpu"));
+    assert_eq!(of(&[theirs(true), ours]), ActivationsChoice::Gpu);
 }
 
 #[test]
@@ -170,7 +170,7 @@ fn devices_and_stages_that_contradict_are_refused() {
     let run = run_with(&with_socket).unwrap();
     assert_eq!(
         run.placement.resident_fraction,
-        ResidentFraction::Share(Share::NONE)
+        ResidentFraction::Fixed(Fraction::NONE)
     );
     let both = [
         (OPTIMIZER, nvme.clone()),
@@ -181,10 +181,10 @@ fn devices_and_stages_that_contradict_are_refused() {
     ];
     let run = run_with(&both).unwrap();
     assert_eq!(run.placement.nvme_paths, [Path::new("/a"), Path::new("/b")]);
-    let quarter = Share::new(0.25).unwrap();
+    let quarter = Fraction::new(0.25).unwrap();
     assert_eq!(
         run.placement.resident_fraction,
-        ResidentFraction::Share(quarter)
+        ResidentFraction::Fixed(quarter)
     );
 }
 
@@ -460,12 +460,13 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
         ("offload.socket", json!("/s")),
     ];
     let with = |changes: &[(&str, Value)]| run_with(&[&base[..], changes].concat()).unwrap();
-    let keys = ["staging_bytes", "commit_every", "update"].map(|key| format!("offload.{key}"));
+    let keys =
+        ["staging_bytes", "commit_every", "optimizer_device"].map(|key| format!("offload.{key}"));
     let auto: Vec<(&str, Value)> = keys.iter().map(|key| (&**key, json!("auto"))).collect();
     for run in [with(&[]), with(&auto)] {
         assert_eq!(run.offload.commit_every, None);
         assert_eq!(run.offload.staging_bytes, None);
-        assert_eq!(run.offload.update, UpdatePlace::Auto);
+        assert_eq!(run.offload.optimizer_device, OptimizerDevice::Auto);
         assert_eq!(run.train.device, DeviceChoice::Auto);
         assert_eq!(run.notes, [""; 0]);
     }
@@ -486,7 +487,7 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
     assert_eq!(share(std::slice::from_ref(&budget)), ResidentFraction::Auto);
     assert_eq!(
         share(&[budget, ("offload.resident_fraction", json!(0))]),
-        ResidentFraction::Share(Share::NONE)
+        ResidentFraction::Fixed(Fraction::NONE)
     );
     for key in ["train.device", "train.activation_checkpointing"] {
         assert_eq!(with(&[(key, json!("auto"))]).notes, [""; 0]);
@@ -503,7 +504,7 @@ fn a_word_nobody_knows_is_refused_with_those_there_are() {
         ),
         (
             "train.activation_checkpointing",
-            "use \"auto\", \"nothing\", \"attention\" or \"products\"",
+            "use \"auto\", \"full\", \"attention\" or \"matmuls\"",
         ),
         (
             "offload.optimizer_step",
@@ -586,7 +587,7 @@ fn toml_and_json_files_mean_the_same() {
             read_file(path)
                 .unwrap_err()
                 .to_string()
-                .contains("unknown key train.bad")
+                .contains("unknown key `train.bad")
         );
     }
     std::fs::write(&toml, "[train").unwrap();

@@ -1,6 +1,6 @@
 //! The run file as written: every key we read, none of them checked yet.
 //!
-//! Each table is declared once, here: its doc comments, defaults and types are what `trainer keys` lists, what a file is checked
+//! Each table is declared once, here: its doc comments, defaults and types are what `trainer config-reference` lists, what a file is checked
 //! against (`keys/`) and what is parsed. Top-level keys are DeepSpeed's, with DeepSpeed's meaning, and `keys/table.rs` says what
 //! they are for; `[model] [data] [train] [offload]` are ours.
 
@@ -305,11 +305,11 @@ keys! {
         #[default("required")]
         #[example("[\"chats.jsonl\", \"more/\"]")]
         pub files: Option<Vec<PathBuf>>,
-        /// Text to evaluate on; without it a share of data.files is held out, or nothing.
+        /// Text to evaluate on; without it data.validation_fraction of data.files is used.
         #[default("[]")]
         #[example("[\"held-out.jsonl\"]")]
         pub eval_files: Option<Vec<PathBuf>>,
-        /// Share of the documents in data.files that is held out for evaluation.
+        /// Fraction of the documents in data.files that is held out for evaluation.
         #[default("0.0")]
         #[example("0.05")]
         pub validation_fraction: Option<f64>,
@@ -389,18 +389,16 @@ keys! {
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub device: Option<String>,
-        /// What blocks keep for backward beside their inputs: "auto", "nothing" (all is computed again), "attention", "products".
+        /// What a block computes again in backward: "full" (everything, only its input is kept), "attention" (everything but query,
+        /// key, value and attention's result), "matmuls" (only norms and elementwise operations), or "auto": the least for which GPU
+        /// memory has room. The bits are the same.
         #[default("\"auto\"")]
         #[example("\"attention\"")]
-        pub keep: Option<String>,
-        /// Where blocks' inputs wait for backward when a GPU computes: "auto", "device" or "host".
-        #[default("\"auto\"")]
-        #[example("\"host\"")]
-        pub activations: Option<String>,
-        /// Slices in which a block's feed-forward part is computed, one after the other.
+        pub activation_checkpointing: Option<String>,
+        /// Chunks in which a block's feed-forward part is computed, one after the other.
         #[default("1")]
         #[example("4")]
-        pub tiling: Option<u64>,
+        pub mlp_chunks: Option<u64>,
     }
 
     /// `offload`: how tiles move.
@@ -409,18 +407,18 @@ keys! {
         #[default("none: a private offloadd is started")]
         #[example("\"/run/offloadd/offloadd.sock\"")]
         pub socket: Option<PathBuf>,
-        /// When a step's update runs: "deferred" (before a unit's next use) or "at_once"; the bits are the same.
+        /// When the optimizer step runs: "deferred" (a unit's just before the unit's next use) or "immediate" (after backward); the bits are the same.
         #[default("\"deferred\"")]
-        #[example("\"at_once\"")]
-        pub schedule: Option<String>,
-        /// Share of the tiles with device "nvme" that stays in host memory, or "auto" for what fits.
+        #[example("\"immediate\"")]
+        pub optimizer_step: Option<String>,
+        /// Fraction of the tiles with device "nvme" that stays in host memory, or "auto" for what fits.
         #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
         #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
         /// Most host memory the run takes, all its processes on this node together.
         #[default("what is free")]
         #[example("\"200GiB\"")]
-        pub host_memory: Option<ByteCount>,
+        pub host_memory_bytes: Option<ByteCount>,
         /// Steps between commits; 0 for only before evaluation and at the end.
         #[default("the plan's choice")]
         #[example("1")]
@@ -445,10 +443,14 @@ keys! {
         #[default("\"auto\"")]
         #[example("\"uring\"")]
         pub engine: Option<String>,
-        /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared"; the bits are the same.
+        /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared" (some tiles on each); the bits are the same.
         #[default("\"auto\"")]
         #[example("\"gpu\"")]
-        pub update: Option<String>,
+        pub optimizer_device: Option<String>,
+        /// Where blocks' inputs wait for backward when a GPU computes: "auto" (in GPU memory while they fit), "gpu" or "cpu".
+        #[default("\"auto\"")]
+        #[example("\"cpu\"")]
+        pub activations: Option<String>,
         /// Where gradients wait for their update: "auto", "cpu" or "nvme".
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
@@ -459,7 +461,7 @@ keys! {
 typed! {
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
-    FractionOrAuto = "a share from 0 to 1, or \"auto\"";
+    FractionOrAuto = "a fraction from 0 to 1, or \"auto\"";
     ByteCount = "a number of bytes, as 67108864 or \"64MiB\"";
 }
 
@@ -496,11 +498,11 @@ impl Paths {
     }
 }
 
-/// A share from 0 to 1, or "auto": as much as fits.
+/// A fraction from 0 to 1, or "auto": as much as fits.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum FractionOrAuto {
-    Share(f64),
+    Fraction(f64),
     Word(String),
 }
 

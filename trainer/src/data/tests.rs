@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::config::{DataSettings, LossOn, Share};
+use crate::config::{DataSettings, Fraction, LossOn};
 
 /// Data in a directory of its own.
 struct Harness {
@@ -27,7 +27,7 @@ impl Harness {
             settings: DataSettings {
                 files: vec![path],
                 eval_files: Vec::new(),
-                validation_fraction: Share::new(0.0).expect("a share"),
+                validation_fraction: Fraction::new(0.0).expect("a share"),
                 tokenizer: None,
                 chat_template: None,
                 packing: Packing::Concatenate,
@@ -43,7 +43,7 @@ impl Harness {
     }
 
     fn holding_out(mut self, share: f64) -> Self {
-        self.settings.validation_fraction = Share::new(share).expect("a share");
+        self.settings.validation_fraction = Fraction::new(share).expect("a share");
         self.evaluates = share > 0.0;
         self
     }

@@ -43,8 +43,6 @@ pub struct Export {
     pub numbers: Option<Numbers>,
     /// Most bytes of tensors in one file, unless one alone is larger.
     pub shard_bytes: u64,
-    /// Of the daemon that has the run's store, where the run's record does not say.
-    pub socket: Option<PathBuf>,
 }
 
 /// A type of numbers that weights are written in.
@@ -87,7 +85,7 @@ pub enum ExportError {
         "tensor {tensor} holds {value}, which {numbers} cannot: export with --dtype {}",
         if *numbers == "fp16" { "bf16 or fp32" } else { "fp32" }
     )]
-    OverflowPolicy {
+    Overflow {
         tensor: String,
         value: f32,
         numbers: &'static str,
@@ -137,11 +135,7 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
             out: export.out.clone(),
         });
     }
-    let mut reader = RunReader::open(
-        &export.run_dir,
-        export.checkpoint.clone(),
-        export.socket.as_deref(),
-    )?;
+    let mut reader = RunReader::open(&export.run_dir, export.checkpoint.clone())?;
     let partial = Partial::make(&export.out)?;
     let numbers = export.numbers.unwrap_or(Numbers::of(reader.dtype));
     let (files, bytes) = write_weights(

@@ -131,7 +131,7 @@ impl<'a> Writer<'a> {
         for values in values.chunks(BLOCK_BYTES / size) {
             self.bytes.clear();
             if let Err(value) = element.encode(values, &mut self.bytes) {
-                return Err(ExportError::OverflowPolicy {
+                return Err(ExportError::Overflow {
                     tensor: target.place.name.clone(),
                     value,
                     numbers: element.word(),

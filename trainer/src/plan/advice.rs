@@ -6,7 +6,8 @@
 use super::outlook::Span;
 use super::places::Place;
 use super::{Hardware, Plan, Problem, ProblemKind};
-use crate::config::{KeepChoice, ResidentFraction, RunSettings, Stage, Tier};
+use crate::compute::ActivationCheckpointing;
+use crate::config::{ResidentFraction, RunSettings, Stage, Tier};
 
 /// A step that is shorter by less is no reason for a change that is further from what was asked.
 const GAIN_MIN: f64 = 0.02;
@@ -113,10 +114,13 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
             settings: changed,
         })
     });
-    let given = !matches!(settings.train.keep, KeepChoice::Auto | KeepChoice::Nothing);
+    let given = !matches!(
+        settings.train.activation_checkpointing,
+        None | Some(ActivationCheckpointing::Full)
+    );
     let keeping_less = given.then(|| {
         let mut settings = settings.clone();
-        settings.train.keep = KeepChoice::Auto;
+        settings.train.activation_checkpointing = None;
         Change {
             words: vec!["train.activation_checkpointing = \"auto\"".into()],
             settings,
@@ -160,14 +164,14 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
     let samples = one.clone();
     // The same samples, and a block's feed-forward half in slices.
     let whole = one.clone();
-    let slices = [2, 4, 8, 16].into_iter().filter_map(move |tiling| {
-        let finer = tiling > whole.train.tiling && tiling <= whole.model.intermediate_size;
+    let slices = [2, 4, 8, 16].into_iter().filter_map(move |chunks| {
+        let finer = chunks > whole.train.mlp_chunks && chunks <= whole.model.intermediate_size;
         let mut settings = whole.clone();
-        settings.train.tiling = tiling;
+        settings.train.mlp_chunks = chunks;
         let count = settings.batch.micro_batches;
         finer.then(|| Change {
             words: vec![
-                format!("train.mlp_chunks = {tiling}"),
+                format!("train.mlp_chunks = {chunks}"),
                 format!(
                     "train_micro_batch_size_per_gpu = 1 with gradient_accumulation_steps = {count}"
                 ),

@@ -4,10 +4,10 @@ use swapper::Staging;
 
 use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 use super::{GpuHardware, Plan, PlanError, Source};
-use crate::compute::{Keep, can_keep};
+use crate::compute::{ActivationCheckpointing, can_keep};
 use crate::config::{
-    ActivationsChoice, GradientsChoice, KeepChoice, ResidentFraction, RunSettings, Share, Tier,
-    UpdatePlace,
+    ActivationsChoice, Fraction, GradientsChoice, OptimizerDevice, ResidentFraction, RunSettings,
+    Tier,
 };
 
 /// Of the host memory that is free, what choices leave: pages of files, other programs, what nobody counted.
@@ -48,7 +48,7 @@ impl Plan {
         }
         self.refresh(settings)?;
         self.choose_update(settings);
-        self.choose_keep(settings);
+        self.choose_checkpointing(settings);
         Ok(())
     }
     /// Host memory for what is still to be chosen, in this process: what it may take of the node's, less all that is there
@@ -65,16 +65,20 @@ impl Plan {
     }
 
     fn choose_update(&mut self, settings: &RunSettings) {
-        let wanted = settings.offload.update;
+        let wanted = settings.offload.optimizer_device;
         let in_gpu_memory = self.lives_in_gpu;
-        self.update = match (self.hardware.gpu.is_some(), wanted) {
+        self.optimizer_device = match (self.hardware.gpu.is_some(), wanted) {
             // What cannot be is a problem, found later.
-            (false, _) => UpdatePlace::Cpu,
-            (true, _) if in_gpu_memory => UpdatePlace::Gpu,
-            (true, UpdatePlace::Auto) => {
-                let mut best = (UpdatePlace::Cpu, f64::INFINITY);
-                for place in [UpdatePlace::Cpu, UpdatePlace::Gpu, UpdatePlace::Shared] {
-                    self.update = place;
+            (false, _) => OptimizerDevice::Cpu,
+            (true, _) if in_gpu_memory => OptimizerDevice::Gpu,
+            (true, OptimizerDevice::Auto) => {
+                let mut best = (OptimizerDevice::Cpu, f64::INFINITY);
+                for place in [
+                    OptimizerDevice::Cpu,
+                    OptimizerDevice::Gpu,
+                    OptimizerDevice::Shared,
+                ] {
+                    self.optimizer_device = place;
                     self.set_rates(settings);
                     if self.bound.s < best.1 * (1.0 - UPDATE_GAIN_MIN) {
                         best = (place, self.bound.s);
@@ -86,16 +90,20 @@ impl Plan {
         };
         self.set_rates(settings);
         self.set_compute(settings);
-        if wanted == UpdatePlace::Auto {
-            let why = match (self.hardware.gpu.is_some(), in_gpu_memory, self.update) {
+        if wanted == OptimizerDevice::Auto {
+            let why = match (
+                self.hardware.gpu.is_some(),
+                in_gpu_memory,
+                self.optimizer_device,
+            ) {
                 (false, ..) => "there is no GPU",
                 (_, true, _) => "the state lives in GPU memory",
-                (.., UpdatePlace::Cpu) => "no other place makes the step shorter",
+                (.., OptimizerDevice::Cpu) => "no other place makes the step shorter",
                 _ => "it makes the step shorter",
             };
             self.chose(
                 "offload.optimizer_device",
-                update_word(self.update).to_owned(),
+                optimizer_device_name(self.optimizer_device).to_owned(),
                 why,
             );
         }
@@ -106,10 +114,10 @@ impl Plan {
         let Some(gpu) = self.hardware.gpu.clone() else {
             return;
         };
-        self.keep = given_keep(settings);
-        self.inputs_away = settings.train.activations == ActivationsChoice::Host;
+        self.checkpointing = given_checkpointing(settings);
+        self.inputs_away = settings.offload.activations == ActivationsChoice::Cpu;
         self.set_compute(settings);
-        if settings.train.activations != ActivationsChoice::Auto
+        if settings.offload.activations != ActivationsChoice::Auto
             || self.gpu_bytes() <= most_of(&gpu)
         {
             return;
@@ -119,38 +127,42 @@ impl Plan {
         self.set_rates(settings);
         self.chose(
             "offload.activations",
-            "host".to_owned(),
+            "cpu".to_owned(),
             "GPU memory does not hold the blocks' inputs beside the rest: they cross the bus and back",
         );
     }
 
     /// The most that fits: all of it saves a fifth of the computing.
-    fn choose_keep(&mut self, settings: &RunSettings) {
-        self.keep = given_keep(settings);
+    fn choose_checkpointing(&mut self, settings: &RunSettings) {
+        self.checkpointing = given_checkpointing(settings);
         let Some(gpu) = self.hardware.gpu.clone() else {
             // The processor always computes again.
-            self.keep = Keep::Nothing;
+            self.checkpointing = ActivationCheckpointing::Full;
             return;
         };
-        let written_out = self.tiling == 1
+        let written_out = self.mlp_chunks == 1
             && can_keep(&settings.model, &settings.dropout, settings.batch.seq_len);
         if !written_out {
-            self.keep = Keep::Nothing;
+            self.checkpointing = ActivationCheckpointing::Full;
             self.set_compute(settings);
             self.chose(
                 "train.activation_checkpointing",
-                keep_word(self.keep).to_owned(),
+                checkpointing_name(self.checkpointing).to_owned(),
                 "blocks of this form, or in slices, are always computed again: their gradients are not written out",
             );
             return;
         }
         self.set_compute(settings);
-        if settings.train.keep != KeepChoice::Auto {
+        if settings.train.activation_checkpointing != None {
             return;
         }
         let most_bytes = most_of(&gpu);
-        for keep in [Keep::Products, Keep::Attention, Keep::Nothing] {
-            self.keep = keep;
+        for checkpointing in [
+            ActivationCheckpointing::Matmuls,
+            ActivationCheckpointing::Attention,
+            ActivationCheckpointing::Full,
+        ] {
+            self.checkpointing = checkpointing;
             self.set_compute(settings);
             if self.gpu_bytes() <= most_bytes {
                 break;
@@ -158,7 +170,7 @@ impl Plan {
         }
         self.chose(
             "train.activation_checkpointing",
-            keep_word(self.keep).to_owned(),
+            checkpointing_name(self.checkpointing).to_owned(),
             "what GPU memory holds beside the rest; what is kept is not computed again",
         );
     }
@@ -171,11 +183,11 @@ impl Plan {
         }
         let all_bytes = self.memory.grad_bytes();
         let least = self.memory.staging_bytes();
-        self.swapper.grad_share = Share::NONE.get();
+        self.swapper.grad_share = Fraction::NONE.get();
         self.refresh(settings)?;
         let left_bytes = self.left_bytes(settings);
         if all_bytes + least <= left_bytes {
-            self.swapper.grad_share = Share::ALL.get();
+            self.swapper.grad_share = Fraction::ALL.get();
             return Ok(self.refresh(settings)?);
         }
         let staging_bytes = match settings.offload.staging_bytes {
@@ -229,7 +241,7 @@ impl Plan {
         let [params, states] = choose::resident_counts(kinds, left_bytes, staging_bytes);
         let share = |tier: Tier, count: u64| match tier {
             Tier::Nvme => count as f64 / ranges as f64,
-            Tier::None | Tier::Cpu => Share::ALL.get(),
+            Tier::None | Tier::Cpu => Fraction::ALL.get(),
         };
         self.swapper.param_share = share(placement.param, params);
         self.swapper.state_share = share(placement.optimizer, states);
@@ -323,11 +335,11 @@ impl Plan {
 }
 
 /// What the run file says, or the least.
-fn given_keep(settings: &RunSettings) -> Keep {
-    match settings.train.keep {
-        KeepChoice::Auto | KeepChoice::Nothing => Keep::Nothing,
-        KeepChoice::Attention => Keep::Attention,
-        KeepChoice::Products => Keep::Products,
+fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
+    match settings.train.activation_checkpointing {
+        None | Some(ActivationCheckpointing::Full) => ActivationCheckpointing::Full,
+        Some(ActivationCheckpointing::Attention) => ActivationCheckpointing::Attention,
+        Some(ActivationCheckpointing::Matmuls) => ActivationCheckpointing::Matmuls,
     }
 }
 
@@ -337,20 +349,20 @@ fn most_of(gpu: &GpuHardware) -> u64 {
 }
 
 /// The run file's word.
-pub fn update_word(place: UpdatePlace) -> &'static str {
+pub fn optimizer_device_name(place: OptimizerDevice) -> &'static str {
     match place {
-        UpdatePlace::Auto => "auto",
-        UpdatePlace::Cpu => "cpu",
-        UpdatePlace::Gpu => "gpu",
-        UpdatePlace::Shared => "shared",
+        OptimizerDevice::Auto => "auto",
+        OptimizerDevice::Cpu => "cpu",
+        OptimizerDevice::Gpu => "gpu",
+        OptimizerDevice::Shared => "shared",
     }
 }
 
 /// The run file's word.
-pub fn keep_word(keep: Keep) -> &'static str {
-    match keep {
-        Keep::Nothing => "nothing",
-        Keep::Attention => "attention",
-        Keep::Products => "products",
+pub fn checkpointing_name(checkpointing: ActivationCheckpointing) -> &'static str {
+    match checkpointing {
+        ActivationCheckpointing::Full => "full",
+        ActivationCheckpointing::Attention => "attention",
+        ActivationCheckpointing::Matmuls => "matmuls",
     }
 }

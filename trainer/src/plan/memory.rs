@@ -12,9 +12,10 @@ use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
 use crate::compute::{
-    DEVICE_CONTEXT_BYTES, Keep, Work, device_working_bytes, kept_bytes_a_token, working_bytes,
+    ActivationCheckpointing, DEVICE_CONTEXT_BYTES, Work, device_working_bytes, kept_bytes_a_token,
+    working_bytes,
 };
-use crate::config::{RunSettings, UpdatePlace};
+use crate::config::{OptimizerDevice, RunSettings};
 use crate::model::UnitLayout;
 
 /// Blocks whose weights are gathered at a time, on a GPU or with several ranks: one computes, one comes, one is left.
@@ -58,10 +59,10 @@ pub struct ComputeMemory {
 pub(super) struct GpuUse {
     /// All tiles live there.
     pub(super) lives: bool,
-    pub(super) keep: Keep,
+    pub(super) checkpointing: ActivationCheckpointing,
     /// Blocks' inputs wait in host memory.
     pub(super) inputs_away: bool,
-    pub(super) update: UpdatePlace,
+    pub(super) optimizer_device: OptimizerDevice,
     pub(super) master: Master,
     pub(super) tile_elems: u64,
 }
@@ -93,7 +94,7 @@ impl ComputeMemory {
             micro_batch: batch.micro_batch,
             seq_len: batch.seq_len,
             micro_batches: batch.micro_batches,
-            tiles: settings.train.tiling,
+            tiles: settings.train.mlp_chunks,
         };
         let working =
             |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
@@ -132,7 +133,7 @@ impl ComputeMemory {
         // What several ranks own is gathered into buffers, wherever it lives.
         let in_place = gpu.lives && settings.ranks == 1;
         let buffers = |blocks: u64| if in_place { 0 } else { ends + blocks * block };
-        let streams = !gpu.lives && gpu.update != UpdatePlace::Cpu;
+        let streams = !gpu.lives && gpu.optimizer_device != OptimizerDevice::Cpu;
         let updater_bytes = TileUpdater::device_bytes(gpu.master, gpu.tile_elems as usize) as u64;
         // Where one micro-batch is, gradients wait where they leave from.
         let (grad_blocks, sums) = match (stage.divides_gradients(), batch.micro_batches) {
@@ -156,7 +157,7 @@ impl ComputeMemory {
             &settings.dropout,
             batch.seq_len,
             elem_bytes,
-            gpu.keep,
+            gpu.checkpointing,
         ) as u64;
         Self {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
@@ -225,11 +226,11 @@ impl TileSums {
 }
 
 /// Share of the update that the GPU takes, when `place` is known and both have their rates (seconds for all of it).
-pub(super) fn gpu_share(place: UpdatePlace, cpu_s: f64, gpu_s: f64) -> f64 {
+pub(super) fn gpu_share(place: OptimizerDevice, cpu_s: f64, gpu_s: f64) -> f64 {
     match place {
-        UpdatePlace::Gpu => 1.0,
+        OptimizerDevice::Gpu => 1.0,
         // Both end at the same time.
-        UpdatePlace::Shared => cpu_s / (cpu_s + gpu_s),
-        UpdatePlace::Cpu | UpdatePlace::Auto => 0.0,
+        OptimizerDevice::Shared => cpu_s / (cpu_s + gpu_s),
+        OptimizerDevice::Cpu | OptimizerDevice::Auto => 0.0,
     }
 }

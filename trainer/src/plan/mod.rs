@@ -29,13 +29,13 @@ mod tiles;
 use kernels::adamw::Master;
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
-use crate::compute::{Dtype, Keep};
-use crate::config::{RunSettings, Tier, UpdatePlace};
+use crate::compute::{ActivationCheckpointing, Dtype};
+use crate::config::{OptimizerDevice, RunSettings, Tier};
 use crate::model::{UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 pub use checkpoints::CheckpointsPlan;
-pub use choices::{Choice, keep_word, update_word};
+pub use choices::{Choice, checkpointing_name, optimizer_device_name};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
 pub use measured::Measured;
 pub use memory::{BusBytes, ComputeMemory, TileSums};
@@ -72,9 +72,9 @@ pub struct Plan {
     /// What computing takes, in GPU memory if there is a GPU, else in host memory.
     pub compute: ComputeMemory,
     /// What blocks keep for backward, on a GPU.
-    pub keep: Keep,
+    pub checkpointing: ActivationCheckpointing,
     /// Slices in which blocks' feed-forward halves are computed.
-    pub tiling: usize,
+    pub mlp_chunks: usize,
     /// Whether blocks' inputs wait in host memory for a GPU's backward.
     pub inputs_away: bool,
     /// Whether all tiles live in the memory of the GPU that computes: both devices are `none`. With one of them elsewhere,
@@ -85,7 +85,7 @@ pub struct Plan {
     /// What crosses the bus to a GPU.
     pub bus: BusBytes,
     /// Where the optimizer runs. Never `Auto`.
-    pub update: UpdatePlace,
+    pub optimizer_device: OptimizerDevice,
     pub hardware: Hardware,
     /// All processes together.
     pub rates: StepRates,
@@ -147,12 +147,12 @@ impl Plan {
             master,
             compute: ComputeMemory::default(),
             lives_in_gpu,
-            keep: Keep::Nothing,
+            checkpointing: ActivationCheckpointing::Full,
             inputs_away: false,
-            tiling: settings.train.tiling,
+            mlp_chunks: settings.train.mlp_chunks,
             gpu_tiles: TileSums::default(),
             bus: BusBytes::default(),
-            update: UpdatePlace::Cpu,
+            optimizer_device: OptimizerDevice::Cpu,
             bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
             rates,
             params_count: settings.model.params_count() as u64,

@@ -30,7 +30,7 @@ const SEQ_LEN_SHORT: u64 = 1024;
 
 /// Only what a run cannot do without: nothing kept that can be computed again, the update on the processor.
 const LEAST: [&str; 2] = [
-    "train.activation_checkpointing=nothing",
+    "train.activation_checkpointing=full",
     "offload.optimizer_device=cpu",
 ];
 
@@ -131,7 +131,7 @@ fn row(name: String, model: &ModelConfig) -> Result<Row, TableError> {
     let report = |place: Place| planned(place, &place.of(&settings));
     let mut farthest = Place::Drives.of(&settings);
     farthest.offload.gradients = GradientsChoice::Nvme;
-    farthest.train.activations = ActivationsChoice::Host;
+    farthest.offload.activations = ActivationsChoice::Cpu;
     Ok(Row {
         places: [
             report(Place::Gpu)?,
@@ -155,7 +155,7 @@ Made by `trainer plan --table configs/models`; `make docs` writes this page, and
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
 TFLOPS and 16 cores; *wear* is what it writes at that pace. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
-blocks' inputs in host memory (`offload.activations = \"host\"`): what a machine must have. `trainer plan --model config.json` answers for another machine.
+blocks' inputs in host memory (`offload.activations = \"cpu\"`): what a machine must have. `trainer plan --model config.json` answers for another machine.
 
 | model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day | least: GPU | host | drives | step |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",

@@ -8,7 +8,9 @@ use serde::Serialize;
 use super::outlook::Span;
 use super::text::{Digits, Seconds};
 use super::{Hardware, Outlook, Plan};
-use crate::config::{Placement, ResidentFraction, RunSettings, Share, Stage, Tier, UpdatePlace};
+use crate::config::{
+    Fraction, OptimizerDevice, Placement, ResidentFraction, RunSettings, Stage, Tier,
+};
 
 /// Where a run's parameters and state are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -63,7 +65,7 @@ impl Place {
         let [param, optimizer] = self.tiers();
         let resident_fraction = match self {
             Self::DrivesAndHost => ResidentFraction::Auto,
-            _ => ResidentFraction::Share(Share::NONE),
+            _ => ResidentFraction::Fixed(Fraction::NONE),
         };
         there.placement = Placement {
             stage: Stage::Parameters,
@@ -74,7 +76,7 @@ impl Place {
         };
         there.offload.staging_bytes = None;
         if self == Self::Gpu {
-            there.offload.update = UpdatePlace::Auto;
+            there.offload.optimizer_device = OptimizerDevice::Auto;
         }
         there
     }

@@ -6,9 +6,9 @@ use offload_support::units::ApproxBytes;
 use serde::Serialize;
 use swapper::SwapperError;
 
-use super::{Plan, update_word};
-use crate::compute::Keep;
-use crate::config::{DeviceChoice, RunSettings, UpdatePlace};
+use super::{Plan, optimizer_device_name};
+use crate::compute::ActivationCheckpointing;
+use crate::config::{DeviceChoice, OptimizerDevice, RunSettings};
 use crate::run::{RunId, resolved};
 use crate::store::StoreFiles;
 
@@ -86,22 +86,22 @@ fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
 }
 
 fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let wanted = settings.offload.update;
+    let wanted = settings.offload.optimizer_device;
     let what = |why: String| {
         format!(
             "offload.optimizer_device is \"{}\", {why}",
-            update_word(wanted)
+            optimizer_device_name(wanted)
         )
     };
     match (&plan.hardware.gpu, wanted) {
         // Said once is enough.
         _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
-        (None, UpdatePlace::Gpu | UpdatePlace::Shared) => Some(Problem::new(
+        (None, OptimizerDevice::Gpu | OptimizerDevice::Shared) => Some(Problem::new(
             ProblemKind::Update,
             what(format!("and there is no GPU: {}", plan.hardware.no_gpu)),
             "leave it out, or set it to \"cpu\"",
         )),
-        (Some(_), UpdatePlace::Cpu | UpdatePlace::Shared) if plan.lives_in_gpu => {
+        (Some(_), OptimizerDevice::Cpu | OptimizerDevice::Shared) if plan.lives_in_gpu => {
             Some(Problem::new(
                 ProblemKind::Update,
                 what("and the state lives in GPU memory".into()),
@@ -120,7 +120,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     }
     let change = if plan.lives_in_gpu {
         "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
-    } else if plan.keep != Keep::Nothing {
+    } else if plan.checkpointing != ActivationCheckpointing::Full {
         "set train.activation_checkpointing = \"auto\""
     } else if !plan.inputs_away {
         "set offload.activations = \"auto\""

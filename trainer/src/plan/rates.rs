@@ -32,9 +32,9 @@ impl Plan {
     pub(super) fn set_compute(&mut self, settings: &RunSettings) {
         let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
             lives: self.lives_in_gpu,
-            keep: self.keep,
+            checkpointing: self.checkpointing,
             inputs_away: self.inputs_away,
-            update: self.update,
+            optimizer_device: self.optimizer_device,
             master: self.master,
             tile_elems: self.swapper.tile_elems,
         });
@@ -61,7 +61,7 @@ impl Plan {
             let bus_bytes_per_s = gpu.bus_bytes_per_s.value;
             let tiles = self.tile_sums();
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
-            let share = memory::gpu_share(self.update, cpu_s, streamed_s);
+            let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
             // In forward, and in stage 3 again in backward.
             let gathers = 1 + u64::from(settings.placement.stage.divides_parameters());
             self.bus = BusBytes::new(&tiles, gathers, share, self.compute.away_bytes);

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::problems::ProblemKind;
 use super::{
     BusBytes, CheckpointsPlan, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem,
-    keep_word, update_word,
+    checkpointing_name, optimizer_device_name,
 };
 
 /// Of the report's names and their meaning.
@@ -142,16 +142,16 @@ pub struct ChosenReport {
     /// Of one process.
     pub staging_bytes: u64,
     pub commit_every: u64,
-    pub param_share: f64,
-    pub state_share: f64,
-    /// Of the gradients, what waits for its update in host memory.
-    pub grad_share: f64,
+    pub param_resident_fraction: f64,
+    pub state_resident_fraction: f64,
+    /// Fraction of the gradients that waits in host memory for the optimizer step.
+    pub grad_resident_fraction: f64,
     pub iodepth: u32,
-    pub schedule: &'static str,
-    pub update: &'static str,
-    pub keep: &'static str,
+    pub optimizer_step: &'static str,
+    pub optimizer_device: &'static str,
+    pub activation_checkpointing: &'static str,
     pub activations: &'static str,
-    pub tiling: usize,
+    pub mlp_chunks: usize,
 }
 
 impl Plan {
@@ -209,21 +209,21 @@ impl Plan {
                 state_tile_bytes: memory.state_slot_bytes,
                 staging_bytes: memory.staging_bytes(),
                 commit_every: self.swapper.commit_every,
-                param_share: self.swapper.param_share,
-                state_share: self.swapper.state_share,
-                grad_share: self.swapper.grad_share,
+                param_resident_fraction: self.swapper.param_share,
+                state_resident_fraction: self.swapper.state_share,
+                grad_resident_fraction: self.swapper.grad_share,
                 iodepth: self.swapper.iodepth,
-                schedule: match self.swapper.schedule {
+                optimizer_step: match self.swapper.schedule {
                     swapper::Schedule::AtOnce => "immediate",
                     swapper::Schedule::Deferred => "deferred",
                 },
-                update: update_word(self.update),
-                keep: keep_word(self.keep),
+                optimizer_device: optimizer_device_name(self.optimizer_device),
+                activation_checkpointing: checkpointing_name(self.checkpointing),
                 activations: match self.inputs_away || !on_gpu {
-                    true => "host",
-                    false => "device",
+                    true => "cpu",
+                    false => "gpu",
                 },
-                tiling: self.tiling,
+                mlp_chunks: self.mlp_chunks,
             },
             choices: self.choices.clone(),
         }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{Figure, Hardware, Plan, update_word};
+use super::{Figure, Hardware, Plan, optimizer_device_name};
 use offload_support::units::ApproxBytes;
 
 impl fmt::Display for Plan {
@@ -133,7 +133,7 @@ impl Plan {
             Seconds(bound.s),
             Digits(tflops),
             bound.wall.word(),
-            update_word(self.update),
+            optimizer_device_name(self.optimizer_device),
         )?;
         for (n, term) in bound.terms.iter().filter(|term| term.s > 0.0).enumerate() {
             let lead = if n == 0 { "\nterms     " } else { ", " };

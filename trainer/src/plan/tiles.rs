@@ -5,7 +5,7 @@ use swapper::{Backing, Staging, StoreSettings, SwapperSettings, TileBytes, UnitS
 
 use super::choose::STAGING_BYTES_ASSUMED;
 use crate::config::{
-    Durability, GradientsChoice, ResidentFraction, RunSettings, Schedule, Share, Tier,
+    Durability, Fraction, GradientsChoice, OptimizerStep, ResidentFraction, RunSettings, Tier,
 };
 use crate::model::UnitLayout;
 
@@ -35,13 +35,13 @@ pub(super) fn swapper_settings(
         Backing::Memory
     };
     let share = match settings.placement.resident_fraction {
-        ResidentFraction::Share(share) => share,
+        ResidentFraction::Fixed(share) => share,
         // Chosen when the rest is known.
-        ResidentFraction::Auto => Share::NONE,
+        ResidentFraction::Auto => Fraction::NONE,
     };
     let of = |tier: Tier| match tier {
         Tier::Nvme => share.get(),
-        Tier::None | Tier::Cpu => Share::ALL.get(),
+        Tier::None | Tier::Cpu => Fraction::ALL.get(),
     };
     SwapperSettings {
         tile_elems: offload
@@ -52,14 +52,14 @@ pub(super) fn swapper_settings(
         param_share: of(settings.placement.param),
         state_share: of(settings.placement.optimizer),
         grad_share: match offload.gradients {
-            GradientsChoice::Nvme => Share::NONE.get(),
+            GradientsChoice::Nvme => Fraction::NONE.get(),
             // Less when the rest is known, and they are too many.
-            GradientsChoice::Auto | GradientsChoice::Cpu => Share::ALL.get(),
+            GradientsChoice::Auto | GradientsChoice::Cpu => Fraction::ALL.get(),
         },
         staging: Staging::Bytes(offload.staging_bytes.unwrap_or(STAGING_BYTES_ASSUMED)),
-        schedule: match offload.schedule {
-            Schedule::AtOnce => swapper::Schedule::AtOnce,
-            Schedule::Deferred => swapper::Schedule::Deferred,
+        schedule: match offload.optimizer_step {
+            OptimizerStep::Immediate => swapper::Schedule::AtOnce,
+            OptimizerStep::Deferred => swapper::Schedule::Deferred,
         },
         commit_every: offload.commit_every.unwrap_or(1),
         iodepth: offload.iodepth,

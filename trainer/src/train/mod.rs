@@ -129,8 +129,8 @@ fn run_to_its_end(
             Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
         };
         let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
-            .keeping(prepared.plan.keep)
-            .in_tiles(settings.train.tiling)
+            .with_checkpointing(prepared.plan.checkpointing)
+            .in_tiles(settings.train.mlp_chunks)
             .leaving_out(settings.dropout, settings.train.seed);
         let live = prepared.plan.lives_in_gpu;
         let stage = settings.placement.stage;

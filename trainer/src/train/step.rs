@@ -16,7 +16,9 @@ use super::mover::{Exchanged, Mover, Shards};
 use super::step_order::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
 use crate::backend::TileBackend;
-use crate::compute::{Activation, ComputeError, Engine, GradSink, Keep, LossHandle, Tokens};
+use crate::compute::{
+    Activation, ActivationCheckpointing, ComputeError, Engine, GradSink, LossHandle, Tokens,
+};
 use crate::config::{Batch, RunSettings, Stage};
 use crate::data::{Data, Windows};
 use crate::learning_rate::{betas, learning_rate};
@@ -223,12 +225,12 @@ impl Stepper {
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         backend.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
-        let keep = self.engine.keep(Keep::Nothing);
+        let keep = self.engine.set_checkpointing(ActivationCheckpointing::Full);
         let trace = Trace::off();
         let mut watch = Watch::new(&trace, self.gpu.clone().as_ref());
         let done = (self.evaluation.clone().step_order().iter())
             .try_for_each(|planned| self.planned(planned, backend, &mut pass, &mut watch, &trace));
-        self.engine.keep(keep);
+        self.engine.set_checkpointing(keep);
         done?;
         let loss = mean(&pass)?;
         self.shards.check()?;

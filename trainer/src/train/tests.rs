@@ -24,7 +24,7 @@ use super::inputs::InputPlace;
 use super::mover::Shards;
 use super::step::{Stepper, hyper};
 use crate::backend::{GpuBackend, TileBackend};
-use crate::compute::{ComputeDevice, Engine, Keep, set_up};
+use crate::compute::{ActivationCheckpointing, ComputeDevice, Engine, set_up};
 use crate::config::{RunSettings, Stage, check};
 use crate::data::{Corpus, Data, Frame};
 use crate::fingerprint::Fingerprint;
@@ -35,8 +35,12 @@ use crate::update::{CpuUpdate, Decay};
 use crate::weights::Weights;
 
 /// What blocks may be told to keep. Those in tiles are always computed again, whatever they are told.
-fn keeps(tiles: usize) -> &'static [Keep] {
-    let all = &[Keep::Products, Keep::Attention, Keep::Nothing];
+fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
+    let all = &[
+        ActivationCheckpointing::Matmuls,
+        ActivationCheckpointing::Attention,
+        ActivationCheckpointing::Full,
+    ];
     if tiles > 1 { &all[..1] } else { all }
 }
 
@@ -87,7 +91,7 @@ fn models() -> Vec<(&'static str, Value)> {
 #[derive(Clone, Copy, Debug)]
 struct Way {
     bf16: bool,
-    keep: Keep,
+    keep: ActivationCheckpointing,
     tiles: usize,
     micro_batches: u64,
     place: Place,
@@ -196,7 +200,7 @@ fn steps(
         engine.written_out()
     };
     let engine = engine
-        .keeping(way.keep)
+        .with_checkpointing(way.keep)
         .in_tiles(way.tiles)
         .leaving_out(settings.dropout, settings.train.seed);
     let tiles = &plan.swapper;
@@ -307,7 +311,7 @@ fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
             let way = Way {
                 // Rounding is not what is looked at: every other one.
                 bf16: (number + tiles) % 2 == 0,
-                keep: Keep::Nothing,
+                keep: ActivationCheckpointing::Full,
                 tiles,
                 micro_batches,
                 place: Place::Own,

@@ -21,9 +21,9 @@ fn inputs_in_host_memory_change_no_bit_on_a_gpu() {
             .run(place, &on_gpu)
             .with(&[format!("offload.activations={place}")]);
         run.train();
-        (run.bits("loss"), run.bits("grad_norm"), run.digest())
+        (run.bits("loss"), run.bits("grad_norm"), run.fingerprint())
     };
-    assert_eq!(trained("device"), trained("host"));
+    assert_eq!(trained("gpu"), trained("cpu"));
 }
 
 #[test]
@@ -34,10 +34,10 @@ fn without_a_gpu_they_are_in_host_memory_anyway_and_the_run_says_so() {
     plain.train();
     let asked = harness
         .run("asked", &sets)
-        .with(&["offload.activations=host"]);
+        .with(&["offload.activations=cpu"]);
     let said = asked.train();
     assert!(
-        said.contains("offload.activations = \"host\" has no effect"),
+        said.contains("offload.activations = \"cpu\" has no effect"),
         "{said}"
     );
     assert_eq!(plain.bits("loss"), asked.bits("loss"));

@@ -42,9 +42,9 @@ fn a_damaged_tile_leads_to_verify_and_to_a_way_on() {
     ] {
         assert!(text.contains(&part), "{part:?} is not in {text}");
     }
-    let mut digest = more.command("digest");
-    digest.stdout(Stdio::null());
-    assert!(crate::harness::fail(digest).contains("offloadd verify --config"));
+    let mut fingerprint = more.command("fingerprint");
+    fingerprint.stdout(Stdio::null());
+    assert!(crate::harness::fail(fingerprint).contains("offloadd verify --config"));
 
     let mut verify = Command::new(program());
     verify

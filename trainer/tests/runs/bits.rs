@@ -25,7 +25,7 @@ struct Ways {
     sets: &'static [&'static str],
     losses: Vec<u64>,
     norms: Vec<u64>,
-    digest: String,
+    fingerprint: String,
 }
 
 impl Ways {
@@ -35,7 +35,11 @@ impl Ways {
         let daemon = Daemon::start(&harness);
         let plain = harness.run("none", sets);
         plain.train();
-        let (losses, norms, digest) = (plain.bits("loss"), plain.bits("grad_norm"), plain.digest());
+        let (losses, norms, fingerprint) = (
+            plain.bits("loss"),
+            plain.bits("grad_norm"),
+            plain.fingerprint(),
+        );
         assert_eq!(losses.len(), 6);
         Self {
             harness,
@@ -43,7 +47,7 @@ impl Ways {
             sets,
             losses,
             norms,
-            digest,
+            fingerprint,
         }
     }
 
@@ -52,7 +56,11 @@ impl Ways {
         run.train();
         assert_eq!(run.bits("loss"), self.losses, "losses of {name}");
         assert_eq!(run.bits("grad_norm"), self.norms, "norms of {name}");
-        assert_eq!(run.digest(), self.digest, "weights and state of {name}");
+        assert_eq!(
+            run.fingerprint(),
+            self.fingerprint,
+            "weights and state of {name}"
+        );
         run
     }
 

@@ -33,28 +33,28 @@ fn names(run: &Run, below: &str) -> Vec<String> {
     names
 }
 
-/// A run that makes no checkpoints, and its digests after each third step.
+/// A run that makes no checkpoints, and its fingerprints after each third step.
 fn whole(harness: &Harness) -> (Run, Vec<(u64, String)>) {
     let whole = harness.run("whole", &[STEPS]);
-    let digests = [3, 6, 9].map(|step| {
+    let fingerprints = [3, 6, 9].map(|step| {
         let part = harness.run("whole", &[STEPS, &format!("train.stop_after={step}")]);
         part.train();
-        (step, part.digest())
+        (step, part.fingerprint())
     });
-    (whole, digests.into())
+    (whole, fingerprints.into())
 }
 
 fn assert_same(one: &Run, other: &Run) {
     for key in ["step", "loss", "grad_norm", "lr", "tokens"] {
         assert_eq!(one.bits(key), other.bits(key), "{key}");
     }
-    assert_eq!(one.digest(), other.digest());
+    assert_eq!(one.fingerprint(), other.fingerprint());
 }
 
 #[test]
 fn checkpoints_hold_the_bits_of_their_steps_and_change_none() {
     let harness = Harness::new();
-    let (whole, digests) = whole(&harness);
+    let (whole, fingerprints) = whole(&harness);
     let nvme = harness.nvme();
     let places = [
         ("host", Vec::new()),
@@ -88,9 +88,9 @@ fn checkpoints_hold_the_bits_of_their_steps_and_change_none() {
             ["step-00000003", "step-00000006", "step-00000009"],
             "{name}"
         );
-        for (step, digest) in &digests {
-            let saved = run.digest_of(Some(CheckpointName::Step(*step)));
-            assert_eq!(*digest, saved, "{name}, step {step}");
+        for (step, fingerprint) in &fingerprints {
+            let saved = run.fingerprint_of(Some(CheckpointName::Step(*step)));
+            assert_eq!(*fingerprint, saved, "{name}, step {step}");
         }
         assert_same(&whole, &run);
     }
@@ -125,7 +125,7 @@ fn the_newest_checkpoints_are_kept_and_the_others_go() {
 #[test]
 fn a_run_goes_back_to_a_checkpoint_and_comes_to_the_same_end() {
     let harness = Harness::new();
-    let (whole, digests) = whole(&harness);
+    let (whole, fingerprints) = whole(&harness);
     let sets = [
         STEPS,
         "train.checkpoint_every=3",
@@ -145,7 +145,7 @@ fn a_run_goes_back_to_a_checkpoint_and_comes_to_the_same_end() {
         let text = std::fs::read_to_string(aside.join("metrics.jsonl")).unwrap();
         assert_eq!(text.lines().count(), 9);
         let aside = CheckpointName::Dir(aside.join("step-00000006"));
-        assert_eq!(run.digest_of(Some(aside)), digests[1].1);
+        assert_eq!(run.fingerprint_of(Some(aside)), fingerprints[1].1);
         assert_eq!(names(&run, "").len(), 4, "made again");
     }
 }
@@ -181,7 +181,7 @@ fn a_checkpoint_moves_between_devices_and_runs() {
     other.train();
     assert_eq!(other.bits("step"), whole.bits("step")[5..]);
     assert_eq!(other.bits("loss"), whole.bits("loss")[5..]);
-    assert_eq!(other.digest(), whole.digest());
+    assert_eq!(other.fingerprint(), whole.fingerprint());
     let mut fresh = on_host(&["train.stop_after=1"]).command("train");
     fresh.arg("--fresh");
     succeed(fresh);
@@ -204,12 +204,15 @@ fn another_number_of_ranks_goes_on_from_a_checkpoint() {
         let ended = harness.run(&format!("{name}-ended"), &sets).with(&nvme);
         let part = harness.run(&format!("{name}-ended"), &sets).with(&nvme);
         succeed(part.with(&["train.stop_after=4"]).launch(2));
-        assert_eq!(run.digest_of(Some(CheckpointName::Step(4))), ended.digest());
+        assert_eq!(
+            run.fingerprint_of(Some(CheckpointName::Step(4))),
+            ended.fingerprint()
+        );
         // One rank begins with the same bits; its own steps sum in another order.
         let begun = harness.run(name, &sets).with(&nvme);
         let begun = begun.with(&["train.stop_after=4"]);
         succeed(from(&begun, "4"));
-        assert_eq!(begun.digest(), ended.digest());
+        assert_eq!(begun.fingerprint(), ended.fingerprint());
         ended.train();
         let said = succeed(from(&run, "4"));
         assert!(said.contains("resumed at step 4"), "{said}");
@@ -229,7 +232,7 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
     let sets = ["train.checkpoint_every=2", "train.checkpoints_kept=0"];
     let run = harness.run("run", &sets).with(&harness.nvme());
     run.train();
-    let digest = run.digest();
+    let fingerprint = run.fingerprint();
     let refused = |checkpoint: &str, says: &str| {
         let text = fail(from(&run, checkpoint));
         assert!(text.contains(says), "{says:?} is not in {text}");
@@ -259,7 +262,7 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
     assert!(text.contains(says), "{text}");
     let kept = ["step-00000002", "step-00000004", "step-00000006"];
     assert_eq!(names(&run, ""), kept);
-    assert_eq!((run.digest(), run.metrics().len()), (digest, 6));
+    assert_eq!((run.fingerprint(), run.metrics().len()), (fingerprint, 6));
 }
 
 #[test]
@@ -282,13 +285,13 @@ fn a_step_that_changed_nothing_has_its_checkpoint_too() {
         assert_eq!(run.metrics()[1]["skipped"], true, "{name}");
         assert_eq!(names(&run, "").len(), 12, "{name}");
         let tiles = |step| {
-            let digest = run.digest_of(Some(CheckpointName::Step(step)));
-            digest.split_once('\n').expect("lines").1.to_owned()
+            let fingerprint = run.fingerprint_of(Some(CheckpointName::Step(step)));
+            fingerprint.split_once('\n').expect("lines").1.to_owned()
         };
         assert_eq!(tiles(1), tiles(2), "{name}: not a bit changed");
         assert_ne!(tiles(2), tiles(12), "{name}");
         succeed(from(&run, "2"));
-        assert_eq!(run.digest(), whole.digest(), "{name}");
+        assert_eq!(run.fingerprint(), whole.fingerprint(), "{name}");
     }
 }
 
@@ -408,7 +411,7 @@ fn a_full_drive_is_said_and_training_goes_on() {
             "{whole:?}"
         );
         for checkpoint in whole {
-            run.digest_of(Some(CheckpointName::Step(checkpoint.step)));
+            run.fingerprint_of(Some(CheckpointName::Step(checkpoint.step)));
         }
         // With room again the run goes on from what it has.
         let said = run.train();
@@ -456,12 +459,12 @@ fn kills_leave_whole_checkpoints_only() {
                 "{name}, seed {seed}: {checkpoints:?}"
             );
             for checkpoint in checkpoints {
-                let digest = run.digest_of(Some(CheckpointName::Step(checkpoint.step)));
-                assert!(digest.starts_with(&format!("step {}\n", checkpoint.step)));
+                let fingerprint = run.fingerprint_of(Some(CheckpointName::Step(checkpoint.step)));
+                assert!(fingerprint.starts_with(&format!("step {}\n", checkpoint.step)));
                 // However often the step is done again, it comes to the same bits.
                 match seen.iter().find(|(step, _)| *step == checkpoint.step) {
-                    Some((_, before)) => assert_eq!(*before, digest, "{name}, seed {seed}"),
-                    None => seen.push((checkpoint.step, digest)),
+                    Some((_, before)) => assert_eq!(*before, fingerprint, "{name}, seed {seed}"),
+                    None => seen.push((checkpoint.step, fingerprint)),
                 }
             }
         }
@@ -482,9 +485,9 @@ fn kills_leave_whole_checkpoints_only() {
         let plain = harness.run("plain", &sets);
         let kept_all = plain.with(&[stop_after.as_str(), "train.checkpoints_kept=0"]);
         kept_all.train();
-        for (step, digest) in seen {
-            let whole = kept_all.digest_of(Some(CheckpointName::Step(step)));
-            assert_eq!(digest, whole, "{name}, step {step}, seed {seed}");
+        for (step, fingerprint) in seen {
+            let whole = kept_all.fingerprint_of(Some(CheckpointName::Step(step)));
+            assert_eq!(fingerprint, whole, "{name}, step {step}, seed {seed}");
         }
     }
 }

@@ -27,7 +27,7 @@ fn a_reader_that_has_gone_ends_no_run() {
     let (code, said) = end(run.command("train"), unread());
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(run.steps_written(), 3);
-    for verb in ["plan", "digest"] {
+    for verb in ["plan", "fingerprint"] {
         let (code, said) = end(run.command(verb), unread());
         assert_eq!(code, Some(0), "{verb}: {said}");
     }
@@ -45,7 +45,7 @@ fn a_result_that_a_full_disk_does_not_take_is_a_failure() {
     };
     let run = Harness::new().run("unsaid", &[]);
     let mut keys = run.program();
-    keys.args(["keys", "--markdown"]);
+    keys.args(["config-reference", "--deepspeed"]);
     let (code, said) = end(keys, full.into());
     assert_eq!(code, Some(1));
     assert!(said.contains("writing to standard output: "), "{said}");

@@ -19,7 +19,7 @@ const STEPS: u64 = 12;
 struct Cuts {
     harness: Harness,
     whole: Run,
-    digest: String,
+    fingerprint: String,
     random: Random,
     /// Operations in which a cut is drawn: about as many as a start has.
     operations: u64,
@@ -41,11 +41,11 @@ impl Cuts {
         let harness = Harness::new();
         let whole = harness.run("whole", &[&format!("train.steps={STEPS}")]);
         whole.train();
-        let digest = whole.digest();
+        let fingerprint = whole.fingerprint();
         Self {
             harness,
             whole,
-            digest,
+            fingerprint,
             random: Random::of(seed),
             operations: 400,
         }
@@ -108,7 +108,7 @@ impl Cuts {
             let why = format!("step {step} of {steps_written} that were written");
             return Outcome::Wrong(why);
         }
-        if run.digest() != self.digest {
+        if run.fingerprint() != self.fingerprint {
             return Outcome::Wrong(format!("from step {step} on it trains something else"));
         }
         self.compare_metrics(&run);

@@ -133,9 +133,9 @@ fn an_older_copy_of_the_store_is_told_and_what_to_do_about_it() {
 fn one_damaged_superblock_is_survived_and_two_are_named() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
-    let digest = run.digest();
+    let fingerprint = run.fingerprint();
     flip(&file, SUPERBLOCK_COPIES[0]);
-    assert_eq!(run.digest(), digest, "the second copy serves");
+    assert_eq!(run.fingerprint(), fingerprint, "the second copy serves");
     // Both at once: the first may have been mended from the second meanwhile.
     for offset in SUPERBLOCK_COPIES {
         flip(&file, offset);

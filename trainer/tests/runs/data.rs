@@ -186,7 +186,7 @@ fn what_will_be_learned_can_be_looked_at() {
         "train.seq_len=128",
     ];
     let run = chat_run(&harness, "run", &sets);
-    let said = succeed(run.command("tokens"));
+    let said = succeed(run.command("preview-data"));
     assert!(said.contains("400 documents"), "{said}");
     let sample = said.split("sample 0: 128 tokens, ").nth(1);
     let sample = sample.expect("a sample");

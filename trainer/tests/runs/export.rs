@@ -133,10 +133,10 @@ fn a_checkpoint_is_exported_as_it_was() {
         export(run, &harness.path(name), more);
         tensors(&harness.path(name))
     };
-    let first = exported(&run, "first", &["--save", "1"]);
+    let first = exported(&run, "first", &["--checkpoint", "1"]);
     assert!(first == exported(&short, "short-out", &[]));
     assert!(first != exported(&run, "newest", &[]));
-    let text = export_refused(&run, &harness.path("none"), &["--save", "7"]);
+    let text = export_refused(&run, &harness.path("none"), &["--checkpoint", "7"]);
     assert!(text.contains("7"), "{text}");
 }
 

@@ -186,31 +186,31 @@ impl Run {
         fail(self.command("train"))
     }
 
-    /// Fingerprints of what the run holds: what `trainer digest` prints, without half a second to load libtorch once more.
-    pub(crate) fn digest(&self) -> String {
-        self.digest_of(None)
+    /// Fingerprints of what the run holds: what `trainer fingerprint` prints, without half a second to load libtorch once more.
+    pub(crate) fn fingerprint(&self) -> String {
+        self.fingerprint_of(None)
     }
 
     /// The same of a checkpoint.
-    pub(crate) fn digest_of(&self, checkpoint: Option<CheckpointName>) -> String {
-        match self.digest_if_any(checkpoint) {
-            Some(digest) => digest,
+    pub(crate) fn fingerprint_of(&self, checkpoint: Option<CheckpointName>) -> String {
+        match self.fingerprint_if_any(checkpoint) {
+            Some(fingerprint) => fingerprint,
             None => panic!("{}: nothing was committed yet", self.dir.display()),
         }
     }
 
     /// The same, unless nothing was committed yet.
-    pub(crate) fn digest_if_any(&self, checkpoint: Option<CheckpointName>) -> Option<String> {
+    pub(crate) fn fingerprint_if_any(&self, checkpoint: Option<CheckpointName>) -> Option<String> {
         let source = trainer::config::Source {
             run: Some(self.file.clone()),
             sets: self.sets.clone(),
             ..Default::default()
         };
         let settings = trainer::config::read(&source, None).expect("settings");
-        match trainer::digest::digest(settings, checkpoint) {
-            Ok(digest) => Some(format!("{digest}\n")),
+        match trainer::run_fingerprint::run_fingerprint(settings, checkpoint) {
+            Ok(fingerprint) => Some(format!("{fingerprint}\n")),
             Err(TrainError::NothingCommitted { .. }) => None,
-            Err(error) => panic!("digest of {}: {error}", self.dir.display()),
+            Err(error) => panic!("fingerprint of {}: {error}", self.dir.display()),
         }
     }
 

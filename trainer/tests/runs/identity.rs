@@ -57,12 +57,12 @@ fn a_renamed_run_goes_on_and_is_exported() {
     let moved = run(&harness, "second", 6);
     assert!(moved.train().contains("resumed at step 3"));
     assert_eq!(moved.bits("loss"), whole.bits("loss"));
-    assert_eq!(moved.digest(), whole.digest());
+    assert_eq!(moved.fingerprint(), whole.fingerprint());
     assert_eq!(harness.store_files().len(), 2, "no other store was made");
     // Another run in the old place has a store of its own.
     run(&harness, "first", 1).train();
     assert_eq!(harness.store_files().len(), 3);
-    assert_eq!(moved.digest(), whole.digest());
+    assert_eq!(moved.fingerprint(), whole.fingerprint());
 }
 
 #[test]
@@ -70,7 +70,7 @@ fn a_copied_run_leaves_the_store_of_the_first_alone() {
     let harness = Harness::new();
     let first = run(&harness, "first", 3);
     first.train();
-    let digest = first.digest();
+    let fingerprint = first.fingerprint();
     let copy = run(&harness, "copy", 6);
     std::fs::create_dir(&copy.dir).unwrap();
     for name in ["job", "run.json", "metrics.jsonl"] {
@@ -81,9 +81,9 @@ fn a_copied_run_leaves_the_store_of_the_first_alone() {
     let mut fresh = copy.command("train");
     fresh.arg("--fresh");
     succeed(fresh);
-    assert_eq!(first.digest(), digest);
+    assert_eq!(first.fingerprint(), fingerprint);
     succeed(verb(&copy, "remove", &[&copy.dir, Path::new("--yes")]));
-    assert_eq!(first.digest(), digest);
+    assert_eq!(first.fingerprint(), fingerprint);
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
     let rest = run(&harness, name, 6);
     assert!(rest.train().contains("resumed at step 3"));
     assert_eq!(rest.bits("loss"), whole.bits("loss"));
-    assert_eq!(rest.digest(), whole.digest());
+    assert_eq!(rest.fingerprint(), whole.fingerprint());
 }
 
 #[test]
@@ -179,7 +179,7 @@ fn the_store_of_a_deleted_run_is_listed_and_removed() {
         2,
         "a store and its link"
     );
-    there.digest();
+    there.fingerprint();
 }
 
 #[test]

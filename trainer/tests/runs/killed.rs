@@ -12,7 +12,7 @@ use crate::random::Random;
 pub(crate) struct Killed {
     pub(crate) harness: Harness,
     whole: Run,
-    digests: HashMap<u64, String>,
+    fingerprints: HashMap<u64, String>,
     sets: Vec<String>,
     ranks: u32,
     steps_count: u64,
@@ -61,7 +61,7 @@ impl Killed {
         Self {
             harness,
             whole,
-            digests: HashMap::new(),
+            fingerprints: HashMap::new(),
             sets: all,
             ranks,
             steps_count,
@@ -80,17 +80,20 @@ impl Killed {
         command(run, self.ranks)
     }
 
-    /// What a digest says must be what the run that nobody killed had after that step, which is answered.
-    fn compare(&mut self, digest: &str, after: &str) -> u64 {
-        let step = digest.lines().next().and_then(|l| l.strip_prefix("step "));
-        let step: u64 = step.expect("a digest names its step").parse().unwrap();
+    /// What a fingerprint says must be what the run that nobody killed had after that step, which is answered.
+    fn compare(&mut self, fingerprint: &str, after: &str) -> u64 {
+        let step = fingerprint
+            .lines()
+            .next()
+            .and_then(|l| l.strip_prefix("step "));
+        let step: u64 = step.expect("a fingerprint names its step").parse().unwrap();
         // Of first weights there is no checkpoint.
         if step > 0 {
             let whole = &self.whole;
-            let expected = self.digests.entry(step);
+            let expected = self.fingerprints.entry(step);
             let expected =
-                expected.or_insert_with(|| whole.digest_of(Some(CheckpointName::Step(step))));
-            assert_eq!(digest, expected, "{after}");
+                expected.or_insert_with(|| whole.fingerprint_of(Some(CheckpointName::Step(step))));
+            assert_eq!(fingerprint, expected, "{after}");
         }
         step
     }
@@ -98,13 +101,13 @@ impl Killed {
     /// What `run` holds after a kill, and that it is no older than what was `seen`.
     pub(crate) fn look(&mut self, run: &Run, seen: &mut Seen, after: &str) {
         seen.told = seen.told.max(run.steps_written());
-        let Some(digest) = run.digest_if_any(None) else {
+        let Some(fingerprint) = run.fingerprint_if_any(None) else {
             // It had not been opened.
             assert!(!seen.begun && seen.told == 0, "{after}: all is lost");
             return;
         };
         seen.begun = true;
-        let step = self.compare(&digest, after);
+        let step = self.compare(&fingerprint, after);
         let before = seen.committed;
         assert!(step >= before, "{after}: step {step}, {before} before");
         // One commit may be on its way, and one wait for it, while the next step is told.
@@ -120,7 +123,10 @@ impl Killed {
     pub(crate) fn look_at_checkpoint(&mut self, run: &Run, seen: &mut Seen, after: &str) {
         let checkpoint = Checkpoints::of(&run.dir).newest().unwrap();
         let saved = checkpoint.map_or(0, |checkpoint| {
-            self.compare(&run.digest_of(Some(CheckpointName::Dir(checkpoint))), after)
+            self.compare(
+                &run.fingerprint_of(Some(CheckpointName::Dir(checkpoint))),
+                after,
+            )
         });
         let before = seen.saved;
         assert!(saved >= before, "{after}: save {saved}, {before} before");

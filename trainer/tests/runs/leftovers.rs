@@ -75,7 +75,7 @@ fn a_killed_run_that_checkpoints_as_it_goes_resumes_at_its_last_checkpoint() {
     let whole = harness.run("whole", &sets).with(&stop_after);
     whole.train();
     assert_eq!(whole.bits("loss"), rest.bits("loss"));
-    assert_eq!(whole.digest(), rest.digest());
+    assert_eq!(whole.fingerprint(), rest.fingerprint());
 }
 
 #[test]

@@ -12,16 +12,16 @@ fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
     let harness = Harness::new();
     let run = harness.run("run", &[]);
     run.train();
-    let (losses, digest) = (run.bits("loss"), run.digest());
+    let (losses, fingerprint) = (run.bits("loss"), run.fingerprint());
     assert!(run.train().contains("resumed at step 6"));
     assert_eq!(
-        (run.bits("loss"), run.digest()),
-        (losses.clone(), digest.clone())
+        (run.bits("loss"), run.fingerprint()),
+        (losses.clone(), fingerprint.clone())
     );
     let mut again = run.command("train");
     again.arg("--fresh");
     assert!(crate::harness::succeed(again).contains("started with fresh weights"));
-    assert_eq!((run.bits("loss"), run.digest()), (losses, digest));
+    assert_eq!((run.bits("loss"), run.fingerprint()), (losses, fingerprint));
 }
 
 #[test]
@@ -61,7 +61,7 @@ fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
     assert_eq!(output.status.code(), Some(143), "{output:?}");
     let steps = run.metrics().len();
     assert!(
-        run.digest().starts_with(&format!("step {steps}\n")),
+        run.fingerprint().starts_with(&format!("step {steps}\n")),
         "all {steps} steps are saved"
     );
 }
@@ -77,7 +77,7 @@ fn evaluation_appears_and_changes_nothing() {
     plain.train();
     evaluated.train();
     assert_eq!(plain.bits("loss"), evaluated.bits("loss"));
-    assert_eq!(plain.digest(), evaluated.digest());
+    assert_eq!(plain.fingerprint(), evaluated.fingerprint());
     let steps: Vec<u64> = evaluated
         .metrics()
         .iter()
@@ -166,14 +166,14 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     std::fs::write(&newest, bytes).unwrap();
-    let digest_before = {
+    let fingerprint_before = {
         let text = run.refused();
         let says = "step-00000006/tiles.0 is damaged";
         assert!(text.contains(says), "{text}");
         std::fs::remove_dir_all(newest.parent().unwrap()).unwrap();
-        run.digest()
+        run.fingerprint()
     };
-    assert!(digest_before.starts_with("step 3\n"));
+    assert!(fingerprint_before.starts_with("step 3\n"));
     assert!(run.train().contains("resumed at step 3"));
     assert_eq!(run.metrics().len(), 6);
 }

@@ -87,7 +87,7 @@ fn every_architecture_learns_in_bf16() {
 
 /// The bits of a run: losses, norms, and the fingerprints of what it holds.
 fn bits(run: &Run) -> (Vec<u64>, Vec<u64>, String) {
-    (run.bits("loss"), run.bits("grad_norm"), run.digest())
+    (run.bits("loss"), run.bits("grad_norm"), run.fingerprint())
 }
 
 #[test]

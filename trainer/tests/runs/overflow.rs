@@ -31,8 +31,8 @@ fn skipped(run: &Run) -> Vec<bool> {
 
 /// What the tiles hold, without the step.
 fn tiles(run: &Run) -> String {
-    let digest = run.digest();
-    digest.lines().skip(1).collect::<Vec<_>>().join("\n")
+    let fingerprint = run.fingerprint();
+    fingerprint.lines().skip(1).collect::<Vec<_>>().join("\n")
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn a_run_whose_scale_cannot_go_lower_ends() {
     ] {
         assert!(text.contains(part), "{text}");
     }
-    assert!(run.digest().starts_with("step 1\n"));
+    assert!(run.fingerprint().starts_with("step 1\n"));
 }
 
 #[test]

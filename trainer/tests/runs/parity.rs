@@ -170,9 +170,9 @@ fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() 
                 ("cpu", tier("cpu")),
                 ("nvme", harness.nvme()),
             ] {
-                for keep in ["nothing", "attention", "products"] {
+                for keep in ["full", "attention", "matmuls"] {
                     for away in [false, true] {
-                        let inputs = if away { "host" } else { "device" };
+                        let inputs = if away { "cpu" } else { "gpu" };
                         let run_name = format!("{name}-{ranks}-{place}-{keep}-{inputs}");
                         let run = library.run(&harness, name, &run_name, 2 / ranks as u64);
                         let run = run.with(&sets).with(&[
@@ -188,7 +188,7 @@ fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() 
                         };
                         let [loss, norm] = library.compare(&run, name, "accumulated");
                         println!("{run_name}: step 1: loss {loss:.6}, gradient norm {norm:.6}");
-                        bits.push((run.bits("loss"), run.bits("grad_norm"), run.digest()));
+                        bits.push((run.bits("loss"), run.bits("grad_norm"), run.fingerprint()));
                     }
                 }
             }

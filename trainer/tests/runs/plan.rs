@@ -234,7 +234,7 @@ fn a_configuration_alone_is_enough_for_a_plan() {
         "{text}"
     );
     let text = fail(ask(&["--model", &model, "--set", "offload.gradint=1"]));
-    assert!(text.contains("unknown key offload.gradint"), "{text}");
+    assert!(text.contains("unknown key `offload.gradint"), "{text}");
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //!
 //! What could go wrong: something is half made at just that instant and taken for whole, or for nothing, by the next start: a
 //! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a checkpoint, an export. After each kill
-//! what is committed must have the digest of that step in a run that nobody killed, and so must the newest checkpoint; neither
+//! what is committed must have the fingerprint of that step in a run that nobody killed, and so must the newest checkpoint; neither
 //! may be older than what was seen before, nor what is committed than the steps that were told.
 //!
 //! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run so often.
@@ -165,6 +165,6 @@ fn another_runs_weights_are_brought_whole_whenever_that_is_killed() {
     let (run, command) = second("killed");
     succeed(command);
     assert_eq!(whole.bits("loss"), run.bits("loss"));
-    assert_eq!(whole.digest(), run.digest());
+    assert_eq!(whole.fingerprint(), run.fingerprint());
     assert!(!run.dir.join("first-weights").exists());
 }

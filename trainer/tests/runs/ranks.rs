@@ -84,7 +84,7 @@ fn where_tiles_live_changes_no_bit_with_ranks_either() {
     for run in [&store, &at_once] {
         assert_eq!(memory.bits("loss"), run.bits("loss"));
         assert_eq!(memory.bits("grad_norm"), run.bits("grad_norm"));
-        assert_eq!(memory.digest(), run.digest());
+        assert_eq!(memory.fingerprint(), run.fingerprint());
     }
     // What is told of bytes is the sum over the ranks.
     let alone = (harness.run("alone", &FP32).with(&harness.nvme()))
@@ -116,7 +116,7 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
         run.with(&devices(&harness))
     };
     succeed(until(2).launch(2));
-    let two_ranks = until(2).digest();
+    let two_ranks = until(2).fingerprint();
     assert!(two_ranks.starts_with("step 2\n"), "{two_ranks}");
     let said = until(4).train();
     assert!(said.contains("resumed at step 2"), "{said}");
@@ -125,10 +125,10 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
         "{said}"
     );
     // What one rank committed three read as it is: they stop before their first step.
-    let before = until(4).digest();
+    let before = until(4).fingerprint();
     let said = succeed(until(4).launch(3));
     assert!(said.contains("resumed at step 4"), "{said}");
-    assert_eq!(before, until(4).digest(), "reading changes nothing");
+    assert_eq!(before, until(4).fingerprint(), "reading changes nothing");
     let said = succeed(until(6).launch(3));
     assert!(said.contains("resumed at step 4"), "{said}");
     let said = succeed(until(8).launch(2));
@@ -162,8 +162,8 @@ fn a_killed_rank_ends_the_others_and_the_run_goes_on() {
             assert!(err.contains(&format!("rank {victim}")), "{err}");
             let committed = run.steps_written();
             if name == "store" {
-                let digest = run.digest();
-                let step = digest.lines().next().unwrap().strip_prefix("step ");
+                let fingerprint = run.fingerprint();
+                let step = fingerprint.lines().next().unwrap().strip_prefix("step ");
                 let step: u64 = step.unwrap().parse().unwrap();
                 assert!(
                     step + 2 >= committed && step <= committed + 1,
@@ -203,7 +203,7 @@ fn a_stopped_rank_ends_the_others_who_name_it() {
             err.contains("trainer: rank 0: rank 1 has not answered for"),
             "{schedule}: {err}"
         );
-        assert!(run.digest().starts_with("step "));
+        assert!(run.fingerprint().starts_with("step "));
     }
 }
 
@@ -225,7 +225,7 @@ fn one_signal_to_the_launcher_ends_all_ranks_in_order() {
     assert!(!err.contains("ended with status"), "{err}");
     let steps = run.metrics().len();
     assert!(
-        run.digest().starts_with(&format!("step {steps}\n")),
+        run.fingerprint().starts_with(&format!("step {steps}\n")),
         "all {steps} steps are committed"
     );
 }
@@ -251,7 +251,7 @@ fn ranks_whose_launcher_is_killed_end_in_order() {
     finish(child);
     let steps = run.metrics().len();
     assert!(
-        run.digest().starts_with(&format!("step {steps}\n")),
+        run.fingerprint().starts_with(&format!("step {steps}\n")),
         "all {steps} steps are saved"
     );
 }
@@ -369,7 +369,12 @@ fn ranks_of_torchruns_environment_meet_and_other_settings_are_refused() {
     let other = spawn(rank(1, &[]));
     succeed(rank(0, &[]));
     assert!(finish(other).status.success());
-    assert!(harness.run("run", &[]).digest().starts_with("step 6\n"));
+    assert!(
+        harness
+            .run("run", &[])
+            .fingerprint()
+            .starts_with("step 6\n")
+    );
 }
 
 /// A port of the loopback that was free a moment ago.

@@ -60,7 +60,7 @@ fn ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit() {
         for run in [&on_host, &on_drive, &at_once] {
             assert_eq!(on_gpu.bits("loss"), run.bits("loss"), "{ranks} ranks");
             assert_eq!(on_gpu.bits("grad_norm"), run.bits("grad_norm"));
-            assert_eq!(on_gpu.digest(), run.digest(), "{ranks} ranks");
+            assert_eq!(on_gpu.fingerprint(), run.fingerprint(), "{ranks} ranks");
         }
         let (found, expected) = (losses(&on_gpu), losses(&alone));
         assert_eq!(found.len(), expected.len());

@@ -48,5 +48,5 @@ fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
         "in the middle of the run: {log}"
     );
     assert_eq!(run.bits("loss"), plain.bits("loss"));
-    assert_eq!(run.digest(), plain.digest());
+    assert_eq!(run.fingerprint(), plain.fingerprint());
 }

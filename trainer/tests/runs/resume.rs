@@ -31,7 +31,7 @@ fn ten_steps_are_five_and_five_more() {
         assert!(parts(&[]).train().contains("resumed at step 5"));
         assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
         assert_eq!(whole.bits("grad_norm"), parts(&[]).bits("grad_norm"));
-        assert_eq!(whole.digest(), parts(&[]).digest());
+        assert_eq!(whole.fingerprint(), parts(&[]).fingerprint());
     }
 }
 
@@ -46,7 +46,7 @@ fn the_size_of_tiles_stays_with_a_run_that_leaves_it_open() {
     let said = parts(&["offload.tile_elems=auto", "offload.staging_bytes=auto"]).train();
     assert!(said.contains("resumed at step 3"), "{said}");
     assert!(said.contains("tiles of 4096 elements"), "{said}");
-    assert_eq!(whole.digest(), parts(&[]).digest());
+    assert_eq!(whole.fingerprint(), parts(&[]).fingerprint());
     let text = parts(&["offload.tile_elems=8192", "offload.staging_bytes=auto"]).refused();
     assert!(
         text.contains("layout.tile_elems was 4096, is now 8192"),
@@ -72,7 +72,7 @@ fn tiles_spread_over_several_directories_come_back() {
     assert_eq!(files, [1, 1], "a device file in each directory");
     parts(&[]).train();
     assert_eq!(whole.bits("loss"), parts(&[]).bits("loss"));
-    assert_eq!(whole.digest(), parts(&[]).digest());
+    assert_eq!(whole.fingerprint(), parts(&[]).fingerprint());
     std::fs::remove_dir_all(&other).unwrap();
     let text = parts(&[]).refused();
     assert!(text.contains("other does not exist"), "{text}");
@@ -113,7 +113,7 @@ fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
     let mut fresh = run(&[]).command("train");
     fresh.arg("--fresh");
     succeed(fresh);
-    assert_eq!(whole.digest(), run(&[]).digest());
+    assert_eq!(whole.fingerprint(), run(&[]).fingerprint());
 }
 
 #[test]
@@ -138,7 +138,7 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     );
     let steps = run.metrics().len();
     assert!(
-        run.digest().starts_with(&format!("step {steps}\n")),
+        run.fingerprint().starts_with(&format!("step {steps}\n")),
         "all {steps} steps are committed"
     );
 }
@@ -185,7 +185,7 @@ enum Victim {
 struct Kills {
     harness: Harness,
     whole: Run,
-    digest: String,
+    fingerprint: String,
     on_store: bool,
     /// A start goes on from at most so many steps before the last that was told.
     steps_lost_max: u64,
@@ -218,11 +218,11 @@ impl Kills {
         if on_store {
             all.extend(harness.nvme());
         }
-        let digest = whole.digest();
+        let fingerprint = whole.fingerprint();
         Self {
             harness,
             whole,
-            digest,
+            fingerprint,
             on_store,
             steps_lost_max,
             sets: all,
@@ -386,7 +386,7 @@ impl Kills {
             assert_eq!(whole.bits(key), run.bits(key), "{key}, seed {seed}");
         }
         assert_eq!(evaluations(whole), evaluations(run), "seed {seed}");
-        assert_eq!(self.digest, run.digest(), "seed {seed}");
+        assert_eq!(self.fingerprint, run.fingerprint(), "seed {seed}");
     }
 }
 

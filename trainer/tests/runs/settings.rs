@@ -25,7 +25,7 @@ fn settings_that_contradict_each_other_are_refused() {
     for (sets, parts) in [
         (
             vec!["train.stepz=5"],
-            vec!["unknown key train.stepz: did you mean train.steps?"],
+            vec!["unknown key `train.stepz`; did you mean `train.steps`?"],
         ),
         (
             vec!["train_batch_size=9", "gradient_accumulation_steps=2"],
@@ -218,7 +218,7 @@ fn another_model_in_the_same_run_directory_is_refused() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.steps=1", "scheduler={}"]);
     run.train();
-    let digest = run.digest();
+    let fingerprint = run.fingerprint();
     for (set, part) in [
         (
             "model.intermediate_size=128",
@@ -242,8 +242,8 @@ fn another_model_in_the_same_run_directory_is_refused() {
     assert_eq!(
         harness
             .run("run", &["train.steps=1", "scheduler={}"])
-            .digest(),
-        digest
+            .fingerprint(),
+        fingerprint
     );
 }
 
@@ -277,8 +277,8 @@ fn a_changed_learning_rate_or_text_is_said_and_taken() {
 #[test]
 fn help_shows_how_to_use_it() {
     for (verb, part) in [
-        ("train", "trainer train configs/demo.toml --set"),
-        ("digest", "trainer digest configs/demo.toml"),
+        ("train", "trainer train RUN.toml --set"),
+        ("fingerprint", "trainer fingerprint RUN.toml"),
         ("plan", "trainer plan RUN.toml --json"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));

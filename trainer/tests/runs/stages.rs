@@ -87,7 +87,7 @@ fn one_rank_has_the_same_bits_in_every_stage() {
             succeed_fresh(&run);
             assert_eq!(run.bits("loss"), expected.bits("loss"));
             assert_eq!(run.bits("grad_norm"), expected.bits("grad_norm"));
-            assert_eq!(run.digest(), expected.digest());
+            assert_eq!(run.fingerprint(), expected.fingerprint());
         }
     }
 }
@@ -109,10 +109,10 @@ fn a_run_goes_on_in_another_stage_and_with_other_ranks() {
         run.with(&[format!("train.stop_after={until}")])
     };
     succeed(part(2, 0).launch(2));
-    let digest = part(2, 0).digest();
-    assert!(digest.starts_with("step 2\n"), "{digest}");
+    let fingerprint = part(2, 0).fingerprint();
+    assert!(fingerprint.starts_with("step 2\n"), "{fingerprint}");
     // What every rank has one of them has written, once.
-    assert_eq!(digest, part(2, 3).digest());
+    assert_eq!(fingerprint, part(2, 3).fingerprint());
     let said = succeed(part(4, 1).launch(2));
     assert!(said.contains("resumed at step 2"), "{said}");
     assert!(

@@ -164,7 +164,7 @@ fn a_timeline_changes_no_bit_and_without_the_flag_there_is_none() {
     assert!(!plain.dir.join("trace.json").exists());
     traced(&watched, &harness.path("trace.json"), &[]);
     assert_eq!(plain.bits("loss"), watched.bits("loss"));
-    assert_eq!(plain.digest(), watched.digest());
+    assert_eq!(plain.fingerprint(), watched.fingerprint());
 }
 
 #[test]

@@ -103,13 +103,13 @@ fn a_directory_of_several_files_is_the_same_model() {
     assert!(files >= 5, "{files} files");
     assert!(!several.join(FILE).exists());
     assert!(tensors(&one) == tensors(&several));
-    let digests = [&one, &several].map(|dir| {
+    let fingerprints = [&one, &several].map(|dir| {
         let name = dir.file_name().unwrap().to_str().unwrap().to_owned() + "-run";
         let run = moving_run(&harness, &name, dir);
         run.train();
-        run.digest()
+        run.fingerprint()
     });
-    assert_eq!(digests[0], digests[1]);
+    assert_eq!(fingerprints[0], fingerprints[1]);
 }
 
 #[test]
@@ -193,14 +193,14 @@ fn a_run_that_goes_on_does_not_need_the_directory() {
     again().with(&["train.stop_after=1"]).train();
     std::fs::remove_file(dir.join(FILE)).unwrap();
     again().train();
-    let state = |digest: String| {
-        digest
+    let state = |fingerprint: String| {
+        fingerprint
             .lines()
             .skip(1)
             .map(str::to_owned)
             .collect::<Vec<_>>()
     };
-    assert_eq!(state(again().digest()), state(broken.digest()));
+    assert_eq!(state(again().fingerprint()), state(broken.fingerprint()));
     // The model's files went with the run.
     let out = harness.path("out");
     export(&again(), &out, &[]);
@@ -214,7 +214,7 @@ fn random_weights_are_taken_where_they_are_asked_for() {
     let run = |name, sets: &[&str]| {
         let run = still_run(&harness, name, &dir).with(sets);
         let said = run.train();
-        (run.digest(), said)
+        (run.fingerprint(), said)
     };
     let (with, _) = run("with", &[]);
     let (without, said) = run("without", &["model.init=random"]);
@@ -318,7 +318,7 @@ fn another_runs_weights_start_a_new_run() {
     command.arg("--fresh");
     let text = crate::harness::fail(command);
     assert!(text.contains("is this run's own directory"), "{text}");
-    assert!(first.digest().starts_with("step 2"));
+    assert!(first.fingerprint().starts_with("step 2"));
     let text = from("none").with(&["model.from=/nowhere"]).refused();
     assert!(text.contains("there is no /nowhere"), "{text}");
 }

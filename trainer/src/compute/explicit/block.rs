@@ -7,7 +7,7 @@ use super::ops::{Normed, Ops};
 use super::projection::Projection;
 use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
-use crate::compute::{ComputeError, GradSink, Keep, UnitWeights};
+use crate::compute::{ActivationCheckpointing, ComputeError, GradSink, UnitWeights};
 use crate::model::{ModelConfig, ParamRole, UnitLayout};
 
 /// A block's weights as this module takes them: query, key and value are one matrix, and so are gate and up.
@@ -103,16 +103,21 @@ impl Block<'_> {
     pub(crate) fn forward(
         &self,
         input: &Tensor,
-        keep: Keep,
+        keep: ActivationCheckpointing,
     ) -> Result<(Tensor, Kept), ComputeError> {
         let (shape, x) = rows(self.config, input)?;
-        let passed = self.pass(shape, &x, keep != Keep::Nothing, Kept::default())?;
+        let passed = self.pass(
+            shape,
+            &x,
+            keep != ActivationCheckpointing::Full,
+            Kept::default(),
+        )?;
         let gated = self.ops.gated(&passed.gate_up)?;
         let mut output = self.weights.down.of(&gated)?;
         let _ = output.f_add_(&passed.sum)?;
-        let products = keep == Keep::Products;
+        let products = keep == ActivationCheckpointing::Matmuls;
         let kept = Kept {
-            attended: (keep != Keep::Nothing).then_some(passed.attended),
+            attended: (keep != ActivationCheckpointing::Full).then_some(passed.attended),
             sum: products.then_some(passed.sum),
             gate_up: products.then_some(passed.gate_up),
         };

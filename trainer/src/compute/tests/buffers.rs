@@ -5,13 +5,17 @@
 
 use super::forms::{SOME, forms};
 use super::*;
-use crate::compute::Keep;
+use crate::compute::ActivationCheckpointing;
 
 /// More than there are buffers.
 const LAYERS: usize = 4;
 const BUFFERS: usize = 2;
 
-const KEEPS: [Keep; 3] = [Keep::Nothing, Keep::Attention, Keep::Products];
+const KEEPS: [ActivationCheckpointing; 3] = [
+    ActivationCheckpointing::Full,
+    ActivationCheckpointing::Attention,
+    ActivationCheckpointing::Matmuls,
+];
 
 /// Weights of all units, of which blocks' are gathered into buffers in turn.
 struct Gathered {
@@ -159,10 +163,14 @@ fn blocks_that_share_buffers_give_the_bits_of_blocks_that_do_not() {
         for (tiles, micro_batches) in [(1, 1), (1, 2), (3, 2)] {
             let tiled = |keep| {
                 let mut case = case();
-                case.engine = case.engine.in_tiles(tiles).keeping(keep);
+                case.engine = case.engine.in_tiles(tiles).with_checkpointing(keep);
                 case
             };
-            let (losses, grads) = step(&mut tiled(Keep::Nothing), micro_batches, false);
+            let (losses, grads) = step(
+                &mut tiled(ActivationCheckpointing::Full),
+                micro_batches,
+                false,
+            );
             // In tiles they are always computed again.
             let keeps = if tiles > 1 { &KEEPS[2..] } else { &KEEPS };
             for &keep in keeps {
@@ -181,7 +189,7 @@ fn nothing_that_is_kept_shares_memory_with_a_units_weights() {
     for (name, case) in [Kind::Float, Kind::BFloat16].into_iter().flat_map(cases) {
         for keep in KEEPS {
             let mut case = case();
-            case.engine = case.engine.keeping(keep);
+            case.engine = case.engine.with_checkpointing(keep);
             // Every block's input, and all that the block kept beside it.
             let kept = case.forward();
             assert_eq!(kept.len(), LAYERS + 1);
@@ -190,10 +198,10 @@ fn nothing_that_is_kept_shares_memory_with_a_units_weights() {
             }
             let bytes: usize = kept.iter().map(Activation::size_bytes).sum();
             drop(kept);
-            case.engine.keep(Keep::Nothing);
+            case.engine.set_checkpointing(ActivationCheckpointing::Full);
             let inputs = case.forward();
             let least: usize = inputs.iter().map(Activation::size_bytes).sum();
-            let keeps = keep != Keep::Nothing && name.ends_with("written out");
+            let keeps = keep != ActivationCheckpointing::Full && name.ends_with("written out");
             let written_out = keeps && !name.starts_with("gpt2");
             assert_eq!(bytes > least, written_out, "{name}, {keep:?}");
         }

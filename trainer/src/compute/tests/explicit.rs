@@ -6,7 +6,7 @@ use super::gradients::gradients_are_slopes;
 use super::whole_graph::larger;
 use super::*;
 use crate::compute::memory::kept_bytes_a_token;
-use crate::compute::{Keep, explicit};
+use crate::compute::{ActivationCheckpointing, explicit};
 use crate::model::ParamLayout;
 
 /// The largest distance of two gradients of a parameter, over the parameter's largest gradient.
@@ -151,12 +151,16 @@ fn what_is_kept_changes_no_bit_and_is_counted() {
         for config in [config(false), larger(true)].into_iter().chain(forms) {
             let case = |keep| {
                 let mut case = Case::of(&config, kind, MICRO_BATCH, 16).written_out();
-                case.engine = case.engine.keeping(keep);
+                case.engine = case.engine.with_checkpointing(keep);
                 case
             };
-            let (loss, grads) = case(Keep::Nothing).loss_and_grads(1.0);
+            let (loss, grads) = case(ActivationCheckpointing::Full).loss_and_grads(1.0);
             let mut before = 0;
-            for keep in [Keep::Nothing, Keep::Attention, Keep::Products] {
+            for keep in [
+                ActivationCheckpointing::Full,
+                ActivationCheckpointing::Attention,
+                ActivationCheckpointing::Matmuls,
+            ] {
                 let case = case(keep);
                 let (kept_loss, kept_grads) = case.loss_and_grads(1.0);
                 assert_eq!(loss.to_bits(), kept_loss.to_bits(), "{keep:?}");

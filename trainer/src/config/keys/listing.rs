@@ -1,4 +1,4 @@
-//! Every key that is read, a line each: `trainer keys` prints it.
+//! Every key that is read, a line each: `trainer config-reference` prints it.
 
 use std::fmt::Write;
 

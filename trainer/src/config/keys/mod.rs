@@ -4,8 +4,8 @@
 //! asks for something we do not do (refused unless it is switched off), or it is unknown (refused with the key that was meant, if
 //! one can be guessed). `table.rs` says which is which. In a file for DeepSpeed, what DeepSpeed itself ignores is left out and named.
 
+mod deepspeed;
 mod listing;
-mod markdown;
 #[cfg(test)]
 mod reference;
 mod suggest;
@@ -17,8 +17,8 @@ use super::schema::{Field, Kind, Typed};
 use super::{SettingsError, toml::ConfigToml};
 use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 
+pub use deepspeed::deepspeed_keys;
 pub use listing::listing;
-pub use markdown::markdown;
 pub(super) use suggest::suggestion;
 
 /// What was found in a file.
@@ -199,7 +199,7 @@ impl Check {
                 Some(format!("{one} has no effect here: {why}"))
             }
             several => Some(format!(
-                "{} keys have no effect here (`trainer keys --markdown` says why): {}",
+                "{} keys have no effect here (`trainer config-reference --deepspeed` says why): {}",
                 several.len(),
                 several.join(", ")
             )),

@@ -8,7 +8,7 @@ use crate::config::toml::ConfigToml;
 
 const HEAD: &str = "# Configuration of the trainer
 
-Generated from the program by `make docs`; a test keeps it current. `trainer keys` prints the same keys for the terminal.
+Generated from the program by `make docs`; a test keeps it current. `trainer config-reference` prints the same keys for the terminal.
 
 A run is one TOML file, or JSON if its name ends in `.json`. It has DeepSpeed's keys with DeepSpeed's names and meaning, and
 the tables `model`, `data`, `train` and `offload`. An unknown key is an error that names the nearest known one. `--set KEY=VALUE` replaces a

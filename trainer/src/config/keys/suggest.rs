@@ -3,7 +3,22 @@
 
 use super::{Key, entries, used_keys};
 
-/// Names of other programs, and ours. Where a name alone would mislead, a word about it stands in brackets.
+/// Former names of our own keys, with what replaced them. None of them was ever released.
+const FORMER: &[(&str, &str)] = &[
+    ("train.save_every", "train.checkpoint_every"),
+    ("train.saves_kept", "train.checkpoints_kept"),
+    ("train.run_folder", "train.run_dir"),
+    ("train.keep", "train.activation_checkpointing"),
+    ("train.tiling", "train.mlp_chunks"),
+    ("train.activations", "offload.activations"),
+    ("data.holdout_share", "data.validation_fraction"),
+    ("offload.resident_share", "offload.resident_fraction"),
+    ("offload.schedule", "offload.optimizer_step"),
+    ("offload.update", "offload.optimizer_device"),
+    ("offload.host_memory", "offload.host_memory_bytes"),
+];
+
+/// Names in other programs, and the keys that mean the same here. Where the key alone would mislead, a remark follows it.
 const OTHERS: &[(&str, &str)] = &[
     ("learning_rate", "optimizer.params.lr"),
     ("lr", "optimizer.params.lr"),
@@ -42,7 +57,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("micro_batch_size", "train_micro_batch_size_per_gpu"),
     (
         "per_device_eval_batch_size",
-        "train.eval_batches (of the training's size)",
+        "train.eval_batches (in training batches)",
     ),
     ("max_grad_norm", "gradient_clipping"),
     ("grad_clip", "gradient_clipping"),
@@ -95,7 +110,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("val_set_size", "data.validation_fraction"),
     (
         "validation_split_percentage",
-        "data.validation_fraction (a share, not percent)",
+        "data.validation_fraction (a fraction, not percent)",
     ),
     ("completion_only_loss", "data.loss_on"),
     ("assistant_only_loss", "data.loss_on"),
@@ -118,7 +133,8 @@ pub(in crate::config) fn suggestion(path: &str) -> Option<String> {
     let name = last(path).to_ascii_lowercase().replace('-', "_");
     // Another table has it under just this name, as `steps`.
     let named: Vec<&String> = used.iter().filter(|used| last(used) == name).collect();
-    let known = OTHERS.iter().find(|(other, _)| *other == name);
+    let former = FORMER.iter().find(|(former, _)| *former == path);
+    let known = former.or_else(|| OTHERS.iter().find(|(other, _)| *other == name));
     match (named.as_slice(), known) {
         (_, Some((_, ours))) => Some((*ours).to_owned()),
         ([one], None) => Some((*one).clone()),
@@ -156,7 +172,7 @@ mod tests {
     #[test]
     fn names_of_other_programs_are_known_as_what_they_mean() {
         let used = used_keys();
-        for (other, ours) in OTHERS {
+        for (other, ours) in OTHERS.iter().chain(FORMER) {
             let key = ours.split(' ').next().unwrap();
             assert!(
                 key.starts_with("--") || used.iter().any(|used| used == key),
@@ -178,5 +194,19 @@ mod tests {
             assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
         }
         assert_eq!(suggestion("train.qqq"), None);
+    }
+
+    #[test]
+    fn a_former_name_is_refused_with_the_new_one() {
+        for (former, now) in FORMER {
+            let (table, name) = former.split_once('.').unwrap();
+            let file = serde_json::json!({ table: { name: 1 } });
+            let faults = crate::config::keys::check(&file).faults;
+            assert_eq!(faults.len(), 1, "{former}: {faults:?}");
+            assert_eq!(
+                faults[0].to_string(),
+                format!("unknown key `{former}`; did you mean `{now}`?")
+            );
+        }
     }
 }

@@ -206,7 +206,7 @@ const OFFLOAD: &[Key] = &[
     table("aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "one thread drives each daemon's io_uring; an operation is a whole tile"),
     table("zero_optimization.aio", "queue_depth", Used, "as aio.queue_depth; Hugging Face's pages have the table here, where DeepSpeed reads nothing"),
     table("zero_optimization.aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "as in aio"),
-    key("activation_checkpointing.cpu_checkpointing", Used, "true: blocks' inputs wait in host memory while a GPU computes (offload.activations = \"host\")"),
+    key("activation_checkpointing.cpu_checkpointing", Used, "true: blocks' inputs wait in host memory while a GPU computes (offload.activations = \"cpu\")"),
     table("activation_checkpointing", "partition_activations contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is computed again from its input; train.activation_checkpointing says what is kept instead"),
 ];
 

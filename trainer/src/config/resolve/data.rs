@@ -1,6 +1,6 @@
 //! The data: which files, how they become tokens, what is held out.
 
-use super::{share, value, word};
+use super::{fraction, value, word};
 use crate::config::toml::DataToml;
 use crate::config::{DataSettings, LossOn, Packing, SettingsError};
 
@@ -14,7 +14,7 @@ pub(super) fn data(given: &DataToml, steps: u64) -> Result<DataSettings, Setting
         });
     }
     let eval_files = given.eval_files.clone().unwrap_or_default();
-    let validation_fraction = share(
+    let validation_fraction = fraction(
         "data.validation_fraction",
         given.validation_fraction.unwrap_or(0.0),
     )?;

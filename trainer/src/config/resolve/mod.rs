@@ -15,11 +15,13 @@ use swapper::{
     ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN, TILE_ELEMS_MAX, TILE_ELEMS_STEP,
 };
 
+use crate::compute::ActivationCheckpointing;
+
 use super::toml::{ByteCount, ConfigToml};
 use super::{
-    ActivationsChoice, DataSettings, DeviceChoice, Durability, GradientsChoice, KeepChoice,
-    OffloadSettings, Placement, RunSettings, Said, Schedule, SettingsError, Share, TrainSettings,
-    UpdatePlace, WrittenFor,
+    ActivationsChoice, DataSettings, DeviceChoice, Durability, Fraction, GradientsChoice,
+    OffloadSettings, OptimizerDevice, OptimizerStep, Placement, RunSettings, Said, SettingsError,
+    TrainSettings, WrittenFor,
 };
 
 /// Tokens of a window beyond this are a typing error, not a model.
@@ -28,8 +30,8 @@ const SEQ_LEN_MAX: u64 = 1 << 20;
 const CHECKPOINTS_KEPT: u64 = 2;
 
 const THREADS_MAX: u64 = 1024;
-/// Slices of a feed-forward half beyond this take time and no memory worth it.
-const TILING_MAX: u64 = 256;
+/// More chunks of a feed-forward part than this cost time and save no memory to speak of.
+const MLP_CHUNKS_MAX: u64 = 256;
 
 /// What is wrong with the settings, collected so that all of it can be told.
 #[derive(Default)]
@@ -103,20 +105,19 @@ pub(super) fn resolve(
         steps_or_one,
         all_ranks,
         data.as_ref(),
-        &mut said.notes,
         faults,
     );
     if let (Some(model), Some(train)) = (&model, &train) {
-        let slices_max = TILING_MAX.min(model.config.intermediate_size as u64);
+        let chunks_max = MLP_CHUNKS_MAX.min(model.config.intermediate_size as u64);
         faults.take(within(
             "train.mlp_chunks",
-            train.tiling as u64,
+            train.mlp_chunks as u64,
             1,
-            slices_max,
+            chunks_max,
         ));
     }
     let device = train.as_ref().map(|train| train.device);
-    let offload = resolve_offload(&config, placement.as_ref(), device, faults);
+    let offload = resolve_offload(&config, placement.as_ref(), device, &mut said.notes, faults);
     let reports = train
         .as_ref()
         .and_then(|train| faults.take(reports::reports(&config, &train.run_dir)));
@@ -170,7 +171,6 @@ fn resolve_train(
     steps: u64,
     ranks: u32,
     data: Option<&DataSettings>,
-    notes: &mut Vec<String>,
     faults: &mut Faults,
 ) -> Option<TrainSettings> {
     let train = &config.train;
@@ -212,34 +212,17 @@ fn resolve_train(
             ("gpu", DeviceChoice::Gpu),
         ],
     ));
-    let keep = faults.take(word(
+    let activation_checkpointing = faults.take(word(
         "train.activation_checkpointing",
-        train.keep.as_deref(),
+        train.activation_checkpointing.as_deref(),
         &[
-            ("auto", KeepChoice::Auto),
-            ("nothing", KeepChoice::Nothing),
-            ("attention", KeepChoice::Attention),
-            ("products", KeepChoice::Products),
+            ("auto", None),
+            ("full", Some(ActivationCheckpointing::Full)),
+            ("attention", Some(ActivationCheckpointing::Attention)),
+            ("matmuls", Some(ActivationCheckpointing::Matmuls)),
         ],
     ));
-    let tiling = train.tiling.unwrap_or(1);
-    // DeepSpeed's word for it, where ours is silent.
-    let checkpointing = &config.activation_checkpointing;
-    let asked = checkpointing.cpu_checkpointing.filter(|&asked| asked);
-    let activations = faults.take(word(
-        "offload.activations",
-        (train.activations.as_deref()).or(asked.map(|_| "host")),
-        &[
-            ("auto", ActivationsChoice::Auto),
-            ("device", ActivationsChoice::Device),
-            ("host", ActivationsChoice::Host),
-        ],
-    ));
-    if activations == Some(ActivationsChoice::Host) && device == Some(DeviceChoice::Cpu) {
-        notes.push(
-            "offload.activations = \"host\" has no effect: train.device is \"cpu\", where they are in host memory anyway".into(),
-        );
-    }
+    let mlp_chunks = train.mlp_chunks.unwrap_or(1);
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
         steps,
@@ -253,9 +236,8 @@ fn resolve_train(
         run_dir,
         threads: threads as usize,
         device: device?,
-        keep: keep?,
-        activations: activations?,
-        tiling: tiling as usize,
+        activation_checkpointing: activation_checkpointing?,
+        mlp_chunks: mlp_chunks as usize,
     })
 }
 
@@ -263,35 +245,55 @@ fn resolve_offload(
     config: &ConfigToml,
     placement: Option<&Placement>,
     device: Option<DeviceChoice>,
+    notes: &mut Vec<String>,
     faults: &mut Faults,
 ) -> Option<OffloadSettings> {
     let offload = &config.offload;
-    let update = faults.take(word(
+    let optimizer_device = faults.take(word(
         "offload.optimizer_device",
-        offload.update.as_deref(),
+        offload.optimizer_device.as_deref(),
         &[
-            ("auto", UpdatePlace::Auto),
-            ("cpu", UpdatePlace::Cpu),
-            ("gpu", UpdatePlace::Gpu),
-            ("shared", UpdatePlace::Shared),
+            ("auto", OptimizerDevice::Auto),
+            ("cpu", OptimizerDevice::Cpu),
+            ("gpu", OptimizerDevice::Gpu),
+            ("shared", OptimizerDevice::Shared),
         ],
     ));
     if device == Some(DeviceChoice::Cpu)
-        && matches!(update, Some(UpdatePlace::Gpu | UpdatePlace::Shared))
+        && matches!(
+            optimizer_device,
+            Some(OptimizerDevice::Gpu | OptimizerDevice::Shared)
+        )
     {
         faults.0.push(value(
             "offload.optimizer_device",
             "needs a GPU, and train.device is \"cpu\": leave one of them out",
         ));
     }
-    let schedule = faults.take(word(
+    let optimizer_step = faults.take(word(
         "offload.optimizer_step",
-        offload.schedule.as_deref(),
+        offload.optimizer_step.as_deref(),
         &[
-            ("deferred", Schedule::Deferred),
-            ("immediate", Schedule::AtOnce),
+            ("deferred", OptimizerStep::Deferred),
+            ("immediate", OptimizerStep::Immediate),
         ],
     ));
+    // DeepSpeed's key applies where ours is absent.
+    let asked = config.activation_checkpointing.cpu_checkpointing == Some(true);
+    let activations = faults.take(word(
+        "offload.activations",
+        (offload.activations.as_deref()).or(asked.then_some("cpu")),
+        &[
+            ("auto", ActivationsChoice::Auto),
+            ("gpu", ActivationsChoice::Gpu),
+            ("cpu", ActivationsChoice::Cpu),
+        ],
+    ));
+    if activations == Some(ActivationsChoice::Cpu) && device == Some(DeviceChoice::Cpu) {
+        notes.push(
+            "offload.activations = \"cpu\" has no effect: train.device is \"cpu\", so they are in host memory anyway".into(),
+        );
+    }
     let gradients = faults.take(word(
         "offload.gradients",
         offload.gradients.as_deref(),
@@ -350,15 +352,16 @@ fn resolve_offload(
     ));
     let host_memory_bytes = faults.take(bytes(
         "offload.host_memory_bytes",
-        offload.host_memory.as_ref(),
+        offload.host_memory_bytes.as_ref(),
     ));
     let iodepth = faults.take(iodepth(config));
     Some(OffloadSettings {
         socket: offload.socket.clone(),
-        schedule: schedule?,
+        optimizer_step: optimizer_step?,
         commit_every: offload.commit_every,
         host_memory_bytes: host_memory_bytes?,
-        update: update?,
+        optimizer_device: optimizer_device?,
+        activations: activations?,
         gradients: gradients?,
         tile_elems,
         staging_bytes: staging_bytes?,
@@ -459,8 +462,8 @@ fn not_negative(key: &'static str, number: f64) -> Result<(), SettingsError> {
     }
 }
 
-fn share(key: &'static str, number: f64) -> Result<Share, SettingsError> {
-    Share::new(number).ok_or_else(|| value(key, format!("{number}: must be 0 to 1")))
+fn fraction(key: &'static str, number: f64) -> Result<Fraction, SettingsError> {
+    Fraction::new(number).ok_or_else(|| value(key, format!("{number}: must be 0 to 1")))
 }
 
 fn value(key: &'static str, message: impl Into<String>) -> SettingsError {

@@ -2,9 +2,9 @@
 
 use std::path::PathBuf;
 
-use super::{share, value};
+use super::{fraction, value};
 use crate::config::toml::{FractionOrAuto, OffloadToml, ZeroToml};
-use crate::config::{Placement, ResidentFraction, SettingsError, Share, Stage, Tier};
+use crate::config::{Fraction, Placement, ResidentFraction, SettingsError, Stage, Tier};
 use crate::run::resolved;
 
 pub(super) fn placement(
@@ -124,9 +124,11 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
 fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, SettingsError> {
     const KEY: &str = "offload.resident_fraction";
     match &offload.resident_fraction {
-        None if offload.host_memory.is_some() => Ok(ResidentFraction::Auto),
-        None => Ok(ResidentFraction::Share(Share::NONE)),
-        Some(FractionOrAuto::Share(number)) => Ok(ResidentFraction::Share(share(KEY, *number)?)),
+        None if offload.host_memory_bytes.is_some() => Ok(ResidentFraction::Auto),
+        None => Ok(ResidentFraction::Fixed(Fraction::NONE)),
+        Some(FractionOrAuto::Fraction(number)) => {
+            Ok(ResidentFraction::Fixed(fraction(KEY, *number)?))
+        }
         Some(FractionOrAuto::Word(word)) if word == "auto" => Ok(ResidentFraction::Auto),
         Some(FractionOrAuto::Word(word)) => Err(value(
             KEY,

@@ -3,7 +3,7 @@
 use serde_json::Value;
 
 use super::optimizer::is_left_out;
-use super::{at_least, not_negative, share, value};
+use super::{at_least, fraction, not_negative, value};
 use crate::config::toml::{ConfigToml, SchedulerParamsToml};
 use crate::config::{
     LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
@@ -259,7 +259,7 @@ fn warmup(
         not_negative(key, number.unwrap_or(0.0))?;
     }
     let ratio = |key: &'static str, given: Option<f64>, default: f64| {
-        share(key, given.unwrap_or(default)).map(|share| share.get())
+        fraction(key, given.unwrap_or(default)).map(|fraction| fraction.get())
     };
     let given_steps = params.warmup_num_steps.unwrap_or(1000);
     let total_steps = params.total_num_steps.unwrap_or(steps);

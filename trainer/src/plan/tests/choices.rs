@@ -1,6 +1,7 @@
 //! What is chosen where nothing is set: places, shares, staging, commits, what is kept.
 
 use super::*;
+use crate::compute::ActivationCheckpointing;
 
 #[test]
 fn all_state_on_drives_is_bound_by_their_writes() {
@@ -14,7 +15,7 @@ fn all_state_on_drives_is_bound_by_their_writes() {
         let chosen = plan.memory.staging_bytes() as f64;
         assert!((0.8..1.1).contains(&(chosen / staging)), "{chosen}");
         assert_eq!(plan.swapper.commit_every, 1);
-        assert_eq!(plan.update, UpdatePlace::Cpu);
+        assert_eq!(plan.optimizer_device, OptimizerDevice::Cpu);
         assert_eq!(plan.gpu_tiles, TileSums::default());
         let params = plan.params_count as f64;
         assert!((plan.step_bytes.written_bytes / params - 12.0).abs() < 0.1);
@@ -42,7 +43,7 @@ fn parameters_at_home_are_committed_every_few_steps() {
 #[test]
 fn in_host_memory_the_update_goes_where_it_makes_the_step_shorter() {
     let host = plan(&large("cpu", "cpu", &[]), &h200(1.0));
-    assert_eq!(host.update, UpdatePlace::Shared);
+    assert_eq!(host.optimizer_device, OptimizerDevice::Shared);
     assert_eq!(host.device_bytes(), 0);
     assert_eq!(host.step_bytes, StepBytes::default());
     // Weights, state and gradients, and nothing of the computing.
@@ -50,7 +51,7 @@ fn in_host_memory_the_update_goes_where_it_makes_the_step_shorter() {
     assert!((host.host_bytes() as f64 / tile_bytes - 1.0).abs() < 0.03);
     let on_cpu = [("offload.optimizer_device", json!("cpu"))];
     let on_cpu = plan(&large("cpu", "cpu", &on_cpu), &h200(1.0));
-    assert_eq!(on_cpu.update, UpdatePlace::Cpu);
+    assert_eq!(on_cpu.optimizer_device, OptimizerDevice::Cpu);
     assert!(on_cpu.bound.s > host.bound.s);
     // 0.434 s at 424 TFLOPS and 6.7 G parameters/s, says the design; here 305 and 5.6.
     assert!(
@@ -68,7 +69,7 @@ fn device_none_is_gpu_memory_where_there_is_a_gpu() {
     let settings = large("none", "none", &[]);
     let plan = plan(&settings, &h200(1.0));
     plan.check().unwrap();
-    assert_eq!(plan.update, UpdatePlace::Gpu);
+    assert_eq!(plan.optimizer_device, OptimizerDevice::Gpu);
     assert!(plan.host_bytes() < GIB, "no tile is in host memory");
     assert!(plan.gpu_bytes() > 14 * plan.params_count);
     assert_eq!(plan.bus, BusBytes::default());
@@ -78,7 +79,10 @@ fn device_none_is_gpu_memory_where_there_is_a_gpu() {
         ..h200(1.0)
     };
     let plan = self::plan(&settings, &without);
-    assert_eq!((plan.gpu_bytes(), plan.update), (0, UpdatePlace::Cpu));
+    assert_eq!(
+        (plan.gpu_bytes(), plan.optimizer_device),
+        (0, OptimizerDevice::Cpu)
+    );
     assert!(plan.host_bytes() > 14 * plan.params_count);
     // Only one of them none: host memory, on a GPU too.
     let plan = self::plan(&large("none", "cpu", &[]), &h200(1.0));
@@ -96,17 +100,17 @@ fn what_a_gpu_has_left_keeps_results_of_products() {
         };
         let plan = plan(settings, &machine);
         assert!(plan.check().is_err() || plan.gpu_bytes() <= gib * GIB);
-        plan.keep
+        plan.checkpointing
     };
-    assert_eq!(keep(139, &settings), Keep::Products);
-    assert_eq!(keep(20, &settings), Keep::Attention);
-    assert_eq!(keep(10, &settings), Keep::Nothing);
+    assert_eq!(keep(139, &settings), ActivationCheckpointing::Matmuls);
+    assert_eq!(keep(20, &settings), ActivationCheckpointing::Attention);
+    assert_eq!(keep(10, &settings), ActivationCheckpointing::Full);
     let given = large(
         "cpu",
         "cpu",
-        &[("train.activation_checkpointing", json!("nothing"))],
+        &[("train.activation_checkpointing", json!("full"))],
     );
-    assert_eq!(keep(139, &given), Keep::Nothing);
+    assert_eq!(keep(139, &given), ActivationCheckpointing::Full);
     // 0.7 GB a block at 16k tokens of hidden size 2048.
     let plan = plan(&settings, &h200(1.0));
     let block_bytes = plan.compute.kept_bytes as f64 / 24.0;
@@ -114,7 +118,7 @@ fn what_a_gpu_has_left_keeps_results_of_products() {
     let too_much = large(
         "cpu",
         "cpu",
-        &[("train.activation_checkpointing", json!("products"))],
+        &[("train.activation_checkpointing", json!("matmuls"))],
     );
     let small = Overrides {
         gpu_memory_bytes: Some(16 * GIB),
@@ -134,13 +138,19 @@ fn a_form_of_block_that_is_not_written_out_keeps_nothing_and_says_so() {
         json!({"model_type": "mistral", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5504,
             "num_hidden_layers": 24, "num_attention_heads": 16, "sliding_window": window})
     };
-    assert_eq!(of(mistral(2048), &[]).keep, Keep::Products);
-    for keep in ["auto", "products"] {
+    assert_eq!(
+        of(mistral(2048), &[]).checkpointing,
+        ActivationCheckpointing::Matmuls
+    );
+    for keep in ["auto", "matmuls"] {
         let plan = of(
             mistral(1024),
             &[("train.activation_checkpointing", json!(keep))],
         );
-        assert_eq!((plan.keep, plan.compute.kept_bytes), (Keep::Nothing, 0));
+        assert_eq!(
+            (plan.checkpointing, plan.compute.kept_bytes),
+            (ActivationCheckpointing::Full, 0)
+        );
         let chosen = plan
             .choices
             .iter()
@@ -245,10 +255,10 @@ fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
         plan(&large("cpu", "cpu", changes), &machine)
     };
     let given = |place: &str| {
-        let least = ("train.activation_checkpointing", json!("nothing"));
+        let least = ("train.activation_checkpointing", json!("full"));
         plan_of(141 * GIB, &[least, ("offload.activations", json!(place))])
     };
-    let (here, there) = (given("device"), given("host"));
+    let (here, there) = (given("gpu"), given("cpu"));
     // 24 blocks of 16k tokens of 2048 numbers: what the GPU has less, host memory has more, and the bus carries twice.
     let away = 24 * 16384 * 2048 * 2;
     assert_eq!(
@@ -281,7 +291,7 @@ fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
         gpu_memory_bytes: Some(there.gpu_bytes()),
         ..h200(1.0)
     };
-    let stay = large("cpu", "cpu", &[("offload.activations", json!("device"))]);
+    let stay = large("cpu", "cpu", &[("offload.activations", json!("gpu"))]);
     let text = refused(&stay, &machine);
     assert!(text.contains("of GPU memory"), "{text}");
 }

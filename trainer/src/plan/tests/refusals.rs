@@ -87,8 +87,8 @@ fn a_gpu_that_is_not_there_is_refused() {
 fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
     // Kept to what was asked: the largest micro-batch of the same step that fits.
     let here = [
-        ("train.activation_checkpointing", json!("nothing")),
-        ("offload.activations", json!("device")),
+        ("train.activation_checkpointing", json!("full")),
+        ("offload.activations", json!("gpu")),
     ];
     let mut in_host = large("cpu", "cpu", &here);
     let needs = |micro_batch: usize| {

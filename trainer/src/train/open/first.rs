@@ -137,7 +137,7 @@ impl Staged {
     pub(super) fn fill(&self, from: &Path) -> Result<u64, TrainError> {
         self.remove()?;
         fs::create_dir(&self.dir).map_err(WeightsError::io("make the directory", &self.dir))?;
-        let mut reader = RunReader::open(from, None, None)?;
+        let mut reader = RunReader::open(from, None)?;
         let what = "reading the other run's weights";
         write_weights(
             &mut reader,

@@ -8,7 +8,7 @@ use super::super::TrainError;
 use super::Prepared;
 use crate::backend::{GpuBackend, TileBackend};
 use crate::checkpoint_tap::{CheckpointTap, Copied};
-use crate::config::{Durability, UpdatePlace};
+use crate::config::{Durability, OptimizerDevice};
 use crate::plan::Plan;
 use crate::update::{CpuUpdate, Decay, GpuUpdate};
 
@@ -74,7 +74,7 @@ impl Prepared {
         let gpu = self
             .gpu
             .as_ref()
-            .filter(|_| plan.update != UpdatePlace::Cpu);
+            .filter(|_| plan.optimizer_device != OptimizerDevice::Cpu);
         if let Some(gpu) = gpu {
             for _ in 0..GPU_UPDATERS {
                 let optimizer = GpuUpdate {
@@ -89,7 +89,7 @@ impl Prepared {
                 }));
             }
         }
-        if gpu.is_none() || plan.update == UpdatePlace::Shared {
+        if gpu.is_none() || plan.optimizer_device == OptimizerDevice::Shared {
             let threads = self.settings.train.threads;
             for _ in 0..cpu_updaters(threads, plan.swapper.state_share) {
                 let optimizer = CpuUpdate {

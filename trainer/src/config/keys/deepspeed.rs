@@ -1,4 +1,4 @@
-//! The table as Markdown: `trainer keys --markdown` prints it, `docs/coming-from-deepspeed.md` is it.
+//! The table as Markdown: `trainer config-reference --deepspeed` prints it, `docs/coming-from-deepspeed.md` is it.
 
 use std::fmt::Write;
 
@@ -36,7 +36,7 @@ tensor parallelism (Megatron-LM, torchtitan); serving (vLLM, SGLang); ONNX (Opti
 ";
 
 /// Every key of DeepSpeed's, as the page in `docs/` has it.
-pub fn markdown() -> String {
+pub fn deepspeed_keys() -> String {
     let mut text = HEAD.to_owned();
     for (title, keys) in SECTIONS {
         let _ = write!(
@@ -84,6 +84,6 @@ mod tests {
 
     #[test]
     fn the_page_in_docs_is_current() {
-        docs_test::assert_page("docs/coming-from-deepspeed.md", &markdown());
+        docs_test::assert_page("docs/coming-from-deepspeed.md", &deepspeed_keys());
     }
 }

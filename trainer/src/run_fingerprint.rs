@@ -1,5 +1,5 @@
-//! A fingerprint of weights and optimizer state, unit by unit, at the last committed step. Two runs with equal digests hold
-//! the same bits, wherever they keep them.
+//! A fingerprint of weights and optimizer state, unit by unit, at the last committed step. Two runs with equal
+//! fingerprints hold the same bits, wherever they keep them.
 
 use std::fmt;
 
@@ -14,15 +14,15 @@ use offload_support::progress::{Audience, Progress, Unit};
 
 /// Fingerprints of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Digest {
+pub struct RunFingerprint {
     /// The step whose result this is.
     pub step: u64,
-    pub units: Vec<UnitDigest>,
+    pub units: Vec<UnitFingerprint>,
 }
 
 /// Fingerprints of one unit: its parameters, and residuals and moments.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct UnitDigest {
+pub struct UnitFingerprint {
     pub name: String,
     pub weights: u64,
     pub state: u64,
@@ -32,14 +32,17 @@ pub struct UnitDigest {
 ///
 /// # Errors
 /// Nothing was committed yet, or what opening and reading the run says.
-pub fn digest(
+pub fn run_fingerprint(
     settings: RunSettings,
     checkpoint: Option<CheckpointName>,
-) -> Result<Digest, TrainError> {
+) -> Result<RunFingerprint, TrainError> {
     read(settings.clone(), checkpoint).map_err(|error| error.of_run(&settings))
 }
 
-fn read(settings: RunSettings, checkpoint: Option<CheckpointName>) -> Result<Digest, TrainError> {
+fn read(
+    settings: RunSettings,
+    checkpoint: Option<CheckpointName>,
+) -> Result<RunFingerprint, TrainError> {
     let mut run = RunStateReader::open(settings, checkpoint)?;
     let names: Vec<String> = run.units.iter().map(|unit| unit.name.clone()).collect();
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];
@@ -56,22 +59,22 @@ fn read(settings: RunSettings, checkpoint: Option<CheckpointName>) -> Result<Dig
     drop(work);
     let step = run.state.step;
     run.close()?;
-    let unit = |(name, (weights, state)): (String, (Fingerprint, Fingerprint))| UnitDigest {
+    let unit = |(name, (weights, state)): (String, (Fingerprint, Fingerprint))| UnitFingerprint {
         name,
         weights: weights.finish(),
         state: state.finish(),
     };
-    Ok(Digest {
+    Ok(RunFingerprint {
         step,
         units: names.into_iter().zip(prints).map(unit).collect(),
     })
 }
 
-impl fmt::Display for Digest {
+impl fmt::Display for RunFingerprint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "step {}", self.step)?;
         let mut all = Fingerprint::default();
-        for UnitDigest {
+        for UnitFingerprint {
             name,
             weights,
             state,

@@ -1,4 +1,4 @@
-//! `trainer tokens`: what a run is about to learn, as text.
+//! `trainer preview-data`: prints the first samples of a run.
 
 use offload_support::{console, outln};
 use trainer::config::RunSettings;
@@ -6,12 +6,12 @@ use trainer::data::show::{Marks, show};
 use trainer::data::{Corpus, Frame};
 
 pub(crate) const EXAMPLES: &str = "Examples:
-  trainer tokens RUN.toml                                  # the first three samples; what does not count in the loss is dim
-  trainer tokens RUN.toml --samples 20 | less              # what counts stands between \u{27E6} and \u{27E7}
-  trainer tokens RUN.toml --set data.loss_on=completions   # before such a run is begun";
+  trainer preview-data RUN.toml                                   # three samples; tokens outside the loss are dim
+  trainer preview-data RUN.toml --samples 20 | less               # tokens in the loss stand between \u{27E6} and \u{27E7}
+  trainer preview-data RUN.toml --set data.loss_on=completions";
 
-/// Makes the tokens where the run will look for them, and prints the first samples.
-pub(crate) fn tokens(settings: &RunSettings, samples: u64) -> anyhow::Result<()> {
+/// Tokenizes the data into the cache that the run will use, and prints the first samples.
+pub(crate) fn preview(settings: &RunSettings, samples: u64) -> anyhow::Result<()> {
     let corpus = Corpus::find(&settings.data, &Frame::of(settings))?;
     outln!("{}", corpus.describe());
     corpus.prepare(settings, &mut |note| outln!("{note}"))?;
