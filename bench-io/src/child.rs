@@ -32,7 +32,7 @@ pub(crate) fn command(program: &Path) -> Command {
 /// # Errors
 /// `parent` is gone, or there is no such program.
 pub(crate) fn become_program(parent: u32, words: &[OsString]) -> Result<()> {
-    let (program, words) = words.split_first().context("what to run")?;
+    let (program, words) = words.split_first().context("a command is required")?;
     set_parent_process_death_signal(Some(Signal::KILL))
         .context("asking for a signal when the parent process ends")?;
     // The parent may have died before the request.

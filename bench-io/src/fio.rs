@@ -189,8 +189,10 @@ fn figures(said: &str, command: String) -> Result<FioFigures> {
     // fio may print warnings before its JSON.
     let start = said.find('{').context("fio printed no JSON")?;
     let found: serde_json::Value =
-        serde_json::from_str(&said[start..]).context("what fio printed")?;
-    let jobs = found["jobs"].as_array().context("fio's jobs")?;
+        serde_json::from_str(&said[start..]).context("parsing the output of fio")?;
+    let jobs = found["jobs"]
+        .as_array()
+        .context("the output of fio has no jobs")?;
     let mut figures = FioFigures {
         command,
         read: FioWay::default(),

@@ -17,7 +17,7 @@ use crate::rounds::median;
 use crate::units::Micros;
 
 /// fio and the files it uses.
-pub(crate) struct Beside {
+pub(crate) struct FioCompare {
     fio: Fio,
     files: Vec<PathBuf>,
     /// Directories of files made for fio.
@@ -26,7 +26,7 @@ pub(crate) struct Beside {
 
 /// Our figures beside fio's, one per round.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct BesideReport {
+pub(crate) struct ComparisonReport {
     pub(crate) fio_version: String,
     pub(crate) fio_command: String,
     pub(crate) rows: Vec<Row>,
@@ -51,16 +51,16 @@ pub(crate) enum Figure {
     LatencyNsP99,
 }
 
-impl Beside {
+impl FioCompare {
     /// Checks whether fio can do `job`.
     ///
     /// # Errors
     /// There is no fio; the job has no runtime; or its drives belong to a running daemon.
     pub(crate) fn can(job: &Job, fio: Option<Fio>) -> Result<Fio> {
-        let fio = fio.context("rounds: there is no fio to take turns with; name it with --fio")?;
+        let fio = fio.context("rounds: fio was not found; name it with --fio")?;
         ensure!(
             !job.runtime.is_zero(),
-            "rounds: fio is compared over a time; say --runtime 5"
+            "rounds: fio needs a time limit; set one, such as --runtime 5"
         );
         if let Place::Socket(socket) = &job.place {
             bail!(
@@ -118,7 +118,7 @@ impl Beside {
     }
 
     /// Compares all rounds.
-    pub(crate) fn report(&self, rounds: &[(Figures, FioFigures)]) -> BesideReport {
+    pub(crate) fn report(&self, rounds: &[(Figures, FioFigures)]) -> ComparisonReport {
         let mut rows = Vec::new();
         for way in ["read", "write"] {
             for figure in [
@@ -153,7 +153,7 @@ impl Beside {
             }
         }
         let command = rounds.last().map(|(_, fio)| fio.command.clone());
-        BesideReport {
+        ComparisonReport {
             fio_version: self.fio.version.clone(),
             fio_command: command.unwrap_or_default(),
             rows,
@@ -161,7 +161,7 @@ impl Beside {
     }
 }
 
-impl fmt::Display for BesideReport {
+impl fmt::Display for ComparisonReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let rounds = self.rows.first().map_or(0, |row| row.ours.len());
         writeln!(
@@ -205,7 +205,7 @@ mod tests {
 
     #[test]
     fn medians_and_ranges_are_told_beside_each_other() {
-        let report = BesideReport {
+        let report = ComparisonReport {
             fio_version: "fio-3".into(),
             fio_command: "fio --x".into(),
             rows: vec![

@@ -1,4 +1,4 @@
-//! Job description: fio's options as flags and as keys of a file ([`JobWords`]), and the checked result ([`Job`]).
+//! Job description: fio's options as flags and as keys of a file ([`JobOptions`]), and the checked result ([`Job`]).
 //!
 //! A flag overrides the file. Nothing here touches a device.
 
@@ -73,7 +73,7 @@ pub(crate) enum TargetKind {
 /// An unchecked job. Field names are fio's.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct JobWords {
+pub(crate) struct JobOptions {
     /// What is measured [default: daemon]
     #[arg(long, value_enum)]
     target: Option<TargetKind>,
@@ -174,15 +174,15 @@ pub(crate) enum Place {
     Socket(PathBuf),
 }
 
-impl JobWords {
+impl JobOptions {
     /// Reads the file at `path`.
     ///
     /// # Errors
     /// It cannot be read, is not TOML, or has an unknown key.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
-            .with_context(|| format!("the job file {}", path.display()))?;
-        toml::from_str(&text).with_context(|| format!("the job file {}", path.display()))
+            .with_context(|| format!("reading the job file {}", path.display()))?;
+        toml::from_str(&text).with_context(|| format!("reading the job file {}", path.display()))
     }
 
     /// Takes missing options from `file`.
@@ -236,32 +236,32 @@ impl JobWords {
         ensure!(
             bs.is_multiple_of(u64::from(BLOCK_BYTES))
                 && (1..=u64::from(TILE_BYTES_MAX)).contains(&bs),
-            "bs = {bs}: a multiple of {BLOCK_BYTES} bytes, at most {}",
+            "bs = {bs}: must be a multiple of {BLOCK_BYTES} bytes, at most {}",
             Bytes(u64::from(TILE_BYTES_MAX))
         );
         let iodepth = self.iodepth.unwrap_or(32);
         ensure!(
             (1..=IODEPTH_MAX).contains(&iodepth),
-            "iodepth = {iodepth}: 1 to {IODEPTH_MAX}"
+            "iodepth = {iodepth}: must be 1 to {IODEPTH_MAX}"
         );
         let numjobs = self.numjobs.unwrap_or(1);
         ensure!(
             (1..=JOBS_MAX).contains(&numjobs),
-            "numjobs = {numjobs}: 1 to {JOBS_MAX}"
+            "numjobs = {numjobs}: must be 1 to {JOBS_MAX}"
         );
         let read_percent = self.rwmixread.unwrap_or(50);
         ensure!(
             (1..=99).contains(&read_percent),
-            "rwmixread = {read_percent}: 1 to 99; use rw=read or rw=write for the ends"
+            "rwmixread = {read_percent}: must be 1 to 99; for 0 or 100 use rw=write or rw=read"
         );
         let runtime = seconds("runtime", self.runtime.unwrap_or(5.0))?;
         let ramp_default = if runtime.is_zero() { 0.0 } else { 0.5 };
         let ramp = seconds("ramp_time", self.ramp_time.unwrap_or(ramp_default))?;
         ensure!(
             !runtime.is_zero() || ramp.is_zero(),
-            "ramp_time: with runtime = 0 every byte counts, so it must be 0 too"
+            "ramp_time must be 0 when runtime is 0, because then every byte counts"
         );
-        let word = self.ioengine.unwrap_or_else(|| "auto".into());
+        let word = self.ioengine.clone().unwrap_or_else(|| "auto".into());
         // fio's names for the same engines.
         let word = match word.as_str() {
             "io_uring" => "uring".to_owned(),
@@ -270,80 +270,27 @@ impl JobWords {
         };
         let engine = EngineChoice::from_name(&word).with_context(|| {
             format!(
-                "ioengine = {word}: it is one of {:?}",
+                "ioengine = {word}: expected one of {:?}",
                 offloadd::api::ENGINES
             )
         })?;
         let rw = self.rw.unwrap_or(Access::Read);
-        let direct = self.direct.is_none_or(|switch| switch.0);
-        let dirs = match self.directory.is_empty() {
-            true => vec![PathBuf::from(".")],
-            false => self.directory.clone(),
-        };
-        let place = match target {
-            TargetKind::Device => {
-                ensure!(
-                    self.socket.is_none(),
-                    "socket: only with target = daemon or gpu"
-                );
-                if self.filename.is_empty() {
-                    Place::NewFiles(dirs)
-                } else {
-                    ensure!(
-                        self.directory.is_empty(),
-                        "filename and directory: name files that are there, or directories for new ones"
-                    );
-                    ensure!(
-                        !rw.writes() || self.overwrite,
-                        "rw = {} destroys what is in {}; say --overwrite if it may go",
-                        rw.word(),
-                        self.filename[0].display()
-                    );
-                    Place::Files(self.filename)
-                }
-            }
-            TargetKind::Daemon | TargetKind::Gpu => {
-                if let Some(file) = self.filename.first() {
-                    bail!(
-                        "filename = {}: a daemon has its own files; name directories with directory, or a socket",
-                        file.display()
-                    );
-                }
-                ensure!(
-                    direct,
-                    "direct = 0: the daemon always goes past the page cache"
-                );
-                match self.socket {
-                    Some(_) if !self.directory.is_empty() => {
-                        bail!("socket and directory: a running daemon has its devices already")
-                    }
-                    Some(socket) => {
-                        ensure!(
-                            word == "auto",
-                            "ioengine = {word}: a running daemon has its engine already"
-                        );
-                        Place::Socket(socket)
-                    }
-                    None => Place::Private(dirs),
-                }
-            }
-        };
+        let place = self.place(target, rw, &word)?;
         let size = match (self.size, &place) {
             (Some(size), _) => Some(size.0),
             (None, Place::Files(_)) => None,
             (None, _) => Some(1 << 30),
         };
         if let Some(size) = size {
+            let (ops, what) = match rw.reads() && rw.writes() {
+                true => (2, ", one to read and one to write"),
+                false => (1, ""),
+            };
             ensure!(
-                size / u64::from(numjobs) >= bs * if rw.reads() && rw.writes() { 2 } else { 1 },
-                "size = {}: too small for {numjobs} jobs with operations of {}{}",
+                size / u64::from(numjobs) >= bs * ops,
+                "size = {}: too small for {numjobs} jobs with operations of {}{what}",
                 Bytes(size),
-                Bytes(bs),
-                if rw.reads() && rw.writes() {
-                    ", one to read and one to write"
-                } else {
-                    ""
-                }
+                Bytes(bs)
             );
         }
         Ok(Job {
@@ -357,10 +304,61 @@ impl JobWords {
             engine,
             engine_word: word,
             size,
-            direct,
+            direct: self.direct(),
             place,
             gpu: target == TargetKind::Gpu,
         })
+    }
+
+    fn direct(&self) -> bool {
+        self.direct.is_none_or(|switch| switch.0)
+    }
+
+    /// Checks the options that name a location.
+    fn place(&self, target: TargetKind, rw: Access, engine: &str) -> Result<Place> {
+        let dirs = match self.directory.is_empty() {
+            true => vec![PathBuf::from(".")],
+            false => self.directory.clone(),
+        };
+        if target == TargetKind::Device {
+            ensure!(self.socket.is_none(), "socket needs target = daemon or gpu");
+            if self.filename.is_empty() {
+                return Ok(Place::NewFiles(dirs));
+            }
+            ensure!(
+                self.directory.is_empty(),
+                "filename and directory exclude each other: name existing files, or directories for new ones"
+            );
+            ensure!(
+                !rw.writes() || self.overwrite,
+                "rw = {} destroys the content of {}; allow that with --overwrite",
+                rw.word(),
+                self.filename[0].display()
+            );
+            return Ok(Place::Files(self.filename.clone()));
+        }
+        if let Some(file) = self.filename.first() {
+            bail!(
+                "filename = {}: a daemon uses its own files; use directory or socket instead",
+                file.display()
+            );
+        }
+        ensure!(
+            self.direct(),
+            "direct = 0: the daemon always bypasses the page cache"
+        );
+        let Some(socket) = &self.socket else {
+            return Ok(Place::Private(dirs));
+        };
+        ensure!(
+            self.directory.is_empty(),
+            "socket and directory exclude each other: a running daemon has its own devices"
+        );
+        ensure!(
+            engine == "auto",
+            "ioengine = {engine}: a running daemon has its engine already"
+        );
+        Ok(Place::Socket(socket.clone()))
     }
 }
 
@@ -368,7 +366,7 @@ impl JobWords {
 fn seconds(word: &str, value: f64) -> Result<Duration> {
     ensure!(
         (0.0..=86_400.0).contains(&value),
-        "{word} = {value}: seconds, 0 to 86400"
+        "{word} = {value}: must be 0 to 86400 seconds"
     );
     Ok(Duration::from_secs_f64(value))
 }
@@ -377,7 +375,7 @@ fn seconds(word: &str, value: f64) -> Result<Duration> {
 mod tests {
     use super::*;
 
-    fn words(text: &str) -> JobWords {
+    fn words(text: &str) -> JobOptions {
         toml::from_str(text).unwrap()
     }
 
@@ -440,7 +438,7 @@ mod tests {
 
     #[test]
     fn a_key_nobody_reads_is_an_error() {
-        let said = toml::from_str::<JobWords>("blocksize = 4096").unwrap_err();
+        let said = toml::from_str::<JobOptions>("blocksize = 4096").unwrap_err();
         assert!(said.to_string().contains("`blocksize`"), "{said}");
     }
 }

@@ -35,7 +35,7 @@ impl WorkDir {
     pub(crate) fn make(parent: &Path) -> Result<Self> {
         let made = OwnDir::new(parent, ".bench-io-").with_context(|| {
             format!(
-                "making a directory in {}: name one on the drive",
+                "creating a directory in {}; name a writable directory on the drive",
                 parent.display()
             )
         })?;

@@ -37,43 +37,19 @@ impl Prepared {
     /// Not enough space, a missing file or daemon, or sizes that do not fit together.
     pub(crate) fn new(job: &Job, pattern: Option<Pattern>, progress: &Progress) -> Result<Self> {
         let (bs, jobs) = (u64::from(job.bs), u64::from(job.numjobs));
-        let slot_bytes = bs * u64::from(job.iodepth) * jobs;
-        let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
-        ensure!(
-            slot_bytes <= available_bytes,
-            "bs x iodepth x numjobs = {}: {} of memory are to be had here",
-            Bytes(slot_bytes),
-            Bytes(available_bytes)
-        );
+        let slot_bytes = slot_bytes(job)?;
         let mut dirs = Vec::new();
         let mut daemon = None;
         let mut files = Vec::new();
+        // Files are read as they are, or written when they are made.
         let mut to_fill = true;
-        let size = match (&job.place, job.size) {
-            (Place::Files(paths), size) => {
+        let size = match &job.place {
+            Place::Files(paths) => {
                 to_fill = false;
-                if let Some((again, first)) = drive::named_twice(paths) {
-                    bail!(
-                        "filename = {}: it is {} again; name each file once",
-                        again.display(),
-                        first.display()
-                    );
-                }
                 files.clone_from(paths);
-                let mut smallest = size.unwrap_or(u64::MAX);
-                for path in paths {
-                    let bytes = bytes_of(path)?;
-                    ensure!(
-                        size.is_none_or(|size| size <= bytes),
-                        "size = {}: {} has {bytes} bytes",
-                        size.unwrap_or(0),
-                        path.display()
-                    );
-                    smallest = smallest.min(bytes);
-                }
-                smallest
+                smallest_bytes(paths, job.size)?
             }
-            (_, size) => size.context("every new file has a size")?,
+            _ => job.size.context("new files have a size")?,
         };
         match &job.place {
             Place::Files(_) | Place::Socket(_) => {}
@@ -116,25 +92,15 @@ impl Prepared {
                     }
                 };
                 let tile_count = size / bs * devices as u64 / jobs;
-                let target = TargetPlan::Daemon {
-                    socket,
-                    tile_count: u32::try_from(tile_count)
-                        .context("too many tiles; use a larger bs")?,
-                    gpu: job.gpu,
-                };
-                (target, tile_count, job.iodepth)
+                (
+                    daemon_target(job, socket, tile_count)?,
+                    tile_count,
+                    job.iodepth,
+                )
             }
             None => {
-                let target = TargetPlan::Device {
-                    files: DeviceFiles {
-                        paths: files.clone(),
-                        direct: job.direct,
-                        writes: job.rw.writes(),
-                    },
-                    choice: job.engine,
-                };
                 let depth = depth_of_file(job, files.len()) * files.len() as u32;
-                (target, size / bs / jobs, depth)
+                (device_target(job, &files), size / bs / jobs, depth)
             }
         };
         let least = 1 + u64::from(job.rw.reads() && job.rw.writes());
@@ -177,7 +143,7 @@ impl Prepared {
         let (_, blocks) = stream.blocks;
         (blocks < u64::from(stream.depth)).then(|| {
             format!(
-                "only {blocks} operations of {} fit what each job moves{}, so that many are in flight and not {}: take a larger \
+                "only {blocks} operations of {} fit in the size of each job{}, so that many are in flight instead of {}: use a larger \
                  size or a smaller bs",
                 Bytes(u64::from(job.bs)),
                 if self.files.is_empty() { "" } else { " of a file" },
@@ -196,7 +162,7 @@ impl Prepared {
                 let bytes = bytes_of(path)?;
                 if bytes > moved {
                     left_out.push(format!(
-                        "{}: {} bytes from byte {moved} on are left out",
+                        "{}: {} bytes from byte {moved} are not used",
                         path.display(),
                         bytes - moved
                     ));
@@ -227,6 +193,61 @@ impl Prepared {
             }
         };
         (0..job.numjobs).map(of_job).collect()
+    }
+}
+
+/// Bytes of the buffers of all jobs, which must fit in memory.
+fn slot_bytes(job: &Job) -> Result<u64> {
+    let bytes = u64::from(job.bs) * u64::from(job.iodepth) * u64::from(job.numjobs);
+    let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+    ensure!(
+        bytes <= available_bytes,
+        "bs x iodepth x numjobs = {}: only {} of memory are available",
+        Bytes(bytes),
+        Bytes(available_bytes)
+    );
+    Ok(bytes)
+}
+
+/// Bytes used of each of `paths`: `size`, which each must have, or those of the smallest one.
+fn smallest_bytes(paths: &[PathBuf], size: Option<u64>) -> Result<u64> {
+    if let Some((again, first)) = drive::named_twice(paths) {
+        bail!(
+            "filename = {}: it is the same file as {}; name each file once",
+            again.display(),
+            first.display()
+        );
+    }
+    let mut smallest = size.unwrap_or(u64::MAX);
+    for path in paths {
+        let bytes = bytes_of(path)?;
+        ensure!(
+            size.is_none_or(|size| size <= bytes),
+            "size = {}: {} has only {bytes} bytes",
+            size.unwrap_or(0),
+            path.display()
+        );
+        smallest = smallest.min(bytes);
+    }
+    Ok(smallest)
+}
+
+fn daemon_target(job: &Job, socket: PathBuf, tile_count: u64) -> Result<TargetPlan> {
+    Ok(TargetPlan::Daemon {
+        socket,
+        tile_count: u32::try_from(tile_count).context("too many tiles; use a larger bs")?,
+        gpu: job.gpu,
+    })
+}
+
+fn device_target(job: &Job, files: &[PathBuf]) -> TargetPlan {
+    TargetPlan::Device {
+        files: DeviceFiles {
+            paths: files.to_vec(),
+            direct: job.direct,
+            writes: job.rw.writes(),
+        },
+        choice: job.engine,
     }
 }
 

@@ -313,7 +313,7 @@ impl Trying<'_> {
             if Instant::now() + self.expected(bs, depth) > self.deadline {
                 if self.tuned.chosen(load).is_none() {
                     let load = load.word();
-                    let left_out = format!("what was chosen, {load}: no time left");
+                    let left_out = format!("the choice, {load}: no time left");
                     self.tuned.untried.push(left_out);
                 }
                 continue;

@@ -75,7 +75,7 @@ impl FromStr for Switch {
         match text.trim() {
             "1" | "true" => Ok(Self(true)),
             "0" | "false" => Ok(Self(false)),
-            other => Err(format!("`{other}` is none of 1, 0, true, false")),
+            other => Err(format!("`{other}`: expected 1, 0, true or false")),
         }
     }
 }

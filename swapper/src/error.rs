@@ -31,7 +31,7 @@ pub enum SwapperError {
         what: String,
     },
     /// The trainer asked for another operation than it announced.
-    #[error("{asked:?} was asked, but the step's program has {}", match announced {
+    #[error("{asked:?} was requested, but the step's program has {}", match announced {
         Some(op) => format!("{op:?} next"),
         None => "nothing more".into(),
     })]
@@ -42,11 +42,11 @@ pub enum SwapperError {
         announced: Option<Op>,
     },
     /// The tiles have no content yet.
-    #[error("the tiles were never filled: call initialize first")]
+    #[error("the tiles have no content: call initialize first")]
     NotInitialized,
     /// The job exists with another layout.
     #[error(
-        "job {job:?} exists with another layout ({what}): resume with the settings it was made with, or start afresh under another job name"
+        "job {job:?} exists with another layout ({what}): resume with its original settings, or start under another job name"
     )]
     LayoutChanged {
         /// The job's name.
@@ -88,7 +88,7 @@ pub enum SwapperError {
     },
     /// Operations were in flight and none completed within the limit.
     #[error(
-        "no device operation completed for {seconds} s with {inflight} in flight{}: look at the daemon's log and the drives",
+        "no device operation completed for {seconds} s with {inflight} in flight{}: check the daemon's log and the drives",
         devices.iter().map(|device| format!("; {device}")).collect::<String>()
     )]
     Stalled {
@@ -106,7 +106,7 @@ pub enum SwapperError {
         why: String,
     },
     /// An earlier failure has ended this swapper.
-    #[error("the swapper stopped after an earlier error; what was committed before it is safe")]
+    #[error("the swapper stopped after an earlier error; committed steps are safe")]
     Stopped,
 }
 

@@ -130,11 +130,13 @@ impl Layout {
         let refuse = |what: String| Err(SwapperError::Settings { what });
         if tile_elems == 0 || !tile_elems.is_multiple_of(TILE_ELEMS_STEP) {
             return refuse(format!(
-                "tile_elems = {tile_elems}: it is a multiple of {TILE_ELEMS_STEP}"
+                "tile_elems = {tile_elems}: must be a multiple of {TILE_ELEMS_STEP}"
             ));
         }
         if rank >= ranks {
-            return refuse(format!("rank {rank} of {ranks} ranks: ranks count from 0"));
+            return refuse(format!(
+                "rank {rank} of {ranks} ranks: must be less than the number of ranks"
+            ));
         }
         if units.iter().all(|unit| unit.elems == 0) {
             return refuse("the model has no parameters".into());

@@ -56,7 +56,7 @@ fn open_memory(
     memory: MemoryPlan,
 ) -> Result<(Arena, Opened), SwapperError> {
     let arena = MemoryArena::new(&memory.classes()).map_err(client(|| {
-        format!("taking {} bytes of host memory", memory.host_bytes())
+        format!("allocating {} bytes of host memory", memory.host_bytes())
     }))?;
     let opened = Opened {
         resumed: None,
@@ -109,7 +109,7 @@ fn open_store(
         None => {
             session.define_tiles(definition).map_err(client(|| {
                 format!(
-                    "reserving room for {} tiles of job {:?}",
+                    "reserving space for {} tiles of job {:?}",
                     memory.table_count, store.job
                 )
             }))?;
@@ -117,28 +117,10 @@ fn open_store(
         }
     };
     session.resume(generation).map_err(client(|| {
-        format!("going to generation {generation} of job {:?}", store.job)
+        format!("resuming generation {generation} of job {:?}", store.job)
     }))?;
 
-    let residency = settings.residency(layout);
-    let scratch: Vec<u32> = (0..layout.ranges().len() as u32)
-        .filter(|&range| !residency[Kind::Grad as usize][range as usize])
-        .map(|range| layout.moved_bytes(Kind::Grad, range) as u32)
-        .collect();
-    if !scratch.is_empty() {
-        let first = session.reserve_scratch(&scratch).map_err(client(|| {
-            format!(
-                "reserving room for gradients of job {:?} that do not stay in host memory",
-                store.job
-            )
-        }))?;
-        assert_eq!(
-            first.0 as usize,
-            layout.table().len(),
-            "they follow the job's tiles"
-        );
-    }
-
+    reserve_gradients(&mut session, settings, store, layout)?;
     let info = session.info();
     let opened = Opened {
         resumed: blob_of(info, generation, &store.job)?,
@@ -167,13 +149,41 @@ fn open_store(
     if opened.iodepth < crate::IODEPTH_MIN {
         return Err(SwapperError::Settings {
             what: format!(
-                "the daemon grants {} operations in flight, {} are needed: raise its limit",
+                "the daemon grants only {} operations in flight, but {} are needed: raise its limit",
                 opened.iodepth,
                 crate::IODEPTH_MIN
             ),
         });
     }
     Ok((Arena::Session(Box::new(session)), opened))
+}
+
+/// Reserves scratch tiles for the gradients that are not kept in host memory.
+fn reserve_gradients(
+    session: &mut Session,
+    settings: &SwapperSettings,
+    store: &StoreSettings,
+    layout: &Layout,
+) -> Result<(), SwapperError> {
+    let residency = settings.residency(layout);
+    let scratch: Vec<u32> = (0..layout.ranges().len() as u32)
+        .filter(|&range| !residency[Kind::Grad as usize][range as usize])
+        .map(|range| layout.moved_bytes(Kind::Grad, range) as u32)
+        .collect();
+    if !scratch.is_empty() {
+        let first = session.reserve_scratch(&scratch).map_err(client(|| {
+            format!(
+                "reserving space for gradients of job {:?} on devices",
+                store.job
+            )
+        }))?;
+        assert_eq!(
+            first.0 as usize,
+            layout.table().len(),
+            "they follow the job's tiles"
+        );
+    }
+    Ok(())
 }
 
 fn tiles(layout: &Layout) -> Vec<Tile> {
@@ -208,7 +218,7 @@ fn blob_of(
         Some(blob) => Ok(Some(blob.blob.clone())),
         None => Err(SwapperError::LayoutChanged {
             job: job.into(),
-            what: format!("generation {generation} has no part of any rank"),
+            what: format!("generation {generation} has no blob of any rank"),
         }),
     }
 }
@@ -235,7 +245,7 @@ fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
             .position(|(has, wants)| has != wants)
             .unwrap_or_else(|| record.tiles.len().min(wanted.tiles.len()));
         return Some(format!(
-            "it has {} tiles, not {}; tile {first} is the first other one: another tile_elems or precision",
+            "it has {} tiles instead of {}; tile {first} is the first that differs: tile_elems or the precision changed",
             record.tiles.len(),
             wanted.tiles.len()
         ));

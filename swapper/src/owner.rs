@@ -122,7 +122,7 @@ impl<H> Owner<H> {
 impl<H> Drop for Owner<H> {
     fn drop(&mut self) {
         if let Err(error) = self.end(Message::Close { in_order: false }) {
-            tracing::debug!(%error, "the swapper's owner thread had failed");
+            tracing::debug!(%error, "the swapper's owner thread has failed");
         }
     }
 }

@@ -79,7 +79,7 @@ impl StepProgram {
         match (ops.iter()).find(|op| !matches!(op, Op::Gather { .. } | Op::Scatter { .. })) {
             None => Ok(Self { ops }),
             Some(other) => Err(SwapperError::Program {
-                what: format!("{other:?} is not the trainer's to announce"),
+                what: format!("{other:?} cannot be announced by the trainer"),
             }),
         }
     }

@@ -236,13 +236,13 @@ impl SwapperSettings {
         ] {
             if !(0.0..=1.0).contains(&share) {
                 return Err(SwapperError::Settings {
-                    what: format!("{name} = {share}: a share is from 0 to 1"),
+                    what: format!("{name} = {share}: must be 0 to 1"),
                 });
             }
         }
         if self.iodepth < IODEPTH_MIN {
             return Err(SwapperError::Settings {
-                what: format!("iodepth = {}: at least {IODEPTH_MIN}", self.iodepth),
+                what: format!("iodepth = {}: must be at least {IODEPTH_MIN}", self.iodepth),
             });
         }
         let range_count = layout.ranges().len() as u32;
@@ -315,7 +315,7 @@ impl Staging {
                 if param.min(state).min(grad) < STAGING_MIN {
                     return Err(SwapperError::Settings {
                         what: format!(
-                            "staging of {param} param, {state} state and {grad} grad slots: at least {STAGING_MIN} each"
+                            "staging of {param} param, {state} state and {grad} grad slots: must be at least {STAGING_MIN} each"
                         ),
                     });
                 }

@@ -228,7 +228,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 && unit >= units
             {
                 return Err(SwapperError::Program {
-                    what: format!("{op:?}, but there are {units} units"),
+                    what: format!("{op:?}: there are only {units} units"),
                 });
             }
         }

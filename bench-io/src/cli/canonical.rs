@@ -47,7 +47,7 @@ pub(crate) struct CanonicalArgs {
 pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
     let choice = EngineChoice::from_name(&args.engine).with_context(|| {
         format!(
-            "--engine {}: it is one of {:?}",
+            "--engine {}: expected one of {:?}",
             args.engine,
             offloadd::api::ENGINES
         )
@@ -57,13 +57,13 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         tile.is_multiple_of(u64::from(BLOCK_BYTES))
             && tile <= u64::from(TILE_BYTES_MAX)
             && size >= tile,
-        "--tile {}: a multiple of {BLOCK_BYTES} bytes, at most {}, not larger than --size",
+        "--tile {}: must be a multiple of {BLOCK_BYTES} bytes, at most {} and at most --size",
         args.tile,
         Bytes(u64::from(TILE_BYTES_MAX))
     );
     ensure!(
         (1..=IODEPTH_MAX).contains(&args.iodepth),
-        "--iodepth {}: 1 to {IODEPTH_MAX}",
+        "--iodepth {}: must be 1 to {IODEPTH_MAX}",
         args.iodepth
     );
     let mut warnings = warnings::before();

@@ -7,8 +7,8 @@ use clap::Args;
 
 use crate::bench::Bench;
 use crate::fio::Fio;
-use crate::fio_compare::Beside;
-use crate::job::{Job, JobWords};
+use crate::fio_compare::FioCompare;
+use crate::job::{Job, JobOptions};
 use crate::load::Timing;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
@@ -36,7 +36,7 @@ pub(crate) struct RunArgs {
     #[arg(value_name = "JOB.toml")]
     file: Option<PathBuf>,
     #[command(flatten)]
-    words: JobWords,
+    words: JobOptions,
     /// Measure N times, alternating with fio on the same drives, and compare
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: Option<u32>,
@@ -51,14 +51,14 @@ pub(crate) struct RunArgs {
 /// Runs the job and prints its report.
 pub(crate) fn run(args: RunArgs) -> Result<()> {
     let words = match &args.file {
-        Some(path) => args.words.over(JobWords::read(path)?),
+        Some(path) => args.words.over(JobOptions::read(path)?),
         None => args.words,
     };
     let job = words.check()?;
     let turns = match args.rounds {
         Some(rounds) => {
             let fio = Fio::find(args.fio.as_deref())?;
-            Some((rounds, Beside::can(&job, fio)?))
+            Some((rounds, FioCompare::can(&job, fio)?))
         }
         None => None,
     };
@@ -71,8 +71,11 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
 fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<Report> {
     let mut warnings = warnings::before();
     let prepared = Prepared::new(job, None, progress)?;
-    let (rounds, beside) = match turns {
-        Some((rounds, fio)) => (rounds, Some(Beside::new(job, &prepared, fio, progress)?)),
+    let (rounds, compare) = match turns {
+        Some((rounds, fio)) => (
+            rounds,
+            Some(FioCompare::new(job, &prepared, fio, progress)?),
+        ),
         None => (1, None),
     };
     let bench = Bench::open(prepared.plan.clone())?;
@@ -96,14 +99,14 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     let mut both = Vec::new();
     for _ in 0..rounds {
         let (figures, _) = bench.run(&streams, timing, progress, job.rw.word())?;
-        if let Some(beside) = &beside {
+        if let Some(compare) = &compare {
             progress.say("fio");
-            both.push((figures.clone(), beside.turn(job, prepared.size)?));
+            both.push((figures.clone(), compare.turn(job, prepared.size)?));
         }
         figures_of.push(figures);
     }
     let (figures, _) = median(figures_of, rate_of).context("at least one round")?;
-    let beside = beside.map(|beside| beside.report(&both));
+    let comparison = compare.map(|compare| compare.report(&both));
     warnings.extend(warnings::after_at(&job.place, &figures));
     let devices = prepared.devices(&bench);
     warnings.extend(warnings::of_one_drive(&devices));
@@ -113,6 +116,6 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
         head: Head::new(SettingsReport::new(job, &prepared), devices, warnings),
         target: prepared.word,
         figures,
-        beside,
+        comparison,
     })
 }

@@ -107,7 +107,7 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     check(&args)?;
     let fio = Fio::find(args.fio.as_deref())?;
     if let Some(out) = &args.out {
-        std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
+        std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
     }
     let progress = Progress::new();
     let report = match args.testdrives {
@@ -139,13 +139,13 @@ fn check(args: &ScaleArgs) -> Result<()> {
     for bs in &args.bs {
         ensure!(
             bs.0.is_multiple_of(u64::from(BLOCK_BYTES)) && bs.0 <= u64::from(TILE_BYTES_MAX),
-            "--bs {}: a multiple of {BLOCK_BYTES} bytes, at most {}",
+            "--bs {}: must be a multiple of {BLOCK_BYTES} bytes, at most {}",
             bs.0,
             Bytes(u64::from(TILE_BYTES_MAX))
         );
         ensure!(
             args.size.0 >= 2 * bs.0,
-            "--size {}: at least two operations of {}",
+            "--size {}: must hold at least two operations of {}",
             args.size,
             bs
         );
@@ -154,40 +154,37 @@ fn check(args: &ScaleArgs) -> Result<()> {
         .testdrives
         .map_or(args.dirs.len(), |count| count as usize);
     if let Some(wrong) = args.drives.iter().find(|count| !(1..=all).contains(*count)) {
-        bail!("--drives {wrong}: there are {all}");
+        bail!("--drives {wrong}: there are only {all} drives");
     }
     if let Some(iodepth) = args.iodepth {
         ensure!(
             (1..=IODEPTH_MAX).contains(&iodepth),
-            "--iodepth {iodepth}: 1 to {IODEPTH_MAX}"
+            "--iodepth {iodepth}: must be 1 to {IODEPTH_MAX}"
         );
     }
     ensure!(
         (0.1..=3600.0).contains(&args.runtime),
-        "--runtime {}: seconds, 0.1 to 3600",
+        "--runtime {}: must be 0.1 to 3600 seconds",
         args.runtime
     );
     ensure!(
         args.rounds.is_none_or(|rounds| (1..=100).contains(&rounds)),
-        "--rounds: 1 to 100"
+        "--rounds must be 1 to 100"
     );
     ensure!(
         args.tolerance
             .is_none_or(|percent| (0.0..=100.0).contains(&percent)),
-        "--tolerance: percent, 0 to 100"
+        "--tolerance must be 0 to 100 percent"
     );
     ensure!(
         args.tolerance.is_none() || args.testdrives.is_some(),
-        "--tolerance: only with --testdrives; other drives have no rate limit to compare with"
+        "--tolerance needs --testdrives: other drives have no rate limit to compare with"
     );
     ensure!(
         !args.slow_last || args.testdrives.is_some_and(|count| count >= 2),
-        "--slow-last: only with --testdrives 2 or more"
+        "--slow-last needs --testdrives 2 or more"
     );
-    ensure!(
-        args.loop_devices >= 1,
-        "--loop-devices 0: at least one loop device a drive"
-    );
+    ensure!(args.loop_devices >= 1, "--loop-devices must be at least 1");
     Ok(())
 }
 

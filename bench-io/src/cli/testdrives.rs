@@ -105,7 +105,7 @@ pub(crate) fn run(args: TestdrivesArgs) -> Result<()> {
         }
         TestdrivesCommand::Exec { name, command } => {
             Drives::open(&name)?.enter()?.stay();
-            let (program, words) = command.split_first().context("what to run")?;
+            let (program, words) = command.split_first().context("a command is required")?;
             let error = Command::new(program).args(words).exec();
             Err(error).with_context(|| format!("starting {}", program.display()))
         }

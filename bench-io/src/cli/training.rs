@@ -102,13 +102,13 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     if let Some(tflops) = args.tflops {
         ensure!(
             tflops > 0.0 && tflops < 1e6,
-            "--tflops {tflops}: a number above 0"
+            "--tflops {tflops}: must be more than 0"
         );
     }
     let trainer = Trainer::find(args.trainer.as_deref())?;
     // Fails before minutes are spent on measuring.
     if let Some(out) = &args.out {
-        std::fs::create_dir_all(out).with_context(|| format!("making {}", out.display()))?;
+        std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
     }
     let measures = args.run.is_some() || !args.dirs.is_empty();
     let mut warnings = match measures {
@@ -203,7 +203,7 @@ fn counts(args: &TrainingArgs) -> Result<Vec<u32>> {
         .find(|count| !(1..=most).contains(*count));
     ensure!(
         wrong.is_none(),
-        "--drives {}: 1 to {most}",
+        "--drives {}: must be 1 to {most}",
         wrong.unwrap_or(&0)
     );
     Ok(args.drives.clone())
@@ -260,7 +260,7 @@ fn predicted(
     let ours = trainer.plan(&subject, given)?;
     ensure!(
         ours.written_bytes > 0.0,
-        "the run keeps nothing on drives, so they make no difference: set zero_optimization.offload_param and \
+        "the run keeps no state on drives: set zero_optimization.offload_param and \
          offload_optimizer to \"nvme\" with --set"
     );
     Ok(TrainingRow {

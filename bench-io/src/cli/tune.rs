@@ -59,24 +59,24 @@ pub(crate) struct TuneArgs {
 pub(crate) fn run(args: &TuneArgs) -> Result<()> {
     ensure!(
         args.size.0 >= 4 << 20,
-        "--size {}: at least 4 MiB",
+        "--size {}: must be at least 4 MiB",
         args.size
     );
     ensure!(
         (0.1..=3.0).contains(&args.runtime),
-        "--runtime {}: seconds, 0.1 to 3",
+        "--runtime {}: must be 0.1 to 3 seconds",
         args.runtime
     );
     if let Some(path) = &args.config {
         ensure!(
             !path.exists(),
-            "--config {}: it exists already",
+            "--config {}: the file already exists",
             path.display()
         );
         let dir = std::path::absolute(path).with_context(|| path.display().to_string())?;
         ensure!(
             dir.parent().is_some_and(Path::is_dir),
-            "--config {}: there is no such directory; make it first",
+            "--config {}: the directory does not exist; create it first",
             path.display()
         );
     }
@@ -145,7 +145,7 @@ fn caveats(tuned: &Tuned) -> Vec<String> {
     let mut found = Vec::new();
     if !tuned.defaults.is_empty() {
         found.push(format!(
-            "no trial chose {}: what stands there is a default",
+            "{} not measured: the settings contain the default",
             tuned.defaults.join(" and ")
         ));
     }
@@ -156,7 +156,7 @@ fn caveats(tuned: &Tuned) -> Vec<String> {
     let nothing = nothing.count();
     if nothing > 0 {
         found.push(format!(
-            "in {nothing} of {} trials one direction moved nothing, so they chose nothing; use a longer --runtime",
+            "in {nothing} of {} trials one direction moved nothing, so they do not count; use a longer --runtime",
             tuned.trials.len()
         ));
     }
@@ -167,7 +167,7 @@ fn caveats(tuned: &Tuned) -> Vec<String> {
     let busy = busy.count();
     if busy > 0 {
         found.push(format!(
-            "in {busy} of {} trials the machine was less than {:.0} % idle: they may show the processor",
+            "in {busy} of {} trials the machine was less than {:.0} % idle: their figures may be limited by the processor",
             tuned.trials.len(),
             100.0 * warnings::IDLE_SHARE_MIN
         ));
@@ -291,7 +291,7 @@ fn daemon_file(dirs: &[PathBuf], tuned: &Tuned) -> Result<String> {
         tuned.engine,
     );
     Config::parse(&text, Path::new("the settings found"))
-        .context("the daemon would refuse them")?;
+        .context("the daemon would refuse these settings")?;
     Ok(text)
 }
 
@@ -316,7 +316,7 @@ fn run_file(drives: u32, tuned: &Tuned) -> String {
     let elems = tile_elems(tuned.bs);
     format!(
         "{}[offload]\n\
-         tile_elems = {elems}   # {} of state in bf16 with its residual: most of what is moved\n\
+         tile_elems = {elems}   # {} of state in bf16 with its residual: most of the bytes moved\n\
          iodepth = {}\n",
         not_measured(tuned, &["bs", "iodepth"]),
         Bytes(state_bytes(elems)),

@@ -9,7 +9,7 @@ use clap::Args;
 use serde::Serialize;
 
 use crate::bench::Bench;
-use crate::job::{Access, JobWords};
+use crate::job::{Access, JobOptions};
 use crate::load::{StreamPlan, Timing};
 use crate::pattern::{Found, Pattern, WrongBlock, WrongBlocks};
 use crate::prepared::Prepared;
@@ -31,7 +31,7 @@ pub(crate) struct VerifyArgs {
     #[arg(value_name = "JOB.toml")]
     file: Option<PathBuf>,
     #[command(flatten)]
-    words: JobWords,
+    words: JobOptions,
     /// How often everything is written and read, each time with other data
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1000))]
     passes: u64,
@@ -102,7 +102,7 @@ struct WrongRange {
 /// A block is wrong, or an operation failed.
 pub(crate) fn run(args: VerifyArgs) -> Result<()> {
     let words = match &args.file {
-        Some(path) => args.words.over(JobWords::read(path)?),
+        Some(path) => args.words.over(JobOptions::read(path)?),
         None => args.words,
     };
     let only = args.only;
@@ -113,7 +113,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
     let job = words.once(rw).check()?;
     ensure!(
         job.direct,
-        "direct = 0: the page cache would be checked, not the drive"
+        "direct = 0 would check the page cache instead of the drive"
     );
     let passes = if only.is_some() { 1 } else { args.passes };
     let first = match args.pass {
@@ -201,7 +201,7 @@ pub(crate) fn run(args: VerifyArgs) -> Result<()> {
 fn random() -> Result<u64> {
     let mut bytes = [0; 8];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
-        .context("a number by chance")?;
+        .context("reading a random number")?;
     Ok(u64::from_le_bytes(bytes))
 }
 

@@ -7,7 +7,7 @@ use offload_support::units::ApproxRate;
 use offload_support::{console, outln};
 use serde::Serialize;
 
-use crate::fio_compare::BesideReport;
+use crate::fio_compare::ComparisonReport;
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
 use crate::prepared::Prepared;
@@ -19,7 +19,7 @@ pub(crate) mod warnings;
 pub(crate) use head::{DeviceReport, Head};
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
-const REPORT_VERSION: u32 = 5;
+const REPORT_VERSION: u32 = 6;
 
 /// Prints a report as text or as one line of JSON.
 ///
@@ -88,7 +88,7 @@ pub(crate) struct Report {
     #[serde(flatten)]
     pub(crate) figures: Figures,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) beside: Option<BesideReport>,
+    pub(crate) comparison: Option<ComparisonReport>,
 }
 
 /// The job, in fio's terms.
@@ -241,8 +241,8 @@ impl fmt::Display for Report {
             self.target, self.head.settings, self.figures.seconds, self.figures.engine
         )?;
         write!(f, "{}", self.figures)?;
-        match &self.beside {
-            Some(beside) => write!(f, "{beside}"),
+        match &self.comparison {
+            Some(comparison) => write!(f, "{comparison}"),
             None => Ok(()),
         }
     }

@@ -45,7 +45,7 @@ pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String
     let mut found = Vec::new();
     for drive in paths.flat_map(Drive::below).filter(Drive::is_virtual) {
         let said = format!(
-            "{} is a virtual disk: who else is on its host, and the host's cache, are measured too; expect other figures another time",
+            "{} is a virtual disk: other guests and the cache of its host affect the figures, which will vary",
             drive.name()
         );
         if !found.contains(&said) {
@@ -66,7 +66,7 @@ pub(crate) fn of_one_drive(dirs: &[PathBuf]) -> Option<String> {
         let mut before = dirs[..place].iter();
         let other = before.find(|other| device(other).is_some() && device(other) == device(one))?;
         Some(format!(
-            "{} and {} lie in one file system: they are no two drives",
+            "{} and {} are in one file system, so they are not two drives",
             other.display(),
             one.display()
         ))
@@ -76,7 +76,7 @@ pub(crate) fn of_one_drive(dirs: &[PathBuf]) -> Option<String> {
 
 /// Traffic that differs from our requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Beside {
+pub(crate) struct Interference {
     /// Moved for others.
     pub(crate) others_bytes_per_s: f64,
     /// Requested by us, and served by something else than the drives.
@@ -84,10 +84,10 @@ pub(crate) struct Beside {
 }
 
 /// Compares a measurement with the drives' counts. Operations in flight at its begin or end count as neither.
-pub(crate) fn beside(figures: &Figures) -> Beside {
-    let mut beside = Beside::default();
+pub(crate) fn interference(figures: &Figures) -> Interference {
+    let mut interference = Interference::default();
     let Some(drives) = &figures.drives else {
-        return beside;
+        return interference;
     };
     let counted = [drives.read_bytes_per_s, drives.write_bytes_per_s];
     for (way, counted) in [&figures.read, &figures.write].into_iter().zip(counted) {
@@ -96,26 +96,26 @@ pub(crate) fn beside(figures: &Figures) -> Beside {
             let underway_bytes = way.bytes_per_s * way.latency_ns_mean / 1e9;
             (way.bytes_per_s, underway_bytes / figures.seconds)
         });
-        beside.others_bytes_per_s += (counted - ours - underway).max(0.0);
-        beside.elsewhere_bytes_per_s += (ours - counted - underway).max(0.0);
+        interference.others_bytes_per_s += (counted - ours - underway).max(0.0);
+        interference.elsewhere_bytes_per_s += (ours - counted - underway).max(0.0);
     }
     let ours: f64 = figures.ways().map(|(_, way)| way.bytes_per_s).sum();
     for rate in [
-        &mut beside.others_bytes_per_s,
-        &mut beside.elsewhere_bytes_per_s,
+        &mut interference.others_bytes_per_s,
+        &mut interference.elsewhere_bytes_per_s,
     ] {
         if *rate < STRANGE_SHARE * ours {
             *rate = 0.0;
         }
     }
-    beside
+    interference
 }
 
 /// Warnings from the figures of a job at `place`.
 pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
     let mut found = after(figures);
     // All traffic of a private daemon is this job's.
-    if matches!(place, Place::Socket(_)) && beside(figures).others_bytes_per_s > 0.0 {
+    if matches!(place, Place::Socket(_)) && interference(figures).others_bytes_per_s > 0.0 {
         found.push(
             "offloadd served others meanwhile, or others used its drives: what it did for them is in its processor time and in \
              the seconds a GB"
@@ -128,28 +128,28 @@ pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
 /// Warnings from the figures alone.
 pub(crate) fn after(figures: &Figures) -> Vec<String> {
     let mut found = Vec::new();
-    let beside = beside(figures);
-    if beside.others_bytes_per_s > 0.0 {
+    let interference = interference(figures);
+    if interference.others_bytes_per_s > 0.0 {
         found.push(format!(
-            "others moved {} on these drives meanwhile",
-            ApproxRate(beside.others_bytes_per_s)
+            "other processes moved {} on these drives meanwhile",
+            ApproxRate(interference.others_bytes_per_s)
         ));
     }
-    if beside.elsewhere_bytes_per_s > 0.0 {
+    if interference.elsewhere_bytes_per_s > 0.0 {
         found.push(format!(
-            "{} came from or went to no drive: a cache answered",
-            ApproxRate(beside.elsewhere_bytes_per_s)
+            "{} did not reach the drives: a cache served them",
+            ApproxRate(interference.elsewhere_bytes_per_s)
         ));
     }
     if let Some(share) = figures.cpu.idle_share.filter(|_| is_busy(figures)) {
         found.push(format!(
-            "only {:.0} % of the machine's processor time was idle: this measures the processor",
+            "only {:.0} % of the machine's processor time was idle: the processor may be the bottleneck",
             100.0 * share
         ));
     }
     if figures.seconds < SECONDS_MIN {
         found.push(format!(
-            "{:.2} s are too short: take a longer runtime or a larger size",
+            "{:.2} s are too short: use a longer runtime or a larger size",
             figures.seconds
         ));
     }
@@ -189,7 +189,7 @@ pub(crate) fn never_written(path: &Path, bytes: u64) -> Option<String> {
     };
     (hole < bytes).then(|| {
         format!(
-            "{}: not written from byte {hole} on, so reads there come from no drive; write it first",
+            "{}: not written from byte {hole} on, so reads there do not reach the drive; write it first",
             path.display()
         )
     })
@@ -230,9 +230,15 @@ mod tests {
             engine: String::new(),
         };
         // Up to a tenth of a second's bytes may be in flight at each end.
-        assert_eq!(beside(&figures(1e9, [1.09e9, 0.0])), Beside::default());
-        assert_eq!(beside(&figures(1e9, [0.91e9, 0.01e9])), Beside::default());
-        let others = beside(&figures(1e9, [1.3e9, 0.1e9]));
+        assert_eq!(
+            interference(&figures(1e9, [1.09e9, 0.0])),
+            Interference::default()
+        );
+        assert_eq!(
+            interference(&figures(1e9, [0.91e9, 0.01e9])),
+            Interference::default()
+        );
+        let others = interference(&figures(1e9, [1.3e9, 0.1e9]));
         assert!(
             (others.others_bytes_per_s - 0.3e9).abs() < 1.0,
             "{others:?}"

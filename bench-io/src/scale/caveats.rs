@@ -32,7 +32,7 @@ fn off_the_limit(rows: &[Row]) -> Vec<String> {
             let off = rate / row.limit()? - 1.0;
             (off.abs() > ONE_DRIVE_SHARE).then(|| {
                 format!(
-                    "one drive alone, {}, bs {}: {:+.1} % from its limit, so the drives are not what was set",
+                    "one drive alone, {}, bs {}: {:+.1} % from its limit, so the limits did not take effect",
                     row.load.word(),
                     row.bs,
                     100.0 * off
@@ -51,7 +51,7 @@ fn busy(rows: &[Row]) -> Option<String> {
         .count();
     (busy > 0).then(|| {
         format!(
-            "in {busy} of {} measurements the machine was less than {:.0} % idle: they may show the processor",
+            "in {busy} of {} measurements the machine was less than {:.0} % idle: their figures may be limited by the processor",
             counted.count(),
             100.0 * warnings::IDLE_SHARE_MIN
         )
@@ -62,13 +62,13 @@ fn busy(rows: &[Row]) -> Option<String> {
 fn short(rows: &[Row]) -> Option<String> {
     let seconds = rows.first()?.daemon.seconds;
     (seconds < warnings::SECONDS_MIN)
-        .then(|| format!("{seconds:.2} s a measurement are too short; say --runtime 3"))
+        .then(|| format!("measurements of {seconds:.2} s are too short; use --runtime 3"))
 }
 
 /// Warns of other processes on the drives, and of caches between.
 fn others(rows: &[Row]) -> Vec<String> {
-    let beside = rows.iter().map(|row| warnings::beside(&row.daemon));
-    let beside: Vec<_> = beside.collect();
+    let interference = rows.iter().map(|row| warnings::interference(&row.daemon));
+    let interference: Vec<_> = interference.collect();
     let say = |rates: Vec<f64>, what: &str| {
         let most = rates.iter().copied().fold(0.0, f64::max);
         let count = rates.iter().filter(|rate| **rate > 0.0).count();
@@ -80,11 +80,17 @@ fn others(rows: &[Row]) -> Vec<String> {
             )
         })
     };
-    let moved = beside.iter().map(|one| one.others_bytes_per_s).collect();
-    let elsewhere = beside.iter().map(|one| one.elsewhere_bytes_per_s);
+    let moved = interference
+        .iter()
+        .map(|one| one.others_bytes_per_s)
+        .collect();
+    let elsewhere = interference.iter().map(|one| one.elsewhere_bytes_per_s);
     [
-        say(moved, "others moved bytes on these drives"),
-        say(elsewhere.collect(), "a cache answered in the drives' place"),
+        say(moved, "other processes moved bytes on these drives"),
+        say(
+            elsewhere.collect(),
+            "a cache served bytes instead of the drives",
+        ),
     ]
     .into_iter()
     .flatten()
@@ -103,8 +109,8 @@ fn control_scales(rows: &[Row]) -> Option<String> {
         let times = rate / of(one)?.0;
         (drives > 1.0 && times > 0.5 * (1.0 + drives)).then(|| {
             format!(
-                "one synchronous thread got {times:.1} times the bytes from {drives} drives: these answer in bursts, so their \
-                 sum is measured here, and not how well waiting is hidden"
+                "one synchronous thread got {times:.1} times the rate from {drives} drives: they answer in bursts, so the figures show \
+                 their sum and not how well latency is hidden"
             )
         })
     })
@@ -123,7 +129,7 @@ fn apart(rows: &[Row]) -> Option<String> {
     });
     (count > 0).then(|| {
         format!(
-            "in {count} of {} rows rounds were up to {most:.1} times apart: medians are shown, with the least and the most",
+            "in {count} of {} rows rounds differ by up to {most:.1} times: medians are shown, with minimum and maximum",
             rows.len()
         )
     })

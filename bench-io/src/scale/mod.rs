@@ -192,7 +192,7 @@ impl ScaleReport {
             let off = row.daemon_bytes_per_s() / row.limit()? - 1.0;
             (off.abs() > share).then(|| {
                 format!(
-                    "{} drives, {}, bs {}: {:+.1} % from what was set",
+                    "{} drives, {}, bs {}: {:+.1} % from the limit",
                     row.drives,
                     row.load.word(),
                     row.bs,

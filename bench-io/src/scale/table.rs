@@ -13,7 +13,7 @@ impl fmt::Display for ScaleReport {
         if let Some(limit) = self.limit_line() {
             writeln!(f, "{limit}")?;
         }
-        let fio = self.fio_version.as_deref().unwrap_or("no fio here");
+        let fio = self.fio_version.as_deref().unwrap_or("no fio found");
         writeln!(f, "{fio}; {}", self.settings_line())?;
         writeln!(f, "\n{HEAD}")?;
         for row in &self.rows {

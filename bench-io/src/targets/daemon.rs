@@ -49,7 +49,7 @@ pub(crate) fn drop_left(socket: &Path) -> Result<()> {
         // Another measurement may have deleted it already.
         if let Ok(freed_bytes) = daemon.drop_job(&job.job) {
             errln!(
-                "bench-io: dropped {}, which a killed measurement left: {} are free",
+                "bench-io: deleted the job {} of a killed measurement: {} freed",
                 job.job,
                 Bytes(freed_bytes)
             );
@@ -105,13 +105,13 @@ impl DaemonTarget {
         let info = session.info().clone();
         ensure!(
             info.iodepth == depth,
-            "iodepth = {depth}: the daemon grants {}, by the iodepth_max in its settings or the inflight_max of your quota, which all \
-             your jobs share: raise it, or ask for less",
+            "iodepth = {depth}: the daemon grants only {}, limited by iodepth_max in its settings or by inflight_max of your quota, which all \
+             your jobs share; raise the limit or use a smaller iodepth",
             info.iodepth
         );
         ensure!(
             info.job.is_none(),
-            "the daemon's store has a job `{job}` already, of a bench-io that was killed: drop it, or wait for the other to end"
+            "the daemon's store has a job `{job}` already, of another bench-io: wait for it to end, or delete the job if it was killed"
         );
         // Before the job is defined: from then on only a complete target frees the job's space.
         let gpu = match gpu {
@@ -297,7 +297,7 @@ impl Drop for DaemonTarget {
         // The next measurement deletes the job.
         if let Err(error) = give_back() {
             errln!(
-                "bench-io: {} stays in the daemon's store: {error:#}",
+                "bench-io: the job {} could not be deleted from the daemon's store: {error:#}",
                 self.job
             );
         }

@@ -72,7 +72,7 @@ impl DeviceFiles {
                     && e.raw_os_error() == Some(rustix::io::Errno::INVAL.raw_os_error()) =>
             {
                 bail!(
-                    "{shown}: its file system takes no direct I/O; --direct 0 measures through the page cache"
+                    "{shown}: the file system does not support direct I/O; use --direct 0 to measure through the page cache"
                 )
             }
             opened => opened.with_context(|| format!("opening {shown}"))?,
@@ -96,14 +96,14 @@ fn claim_one(path: &Path) -> Result<File> {
     let file = match opened {
         Err(e) if e.raw_os_error() == Some(rustix::io::Errno::BUSY.raw_os_error()) => {
             bail!(
-                "{shown}: in use: mounted, swap, part of a RAID, or another's; writing would destroy what lies there"
+                "{shown}: in use: mounted, swap, part of a RAID, or opened by another program; writing would destroy its content"
             )
         }
         opened => opened.with_context(|| format!("opening {shown} for writing"))?,
     };
     if rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
         bail!(
-            "{shown}: in use: a running offloadd has this store (stop it, or measure through it with --socket), or another \
+            "{shown}: in use: a running offloadd serves this store (stop it, or measure through it with --socket), or another \
              measurement writes to it"
         );
     }
@@ -118,7 +118,7 @@ fn kind_of(path: &Path) -> Result<FileType> {
         .file_type();
     ensure!(
         kind.is_file() || kind.is_block_device(),
-        "{shown}: neither a file nor a block device; a directory goes with --directory"
+        "{shown}: neither a file nor a block device; use --directory for a directory"
     );
     Ok(kind)
 }
@@ -132,7 +132,7 @@ pub(crate) fn bytes_of(path: &Path) -> Result<u64> {
     let file = File::open(path).with_context(|| format!("opening {}", path.display()))?;
     // A block device's metadata reports 0; its end is its size.
     rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
-        .with_context(|| format!("asking for the size of {}", path.display()))
+        .with_context(|| format!("reading the size of {}", path.display()))
 }
 
 /// An engine on some files, with one buffer per operation in flight.
@@ -222,7 +222,7 @@ impl DeviceTarget {
         };
         match done.outcome {
             Ok(moved) if moved == self.block_bytes => {}
-            Ok(moved) => bail!("{}: only {moved} moved", tried()),
+            Ok(moved) => bail!("{}: only {moved} bytes were moved", tried()),
             Err(errno) => bail!("{}: {}", tried(), io::Error::from_raw_os_error(errno)),
         }
         if let (Buffers::Checked(pattern, own), Memory::Meta(bytes)) =

@@ -54,7 +54,7 @@ impl Drives {
         let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
         ensure!(
             bytes.saturating_add(RAM_SLACK_BYTES) <= available_bytes,
-            "{} drives of {} lie in memory, of which {} are to be had here",
+            "{} drives of {} do not fit in the {} of available memory",
             plan.count,
             Bytes(plan.bytes),
             Bytes(available_bytes)
@@ -62,14 +62,15 @@ impl Drives {
         let dir = dir_of(&plan.name);
         if state_file(&dir).exists() {
             bail!(
-                "{} exists: there are drives already; `{}` takes them away",
+                "{} already exists; destroy its drives with `{}`",
                 dir.display(),
                 destroy_command(&plan.name)
             );
         }
-        fs::create_dir_all(dir.join("ram")).with_context(|| format!("making {}", dir.display()))?;
+        fs::create_dir_all(dir.join("ram"))
+            .with_context(|| format!("creating {}", dir.display()))?;
         let begun = begin(&dir)?;
-        let group = Group::place(&plan.name).context("asked for above")?;
+        let group = Group::place(&plan.name).context("missing() checked for it")?;
         let loop_devices = u64::from(plan.loop_devices);
         let mut drives = Self {
             name: plan.name.clone(),
@@ -89,7 +90,7 @@ impl Drives {
             Ok(()) => Ok((drives, begun)),
             Err(error) => match drives.destroy() {
                 Ok(()) => Err(error),
-                Err(left) => Err(error.context(format!("and not all was taken away: {left:#}"))),
+                Err(left) => Err(error.context(format!("cleaning up also failed: {left:#}"))),
             },
         }
     }
@@ -104,7 +105,7 @@ impl Drives {
         let state = read_state(&dir)?;
         let state = state.with_context(|| {
             format!(
-                "no drives in {}: make some with `bench-io testdrives create`",
+                "no drives in {}: create them with `bench-io testdrives create`",
                 dir.display()
             )
         })?;
@@ -199,7 +200,7 @@ impl Drives {
 
     fn mount(&mut self, device: &Path, options: &str) -> Result<()> {
         let dir = self.dir.join(format!("drive{}", self.state.dirs.len()));
-        fs::create_dir(&dir).with_context(|| format!("making {}", dir.display()))?;
+        fs::create_dir(&dir).with_context(|| format!("creating {}", dir.display()))?;
         self.state.dirs.push(dir.clone());
         self.note()?;
         call("mount", ["-o", options, &text(device), &text(&dir)]).map(drop)
@@ -245,7 +246,7 @@ impl Drives {
         }
         if !trouble.is_empty() {
             bail!(
-                "{}; end what uses them and call `{}` again",
+                "{}; end the programs that use the drives and run `{}` again",
                 trouble.join("; "),
                 destroy_command(&self.name)
             );
@@ -298,7 +299,7 @@ fn touch(files: &[PathBuf], bytes: u64) -> Result<()> {
         .iter()
         .map(File::create_new)
         .collect::<Result<Vec<_>, _>>()
-        .context("making the drives' files")?;
+        .context("creating the drives' files")?;
     let next = AtomicU64::new(0);
     let work = || -> std::io::Result<()> {
         let zeros = vec![0; 4 << 20];
@@ -326,7 +327,7 @@ fn touch(files: &[PathBuf], bytes: u64) -> Result<()> {
             .collect()
     });
     for result in results {
-        result.context("filling the drives with memory; is there enough?")?;
+        result.context("writing the drives' files; memory may be short")?;
     }
     stop::check()
 }

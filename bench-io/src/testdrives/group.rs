@@ -54,7 +54,7 @@ impl Group {
         }
         match fs::create_dir(&self.dir) {
             Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                Err(e).with_context(|| format!("making {}", self.dir.display()))
+                Err(e).with_context(|| format!("creating {}", self.dir.display()))
             }
             _ => Ok(()),
         }

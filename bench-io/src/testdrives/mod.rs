@@ -79,7 +79,7 @@ impl DrivesPlan {
         ensure!(
             self.loop_devices >= 1
                 && devices.is_some_and(|count| (1..=DEVICES_MAX).contains(&count)),
-            "{} drives of {} loop devices each: 1 to {DEVICES_MAX} loop devices in all",
+            "{} drives of {} loop devices each: must be 1 to {DEVICES_MAX} loop devices in all",
             self.count,
             self.loop_devices
         );
@@ -87,7 +87,7 @@ impl DrivesPlan {
         let least = 16 << 20;
         ensure!(
             self.bytes / u64::from(self.loop_devices) >= least,
-            "{} bytes a drive: at least 16 MiB for each of its {} loop devices",
+            "{} bytes per drive: must be at least 16 MiB for each of its {} loop devices",
             self.bytes,
             self.loop_devices
         );
@@ -130,7 +130,7 @@ fn read_state(dir: &Path) -> Result<Option<State>> {
     };
     let state = serde_json::from_slice(&text);
     Ok(Some(state.with_context(|| {
-        format!("{}: written by something else", path.display())
+        format!("{}: not a state file of this program", path.display())
     })?))
 }
 

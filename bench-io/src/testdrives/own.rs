@@ -86,7 +86,7 @@ pub(crate) fn destroy_orphaned() -> Result<usize> {
             Ok(()) => {
                 count += 1;
                 errln!(
-                    "bench-io: took away the rate-limited drives {name}, which a killed measurement left"
+                    "bench-io: destroyed the rate-limited drives {name} of a killed measurement"
                 );
             }
             Err(error) => failed = Err(error),

@@ -85,7 +85,7 @@ impl Trainer {
             .context("a directory of this program")?;
         if !program.is_file() {
             bail!(
-                "no program at {}: `make build` makes it; or name it with --trainer",
+                "no trainer at {}: build it with `make build`, or name it with --trainer",
                 program.display()
             );
         }
@@ -138,10 +138,10 @@ impl Trainer {
             bail!("trainer plan: {}", said.trim());
         }
         let plan: Value =
-            serde_json::from_slice(&output.stdout).context("what trainer plan printed")?;
+            serde_json::from_slice(&output.stdout).context("parsing the output of trainer plan")?;
         planned(&plan).with_context(|| match plan["problems"].as_array() {
             Some(problems) if !problems.is_empty() => {
-                format!("the plan refuses: {}", plan["problems"])
+                format!("trainer plan refuses the run: {}", plan["problems"])
             }
             _ => format!("trainer plan: {}", said.trim()),
         })

@@ -25,7 +25,7 @@ const DRIVE_SHARE: f64 = 1.2;
 const DRIVE_SLACK_BYTES: u64 = 192 << 20;
 
 /// Bytes of the files for measuring rates.
-const BED_FILE_BYTES: u64 = 32 << 20;
+const TRIAL_FILE_BYTES: u64 = 32 << 20;
 
 #[derive(Clone, Debug)]
 pub(crate) struct TrialPlan {
@@ -79,7 +79,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
     let planned = trainer.plan(&subject(plan, &dirs, run_dir.path()), as_set)?;
     ensure!(
         planned.written_bytes > 0.0,
-        "{}: the run keeps nothing on drives, so they make no difference",
+        "{}: the run keeps no state on drives",
         plan.file.display()
     );
     progress.say("making rate-limited drives");
@@ -88,7 +88,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
         name: format!("training-{}", std::process::id()),
         count: plan.drives,
         bytes: device_bytes as u64
-            + u64::from(plan.loop_devices) * (2 * BED_FILE_BYTES + DRIVE_SLACK_BYTES),
+            + u64::from(plan.loop_devices) * (2 * TRIAL_FILE_BYTES + DRIVE_SLACK_BYTES),
         limit: plan.limit,
         loop_devices: plan.loop_devices,
         raid0: false,
@@ -114,7 +114,7 @@ pub(crate) fn run(plan: &TrialPlan, trainer: &Trainer, progress: &Progress) -> R
 
 /// Measures both directions at once, as in a step.
 fn measured(dirs: &[PathBuf], progress: &Progress) -> Result<crate::trial::Trial> {
-    let trial_files = TrialFiles::make(dirs, BED_FILE_BYTES, Duration::from_secs(1), progress)?;
+    let trial_files = TrialFiles::make(dirs, TRIAL_FILE_BYTES, Duration::from_secs(1), progress)?;
     trial_files.try_one("auto", 1 << 20, 16, Load::Both, progress)
 }
 
@@ -152,7 +152,7 @@ fn train(
         bail!("a run has a file");
     };
     let log = run_dir.join("log");
-    let output = std::fs::File::create(&log).context("a file for what the trainer says")?;
+    let output = std::fs::File::create(&log).context("creating a file for the trainer's output")?;
     let mut command = trainer.command();
     command.arg("train").arg(file).arg("--fresh");
     for set in sets {
@@ -204,7 +204,7 @@ fn trial(metrics: &str) -> Result<Trial> {
     let steady = lines.get(WARM_STEPS..).unwrap_or_default();
     ensure!(
         steady.len() >= 2,
-        "{} steps: the first {WARM_STEPS} do not count, and of the rest there must be two",
+        "{} steps: the first {WARM_STEPS} do not count, and at least two more are needed",
         lines.len()
     );
     let values = |key: &str| {

@@ -3,7 +3,7 @@
 
 use std::process::Output;
 
-use crate::lab::{program, says_how_it_went, says_what_it_is_of};
+use crate::harness::{program, says_how_it_went, says_what_it_is_of};
 
 fn bench_io(dir: &std::path::Path, args: &[&str]) -> Output {
     program()
@@ -39,6 +39,9 @@ fn more_in_flight_than_a_daemon_can_grant_is_refused_before_anything_is_made() {
     let output = bench_io(dir.path(), &["--iodepth=1025"]);
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success());
-    assert!(words.contains("--iodepth 1025: 1 to 1024"), "{words}");
+    assert!(
+        words.contains("--iodepth 1025: must be 1 to 1024"),
+        "{words}"
+    );
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }

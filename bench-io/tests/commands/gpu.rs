@@ -1,4 +1,4 @@
-//! `--target gpu`: tiles go on into a GPU's memory and come out of it, here on the stand-in for its driver that `kernels` tests with.
+//! `--target gpu`: tiles go on into a GPU's memory and come out of it, here on the fake driver that `kernels` tests with.
 //!
 //! What could go wrong: a read counts before its bytes are on the GPU, a slot's place there is another's, a machine without a GPU gets
 //! a riddle, the program needs libtorch because the trainer, built beside it, does.
@@ -10,9 +10,9 @@ use std::process::Command;
 use offload_client::Daemon;
 use serde_json::Value;
 
-use super::lab::{daemon, drive, program, said};
+use super::harness::{daemon, drive, program, said};
 
-/// Builds the stand-in into `dir`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
+/// Builds the fake driver into `dir`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
 fn fake(dir: &Path) -> Result<(), String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/tests/gpu/fake");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
@@ -40,7 +40,7 @@ fn fake(dir: &Path) -> Result<(), String> {
 fn tiles_go_through_a_gpu_and_come_back_as_they_were() {
     let libraries = tempfile::tempdir().expect("a directory");
     if let Err(reason) = fake(libraries.path()) {
-        println!("skipped: {reason}: bench-io --target gpu on a stand-in for a GPU's driver");
+        println!("skipped: {reason}: bench-io --target gpu on a fake GPU driver");
         return;
     }
     let dir = drive();
@@ -61,7 +61,7 @@ fn tiles_go_through_a_gpu_and_come_back_as_they_were() {
     assert_eq!(verified["bytes"], 2 * (16 << 20), "{verified}");
     let measured = with_gpu(&["run", "--rw", "rw", "--runtime", "0.3", "--ramp_time", "0"]);
     let text = measured.to_string();
-    assert!(text.contains("stand-in"), "{text}");
+    assert!(text.contains("fake"), "{text}");
     assert!(
         measured["read"]["ops"].as_u64().is_some_and(|ops| ops > 0),
         "{text}"

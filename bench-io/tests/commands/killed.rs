@@ -5,16 +5,16 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::lab::{alone, bench_io, cannot_make_testdrives, program, said, script};
+use crate::harness::{alone, bench_io, cannot_make_testdrives, program, said, script};
 use crate::testdrives::Set;
 
 /// A machine that does other things too still comes to it in this time.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn until(what: &str, mut there: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !there() {
-        assert!(Instant::now() < deadline, "{what} in {PATIENCE:?}");
+        assert!(Instant::now() < deadline, "{what} in {TIMEOUT:?}");
         std::thread::sleep(Duration::from_millis(20));
     }
 }

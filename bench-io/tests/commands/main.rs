@@ -2,10 +2,10 @@
 
 mod canonical;
 mod gpu;
+mod harness;
 mod killed;
-mod lab;
+mod output;
 mod run;
-mod said;
 mod scale;
 mod stopped;
 mod testdrives;

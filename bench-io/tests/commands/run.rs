@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use offload_client::Daemon;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::lab::{TRIES, alone, assert_empty, bench_io, daemon, drive, json, program, refused};
+use crate::harness::{TRIES, alone, assert_empty, bench_io, daemon, drive, json, program, refused};
 
 const SMALL: [&str; 8] = [
     "--bs=64k",
@@ -78,10 +78,7 @@ fn every_rw_gives_its_figures_on_both_targets_and_leaves_nothing() {
 #[test]
 fn rounds_are_in_turns_with_fio_on_the_same_drive() {
     let said = refused(&with(&["--rounds=2", "--fio=none"]));
-    assert!(
-        said.contains("there is no fio to take turns with"),
-        "{said}"
-    );
+    assert!(said.contains("fio was not found"), "{said}");
     let fio = std::process::Command::new("fio").arg("--version").output();
     if !fio.is_ok_and(|found| found.status.success()) {
         println!("skipped: rounds_are_in_turns_with_fio_on_the_same_drive: no fio");
@@ -105,8 +102,8 @@ fn rounds_are_in_turns_with_fio_on_the_same_drive() {
             "--rounds=2",
             "--json",
         ]);
-        let beside = &report["beside"];
-        let command = beside["fio_command"].as_str().unwrap();
+        let comparison = &report["comparison"];
+        let command = comparison["fio_command"].as_str().unwrap();
         for word in [
             "--rw=randrw",
             "--rwmixread=50",
@@ -116,8 +113,8 @@ fn rounds_are_in_turns_with_fio_on_the_same_drive() {
         ] {
             assert!(command.contains(word), "{word}: {command}");
         }
-        let rows = beside["rows"].as_array().unwrap();
-        assert_eq!(rows.len(), 6, "bytes, p50 and p99 of both ways: {beside}");
+        let rows = comparison["rows"].as_array().unwrap();
+        assert_eq!(rows.len(), 6, "bytes, p50 and p99 of both ways: {comparison}");
         for row in rows {
             for side in ["ours", "fio"] {
                 let values = row[side].as_array().unwrap();
@@ -132,7 +129,7 @@ fn rounds_are_in_turns_with_fio_on_the_same_drive() {
     }
     let once = ["--runtime=0", "--size=16m", "--directory", path];
     let said = refused(&[&["run", "--rounds=2"], &once[..]].concat());
-    assert!(said.contains("fio is compared over a time"), "{said}");
+    assert!(said.contains("fio needs a time limit"), "{said}");
     assert_empty(dir.path());
 }
 
@@ -187,7 +184,7 @@ fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
         "--size=1m",
         "--iodepth=65",
     ]);
-    assert!(said.contains("the daemon grants 64"), "{said}");
+    assert!(said.contains("the daemon grants only 64"), "{said}");
     // Either may have done it.
     for limit in ["iodepth_max in its settings", "inflight_max of your quota"] {
         assert!(said.contains(limit), "{said}");
@@ -260,7 +257,10 @@ fn a_store_that_is_served_is_not_written_over() {
         "--filename",
         file.to_str().unwrap(),
     ]);
-    assert!(said.contains("a running offloadd has this store"), "{said}");
+    assert!(
+        said.contains("a running offloadd serves this store"),
+        "{said}"
+    );
     assert_eq!(std::fs::read(&file).unwrap(), vec![7; 1 << 20]);
 }
 
@@ -295,13 +295,13 @@ fn wrong_words_are_refused_before_anything_is_made() {
     let dir = drive();
     let path = dir.path().to_str().unwrap();
     for (args, words) in [
-        (vec!["--iodepth=1025"], "iodepth = 1025: 1 to 1024"),
+        (vec!["--iodepth=1025"], "iodepth = 1025: must be 1 to 1024"),
         (vec!["--bs=5000"], "a multiple of 4096"),
         (vec!["--bs=4x"], "unknown unit"),
         (vec!["--rw=sideways"], "randread"),
         (vec!["--ioengine=magic"], "one of [\"auto\""),
         (vec!["--size=1m", "--bs=1m", "--numjobs=2"], "too small"),
-        (vec!["--runtime=NaN"], "seconds, 0 to 86400"),
+        (vec!["--runtime=NaN"], "must be 0 to 86400 seconds"),
     ] {
         let said = refused(&[&["run", "--directory", path], &args[..]].concat());
         assert!(said.contains(words), "{args:?}: {said}");
@@ -309,7 +309,7 @@ fn wrong_words_are_refused_before_anything_is_made() {
     }
     let many = ["--bs=64m", "--size=64g", "--iodepth=1024", "--numjobs=64"];
     let said = refused(&[&["run", "--directory", path], &many[..]].concat());
-    assert!(said.contains("to be had"), "{said}");
+    assert!(said.contains("are available"), "{said}");
     let pipe = dir.path().join("pipe");
     assert!(
         std::process::Command::new("mkfifo")
@@ -350,8 +350,8 @@ fn a_depth_that_is_not_reached_is_said() {
     };
     let said = of("32");
     assert!(said.contains("only 4 operations of 1 MiB fit"), "{said}");
-    assert!(said.contains("and not 32"), "{said}");
-    assert!(!of("4").contains("fit what each job"));
+    assert!(said.contains("instead of 32"), "{said}");
+    assert!(!of("4").contains("fit in the size of each job"));
 }
 
 #[test]
@@ -442,7 +442,10 @@ fn what_is_counted_twice_is_said_or_refused() {
         ];
         let report = json(&words);
         let warnings = report["warnings"].to_string();
-        assert!(warnings.contains("they are no two drives"), "{warnings}");
+        assert!(
+            warnings.contains("so they are not two drives"),
+            "{warnings}"
+        );
     }
     let file = dir.path().join("file");
     std::fs::write(&file, vec![7; 1 << 20]).unwrap();

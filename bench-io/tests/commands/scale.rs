@@ -3,7 +3,7 @@
 
 use serde_json::Value;
 
-use crate::lab::{
+use crate::harness::{
     TRIES, alone, assert_empty, bench_io, cannot_make_testdrives, json, program, refused, said,
     says_how_it_went, says_what_it_is_of,
 };
@@ -91,7 +91,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         return;
     }
     let _alone = alone();
-    let (dir, out) = (crate::lab::drive(), tempfile::tempdir().unwrap());
+    let (dir, out) = (crate::harness::drive(), tempfile::tempdir().unwrap());
     let path = dir.path().to_str().unwrap();
     let report = json(&[
         "scale",
@@ -170,7 +170,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
     }
     let _alone = alone();
     // The pace that test builds can keep themselves shows whether offloadd is one.
-    let dir = crate::lab::drive();
+    let dir = crate::harness::drive();
     let probe = program()
         .args([
             "run",
@@ -200,7 +200,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
     assert!(!output.status.success());
     let words = said(&output);
     assert!(words.contains("2 drives, read, bs 524288: -5"), "{words}");
-    assert!(words.contains("from what was set"), "{words}");
+    assert!(words.contains("from the limit"), "{words}");
 }
 
 #[test]
@@ -211,7 +211,7 @@ fn what_cannot_be_measured_is_refused() {
         (&["--directory=.", "--loop-devices=7"], "--loop-devices"),
         (&[][..], "--directory"),
         (&["--directory=/x", "--testdrives=2"], "cannot be used with"),
-        (&["--directory=/x", "--drives=2"], "there are 1"),
+        (&["--directory=/x", "--drives=2"], "there are only 1"),
         (&["--directory=/x", "--bs=5000"], "a multiple of 4096"),
         (
             &["--directory=/x", "--bs=4m", "--size=4m"],

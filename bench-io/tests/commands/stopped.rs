@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use offload_client::Daemon;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::lab::{assert_empty, bench_io, daemon, drive, json, program};
+use crate::harness::{assert_empty, bench_io, daemon, drive, json, program};
 
 #[test]
 fn a_measurement_that_is_stopped_leaves_nothing() {
@@ -114,7 +114,7 @@ fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
     let output = bench_io(&[&["run", "--runtime=0.1"], &words[..]].concat());
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(output.status.success(), "{said}");
-    assert!(said.contains("which a killed measurement left"), "{said}");
+    assert!(said.contains("of a killed measurement"), "{said}");
     assert_eq!(jobs().len(), 0);
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 
-use crate::lab::{TRIES, alone, bench_io, cannot_make_testdrives, json, refused, said, script};
+use crate::harness::{TRIES, alone, bench_io, cannot_make_testdrives, json, refused, said, script};
 
 /// A set of this test's own, taken away also when the test fails.
 pub(crate) struct Set(pub(crate) String);
@@ -110,7 +110,7 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
         "1M",
     ]);
     let down = format!(
-        "there are drives already; `bench-io testdrives destroy --name {}`",
+        "already exists; destroy its drives with `bench-io testdrives destroy --name {}`",
         set.0
     );
     assert!(again.contains(&down), "{again}");
@@ -153,7 +153,7 @@ fn a_create_that_fails_half_way_leaves_nothing() {
     let path = std::env::var("PATH").unwrap();
     let dir = tempfile::tempdir().unwrap();
     script(dir.path(), "mkfs.ext4", "echo no room >&2\nexit 1");
-    let output = crate::lab::program()
+    let output = crate::harness::program()
         .args([
             "testdrives",
             "create",

@@ -5,7 +5,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::lab::{alone, cannot_make_testdrives, drive, json, program, refused, says_how_it_went};
+use crate::harness::{
+    alone, cannot_make_testdrives, drive, json, program, refused, says_how_it_went,
+};
 
 /// The trainer beside bench-io, if it was built. Otherwise it says that the test is skipped.
 fn trainer() -> Option<PathBuf> {
@@ -257,9 +259,9 @@ fn what_cannot_be_predicted_is_refused() {
         training.args(["--set", set]);
     }
     let output = training.output().unwrap();
-    let said = crate::lab::said(&output);
+    let said = crate::harness::said(&output);
     assert!(
-        !output.status.success() && said.contains("keeps nothing on drives"),
+        !output.status.success() && said.contains("keeps no state on drives"),
         "{said}"
     );
     // Before anything is measured: a report that was printed would say that it was.
@@ -268,9 +270,9 @@ fn what_cannot_be_predicted_is_refused() {
         .arg(Path::new(&file).join("out"))
         .output()
         .unwrap();
-    let words = crate::lab::said(&output);
+    let words = crate::harness::said(&output);
     assert!(
-        !output.status.success() && words.contains("making "),
+        !output.status.success() && words.contains("creating "),
         "{words}"
     );
     assert!(output.stdout.is_empty());
@@ -280,10 +282,10 @@ fn what_cannot_be_predicted_is_refused() {
 
 #[test]
 fn the_picture_says_of_what_it_is() {
-    let dir = crate::lab::drive();
+    let dir = crate::harness::drive();
     // A plan as the trainer's, of any model.
     let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "wall": "device writes"}]}"#;
-    let trainer = crate::lab::script(dir.path(), "trainer", &format!("echo '{plan}'"));
+    let trainer = crate::harness::script(dir.path(), "trainer", &format!("echo '{plan}'"));
     let output = program()
         .args([
             "training",
@@ -296,7 +298,7 @@ fn the_picture_says_of_what_it_is() {
         .arg(dir.path())
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", crate::lab::said(&output));
+    assert!(output.status.success(), "{}", crate::harness::said(&output));
     let svg = std::fs::read_to_string(dir.path().join("training.svg")).unwrap();
     for line in [
         "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens a step in 2 micro-batches",

@@ -8,7 +8,7 @@ use offloadd::api::IODEPTH_DEFAULT;
 use offloadd::config::Config;
 use serde_json::Value;
 
-use crate::lab::{
+use crate::harness::{
     assert_empty, drive, json, program, refused, said, says_how_it_went, says_what_it_is_of,
 };
 
@@ -155,7 +155,7 @@ fn what_cannot_be_tried_is_refused() {
         ),
         (
             vec!["--directory", path, "--config", "/dev/null"],
-            "it exists already",
+            "already exists",
         ),
         // What is tried is the engine alone: through a daemon, or on to a GPU, is for `run`.
         (vec!["--directory", path, "--target=gpu"], "--target"),
@@ -167,7 +167,7 @@ fn what_cannot_be_tried_is_refused() {
         ),
         (
             vec!["--directory", path, "--config", "/no/such/directory/x"],
-            "make it first",
+            "create it first",
         ),
     ] {
         let said = refused(&[&["tune"], &args[..]].concat());

@@ -5,7 +5,7 @@ use std::os::unix::fs::FileExt;
 
 use serde_json::Value;
 
-use crate::lab::{
+use crate::harness::{
     assert_empty, bench_io, drive, json, refused, said, says_how_it_went, says_what_it_is_of,
 };
 

@@ -148,7 +148,9 @@ impl Gpu {
                 let from = piece.as_ptr().cast::<c_void>();
                 (self.driver().copy_up)(address, from, piece.len(), stream.raw())
             };
-            self.check(code, || format!("copying {} bytes up", piece.len()))?;
+            self.check(code, || {
+                format!("copying {} bytes to the device", piece.len())
+            })?;
         }
         Ok(())
     }
@@ -171,7 +173,9 @@ impl Gpu {
                 let to = piece.as_mut_ptr().cast::<c_void>();
                 (self.driver().copy_down)(to, address, piece.len(), stream.raw())
             };
-            self.check(code, || format!("copying {} bytes down", piece.len()))?;
+            self.check(code, || {
+                format!("copying {} bytes from the device", piece.len())
+            })?;
         }
         Ok(())
     }

@@ -161,7 +161,7 @@ impl Compiler {
             code => Err(GpuError::Call {
                 op: op.to_owned(),
                 code,
-                text: format!("the run-time compiler for {} GPUs refused", self.vendor),
+                text: format!("the run-time compiler for {} GPUs failed", self.vendor),
             }),
         }
     }

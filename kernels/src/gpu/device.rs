@@ -167,7 +167,7 @@ impl Device {
         if index >= count {
             return Err(GpuError::NoDevice {
                 message: format!(
-                    "device {index} was asked for, {} has {count}, counted from 0",
+                    "device {index} was requested, but {} has only {count}",
                     runtime.library_name
                 ),
             });

@@ -29,7 +29,7 @@ pub fn open_first(
         }
     }
     for dir in dirs {
-        tried.push(format!("nothing of that name in {}", dir.display()));
+        tried.push(format!("not found in {}", dir.display()));
     }
     Err(tried)
 }

@@ -136,10 +136,10 @@ impl Runtime {
         let (mut bytes, mut version) = (0usize, 0i32);
         // SAFETY: the buffer has room for 256 bytes, the terminator included, which is the length given.
         let code = unsafe { (self.driver.device_name)(name.as_mut_ptr(), 256, handle) };
-        self.check(code, || format!("asking the name of device {index}"))?;
+        self.check(code, || format!("reading the name of device {index}"))?;
         // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver.device_total_bytes)(&mut bytes, handle) };
-        self.check(code, || format!("asking the memory of device {index}"))?;
+        self.check(code, || format!("reading the memory of device {index}"))?;
         // SAFETY: the pointer is live for the call.
         let code = unsafe { (self.driver.version)(&mut version) };
         self.check(code, || "asking the driver's version".to_owned())?;
@@ -164,7 +164,7 @@ impl Runtime {
     }
 
     fn arch(&self, index: u32, handle: i32) -> Result<String, GpuError> {
-        let op = || format!("asking the architecture of device {index}");
+        let op = || format!("reading the architecture of device {index}");
         match &self.differences {
             Differences::Cuda {
                 device_attribute, ..

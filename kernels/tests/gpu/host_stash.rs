@@ -1,7 +1,7 @@
 //! Contents that wait in host memory come back as they were.
 //!
 //! What could go wrong: a copy leaves before what it copies is written, or a buffer or host memory is written over before a copy
-//! has left; what comes back is used before it is there. The stand-in runs what is enqueued only when it is waited for, so a
+//! has left; what comes back is used before it is there. The fake driver runs what is enqueued only when it is waited for, so a
 //! forgotten wait shows as other bytes.
 
 use kernels::gpu::{Gpu, HostStash, Stream};

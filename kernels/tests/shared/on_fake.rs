@@ -1,4 +1,4 @@
-//! Runs tests of the program it is part of once more, on a stand-in for the GPU's driver (`tests/gpu/fake`).
+//! Runs tests of the program it is part of once more, on a fake GPU driver (`tests/gpu/fake`).
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// Tells the stand-in where its own library lies, for the kernels it compiles.
-pub(crate) const DRIVER: &str = "KERNELS_STAND_IN";
+/// Tells the fake driver where its own library lies, for the kernels it compiles.
+pub(crate) const DRIVER: &str = "KERNELS_FAKE";
 
-/// What a test prints of the device that the stand-in for CUDA has.
-pub(crate) const CUDA_INFO: &str = "vendor: Cuda, index: 0, name: \"stand-in\"";
+/// What a test prints of the device that the fake of CUDA has.
+pub(crate) const CUDA_INFO: &str = "vendor: Cuda, index: 0, name: \"fake\"";
 
 /// A directory for a test's files: cargo's, or the system's where this program was carried to another machine.
 pub(crate) fn scratch() -> TempDir {
@@ -20,7 +20,7 @@ pub(crate) fn scratch() -> TempDir {
         .unwrap()
 }
 
-/// Builds the stand-in, of which `source` is the directory, as `libraries`, which are one file, runs `tests` of this program with
+/// Builds the fake driver, of which `source` is the directory, as `libraries`, which are one file, runs `tests` of this program with
 /// it and looks for `info`, which a test prints of its device. At least `passed_min` of them must be there.
 pub(crate) fn run_on_fake(
     source: &Path,
@@ -32,7 +32,9 @@ pub(crate) fn run_on_fake(
 ) {
     let dir = scratch();
     if !source.exists() {
-        println!("skipped: no source of the stand-in for a GPU's driver: this program was carried");
+        println!(
+            "skipped: no source of the fake driver for a GPU's driver: this program was carried"
+        );
         return;
     }
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
@@ -48,7 +50,7 @@ pub(crate) fn run_on_fake(
     let built = match built {
         Ok(built) => built,
         Err(error) => {
-            println!("skipped: {compiler}: {error}: no stand-in for a GPU's driver");
+            println!("skipped: {compiler}: {error}: no fake for a GPU's driver");
             return;
         }
     };

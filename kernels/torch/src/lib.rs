@@ -55,7 +55,7 @@ pub enum TorchError {
     Gpu(#[from] kernels::gpu::GpuError),
     /// torch's GPU half is missing.
     #[error(
-        "torch's half for GPUs is not in reach ({}): install a torch 2.11 with it and put its torch/lib into LD_LIBRARY_PATH, or train on the CPU",
+        "torch's GPU library was not found ({}): install a torch 2.11 with GPU support and add its torch/lib to LD_LIBRARY_PATH, or train on the CPU",
         tried.join("; ")
     )]
     NoGpuHalf {
@@ -64,7 +64,7 @@ pub enum TorchError {
     },
     /// torch's GPU half sees fewer GPUs than the driver.
     #[error(
-        "torch sees {seen} GPUs and was to use number {index}, counted from 0: its CUDA or ROCm version may not fit the driver"
+        "GPU {index} was requested, but torch sees only {seen}: its CUDA or ROCm version may not fit the driver"
     )]
     UnseenGpu {
         /// The requested GPU.

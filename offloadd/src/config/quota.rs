@@ -240,7 +240,7 @@ mod tests {
                 "unknown field `defaults`",
             ),
             (
-                "[quota.uid.1]\nhost_bytes_max = \"1GB\"",
+                "[quota.uid.1]\nhost_bytes_max = \"1Gb\"",
                 "uid.1.host_bytes_max",
             ),
             ("[quota.uid.1]\nsessions_max = -1", "sessions_max"),

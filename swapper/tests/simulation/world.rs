@@ -355,31 +355,7 @@ impl<'a> Life<'a> {
                     "the workers have a short queue"
                 );
             }
-            Action::Lend { range, slots } => {
-                let first = self.sums[range as usize] == 0;
-                let empty = match self.asked {
-                    Some(Op::Fill { .. }) => true,
-                    Some(Op::Scatter { .. }) => first,
-                    _ => false,
-                };
-                for kind in Kind::ALL {
-                    let Some(slot) = slots[kind as usize] else {
-                        continue;
-                    };
-                    if empty {
-                        self.claim(kind, range, slot);
-                    } else {
-                        self.take(kind, range, slot);
-                    }
-                }
-                let grad = slots[Kind::Grad as usize].is_some();
-                assert_eq!(grad, matches!(self.asked, Some(Op::Scatter { .. })));
-                assert!(
-                    !grad || self.updates.iter().all(|(updated, ..)| *updated != range),
-                    "gradients are overwritten while an update reads them"
-                );
-                self.lent.push_back((range, slots));
-            }
+            Action::Lend { range, slots } => self.lend(range, slots),
             Action::Commit { generation } => {
                 assert!(self.committing.is_none(), "two commits at once");
                 assert_eq!(generation, self.acknowledged + 1);
@@ -403,6 +379,32 @@ impl<'a> Life<'a> {
             }
             Action::Refused { asked, announced } => panic!("{asked:?} refused for {announced:?}"),
         }
+    }
+
+    fn lend(&mut self, range: u32, slots: [Option<SlotNumber>; 3]) {
+        let first = self.sums[range as usize] == 0;
+        let empty = match self.asked {
+            Some(Op::Fill { .. }) => true,
+            Some(Op::Scatter { .. }) => first,
+            _ => false,
+        };
+        for kind in Kind::ALL {
+            let Some(slot) = slots[kind as usize] else {
+                continue;
+            };
+            if empty {
+                self.claim(kind, range, slot);
+            } else {
+                self.take(kind, range, slot);
+            }
+        }
+        let grad = slots[Kind::Grad as usize].is_some();
+        assert_eq!(grad, matches!(self.asked, Some(Op::Scatter { .. })));
+        assert!(
+            !grad || self.updates.iter().all(|(updated, ..)| *updated != range),
+            "gradients are overwritten while an update reads them"
+        );
+        self.lent.push_back((range, slots));
     }
 
     /// Takes a slot into use for new content of `range`. What it held is on its device, or nobody wants it.

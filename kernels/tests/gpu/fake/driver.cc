@@ -1,5 +1,5 @@
-// A stand-in for a GPU's driver and run-time compiler, on host memory, for tests without a GPU: the functions our table takes under
-// CUDA's names, and with STAND_IN_HIP under HIP's.
+// A fake GPU driver and run-time compiler, on host memory, for tests without a GPU: the functions our table takes under
+// CUDA's names, and with FAKE_HIP under HIP's.
 //
 // It is as lazy as a device may be: what is enqueued runs only when somebody waits for it, so a forgotten wait shows. Kernels are
 // compiled with the C++ compiler of this machine and run thread by thread. One lock around everything.
@@ -94,13 +94,13 @@ struct StandInIndex {
 };
 StandInIndex threadIdx, blockIdx, blockDim, gridDim;
 
-void stand_in_rendezvous() { swapcontext(&fibers[running]->context, &scheduler); }
+void fake_rendezvous() { swapcontext(&fibers[running]->context, &scheduler); }
 
-unsigned stand_in_exchange(unsigned value, unsigned from_thread) {
+unsigned fake_exchange(unsigned value, unsigned from_thread) {
     // Two places, so that who is ahead by one exchange does not overwrite what others still read.
     unsigned *places = exchanged[fibers[running]->turn++ % 2];
     places[threadIdx.x] = value;
-    stand_in_rendezvous();
+    fake_rendezvous();
     return places[from_thread];
 }
 
@@ -134,18 +134,18 @@ API cuInit(unsigned) { return 0; }
 API cuDriverGetVersion(int *version) { return *version = 13000, 0; }
 // One, or as many as a test of several ranks asks for; a process of such a test uses one of them.
 static int devices() {
-    const char *count = getenv("KERNELS_STAND_IN_GPUS");
+    const char *count = getenv("KERNELS_FAKE_GPUS");
     return count ? atoi(count) : 1;
 }
 API cuDeviceGetCount(int *count) { return *count = devices(), 0; }
 API cuDeviceGet(int *device, int index) { return *device = index, index < devices() ? 0 : INVALID_VALUE; }
-API cuDeviceGetName(char *name, int length, int) { return snprintf(name, length, "stand-in"), 0; }
+API cuDeviceGetName(char *name, int length, int) { return snprintf(name, length, "fake"), 0; }
 API cuDeviceTotalMem_v2(size_t *bytes, int) { return *bytes = MEMORY_BYTES, 0; }
 API cuDeviceGetAttribute(int *value, int attribute, int) { return *value = attribute == 75 ? 9 : 0, 0; }
 API cuDevicePrimaryCtxRetain(size_t *context, int) { return *context = 1, 0; }
 API cuCtxSetCurrent(size_t) { return 0; }
 API cuGetErrorString(int code, const char **text) {
-    *text = code == OUT_OF_MEMORY ? "out of memory" : "an error of the stand-in";
+    *text = code == OUT_OF_MEMORY ? "out of memory" : "an error of the fake driver";
     return 0;
 }
 API cuCtxSynchronize() {
@@ -216,8 +216,8 @@ API cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, si
     return 0;
 }
 
-// For the stand-in of a library that enqueues work of its own.
-API stand_in_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument) {
+// For the fake of a library that enqueues work of its own.
+API fake_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument) {
     LOCK;
     if (!allocated(address, bytes)) return INVALID_VALUE;
     stream_of(stream)->work.push_back([=] { run(argument); });
@@ -311,8 +311,8 @@ API cuModuleUnload(size_t handle) {
 }
 API cuModuleGetFunction(size_t *handle, size_t module, const char *name) {
     void *library = reinterpret_cast<StandInModule *>(module)->library;
-    auto call = reinterpret_cast<void (*)(void **)>(dlsym(library, (std::string(name) + "_stand_in").c_str()));
-    auto bytes = reinterpret_cast<size_t (*)(size_t *)>(dlsym(library, (std::string(name) + "_stand_in_bytes").c_str()));
+    auto call = reinterpret_cast<void (*)(void **)>(dlsym(library, (std::string(name) + "_fake").c_str()));
+    auto bytes = reinterpret_cast<size_t (*)(size_t *)>(dlsym(library, (std::string(name) + "_fake_bytes").c_str()));
     if (!call || !bytes) return NOT_FOUND;
     size_t all[64];
     size_t count = bytes(all);
@@ -343,7 +343,7 @@ API cuLaunchKernel(size_t handle, unsigned gx, unsigned gy, unsigned gz, unsigne
             run_block(bx);
         }
     });
-#ifdef STAND_IN_EAGER
+#ifdef FAKE_EAGER
     // For tests whose other operations run at once: torch's on the CPU.
     run_all(stream_of(stream));
 #endif
@@ -370,7 +370,7 @@ API nvrtcCompileProgram(size_t handle, int count, const char *const *options) {
     LOCK;
     static int number = 0;
     Program *program = program_of(handle);
-    const char *driver = getenv("KERNELS_STAND_IN"), *compiler = getenv("CXX");
+    const char *driver = getenv("KERNELS_FAKE"), *compiler = getenv("CXX");
     if (!driver) return 7;
     std::string base = std::string(driver) + "_kernel" + std::to_string(getpid()) + "_" + std::to_string(number++);
     std::string flags = " -ffp-contract=off";
@@ -380,17 +380,17 @@ API nvrtcCompileProgram(size_t handle, int count, const char *const *options) {
     }
     {
         std::ofstream file(base + ".cc");
-        file << "#include \"" << KERNEL_HEADER << "\"\nextern int stand_in_source_starts;\n" << program->source << "\n";
+        file << "#include \"" << KERNEL_HEADER << "\"\nextern int fake_source_starts;\n" << program->source << "\n";
     }
     std::string cxx = compiler && *compiler ? compiler : "c++";
     // Kernels' names are taken where macros are expanded: some are put together by macros.
     if (system((cxx + " -std=c++17 -E -P" + flags + " -o '" + base + ".ii' '" + base + ".cc' 2> /dev/null").c_str()) == 0) {
         std::string expanded = text_of(base + ".ii");
-        expanded.erase(0, expanded.find("stand_in_source_starts"));
+        expanded.erase(0, expanded.find("fake_source_starts"));
         std::ofstream file(base + ".cc", std::ios::app);
         std::regex kernel("extern \"C\"\\s+void\\s+(\\w+)\\(");
         for (std::sregex_iterator it(expanded.begin(), expanded.end(), kernel), end; it != end; ++it)
-            file << "STAND_IN_KERNEL(" << (*it)[1] << ")\n";
+            file << "FAKE_KERNEL(" << (*it)[1] << ")\n";
     }
     std::string command = cxx + " -std=c++17 -O1 -w -fPIC -shared -fno-strict-aliasing" +
                           flags + " -o '" + base + ".so' '" + base + ".cc' '" + driver + "' 2> '" + base + ".log'";
@@ -408,7 +408,7 @@ API nvrtcDestroyProgram(size_t *handle) {
     return *handle = 0, 0;
 }
 
-#ifdef STAND_IN_HIP
+#ifdef FAKE_HIP
 // HIP's names for functions with the same arguments.
 #define ALSO(cuda, hip) extern "C" __attribute__((alias(#cuda), visibility("default"))) decltype(cuda) hip
 ALSO(cuInit, hipInit);
@@ -459,7 +459,7 @@ extern "C" __attribute__((visibility("default"))) const char *hipGetErrorString(
 // As large as ROCm 6 has it, and the architecture's name where that has it.
 API hipGetDevicePropertiesR0600(char *properties, int) {
     memset(properties, 0, 1472);
-    strcpy(properties, "stand-in");
+    strcpy(properties, "fake");
     strcpy(properties + 1160, "gfx90a:sramecc+:xnack-");
     return 0;
 }

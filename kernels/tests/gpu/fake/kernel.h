@@ -15,41 +15,41 @@ struct StandInIndex {
     unsigned x, y, z;
 };
 extern StandInIndex threadIdx, blockIdx, blockDim, gridDim;
-extern void stand_in_rendezvous();
-extern unsigned stand_in_exchange(unsigned value, unsigned from_thread);
+extern void fake_rendezvous();
+extern unsigned fake_exchange(unsigned value, unsigned from_thread);
 
-static inline void __syncthreads() { stand_in_rendezvous(); }
+static inline void __syncthreads() { fake_rendezvous(); }
 static inline unsigned __shfl_xor_sync(unsigned, unsigned value, int mask) {
-    return stand_in_exchange(value, threadIdx.x ^ (unsigned)mask);
+    return fake_exchange(value, threadIdx.x ^ (unsigned)mask);
 }
 static inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 static inline float __fdiv_rn(float a, float b) { return a / b; }
 static inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 
-template <class To, class From> static inline To stand_in_bits(From from) {
+template <class To, class From> static inline To fake_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "the same bits");
     To to;
     std::memcpy(&to, &from, sizeof to);
     return to;
 }
-static inline unsigned __float_as_uint(float x) { return stand_in_bits<unsigned>(x); }
-static inline float __uint_as_float(unsigned bits) { return stand_in_bits<float>(bits); }
-static inline long long __double_as_longlong(double x) { return stand_in_bits<long long>(x); }
-static inline double __longlong_as_double(long long bits) { return stand_in_bits<double>(bits); }
+static inline unsigned __float_as_uint(float x) { return fake_bits<unsigned>(x); }
+static inline float __uint_as_float(unsigned bits) { return fake_bits<float>(bits); }
+static inline long long __double_as_longlong(double x) { return fake_bits<long long>(x); }
+static inline double __longlong_as_double(long long bits) { return fake_bits<double>(bits); }
 
-// Calls a kernel with arguments taken from a launch's list of places; the driver's stand-in adds one such function a kernel.
+// Calls a kernel with arguments taken from a launch's list of places; the fake driver adds one such function a kernel.
 template <class... Args, size_t... At>
-static void stand_in_call(void (*kernel)(Args...), void **places, std::index_sequence<At...>) {
+static void fake_call(void (*kernel)(Args...), void **places, std::index_sequence<At...>) {
     kernel(*static_cast<Args *>(places[At])...);
 }
-template <class... Args> static void stand_in_call(void (*kernel)(Args...), void **places) {
-    stand_in_call(kernel, places, std::index_sequence_for<Args...>{});
+template <class... Args> static void fake_call(void (*kernel)(Args...), void **places) {
+    fake_call(kernel, places, std::index_sequence_for<Args...>{});
 }
-template <class... Args> static size_t stand_in_bytes(void (*)(Args...), size_t *bytes) {
+template <class... Args> static size_t fake_bytes(void (*)(Args...), size_t *bytes) {
     size_t all[] = {sizeof(Args)..., 0};
     std::memcpy(bytes, all, sizeof all);
     return sizeof...(Args);
 }
-#define STAND_IN_KERNEL(name)                                                                            \
-    extern "C" void name##_stand_in(void **places) { stand_in_call(name, places); }                      \
-    extern "C" size_t name##_stand_in_bytes(size_t *bytes) { return stand_in_bytes(name, bytes); }
+#define FAKE_KERNEL(name)                                                                            \
+    extern "C" void name##_fake(void **places) { fake_call(name, places); }                      \
+    extern "C" size_t name##_fake_bytes(size_t *bytes) { return fake_bytes(name, bytes); }

@@ -43,7 +43,7 @@ pub enum CollectiveError {
     },
     /// Not all ranks came to the rendezvous.
     #[error(
-        "after {waited_s:.0} s rank{} {} still missing at the rendezvous {place}: look at what they printed, or whether they were started",
+        "after {waited_s:.0} s rank{} {} still missing at the rendezvous {place}: check their output, and whether they were started",
         list(ranks), if ranks.len() == 1 { "is" } else { "are" }
     )]
     Absent {
@@ -56,7 +56,7 @@ pub enum CollectiveError {
     },
     /// A rank's process is dead.
     #[error(
-        "rank {rank} died (noticed in {op}): look at its last output, and whether it was killed or ran out of memory"
+        "rank {rank} died (noticed in {op}): check its last output, and whether it was killed or ran out of memory"
     )]
     Died {
         /// The rank that died.
@@ -90,7 +90,7 @@ pub enum CollectiveError {
     },
     /// All ranks are alive, but some have not reached an operation.
     #[error(
-        "{op} was not done after {waited_s:.0} s: rank{} {} not there yet, though alive; if that is only slow, raise the timeout of operations",
+        "{op} did not finish within {waited_s:.0} s: rank{} {} alive but behind; if only slow, raise the timeout of operations",
         list(ranks), if ranks.len() == 1 { "is" } else { "are" }
     )]
     Behind {
@@ -103,7 +103,7 @@ pub enum CollectiveError {
     },
     /// All ranks are alive and in the same operation, but the transfer takes too long.
     #[error(
-        "{op} was not done after {waited_s:.0} s though every rank is in it: the network is too slow; raise the timeout of operations"
+        "{op} did not finish within {waited_s:.0} s although every rank takes part: the network is too slow; raise the timeout of operations"
     )]
     Slow {
         /// Seconds waited.
@@ -125,7 +125,7 @@ pub enum CollectiveError {
     },
     /// Neither NCCL nor RCCL is available.
     #[error(
-        "no NCCL or RCCL for work of several GPUs together ({}): install the one that torch brings and put its directory into LD_LIBRARY_PATH",
+        "no NCCL or RCCL found, which several GPUs need ({}): install the one that belongs to torch and add its directory to LD_LIBRARY_PATH",
         tried.join("; ")
     )]
     NoLibrary {

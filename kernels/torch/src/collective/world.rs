@@ -61,14 +61,16 @@ impl World {
             return Err(CollectiveError::Environment {
                 name: "LOCAL_WORLD_SIZE",
                 value: local_ranks.to_string(),
-                problem: format!("is more than WORLD_SIZE, {ranks}"),
+                problem: format!("exceeds WORLD_SIZE, {ranks}"),
             });
         }
         if local_ranks == ranks && local_rank != rank {
             return Err(CollectiveError::Environment {
                 name: "LOCAL_RANK",
                 value: local_rank.to_string(),
-                problem: format!("is not RANK, {rank}, though all processes are on this node"),
+                problem: format!(
+                    "differs from RANK, {rank}, although all processes are on this node"
+                ),
             });
         }
         Ok(World {
@@ -104,7 +106,7 @@ pub(super) fn number(
         _ => Err(CollectiveError::Environment {
             name,
             value,
-            problem: format!("is no number from {min} to {max}"),
+            problem: format!("is not a number from {min} to {max}"),
         }),
     }
 }
@@ -194,11 +196,11 @@ mod tests {
             for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
                 let error = world(&[(name, Some(value))]).unwrap_err();
                 assert!(error.contains(name), "{name}={value}: {error}");
-                assert!(error.contains("no number"), "{name}={value}: {error}");
+                assert!(error.contains("not a number"), "{name}={value}: {error}");
             }
         }
         let error = world(&[("WORLD_SIZE", Some("0"))]).unwrap_err();
-        assert!(error.contains("no number from 1"), "{error}");
+        assert!(error.contains("not a number from 1"), "{error}");
         let error = world(&[("WORLD_SIZE", Some("1000000000"))]).unwrap_err();
         assert!(error.contains("4096"), "{error}");
     }
@@ -210,7 +212,7 @@ mod tests {
         let error = world(&[("LOCAL_RANK", Some("4"))]).unwrap_err();
         assert!(error.contains("not below LOCAL_WORLD_SIZE, 4"), "{error}");
         let error = world(&[("LOCAL_WORLD_SIZE", Some("9"))]).unwrap_err();
-        assert!(error.contains("more than WORLD_SIZE"), "{error}");
+        assert!(error.contains("exceeds WORLD_SIZE"), "{error}");
         let error = world(&[("LOCAL_WORLD_SIZE", Some("8"))]).unwrap_err();
         assert!(error.contains("not RANK, 5"), "{error}");
     }

@@ -1,4 +1,4 @@
-//! The tests of GPUs together hold without a GPU too, on stand-ins for the driver and for NCCL: three ranks, each with its own.
+//! The tests of GPUs together hold without a GPU too, on fakes of the driver and of NCCL: three ranks, each with its own.
 //!
 //! What could go wrong: an argument in another order or size, a result in another place, a stream that is not ended when a rank dies; and
 //! all of it shows only on machines nobody has at hand.
@@ -6,10 +6,10 @@
 use std::path::Path;
 use std::process::Command;
 
-const DIR: &str = "KERNELS_STAND_IN";
+const DIR: &str = "KERNELS_FAKE";
 
 #[test]
-fn the_tests_of_gpus_together_hold_on_a_stand_in() {
+fn the_tests_of_gpus_together_hold_on_a_fake() {
     if std::env::var_os(DIR).is_some() {
         // In the child already.
         return;
@@ -19,7 +19,7 @@ fn the_tests_of_gpus_together_hold_on_a_stand_in() {
     let driver_source = package.join("../tests/gpu/fake");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
     if let Err(error) = Command::new(&compiler).arg("--version").output() {
-        println!("skipped: {compiler}: {error}: no stand-in for GPUs");
+        println!("skipped: {compiler}: {error}: no fake for GPUs");
         return;
     }
     let kernel = driver_source.join("kernel.h");
@@ -49,7 +49,7 @@ fn the_tests_of_gpus_together_hold_on_a_stand_in() {
         .args(["gpus::", "--show-output", "--test-threads=1"])
         .env("LD_LIBRARY_PATH", dir.path())
         .env(DIR, dir.path())
-        .env("KERNELS_STAND_IN_GPUS", "3")
+        .env("KERNELS_FAKE_GPUS", "3")
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

@@ -9,7 +9,7 @@ use kernels_torch::HostBuffer;
 use kernels_torch::collective::{CollectiveError, Comm, Timeouts};
 use tch::Kind;
 
-use crate::lab::{Meet, PATIENCE, all_succeed, connect, is_rank_of, run, signal_myself};
+use crate::harness::{Meet, TIMEOUTS, all_succeed, connect, is_rank_of, run, signal_myself};
 
 /// Many of them, so that the network's own buffers do not swallow them.
 const ELEMS: usize = 3 << 20;
@@ -68,7 +68,7 @@ fn a_killed_rank_is_named_by_all_others() {
     let name = "gone::a_killed_rank_is_named_by_all_others";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 1, .. });
     let act = |_comm: Comm| signal_myself("KILL");
-    the_others_name(name, Meet::Dir, 1, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 1, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -80,7 +80,7 @@ fn a_rank_killed_with_an_operation_under_way_is_named() {
         let _gather = comm.all_gather_start(buffer, ELEMS).unwrap();
         signal_myself("KILL");
     };
-    the_others_name(name, Meet::Dir, 0, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 0, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -88,7 +88,7 @@ fn a_stopped_rank_is_named_by_all_others() {
     let name = "gone::a_stopped_rank_is_named_by_all_others";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 2, .. });
     let act = |_comm: Comm| signal_myself("STOP");
-    the_others_name(name, Meet::Dir, 2, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 2, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -96,7 +96,7 @@ fn a_killed_rank_is_named_over_tcp_by_its_silence() {
     let name = "gone::a_killed_rank_is_named_over_tcp_by_its_silence";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 1, .. });
     let act = |_comm: Comm| signal_myself("KILL");
-    the_others_name(name, Meet::Tcp, 1, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Tcp, 1, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -104,7 +104,7 @@ fn the_rank_that_runs_the_store_is_named_when_it_is_killed() {
     let name = "gone::the_rank_that_runs_the_store_is_named_when_it_is_killed";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 0, .. });
     let act = |_comm: Comm| signal_myself("KILL");
-    the_others_name(name, Meet::Tcp, 0, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Tcp, 0, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn the_rank_that_runs_the_store_is_named_when_it_is_stopped() {
     let name = "gone::the_rank_that_runs_the_store_is_named_when_it_is_stopped";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Silent { rank: 0, .. });
     let act = |_comm: Comm| signal_myself("STOP");
-    the_others_name(name, Meet::Tcp, 0, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Tcp, 0, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -120,7 +120,7 @@ fn a_rank_that_gives_up_is_named_with_its_reason() {
     let name = "gone::a_rank_that_gives_up_is_named_with_its_reason";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 1, reason, .. } if reason == "no space left on /mnt/nvme0");
     let act = |comm: Comm| comm.give_up("no space left on /mnt/nvme0");
-    the_others_name(name, Meet::Dir, 1, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Dir, 1, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
@@ -131,14 +131,14 @@ fn a_rank_that_runs_the_store_and_gives_up_is_named_with_its_reason() {
         comm.give_up("the disk is full");
         drop(comm);
     };
-    the_others_name(name, Meet::Tcp, 0, PATIENCE, SOON, act, holds);
+    the_others_name(name, Meet::Tcp, 0, TIMEOUTS, SOON, act, holds);
 }
 
 #[test]
 fn a_rank_that_just_ends_is_named() {
     let name = "gone::a_rank_that_just_ends_is_named";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Left { rank: 2, reason, .. } if reason.contains("without saying why"));
-    the_others_name(name, Meet::Dir, 2, PATIENCE, SOON, drop, holds);
+    the_others_name(name, Meet::Dir, 2, TIMEOUTS, SOON, drop, holds);
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_rank_that_is_alive_but_does_not_come_is_named() {
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Behind { ranks, .. } if ranks == &[1]);
     let timeouts = Timeouts {
         operation: Duration::from_secs(2),
-        ..PATIENCE
+        ..TIMEOUTS
     };
     let act = |_: Comm| std::thread::sleep(Duration::from_secs(6));
     the_others_name(name, Meet::Dir, 1, timeouts, SOON, act, holds);

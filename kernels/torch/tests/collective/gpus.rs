@@ -11,7 +11,9 @@ use kernels_torch::HostBuffer;
 use kernels_torch::collective::{CollectiveError, Comm, GpuComm};
 use tch::Kind;
 
-use crate::lab::{MEASURED, Meet, all_succeed, connect, is_rank_of, on_ranks, run, signal_myself};
+use crate::harness::{
+    MEASURED, Meet, all_succeed, connect, is_rank_of, on_ranks, run, signal_myself,
+};
 use crate::values::filled;
 
 /// How many GPUs there are; prints what is missing when there is none.
@@ -28,9 +30,9 @@ fn gpus(test: &str) -> Option<u32> {
     }
 }
 
-/// Elements of a shard that takes a GPU some time; the stand-in is slow.
+/// Elements of a shard that takes a GPU some time; the fake driver is slow.
 fn large() -> usize {
-    match std::env::var_os("KERNELS_STAND_IN") {
+    match std::env::var_os("KERNELS_FAKE") {
         Some(_) => 70_000,
         None => 4 << 20,
     }
@@ -171,7 +173,7 @@ fn a_killed_rank_ends_the_streams_of_the_others_and_is_named() {
     const NAME: &str = "gpus::a_killed_rank_ends_the_streams_of_the_others_and_is_named";
     let Some(count) = gpus(NAME) else { return };
     if is_rank_of(NAME) {
-        let comm = connect(crate::lab::PATIENCE).unwrap();
+        let comm = connect(crate::harness::TIMEOUTS).unwrap();
         let (gpu, stream, gpus) = open(&comm);
         if comm.world().rank == 1 {
             signal_myself("KILL");

@@ -1,10 +1,10 @@
 //! Tests of several processes that act as one, in one program: `cargo test -p kernels-torch --test collective`.
 //!
-//! Every rank is a process of its own: this program again, running the same test with torchrun's variables set (`lab.rs`).
+//! Every rank is a process of its own: this program again, running the same test with torchrun's variables set (`harness.rs`).
 
 mod fake;
 mod gone;
 mod gpus;
-mod lab;
-mod meeting;
+mod harness;
+mod rendezvous;
 mod values;

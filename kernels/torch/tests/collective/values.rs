@@ -7,7 +7,7 @@ use kernels_torch::HostBuffer;
 use kernels_torch::collective::Comm;
 use tch::Kind;
 
-use crate::lab::{Meet, on_ranks};
+use crate::harness::{Meet, on_ranks};
 
 const RANKS: &[u32] = &[1, 2, 3, 4];
 

@@ -15,7 +15,7 @@ use crate::on_fake::DRIVER;
 
 const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 
-/// The kernels, compiled once, and where their tensors are: on the CPU with the stand-in, whose memory that is.
+/// The kernels, compiled once, and where their tensors are: on the CPU with the fake driver, whose memory that is.
 fn fused() -> Option<&'static (Fused, Device)> {
     static COMPILED: OnceLock<Option<(Fused, Device)>> = OnceLock::new();
     let compiled = COMPILED.get_or_init(|| {

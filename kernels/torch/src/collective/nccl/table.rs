@@ -123,7 +123,7 @@ unsafe fn symbol<T: Copy>(library: &'static Library, name: &str) -> Result<T, St
     // SAFETY: the caller's promise; the library is never unloaded, so the copy stays valid.
     unsafe { library.get::<T>(name) }
         .map(|symbol| *symbol)
-        .map_err(|_| format!("it lacks {name}: its version is not one we know"))
+        .map_err(|_| format!("it lacks the function {name}: unsupported version"))
 }
 
 #[cfg(test)]

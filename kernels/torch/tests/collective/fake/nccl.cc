@@ -1,5 +1,5 @@
-// A stand-in for libnccl.so.2: the functions our table takes, for processes of one machine whose "device" is the stand-in for a driver
-// (kernels/tests/gpu/stand_in/driver.cc), for tests without GPUs.
+// A fake for libnccl.so.2: the functions our table takes, for processes of one machine whose "device" is the fake driver for a driver
+// (kernels/tests/gpu/fake/driver.cc), for tests without GPUs.
 //
 // As NCCL's kernels do, an operation waits for its peers without a bound when its turn on the stream comes; only an abort ends it. What
 // an aborted operation leaves in memory is nonsense on purpose.
@@ -16,8 +16,8 @@
 #include <unistd.h>
 #include <vector>
 
-// Of the stand-in for the driver.
-extern "C" int stand_in_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument);
+// Of the fake driver for the driver.
+extern "C" int fake_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument);
 
 namespace {
 
@@ -141,7 +141,7 @@ int enqueue(Operation operation, size_t result_bytes, size_t stream) {
         delete operation;
     };
     auto address = reinterpret_cast<unsigned long long>(operation.to);
-    return stand_in_enqueue(stream, address, result_bytes, run, new Operation(operation)) ? INVALID_ARGUMENT : 0;
+    return fake_enqueue(stream, address, result_bytes, run, new Operation(operation)) ? INVALID_ARGUMENT : 0;
 }
 
 unsigned char *at(unsigned long long address) { return reinterpret_cast<unsigned char *>(address); }
@@ -152,9 +152,9 @@ Comm *comm_of(size_t handle) { return reinterpret_cast<Comm *>(handle); }
 #define API extern "C" __attribute__((visibility("default")))
 
 API int ncclGetVersion(int *version) { return *version = 22809, 0; }
-API const char *ncclGetErrorString(int) { return "an error of the stand-in"; }
+API const char *ncclGetErrorString(int) { return "an error of the fake driver"; }
 API int ncclGetUniqueId(Id *id) {
-    const char *folder = getenv("KERNELS_STAND_IN");
+    const char *folder = getenv("KERNELS_FAKE");
     snprintf(id->path, sizeof id->path, "%s/meeting-%d", folder ? folder : ".", getpid());
     int file = open(id->path, O_CREAT | O_EXCL | O_RDWR, 0600);
     if (file < 0 || ftruncate(file, sizeof(Meeting))) return SYSTEM_ERROR;

@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Output, Stdio};
 
-use crate::lab::{drive, program, said};
+use crate::harness::{drive, program, said};
 
 /// The writing end of a pipe that nobody reads.
 fn unread() -> Stdio {

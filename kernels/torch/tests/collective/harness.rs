@@ -16,7 +16,7 @@ const BOUND: Duration = Duration::from_secs(60);
 pub(crate) const MEASURED: &str = "measured: ";
 
 /// Patience of the tests: as short as a busy machine allows.
-pub(crate) const PATIENCE: Timeouts = Timeouts {
+pub(crate) const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(20),
     operation: Duration::from_secs(20),
     silence: Duration::from_secs(2),
@@ -46,7 +46,7 @@ pub(crate) fn is_rank_of(test: &str) -> bool {
 /// Runs `body` on `ranks` connected ranks; every one must succeed. In a rank this does not return.
 pub(crate) fn on_ranks(test: &str, ranks: &[u32], meet: Meet, body: impl FnOnce(Comm)) {
     if is_rank_of(test) {
-        body(connect(PATIENCE).expect("the ranks connect"));
+        body(connect(TIMEOUTS).expect("the ranks connect"));
         std::process::exit(0);
     }
     for &ranks in ranks {

@@ -5,14 +5,14 @@ use std::time::{Duration, Instant};
 
 use kernels_torch::collective::{CollectiveError, Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
 
-use crate::lab::{
-    Meet, PATIENCE, all_succeed, connect, free_port, is_rank_of, on_ranks, rank_command, run,
+use crate::harness::{
+    Meet, TIMEOUTS, all_succeed, connect, free_port, is_rank_of, on_ranks, rank_command, run,
     signal_myself,
 };
 
 const IMPATIENT: Timeouts = Timeouts {
     connect: Duration::from_secs(2),
-    ..PATIENCE
+    ..TIMEOUTS
 };
 
 /// Ranks 0 and 1 of three must fail to connect, with an error that `holds`.
@@ -47,7 +47,7 @@ fn connecting_fails(
 
 #[test]
 fn a_rank_that_never_comes_is_named() {
-    let name = "meeting::a_rank_that_never_comes_is_named";
+    let name = "rendezvous::a_rank_that_never_comes_is_named";
     let holds = |error: &CollectiveError| {
         matches!(error, CollectiveError::Absent { ranks, .. } if ranks == &[2])
             // The other one noticed first and said so.
@@ -58,25 +58,25 @@ fn a_rank_that_never_comes_is_named() {
 
 #[test]
 fn a_rank_that_should_run_the_store_and_never_comes_is_named() {
-    let name = "meeting::a_rank_that_should_run_the_store_and_never_comes_is_named";
+    let name = "rendezvous::a_rank_that_should_run_the_store_and_never_comes_is_named";
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Absent { ranks, .. } if ranks == &[0]);
     connecting_fails(name, Meet::Tcp, &[0, 2], IMPATIENT, holds);
 }
 
 #[test]
 fn a_rank_that_dies_on_the_way_is_named() {
-    let name = "meeting::a_rank_that_dies_on_the_way_is_named";
+    let name = "rendezvous::a_rank_that_dies_on_the_way_is_named";
     if is_rank_of(name) && std::env::var("RANK").unwrap() == "1" {
         // Late, so that rank 2 is dead before all have met.
         std::thread::sleep(Duration::from_millis(1000));
     }
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 2, .. });
-    connecting_fails(name, Meet::Dir, &[], PATIENCE, holds);
+    connecting_fails(name, Meet::Dir, &[], TIMEOUTS, holds);
 }
 
 #[test]
 fn two_processes_with_one_rank_are_refused() {
-    let name = "meeting::two_processes_with_one_rank_are_refused";
+    let name = "rendezvous::two_processes_with_one_rank_are_refused";
     if is_rank_of(name) {
         let error = connect(IMPATIENT).map(|_| ()).unwrap_err();
         println!("error: {error}");
@@ -169,7 +169,7 @@ fn an_address_that_cannot_be_used_is_named() {
 
 #[test]
 fn the_store_listens_on_its_address_only() {
-    const NAME: &str = "meeting::the_store_listens_on_its_address_only";
+    const NAME: &str = "rendezvous::the_store_listens_on_its_address_only";
     on_ranks(NAME, &[2], Meet::Tcp, |comm| {
         let port: u16 = std::env::var("MASTER_PORT").unwrap().parse().unwrap();
         let listening = |path: &str| -> Vec<String> {
