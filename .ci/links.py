@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Checks that relative links in the documents point to files and headings that exist, and paths in backticks to files. Prints each that does
-not; needs no network.
+"""Checks that relative links in the documents point to files and headings that exist, that paths in backticks are files,
+and that the page about reliability names tests that exist. Prints what does not; needs no network.
 
     .ci/links.py [ROOT]     README.md and docs/*.md, and the pages they share the reader with
 """
@@ -10,6 +10,9 @@ import re
 import sys
 
 PAGES = ["README.md", "docs/**/*.md", "offloadd/*.md", "trainer/bench/*.md", "bench-io/measured/*.md"]
+
+# Its table names tests.
+RELIABILITY = "reliability.md"
 
 
 def without_code(text):
@@ -22,6 +25,21 @@ def named_paths(text):
     """Paths of the repository that a page names in backticks, as in `trainer/src/plan/`."""
     text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`((?:offloadd|client|swapper|kernels|trainer|bench-io|configs|docs|\.ci)/[\w./-]*)`", text)
+
+
+def stale_tests(root, text):
+    """Tests that a page names as in `module::a_test_...` or `module::*` and that no source file has."""
+    sources = [path for path in root.glob("**/*.rs") if "target" not in path.relative_to(root).parts]
+    code = "\n".join(path.read_text() for path in sources)
+    functions = re.findall(r"\bfn (\w+)", code)
+    modules = {*re.findall(r"\bmod (\w+)", code), *(name for path in sources for name in (path.stem, path.parent.name))}
+    stale = []
+    for name in re.findall(r"`((?:\w+::)+(?:\w+\*?|\*)(?:\.\.\.)?)`", text):
+        *path, last = name.split("::")
+        stem = re.sub(r"(_?\.\.\.|\*)$", "", last)
+        if not modules.issuperset(path) or not any(function.startswith(stem) for function in functions):
+            stale.append(name)
+    return stale
 
 
 def anchors(text):
@@ -45,6 +63,8 @@ def faults(root):
             elif anchor and target.suffix == ".md" and anchor not in anchors(target.read_text()):
                 found.append(f"{page.relative_to(root)}: {link}: no such heading")
         found += [f"{page.relative_to(root)}: {path}: no such file" for path in named_paths(page.read_text()) if not (root / path).exists()]
+        if page.name == RELIABILITY:
+            found += [f"{page.relative_to(root)}: {name}: no such test" for name in stale_tests(root, page.read_text())]
     return found if pages else [f"{root}: no documents"]
 
 

@@ -152,6 +152,17 @@ class Links(unittest.TestCase):
     def test_a_path_that_is_gone_is_named(self):
         self.assertEqual(self.faults("`docs/a.md` `docs/` `docs/b.rs` `docs/{a,b}.md`\n"), ["README.md: docs/b.rs: no such file"])
 
+    def test_a_test_that_is_gone_is_named(self):
+        source = "mod cuts {\n    fn power_fails_at_once() {}\n}\n"
+        self.assertEqual(links.stale_tests(self.written({"a/b.rs": source}), "`cuts::*` `cuts::power_fails_...` `cuts::gone` `old::*`"), ["cuts::gone", "old::*"])
+
+    def written(self, files):
+        root = pathlib.Path(self.enterContext(tempfile.TemporaryDirectory()))
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        return root
+
     def test_a_repository_without_documents_is_a_fault(self):
         with tempfile.TemporaryDirectory() as root:
             self.assertEqual(len(links.faults(pathlib.Path(root))), 1)

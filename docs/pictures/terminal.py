@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Draws what a program printed on a terminal as an SVG.
 
-    script -qec "trainer train run.toml" /dev/null | docs/pictures/terminal.py '$ trainer train run.toml' > docs/pictures/train.svg
+    script -qec "trainer train run.toml" /dev/null | docs/pictures/terminal.py --from plan '$ trainer train run.toml' > docs/pictures/train.svg
 
-Understands colours and bold (SGR), carriage returns, and a cleared screen: what was before it is left out.
+Understands colours and bold (SGR), carriage returns, and a cleared screen: what was before it is left out, and so are progress bars. Long
+lines are cut. --from TEXT: begins with the line that starts with TEXT.
 """
 
 import html
@@ -12,7 +13,7 @@ import sys
 
 COLOURS = ["#4d4d4d", "#e06c75", "#98c379", "#e5c07b", "#61afef", "#c678dd", "#56b6c2", "#dcdfe4"]
 PLAIN, BACK = "#dcdfe4", "#1e2127"
-ADVANCE, LINE, MARGIN = 7.83, 17, 14
+ADVANCE, LINE, MARGIN, COLUMNS = 7.83, 17, 14, 130
 
 
 def screen(text):
@@ -20,9 +21,10 @@ def screen(text):
     text = re.split(r"\x1b\[[23]J", text)[-1]
     text = re.sub(r"\x1b\[\?[\d;]*[a-z]|\x1b\[[\d;]*[A-HJKf]|\x1b\][^\x07]*\x07", "", text)
     lines = [line.rstrip("\r").rsplit("\r", 1)[-1] for line in text.split("\n")]
+    lines = [line for line in lines if not line.startswith(("\u2588", "\u2591"))]
     while lines and not lines[-1].strip():
         lines.pop()
-    return lines
+    return [line if len(line) <= COLUMNS else line[: COLUMNS - 1] + "\u2026" for line in lines]
 
 
 def spans(line):
@@ -63,5 +65,8 @@ def picture(lines):
 
 
 if __name__ == "__main__":
-    prompt = [f"\x1b[1m{line}\x1b[0m" for line in sys.argv[1:]]
-    sys.stdout.write(picture(prompt + screen(sys.stdin.read())))
+    prompt, lines = sys.argv[1:], screen(sys.stdin.read())
+    if prompt[:1] == ["--from"]:
+        first = next(number for number, line in enumerate(lines) if line.startswith(prompt[1]))
+        prompt, lines = prompt[2:], lines[first:]
+    sys.stdout.write(picture([f"\x1b[1m{line}\x1b[0m" for line in prompt] + lines))

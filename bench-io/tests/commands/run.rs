@@ -114,7 +114,11 @@ fn rounds_are_in_turns_with_fio_on_the_same_drive() {
             assert!(command.contains(word), "{word}: {command}");
         }
         let rows = comparison["rows"].as_array().unwrap();
-        assert_eq!(rows.len(), 6, "bytes, p50 and p99 of both ways: {comparison}");
+        assert_eq!(
+            rows.len(),
+            6,
+            "bytes, p50 and p99 of both ways: {comparison}"
+        );
         for row in rows {
             for side in ["ours", "fio"] {
                 let values = row[side].as_array().unwrap();

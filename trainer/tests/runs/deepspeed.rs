@@ -3,9 +3,6 @@
 //! What could go wrong: a file that people have is refused for a key nobody needs, or for 1e9 where a whole number is meant; a
 //! value of it is lost on the way into the run; what has no effect is not named.
 
-use std::path::Path;
-use std::process::{Command, Stdio};
-
 use serde_json::json;
 
 use crate::harness::{Harness, Run, succeed};

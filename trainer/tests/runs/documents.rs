@@ -6,6 +6,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use serde_json::Value;
+
 use crate::harness::{Harness, succeed};
 
 /// The run that a page's block without steps is a part of.
@@ -29,11 +31,22 @@ fn stand_ins() -> Harness {
     }
     let model = harness.path("Qwen3-8B");
     std::fs::create_dir(&model).expect("a model directory");
-    std::fs::copy(
-        root.join("configs/models/Qwen3-8B.json"),
-        model.join("config.json"),
-    )
-    .expect("the model's configuration");
+    // The store needs space on the drive that has the target directory.
+    let config = std::fs::read_to_string(root.join("configs/models/Qwen3-8B.json"));
+    let mut config: Value = serde_json::from_str(&config.expect("a configuration")).expect("JSON");
+    for (key, value) in [
+        ("hidden_size", 64),
+        ("intermediate_size", 128),
+        ("num_hidden_layers", 2),
+        ("num_attention_heads", 4),
+        ("num_key_value_heads", 2),
+        ("head_dim", 16),
+        ("vocab_size", 1000),
+    ] {
+        assert!(config.get(key).is_some(), "the configuration has {key}");
+        config[key] = value.into();
+    }
+    std::fs::write(model.join("config.json"), config.to_string()).expect("the configuration");
     // Its weights are not read for a plan, but a model directory without any is refused.
     std::fs::write(model.join("model.safetensors"), b"")
         .expect("a file in the place of the weights");
