@@ -1,5 +1,5 @@
-//! Checksums of tiles, computed by threads beside the session's own: one core sums 6 to 23 GB/s, several drives move more in
-//! both directions together. A slot is with such a thread or with its flight, never with both.
+//! Threads that compute checksums of tiles beside the session's own thread: one core sums 6 to 23 GB/s, and several drives move
+//! more in both directions together. Either such a thread or the in-flight table owns a slot, never both.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,11 +11,11 @@ use offload_api::ids::TicketId;
 use crate::Slot;
 use crate::signal::Waker;
 
-/// Four drives of 6.2 and 3.2 GB/s move 37.6 both ways, and a core of a 16-core Xeon summed 12 to 20 of tiles that were in its
-/// caches and 6 to 8 out of memory while others did (2026-11-22). More than are needed sleep.
+/// Four drives of 6.2 and 3.2 GB/s move 37.6 GB/s in both directions. With all threads busy, a core of a 16-core Xeon sums 12
+/// to 20 GB/s out of its caches and 6 to 8 out of memory (2026-11-22). Threads without work sleep.
 const THREADS_MAX: usize = 8;
 
-/// A tile's bytes, on their way to or from a checksum.
+/// A tile whose checksum is to be computed.
 #[derive(Debug)]
 struct Job {
     ticket: TicketId,
@@ -23,7 +23,7 @@ struct Job {
     bytes: u32,
 }
 
-/// A checksum, and the slot back.
+/// The checksum of a tile, with its slot.
 #[derive(Debug)]
 pub(crate) struct Summed {
     pub(crate) ticket: TicketId,
@@ -31,17 +31,17 @@ pub(crate) struct Summed {
     pub(crate) checksum: u32,
 }
 
-/// The threads. Dropping it ends them after what they have been given, which is at most iodepth tiles.
+/// The threads. Dropping the pool ends them after their queued work, which is at most iodepth tiles.
 #[derive(Debug)]
 pub(crate) struct ChecksumPool {
-    /// `None` while it is dropped.
+    /// `None` while the pool is dropped.
     jobs: Option<Sender<Job>>,
     results: Receiver<Summed>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl ChecksumPool {
-    /// Threads that ring `waker` after each result.
+    /// Starts threads that wake `waker` after each result.
     pub(crate) fn start(waker: &Waker) -> Self {
         let count = std::thread::available_parallelism().map_or(1, |cores| cores.get() / 2);
         let (jobs, from_session) = channel::<Job>();
@@ -51,7 +51,7 @@ impl ChecksumPool {
             let (jobs, results, waker) = (from_session.clone(), to_session.clone(), waker.clone());
             std::thread::spawn(move || {
                 loop {
-                    // The lock is held while waiting: one waits for the queue, the others for it.
+                    // The lock is held while waiting: one thread waits for the queue, the others for the lock.
                     let job = jobs.lock().unwrap_or_else(PoisonError::into_inner).recv();
                     let Ok(Job {
                         ticket,
@@ -81,7 +81,7 @@ impl ChecksumPool {
         }
     }
 
-    /// Has the first `bytes` of `slot` summed. There are never more at a time than operations in flight.
+    /// Queues the first `bytes` of `slot` to be summed. At most iodepth slots are queued at a time.
     pub(crate) fn begin(&self, ticket: TicketId, slot: Slot, bytes: u32) {
         let jobs = self.jobs.as_ref().expect("taken in drop only");
         jobs.send(Job {
@@ -92,7 +92,7 @@ impl ChecksumPool {
         .expect("a checksum does not panic");
     }
 
-    /// One that is ready.
+    /// Returns a finished checksum, if there is one.
     pub(crate) fn take(&self) -> Option<Summed> {
         self.results.try_recv().ok()
     }

@@ -1,4 +1,4 @@
-//! gRPC behind blocking calls with deadlines. The only async code of this crate: one thread that owns the connection.
+//! Blocking gRPC calls with deadlines. The only async code of this crate, in one thread that owns the connection.
 
 use std::future::Future;
 use std::io;
@@ -16,26 +16,26 @@ use tonic::{Response, Status};
 use crate::ClientError;
 use crate::signal::Waker;
 
-/// To reach a daemon. It accepts at once or not at all: the bound is for one that hangs.
+/// Time limit for connecting. A daemon accepts at once; the limit is for one that hangs.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
 
-/// A call that touches no device.
+/// Time limit of a call that touches no device.
 pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(30);
 
-/// Touching an arena can take seconds a GiB; a commit waits for its slowest rank and device.
+/// Time limit of other calls. Populating an arena can take seconds a GiB, and a commit waits for its slowest rank and device.
 pub(crate) const LONG_WAIT: Duration = Duration::from_secs(600);
 
-/// From a hang-up to the answer that was on its way.
+/// How long to wait for an answer that was on its way when the daemon hung up.
 const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
 
 pub(crate) type Client = OffloadClient<Channel>;
 
-/// A connection to a daemon. Dropping it gives up calls that still run.
+/// A connection to a daemon. Dropping it cancels calls in progress.
 pub(crate) struct Control {
     socket: PathBuf,
     client: Client,
     runtime: tokio::runtime::Handle,
-    /// Rung when a call ends.
+    /// Woken when a call ends.
     ended: Waker,
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -75,7 +75,7 @@ impl Control {
                     };
                     let ready = channel.map(|c| (c, tokio::runtime::Handle::current()));
                     if started.send(ready).is_ok() {
-                        // An error says that Control is gone, which is the same.
+                        // An error means that `Control` was dropped, which also stops the thread.
                         let _ = stopped.await;
                     }
                 });
@@ -101,7 +101,7 @@ impl Control {
         &self.socket
     }
 
-    /// Rung when a call ends.
+    /// The waker that a call wakes when it ends.
     pub(crate) fn ended(&self) -> &Waker {
         &self.ended
     }
@@ -126,7 +126,7 @@ impl Control {
                 Ok(Err(status)) => Err(Some(status)),
                 Err(_) => Err(None),
             };
-            // Nobody waits any more: nothing to tell.
+            // An error means that the caller stopped waiting.
             let _ = sender.send(result);
             ended.wake();
         });
@@ -139,7 +139,7 @@ impl Control {
         }
     }
 
-    /// A call, waited for.
+    /// Calls the daemon and waits for the answer.
     pub(crate) fn call<R, F>(
         &self,
         call: &'static str,
@@ -158,13 +158,13 @@ impl Drop for Control {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It only ends its runtime; a panic there was printed by the thread itself.
+            // The thread has already printed its panic, if any.
             let _ = thread.join();
         }
     }
 }
 
-/// A call under way.
+/// A call in progress.
 #[derive(Debug)]
 pub(crate) struct Pending<R> {
     call: &'static str,
@@ -175,25 +175,25 @@ pub(crate) struct Pending<R> {
 }
 
 impl<R> Pending<R> {
-    /// The answer, if it is there.
+    /// Returns the answer, if it has arrived.
     pub(crate) fn poll(&self) -> Option<Result<R, ClientError>> {
         self.poll_for(Duration::ZERO)
     }
 
-    /// After the daemon hung up: its last answer (a session that was closed hangs up too, and one that was thrown out is
-    /// told why), or that it is gone. Calls of a dead daemon end by themselves at once.
+    /// Returns the last answer of a daemon that hung up, or an error that it is gone. A daemon also hangs up after it closed or
+    /// evicted a session, and then the answer says so. Calls to a dead daemon fail at once.
     pub(crate) fn last_words(&self) -> Result<R, ClientError> {
         self.poll_for(LAST_WORDS_WAIT)
             .unwrap_or_else(|| Err(self.gone()))
     }
 
     fn wait(self) -> Result<R, ClientError> {
-        // The task ends by itself at the limit; a little more only guards against a bug in that.
+        // The task ends by itself at the limit; the extra time guards against a bug there.
         self.poll_for(self.limit + Duration::from_secs(5))
             .unwrap_or_else(|| self.told(Err(None)))
     }
 
-    /// The answer, if it comes within `limit`.
+    /// Returns the answer, if it arrives within `limit`.
     pub(crate) fn poll_for(&self, limit: Duration) -> Option<Result<R, ClientError>> {
         match self.answer.recv_timeout(limit) {
             Ok(result) => Some(self.told(result)),
@@ -227,7 +227,7 @@ impl<R> Pending<R> {
     }
 }
 
-/// Codes that tonic gives to a lost connection.
+/// Whether tonic reports a lost connection.
 fn is_broken(status: &Status) -> bool {
     use tonic::Code;
     matches!(
@@ -236,7 +236,7 @@ fn is_broken(status: &Status) -> bool {
     ) && std::error::Error::source(status).is_some()
 }
 
-/// The system's error behind a transport error, so that "no such file" can be told from "permission denied".
+/// Finds the system's error behind a transport error, to tell "no such file" from "permission denied".
 fn io_error(error: &(dyn std::error::Error + 'static)) -> io::Error {
     let mut cause = Some(error);
     while let Some(error) = cause {

@@ -1,4 +1,4 @@
-//! Between this crate's types and the messages. What a daemon sends is checked here, once.
+//! Converts between this crate's types and the messages. Everything a daemon sends is checked here, once.
 
 use offload_api::ids::{Generation, Rank};
 use offload_api::proto;

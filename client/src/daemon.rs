@@ -1,4 +1,4 @@
-//! A daemon without a session: who it is, and which jobs it keeps.
+//! A connection to a daemon without a session: its description and its jobs.
 
 use std::path::Path;
 
@@ -16,43 +16,46 @@ pub struct Daemon {
     info: DaemonInfo,
 }
 
-/// Who answers.
+/// Description of a daemon.
 #[derive(Clone, Debug)]
 pub struct DaemonInfo {
-    /// Its life.
+    /// Incarnation of the daemon.
     pub epoch: Epoch,
-    /// Crate version, for people.
+    /// Version of the daemon's build.
     pub build: String,
-    /// How it moves bytes.
+    /// I/O engine, one of [`crate::ENGINES`].
     pub engine: String,
-    /// Why so.
+    /// Why the daemon chose this engine.
     pub engine_reason: String,
-    /// Of its store now.
+    /// Devices in the store now.
     pub devices: Vec<DeviceInfo>,
-    /// Host memory a new session may still take.
+    /// Bytes of host memory that a new session may still take.
     pub arena_free_bytes: u64,
-    /// Whether arenas stay in memory whatever the machine is short of.
+    /// Whether arenas are locked in memory.
     pub memory_locked: bool,
-    /// What unlocked memory costs and the line that mends it; empty when locked.
+    /// What unlocked memory costs and how to fix it; empty when locked.
     pub memory_note: String,
 }
 
 /// A job in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobSummary {
-    /// Its name.
+    /// Name of the job.
     pub job: String,
-    /// Whose it is.
+    /// User the job belongs to.
     pub uid: u32,
-    /// Room it takes on the devices.
+    /// Bytes the job reserves on the devices.
     pub reserved_bytes: u64,
-    /// 0 before its first commit.
+    /// Newest committed generation; 0 before the first commit.
     pub newest_generation: Generation,
-    /// Whether a session of it is open.
+    /// Whether the job has an open session.
     pub open: bool,
 }
 
 impl Daemon {
+    /// Connects to the daemon on `socket`.
+    ///
+    /// # Errors
     /// [`ClientError::Connect`] when nobody listens, [`ClientError::Version`] when another release does.
     pub fn connect(socket: &Path) -> Result<Self, ClientError> {
         let control = Control::connect(socket)?;
@@ -60,18 +63,18 @@ impl Daemon {
         Ok(Self { control, info })
     }
 
-    /// As it answered when we connected.
+    /// Description of the daemon when this connection was made or last asked.
     pub fn info(&self) -> &DaemonInfo {
         &self.info
     }
 
-    /// Asks again: what is free changes.
+    /// Asks the daemon for its current description.
     pub fn describe(&mut self) -> Result<&DaemonInfo, ClientError> {
         self.info = describe(&self.control)?;
         Ok(&self.info)
     }
 
-    /// The caller's jobs.
+    /// Lists the caller's jobs.
     pub fn jobs(&self) -> Result<Vec<JobSummary>, ClientError> {
         let reply = self
             .control
@@ -88,7 +91,7 @@ impl Daemon {
         Ok(jobs.collect())
     }
 
-    /// Gives a job's room back and answers how many bytes that were. Refused while a session of it is open.
+    /// Deletes a job and returns the bytes freed. Refused while the job has an open session.
     pub fn drop_job(&self, job: &str) -> Result<u64, ClientError> {
         let request = proto::DropJobRequest {
             job: job.into(),

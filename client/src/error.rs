@@ -1,4 +1,4 @@
-//! What can go wrong on this side, by kinds a caller branches on.
+//! Errors of this crate, by the kinds a caller branches on.
 
 use std::io;
 use std::path::PathBuf;
@@ -17,79 +17,79 @@ fn may_not(connecting: &io::Error) -> bool {
 pub enum ClientError {
     /// No daemon was reached.
     #[error(
-        "{} {}: {source}; {}, or leave the socket setting out to get a private one",
-        if may_not(source) { "this user may not open" } else { "nobody listens on" },
+        "{} {}: {source}; {}, or remove the socket setting to get a private daemon",
+        if may_not(source) { "no permission to open" } else { "no daemon listens on" },
         socket.display(),
-        if may_not(source) { "have whoever runs offloadd let it (group and mode of the socket)" } else { "start offloadd there" }
+        if may_not(source) { "ask whoever runs offloadd for access (group and mode of the socket)" } else { "start offloadd there" }
     )]
     Connect {
-        /// As configured.
+        /// Path of the socket, as configured.
         socket: PathBuf,
-        /// What connecting said.
+        /// Error of connect(2).
         source: io::Error,
     },
-    /// The daemon speaks another protocol.
+    /// The daemon speaks another protocol version.
     #[error(
-        "offloadd {build} speaks protocol version {theirs}, this program {ours}: install both from one release"
+        "offloadd {build} speaks protocol version {theirs}, this program version {ours}: install both from one release"
     )]
     Version {
-        /// This crate's.
+        /// Version of this crate.
         ours: u32,
-        /// The daemon's.
+        /// Version of the daemon.
         theirs: u32,
-        /// The daemon's build.
+        /// Build of the daemon.
         build: String,
     },
-    /// The daemon, or this crate before asking it, said no.
+    /// The daemon refused, or this crate did before asking it.
     #[error(transparent)]
     Refused(#[from] Fault),
-    /// The session is over: what is in flight does not come back.
+    /// The session is over: operations in flight do not come back.
     #[error(
-        "the daemon on {} is gone, or has thrown this session out; its log says why. What was committed is safe",
+        "the daemon on {} has ended or has closed this session; its log says why. Committed state is safe",
         socket.display()
     )]
     DaemonGone {
-        /// Where it was.
+        /// Path of the socket.
         socket: PathBuf,
     },
-    /// The daemon lives and does not answer.
+    /// The daemon is connected and does not answer.
     #[error(
-        "offloadd on {} has not answered {call} for {} s; a device that hangs is the usual reason",
+        "offloadd on {} has not answered {call} for {} s; the usual cause is a device that hangs",
         socket.display(),
         waited.as_secs()
     )]
     Timeout {
         /// Name of the call.
         call: &'static str,
-        /// Where.
+        /// Path of the socket.
         socket: PathBuf,
-        /// As long as that.
+        /// Time since the call began.
         waited: Duration,
     },
-    /// The daemon sent what no daemon of this version sends.
-    #[error("the daemon broke the protocol: {what}")]
+    /// The daemon sent something that no daemon of this version sends.
+    #[error("the daemon violated the protocol: {what}")]
     Protocol {
-        /// What it was.
+        /// What it sent.
         what: String,
     },
     /// The kernel refused memory or a descriptor.
     #[error("{what}: {source}")]
     Os {
-        /// What was tried.
+        /// The operation that failed.
         what: String,
-        /// The errno.
+        /// Error of the system call.
         source: io::Error,
     },
     /// The private daemon did not start.
     #[error("private offloadd: {what}")]
     Private {
-        /// What was tried, what came, and where its log is.
+        /// The step that failed, why, and the end of the daemon's log.
         what: String,
     },
 }
 
 impl ClientError {
-    /// The kind of a refusal, whichever side refused.
+    /// Kind of a refusal, by the daemon or by this crate.
     pub fn fault(&self) -> Option<FaultKind> {
         match self {
             Self::Refused(fault) => Some(fault.kind),
@@ -114,80 +114,80 @@ impl ClientError {
     }
 }
 
-/// Why a tile did not move. The slot comes back with the error; after a swap in its bytes are all ones (NaN in every
-/// float format), so that nobody computes with them by mistake.
+/// Why a tile did not move. The slot comes back with the error. After a swap in its bytes are all ones (NaN in every float
+/// format), so that nobody computes with them by mistake.
 #[derive(Debug, thiserror::Error)]
 pub enum TileError {
-    /// The bytes read are not the bytes written.
+    /// The bytes read do not match their checksum.
     #[error(
         "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, found \
-         {found:08x} the second time it was read; `offloadd verify` lists all damage",
+         {found:08x} in two reads; `offloadd verify` lists all damage",
         device.display()
     )]
     Damaged {
         /// Path of the device.
         device: PathBuf,
-        /// Of the extent, in bytes.
+        /// First byte of the extent on the device.
         offset: u64,
-        /// Whose bytes.
+        /// The damaged tile.
         tile: TileIndex,
-        /// That wrote them.
+        /// Generation that wrote the tile.
         generation: Generation,
-        /// In the manifest.
+        /// Checksum in the manifest.
         expected: u32,
-        /// Of the bytes read.
+        /// Checksum of the bytes read.
         found: u32,
     },
     /// The device answered with an error.
     #[error("{} tile {tile}, {asked_bytes} bytes on {} at byte {offset}: {source}", words(*.verb), device.display())]
     Io {
-        /// What was tried.
+        /// Direction of the transfer.
         verb: Verb,
-        /// With which tile.
+        /// The tile.
         tile: TileIndex,
         /// Path of the device.
         device: PathBuf,
-        /// Of the extent, in bytes.
+        /// First byte of the extent on the device.
         offset: u64,
         /// Length of the transfer.
         asked_bytes: u32,
-        /// The device's errno.
+        /// Errno of the device.
         source: io::Error,
     },
-    /// The device moved less than it was asked to; nothing at all is what a removed drive answers.
+    /// The device moved fewer bytes than asked; a removed drive moves none.
     #[error(
-        "{} tile {tile} on {} at byte {offset}: only {moved_bytes} of {asked_bytes} bytes moved; is the drive still there?",
+        "{} tile {tile} on {} at byte {offset}: only {moved_bytes} of {asked_bytes} bytes were moved; check that the drive is still connected",
         words(*.verb),
         device.display()
     )]
     Short {
-        /// What was tried.
+        /// Direction of the transfer.
         verb: Verb,
-        /// With which tile.
+        /// The tile.
         tile: TileIndex,
         /// Path of the device.
         device: PathBuf,
-        /// Of the extent, in bytes.
+        /// First byte of the extent on the device.
         offset: u64,
         /// Length of the transfer.
         asked_bytes: u32,
-        /// What came of it.
+        /// Bytes that were moved.
         moved_bytes: u32,
     },
     /// The daemon refused before it asked a device.
     #[error("{} tile {tile}: the daemon refused: {}", words(*.verb), refusal(*.kind))]
     Refused {
-        /// What was tried.
+        /// Direction of the transfer.
         verb: Verb,
-        /// With which tile.
+        /// The tile.
         tile: TileIndex,
-        /// Why.
+        /// Reason of the refusal.
         kind: FaultKind,
     },
 }
 
 impl TileError {
-    /// To branch on.
+    /// Kind of the error, to branch on.
     pub fn kind(&self) -> FaultKind {
         match self {
             Self::Damaged { .. } => FaultKind::Damaged,
@@ -210,21 +210,21 @@ fn words(verb: Verb) -> &'static str {
 
 fn refusal(kind: FaultKind) -> String {
     match kind {
-        FaultKind::NeverWritten => "it was never written".into(),
+        FaultKind::NeverWritten => "the tile was never written".into(),
         FaultKind::Poisoned => {
-            "the job takes nothing more after a failed flush or a dead rank: open it again; or the whole store is only \
-             read: `offloadd device list` says why"
+            "after a failed flush or a dead rank the job refuses everything until it is opened again; or the store is \
+             read-only: `offloadd device list` says why"
                 .into()
         }
         FaultKind::WrongGeneration => {
             "the write names another generation than the working one".into()
         }
-        FaultKind::StaleEpoch => "the submission is of another life of the daemon".into(),
+        FaultKind::StaleEpoch => "the submission is for another incarnation of the daemon".into(),
         FaultKind::TileBusy => {
             "the tile has an operation in flight that this one would disturb".into()
         }
-        FaultKind::TooMany => "more in flight than was granted".into(),
-        FaultKind::Stopping => "it is stopping".into(),
+        FaultKind::TooMany => "more operations in flight than were granted".into(),
+        FaultKind::Stopping => "the daemon is stopping".into(),
         other => format!("{other:?}"),
     }
 }
@@ -245,12 +245,12 @@ mod tests {
         };
         let denied = connect(io::ErrorKind::PermissionDenied);
         assert!(
-            denied.starts_with("this user may not open /run/"),
+            denied.starts_with("no permission to open /run/"),
             "{denied}"
         );
         assert!(!denied.contains("start offloadd"), "{denied}");
         let nobody = connect(io::ErrorKind::ConnectionRefused);
-        assert!(nobody.starts_with("nobody listens on /run/"), "{nobody}");
+        assert!(nobody.starts_with("no daemon listens on /run/"), "{nobody}");
         assert!(nobody.contains("start offloadd there"), "{nobody}");
     }
 }

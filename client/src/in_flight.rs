@@ -1,4 +1,4 @@
-//! What is in flight: which slot belongs to which ticket, and what a completion means.
+//! Operations in flight: which slot belongs to which ticket, and what a completion means.
 
 use std::io;
 use std::path::PathBuf;
@@ -10,31 +10,31 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use crate::{ClientError, Slot, TileError};
 
-/// Names one operation in flight. It owns nothing: dropping it frees nothing and the [`Done`] still comes.
+/// Name of an operation in flight. Dropping a ticket frees nothing; its [`Done`] still comes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(pub(crate) TicketId);
 
-/// One operation has ended and its slot is the caller's again.
+/// An operation that has ended, with its slot.
 #[derive(Debug)]
 pub struct Done {
-    /// As answered when it was started.
+    /// Ticket returned when the operation was started.
     pub ticket: Ticket,
-    /// Which way.
+    /// Direction of the transfer.
     pub verb: Verb,
-    /// Which tile.
+    /// The tile.
     pub tile: TileIndex,
-    /// The slot; after a failed swap in its bytes are all ones.
+    /// The slot. After a failed swap in its bytes are all ones.
     pub slot: Slot,
-    /// What came of it.
+    /// The bytes moved, or why the tile did not move.
     pub result: Result<Moved, TileError>,
 }
 
-/// A tile has moved.
+/// A tile that was moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Moved {
-    /// The tile's length.
+    /// Length of the tile.
     pub bytes: u32,
-    /// On the device, as the daemon saw it.
+    /// Time on the device, as measured by the daemon.
     pub device_ns: u64,
 }
 
@@ -43,15 +43,15 @@ pub(crate) struct InFlight {
     pub(crate) verb: Verb,
     pub(crate) tile: TileIndex,
     pub(crate) tile_bytes: u32,
-    /// Part of no generation.
+    /// Whether the tile belongs to the session alone and to no generation.
     pub(crate) scratch: bool,
-    /// What a write belongs to.
+    /// Generation that a write belongs to.
     pub(crate) generation: Generation,
-    /// `None` while its checksum is computed.
+    /// `None` while the checksum is computed.
     pub(crate) slot: Option<Slot>,
-    /// What the daemon said of a read whose checksum is computed.
+    /// Completion of a read whose checksum is being computed.
     pub(crate) arrived: Option<Cqe>,
-    /// The checksum that its first read came to, if that was not the tile's: it is read once more.
+    /// Checksum of the first read, if it was wrong. The tile is then read a second time.
     pub(crate) misread: Option<u32>,
 }
 
@@ -61,28 +61,28 @@ impl InFlight {
     }
 }
 
-/// What people call a device. Asked only where something failed.
+/// Returns the path of a device. Called only after a failure.
 pub(crate) type NameDevice<'a> = dyn FnMut(DeviceIndex) -> PathBuf + 'a;
 
-/// What a completion asks for.
+/// What to do after a completion.
 #[derive(Debug)]
 pub(crate) enum Arrived {
-    /// Nothing more.
+    /// Return this to the caller.
     Done(Done),
-    /// The checksum of this many bytes of the slot, then [`InFlightTable::checked`].
+    /// Compute the checksum of so many bytes of the slot, then call [`InFlightTable::checked`].
     Unchecked(TicketId, Slot, u32),
 }
 
-/// What the checksum of a swap in asks for.
+/// What to do after the checksum of a swap in was computed.
 #[derive(Debug)]
 pub(crate) enum Checked {
-    /// Nothing more; the device that the bytes came from.
+    /// Return this to the caller; the device is the one the bytes came from.
     Done(Done, DeviceIndex),
-    /// Reading this tile into this slot once more, with the same ticket.
+    /// Read this tile into this slot again, with the same ticket.
     Again(TileIndex, SlotIndex),
 }
 
-/// Slots lent to the kernel. A ticket's low half is a place in this table, its high half tells uses of a place apart.
+/// Slots lent to the kernel. The low half of a ticket is a place in this table; the high half tells the uses of a place apart.
 #[derive(Debug)]
 pub(crate) struct InFlightTable {
     places: Vec<Option<(TicketId, InFlight)>>,
@@ -105,7 +105,7 @@ impl InFlightTable {
         self.places.len() - self.free.len()
     }
 
-    /// Of the job's tiles: what a commit waits for.
+    /// Swap outs that belong to a generation, for which a commit waits.
     pub(crate) fn swap_out_count(&self) -> usize {
         self.swap_out_count
     }
@@ -114,7 +114,7 @@ impl InFlightTable {
         self.free.is_empty()
     }
 
-    /// Keeps the slot until [`InFlightTable::end`]. Not to be called when full.
+    /// Keeps a slot until [`InFlightTable::end`]. Panics when full.
     pub(crate) fn start(&mut self, in_flight: InFlight) -> TicketId {
         let place = self.free.pop().expect("asked before: not full");
         self.started = self.started.wrapping_add(1);
@@ -124,7 +124,7 @@ impl InFlightTable {
         ticket
     }
 
-    /// The operation of a ticket that is in flight.
+    /// The operation with this ticket, if it is in flight.
     pub(crate) fn get_mut(&mut self, ticket: TicketId) -> Option<&mut InFlight> {
         match self.places.get_mut(ticket.0 as u32 as usize)? {
             Some((expected, in_flight)) if *expected == ticket => Some(in_flight),
@@ -132,7 +132,7 @@ impl InFlightTable {
         }
     }
 
-    /// Gives the slot back; `None` for a ticket that is not in flight.
+    /// Ends the operation with this ticket; `None` if it is not in flight.
     pub(crate) fn end(&mut self, ticket: TicketId) -> Option<InFlight> {
         let place = ticket.0 as u32;
         let entry = self.places.get_mut(place as usize)?;
@@ -145,8 +145,8 @@ impl InFlightTable {
         Some(in_flight)
     }
 
-    /// What a completion says. A swapped-in tile is checked where its bytes will be used, so that damage by the drive, the
-    /// bus or a misdirected write shows alike.
+    /// Interprets a completion. A tile is checked in the process that uses it, so that damage by the drive, by the bus and by a
+    /// misdirected write all show.
     pub(crate) fn arrived(
         &mut self,
         cqe: &Cqe,
@@ -160,7 +160,7 @@ impl InFlightTable {
             ))
         };
         let in_flight = self.get_mut(ticket).ok_or_else(unknown)?;
-        // Its bytes are being summed: the daemon has not been asked yet, or has answered already.
+        // No slot: its checksum is being computed, so the daemon was not asked yet or has answered already.
         let slot = in_flight.slot.take().ok_or_else(unknown)?;
         let check = in_flight.verb == Verb::SwapIn
             && cqe.fault == 0
@@ -174,8 +174,8 @@ impl InFlightTable {
         Ok(Arrived::Done(done))
     }
 
-    /// What follows from checksum `found` of a swap in's bytes. One that does not fit is read once more: a bit that flipped on
-    /// the way is right the second time, damage on the device is not.
+    /// Interprets checksum `found` of a swap in. After a wrong checksum the tile is read a second time: a bit that flipped on
+    /// the way is right then, damage on the device is not.
     pub(crate) fn checked(
         &mut self,
         ticket: TicketId,
@@ -193,9 +193,9 @@ impl InFlightTable {
                 return Ok(Checked::Again(tile, index));
             }
             Some(misread) if found == cqe.checksum => tracing::warn!(
-                "tile {} on {} at byte {} was read with checksum {misread:08x} and, once more, with {found:08x} as it was written: \
-                 a bit flipped on the way (memory, bus or drive), nothing is damaged on the device; if this repeats, test memory \
-                 and drive",
+                "tile {} on {} at byte {}: the first read had checksum {misread:08x}, the second the right one, {found:08x}: \
+                 a bit flipped in memory, on the bus or in the drive, and the device holds the right bytes; if this repeats, test \
+                 memory and drive",
                 in_flight.tile,
                 name(DeviceIndex(cqe.device)).display(),
                 cqe.offset,
@@ -240,7 +240,7 @@ fn outcome(
     if cqe.fault == 0 {
         if cqe.moved_bytes != in_flight.tile_bytes {
             return Err(ClientError::protocol(format!(
-                "tile {tile} of {} bytes was said to be moved with {}",
+                "tile {tile} has {} bytes, and the daemon says that it moved {}",
                 in_flight.tile_bytes, cqe.moved_bytes
             )));
         }

@@ -1,4 +1,4 @@
-//! A process's side of `offloadd`: a session with its slots, tiles that move between slots and devices, commits.
+//! The client side of `offloadd`: a session with its slots, moving tiles between slots and devices, and commits.
 //!
 //! ```text
 //!   PrivateDaemon::start ──▶ child `offloadd serve --private`         only when no socket was configured
@@ -12,12 +12,12 @@
 //!   begin_commit ─▶ poll_commit                            a generation and its blob are durable
 //! ```
 //!
-//! Promises: bytes of a tile that do not fit their checksum are never handed out; a slot is not lent twice and not freed
-//! while the kernel may write it; no call waits longer than its deadline, and for a daemon that is restarted three minutes;
-//! a daemon that dies ends every wait with [`ClientError::DaemonGone`], one whose sessions another takes up ends none.
-//! Callers see no gRPC, no descriptor and no shared memory but their own slots.
+//! Promises: bytes that do not match their checksum are never handed out. A slot is not lent twice and not freed while the
+//! kernel may write to it. No call waits longer than its deadline, plus three minutes for a daemon that restarts. Every wait
+//! ends with [`ClientError::DaemonGone`] when the daemon dies; a session that the next daemon adopts continues. Callers see no
+//! gRPC, no descriptors and no shared memory except their own slots.
 //!
-//! One thread drives a session; [`Waker`] wakes it from others. `unsafe` is in `mapping.rs` alone.
+//! One thread drives a session; [`Waker`] wakes it from other threads. `unsafe` stands in `mapping.rs` alone.
 //!
 //! ```no_run
 //! # use offload_client::*;

@@ -1,8 +1,8 @@
 //! Maps arena memory and cuts it into regions, one a slot. The only `unsafe` of this crate.
 //!
-//! Promises: regions of one mapping never overlap, cannot be copied, and keep the mapping alive; so a slice of a region
-//! lasts as long as the region is borrowed and nobody else in this process sees its bytes. Who else may write them is the
-//! caller's rule: while a region is in flight the session owns it, and gives out no slice of it.
+//! Promises: regions of one mapping never overlap, cannot be copied, and keep the mapping alive. A slice of a region lasts as
+//! long as the region is borrowed, and nobody else in this process sees its bytes. Other processes and the kernel write to a
+//! region only while it is in flight; then the session owns it and gives out no slice of it.
 
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
@@ -15,7 +15,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::ClientError;
 
-/// Threads that touch fresh memory: the kernel clears pages at about 4 GB/s a thread, and 8 saturate most machines.
+/// Threads that populate fresh memory: the kernel clears pages at about 4 GB/s a thread, and 8 threads saturate most machines.
 const TOUCH_THREADS_MAX: usize = 8;
 
 #[derive(Debug)]
@@ -37,17 +37,17 @@ impl Drop for Mapping {
     }
 }
 
-/// Where a session's memory lies in this process, to register it with a GPU. Keeps it mapped.
+/// The memory of an arena in this process, to register it with a GPU. Keeps the memory mapped.
 #[derive(Clone, Debug)]
 pub struct ArenaMemory(Arc<Mapping>);
 
 impl ArenaMemory {
-    /// First byte.
+    /// Address of the first byte.
     pub fn address(&self) -> usize {
         self.0.base.as_ptr() as usize
     }
 
-    /// Length, gaps between slot classes included.
+    /// Length, including gaps between slot classes.
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }
@@ -84,14 +84,13 @@ impl Region {
     }
 }
 
-/// Maps a session's memory file, which must be sealed against shrinking: touching pages that were cut off is SIGBUS.
+/// Maps a session's memory file, which must be sealed against shrinking: access to truncated pages raises SIGBUS.
 pub(crate) fn shared(
     fd: impl AsFd,
     geometry: &Geometry,
 ) -> Result<(ArenaMemory, Vec<Region>), ClientError> {
-    let seals = rustix::fs::fcntl_get_seals(&fd).map_err(ClientError::os(
-        "reading the seals of the arena's memory file",
-    ))?;
+    let seals = rustix::fs::fcntl_get_seals(&fd)
+        .map_err(ClientError::os("read the seals of the arena's memory file"))?;
     if !seals.contains(SealFlags::SHRINK) {
         return Err(ClientError::protocol(
             "the arena's memory file is not sealed against shrinking",
@@ -111,11 +110,11 @@ pub(crate) fn shared(
     // SAFETY: a new mapping at an address of the kernel's choice touches no memory of this program.
     let base =
         unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, fd, 0) }
-            .map_err(ClientError::os(format!("mapping {bytes} bytes of arena")))?;
+            .map_err(ClientError::os(format!("map {bytes} bytes of arena")))?;
     Ok(split(new_mapping(base, bytes), geometry))
 }
 
-/// Maps and touches memory of this process alone.
+/// Maps and populates memory of this process alone.
 pub(crate) fn private(geometry: &Geometry) -> Result<(ArenaMemory, Vec<Region>), ClientError> {
     let bytes = geometry.arena_bytes() as usize;
     let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -123,7 +122,7 @@ pub(crate) fn private(geometry: &Geometry) -> Result<(ArenaMemory, Vec<Region>),
     let base = unsafe {
         rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, access, MapFlags::PRIVATE)
     }
-    .map_err(ClientError::os(format!("mapping {bytes} bytes of memory")))?;
+    .map_err(ClientError::os(format!("map {bytes} bytes of memory")))?;
     let mapping = new_mapping(base, bytes);
     touch(&mapping)?;
     Ok(split(mapping, geometry))
@@ -136,7 +135,7 @@ fn new_mapping(base: *mut std::ffi::c_void, bytes: usize) -> Mapping {
     }
 }
 
-/// Takes all pages now, so that memory that is not there shows as an error here and not as a kill later.
+/// Populates all pages now, so that missing memory is an error here and not a kill later.
 fn touch(mapping: &Mapping) -> Result<(), ClientError> {
     let threads = std::thread::available_parallelism()
         .map_or(1, usize::from)
@@ -164,11 +163,11 @@ fn touch(mapping: &Mapping) -> Result<(), ClientError> {
             .collect();
         for thread in touching {
             match thread.join().expect("touching does not panic") {
-                // Kernels before 5.14 do not know the advice: pages come at first use.
+                // Kernels before 5.14 do not know this advice; pages are then populated at first use.
                 Ok(()) | Err(rustix::io::Errno::INVAL) => {}
                 Err(errno) => {
                     return Err(ClientError::os(format!(
-                        "taking {} bytes of memory",
+                        "allocate {} bytes of memory",
                         mapping.bytes
                     ))(errno));
                 }
@@ -178,7 +177,7 @@ fn touch(mapping: &Mapping) -> Result<(), ClientError> {
     })
 }
 
-/// One region a slot, in the order of their indices.
+/// Returns one region a slot, in the order of the slots' indices.
 fn split(mapping: Mapping, geometry: &Geometry) -> (ArenaMemory, Vec<Region>) {
     let mapping = Arc::new(mapping);
     let mut end = 0;

@@ -9,17 +9,17 @@ use crate::ClientError;
 use crate::mapping::{self, ArenaMemory};
 use crate::slot::{Slot, SlotPool};
 
-/// Memory of this process, cut into slots like a session's arena. All of it is taken at once, in the constructor.
+/// Memory of this process, cut into slots like a session's arena. The constructor populates all of it.
 #[derive(Debug)]
 pub struct MemoryArena {
     pool: Arc<SlotPool>,
     memory: ArenaMemory,
 }
 
-/// Bytes an arena of `classes` takes, gaps between its parts included: what a daemon must have free for a session.
+/// Returns the bytes that an arena of `classes` takes, including gaps: what a daemon must have free for a session.
 ///
 /// # Errors
-/// [`FaultKind::Invalid`] for classes no arena has.
+/// [`FaultKind::Invalid`] for classes that no arena can have.
 pub fn arena_bytes(classes: &[SlotClass]) -> Result<u64, ClientError> {
     Geometry::new(classes)
         .map(|geometry| geometry.arena_bytes())
@@ -27,7 +27,10 @@ pub fn arena_bytes(classes: &[SlotClass]) -> Result<u64, ClientError> {
 }
 
 impl MemoryArena {
-    /// [`FaultKind::Invalid`] for classes no arena has, [`ClientError::Os`] when the memory is not there.
+    /// Allocates the arena.
+    ///
+    /// # Errors
+    /// [`FaultKind::Invalid`] for classes that no arena can have, [`ClientError::Os`] without enough memory.
     pub fn new(classes: &[SlotClass]) -> Result<Self, ClientError> {
         let geometry = Geometry::new(classes)
             .map_err(|e| ClientError::refused(FaultKind::Invalid, e.to_string()))?;
@@ -38,22 +41,22 @@ impl MemoryArena {
         })
     }
 
-    /// A free slot of class `class`, `None` when there is none.
+    /// Takes a free slot of class `class`; `None` when there is none.
     pub fn take_slot(&mut self, class: usize) -> Option<Slot> {
         self.pool.take(class)
     }
 
-    /// The same as dropping it.
+    /// Returns a slot, like dropping it.
     pub fn give_slot(&mut self, slot: Slot) {
         assert!(slot.is_of(&self.pool), "a slot of another arena");
     }
 
-    /// Free slots of class `class`.
+    /// Number of free slots of class `class`.
     pub fn free_slot_count(&self, class: usize) -> usize {
         self.pool.free_count(class)
     }
 
-    /// Where it lies, to register it with a GPU.
+    /// The arena's memory, to register it with a GPU.
     pub fn memory(&self) -> ArenaMemory {
         self.memory.clone()
     }

@@ -1,4 +1,4 @@
-//! What a session waits on, and rings: eventfds, and the pipe the daemon rings.
+//! Signals a session waits for and sends: eventfds, and the pipe that the daemon writes to.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ pub struct Waker(Arc<OwnedFd>);
 impl Waker {
     pub(crate) fn new() -> Result<Self, ClientError> {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let fd = eventfd(0, flags).map_err(ClientError::os("making an eventfd"))?;
+        let fd = eventfd(0, flags).map_err(ClientError::os("create an eventfd"))?;
         Ok(Self(Arc::new(fd)))
     }
 
@@ -34,13 +34,12 @@ impl AsFd for Waker {
     }
 }
 
-/// Adds one to an eventfd. A full counter is as good as one more.
+/// Adds one to an eventfd. A full counter also wakes its reader.
 pub(crate) fn ring(fd: impl AsFd) {
     while let Err(rustix::io::Errno::INTR) = rustix::io::write(&fd, &1u64.to_ne_bytes()) {}
 }
 
-/// Empties an eventfd, or a pipe that is used as one, that poll said is readable. What is left of a very full pipe only
-/// ends one more wait for nothing.
+/// Empties an eventfd or a pipe that poll reported as readable. Bytes left in a very full pipe only end one more wait early.
 pub(crate) fn drain(fd: impl AsFd) {
     let mut count = [0; 4096];
     while let Err(rustix::io::Errno::INTR) = rustix::io::read(&fd, &mut count) {}

@@ -1,4 +1,4 @@
-//! Slots and the free lists they come from and return to.
+//! Slots, and the free lists they are taken from and returned to.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -7,12 +7,12 @@ use offload_api::ids::SlotIndex;
 
 use crate::mapping::Region;
 
-/// A piece of pinned memory that belongs to whoever holds it. Dropping it puts it back on its free list.
+/// A piece of pinned memory that belongs to its holder. Dropping it returns it to its free list.
 ///
-/// While a tile moves through it, the session owns it and nobody can see its bytes.
+/// While a tile is in flight, the session owns the slot and nobody can see its bytes.
 #[derive(Debug)]
 pub struct Slot {
-    /// `None` only while it is dropped.
+    /// `None` only while the slot is dropped.
     region: Option<Region>,
     index: SlotIndex,
     class: usize,
@@ -20,27 +20,27 @@ pub struct Slot {
 }
 
 impl Slot {
-    /// Its place in the arena.
+    /// Index of the slot in the arena.
     pub fn index(&self) -> SlotIndex {
         self.index
     }
 
-    /// The slot class it is of.
+    /// Index of the slot's class.
     pub fn class(&self) -> usize {
         self.class
     }
 
-    /// Its size.
+    /// Size of the slot.
     pub fn bytes(&self) -> usize {
         self.region().bytes()
     }
 
-    /// Its content.
+    /// Content of the slot.
     pub fn as_slice(&self) -> &[u8] {
         self.region().as_slice()
     }
 
-    /// Its content, to change.
+    /// Mutable content of the slot.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         self.region
             .as_mut()
@@ -67,20 +67,20 @@ impl Drop for Slot {
 
 type FreeList = Vec<(SlotIndex, Region)>;
 
-/// One free list a class. Slots may be dropped by any thread; the lock is held for a push or a pop.
+/// One free list a class. Any thread may drop slots; the lock is held for a push or a pop.
 #[derive(Debug)]
 pub(crate) struct SlotPool {
     free: Vec<Mutex<FreeList>>,
 }
 
 impl SlotPool {
-    /// All `regions` are free; there is one for each slot of `geometry`, which has `classes` classes.
+    /// Makes all `regions` free. There is one for each slot of `geometry`, which has `classes` classes.
     pub(crate) fn new(geometry: &Geometry, classes: usize, regions: Vec<Region>) -> Arc<Self> {
         assert_eq!(regions.len(), geometry.slot_count() as usize);
         let mut regions = regions.into_iter();
         let free = (0..classes)
             .map(|class| {
-                // Popped from the end: reversed, the lowest slots are used first and stay warm.
+                // Slots are popped from the end. Reversed, the lowest are used first and stay in the processor's cache.
                 let slots: Vec<_> = geometry.slots_of(class).collect();
                 let mut list: FreeList = slots.into_iter().zip(regions.by_ref()).collect();
                 list.reverse();
@@ -90,7 +90,7 @@ impl SlotPool {
         Arc::new(Self { free })
     }
 
-    /// A free slot of `class`; `None` when all are taken or there is no such class.
+    /// Takes a free slot of `class`; `None` when all are taken or the class does not exist.
     pub(crate) fn take(self: &Arc<Self>, class: usize) -> Option<Slot> {
         if class >= self.free.len() {
             return None;
@@ -109,7 +109,7 @@ impl SlotPool {
     }
 
     fn lock(&self, class: usize) -> std::sync::MutexGuard<'_, FreeList> {
-        // A push or pop leaves the list whole even if some other thread panicked.
+        // A push or pop leaves the list intact even if another thread panicked.
         self.free[class]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

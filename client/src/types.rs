@@ -1,68 +1,70 @@
-//! What a session is asked for and what it answers, in this crate's own words: no message type leaves the crate.
+//! What a session is asked for and what it returns. No message type leaves this crate.
 
 use std::path::PathBuf;
 
 use crate::{Epoch, Generation, Rank, SlotClass};
 
-/// What a process wants of a daemon.
+/// What a process asks of a daemon.
 #[derive(Clone, Debug)]
 pub struct SessionSettings {
-    /// The daemon's socket.
+    /// Path of the daemon's socket.
     pub socket: PathBuf,
-    /// With the caller's uid it names the job: 1 to 128 of `[A-Za-z0-9._-]`.
+    /// Name of the job among the caller's jobs: 1 to 128 characters of `[A-Za-z0-9._-]`.
     pub job: String,
-    /// Of this process, over all nodes.
+    /// Rank of this process, over all nodes.
     pub rank: Rank,
-    /// Ranks of the job on this node.
+    /// Number of the job's ranks on this node.
     pub local_ranks: u32,
-    /// Slots wanted, by size.
+    /// Slots to allocate, by size.
     pub classes: Vec<SlotClass>,
-    /// Operations wanted in flight; [`SessionInfo::iodepth`] says how many were granted. Some 8 MiB a drive and direction keep
-    /// drives busy; of many more the slots leave the processor's cache, and each byte costs memory bandwidth several times.
+    /// Operations in flight to ask for; [`SessionInfo::iodepth`] says how many were granted. Some 8 MiB a drive and direction
+    /// keep drives busy. With many more the slots do not fit in the processor's cache, and each byte costs memory bandwidth
+    /// several times.
     pub iodepth: u32,
 }
 
-/// What a session got.
+/// What a session was granted.
 #[derive(Clone, Debug)]
 pub struct SessionInfo {
-    /// The daemon's life.
+    /// Incarnation of the daemon.
     pub epoch: Epoch,
-    /// The daemon's build, for people.
+    /// Version of the daemon's build.
     pub build: String,
-    /// How it moves bytes: "uring", "aio", "psync".
+    /// I/O engine of the daemon: "uring", "aio" or "psync".
     pub engine: String,
-    /// Why this one.
+    /// Why the daemon chose this engine.
     pub engine_reason: String,
-    /// By their numbers in this life of the daemon; with [`DeviceInfo::left`] those that have left the store since it began.
+    /// Devices by their index in this incarnation of the daemon, including those that have left the store
+    /// ([`DeviceInfo::left`]).
     pub devices: Vec<DeviceInfo>,
-    /// Of this session.
+    /// Size of this session's arena.
     pub arena_bytes: u64,
     /// Operations granted in flight.
     pub iodepth: u32,
-    /// Tiles are multiples of this.
+    /// Lengths of tiles are multiples of this.
     pub block_bytes: u32,
-    /// Whether the arena stays in memory whatever the machine is short of.
+    /// Whether the arena is locked in memory.
     pub memory_locked: bool,
-    /// What unlocked memory costs and the line that mends it; empty when locked.
+    /// What unlocked memory costs and how to fix it; empty when locked.
     pub memory_note: String,
-    /// What the store knew of the job when the session opened; `None` for a new job.
+    /// The job's record when the session opened; `None` for a new job.
     pub job: Option<JobRecord>,
 }
 
 /// A device of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// File or block device.
+    /// Logical block size.
     pub path: PathBuf,
-    /// Logical block.
+    /// Bytes for tiles, manifests and definitions.
     pub block_bytes: u32,
-    /// Room for tiles, manifests and definitions.
+    /// Bytes that no job reserves.
     pub data_bytes: u64,
-    /// Of it, not reserved by any job.
+    /// Read rate, measured when the device was formatted; 0 is unknown.
     pub free_bytes: u64,
-    /// Measured when the device was formatted; 0 is unknown.
+    /// Write rate, measured when the device was formatted; 0 is unknown.
     pub read_bytes_per_s: u64,
-    /// Measured when the device was formatted; 0 is unknown.
+    /// Whether the device has left the store; earlier completions may still name it.
     pub write_bytes_per_s: u64,
     /// It is of the store no more; completions of before may name it.
     pub left: bool,
@@ -71,7 +73,7 @@ pub struct DeviceInfo {
 /// What a tile holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileKind {
-    /// 16-bit parameters, fp32 in fp32 runs.
+    /// fp32 residual, momentum and variance together.
     Param,
     /// Residual, momentum and variance together.
     State,
@@ -82,7 +84,7 @@ pub enum TileKind {
 /// What a crash may cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Durability {
-    /// Two extents a tile, written out of place: the last committed generation survives.
+    /// One extent a tile, overwritten in place: a crash destroys the job's state.
     Committed,
     /// One extent, written in place: a crash loses the job's state.
     None,
@@ -91,11 +93,11 @@ pub enum Durability {
 /// One tile of a job. Its place in the job's list is its [`crate::TileIndex`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Unit it is part of.
+    /// Content of the tile.
     pub unit: u32,
-    /// What it holds.
-    pub kind: TileKind,
     /// First element, within the unit.
+    pub kind: TileKind,
+    /// Length in bytes, a multiple of [`SessionInfo::block_bytes`], padding included.
     pub elem_offset: u64,
     /// A multiple of [`SessionInfo::block_bytes`], padding included.
     pub tile_bytes: u32,
@@ -104,11 +106,11 @@ pub struct Tile {
 /// What a new job stores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobDefinition {
-    /// The job's own description of what lies where. The daemon keeps it and does not look inside.
+    /// All tiles of this node.
     pub layout: Vec<u8>,
     /// All tiles of this node.
     pub tiles: Vec<Tile>,
-    /// What a crash may cost.
+    /// Number of nodes that commit together.
     pub durability: Durability,
     /// Nodes that commit together.
     pub nodes: u32,
@@ -117,15 +119,15 @@ pub struct JobDefinition {
 /// What the store knows of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobRecord {
-    /// As defined.
+    /// Tiles of the definition.
     pub layout: Vec<u8>,
-    /// As defined.
+    /// Durability of the definition.
     pub tiles: Vec<Tile>,
-    /// As defined.
+    /// Nodes of the definition.
     pub durability: Durability,
-    /// As defined.
+    /// Durable generations: at most two, oldest first.
     pub nodes: u32,
-    /// At most two, oldest first.
+    /// With [`Durability::None`]: `false` after a crash, when the tiles are not valid.
     pub generations: Vec<GenerationRecord>,
     /// With [`Durability::None`]: `false` after a crash, the tiles are not to be trusted.
     pub clean: bool,
@@ -134,9 +136,9 @@ pub struct JobRecord {
 /// One durable generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GenerationRecord {
-    /// Its number.
-    pub generation: Generation,
     /// Whether it is known to be prepared on every node.
+    pub generation: Generation,
+    /// Blobs of the local ranks.
     pub confirmed: bool,
     /// One a local rank.
     pub blobs: Vec<RankBlob>,
@@ -145,7 +147,7 @@ pub struct GenerationRecord {
 /// What one rank gave to a commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankBlob {
-    /// Whose.
+    /// Content of the blob.
     pub rank: Rank,
     /// Its bytes.
     pub blob: Vec<u8>,

@@ -262,7 +262,7 @@ fn what_a_device_answers_arrives_with_device_tile_and_offset() {
         (FaultKind::NoSpace, "No space left"),
         (FaultKind::Short, "512 of 8192 bytes"),
         (FaultKind::NeverWritten, "never written"),
-        (FaultKind::StaleEpoch, "another life"),
+        (FaultKind::StaleEpoch, "another incarnation"),
     ];
     for (tile, (kind, words)) in kinds.into_iter().enumerate() {
         let slot = filled(&mut session, 1);

@@ -1,4 +1,4 @@
-//! Where a private daemon's files lie, and what its settings say.
+//! Files of a private daemon and its settings.
 
 use std::fmt::Write as _;
 use std::fs::{self, File, OpenOptions};
@@ -12,7 +12,7 @@ use super::own_dir::OwnDir;
 use super::{PrivateSettings, failed};
 use crate::ClientError;
 
-/// Where its socket is to be, and the directory made for it if that is not below `dir`.
+/// Chooses the path of the socket, and creates the directory for it if that is not below `dir`.
 pub(super) fn socket_place(dir: &Path) -> Result<(PathBuf, Option<OwnDir>), ClientError> {
     let dir = std::path::absolute(dir).map_err(|e| failed(e.to_string()))?;
     let usual = dir.join("run");
@@ -22,14 +22,18 @@ pub(super) fn socket_place(dir: &Path) -> Result<(PathBuf, Option<OwnDir>), Clie
         return Ok((socket, None));
     }
     let base = std::env::var_os("XDG_RUNTIME_DIR").map_or_else(|| "/tmp".into(), PathBuf::from);
-    let short = OwnDir::new(&base, "offloadd-private-")
-        .map_err(|e| failed(format!("making a directory in {}: {e}", base.display())))?;
+    let short = OwnDir::new(&base, "offloadd-private-").map_err(|e| {
+        failed(format!(
+            "cannot create a directory in {}: {e}",
+            base.display()
+        ))
+    })?;
     Ok((short.path().join("offloadd.sock"), Some(short)))
 }
 
-/// Makes `dir`. With `ours_alone`, nobody else may enter it, even if it existed.
+/// Creates `dir`. With `ours_alone` nobody else may enter it, even if it existed.
 pub(super) fn make_dir(dir: &Path, ours_alone: bool) -> Result<(), ClientError> {
-    let failed = |e: std::io::Error| failed(format!("making {}: {e}", dir.display()));
+    let failed = |e: std::io::Error| failed(format!("cannot create {}: {e}", dir.display()));
     let made = fs::DirBuilder::new()
         .recursive(true)
         .mode(0o700)
@@ -41,7 +45,7 @@ pub(super) fn make_dir(dir: &Path, ours_alone: bool) -> Result<(), ClientError> 
     Ok(())
 }
 
-/// Opens a file, made if missing, that nobody else may read.
+/// Opens a file that nobody else may read, and creates it if missing.
 pub(super) fn own_file(options: &mut OpenOptions, path: &Path) -> io::Result<File> {
     options.create(true).mode(0o600).open(path)
 }
@@ -66,7 +70,7 @@ pub(super) fn config_text(
     Ok(text)
 }
 
-/// Absolute, as the child may work elsewhere, and as a TOML string.
+/// The absolute path as a TOML string; the child may run in another directory.
 fn path_text(path: &Path) -> Result<String, ClientError> {
     let absolute = std::path::absolute(path).map_err(|e| failed(e.to_string()))?;
     let text = absolute
@@ -75,7 +79,7 @@ fn path_text(path: &Path) -> Result<String, ClientError> {
     Ok(quoted(text))
 }
 
-/// A TOML basic string: JSON's escapes are a subset of its.
+/// A TOML basic string. JSON's escapes are a subset of TOML's.
 fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string()
 }

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use super::failed;
 use crate::ClientError;
 
-/// From SIGQUIT to SIGKILL: its I/O in flight ends in this time unless a device hangs.
+/// Time from SIGQUIT to SIGKILL, in which I/O in flight ends unless a device hangs.
 const STOP_WAIT: Duration = Duration::from_secs(5);
 
-/// Owns the child. A thread of its own, because a child that asked to die with its parent dies with the *thread* that
-/// started it, and the caller's may be short-lived.
+/// Owner of the child. It has a thread of its own, because a child that asks to die with its parent dies with the *thread* that
+/// started it, and the caller's thread may be short-lived.
 #[derive(Debug)]
 pub(super) struct Keeper {
     stop: Option<mpsc::Sender<()>>,
@@ -33,18 +33,17 @@ impl Keeper {
                 let mut child = match command.spawn() {
                     Ok(child) => child,
                     Err(error) => {
-                        // The caller waits for it.
                         let _ = sender.send(Err(error));
                         return None;
                     }
                 };
                 let stdout = child.stdout.take().expect("asked for a pipe");
                 let _ = sender.send(Ok((child.id(), stdout)));
-                // Ends when the sender is dropped.
+                // Returns when the sender is dropped.
                 let _ = stopped.recv();
                 end(&mut child)
             })
-            .map_err(|e| failed(format!("starting a thread: {e}")))?;
+            .map_err(|e| failed(format!("cannot start a thread: {e}")))?;
         let keeper = Self {
             stop: Some(stop),
             thread: Some(thread),
@@ -52,11 +51,11 @@ impl Keeper {
         let (pid, stdout) = started
             .recv()
             .expect("the thread answers once")
-            .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
+            .map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
         Ok((keeper, pid, stdout))
     }
 
-    /// Ends the child if it has not ended; how it ended the first time it is asked.
+    /// Ends the child and returns its exit status, the first time it is called.
     pub(super) fn stop(&mut self) -> Option<ExitStatus> {
         drop(self.stop.take());
         self.thread.take()?.join().ok().flatten()
@@ -68,7 +67,7 @@ pub(super) fn end(child: &mut Child) -> Option<ExitStatus> {
         return Some(status);
     }
     let pid = rustix::process::Pid::from_child(child);
-    // It has not been waited for, so the number is still its own. A private daemon leaves SIGTERM and SIGINT to us.
+    // The child was not waited for, so its number is not reused. A private daemon leaves SIGTERM and SIGINT to its owner.
     let _ = rustix::process::kill_process(pid, rustix::process::Signal::QUIT);
     if let Some(status) = wait(child, STOP_WAIT) {
         return Some(status);
@@ -77,7 +76,7 @@ pub(super) fn end(child: &mut Child) -> Option<ExitStatus> {
     child.wait().ok()
 }
 
-/// std has no wait with a limit; starting and stopping a daemon is rare enough for asking every few milliseconds.
+/// Waits with a limit, which std cannot, by asking every few milliseconds.
 pub(super) fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     let deadline = Instant::now() + limit;
     loop {

@@ -1,5 +1,5 @@
-//! A daemon of one's own, as a child: for people who want to train, not to run a service. The same program and the same
-//! sockets as the service, so there is one code path.
+//! A private daemon as a child process, for people who want to train and not to run a service. It is the same program with the
+//! same sockets as the service.
 //!
 //! ```text
 //!   directory/offloadd.toml   its settings, written here at each start
@@ -7,10 +7,10 @@
 //!   directory/run/            0700: its sockets. In $XDG_RUNTIME_DIR or /tmp instead when the path would be too long
 //! ```
 //!
-//! What is made is this user's alone: directories 0700, files 0600.
+//! Everything created belongs to this user alone: directories 0700, files 0600.
 //!
-//! Promises: the child ends when this value is dropped or this process dies, whichever way; starting never takes longer
-//! than its bounds; every failure shows the end of the log.
+//! Promises: the child ends when this value is dropped or this process dies in any way. Starting never takes longer than its
+//! time limits. Every failure shows the end of the log.
 
 mod dir;
 mod keeper;
@@ -30,29 +30,29 @@ use dir::{config_text, make_dir, own_file, socket_place};
 use keeper::Keeper;
 pub use own_dir::OwnDir;
 
-/// Recovery reads a few MB; taking over the lock of a predecessor that still dies takes a second.
+/// Recovery reads a few MB; waiting for the lock of a dying predecessor takes a second.
 const START_WAIT: Duration = Duration::from_secs(60);
 
 /// File systems without fallocate are filled with zeros: 1 TB at 300 MB/s.
 const FORMAT_WAIT: Duration = Duration::from_secs(3600);
 
-/// At a start, a longer log is moved to `offloadd.log.old`.
+/// A longer log is moved to `offloadd.log.old` at a start.
 const LOG_BYTES_MAX: u64 = 4 << 20;
 
-/// Of the log, shown when the daemon does not start.
+/// Last lines of the log to show when the daemon does not start.
 const SHOWN_LINES_MAX: usize = 15;
 
-/// What a private daemon is to be.
+/// Settings of a private daemon.
 #[derive(Clone, Debug)]
 pub struct PrivateSettings {
-    /// Its program; by default `offloadd` beside this one, one directory up, or in `PATH`.
+    /// Path of the program; by default `offloadd` beside this one, one directory up, or in `PATH`.
     pub program: Option<PathBuf>,
-    /// For settings, log and sockets; made if missing.
+    /// Directory of settings, log and sockets; created if missing.
     pub dir: PathBuf,
-    /// Devices of its store, with the size of a file that does not exist yet. Missing files are formatted, all of one
-    /// size, and only when all are missing.
+    /// Devices of the store, each with the size of a new file. Missing files are formatted if all are missing and have one
+    /// size.
     pub devices: Vec<(PathBuf, u64)>,
-    /// Host memory all sessions together may take.
+    /// Host memory that all sessions together may take.
     pub arena_bytes_max: u64,
     /// Operations in flight that one session may ask for.
     pub iodepth_max: u32,
@@ -72,14 +72,14 @@ pub struct PrivateDaemon {
 }
 
 impl PrivateDaemon {
-    /// Formats the store if it is new, starts the daemon, waits until it listens.
+    /// Formats the store if it is new, starts the daemon, and waits until it listens.
     pub fn start(settings: PrivateSettings) -> Result<Self, ClientError> {
         let program = find_program(settings.program.as_deref())?;
         make_dir(&settings.dir, false)?;
         let log = settings.dir.join("offloadd.log");
         if fs::metadata(&log).is_ok_and(|found| found.len() > LOG_BYTES_MAX) {
             fs::rename(&log, settings.dir.join("offloadd.log.old"))
-                .map_err(|e| failed(format!("moving {} away: {e}", log.display())))?;
+                .map_err(|e| failed(format!("cannot rename {}: {e}", log.display())))?;
         }
         if is_new(&settings.devices)? {
             format(&program, &settings.devices, &log)?;
@@ -90,7 +90,7 @@ impl PrivateDaemon {
         let text = config_text(&socket, &settings)?;
         own_file(OpenOptions::new().write(true).truncate(true), &config)
             .and_then(|mut file| file.write_all(text.as_bytes()))
-            .map_err(|e| failed(format!("writing {}: {e}", config.display())))?;
+            .map_err(|e| failed(format!("cannot write {}: {e}", config.display())))?;
         let mut command = Command::new(&program);
         command.arg("serve").arg("--config").arg(&config);
         command.arg("--private").stdin(Stdio::null());
@@ -98,7 +98,7 @@ impl PrivateDaemon {
             .stdout(Stdio::piped())
             .stderr(Stdio::from(open_log(&log)?));
         let (keeper, pid, stdout) = Keeper::start(command, &program)?;
-        // Dropped on failure: ends the child and removes the directory.
+        // Dropping it after a failure ends the child and removes the directory.
         let daemon = Self {
             socket,
             log,
@@ -109,12 +109,12 @@ impl PrivateDaemon {
         daemon.wait_ready(stdout)
     }
 
-    /// For [`crate::SessionSettings::socket`].
+    /// Path of the socket, for [`crate::SessionSettings::socket`].
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Of the child, for messages and for tests that kill it.
+    /// Process number of the child.
     pub fn pid(&self) -> u32 {
         self.pid
     }
@@ -122,29 +122,29 @@ impl PrivateDaemon {
     fn wait_ready(mut self, stdout: ChildStdout) -> Result<Self, ClientError> {
         let log = open_log(&self.log)?;
         let (sender, ready) = mpsc::sync_channel(1);
-        // Ends with the child's output; reads on after READY, or the child would block on a full pipe.
+        // Ends with the child's output. It reads on after READY, or the child would block on a full pipe.
         std::thread::Builder::new()
             .name("offloadd-output".into())
             .spawn(move || {
                 let mut log = log;
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                     if line.starts_with("READY") {
-                        // Nobody waits any more after a timeout.
+                        // An error means that the caller stopped waiting.
                         let _ = sender.try_send(());
                     }
-                    // A full disk must not stop the daemon from talking.
+                    // A full disk must not stop the daemon's output.
                     let _ = writeln!(log, "{line}");
                 }
             })
-            .map_err(|e| failed(format!("starting a thread: {e}")))?;
+            .map_err(|e| failed(format!("cannot start a thread: {e}")))?;
         let what = match ready.recv_timeout(START_WAIT) {
             Ok(()) => return Ok(self),
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                format!("it was not ready after {} s", START_WAIT.as_secs())
+                format!("not ready after {} s", START_WAIT.as_secs())
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => match self.keeper.stop() {
-                Some(status) => format!("it ended at once ({status})"),
-                None => "it closed its output".into(),
+                Some(status) => format!("ended at once ({status})"),
+                None => "closed its output".into(),
             },
         };
         Err(failed(format!("{what}{}", end_of(&self.log))))
@@ -179,14 +179,14 @@ fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
         .find(|program| program.is_file())
         .ok_or_else(|| {
             failed(format!(
-                "no program `offloadd` in {} nor in PATH; build it (`cargo build -p offloadd`) or name a running one's socket",
+                "no program `offloadd` in {} or in PATH; build it (`cargo build -p offloadd`) or set the socket of a running daemon",
                 beside.map_or_else(|| "this program's directory".into(), |exe| exe.display().to_string())
             ))
         })
 }
 
-/// Whether no device exists yet. Some but not all is a store with a device missing, which must not be formatted over;
-/// or one that was interrupted while its finished devices got their names, which is then completed.
+/// Whether no device exists yet. If only some exist, a device is missing and must not be formatted. If a format was interrupted
+/// while the finished devices were renamed, the renaming is completed.
 fn is_new(devices: &[(PathBuf, u64)]) -> Result<bool, ClientError> {
     let missing: Vec<_> = devices.iter().filter(|(path, _)| !path.exists()).collect();
     if missing.len() == devices.len() {
@@ -199,21 +199,21 @@ fn is_new(devices: &[(PathBuf, u64)]) -> Result<bool, ClientError> {
     match missing.first() {
         None => Ok(false),
         Some((path, _)) => Err(failed(format!(
-            "device {} is missing and others of its store exist: mount its drive, or remove the others to start anew",
+            "device {} is missing while other devices of its store exist: mount its drive, or delete the others to start a new store",
             path.display()
         ))),
     }
 }
 
-/// A device's name until its store is whole: a start that is killed while it formats leaves only such files, and the next
-/// one formats them anew.
+/// Name of a device until all devices are formatted. A start that is killed while it formats leaves only such files, and the
+/// next one formats them again.
 fn unfinished(device: &Path) -> PathBuf {
     let mut name = device.as_os_str().to_owned();
     name.push(".new");
     name.into()
 }
 
-/// Gives formatted devices their names, for good.
+/// Gives formatted devices their final names.
 fn finish_format(devices: &[(PathBuf, u64)]) -> Result<(), ClientError> {
     for (path, _) in devices.iter().filter(|(path, _)| !path.exists()) {
         let dir = match path.parent() {
@@ -222,18 +222,23 @@ fn finish_format(devices: &[(PathBuf, u64)]) -> Result<(), ClientError> {
         };
         fs::rename(unfinished(path), path)
             .and_then(|()| File::open(dir)?.sync_all())
-            .map_err(|e| failed(format!("naming the new device {}: {e}", path.display())))?;
+            .map_err(|e| {
+                failed(format!(
+                    "cannot rename the new device {}: {e}",
+                    path.display()
+                ))
+            })?;
     }
     Ok(())
 }
 
 fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), ClientError> {
     let Some((_, bytes)) = devices.first() else {
-        return Err(failed("no devices are named".into()));
+        return Err(failed("no devices are configured".into()));
     };
     if devices.iter().any(|(_, other)| other != bytes) {
         return Err(failed(
-            "devices of different sizes; format them by hand with `offloadd format`".into(),
+            "the devices have different sizes; format them with `offloadd format`".into(),
         ));
     }
     for (path, _) in devices {
@@ -241,7 +246,7 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
             make_dir(parent, false)?;
         }
     }
-    // Without a word nothing that is there is written over, not even if it is laid there at this moment.
+    // Without --force the format overwrites nothing, even if a file is created at this moment.
     let left: Vec<bool> = devices
         .iter()
         .map(|(path, _)| is_left(&unfinished(path)))
@@ -264,30 +269,33 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
         .stdout(output)
         .stderr(errors)
         .spawn()
-        .map_err(|e| failed(format!("starting {}: {e}", program.display())))?;
+        .map_err(|e| failed(format!("cannot start {}: {e}", program.display())))?;
     match keeper::wait(&mut child, FORMAT_WAIT) {
         Some(status) if status.success() => Ok(()),
         status => {
             keeper::end(&mut child);
-            let how = status.map_or_else(|| "it took too long".into(), |s| s.to_string());
+            let how = status.map_or_else(|| "took too long".into(), |s| s.to_string());
             Err(failed(format!(
-                "formatting its devices failed ({how}){}",
+                "cannot format the devices ({how}){}",
                 end_of(log)
             )))
         }
     }
 }
 
-/// Whether a start that was killed left this file. One of somebody else, or a link, is refused: it would be trained on, or what
-/// it leads to be overwritten.
+/// Whether a killed start left this file. A file of another user or a link is refused: the store would be theirs to read, or
+/// the target of the link would be overwritten.
 fn is_left(new: &Path) -> Result<bool, ClientError> {
     let us = rustix::process::geteuid().as_raw();
     match fs::symlink_metadata(new) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(failed(format!("looking at {}: {error}", new.display()))),
+        Err(error) => Err(failed(format!(
+            "cannot read the metadata of {}: {error}",
+            new.display()
+        ))),
         Ok(found) if found.is_file() && found.uid() == us => Ok(true),
         Ok(_) => Err(failed(format!(
-            "{} is there already and is no file of uid {us}: remove it, or name a device in a directory of your own",
+            "{} exists and is not a file of uid {us}: remove it, or choose a device in a directory of your own",
             new.display()
         ))),
     }
@@ -298,7 +306,7 @@ fn open_log(log: &Path) -> Result<File, ClientError> {
         .map_err(|e| failed(format!("log {}: {e}", log.display())))
 }
 
-/// The last lines of the log, for a message.
+/// Last lines of the log, for a message.
 fn end_of(log: &Path) -> String {
     let text = fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(&text);

@@ -1,5 +1,5 @@
-//! A directory of one process, gone with it: for sockets whose own directory lies too deep, and for what a measurement leaves on a
-//! drive. Whose process was killed could not remove it, and the next that makes one beside it does.
+//! Temporary directories that are removed with their process: for sockets whose configured directory has too long a path, and
+//! for files of a measurement. A directory that a killed process left is removed when the next one is created beside it.
 
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};
@@ -8,16 +8,16 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Locked while the process lives that made the directory.
+/// File that is locked while the process that created the directory lives.
 const LOCK: &str = "lock";
 
-/// The same before it is locked: nobody may see it unlocked by its name while that process lives.
+/// Name of that file until it is locked, so that nobody finds the lock file unlocked while its process lives.
 const LOCK_NEW: &str = "lock.new";
 
-/// Names that are tried: what processes with our number left where files cannot be locked.
+/// Names to try, in case processes with the same number left directories where files cannot be locked.
 const NAMES_MAX: usize = 1000;
 
-/// A directory that nobody else may enter, gone with this value.
+/// A directory that nobody else may enter, removed when dropped.
 #[derive(Debug)]
 pub struct OwnDir {
     path: PathBuf,
@@ -25,17 +25,17 @@ pub struct OwnDir {
 }
 
 impl OwnDir {
-    /// Makes one in `base` whose name begins with `prefix`, and removes there what dead processes of this user left.
+    /// Creates a directory in `base` whose name begins with `prefix`, and removes those that dead processes of this user left.
     ///
     /// # Errors
-    /// It cannot be made: `base` is not there, is full, or is another's.
+    /// The directory cannot be created: `base` does not exist, is full, or belongs to another user.
     pub fn new(base: &Path, prefix: &str) -> io::Result<Self> {
-        // It is in nobody's way, and whoever may not look into the base may still make directories there.
+        // Not an error: a user who may not list `base` may still create directories there.
         let _ = remove_left(base, prefix);
         let path = make(base, prefix)?;
         let new = path.join(LOCK_NEW);
         let locked = File::create_new(&new).inspect(|lock| {
-            // Where files cannot be locked it keeps this name, and the directory is taken for one that is being made.
+            // Where files cannot be locked the file keeps this name, and the directory is never removed as left over.
             if lock.lock().is_ok() {
                 let _ = fs::rename(&new, path.join(LOCK));
             }
@@ -49,7 +49,7 @@ impl OwnDir {
         }
     }
 
-    /// Where it is.
+    /// Path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -57,12 +57,12 @@ impl OwnDir {
 
 impl Drop for OwnDir {
     fn drop(&mut self) {
-        // What is left then the next start tries to remove again.
+        // The next start tries again to remove the rest.
         let _ = fs::remove_dir_all(&self.path);
     }
 }
 
-/// With a name that no living process of ours has.
+/// Creates a directory with a name that no living process of this user has.
 fn make(base: &Path, prefix: &str) -> io::Result<PathBuf> {
     static MADE: AtomicU32 = AtomicU32::new(0);
     let mut last = io::Error::from(io::ErrorKind::AlreadyExists);
@@ -83,9 +83,9 @@ fn remove_left(base: &Path, prefix: &str) -> io::Result<()> {
     let is_named = |name: &OsStr| name.as_encoded_bytes().starts_with(prefix.as_bytes());
     for entry in base.read_dir()?.flatten() {
         let ours = is_named(&entry.file_name())
-            // Of the name itself: a link is nobody's directory.
+            // Metadata of the entry itself: links are left alone.
             && entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == us);
-        // Held until the directory is gone: then nobody else removes it, and by then it may be somebody's anew.
+        // The lock is held until the directory is gone, so that nobody else removes it or a new one of that name.
         if ours && let Ok(Some(_held)) = left(&entry.path()) {
             let _ = fs::remove_dir_all(entry.path());
         }
@@ -93,11 +93,11 @@ fn remove_left(base: &Path, prefix: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Its lock, taken, where who made it lives no more. One without a lock is being made.
+/// Locks a left directory: returns its lock if its process is dead. A directory without a lock is being created.
 fn left(dir: &Path) -> io::Result<Option<File>> {
     let path = dir.join(LOCK);
     let lock = File::open(&path)?;
-    // Somebody may have removed it since it was opened, and another made one of its name: where processes have equal numbers.
+    // Since it was opened, somebody may have removed the directory and another process created one with the same name.
     let is_there = |taken: &File| -> io::Result<bool> {
         let (taken, there) = (taken.metadata()?, fs::metadata(&path)?);
         Ok((taken.dev(), taken.ino()) == (there.dev(), there.ino()))

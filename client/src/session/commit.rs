@@ -1,4 +1,4 @@
-//! Making a generation durable.
+//! Commits: making a generation durable.
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
@@ -9,44 +9,45 @@ use super::restart::{Over, Reattaching, TRY_EVERY, is_lost};
 use crate::ClientError;
 use crate::control::{Client, LONG_WAIT, Pending};
 
-/// A commit on its way. At most one.
+/// State of the commit. A session has at most one.
 pub(super) enum Commit {
     None,
-    /// With what was asked, to ask it again.
+    /// The call and its request, kept to repeat it.
     Pending(Pending<proto::CommitReply>, proto::CommitRequest),
-    /// The connection was lost on the way.
+    /// The connection was lost before the answer.
     Lost(Box<Lost>),
     Ended(Result<Committed, ClientError>),
 }
 
-/// A commit of which nobody knows whether it was heard.
+/// A commit of which nobody knows whether the daemon received it.
 pub(super) struct Lost {
     reattaching: Reattaching,
     request: proto::CommitRequest,
-    /// What it ends with if no daemon comes that knows the session.
+    /// The commit's error if no daemon knows the session.
     error: ClientError,
 }
 
-/// A generation is durable on this node.
+/// A generation that is durable on this node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Committed {
-    /// Its number.
+    /// Number of the generation.
     pub generation: Generation,
-    /// With one node always. With several it is still prepared, and the next write waits for [`Session::confirm`].
+    /// Whether the generation is confirmed. With one node it always is; with several it is prepared, and the next write waits
+    /// for [`Session::confirm`].
     pub confirmed: bool,
-    /// What writes belong to from now on.
+    /// Generation that writes belong to from now on.
     pub working: Generation,
 }
 
 impl Session {
-    /// Gives this rank's part of the working generation, with its blob (at most 64 KiB). It ends when all local ranks
-    /// have and the generation is durable. Reading goes on meanwhile.
+    /// Commits this rank's part of the working generation, with a blob of at most 64 KiB. The commit ends when all local ranks
+    /// have joined it and the generation is durable. Reads continue meanwhile.
     ///
-    /// Refused: `Busy` while tiles are being swapped out or a commit is pending, `Invalid` for a long blob.
+    /// Refusals: `Busy` while tiles are being swapped out or a commit is pending, `Invalid` for a blob that is too long.
     pub fn begin_commit(&mut self, blob: Vec<u8>) -> Result<(), ClientError> {
         let refuse = |kind, words| Err(ClientError::refused(kind, words));
         let Some(working) = self.working else {
-            let words = "nothing to commit before resume".into();
+            let words = "a commit needs a working generation: call resume first".into();
             return refuse(FaultKind::WrongGeneration, words);
         };
         if blob.len() > BLOB_BYTES_MAX {
@@ -60,7 +61,7 @@ impl Session {
             return refuse(FaultKind::Busy, words);
         }
         if !matches!(self.commit, Commit::None) {
-            return refuse(FaultKind::Busy, "a commit is pending already".into());
+            return refuse(FaultKind::Busy, "another commit is pending".into());
         }
         let request = proto::CommitRequest {
             token: self.token.clone(),
@@ -81,7 +82,7 @@ impl Session {
         self.commit = Commit::Pending(pending, request);
     }
 
-    /// The result of [`Session::begin_commit`], once.
+    /// Returns the result of [`Session::begin_commit`], once.
     pub fn poll_commit(&mut self) -> Option<Result<Committed, ClientError>> {
         if !self.advance_commit() {
             return None;
@@ -92,7 +93,7 @@ impl Session {
         }
     }
 
-    /// [`Session::begin_commit`], waited for. Completions meanwhile stay to be polled.
+    /// Commits as [`Session::begin_commit`] and waits for the result. Completions meanwhile remain to be polled.
     pub fn commit(&mut self, blob: Vec<u8>) -> Result<Committed, ClientError> {
         self.begin_commit(blob)?;
         loop {
@@ -117,7 +118,7 @@ impl Session {
         }
     }
 
-    /// The generation is prepared on every node; the one before it may be overwritten.
+    /// Confirms that `generation` is prepared on every node; the generation before it may be overwritten from now on.
     pub fn confirm(&mut self, generation: Generation) -> Result<(), ClientError> {
         let request = proto::ConfirmRequest {
             token: self.token.clone(),
@@ -130,7 +131,7 @@ impl Session {
         Ok(())
     }
 
-    /// Whether a commit has ended whose result nobody took yet.
+    /// Whether a commit has ended whose result was not taken yet.
     pub(super) fn advance_commit(&mut self) -> bool {
         if let Commit::Pending(pending, request) = &self.commit
             && let Some(result) = pending.poll()
@@ -148,7 +149,7 @@ impl Session {
         matches!(self.commit, Commit::Ended(_))
     }
 
-    /// Finds out from the next daemon what became of a commit whose answer was lost.
+    /// Asks the next daemon for the result of a commit whose answer was lost.
     fn look_for_commit(&mut self) {
         if !matches!(self.commit, Commit::Lost(_)) {
             return;
@@ -165,7 +166,7 @@ impl Session {
         };
         match found {
             Err(Over) => self.commit = Commit::Ended(Err(lost.error)),
-            // It is still the one that is worked on: nobody heard, or other ranks were waited for.
+            // It is still the working generation: the daemon did not receive the commit, or waited for other ranks.
             Ok(found) if found.working_generation == lost.request.generation => {
                 self.ask_to_commit(lost.request);
             }

@@ -1,5 +1,4 @@
-//! Tells the daemon of a tile that is not what was written: this side finds it, and who looks after the drives reads the
-//! daemon's log and counts.
+//! Reports damaged tiles to the daemon. This side finds the damage; administrators read the daemon's log and metrics.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,14 +11,15 @@ use crate::control::{Control, SHORT_WAIT};
 use crate::types::DeviceInfo;
 use crate::{Done, TileError, convert};
 
-/// Told of one session: more of a failed drive say nothing new.
+/// Reports of one session. More reports of a failed drive say nothing new.
 const REPORTS_MAX: u32 = 16;
 
-/// A process mostly ends over a damaged tile, so its word must be out before. The daemon answers within microseconds.
+/// How long to wait for the daemon. A process usually ends after a damaged tile, so the report must be delivered before; the
+/// daemon answers within microseconds.
 const HEARD_WAIT: Duration = Duration::from_millis(500);
 
-/// What people call a device. One that came to the store after the session opened is asked for once; a daemon that leaves that
-/// without an answer is not asked again, or each tile that fails on it would wait. An error is an answer, and comes at once.
+/// Returns the path of a device. A device that was added after the session opened is asked for. After the daemon left a
+/// question unanswered, it is not asked again, or every failed tile would wait.
 pub(super) fn name_of(
     device: DeviceIndex,
     known: &mut Vec<DeviceInfo>,
@@ -38,13 +38,14 @@ pub(super) fn name_of(
         }
     }
     known.get(index).map_or_else(
-        || format!("device {index} of the store (offloadd did not say which)").into(),
+        || format!("device {index} of the store (offloadd gave no path)").into(),
         |device| device.path.clone(),
     )
 }
 
 impl Session {
-    /// What the daemon says of devices that hang or whose file was deleted, with their paths. Empty when it does not answer.
+    /// Asks the daemon for devices that hang or whose file was deleted. Returns one line each; none when the daemon does not
+    /// answer.
     pub fn device_trouble(&self) -> Vec<String> {
         let asking = (self.control).begin("Metrics", SHORT_WAIT, |mut client| async move {
             client.metrics(proto::MetricsRequest {}).await
@@ -59,7 +60,7 @@ impl Session {
         troubled.collect()
     }
 
-    /// Nothing depends on whether it is heard.
+    /// Nothing depends on the daemon receiving the report.
     pub(super) fn report_damage(&mut self, done: &Done, device: DeviceIndex) {
         let Err(TileError::Damaged {
             offset,

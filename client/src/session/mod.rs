@@ -1,6 +1,6 @@
-//! A session: opening and ending it, its job, the generation to go on from.
+//! A session: opening and closing it, its job, the generation to resume from.
 //!
-//! `swap` moves tiles, `commit` makes generations durable, `wait` sleeps and notices a dead daemon, `restart` goes on with the
+//! `swap` moves tiles, `commit` makes generations durable, `wait` sleeps and notices a dead daemon, `restart` reattaches to the
 //! next one.
 
 mod commit;
@@ -33,15 +33,15 @@ use crate::types::{JobDefinition, JobRecord, SessionInfo, SessionSettings};
 use crate::{ClientError, Daemon, convert};
 use commit::Commit;
 
-/// One process's part of a job, open on a daemon. Dropping it ends it, as a crash would.
+/// One process's part of a job, open on a daemon. Dropping it ends the session like a crash.
 pub struct Session {
     control: Control,
     token: Vec<u8>,
     info: SessionInfo,
     epoch: Epoch,
-    /// Of the job's tiles, and then of this session's own.
+    /// Lengths of the job's tiles, then of the session's scratch tiles.
     tile_bytes: Vec<u32>,
-    /// How many of them are the job's.
+    /// Number of the job's tiles.
     job_tile_count: usize,
     working: Option<Generation>,
     pool: Arc<SlotPool>,
@@ -51,19 +51,20 @@ pub struct Session {
     checksum_pool: ChecksumPool,
     submission_doorbell: OwnedFd,
     completion_doorbell: OwnedFd,
-    /// Hangs up when the daemon dies or throws this session out.
+    /// Hangs up when the daemon dies or evicts this session.
     life_line: OwnedFd,
     waker: Waker,
     commit: Commit,
-    /// Damaged tiles that the daemon was told of.
+    /// Damaged tiles reported to the daemon.
     reported_count: u32,
-    /// The daemon gave no answer when asked what a device is called.
+    /// Whether the daemon left a question for a device's path unanswered.
     names_unheard: bool,
 }
 
 impl Session {
-    /// Connects, takes memory, maps it. Blocks while the daemon touches the memory, which can take seconds a GiB.
+    /// Connects, allocates the arena and maps it. Blocks while the daemon populates the memory, which can take seconds a GiB.
     ///
+    /// # Errors
     /// [`ClientError::Connect`], [`ClientError::Version`]; refusals: `Invalid`, `NoMemory`, `Busy` (this rank is open).
     pub fn open(settings: SessionSettings) -> Result<Self, ClientError> {
         let geometry = Geometry::new(&settings.classes)
@@ -154,19 +155,19 @@ impl Session {
         &self.info
     }
 
-    /// What writes belong to; `None` before [`Session::resume`].
+    /// Generation that writes belong to; `None` before [`Session::resume`].
     pub fn working(&self) -> Option<Generation> {
         self.working
     }
 
-    /// Where the arena lies, to register it with a GPU.
+    /// The arena's memory, to register it with a GPU.
     pub fn memory(&self) -> ArenaMemory {
         self.memory.clone()
     }
 
-    /// Gives a new job its tiles, or checks that a known job has exactly these.
+    /// Defines the tiles of a new job, or checks that a known job has exactly these.
     ///
-    /// Refusals: `NoSpace` (names what is needed and free a device), `LayoutChanged`, `Invalid`.
+    /// Refusals: `NoSpace` (names the bytes needed and free on each device), `LayoutChanged`, `Invalid`.
     pub fn define_tiles(&mut self, definition: JobDefinition) -> Result<(), ClientError> {
         let request = convert::definition(self.token.clone(), &definition);
         self.call("DefineTiles", LONG_WAIT, || {
@@ -180,10 +181,10 @@ impl Session {
         Ok(())
     }
 
-    /// Reserves room for tiles of this session alone, which are written at any time, are part of no generation and end with the
-    /// session. Answers the index of the first; the others follow it. Once a session, after its job has tiles.
+    /// Reserves scratch tiles: they belong to this session and to no generation, can be written at any time, and end with the
+    /// session. Returns the index of the first; the others follow it. Allowed once a session, after its job has tiles.
     ///
-    /// Refusals: `NoSpace` (names what is needed and free a device), `Invalid`.
+    /// Refusals: `NoSpace` (names the bytes needed and free on each device), `Invalid`.
     pub fn reserve_scratch(&mut self, tile_bytes: &[u32]) -> Result<TileIndex, ClientError> {
         let request = proto::ReserveScratchRequest {
             token: self.token.clone(),
@@ -193,7 +194,7 @@ impl Session {
             let request = request.clone();
             |mut client: Client| async move { client.reserve_scratch(request).await }
         };
-        // Refused a second time: whether it was given is asked.
+        // A repeated call would be refused, so the next daemon is asked whether the first succeeded.
         self.call_once("ReserveScratch", SHORT_WAIT, reserve, |found| {
             (found.scratch_count > 0).then_some(proto::ReserveScratchReply { reserved_bytes: 0 })
         })?;
@@ -201,8 +202,8 @@ impl Session {
         Ok(TileIndex(self.job_tile_count as u32))
     }
 
-    /// Goes on from `generation`, giving up any later one for good; 0 starts a job that has none. Answers the working
-    /// generation. All local ranks must name the same.
+    /// Resumes from `generation` and discards any later one; 0 starts a job that has none. Returns the working generation. All
+    /// local ranks must name the same generation.
     ///
     /// Refusals: `WrongGeneration`, `Unclean`, `UnknownTile` (nothing defined).
     pub fn resume(&mut self, generation: Generation) -> Result<Generation, ClientError> {
@@ -214,7 +215,7 @@ impl Session {
             let request = request.clone();
             |mut client: Client| async move { client.resume(request).await }
         };
-        // Refused a second time: whether it was done is asked.
+        // A repeated call would be refused, so the next daemon is asked whether the first succeeded.
         let reply = self.call_once("Resume", LONG_WAIT, resume, |found| {
             let working_generation = found.working_generation;
             (working_generation > 0).then_some(proto::ResumeReply { working_generation })
@@ -224,7 +225,7 @@ impl Session {
         Ok(working)
     }
 
-    /// Ends the session in order and answers when its memory is free again. What was not committed is forgotten.
+    /// Closes the session and returns when its memory is free again. Uncommitted writes are discarded.
     pub fn close(self) -> Result<(), ClientError> {
         let request = proto::CloseSessionRequest {
             token: self.token.clone(),
@@ -237,7 +238,7 @@ impl Session {
     }
 }
 
-/// What the store knows of the session's job, put together from its parts.
+/// Collects the job's record from the parts in which it is sent.
 fn describe_job(control: &Control, token: &[u8]) -> Result<Option<JobRecord>, ClientError> {
     let request = proto::DescribeJobRequest {
         token: token.to_vec(),

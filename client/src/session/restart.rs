@@ -1,8 +1,8 @@
-//! A daemon that is restarted under a living session. Memory, rings and life line live on in whoever keeps the daemon: tiles
-//! move on as soon as the next one serves, and here nothing has to be done for them. Only calls are lost with the
-//! connection. Whether one had been answered is asked from the next daemon, not guessed.
+//! Reattaching to a daemon that restarts under a living session. The process that keeps the daemon's descriptors keeps memory,
+//! rings and life line too, so tiles move again as soon as the next daemon serves. Only calls are lost with the connection; the
+//! next daemon is asked whether a lost call was executed.
 //!
-//! While the life line is silent the session is not over: it hangs up when no daemon will take it up.
+//! The session lives as long as its life line is silent. The line hangs up when no daemon will adopt the session.
 
 use std::time::{Duration, Instant};
 
@@ -13,16 +13,17 @@ use super::Session;
 use crate::ClientError;
 use crate::control::{Control, Pending, SHORT_WAIT};
 
-/// How long a session waits for the next daemon: a stop waits up to a minute for a device, a start may have much to recover.
+/// How long a session waits for the next daemon: a stop waits up to a minute for a device, and a start may have much to
+/// recover.
 pub const RESTART_WAIT: Duration = Duration::from_secs(180);
 
-/// Nobody listens for some milliseconds mostly.
+/// Time between two attempts. A restart usually takes some milliseconds.
 pub(super) const TRY_EVERY: Duration = Duration::from_millis(20);
 
-/// A shorter one is not worth a word.
+/// A shorter wait is not logged.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// A call that failed with this may find a daemon again that knows the session.
+/// Whether a daemon that knows the session may still come after this error.
 pub(super) fn is_lost(error: &ClientError) -> bool {
     match error {
         ClientError::DaemonGone { .. } => true,
@@ -31,7 +32,7 @@ pub(super) fn is_lost(error: &ClientError) -> bool {
     }
 }
 
-/// Another daemon, which does not know the session or the call.
+/// Whether the error comes from a daemon that does not know the session or the call.
 fn is_final(error: &ClientError) -> bool {
     match error {
         ClientError::Refused(fault) => {
@@ -42,7 +43,7 @@ fn is_final(error: &ClientError) -> bool {
     }
 }
 
-/// Looks for the session in the daemon that comes, without waiting.
+/// Looks for a daemon that knows the session, without blocking.
 #[derive(Debug)]
 pub(super) struct Reattaching {
     began: Instant,
@@ -62,7 +63,7 @@ impl Reattaching {
         }
     }
 
-    /// How far the session is, once a daemon answers; or that the session is over.
+    /// Returns the state of the session once a daemon answers, or that the session is over.
     pub(super) fn poll(
         &mut self,
         control: &Control,
@@ -84,7 +85,7 @@ impl Reattaching {
                 Err(error) if is_lost(&error) => self.try_at = Instant::now() + TRY_EVERY,
                 Err(ClientError::Timeout { .. }) => {}
                 Err(error) if is_final(&error) => return Some(Err(Over)),
-                // One that has too much to do, say: the life line tells when it is over.
+                // For example a daemon that is overloaded. The life line tells when the session is over.
                 Err(_) => self.try_at = Instant::now() + TRY_EVERY,
             }
         }
@@ -94,7 +95,7 @@ impl Reattaching {
         if !self.told && waited > QUIET {
             self.told = true;
             tracing::warn!(
-                "offloadd on {socket} does not answer and still holds this session: waiting up to {} s for it to be restarted",
+                "offloadd on {socket} does not answer but has not ended this session; waiting up to {} s for its restart",
                 RESTART_WAIT.as_secs()
             );
         }
@@ -110,13 +111,12 @@ impl Reattaching {
     }
 }
 
-/// No daemon knows the session any more.
+/// No daemon knows the session.
 #[derive(Debug)]
 pub(super) struct Over;
 
 impl Session {
-    /// Waits for a daemon that knows this session. `lost`: what the call that was lost ended with, and this one too if none
-    /// comes.
+    /// Waits for a daemon that knows this session. If none comes, returns `lost`, the error of the lost call.
     pub(super) fn reattach(&self, lost: ClientError) -> Result<proto::ReattachReply, ClientError> {
         let mut reattaching = Reattaching::begin();
         loop {

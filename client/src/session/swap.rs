@@ -1,4 +1,4 @@
-//! Slots, and tiles on their way between slots and devices.
+//! Slots, and moving tiles between slots and devices.
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::{Generation, TicketId, TileIndex};
@@ -12,35 +12,35 @@ use crate::in_flight::{Arrived, Checked, InFlight};
 use crate::{ClientError, Done, Slot, Ticket, signal};
 
 impl Session {
-    /// A free slot of class `class` (of [`SessionSettings::classes`]); `None` when all are taken or in flight.
+    /// Takes a free slot of class `class`, an index into [`SessionSettings::classes`]; `None` when all are taken or in flight.
     pub fn take_slot(&mut self, class: usize) -> Option<Slot> {
         self.pool.take(class)
     }
 
-    /// The same as dropping it.
+    /// Returns a slot, like dropping it.
     pub fn give_slot(&mut self, slot: Slot) {
         assert!(slot.is_of(&self.pool), "a slot of another arena");
     }
 
-    /// Free slots of class `class`.
+    /// Number of free slots of class `class`.
     pub fn free_slot_count(&self, class: usize) -> usize {
         self.pool.free_count(class)
     }
 
-    /// Operations in flight.
+    /// Number of operations in flight.
     pub fn in_flight_count(&self) -> usize {
         self.in_flight.count()
     }
 
     /// Starts reading `tile` into `slot`, which may be larger.
     ///
-    /// Refused at once, with the slot: `TooMany` (iodepth reached: poll first), `UnknownTile`, `SlotTooSmall`,
-    /// `WrongGeneration` (not resumed).
+    /// Refusals return the slot: `TooMany` (iodepth reached: poll first), `UnknownTile`, `SlotTooSmall`, `WrongGeneration` (not
+    /// resumed).
     pub fn swap_in(&mut self, tile: TileIndex, slot: Slot) -> Result<Ticket, (Slot, ClientError)> {
         self.start(Verb::SwapIn, Priority::Prefetch, tile, slot)
     }
 
-    /// The same for a tile whose use is next: it goes before what the processes of this job read ahead.
+    /// Starts reading a tile that is needed next, ahead of everything the job's processes prefetch.
     pub fn swap_in_wanted(
         &mut self,
         tile: TileIndex,
@@ -49,17 +49,17 @@ impl Session {
         self.start(Verb::SwapIn, Priority::Demand, tile, slot)
     }
 
-    /// Lets a swap in that has not ended go before what its job reads ahead, as if it had been started by
-    /// [`Session::swap_in_wanted`]. Nothing happens to one that has ended, or that nobody could still overtake.
+    /// Raises a swap in that has not ended to the priority of [`Session::swap_in_wanted`]. Does nothing for one that has ended
+    /// or that nothing could overtake any more.
     pub fn promote(&mut self, ticket: Ticket) -> Result<(), ClientError> {
         let Some(in_flight) = self.in_flight.get_mut(ticket.0) else {
             return Ok(());
         };
-        // Without its slot it has arrived, and its bytes are being checked.
+        // Without a slot it has arrived, and its checksum is being computed.
         if in_flight.verb != Verb::SwapIn || in_flight.slot.is_none() {
             return Ok(());
         }
-        // All operations that were granted keep their room. A daemon so far behind has not come to this one either.
+        // Operations that were granted keep their room in the ring. A daemon so far behind has not seen this read either.
         let untaken = self.rings.untaken().map_err(broken_ring)?;
         if untaken + self.info.iodepth >= self.rings.header().entries {
             return Ok(());
@@ -71,11 +71,11 @@ impl Session {
         self.put(&urge.to_sqe(self.epoch))
     }
 
-    /// Starts writing `tile` from `slot` into the working generation. Its checksum is computed on this side, where the bytes
-    /// were made, beside this thread; [`Session::poll`] passes the write on when it is there.
+    /// Starts writing `tile` from `slot` into the working generation. Another thread of this process computes the checksum;
+    /// [`Session::poll`] then submits the write.
     ///
-    /// Refused at once, with the slot, like [`Session::swap_in`]; and with `Busy` while a commit is pending, as the
-    /// write would belong to the generation that is being closed. Tiles of this session alone belong to none.
+    /// Refusals return the slot: those of [`Session::swap_in`], and `Busy` while a commit is pending, as the write would belong
+    /// to the generation that is being closed. Scratch tiles belong to no generation and are not refused.
     pub fn swap_out(&mut self, tile: TileIndex, slot: Slot) -> Result<Ticket, (Slot, ClientError)> {
         if matches!(self.commit, Commit::Pending(..) | Commit::Lost(_)) && !self.is_scratch(tile) {
             let error = ClientError::refused(
@@ -110,7 +110,7 @@ impl Session {
             misread: None,
         };
         if verb == Verb::SwapOut {
-            // The daemon is asked in `poll`, when it can be told the checksum.
+            // `poll` submits the write when the checksum is known.
             let ticket = self.in_flight.start(in_flight);
             self.checksum_pool.begin(ticket, slot, tile_bytes);
             return Ok(Ticket(ticket));
@@ -134,14 +134,14 @@ impl Session {
             })
     }
 
-    /// Asks the daemon.
+    /// Submits an entry.
     fn put(&mut self, entry: &Sqe) -> Result<(), ClientError> {
         match self.rings.put(entry) {
             Ok(true) => {
                 signal::ring(&self.submission_doorbell);
                 Ok(())
             }
-            // As many entries as operations in flight, so it has room unless the daemon left entries lying: it died.
+            // The ring has room for all operations, so a full one means that the daemon stopped taking entries.
             Ok(false) => Err(self.gone()),
             Err(error) => Err(broken_ring(error)),
         }
@@ -156,13 +156,16 @@ impl Session {
         assert!(slot.is_of(&self.pool), "a slot of another arena");
         if self.in_flight.is_full() {
             let words = format!(
-                "{} operations in flight, which is all that was granted",
+                "{} operations are in flight, as many as were granted",
                 self.info.iodepth
             );
             return refuse(FaultKind::TooMany, words);
         }
         let Some(&tile_bytes) = self.tile_bytes.get(tile.0 as usize) else {
-            let words = format!("tile {tile}: the job has {}", self.tile_bytes.len());
+            let words = format!(
+                "tile {tile} does not exist: the job has {} tiles",
+                self.tile_bytes.len()
+            );
             return refuse(FaultKind::UnknownTile, words);
         };
         if slot.bytes() < tile_bytes as usize {
@@ -173,14 +176,14 @@ impl Session {
             return refuse(FaultKind::SlotTooSmall, words);
         }
         let Some(working) = self.working else {
-            let words = "choose the generation to go on from first (resume)".into();
+            let words = "no generation was chosen: call resume first".into();
             return refuse(FaultKind::WrongGeneration, words);
         };
         Ok((tile_bytes, working))
     }
 
-    /// Appends what has ended since the last call, without waiting. Bytes that were swapped in have been checked; writes
-    /// whose checksum is ready are passed on.
+    /// Appends the operations that have ended since the last call, without waiting. Swapped-in bytes have been checked. Submits
+    /// the writes whose checksum is known.
     pub fn poll(&mut self, done: &mut Vec<Done>) -> Result<(), ClientError> {
         while let Some(cqe) = self.rings.take().map_err(broken_ring)? {
             let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
@@ -219,7 +222,7 @@ impl Session {
         Ok(())
     }
 
-    /// The end of a swap in whose bytes came to checksum `found`, wherever they were summed; nothing: it is read once more.
+    /// Handles checksum `found` of a swap in. Returns `None` if the tile is read again.
     fn checked(
         &mut self,
         ticket: TicketId,

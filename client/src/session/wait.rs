@@ -1,4 +1,4 @@
-//! Sleeping until something has happened. Every sleep watches the life line, so that a dead daemon ends it at once.
+//! Sleeping until something happens. Every sleep watches the life line, so that a dead daemon ends it at once.
 
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
@@ -14,10 +14,10 @@ use crate::control::{Client, Pending};
 use crate::signal::{self, Waker};
 
 impl Session {
-    /// Waits until something can be polled, the waker is rung, a commit ends, or `timeout` is over; may also return for
-    /// nothing. [`ClientError::DaemonGone`] as soon as the daemon hangs up; what it completed before can still be polled.
+    /// Waits until something can be polled, the waker is woken, a commit ends, or `timeout` is over. May return early. Returns
+    /// [`ClientError::DaemonGone`] as soon as the daemon hangs up; completions from before can still be polled.
     pub fn wait(&mut self, timeout: Duration) -> Result<(), ClientError> {
-        // `None`: later than a clock can say.
+        // `None`: later than the clock can express.
         let deadline = Instant::now().checked_add(timeout);
         loop {
             let ready = self.rings.ready().map_err(broken_ring)? > 0;
@@ -29,7 +29,7 @@ impl Session {
             };
             let over = left.is_zero();
             let left = match self.commit {
-                // Its daemon is looked for now and then.
+                // The next daemon is looked for from time to time.
                 Commit::Lost(_) => left.min(TRY_EVERY),
                 _ => left,
             };
@@ -39,7 +39,7 @@ impl Session {
         }
     }
 
-    /// Whether a signal came within `left`. A system call that was interrupted counts as none.
+    /// Whether a signal came within `left`. An interrupted system call counts as none.
     fn sleep(&self, left: Duration) -> Result<bool, ClientError> {
         let (waker, ended) = (&self.waker, self.control.ended());
         let hang_up = PollFlags::IN | PollFlags::RDHUP;
@@ -49,7 +49,7 @@ impl Session {
             PollFd::new(waker, PollFlags::IN),
             PollFd::new(ended, PollFlags::IN),
         ];
-        // Longer than a Timespec can say is for ever.
+        // A time too long for a Timespec means for ever.
         let limit = Timespec::try_from(left).ok();
         match poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
@@ -71,7 +71,7 @@ impl Session {
         Ok(completion || woken || ended_now)
     }
 
-    /// The daemon never writes to the line after the handoff, so that anything readable is its end.
+    /// The daemon writes nothing to the line after the handoff, so anything readable means its end.
     pub(super) fn hung_up(&self) -> bool {
         let mut byte = [0];
         !matches!(
@@ -84,12 +84,12 @@ impl Session {
         )
     }
 
-    /// Ends [`Session::wait`] from other threads.
+    /// Returns a waker that ends [`Session::wait`] from other threads.
     pub fn waker(&self) -> Waker {
         self.waker.clone()
     }
 
-    /// A call that may be repeated, waited for as long as a daemon knows this session.
+    /// Makes a call that may be repeated, and repeats it on the next daemon if the connection is lost.
     pub(super) fn call<R, M, F>(
         &self,
         call: &'static str,
@@ -104,8 +104,8 @@ impl Session {
         self.call_once(call, limit, make, |_| None)
     }
 
-    /// The same of one that must not be repeated when it was heard: `answer` says from what the next daemon knows what its
-    /// answer was.
+    /// Makes a call that must not be repeated once the daemon received it: `answer` finds the lost answer in what the next
+    /// daemon knows.
     pub(super) fn call_once<R, M, F>(
         &self,
         call: &'static str,
@@ -144,7 +144,7 @@ impl Session {
         }
     }
 
-    /// Sleeps until a call ends or the daemon is gone. Leaves the waker and the doorbell for [`Session::wait`].
+    /// Sleeps until a call ends or the daemon is gone. Leaves the waker and the doorbell to [`Session::wait`].
     pub(super) fn pause(&self) -> Result<(), ClientError> {
         // A call ends by itself at its limit; the second only bounds the harm of a lost signal.
         self.pause_for(Duration::from_secs(1))

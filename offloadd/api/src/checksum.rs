@@ -1,35 +1,34 @@
-//! The one checksum: CRC-32C (Castagnoli), by the CPU's carry-less multiplication where there is one.
+//! The checksum of tiles: CRC-32C (Castagnoli), computed by carry-less multiplication where the processor has it.
 //!
-//! A tile's checksum covers all of its bytes, padding included, and is kept in the manifest, never beside the data: a
-//! lost, stale or misdirected write leaves data that does not fit the manifest. Computed where the bytes are made (the
-//! process that writes the tile) and checked where they are used (the process that reads it), so damage on the way, in
-//! memory or on the bus, shows as well as damage on the drive. Every single-bit flip changes it.
+//! It covers all bytes of a tile, padding included, and is kept in the manifest and never beside the data, so that a lost,
+//! stale or misdirected write does not match. The process that writes a tile computes it and the process that reads the tile
+//! checks it, so that damage in memory or on the bus shows as well as damage on the drive. Every single-bit flip changes it.
 //!
-//! On one core with AVX-512 (EPYC, 2026-11-22): 50 GB/s in the caches and 23.5 out of memory, which is the wall there; by
-//! the crc32 instruction 25 and 12.3.
+//! One core with AVX-512 (EPYC, 2026-11-22) sums 50 GB/s in its caches and 23.5 out of memory, which is the memory's limit; the
+//! crc32 instruction reaches 25 and 12.3.
 
 /// CRC-32C of `bytes`.
 pub fn checksum(bytes: &[u8]) -> u32 {
     crc_fast::crc32_iscsi(bytes)
 }
 
-/// The checksum of bytes that come one piece after the other.
+/// Computes a checksum piece by piece.
 #[derive(Debug)]
 pub struct ChecksumDigest(crc_fast::Digest);
 
 impl ChecksumDigest {
-    /// Of nothing yet.
+    /// A checksum of no bytes yet.
     #[expect(clippy::new_without_default)]
     pub fn new() -> Self {
         Self(crc_fast::Digest::new(crc_fast::CrcAlgorithm::Crc32Iscsi))
     }
 
-    /// The next piece.
+    /// Adds the next piece.
     pub fn add(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
 
-    /// As [`checksum`] of all pieces together.
+    /// Returns the [`checksum`] of all pieces together.
     pub fn sum(&self) -> u32 {
         self.0.finalize() as u32
     }
@@ -56,7 +55,7 @@ mod tests {
         assert_eq!(digest.sum(), checksum(&bytes));
     }
 
-    /// Other code runs for short and long input, and for each rest behind the last whole vector.
+    /// Other code runs for short and long input, and for each length of the rest after the last whole vector.
     #[test]
     fn every_length_and_alignment_is_as_another_implementation_has_it() {
         let bytes: Vec<u8> = (0..70_000_u32)

@@ -1,16 +1,16 @@
-//! Why something was refused or failed, as a kind to branch on. The words for people travel beside it.
+//! Kinds of failures, for programs to branch on, with a message for people.
 
-/// Kinds of failure. The numbers are part of the protocol: never reuse one.
+/// Kinds of failures. The numbers are part of the protocol and never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u16)]
 pub enum FaultKind {
     /// A device answered with an errno.
     Io = 1,
-    /// A device moved fewer bytes than asked; 0 is what a removed NVMe drive answers.
+    /// A device moved fewer bytes than asked; a removed NVMe drive moves none.
     Short = 2,
     /// A device is full, or the store has no room for a reservation.
     NoSpace = 3,
-    /// Bytes do not fit their checksum.
+    /// Bytes do not match their checksum.
     Damaged = 4,
     /// No such tile in this job, or none was defined yet.
     UnknownTile = 5,
@@ -18,39 +18,39 @@ pub enum FaultKind {
     UnknownSlot = 6,
     /// The slot has an operation in flight.
     SlotBusy = 7,
-    /// The tile has an operation in flight that this one would disturb.
+    /// The tile has another operation in flight that conflicts with this one.
     TileBusy = 8,
     /// The tile does not fit the slot.
     SlotTooSmall = 9,
     /// The tile was never written.
     NeverWritten = 10,
-    /// The write or commit names another generation than the working one.
+    /// The write or commit does not name the working generation.
     WrongGeneration = 11,
-    /// Of another life of the daemon or session.
+    /// The request names another incarnation of the daemon or another session.
     StaleEpoch = 12,
-    /// More in flight than was granted.
+    /// More operations in flight than were granted.
     TooMany = 13,
-    /// Bytes that make no sense: a bad verb, a used reserved field, an impossible ring index.
+    /// Malformed bytes: an unknown verb, a non-zero reserved field, an impossible ring index.
     Protocol = 14,
-    /// A device of the job failed a flush or a manifest write; the job takes nothing more until it is opened again.
+    /// A device of the job failed a flush or a manifest write; the job refuses everything until it is opened again.
     Poisoned = 15,
     /// The other side speaks another version.
     Version = 16,
-    /// Not the caller's.
+    /// The object belongs to another user.
     Denied = 17,
     /// The job, or this rank of it, is open already.
     Busy = 18,
     /// The job exists with other tiles, durability or number of nodes.
     LayoutChanged = 19,
-    /// A setting or request outside its limits.
+    /// A setting or request is outside its limits.
     Invalid = 20,
-    /// Host memory of this size is not to be had.
+    /// There is not enough host memory.
     NoMemory = 21,
-    /// The job ran with `durability = "none"` and did not end in order.
+    /// The job ran with `durability = "none"` and was not closed in order.
     Unclean = 22,
     /// The daemon is stopping.
     Stopping = 23,
-    /// There is no such job or session.
+    /// No such job or session.
     NotFound = 24,
 }
 
@@ -82,24 +82,24 @@ impl FaultKind {
         Self::NotFound,
     ];
 
-    /// The kind of a number, if this version knows it.
+    /// Returns the kind with this number, if this version knows it.
     pub fn from_number(number: u32) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| *kind as u32 == number)
     }
 }
 
-/// A failure with its words.
+/// A failure with a message.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct Fault {
-    /// To branch on.
+    /// Kind of the failure, to branch on.
     pub kind: FaultKind,
-    /// What was tried, on what, and what a person can do.
+    /// What failed, on what, why, and what to do.
     pub message: String,
 }
 
 impl Fault {
-    /// A failure of `kind`, told in `message`.
+    /// Makes a failure of `kind` with a message.
     pub fn new(kind: FaultKind, message: impl Into<String>) -> Self {
         Self {
             kind,
@@ -132,7 +132,7 @@ impl From<Fault> for tonic::Status {
 }
 
 impl From<&tonic::Status> for Fault {
-    /// The fault a status carries; a status of another origin (a lost connection) becomes [`FaultKind::Stopping`].
+    /// Reads the fault from a status. A status without one (a lost connection) becomes [`FaultKind::Stopping`].
     fn from(status: &tonic::Status) -> Self {
         use prost::Message;
         crate::proto::Fault::decode(status.details())

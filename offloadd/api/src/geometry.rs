@@ -1,76 +1,76 @@
-//! Where each slot of an arena lies. Both sides compute it from the slot classes, so no offset ever travels.
+//! Places of the slots in an arena. Both sides compute them from the slot classes, so no offset is ever sent.
 //!
 //! ```text
 //!   arena  | class 0: slot 0 | slot 1 | ... | gap | class 1: slot n | ...            |
 //!          | piece 0                        |     | piece 1          | piece 2 ...   |
 //! ```
 //!
-//! io_uring registers at most 1 GiB a buffer, so slots lie in *pieces* of at most [`PIECE_BYTES_MAX`] that no slot
-//! crosses. Pieces start on 2 MiB, where huge pages can.
+//! io_uring registers at most 1 GiB a buffer, so slots lie in *pieces* of at most [`PIECE_BYTES_MAX`] that no slot crosses.
+//! Pieces start at multiples of 2 MiB, where huge pages can.
 
 use crate::BLOCK_BYTES;
 use crate::ids::SlotIndex;
 
-/// Most that one registered buffer may hold (io_uring's limit).
+/// Largest size of a registered buffer (io_uring's limit).
 pub const PIECE_BYTES_MAX: u64 = 1 << 30;
 
 /// Pieces start at multiples of this.
 const PIECE_ALIGN_BYTES: u64 = 2 << 20;
 
-/// Slots of one arena; bounds tables sized by a peer's request.
+/// Slots of one arena. Bounds tables sized by a peer's request.
 pub const SLOTS_MAX: u64 = 1 << 20;
 
-/// Slots of equal size.
+/// A number of slots with equal size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotClass {
-    /// A multiple of [`BLOCK_BYTES`].
+    /// Size of a slot, a multiple of [`BLOCK_BYTES`].
     pub slot_bytes: u64,
-    /// How many.
+    /// Number of slots.
     pub slot_count: u32,
 }
 
-/// A run of slots registered as one buffer.
+/// A run of slots that is registered as one buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// From the arena's start.
+    /// First byte, within the arena.
     pub offset: u64,
-    /// At most [`PIECE_BYTES_MAX`].
+    /// Length, at most [`PIECE_BYTES_MAX`].
     pub bytes: u64,
 }
 
-/// One slot.
+/// Place of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotPlace {
-    /// From the arena's start.
+    /// First byte, within the arena.
     pub offset: u64,
-    /// Of its class.
+    /// Size of the slot.
     pub bytes: u64,
-    /// Index of the piece it lies in.
+    /// Index of the piece that holds the slot.
     pub piece: u32,
 }
 
-/// Why classes make no arena.
+/// Why classes cannot form an arena.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum GeometryError {
-    /// A slot size the kernel or the ring cannot take.
+    /// A slot size that the kernel or the ring cannot take.
     #[error(
-        "slot class {class}: {slot_bytes} bytes; a slot is a multiple of {BLOCK_BYTES} from {BLOCK_BYTES} to 1 GiB"
+        "slot class {class} has {slot_bytes} bytes; it must be a multiple of {BLOCK_BYTES} and at most 1 GiB"
     )]
     SlotBytes {
-        /// Index in the request.
+        /// Index of the class in the request.
         class: usize,
-        /// As asked.
+        /// Size in the request.
         slot_bytes: u64,
     },
-    /// More slots than a session may have.
-    #[error("{slots} slots; a session has 1 to {SLOTS_MAX}: use larger tiles")]
+    /// More slots than a session may have, or none.
+    #[error("{slots} slots are not between 1 and {SLOTS_MAX}; use larger tiles")]
     SlotCount {
-        /// As asked, over all classes.
+        /// Slots in the request, over all classes.
         slots: u64,
     },
 }
 
-/// The places of all slots of an arena.
+/// Places of all slots of an arena.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Geometry {
     classes: Vec<ClassPlace>,
@@ -88,12 +88,12 @@ struct ClassPlace {
 }
 
 impl Geometry {
-    /// What it was made of.
+    /// The classes this geometry was made of.
     pub fn classes(&self) -> impl Iterator<Item = SlotClass> + '_ {
         self.classes.iter().map(|place| place.class)
     }
 
-    /// Lays out `classes` in order. Classes without slots are allowed and take no room.
+    /// Lays out `classes` in order. A class without slots takes no bytes.
     pub fn new(classes: &[SlotClass]) -> Result<Self, GeometryError> {
         let slots: u64 = classes.iter().map(|c| u64::from(c.slot_count)).sum();
         if slots == 0 || slots > SLOTS_MAX {
@@ -144,28 +144,28 @@ impl Geometry {
         Ok(geometry)
     }
 
-    /// Bytes of the arena's memory file.
+    /// Size of the arena's memory file.
     pub fn arena_bytes(&self) -> u64 {
         self.arena_bytes
     }
 
-    /// Slots over all classes.
+    /// Number of slots over all classes.
     pub fn slot_count(&self) -> u32 {
         self.slot_count
     }
 
-    /// What to register, in order.
+    /// Pieces to register, in order.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
 
-    /// Where `slot` lies; `None` when there is no such slot.
+    /// Place of `slot`; `None` when there is no such slot.
     pub fn place(&self, slot: SlotIndex) -> Option<SlotPlace> {
         let index = self
             .classes
             .partition_point(|c| c.first_slot <= slot.0)
             .checked_sub(1)?;
-        // Classes without slots share their successor's first slot; the last of them owns it.
+        // A class without slots has the same first slot as its successor; the last of them owns it.
         let place = &self.classes[index];
         let within = slot.0 - place.first_slot;
         if within >= place.class.slot_count {
@@ -181,7 +181,7 @@ impl Geometry {
         })
     }
 
-    /// The slots of class `class`, in order.
+    /// Slots of class `class`, in order.
     pub fn slots_of(&self, class: usize) -> impl Iterator<Item = SlotIndex> + use<> {
         let place = &self.classes[class];
         (place.first_slot..place.first_slot + place.class.slot_count).map(SlotIndex)

@@ -1,4 +1,4 @@
-//! A session's four descriptors, over the second unix socket (SOCK_SEQPACKET: a message arrives whole or not at all).
+//! Hands a session its four descriptors over the second unix socket (SOCK_SEQPACKET: a message arrives whole or not at all).
 //!
 //! ```text
 //!   process                                             offloadd
@@ -9,8 +9,8 @@
 //!      └──── the socket stays open on both sides: its hang-up says that the other side is gone ────
 //! ```
 //!
-//! Promises: no call here waits longer than its timeout; a message of another form, length or version is refused by
-//! name; descriptors beyond the four are closed.
+//! Promises: no call waits longer than its timeout. A message of another form, length or version is refused with the reason.
+//! Descriptors beyond the four are closed.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -32,12 +32,12 @@ use crate::ids::SessionToken;
 
 const MAGIC: [u8; 8] = *b"OFFLHAND";
 
-/// Words of a refusal longer than this are cut.
+/// Longer messages of refusals are cut.
 const WORDS_BYTES_MAX: usize = 1024;
 
-const HUNG_UP: &str = "it hung up without an answer";
+const HUNG_UP: &str = "hung up without an answer";
 
-/// First message, from the process.
+/// First message, sent by the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Hello {
@@ -47,7 +47,7 @@ struct Hello {
     token: [u8; 16],
 }
 
-/// The answer's fixed part; a refusal's words follow it.
+/// Fixed part of the answer; the message of a refusal follows it.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct Answer {
@@ -59,32 +59,32 @@ struct Answer {
 
 const _: () = assert!(size_of::<Hello>() == 32 && size_of::<Answer>() == 16);
 
-/// What a process gets.
+/// Descriptors that a process receives.
 #[derive(Debug)]
 pub struct Received {
-    /// Payload: sealed against resizing.
+    /// The arena's memory file, sealed against resizing.
     pub arena: OwnedFd,
-    /// [`crate::ring`]'s pages: sealed against resizing.
+    /// The memory file of [`crate::ring`], sealed against resizing.
     pub ring: OwnedFd,
-    /// eventfd the process adds 1 to after it put submissions. The daemon never empties it.
+    /// Eventfd to which the process adds 1 after it submitted entries. The daemon never empties it.
     pub submission_doorbell: OwnedFd,
-    /// Readable after the daemon put completions; empty it with one read. The reading end of a pipe: whether a write to an
-    /// eventfd blocks is up to everyone who has it, and no process may block the daemon.
+    /// Reading end of a pipe, readable after the daemon completed operations; one read empties it. An eventfd would not do:
+    /// whoever holds one decides whether writes to it block, and no process may block the daemon.
     pub completion_doorbell: OwnedFd,
-    /// Keep it open as long as the session shall live; it hangs up when the daemon is gone or threw the session out.
+    /// Socket to keep open as long as the session lives. It hangs up when the daemon ends or evicts the session.
     pub life_line: OwnedFd,
 }
 
-/// What the daemon hands out, in the order of [`Received`].
+/// Descriptors that the daemon sends, in the order of [`Received`].
 #[derive(Clone, Copy, Debug)]
 pub struct Offered<'fd> {
-    /// Payload.
+    /// The arena's memory file.
     pub arena: BorrowedFd<'fd>,
-    /// The rings.
+    /// The memory file of the rings.
     pub ring: BorrowedFd<'fd>,
-    /// Rung by the process.
+    /// Eventfd that the process signals.
     pub submission_doorbell: BorrowedFd<'fd>,
-    /// Rung by the daemon: the end to read.
+    /// Reading end of the pipe that the daemon signals.
     pub completion_doorbell: BorrowedFd<'fd>,
 }
 
@@ -96,30 +96,30 @@ pub enum HandoffError {
         "descriptor socket {path}: {action}: {source}; is offloadd running, and may this user open the socket?"
     )]
     Socket {
-        /// Of the socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What failed.
+        /// Step that failed.
         action: &'static str,
-        /// The errno.
+        /// Errno of the step.
         source: io::Error,
     },
-    /// The daemon said no, and why.
+    /// The daemon refused.
     #[error(transparent)]
     Refused(#[from] Fault),
     /// No answer came in time.
-    #[error("descriptor socket {path}: no answer within {} ms; the daemon hangs or is overloaded", waited.as_millis())]
+    #[error("descriptor socket {path}: no answer within {} ms: the daemon hangs or is overloaded", waited.as_millis())]
     Timeout {
-        /// Of the socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// As long as that.
+        /// Time waited.
         waited: Duration,
     },
-    /// The answer makes no sense.
-    #[error("descriptor socket {path}: {what}; something else than offloadd listens there?")]
+    /// The answer is malformed.
+    #[error("descriptor socket {path}: {what}: another program seems to listen there")]
     Malformed {
-        /// Of the socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What was wrong.
+        /// What is wrong with the answer.
         what: String,
     },
 }
@@ -135,11 +135,12 @@ impl From<HandoffError> for Fault {
     }
 }
 
-/// The process's half: shows `token` on the socket at `path` and takes the descriptors.
+/// Shows `token` on the socket at `path` and receives the descriptors, on the side of the process.
 ///
 /// # Errors
-/// [`HandoffError::Refused`] with the daemon's own fault ([`FaultKind::NotFound`] for an unknown or used token,
-/// [`FaultKind::Denied`] for another user's, [`FaultKind::Version`]); the rest when nobody sensible answered in `timeout`.
+/// [`HandoffError::Refused`] with the daemon's fault ([`FaultKind::NotFound`] for an unknown or used token,
+/// [`FaultKind::Denied`] for another user's, [`FaultKind::Version`]); the other errors when no daemon answered within
+/// `timeout`.
 pub fn receive(
     path: &Path,
     token: SessionToken,
@@ -176,7 +177,7 @@ pub fn receive(
     let sent =
         retry_interrupted(|| rustix::net::send(&socket, hello.as_bytes(), SendFlags::NOSIGNAL));
     match sent {
-        // A daemon that refuses at once has said why before it hung up.
+        // A daemon that refuses at once sent its answer before it hung up.
         Err(Errno::PIPE) => {}
         sent => {
             sent.map_err(failed("send the token"))?;
@@ -208,7 +209,7 @@ pub fn receive(
     let mut bytes = [0u8; size_of::<Answer>() + WORDS_BYTES_MAX];
     let mut fds = Vec::with_capacity(4);
     let (length, flags) = {
-        // Room for more than four, so that a fifth is seen and closed rather than cut in silence.
+        // Room for more than four, so that a fifth is noticed and closed.
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut receive_once = || {
@@ -221,8 +222,8 @@ pub fn receive(
                 )
             })
         };
-        // A daemon that hangs up without reading our token resets the connection. The kernel tells that first and once;
-        // an answer that was sent before (a refusal) still waits behind it.
+        // A daemon that hangs up without reading the token resets the connection. The kernel reports that first and once; the
+        // answer sent before still waits behind it.
         let received = match receive_once() {
             Err(Errno::CONNRESET) => receive_once(),
             result => result,
@@ -245,7 +246,7 @@ pub fn receive(
         .map_err(|_| malformed(format!("an answer of {length} bytes")))?;
     if answer.magic != MAGIC || flags.contains(ReturnFlags::TRUNC) {
         return Err(malformed(
-            "an answer that does not begin as offloadd's does".into(),
+            "the answer does not begin like offloadd's".into(),
         ));
     }
     if answer.fault != 0 {
@@ -268,10 +269,10 @@ pub fn receive(
     })
 }
 
-/// The daemon's half: listens at `path`, which must not exist. The socket and what it accepts do not block.
+/// Listens at `path`, which must not exist, on the side of the daemon. The socket and its connections do not block.
 ///
 /// # Errors
-/// As the system names them; `InvalidInput` for a path over 107 bytes.
+/// The system's errors; `InvalidInput` for a path over 107 bytes.
 pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     let address = SocketAddrUnix::new(path)?;
     let socket = rustix::net::socket_with(
@@ -285,10 +286,10 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The next connection and its user, `None` when nobody waits.
+/// Returns the next connection and its user; `None` when nobody waits.
 ///
 /// # Errors
-/// As the system names them (out of descriptors, mostly).
+/// The system's errors, usually too many open files.
 pub fn accept(listener: impl AsFd) -> io::Result<Option<(OwnedFd, rustix::net::UCred)>> {
     match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
         Ok(socket) => {
@@ -300,13 +301,13 @@ pub fn accept(listener: impl AsFd) -> io::Result<Option<(OwnedFd, rustix::net::U
     }
 }
 
-/// The token a connection shows, `None` when it has not sent one yet. Never waits.
+/// Returns the token that a connection shows; `None` when it has not sent one yet. Never waits.
 ///
 /// # Errors
-/// [`FaultKind::Version`] naming both versions, [`FaultKind::Protocol`] for bytes of another form or a hang-up.
+/// [`FaultKind::Version`] with both versions, [`FaultKind::Protocol`] for a malformed message or a hang-up.
 pub fn read_hello(socket: impl AsFd) -> Result<Option<SessionToken>, Fault> {
     let protocol = |what: String| Fault::new(FaultKind::Protocol, what);
-    // One more than a hello, so that a longer message shows.
+    // One byte more than a hello, so that a longer message is noticed.
     let mut bytes = [0u8; size_of::<Hello>() + 1];
     let length = match rustix::net::recv(socket, &mut bytes, RecvFlags::DONTWAIT) {
         Ok((length, _)) => length,
@@ -329,7 +330,7 @@ pub fn read_hello(socket: impl AsFd) -> Result<Option<SessionToken>, Fault> {
     })?;
     if hello.magic != MAGIC {
         return Err(protocol(
-            "a first message that does not begin as a process's does".into(),
+            "the first message has the wrong magic number".into(),
         ));
     }
     if hello.protocol_version != PROTOCOL_VERSION {
@@ -341,10 +342,10 @@ pub fn read_hello(socket: impl AsFd) -> Result<Option<SessionToken>, Fault> {
     Ok(Some(SessionToken(hello.token)))
 }
 
-/// Hands the descriptors over. Never waits: a socket too full for its first answer is an error.
+/// Sends the descriptors. Never waits: a socket that is too full for its first answer is an error.
 ///
 /// # Errors
-/// As the system names them.
+/// The system's errors.
 pub fn send(socket: impl AsFd, offered: Offered<'_>) -> io::Result<()> {
     let fds = [
         offered.arena,
@@ -366,7 +367,7 @@ pub fn send(socket: impl AsFd, offered: Offered<'_>) -> io::Result<()> {
     send_whole(socket, answer.as_bytes(), &mut control)
 }
 
-/// Says no. Best effort: a peer that does not listen is about to be closed anyway.
+/// Sends a refusal, if possible: a peer that does not listen is closed anyway.
 pub fn refuse(socket: impl AsFd, fault: &Fault) {
     let answer = Answer {
         magic: MAGIC,
@@ -395,12 +396,12 @@ fn wrong_version(theirs: u32, who: &str) -> Fault {
     Fault::new(
         FaultKind::Version,
         format!(
-            "{who} speaks protocol version {theirs}, this side speaks {PROTOCOL_VERSION}: use offloadd and trainer of one build"
+            "{who} speaks protocol version {theirs}, this side {PROTOCOL_VERSION}: install offloadd and trainer from one release"
         ),
     )
 }
 
-/// A signal may interrupt a call any number of times, but not this often without a cause worth reporting.
+/// Repeats an interrupted call, a limited number of times.
 fn retry_interrupted<T>(mut call: impl FnMut() -> Result<T, Errno>) -> Result<T, Errno> {
     for _ in 0..100 {
         match call() {
@@ -492,7 +493,7 @@ mod tests {
     fn a_refusal_arrives_as_the_fault_it_was() {
         let fault = Fault::new(
             FaultKind::Denied,
-            "the session belongs to uid 7, you are uid 8",
+            "the session belongs to uid 7, not to uid 8",
         );
         let sent = fault.clone();
         let error = meet("refused", LONG, move |socket| refuse(&socket, &sent)).unwrap_err();

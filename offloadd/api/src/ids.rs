@@ -1,4 +1,4 @@
-//! Numbers with a meaning. An index counts from zero within one table; none of them is trusted because of its type.
+//! Indices and identifiers. An index counts from zero within one table. The type of a number says nothing about its validity.
 
 macro_rules! number {
     ($(#[$doc:meta])* $name:ident($inner:ty)) => {
@@ -15,31 +15,31 @@ macro_rules! number {
 }
 
 number!(
-    /// A tile's place in its job's table.
+    /// Index of a tile in its job's table.
     TileIndex(u32)
 );
 number!(
-    /// A slot's place in its session's arena, over all classes in order.
+    /// Index of a slot in its session's arena, over all classes in order.
     SlotIndex(u32)
 );
 number!(
-    /// A device's place in its store.
+    /// Index of a device in its store.
     DeviceIndex(u32)
 );
 number!(
-    /// A version of all of a job's tiles. 0 is "nothing yet"; the first commit is 1.
+    /// Version of all of a job's tiles. 0 means none; the first commit is 1.
     Generation(u64)
 );
 number!(
-    /// One life of a daemon. Drawn at random at start, so two lives never share one.
+    /// Incarnation of a daemon. Drawn at random at start, so that no two are equal.
     Epoch(u64)
 );
 number!(
-    /// Chosen by the process for one submission, given back in its completion.
+    /// Chosen by the process for one submission and returned in its completion.
     TicketId(u64)
 );
 number!(
-    /// A process of a job, over all nodes.
+    /// Number of a process of a job, over all nodes.
     Rank(u32)
 );
 
@@ -48,13 +48,13 @@ number!(
 pub struct SessionToken(pub [u8; 16]);
 
 impl SessionToken {
-    /// The token of a message, if it has the right length.
+    /// Reads the token of a message; `None` if it has the wrong length.
     pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
         bytes.try_into().ok().map(Self)
     }
 }
 
-/// Never prints the bits: a token in a log is a key in a log.
+/// Never prints the bits: a token in a log would give access to the session.
 impl std::fmt::Debug for SessionToken {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("SessionToken(..)")

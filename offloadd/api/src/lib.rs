@@ -1,4 +1,4 @@
-//! What the daemon and a process agree on, and nothing else.
+//! The contract between the daemon and a process, and nothing else.
 //!
 //! ```text
 //!   process (client)                                            offloadd
@@ -10,8 +10,8 @@
 //!   arena mapping         ◀═ payload, O_DIRECT by the kernel ═▶ arena mapping              bytes
 //! ```
 //!
-//! Numbers both sides need travel in the handshake (`OpenSessionReply`, [`ring::RingHeader`]); rules both sides
-//! follow (where a slot lies, what a checksum covers) are functions here.
+//! Numbers that both sides need travel in the handshake (`OpenSessionReply`, [`ring::RingHeader`]). Rules that both sides
+//! follow (the place of a slot, the bytes a checksum covers) are functions of this crate.
 
 #![deny(unsafe_code)]
 #![warn(missing_docs)]
@@ -45,42 +45,41 @@ impl proto::JobRecord {
     }
 }
 
-/// Raised whenever a message, the rings or the handoff change their meaning. Other versions are refused by number.
+/// Version of the messages, the rings and the handoff, raised with every change of meaning. Other versions are refused.
 pub const PROTOCOL_VERSION: u32 = 6;
 
-/// Tiles, slots and extents are multiples of this: the largest logical block any drive we open may have.
+/// Unit of tiles, slots and extents: the largest logical block that a supported drive may have.
 pub const BLOCK_BYTES: u32 = 4096;
 
-/// A commit's blob for one rank (step, RNG, next sample, ...) is at most this long.
+/// Most bytes of a commit's blob for one rank (step, RNG, next sample and so on).
 pub const BLOB_BYTES_MAX: usize = 64 << 10;
 
-/// A job's own layout description is at most this long.
+/// Most bytes of a job's own description of its layout.
 pub const LAYOUT_BYTES_MAX: usize = 16 << 20;
 
-/// Tiles of one job on one node; bounds every table that is sized by a peer's request.
+/// Most tiles of one job on one node. Bounds every table that is sized by a peer's request.
 pub const TILES_MAX: usize = 1 << 20;
 
-/// One gRPC message: the largest tile table (24 encoded bytes a tile) and layout fit.
+/// Most bytes of one gRPC message: the largest tile table (24 encoded bytes a tile) and layout fit.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 20;
 
-/// A tile is at most this long: it must fit one registered piece of the arena many times over.
+/// Most bytes of a tile: many must fit one registered piece of the arena.
 pub const TILE_BYTES_MAX: u32 = 256 << 20;
 
-/// Operations in flight that a process which trains cannot do without: one each way.
+/// Fewest operations in flight with which a process can train: one in each direction.
 pub const IODEPTH_MIN: u32 = 2;
 
-/// Operations in flight of one session.
+/// Most operations in flight of one session.
 pub const IODEPTH_MAX: u32 = 1024;
 
-/// Operations in flight of one session, where the settings do not say: what several drives need to be busy with tiles of
-/// megabytes.
+/// Operations in flight of one session unless configured: enough to keep several drives busy with tiles of megabytes.
 pub const IODEPTH_DEFAULT: u32 = 64;
 
-/// Values of the setting `engine`, of the daemon and of a trainer whose private daemon gets it. The first is the default.
+/// Values of the setting `engine` of the daemon, and of a trainer for its private daemon. The first is the default.
 pub const ENGINES: [&str; 4] = ["auto", "uring", "aio", "psync"];
 
-/// Devices of one store. Bounds every table with a line a device.
+/// Most devices of one store. Bounds every table with a row a device.
 pub const DEVICES_MAX: u32 = 64;
 
-/// Bytes of the path of a daemon's socket: with `.fds` behind it, it must fit the 107 bytes of a unix socket's address.
+/// Most bytes of the path of a daemon's socket: with `.fds` behind it, it must fit the 107 bytes of a unix socket's address.
 pub const SOCKET_PATH_BYTES_MAX: usize = 103;

@@ -47,7 +47,6 @@ fuzz_target!(|bytes: &[u8]| {
         }
         let _ = Promote::check(&sqe, EPOCH);
     }
-    let _ = daemon.unreaped();
     let Ok(map) = RingMap::open(&fd) else { return };
     let mut process = ProcessRings::new(map);
     for _ in 0..=ENTRIES {

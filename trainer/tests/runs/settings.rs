@@ -186,7 +186,11 @@ fn a_socket_nobody_listens_on_is_named() {
     refused_untouched(
         &harness,
         &run,
-        &["nobody listens on", "nobody.sock", "start offloadd there"],
+        &[
+            "no daemon listens on",
+            "nobody.sock",
+            "start offloadd there",
+        ],
     );
 }
 

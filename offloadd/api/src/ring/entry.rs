@@ -1,26 +1,26 @@
-//! The two kinds of entry, 64 bytes each, little endian, no padding. What a peer wrote is an [`Sqe`]; what survived the
-//! checks is a [`Request`].
+//! The two kinds of ring entries, 64 bytes each, little endian, no padding. An [`Sqe`] is unchecked; a [`Request`] has passed
+//! the checks.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::fault::{Fault, FaultKind};
 use crate::ids::{Epoch, Generation, SlotIndex, TicketId, TileIndex};
 
-/// Submission entry as it stands in shared memory: unchecked.
+/// Submission entry as it stands in shared memory, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Sqe {
-    /// Given back in the completion.
+    /// Returned in the completion.
     pub ticket: u64,
     /// The daemon's epoch, from the handshake.
     pub epoch: u64,
-    /// Of a swap out: the working generation. Otherwise 0.
+    /// Working generation of a swap out; otherwise 0.
     pub generation: u64,
-    /// Tile of the session's job.
+    /// Index of the tile in the session's job.
     pub tile: u32,
-    /// Slot of the session's arena.
+    /// Index of the slot in the session's arena.
     pub slot: u32,
-    /// Of a swap out: the tile's checksum. Otherwise 0.
+    /// Checksum of the tile of a swap out; otherwise 0.
     pub checksum: u32,
     /// [`Verb`] as a number, or [`Promote::VERB`].
     pub verb: u32,
@@ -34,25 +34,25 @@ pub struct Sqe {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Cqe {
-    /// Of the submission.
+    /// Ticket of the submission.
     pub ticket: u64,
     /// 0 for success, otherwise a [`FaultKind`] as a number.
     pub fault: u32,
-    /// The errno behind an [`FaultKind::Io`] or [`FaultKind::NoSpace`], else 0.
+    /// Errno of an [`FaultKind::Io`] or [`FaultKind::NoSpace`], otherwise 0.
     pub errno: i32,
-    /// Device of the extent, `u32::MAX` where none was touched.
+    /// Device of the extent; `u32::MAX` if no device was asked.
     pub device: u32,
-    /// Of a swap in: the checksum the bytes must have.
+    /// Checksum that the bytes of a swap in must have.
     pub checksum: u32,
-    /// Where the extent lies on its device.
+    /// First byte of the extent on its device.
     pub offset: u64,
-    /// Of a swap in: the generation that wrote the bytes.
+    /// Generation that wrote the bytes of a swap in.
     pub generation: u64,
-    /// Bytes asked for.
+    /// Bytes to move.
     pub asked_bytes: u32,
     /// Bytes the device moved.
     pub moved_bytes: u32,
-    /// From submission to completion on the device, as the daemon saw it.
+    /// Time on the device, as measured by the daemon.
     pub device_ns: u64,
     /// Zero.
     pub reserved: u64,
@@ -60,17 +60,17 @@ pub struct Cqe {
 
 const _: () = assert!(size_of::<Sqe>() == 64 && size_of::<Cqe>() == 64);
 
-/// What to do with a tile.
+/// Direction in which to move a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verb {
-    /// Device to slot.
+    /// From device to slot.
     SwapIn,
-    /// Slot to device.
+    /// From slot to device.
     SwapOut,
 }
 
 impl Verb {
-    /// Its number in an entry.
+    /// Returns its number in an entry.
     pub fn number(self) -> u32 {
         match self {
             Self::SwapIn => 1,
@@ -79,13 +79,13 @@ impl Verb {
     }
 }
 
-/// Whether somebody waits.
+/// How soon a tile is needed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Priority {
-    /// Moved ahead of its use, or behind it.
+    /// Not waited for: read ahead of its use, or written behind it.
     #[default]
     Prefetch,
-    /// Its use is next: it goes before what its job moves ahead. Jobs take turns whatever they want.
+    /// Waited for: goes before what its job prefetches. Other jobs still have their turns.
     Demand,
 }
 
@@ -97,12 +97,12 @@ impl Priority {
             .ok_or_else(|| {
                 Fault::new(
                     FaultKind::Protocol,
-                    format!("urgency {} is none of 0 and 1", sqe.urgency),
+                    format!("priority {} is neither 0 nor 1", sqe.urgency),
                 )
             })
     }
 
-    /// Its number in an entry.
+    /// Returns its number in an entry.
     pub fn number(self) -> u32 {
         match self {
             Self::Prefetch => 0,
@@ -111,27 +111,27 @@ impl Priority {
     }
 }
 
-/// A submission whose form is right. Whether tile, slot and generation exist is still to be seen.
+/// A well-formed submission. Whether its tile, slot and generation exist is checked later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// Given back in the completion.
+    /// Returned in the completion.
     pub ticket: TicketId,
-    /// What to do.
+    /// Direction of the transfer.
     pub verb: Verb,
-    /// How soon.
+    /// How soon the tile is needed.
     pub urgency: Priority,
-    /// With which tile.
+    /// The tile.
     pub tile: TileIndex,
-    /// And which slot.
+    /// The slot.
     pub slot: SlotIndex,
-    /// Of a swap out: the working generation.
+    /// Working generation of a swap out.
     pub generation: Generation,
-    /// Of a swap out: the tile's checksum.
+    /// Checksum of the tile of a swap out.
     pub checksum: u32,
 }
 
 impl Request {
-    /// The entry that stands for this request under `epoch`.
+    /// Returns the entry of this request under `epoch`.
     pub fn to_sqe(self, epoch: Epoch) -> Sqe {
         Sqe {
             ticket: self.ticket.0,
@@ -146,8 +146,8 @@ impl Request {
         }
     }
 
-    /// Checks the form of an entry copied out of shared memory. [`FaultKind::StaleEpoch`] for another life of the
-    /// daemon, [`FaultKind::Protocol`] for a bad verb or urgency, or a used reserved field.
+    /// Checks the form of an entry copied out of shared memory. Fails with [`FaultKind::StaleEpoch`] for another incarnation of
+    /// the daemon, and [`FaultKind::Protocol`] for an unknown verb or priority or a non-zero reserved field.
     pub fn check(sqe: &Sqe, epoch: Epoch) -> Result<Self, Fault> {
         check_epoch(sqe, epoch)?;
         let verb = [Verb::SwapIn, Verb::SwapOut]
@@ -156,7 +156,7 @@ impl Request {
             .ok_or_else(|| {
                 Fault::new(
                     FaultKind::Protocol,
-                    format!("verb {} is none of 1 and 2", sqe.verb),
+                    format!("verb {} is neither 1 nor 2", sqe.verb),
                 )
             })?;
         let urgency = Priority::check(sqe)?;
@@ -177,21 +177,21 @@ impl Request {
     }
 }
 
-/// Gives an operation in flight another urgency: what was read ahead is waited for now. It has no completion, and none in
-/// flight by its ticket means that it has ended meanwhile.
+/// Changes the priority of an operation in flight: a prefetched tile is waited for now. It has no completion. If no operation
+/// in flight has the ticket, it has ended meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Promote {
-    /// Of the operation.
+    /// Ticket of the operation.
     pub ticket: TicketId,
-    /// From now on.
+    /// New priority.
     pub urgency: Priority,
 }
 
 impl Promote {
-    /// Its number beside those of [`Verb`].
+    /// Number of this verb beside those of [`Verb`].
     pub const VERB: u32 = 3;
 
-    /// The entry that stands for it under `epoch`.
+    /// Returns the entry of this request under `epoch`.
     pub fn to_sqe(self, epoch: Epoch) -> Sqe {
         Sqe {
             ticket: self.ticket.0,
@@ -232,7 +232,7 @@ fn check_epoch(sqe: &Sqe, epoch: Epoch) -> Result<(), Fault> {
     Err(Fault::new(
         FaultKind::StaleEpoch,
         format!(
-            "submission of epoch {:x}, this daemon's is {:x}: open a new session",
+            "the submission names epoch {:x}, this daemon has {:x}: open a new session",
             sqe.epoch, epoch.0
         ),
     ))

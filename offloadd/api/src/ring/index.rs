@@ -1,32 +1,31 @@
-//! The index protocol of one ring, free of memory maps, so that loom can walk all its interleavings
-//! (`tests/ring_loom.rs`).
+//! The index protocol of one ring, without memory maps, so that loom can explore its interleavings (`tests/ring_loom.rs`).
 //!
-//! Promises: a consumer sees an entry only after its producer has written all of it, a producer writes over an entry
-//! only after its consumer has copied it, and neither believes an impossible index of the other.
+//! Promises: a consumer sees an entry only after its producer has written all of it. A producer overwrites an entry only after
+//! its consumer has copied it. Neither accepts an impossible index of the other.
 
 use std::sync::atomic::Ordering;
 
 use super::RingError;
 
-/// An index both sides see.
+/// An index that both sides see.
 pub trait SharedIndex {
-    /// Reads it.
+    /// Loads the index.
     fn load(&self, order: Ordering) -> u32;
-    /// Writes it.
+    /// Stores the index.
     fn store(&self, index: u32, order: Ordering);
 }
 
 /// The shared half of a ring. The private half is [`Producer`] or [`Consumer`].
 pub trait SharedRing {
-    /// What it carries.
+    /// Type of the entries.
     type Entry;
-    /// Both indices.
+    /// Type of both indices.
     type Index: SharedIndex;
 
-    /// For messages: "submission" or "completion".
+    /// Name for messages: "submission" or "completion".
     const NAME: &'static str;
 
-    /// How many places; a power of two, and the same at every call.
+    /// Number of places: a power of two, and the same at every call.
     fn entries(&self) -> u32;
     /// Entries consumed.
     fn head(&self) -> &Self::Index;
@@ -45,17 +44,17 @@ pub struct Producer {
 }
 
 impl Producer {
-    /// Goes on where another stopped, by its own word: the ring's may have been rewritten.
+    /// A producer that continues at `tail`, which its side recorded: the peer may have rewritten the ring's index.
     pub fn at(tail: u32) -> Self {
         Self { tail }
     }
 
-    /// Entries put in since the start, as they are counted.
+    /// Entries put since the start, modulo 2^32.
     pub fn index(&self) -> u32 {
         self.tail
     }
 
-    /// Puts an entry in; `false` when the ring is full.
+    /// Puts an entry; `false` when the ring is full.
     pub fn put<R: SharedRing>(&mut self, ring: &R, entry: &R::Entry) -> Result<bool, RingError> {
         if self.waiting(ring)? == ring.entries() {
             return Ok(false);
@@ -67,9 +66,9 @@ impl Producer {
         Ok(true)
     }
 
-    /// Entries put in and not taken yet.
+    /// Entries put and not taken yet.
     pub fn waiting<R: SharedRing>(&self, ring: &R) -> Result<u32, RingError> {
-        // Acquire: the consumer has copied what it counts as consumed before we write over it.
+        // Acquire: the consumer has copied the entries it counts as consumed before we overwrite them.
         let head = ring.head().load(Ordering::Acquire);
         checked_distance::<R>(ring, self.tail, head, head)
     }
@@ -82,12 +81,12 @@ pub struct Consumer {
 }
 
 impl Consumer {
-    /// Goes on where another stopped, by its own word: the ring's may have been rewritten.
+    /// A consumer that continues at `head`, which its side recorded: the peer may have rewritten the ring's index.
     pub fn at(head: u32) -> Self {
         Self { head }
     }
 
-    /// Entries taken since the start, as they are counted.
+    /// Entries taken since the start, modulo 2^32.
     pub fn index(&self) -> u32 {
         self.head
     }
@@ -99,14 +98,14 @@ impl Consumer {
         }
         let entry = ring.read(self.head & (ring.entries() - 1));
         self.head = self.head.wrapping_add(1);
-        // Release: the copy above is done before the producer can write over it.
+        // Release: the copy above is done before the producer can overwrite the entry.
         ring.head().store(self.head, Ordering::Release);
         Ok(Some(entry))
     }
 
     /// Entries that can be taken.
     pub fn ready<R: SharedRing>(&self, ring: &R) -> Result<u32, RingError> {
-        // Acquire: what the producer wrote before this index is seen.
+        // Acquire: we see what the producer wrote before this index.
         let tail = ring.tail().load(Ordering::Acquire);
         checked_distance::<R>(ring, tail, self.head, tail)
     }

@@ -1,8 +1,7 @@
-//! The mapping of a ring's memory file: the only place that turns its bytes into words.
+//! The mapping of a ring's memory file, the only place that turns its bytes into words.
 //!
-//! Promises: nothing is mapped that could be truncated under us (no SIGBUS), every access lies inside the mapping, and
-//! every access is atomic, so that a peer that writes at the same moment gives odd values but no undefined behaviour.
-//! Holds the `unsafe` of the rings.
+//! Promises: no file is mapped that could be truncated later (no SIGBUS). Every access lies inside the mapping and is atomic,
+//! so that a peer that writes at the same time causes wrong values and no undefined behaviour. Holds the `unsafe` of the rings.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -16,23 +15,23 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::{RING_MAGIC, RingError, RingHeader};
 use crate::{IODEPTH_MAX, PROTOCOL_VERSION};
 
-/// Entries of a ring: twice the operations of the deepest session, as completions that were not taken yet stand beside them.
+/// Most entries of a ring: twice the operations of the deepest session, as unreaped completions stand beside them.
 pub const RING_ENTRIES_MAX: u32 = (2 * IODEPTH_MAX).next_power_of_two();
 
 const PAGE_BYTES: usize = 4096;
 pub(super) const ENTRY_BYTES: usize = 64;
 const ENTRY_WORDS: usize = ENTRY_BYTES / 8;
 
-/// Bytes from the start of the file to each index.
+/// Offset of each index in the file.
 pub(super) const SUBMISSION_TAIL: usize = 128;
 pub(super) const SUBMISSION_HEAD: usize = 256;
 pub(super) const COMPLETION_TAIL: usize = 384;
 pub(super) const COMPLETION_HEAD: usize = 512;
 
-/// Where the submission entries start.
+/// Offset of the submission entries.
 pub(super) const SUBMISSIONS: usize = PAGE_BYTES;
 
-/// Where the completion entries start.
+/// Offset of the completion entries.
 pub(super) fn completions(entries: u32) -> usize {
     SUBMISSIONS + (entries as usize * ENTRY_BYTES).next_multiple_of(PAGE_BYTES)
 }
@@ -42,7 +41,7 @@ pub fn ring_bytes(entries: u32) -> usize {
     completions(entries) + (entries as usize * ENTRY_BYTES).next_multiple_of(PAGE_BYTES)
 }
 
-/// A mapped ring file. Unmapped when dropped; either side may go first.
+/// A mapped ring file, unmapped when dropped. Either side may drop it first.
 #[derive(Debug)]
 pub struct RingMap {
     base: NonNull<u8>,
@@ -56,8 +55,8 @@ unsafe impl Send for RingMap {}
 unsafe impl Sync for RingMap {}
 
 impl RingMap {
-    /// The daemon's side: sizes an empty memory file (made with `ALLOW_SEALING`), reserves its pages, writes the header
-    /// and seals the size. `entries` is a power of two up to [`RING_ENTRIES_MAX`].
+    /// Prepares a new ring on the daemon's side: sizes an empty memory file (made with `ALLOW_SEALING`), reserves its pages,
+    /// writes the header and seals the size. `entries` is a power of two up to [`RING_ENTRIES_MAX`].
     pub fn create(fd: impl AsFd, entries: u32, epoch: crate::ids::Epoch) -> io::Result<Self> {
         assert!(
             entries.is_power_of_two() && entries <= RING_ENTRIES_MAX,
@@ -67,7 +66,7 @@ impl RingMap {
         if rustix::fs::fstat(&fd)?.st_size as usize != bytes {
             rustix::fs::ftruncate(&fd, bytes as u64)?;
         }
-        // Without this a machine short of memory would answer the first touch with SIGBUS.
+        // Without this, the first access on a machine without free memory would raise SIGBUS.
         let whole = rustix::fs::FallocateFlags::empty();
         rustix::fs::fallocate(&fd, whole, 0, bytes as u64)?;
         let wanted = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
@@ -93,7 +92,8 @@ impl RingMap {
         Ok(map)
     }
 
-    /// The process's side: checks that the file cannot shrink, has the right size and is a ring of this version.
+    /// Opens a ring on the side of the process: checks that the file cannot shrink, has the right size and is a ring of this
+    /// version.
     pub fn open(fd: impl AsFd) -> Result<Self, RingError> {
         let os = |op| {
             move |e: rustix::io::Errno| RingError::Os {
@@ -106,7 +106,7 @@ impl RingMap {
         if !seals.contains(SealFlags::SHRINK) {
             return Err(form("it is not sealed against shrinking".into()));
         }
-        // After the seal: a size read before it could have changed since.
+        // After the seal is checked: before, the size could still change.
         let bytes = rustix::fs::fstat(&fd).map_err(os("fstat"))?.st_size as usize;
         if !(ring_bytes(1)..=ring_bytes(RING_ENTRIES_MAX)).contains(&bytes) {
             return Err(form(format!("it has {bytes} bytes")));
@@ -145,8 +145,8 @@ impl RingMap {
         Ok(map)
     }
 
-    /// The daemon's side again, in a daemon after the one that made it. What the header should say is taken from there: the
-    /// process may have rewritten it.
+    /// Opens the ring of a previous daemon. Entries and epoch are that daemon's own record, because the process may have
+    /// rewritten the header.
     pub fn adopt(fd: impl AsFd, entries: u32, epoch: crate::ids::Epoch) -> Result<Self, RingError> {
         let os = |op| {
             move |e: rustix::io::Errno| RingError::Os {
@@ -179,7 +179,7 @@ impl RingMap {
         })
     }
 
-    /// As it was when the ring was made or opened.
+    /// The header when the ring was made or opened.
     pub fn header(&self) -> &RingHeader {
         &self.header
     }

@@ -10,17 +10,16 @@
 //!          +  Cqe 0 | Cqe 1 | ... | Cqe entries-1
 //! ```
 //!
-//! An index counts entries since the start and wraps at 2^32; entry `index % entries` holds it (`entries` is a power of
-//! two). Head to tail is what is ready. The side that writes an index keeps its own copy and never reads it back, so a
-//! peer cannot move it. The other side's index is refused when it is impossible, and no index is used unmasked.
+//! An index counts entries since the start and wraps at 2^32; entry `index % entries` holds it (`entries` is a power of two).
+//! The entries from head to tail are ready. The side that writes an index keeps its own copy and never reads the shared one, so
+//! that the peer cannot move it. The other side's index is refused when it is impossible, and no index is used unmasked.
 //!
-//! The peer may write any byte at any time. An entry is therefore copied out once, word by word, and everything is
-//! checked on the copy. Both rings have `entries` entries, at least twice the session's iodepth. A process has at most an iodepth of
-//! operations in flight or not yet reaped, and how far a read has come is told only while half of the completion ring stays
-//! free for their ends; so the completion ring never overflows unless the peer cheats.
+//! The peer may write any byte at any time. An entry is therefore copied out once, word by word, and only the copy is checked
+//! and used. Both rings have `entries` entries, at least twice the session's iodepth. A process has at most an iodepth of
+//! operations in flight or unreaped, so an honest one never overflows the completion ring.
 //!
-//! What it takes: some thousands of entries a second; a page fault or the doorbell's system call costs more than all of
-//! this, so nothing here is batched.
+//! A session has some thousands of entries a second. A page fault or the doorbell's system call costs more than all of this, so
+//! nothing here is batched.
 
 pub mod entry;
 pub mod index;
@@ -44,9 +43,9 @@ pub struct RingHeader {
     pub magic: u64,
     /// [`crate::PROTOCOL_VERSION`] of the daemon.
     pub version: u32,
-    /// Of each ring; a power of two.
+    /// Entries of each ring; a power of two.
     pub entries: u32,
-    /// The daemon's life, which every submission names.
+    /// Epoch of the daemon, which every submission repeats.
     pub epoch: u64,
     /// Zero.
     pub reserved: u64,
@@ -54,39 +53,39 @@ pub struct RingHeader {
 
 const _: () = assert!(size_of::<RingHeader>() == 32);
 
-// Shared bytes are little endian; words are copied as they are.
+// Shared bytes are little endian; words are copied unchanged.
 const _: () = assert!(cfg!(target_endian = "little"));
 
-/// Why a ring cannot be used, or not any more.
+/// Why a ring cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum RingError {
-    /// The other side's index lies where no honest one can: the rings are not to be used any more.
+    /// The other side's index is impossible. The rings are not used any more.
     #[error(
-        "the peer's {ring} index is {index}, ours {ours}: they differ by more than {entries} entries"
+        "the peer's {ring} index {index} and ours, {ours}, differ by more than {entries} entries"
     )]
     Index {
         /// "submission" or "completion".
         ring: &'static str,
-        /// As the peer wrote it.
+        /// Index that the peer wrote.
         index: u32,
-        /// Of this side.
+        /// Index of this side.
         ours: u32,
-        /// Of the ring.
+        /// Entries of the ring.
         entries: u32,
     },
-    /// No room for a completion: the peer has not reaped, and was granted less than it has in flight.
+    /// No room for a completion: the peer has more in flight than it was granted, and has not reaped.
     #[error("the {ring} ring is full")]
     Full {
         /// "submission" or "completion".
         ring: &'static str,
     },
-    /// Not a ring's memory, or of another version.
+    /// The file is not a ring, or of another version.
     #[error("the ring's memory file: {what}")]
     Form {
-        /// What is wrong with it.
+        /// What is wrong with the file.
         what: String,
     },
-    /// The kernel refused.
+    /// A system call failed.
     #[error("the ring's memory file: {op}: {source}")]
     Os {
         /// The system call.

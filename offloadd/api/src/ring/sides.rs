@@ -1,5 +1,4 @@
-//! What each side may do with a session's rings: the daemon takes submissions and puts completions, the process the
-//! other way round.
+//! The two sides of a session's rings: the daemon takes submissions and puts completions, the process the other way round.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,7 +9,7 @@ use super::index::{Consumer, Producer, SharedIndex, SharedRing};
 use super::map::{self, ENTRY_BYTES, RingMap};
 use super::{RingError, RingHeader};
 
-/// The indices that the daemon writes, as it knows them.
+/// Indices that the daemon writes, as recorded by the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Reached {
     /// Submissions taken.
@@ -19,7 +18,7 @@ pub struct Reached {
     pub completion_tail: u32,
 }
 
-/// The daemon's half.
+/// The daemon's side.
 #[derive(Debug)]
 pub struct DaemonRings {
     map: RingMap,
@@ -28,7 +27,7 @@ pub struct DaemonRings {
 }
 
 impl DaemonRings {
-    /// On a map just created.
+    /// Starts on a map just created.
     pub fn new(map: RingMap) -> Self {
         Self {
             map,
@@ -37,7 +36,7 @@ impl DaemonRings {
         }
     }
 
-    /// On the map of a daemon before, from where it stopped.
+    /// Continues on the map of a previous daemon.
     pub fn resume(map: RingMap, reached: Reached) -> Self {
         Self {
             map,
@@ -46,7 +45,7 @@ impl DaemonRings {
         }
     }
 
-    /// How far this side is.
+    /// Indices reached so far.
     pub fn reached(&self) -> Reached {
         Reached {
             submission_head: self.submissions.index(),
@@ -54,17 +53,17 @@ impl DaemonRings {
         }
     }
 
-    /// As written when the rings were made.
+    /// Header of the ring when it was made.
     pub fn header(&self) -> &RingHeader {
         self.map.header()
     }
 
-    /// A copy of the oldest submission, unchecked. An error means that the peer broke the protocol.
+    /// Takes a copy of the oldest submission, unchecked. An error means that the peer violated the protocol.
     pub fn take(&mut self) -> Result<Option<Sqe>, RingError> {
         self.submissions.take(&Submissions(&self.map))
     }
 
-    /// Puts a completion in. [`RingError::Full`] means that the peer has more in flight than it was granted.
+    /// Puts a completion. [`RingError::Full`] means that the peer has more operations in flight than it was granted.
     pub fn put(&mut self, cqe: &Cqe) -> Result<(), RingError> {
         let ring = Completions(&self.map);
         if self.completions.put(&ring, cqe)? {
@@ -75,14 +74,9 @@ impl DaemonRings {
             })
         }
     }
-
-    /// Completions the process has not taken yet.
-    pub fn unreaped(&self) -> Result<u32, RingError> {
-        self.completions.waiting(&Completions(&self.map))
-    }
 }
 
-/// The process's half.
+/// The side of the process.
 #[derive(Debug)]
 pub struct ProcessRings {
     map: RingMap,
@@ -91,7 +85,7 @@ pub struct ProcessRings {
 }
 
 impl ProcessRings {
-    /// On a map just received: both rings are empty.
+    /// Starts on a map just received, with empty rings.
     pub fn new(map: RingMap) -> Self {
         Self {
             map,
@@ -100,17 +94,17 @@ impl ProcessRings {
         }
     }
 
-    /// As the daemon wrote it.
+    /// Header that the daemon wrote.
     pub fn header(&self) -> &RingHeader {
         self.map.header()
     }
 
-    /// Puts a submission in; `false` when the ring is full.
+    /// Puts a submission; `false` when the ring is full.
     pub fn put(&mut self, sqe: &Sqe) -> Result<bool, RingError> {
         self.submissions.put(&Submissions(&self.map), sqe)
     }
 
-    /// Submissions put in and not taken by the daemon yet.
+    /// Submissions that the daemon has not taken yet.
     pub fn untaken(&self) -> Result<u32, RingError> {
         self.submissions.waiting(&Submissions(&self.map))
     }
