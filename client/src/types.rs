@@ -54,101 +54,101 @@ pub struct SessionInfo {
 /// A device of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
-    /// Logical block size.
+    /// Path of the file or block device.
     pub path: PathBuf,
-    /// Bytes for tiles, manifests and definitions.
+    /// Logical block size.
     pub block_bytes: u32,
-    /// Bytes that no job reserves.
+    /// Bytes for tiles, manifests and definitions.
     pub data_bytes: u64,
-    /// Read rate, measured when the device was formatted; 0 is unknown.
+    /// Bytes that no job reserves.
     pub free_bytes: u64,
-    /// Write rate, measured when the device was formatted; 0 is unknown.
+    /// Read rate, measured when the device was formatted; 0 is unknown.
     pub read_bytes_per_s: u64,
-    /// Whether the device has left the store; earlier completions may still name it.
+    /// Write rate, measured when the device was formatted; 0 is unknown.
     pub write_bytes_per_s: u64,
-    /// It is of the store no more; completions of before may name it.
+    /// Whether the device has left the store; earlier completions may still name it.
     pub left: bool,
 }
 
-/// What a tile holds.
+/// Content of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TileKind {
-    /// fp32 residual, momentum and variance together.
+    /// 16-bit parameters; fp32 in fp32 runs.
     Param,
-    /// Residual, momentum and variance together.
+    /// fp32 residual, momentum and variance together.
     State,
     /// Gradients.
     Grad,
 }
 
-/// What a crash may cost.
+/// What a crash may destroy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Durability {
-    /// One extent a tile, overwritten in place: a crash destroys the job's state.
+    /// Two extents a tile, written in turns: the last committed generation survives.
     Committed,
-    /// One extent, written in place: a crash loses the job's state.
+    /// One extent a tile, overwritten in place: a crash destroys the job's state.
     None,
 }
 
-/// One tile of a job. Its place in the job's list is its [`crate::TileIndex`].
+/// One tile of a job. Its index in the job's list is its [`crate::TileIndex`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tile {
-    /// Content of the tile.
+    /// Unit that the tile is part of.
     pub unit: u32,
-    /// First element, within the unit.
+    /// Content of the tile.
     pub kind: TileKind,
-    /// Length in bytes, a multiple of [`SessionInfo::block_bytes`], padding included.
+    /// First element, within the unit.
     pub elem_offset: u64,
-    /// A multiple of [`SessionInfo::block_bytes`], padding included.
+    /// Length in bytes, a multiple of [`SessionInfo::block_bytes`], padding included.
     pub tile_bytes: u32,
 }
 
-/// What a new job stores.
+/// Definition of a new job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobDefinition {
-    /// All tiles of this node.
+    /// The job's own description of its layout, which the daemon stores and does not interpret.
     pub layout: Vec<u8>,
     /// All tiles of this node.
     pub tiles: Vec<Tile>,
-    /// Number of nodes that commit together.
+    /// What a crash may destroy.
     pub durability: Durability,
-    /// Nodes that commit together.
+    /// Number of nodes that commit together.
     pub nodes: u32,
 }
 
-/// What the store knows of a job.
+/// The store's record of a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobRecord {
-    /// Tiles of the definition.
+    /// Layout of the definition.
     pub layout: Vec<u8>,
-    /// Durability of the definition.
+    /// Tiles of the definition.
     pub tiles: Vec<Tile>,
-    /// Nodes of the definition.
+    /// Durability of the definition.
     pub durability: Durability,
-    /// Durable generations: at most two, oldest first.
+    /// Nodes of the definition.
     pub nodes: u32,
-    /// With [`Durability::None`]: `false` after a crash, when the tiles are not valid.
+    /// Durable generations: at most two, oldest first.
     pub generations: Vec<GenerationRecord>,
-    /// With [`Durability::None`]: `false` after a crash, the tiles are not to be trusted.
+    /// With [`Durability::None`]: `false` after a crash, when the tiles are not valid.
     pub clean: bool,
 }
 
 /// One durable generation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GenerationRecord {
-    /// Whether it is known to be prepared on every node.
+    /// Number of the generation.
     pub generation: Generation,
-    /// Blobs of the local ranks.
+    /// Whether it is known to be prepared on every node.
     pub confirmed: bool,
-    /// One a local rank.
+    /// Blobs of the local ranks.
     pub blobs: Vec<RankBlob>,
 }
 
-/// What one rank gave to a commit.
+/// Blob that one rank gave to a commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankBlob {
-    /// Content of the blob.
+    /// The rank.
     pub rank: Rank,
-    /// Its bytes.
+    /// Content of the blob.
     pub blob: Vec<u8>,
 }

@@ -1,12 +1,12 @@
 //! A session's memory: a sealed memory file, mapped here for the devices and in the process for everything else.
 //!
-//! Promises: a new arena is zeros that no other session ever saw (a fresh file each time); all of it is touched before it
-//! is handed out, so that no later access needs memory the machine no longer has; the file cannot be resized by anyone
-//! (no SIGBUS). It is locked where the limits allow, and says so where they do not.
+//! Promises: a new arena is a fresh file of zeros. All of it is populated before it is handed out, so that no later access
+//! needs memory that the machine lacks. Nobody can resize the file (no SIGBUS). It is locked where the limits allow, and says
+//! so where they do not.
 //!
-//! Cost: first touch is 0.04 to 4 s a GiB, depending on whether the machine's own host must find the pages; so arenas are
-//! made off the owner thread, by several threads. The daemon never reads or writes the bytes: it hands out addresses to
-//! the kernel, nothing else. Holds the `unsafe` of mapping.
+//! Populating takes 0.04 to 4 s a GiB, depending on whether the machine's own host must find the pages, so arenas are created
+//! outside the owner thread, by several threads. The daemon never reads or writes the bytes; it only hands addresses to the
+//! kernel. Holds the `unsafe` of mapping.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -20,7 +20,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::memory;
 
-/// Touched at a time by one thread: small enough to spread a small arena, large enough for huge pages.
+/// Bytes that one thread touches at a time: little enough to spread a small arena, enough for huge pages.
 const TOUCH_BYTES: usize = 64 << 20;
 
 /// More threads than this wait for the same memory controller.
@@ -29,41 +29,41 @@ const TOUCH_THREADS_MAX: usize = 8;
 /// What to do when memory cannot be locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockPolicy {
-    /// Run unlocked.
+    /// Run with unlocked memory.
     Try,
-    /// Refuse.
+    /// Refuse to run.
     Require,
 }
 
-/// Why there is no arena. All become [`FaultKind::NoMemory`].
+/// Why there is no arena. Reported as [`FaultKind::NoMemory`].
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
-    /// The machine, or the control group we are in, has less memory than asked for.
+    /// The machine or its control group has less memory than asked for.
     #[error(
-        "an arena of {asked_bytes} bytes: {available_bytes} bytes of memory are to be had here; ask for less, stop something else, or raise the limit of the service or container"
+        "an arena of {asked_bytes} bytes does not fit: {available_bytes} bytes of memory are available; ask for less, stop other programs, or raise the memory limit of the service or container"
     )]
     TooLarge {
-        /// As asked.
+        /// Size of the arena.
         asked_bytes: u64,
-        /// As [`memory::available_bytes`] says.
+        /// Memory available, see [`memory::available_bytes`].
         available_bytes: u64,
     },
     /// A system call failed.
     #[error("an arena of {asked_bytes} bytes: {action}: {source}")]
     System {
-        /// As asked.
+        /// Size of the arena.
         asked_bytes: u64,
-        /// What failed.
+        /// The system call.
         action: &'static str,
-        /// The errno.
+        /// Its errno.
         source: std::io::Error,
     },
-    /// It must be locked and cannot be.
-    #[error("an arena of {asked_bytes} bytes cannot be locked: {source}. {MEND}")]
+    /// The memory must be locked and cannot be.
+    #[error("an arena of {asked_bytes} bytes cannot be locked: {source}; {FIX}")]
     NotLocked {
-        /// As asked.
+        /// Size of the arena.
         asked_bytes: u64,
-        /// The errno.
+        /// Errno of mlock(2).
         source: std::io::Error,
     },
 }
@@ -74,19 +74,19 @@ impl From<ArenaError> for Fault {
     }
 }
 
-const MEND: &str = "To mend it run `ulimit -l unlimited` before the start, put `* - memlock unlimited` into \
+const FIX: &str = "to fix this, run `ulimit -l unlimited` before the start, put `* - memlock unlimited` into \
      /etc/security/limits.d/offloadd.conf and log in again, or set `LimitMEMLOCK=infinity` in the service's unit";
 
-/// What locked memory would cost this daemon, told once at start.
+/// Whether this daemon can lock its memory; determined at start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LockOutlook {
-    /// Whether arenas up to the limit of the settings can be locked.
+    /// Whether arenas up to the configured limit can be locked.
     pub can_lock: bool,
-    /// What running unlocked costs, and the line that mends it. Empty when it can.
+    /// What unlocked memory costs and how to fix it; empty if it can be locked.
     pub note: String,
 }
 
-/// Whether `arena_bytes_max` bytes may be locked by this process: by capability or by limit.
+/// Determines whether this process may lock `arena_bytes_max` bytes, by capability or by limit.
 pub fn lock_outlook(arena_bytes_max: u64) -> LockOutlook {
     let capable = rustix::thread::capabilities(None).is_ok_and(|sets| {
         sets.effective
@@ -97,9 +97,9 @@ pub fn lock_outlook(arena_bytes_max: u64) -> LockOutlook {
         Some(limit_bytes) if !capable && limit_bytes < arena_bytes_max => LockOutlook {
             can_lock: false,
             note: format!(
-                "arena memory stays unlocked and unregistered: this user may lock {limit_bytes} bytes (ulimit -l), arenas take \
-                 up to {arena_bytes_max}. The kernel may swap it out in the middle of a step, and each read or write pins \
-                 its pages anew. {MEND}"
+                "arena memory cannot be locked or registered: this user may lock {limit_bytes} bytes (ulimit -l), arenas take \
+                 up to {arena_bytes_max}. The kernel may swap it out during a step, and each read or write pins its pages \
+                 again; {FIX}"
             ),
         },
         _ => LockOutlook {
@@ -109,8 +109,8 @@ pub fn lock_outlook(arena_bytes_max: u64) -> LockOutlook {
     }
 }
 
-/// A session's memory. Unmapped when the last owner is gone, and engines own a share of it while an operation is in
-/// flight: so the kernel never writes to memory that has become something else.
+/// A session's memory, unmapped when its last owner is dropped. Each operation in flight owns a reference, so that the kernel
+/// never writes to memory that was reused.
 #[derive(Debug)]
 pub struct Arena {
     id: ArenaId,
@@ -121,7 +121,7 @@ pub struct Arena {
     locked: bool,
 }
 
-/// Tells arenas apart in an engine's tables. Never reused in one process.
+/// Identifies an arena in an engine's tables; never reused in one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ArenaId(u64);
 
@@ -131,7 +131,7 @@ unsafe impl Send for Arena {}
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    /// Makes, maps, touches, locks and seals the memory of `geometry`. Takes as long as touching takes.
+    /// Creates, maps, populates, locks and seals the memory of `geometry`. Populating can take seconds.
     ///
     /// # Errors
     /// [`ArenaError`]; nothing is left behind.
@@ -155,7 +155,7 @@ impl Arena {
         let fd = memory_file("offloadd-arena").map_err(failed("memfd_create"))?;
         rustix::fs::ftruncate(&fd, asked_bytes).map_err(failed("ftruncate"))?;
         let mut arena = Self::map(fd, geometry).map_err(failed("mmap"))?;
-        // Only a wish: many machines keep `shmem_enabled` at never.
+        // May be refused: many machines set `shmem_enabled` to never.
         // SAFETY: advice about our own whole mapping; huge pages do not change what the bytes are.
         let _ = unsafe {
             rustix::mm::madvise(
@@ -165,7 +165,7 @@ impl Arena {
             )
         };
         arena.touch().map_err(failed(
-            "touching it: the machine is out of memory or a limit (cgroup, tmpfs) is",
+            "populate it: the machine or a limit (cgroup, tmpfs) is out of memory",
         ))?;
         arena.lock(policy)?;
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
@@ -173,10 +173,10 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Maps and locks the memory that a daemon before this one made for `geometry`.
+    /// Maps and locks the memory that a previous daemon created for `geometry`.
     ///
     /// # Errors
-    /// [`ArenaError`]; also when the file is not what such a daemon made.
+    /// [`ArenaError`]; also when the file is not what a daemon creates.
     pub fn adopt(fd: OwnedFd, geometry: &Geometry, policy: LockPolicy) -> Result<Self, ArenaError> {
         let asked_bytes = geometry.arena_bytes();
         let failed = |action| {
@@ -186,21 +186,21 @@ impl Arena {
                 source: errno.into(),
             }
         };
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed("reading its seals"))?;
-        let found = rustix::fs::fstat(&fd).map_err(failed("looking at its size"))?;
+        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed("read its seals"))?;
+        let found = rustix::fs::fstat(&fd).map_err(failed("read its size"))?;
         let sealed = seals.contains(SealFlags::SHRINK | SealFlags::GROW);
         if !sealed || found.st_size as u64 != asked_bytes {
-            return Err(failed("its file is of another size, or not sealed")(
+            return Err(failed("its file has another size or is not sealed")(
                 Errno::INVAL,
             ));
         }
-        // Its pages are there since it was made.
+        // The pages were populated when the arena was created.
         let mut arena = Self::map(fd, geometry).map_err(failed("mmap"))?;
         arena.lock(policy)?;
         Ok(arena)
     }
 
-    /// Of memory of `geometry`; dropping it unmaps.
+    /// Maps the memory of `geometry`; dropping the arena unmaps it.
     fn map(fd: OwnedFd, geometry: &Geometry) -> Result<Self, Errno> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let bytes = geometry.arena_bytes() as usize;
@@ -240,28 +240,28 @@ impl Arena {
         Ok(())
     }
 
-    /// Tells it apart.
+    /// Identifies the arena.
     pub fn id(&self) -> ArenaId {
         self.id
     }
 
-    /// Of the whole memory file.
+    /// Size of the memory file.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Whether the kernel may not swap it out.
+    /// Whether the memory is locked, so that it is never swapped out.
     pub fn locked(&self) -> bool {
         self.locked
     }
 
-    /// What can be registered as one buffer each.
+    /// Pieces to register as one buffer each.
     pub fn pieces(&self) -> &[Piece] {
         &self.pieces
     }
 
-    /// The address of `bytes` bytes at `offset`, for the kernel. Panics beyond the arena: offsets come from the core's own
-    /// geometry, never from a peer.
+    /// Returns the address of `bytes` bytes at `offset`, for the kernel. Panics beyond the arena: offsets come from the core's
+    /// own geometry, never from a peer.
     pub fn address(&self, offset: u64, bytes: u64) -> *mut u8 {
         let end = offset.checked_add(bytes).expect("an offset in an arena");
         assert!(
@@ -273,7 +273,7 @@ impl Arena {
         unsafe { self.base.as_ptr().add(offset as usize) }
     }
 
-    /// Makes every page present, by several threads.
+    /// Populates every page, with several threads.
     fn touch(&self) -> Result<(), Errno> {
         let chunks = self.bytes.div_ceil(TOUCH_BYTES);
         let threads = std::thread::available_parallelism()
@@ -306,9 +306,9 @@ impl Arena {
             // SAFETY: a part of our own mapping, as `address` asserts; populating keeps the bytes.
             match unsafe { rustix::mm::madvise(address.cast(), bytes, Advice::LinuxPopulateWrite) }
             {
-                // Interrupted by a signal or short of memory for a moment: it goes on where it stopped.
+                // Interrupted by a signal or short of memory for a moment: populating continues where it stopped.
                 Err(Errno::INTR | Errno::AGAIN) => {}
-                // Kernels before 5.14 do not know the advice; this has the same end, slower.
+                // Kernels before 5.14 do not know this advice; writing to the pages does the same, slower.
                 Err(Errno::INVAL) => {
                     let whole = rustix::fs::FallocateFlags::empty();
                     return rustix::fs::fallocate(&self.fd, whole, start as u64, bytes as u64);
@@ -334,7 +334,7 @@ impl Drop for Arena {
     }
 }
 
-/// An empty memory file that can be sealed and never executed.
+/// Creates an empty memory file that can be sealed and never executed.
 pub(crate) fn memory_file(name: &str) -> Result<OwnedFd, Errno> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     match rustix::fs::memfd_create(name, flags | MemfdFlags::NOEXEC_SEAL) {

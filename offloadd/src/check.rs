@@ -100,7 +100,7 @@ fn devices(config: &Config) -> Vec<Finding> {
     let mut opened = Vec::new();
     for path in &config.devices {
         let what = format!("device {}", path.display());
-        match Device::look(path) {
+        match Device::open_readonly(path) {
             Ok(device) => {
                 findings.push(writable(what, path, &device));
                 opened.push(device);
@@ -112,7 +112,7 @@ fn devices(config: &Config) -> Vec<Finding> {
         return findings;
     }
     // One that cannot be looked at is missed below.
-    let opened = match StoreDevices::look(opened.clone()) {
+    let opened = match StoreDevices::open_readonly(opened.clone()) {
         Ok(all) => {
             let line = all.line_to_write().unwrap_or_default();
             for (one, device) in all.unlisted.iter().zip(&all.devices[opened.len()..]) {
@@ -124,7 +124,7 @@ fn devices(config: &Config) -> Vec<Finding> {
         }
         Err(_) => opened,
     };
-    let together = match recover::look(&mut DeviceBlocks(&opened)) {
+    let together = match recover::identify(&mut DeviceBlocks(&opened)) {
         Ok((devices, foreign_devices)) => {
             findings.extend(foreign_devices.iter().map(|foreign_device| {
                 let mend = "devices = [those of the store alone]";

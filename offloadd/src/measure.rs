@@ -1,7 +1,7 @@
-//! What a device reads and writes a second, measured when it comes and when somebody asks again: placement spreads tiles by it.
+//! Measures how fast a device reads and writes, when it is added and on request; placement uses the rates.
 //!
-//! Writes first and reads what was written: reading preallocated but unwritten space would show the speed of memory. The
-//! figures of a device smaller than its own cache say little, and do no harm.
+//! It writes first and reads what was written, because reading unwritten space would measure memory. For a device smaller than
+//! its own cache the rates mean little and do no harm.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -17,74 +17,74 @@ use crate::io::{AlignedBytes, IoId, IoOp};
 use crate::metrics::MovedBeside;
 use crate::store::format::{MeasuredArea, MeasuredRates};
 
-/// One operation: where drives reach their rate.
+/// Size of one operation, with which drives reach their rate.
 const OPERATION_BYTES: usize = MeasuredArea::BYTES_MIN as usize;
 
-/// In flight at a time.
+/// Operations in flight.
 const DEPTH: usize = 16;
 
-/// For each direction.
+/// Time for each direction.
 const TIME: Duration = Duration::from_secs(1);
 
-/// An operation that takes longer is not coming back.
+/// Time after which an operation is considered lost.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// While what is left of them ends.
+/// Time between two looks at operations that remain after a failure.
 const LOOKS_APART: Duration = Duration::from_millis(10);
 
-/// The device cannot be measured, and so not be used.
+/// Why a device cannot be measured, and so not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
-    /// No engine.
+    /// There is no engine.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// An operation failed.
     #[error("device {path}: {op:?} of {OPERATION_BYTES} bytes at {offset}: {what}")]
     Operation {
-        /// Of the device.
+        /// Path of the device.
         path: String,
-        /// Which.
+        /// Kind of operation.
         op: IoOp,
-        /// From its start.
+        /// First byte on the device.
         offset: u64,
-        /// The errno in words, or how much moved.
+        /// The error in words, or the bytes moved.
         what: String,
     },
-    /// Whoever flushes for it could not.
+    /// The daemon that flushes the device could not.
     #[error("{0}")]
     Flush(Fault),
-    /// It was given up with operations on their way: what lies there may still be written over.
+    /// The measurement was abandoned with operations in flight, which may still write to the area.
     #[error(
-        "{source}; {count} operations have not ended and may still change its bytes from {offset} to {end}"
+        "{source}; {count} operations have not ended and may still overwrite bytes {offset} to {end}"
     )]
     LeftBehind {
-        /// Why it was given up.
+        /// Why it was abandoned.
         source: Box<MeasureError>,
-        /// Of those.
+        /// Number of operations in flight.
         count: usize,
-        /// Where the measured area begins.
+        /// First byte of the measured area.
         offset: u64,
-        /// Where it ends.
+        /// End of the measured area.
         end: u64,
     },
 }
 
 impl MeasureError {
-    /// Nothing is on its way to the device any more.
+    /// Whether no operation is in flight any more.
     pub fn all_ended(&self) -> bool {
         !matches!(self, Self::LeftBehind { .. })
     }
 }
 
-/// Who flushes a device that is measured.
+/// Who flushes the measured device.
 pub enum Flusher<'a> {
-    /// Whoever measures: nobody else writes there.
+    /// The measurement itself, as nobody else writes to the device.
     Own,
-    /// The daemon that serves the device: a flush that fails concerns all who write there.
+    /// The daemon that serves the device: a failed flush concerns all who write there.
     Daemon(&'a mut dyn FnMut() -> Result<(), Fault>),
 }
 
-/// Of a device that holds nothing from `offset` on. What it moves is counted in `moved`, however it ends.
+/// Measures a device that holds nothing from `offset` on. Counts the bytes moved in `moved`, also after a failure.
 ///
 /// # Errors
 /// [`MeasureError`].
@@ -106,7 +106,7 @@ pub fn measure(
     )
 }
 
-/// Overwrites `area` for at most a second, and reads it again for at most a second. `moved` as of [`measure`].
+/// Overwrites `area` for at most a second, and reads it for at most a second. `moved` as for [`measure`].
 ///
 /// # Errors
 /// [`MeasureError`].
@@ -126,7 +126,7 @@ fn measure_with(
     mut engine: Engine,
     path: &str,
     area: MeasuredArea,
-    timeouts: Duration,
+    timeout: Duration,
     flusher: Flusher<'_>,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
@@ -136,7 +136,7 @@ fn measure_with(
         op: IoOp::Write,
         engine: &mut engine,
         offset: area.offset,
-        timeouts,
+        timeout,
         flusher,
         buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
     };
@@ -150,7 +150,7 @@ fn measure_with(
     if count == 0 {
         return Err(source);
     }
-    // Dropping it would wait for them, half a minute.
+    // Dropping the engine would wait for them for half a minute.
     std::mem::forget(engine);
     Err(MeasureError::LeftBehind {
         source: Box::new(source),
@@ -163,12 +163,12 @@ fn measure_with(
 struct Pass<'a, 'f> {
     path: &'a str,
     moved: &'a mut MovedBeside,
-    /// What is on its way.
+    /// Kind of the operations in flight.
     op: IoOp,
     engine: &'a mut Engine,
     offset: u64,
-    /// An operation that takes longer is not coming back.
-    timeouts: Duration,
+    /// Time after which an operation is considered lost.
+    timeout: Duration,
     flusher: Flusher<'f>,
     buffers: Vec<AlignedBytes>,
 }
@@ -183,9 +183,9 @@ impl Pass<'_, '_> {
         })
     }
 
-    /// One has failed: waits for the others, as long as they can be expected to end.
+    /// After a failure, waits for the other operations as long as they can be expected to end.
     fn end(&mut self) {
-        let limit = Instant::now() + self.timeouts / 2;
+        let limit = Instant::now() + self.timeout / 2;
         let mut done = Vec::new();
         while self.engine.inflight_count() > 0 {
             let left = limit.saturating_duration_since(Instant::now());
@@ -194,7 +194,7 @@ impl Pass<'_, '_> {
             if broken || left.is_zero() {
                 return;
             }
-            // An engine may wake nobody for what it has put back.
+            // An engine signals nobody about refused operations.
             let wait = Timespec::try_from(left.min(LOOKS_APART)).expect("milliseconds");
             let _ = poll(
                 &mut [PollFd::new(&self.engine.wake(), PollFlags::IN)],
@@ -203,7 +203,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Up to `operations_max` operations one after the other on the device, DEPTH at a time. How many, and bytes a second.
+    /// Runs up to `operations_max` operations, DEPTH at a time. Returns their number and the bytes a second.
     fn run(&mut self, op: IoOp, operations_max: u64) -> Result<(u64, u64), MeasureError> {
         let since = Instant::now();
         self.op = op;
@@ -229,7 +229,7 @@ impl Pass<'_, '_> {
             self.collect(op, OPERATION_BYTES as u32)?;
         }
         if op == IoOp::Write {
-            // What only reached the drive's cache does not count.
+            // Bytes that only reached the drive's cache do not count.
             match &mut self.flusher {
                 Flusher::Daemon(flush) => flush().map_err(MeasureError::Flush)?,
                 Flusher::Own => {
@@ -259,7 +259,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Waits for at least one operation and gives its buffer back.
+    /// Waits for at least one operation and takes its buffer back.
     fn collect(&mut self, op: IoOp, asked_bytes: u32) -> Result<(), MeasureError> {
         let (path, area_offset) = (self.path, self.offset);
         let failed = |id: IoId, what: String| MeasureError::Operation {
@@ -269,13 +269,13 @@ impl Pass<'_, '_> {
             what,
         };
         self.engine.start()?;
-        let wait = Timespec::try_from(self.timeouts).expect("a minute");
+        let wait = Timespec::try_from(self.timeout).expect("a minute");
         let mut done = Vec::new();
-        // A wake-up may be of an operation that was taken already.
+        // The signal may be of an operation that was already taken.
         while done.is_empty() {
             let wake = self.engine.wake();
             if let Ok(0) = poll(&mut [PollFd::new(&wake, PollFlags::IN)], Some(&wait)) {
-                let what = format!("no answer in {} s", self.timeouts.as_secs());
+                let what = format!("no answer in {} s", self.timeout.as_secs());
                 return Err(failed(IoId(0), what));
             }
             self.engine.reap(&mut done)?;
@@ -298,7 +298,7 @@ impl Pass<'_, '_> {
     }
 }
 
-/// Bytes no drive can compress: xorshift from `seed`, which is not 0.
+/// Incompressible bytes: xorshift from `seed`, which is not 0.
 fn noise(seed: u64) -> AlignedBytes {
     let mut bytes = AlignedBytes::zeroed(OPERATION_BYTES);
     let mut state = seed;
@@ -348,10 +348,10 @@ mod tests {
             write_bytes_per_s: 1,
         };
         let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
-        let timeouts = Duration::from_millis(20);
+        let timeout = Duration::from_millis(20);
         let mut moved = MovedBeside::default();
         let error =
-            measure_with(paced, "/dev/lost", AREA, timeouts, Flusher::Own, &mut moved).unwrap_err();
+            measure_with(paced, "/dev/lost", AREA, timeout, Flusher::Own, &mut moved).unwrap_err();
         assert!(!error.all_ended(), "{error}");
         let told = error.to_string();
         for said in [

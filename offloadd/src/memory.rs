@@ -1,18 +1,17 @@
-//! How much memory there is: of the machine, and of the control groups of either version (service, container) we run in,
-//! whichever is less.
+//! How much memory there is, by the machine and by the control groups of this process (service, container), whichever is less.
 //!
-//! Asked before memory is touched: beyond it, the kernel would choose a process to kill, and it might be the training.
+//! Asked before memory is touched: beyond it the kernel would kill a process, perhaps the training.
 
 use std::path::{Path, PathBuf};
 
-/// What could be touched now without swapping or killing; `None` where the kernel does not say.
+/// Returns the bytes that can be touched without swapping or killing; `None` if the kernel does not say.
 pub fn available_bytes() -> Option<u64> {
     let machine = of_machine("MemAvailable")?;
     let groups = groups().filter_map(|group| group.available_bytes());
     Some(groups.fold(machine, u64::min))
 }
 
-/// What there is in all.
+/// Returns the bytes of memory in all.
 pub fn total_bytes() -> Option<u64> {
     let machine = of_machine("MemTotal")?;
     let groups = groups().filter_map(|group| group.max_bytes());
@@ -28,15 +27,16 @@ fn of_machine(name: &str) -> Option<u64> {
 /// A limit of a control group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GroupLimit {
-    /// From the root of all groups.
+    /// Path of the group from the root of all groups.
     pub group: PathBuf,
-    /// Its file: "memory.max", beyond which is killed, "memory.high", beyond which is slowed down, or the names of version 1.
+    /// Name of the limit's file: "memory.max" (beyond it processes are killed), "memory.high" (beyond it they are slowed down),
+    /// or the names of version 1.
     pub name: &'static str,
-    /// The limit.
+    /// The limit in bytes.
     pub bytes: u64,
 }
 
-/// The limits of our control group and of those above it. `proc` and `cgroup` are where these are mounted.
+/// Returns the limits of this process's control group and of the groups above it. `proc` and `cgroup` are the mount points.
 pub fn group_limits(proc: &Path, cgroup: &Path) -> Vec<GroupLimit> {
     let limit = |group: &Group, name: &'static str| {
         let below = group.dir.strip_prefix(&group.root).unwrap_or(&group.dir);
@@ -53,10 +53,10 @@ pub fn group_limits(proc: &Path, cgroup: &Path) -> Vec<GroupLimit> {
         .collect()
 }
 
-/// Version 1 has no word for it, only a number near 2^63.
+/// Version 1 writes a number near 2^63 for no limit.
 const NO_LIMIT: u64 = 1 << 62;
 
-/// How a group's files are called.
+/// Version of a control group, which names its files.
 #[derive(Clone, Copy, Debug)]
 enum Version {
     One,
@@ -64,7 +64,8 @@ enum Version {
 }
 
 impl Version {
-    /// Beyond which is killed, and beyond which is slowed down (1: from which is taken first).
+    /// Names of the limits: beyond the first processes are killed, beyond the second slowed down (version 1: reclaimed from
+    /// first).
     fn limits(self) -> [&'static str; 2] {
         match self {
             Self::One => ["memory.limit_in_bytes", "memory.soft_limit_in_bytes"],
@@ -73,12 +74,12 @@ impl Version {
     }
 }
 
-/// A control group that accounts for our memory.
+/// A control group that accounts for this process's memory.
 #[derive(Clone, Debug)]
 struct Group {
     version: Version,
     dir: PathBuf,
-    /// Where groups of its version are mounted.
+    /// Mount point of groups of this version.
     root: PathBuf,
 }
 
@@ -88,13 +89,13 @@ impl Group {
     }
 
     fn available_bytes(&self) -> Option<u64> {
-        // Of version 1 the numbers with those of the groups below it.
+        // For version 1, the numbers that include the groups below.
         let (used, cached) = match self.version {
             Version::One => ("memory.usage_in_bytes", "total_inactive_file"),
             Version::Two => ("memory.current", "inactive_file"),
         };
         let (max, used) = (self.max_bytes()?, read_number(&self.dir.join(used))?);
-        // Cached files go before anything is killed.
+        // Cached files are dropped before anything is killed.
         let statistics = std::fs::read_to_string(self.dir.join("memory.stat")).ok()?;
         let cached = field(&statistics, cached).unwrap_or(0);
         Some(max.saturating_add(cached).saturating_sub(used))
@@ -105,14 +106,14 @@ fn groups() -> impl Iterator<Item = Group> {
     groups_below(Path::new("/proc"), Path::new("/sys/fs/cgroup"))
 }
 
-/// Our control groups and those above them, of both versions (a machine may have both); a limit of any of them counts.
+/// Returns the control groups of this process and those above them, of both versions (a machine may have both).
 fn groups_below(proc: &Path, cgroup: &Path) -> impl Iterator<Item = Group> {
     let ours = std::fs::read_to_string(proc.join("self/cgroup")).unwrap_or_default();
     let two = unified_group(&ours).map(|group| (Version::Two, cgroup.to_owned(), group.to_owned()));
     let one =
         memory_group(&ours).map(|group| (Version::One, cgroup.join("memory"), group.to_owned()));
     (two.into_iter().chain(one)).flat_map(|(version, root, group)| {
-        // In a container the path is the machine's, and only the container's own group is there: the root of what is mounted.
+        // In a container the path is the machine's, while the mount shows only the container's own group as its root.
         let mut next = Some(root.join(group));
         std::iter::from_fn(move || {
             let dir = next.take()?;
@@ -129,12 +130,12 @@ fn groups_below(proc: &Path, cgroup: &Path) -> impl Iterator<Item = Group> {
     })
 }
 
-/// Of `/proc/self/cgroup`: the line of cgroup 2 is `0::/path`.
+/// Group of cgroup 2 in `/proc/self/cgroup`: the line `0::/path`.
 fn unified_group(text: &str) -> Option<&str> {
     text.lines().find_map(|line| line.strip_prefix("0::/"))
 }
 
-/// The same of cgroup 1: `9:cpuset,memory:/path`, a line for each set of controllers.
+/// Group of cgroup 1, one line for each set of controllers: `9:cpuset,memory:/path`.
 fn memory_group(text: &str) -> Option<&str> {
     text.lines().find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(":/")?;
@@ -145,12 +146,12 @@ fn memory_group(text: &str) -> Option<&str> {
     })
 }
 
-/// `None` for "max", which is no limit.
+/// `None` for "max", which means no limit.
 fn read_number(file: &Path) -> Option<u64> {
     std::fs::read_to_string(file).ok()?.trim().parse().ok()
 }
 
-/// The number behind `name` at the start of a line.
+/// Returns the number after `name` at the start of a line.
 fn field(text: &str, name: &str) -> Option<u64> {
     text.lines().find_map(|line| {
         let mut words = line.split_whitespace();

@@ -1,7 +1,7 @@
-//! On which CPUs the threads that move bytes run: near the devices, where a machine has several NUMA nodes.
+//! Chooses the CPUs for the threads that move bytes: near the devices, on machines with several NUMA nodes.
 //!
-//! One thread hands all operations over, and interrupts, arenas it touches and engines' threads follow it, so one place is
-//! chosen for all: the node of the devices, when all that tell theirs tell the same. Otherwise any CPU is as good.
+//! One thread hands over all operations, and interrupts, arenas and the engines' threads follow it, so one node is chosen for
+//! all: that of the devices, if all that tell a node tell the same. Otherwise any CPU is as good.
 
 use std::fs::File;
 use std::path::Path;
@@ -14,8 +14,8 @@ use crate::drive_queue::device_number;
 /// Where the kernel describes devices and nodes.
 const SYS: &str = "/sys";
 
-/// Puts the calling thread, and those it starts, near `devices`. What was done and why, for people; `None` on a machine with
-/// one node.
+/// Moves the calling thread, and those it starts, near `devices`. Returns what was done and why; `None` on a machine with one
+/// node.
 pub fn stay_near(devices: &[Arc<File>]) -> Option<String> {
     let numbers: Vec<_> = devices
         .iter()
@@ -31,19 +31,19 @@ pub fn stay_near(devices: &[Arc<File>]) -> Option<String> {
     }
     match sched_setaffinity(None, &set) {
         Ok(()) => Some(why),
-        // A container that was given other CPUs only.
-        Err(error) => Some(format!("on any CPU: {why} was refused ({error})")),
+        // For example a container with other CPUs.
+        Err(error) => Some(format!("on any CPU: cannot run {why}: {error}")),
     }
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Choice {
-    /// None: any.
+    /// Empty for any CPU.
     cpus: Vec<usize>,
     why: String,
 }
 
-/// For block devices of these numbers, as the tree at `sys` describes them.
+/// Chooses for block devices with these numbers, as described by the tree at `sys`.
 fn choose(sys: &Path, numbers: &[(u32, u32)]) -> Option<Choice> {
     let of_node =
         |node: u32, name: &str| sys.join(format!("devices/system/node/node{node}/{name}"));
@@ -64,7 +64,7 @@ fn choose(sys: &Path, numbers: &[(u32, u32)]) -> Option<Choice> {
         })
     };
     let node = match found[..] {
-        [] => return any("no device tells its NUMA node"),
+        [] => return any("no device reports its NUMA node"),
         [node] => node,
         _ => return any("the devices are on several NUMA nodes"),
     };
@@ -74,11 +74,11 @@ fn choose(sys: &Path, numbers: &[(u32, u32)]) -> Option<Choice> {
             cpus,
             why: format!("on the CPUs of NUMA node {node}, where the devices are"),
         }),
-        _ => any("the devices' NUMA node has none"),
+        _ => any("the devices' NUMA node has no CPUs"),
     }
 }
 
-/// Of the controller a drive hangs on, or of whatever that hangs on; drives that are made of others tell nothing.
+/// Returns the node of the controller under a drive; drives composed of others tell none.
 fn node_of(sys: &Path, (major, minor): (u32, u32)) -> Option<u32> {
     let link = sys.join(format!("dev/block/{major}:{minor}"));
     let device = std::fs::canonicalize(link).ok()?;
@@ -86,11 +86,11 @@ fn node_of(sys: &Path, (major, minor): (u32, u32)) -> Option<u32> {
         .ancestors()
         .take_while(|dir| dir.starts_with(sys))
         .find_map(|dir| std::fs::read_to_string(dir.join("numa_node")).ok())?;
-    // -1 where the firmware says nothing.
+    // The kernel writes -1 when the firmware tells no node.
     text.trim().parse().ok()
 }
 
-/// `0-3,8,10-11`. At most [`CpuSet::MAX_CPU`] numbers.
+/// Parses `0-3,8,10-11`; at most [`CpuSet::MAX_CPU`] numbers.
 fn parse_list(text: &str) -> Option<Vec<usize>> {
     let mut numbers = Vec::new();
     for range in text.trim().split(',').filter(|range| !range.is_empty()) {

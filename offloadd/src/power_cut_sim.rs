@@ -1,12 +1,13 @@
-//! What devices were given since their last flush, so that a test can cut the power of a real daemon: in test builds only
-//! (`OFFLOADD_FAULT=cut@17`).
+//! Simulates a power cut of a real daemon (`OFFLOADD_FAULT=cut@17`), in test builds only: records what devices were given since
+//! their last flush.
 //!
 //! ```text
 //!   a write begins ── what lies there now is kept ──▶ until a flush has ended that began after the write had
 //!   the power goes ── any of the sectors kept get their old bytes back ──▶ the process is killed
 //! ```
 //!
-//! What the kernel still has on its way then may land or not: it was not flushed either, so both are what a drive may do.
+//! Operations that the kernel still has in flight then may reach the device or not. They were not flushed, so a drive may do
+//! either.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -20,19 +21,19 @@ use crate::engine::{Io, IoDone};
 use crate::io::{AlignedBytes, IoId, IoOp};
 use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
-/// Of the process: a daemon that a test starts has one engine.
+/// State of the process: a daemon started by a test has one engine.
 #[derive(Default)]
 struct Volatile {
     devices: Vec<Arc<File>>,
-    /// Writes that no flush covers, in their order.
+    /// Writes that no flush covers, in order.
     kept: Vec<Kept>,
-    /// By operation: what the engine has been given.
+    /// Operations that the engine was given.
     under_way: HashMap<IoId, UnderWay>,
-    /// Beginnings and ends so far.
+    /// Number of starts and ends so far.
     moment: u64,
 }
 
-/// A write, and what lay there before.
+/// A write, with the bytes it replaced.
 struct Kept {
     file: Arc<File>,
     offset: u64,
@@ -46,7 +47,7 @@ enum UnderWay {
     Flush { file: Arc<File>, began: u64 },
 }
 
-/// `None` when nobody will cut the power.
+/// `None` unless a test cuts the power.
 fn power_cut_sim() -> Option<MutexGuard<'static, Volatile>> {
     static WANTED: OnceLock<Option<Mutex<Volatile>>> = OnceLock::new();
     let wanted = WANTED.get_or_init(|| {
@@ -58,14 +59,14 @@ fn power_cut_sim() -> Option<MutexGuard<'static, Volatile>> {
     Some(locked.unwrap_or_else(|e| e.into_inner()))
 }
 
-/// The engine that is opened now has these.
+/// Sets the devices of the engine.
 pub(crate) fn devices(files: &[Arc<File>]) {
     if let Some(mut power_cut_sim) = power_cut_sim() {
         power_cut_sim.devices = files.to_vec();
     }
 }
 
-/// The engine is given this.
+/// Records an operation that the engine is given.
 pub(crate) fn begins(io: &Io) {
     let Some(mut power_cut_sim) = power_cut_sim() else {
         return;
@@ -85,7 +86,7 @@ pub(crate) fn begins(io: &Io) {
     power_cut_sim.under_way.insert(io.id, under_way);
 }
 
-/// The engine gives this back.
+/// Records an operation that the engine returns.
 pub(crate) fn has_ended(done: &IoDone) {
     let Some(mut power_cut_sim) = power_cut_sim() else {
         return;
@@ -99,16 +100,16 @@ pub(crate) fn has_ended(done: &IoDone) {
     }
 }
 
-/// A write that is waited for is about to be made.
+/// Records a synchronous write before it is made.
 pub(crate) fn writes(file: &Arc<File>, offset: u64, bytes: usize) {
     if let Some(mut power_cut_sim) = power_cut_sim() {
         let began = power_cut_sim.keep(file, offset, bytes);
-        // Nothing of this device is flushed before it has been.
+        // It ends before the next flush of this device.
         power_cut_sim.end(began);
     }
 }
 
-/// A flush that was waited for has ended.
+/// Records that a synchronous flush has ended.
 pub(crate) fn flushed(file: &Arc<File>) {
     if let Some(mut power_cut_sim) = power_cut_sim() {
         let began = power_cut_sim.next();
@@ -116,7 +117,7 @@ pub(crate) fn flushed(file: &Arc<File>) {
     }
 }
 
-/// The power goes: of each device nothing, half, nearly all or everything is lost that was not flushed.
+/// Cuts the power: each device loses none, half, nearly all or all of its unflushed sectors.
 pub(crate) fn cut(seed: u64) {
     let Some(mut power_cut_sim) = power_cut_sim() else {
         return;
@@ -125,7 +126,7 @@ pub(crate) fn cut(seed: u64) {
     let kept_in_16: Vec<_> = (power_cut_sim.devices.iter())
         .map(|file| (file.clone(), [0, 1, 8, 15, 16][random.below(5)]))
         .collect();
-    // The newest first: what a sector gets back is what it had before the oldest write that is lost.
+    // Newest first: a sector gets back the bytes from before the oldest lost write.
     for Kept {
         file, offset, old, ..
     } in power_cut_sim.kept.drain(..).rev()
@@ -169,7 +170,7 @@ impl Volatile {
         began
     }
 
-    /// The write that began then has ended.
+    /// Records the end of the write that began then.
     fn end(&mut self, began: u64) {
         let ended = self.next();
         let mut kept = self.kept.iter_mut();
@@ -178,7 +179,7 @@ impl Volatile {
         }
     }
 
-    /// A flush that began then has ended.
+    /// Records the end of a flush that began then.
     fn flush(&mut self, file: &Arc<File>, began: u64) {
         self.kept.retain(|kept| {
             let covered = kept.ended.is_some_and(|ended| ended < began);

@@ -1,27 +1,27 @@
-//! When tiles that move go on under a ceiling, of so many bytes a second. A core: it is told the time.
+//! Limits the rate at which tiles are copied to other devices, in bytes a second. A core: the caller passes the time.
 //!
-//! What was copied is paid for by time that counts from when its copying began. One that took longer than it had to saves nothing
-//! up for the next: whatever happened before, at most one batch comes at once.
+//! The copied bytes take their time from the start of the copying. Slow copying saves nothing up: at most one batch is copied
+//! at once.
 
 use std::time::{Duration, Instant};
 
-/// What was copied last, and when that began.
+/// The last batch, and when its copying began.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RateLimiter {
     last: Option<(Instant, u64)>,
 }
 
 impl RateLimiter {
-    /// So much was copied, since `began`.
+    /// Records `bytes` copied since `began`.
     pub(crate) fn copied(&mut self, began: Instant, bytes: u64) {
         self.last = Some((began, bytes));
     }
 
-    /// From when on more may be copied; `None`: at once. The ceiling may be another than it was then.
+    /// Returns when more may be copied; `None` for at once. The limit may have changed since.
     pub(crate) fn next(&self, bytes_per_s_max: Option<u64>) -> Option<Instant> {
         let (began, bytes) = self.last?;
         let ns = u128::from(bytes) * 1_000_000_000 / u128::from(bytes_per_s_max?.max(1));
-        // 584 years at most, which the clock can take.
+        // At most 584 years, which the clock can express.
         began.checked_add(Duration::from_nanos(ns.try_into().unwrap_or(u64::MAX)))
     }
 }

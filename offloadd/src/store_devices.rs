@@ -1,39 +1,38 @@
-//! A store's devices, found and opened: those that the settings list, and those that the store names besides.
+//! Finds and opens the devices of a store: those that the settings list, and others that the store's catalog lists.
 //!
-//! A device comes while the daemon runs, and its path belongs into the settings afterwards. Who is cut off before that, or
-//! forgets it, has a store that opens with all its devices or not at all and a list that lacks one: then the store's own
-//! catalog says where it is. In all else the settings have the word.
+//! A device that was added while the daemon ran must be added to the settings afterwards. Until that is done, the catalog says
+//! where it is, because a store opens only with all its devices. In all else the settings take precedence.
 
 use std::path::{Path, PathBuf};
 
 use crate::device::{Device, DeviceBlocks, DeviceError};
 use crate::store::recover::{self, Unlisted};
 
-/// Devices that were opened.
+/// Opened devices.
 #[derive(Clone, Debug)]
 pub struct StoreDevices {
-    /// Those that the settings list, in their order, and the others behind them.
+    /// Devices that the settings list, in their order, then the others.
     pub devices: Vec<Device>,
     /// The others.
     pub unlisted: Vec<Unlisted>,
 }
 
 impl StoreDevices {
-    /// Opens and locks all devices of the store that `listed` are of.
+    /// Opens and locks all devices of the store of which `listed` are some.
     ///
     /// # Errors
-    /// [`DeviceError`] of one that is listed, or that is the store's and cannot be had. One that is not found where the
-    /// catalog has it is left out, and recovery names it.
+    /// [`DeviceError`] of a device that is listed, or that belongs to the store and cannot be opened. A device that is not at
+    /// the catalog's path is left out, and recovery names it.
     pub fn open(listed: &[PathBuf]) -> Result<Self, DeviceError> {
         let opened: Result<_, _> = listed.iter().map(|path| Device::open(path)).collect();
         Self::with_others(opened?, Device::open)
     }
 
-    /// The same with `listed` opened to look at, which the others are then too.
+    /// Like [`Self::open`], read-only: `listed` were opened so, and the others are.
     ///
     /// # Errors
     /// As [`Self::open`].
-    pub fn look(listed: Vec<Device>) -> Result<Self, DeviceError> {
+    pub fn open_readonly(listed: Vec<Device>) -> Result<Self, DeviceError> {
         Self::with_others(listed, Device::look)
     }
 
@@ -42,15 +41,15 @@ impl StoreDevices {
         open: impl Fn(&Path) -> Result<Device, DeviceError>,
     ) -> Result<Self, DeviceError> {
         let mut unlisted = Vec::new();
-        // Again, as one that was found may have a newer catalog, from when the store's home moved to it.
+        // In a loop, because a device found may have a newer catalog, from after the metadata device changed.
         while let Ok(missing) = recover::unlisted(&mut DeviceBlocks(&devices)) {
             let count = devices.len();
             for one in missing {
                 let path = Path::new(one.path());
                 let is_here =
                     |device: &Device| one.is_at(&mut DeviceBlocks(std::slice::from_ref(device)), 0);
-                // No lock is taken of a device that is not the store's.
-                if !Device::look(path).is_ok_and(|device| is_here(&device)) {
+                // A device that is not the store's is not locked.
+                if !Device::open_readonly(path).is_ok_and(|device| is_here(&device)) {
                     continue;
                 }
                 let device = open(path)?;
@@ -66,10 +65,10 @@ impl StoreDevices {
         Ok(Self { devices, unlisted })
     }
 
-    /// What to write into the settings so that they list all devices of the store, and no device that has left it; `None`:
-    /// none is missing there.
+    /// Returns the line to write into the settings so that they list all devices of the store and none that has left it; `None`
+    /// if they already do.
     pub fn line_to_write(&self) -> Option<String> {
-        let found = recover::look(&mut DeviceBlocks(&self.devices));
+        let found = recover::identify(&mut DeviceBlocks(&self.devices));
         let foreign_devices = found.map_or(Vec::new(), |(_, foreign_devices)| foreign_devices);
         let is_outside = |path: &str| {
             foreign_devices

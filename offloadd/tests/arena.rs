@@ -49,7 +49,7 @@ fn more_memory_than_the_machine_has_is_refused_before_it_is_taken() {
     assert!(
         fault
             .message
-            .contains("bytes of memory are to be had here; ask for less"),
+            .contains("bytes of memory are available; ask for less"),
         "{fault}"
     );
 }

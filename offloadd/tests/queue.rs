@@ -57,7 +57,7 @@ impl Bench {
     }
 
     /// Operation `id` at an offset of `id` times 16 MiB.
-    fn push(&mut self, id: u64, device: u32, op: IoOp, bytes: u32, urgency: Priority) {
+    fn push(&mut self, id: u64, device: u32, op: IoOp, bytes: u32, priority: Priority) {
         let memory = match op {
             IoOp::Flush => Memory::None,
             _ => Memory::Arena {
@@ -74,7 +74,7 @@ impl Bench {
             bytes,
             memory,
         };
-        self.queue.push(io, urgency, owner(1, 100));
+        self.queue.push(io, priority, owner(1, 100));
     }
 
     fn start(&mut self) {
@@ -158,9 +158,9 @@ fn read_ahead_progresses_however_much_is_wanted() {
     );
 }
 
-/// Looked for one by one they would take minutes: a process may urge as fast as its ring goes, and all others wait meanwhile.
+/// Looked for one by one they would take minutes: a process may promote as fast as its ring goes, and all others wait meanwhile.
 #[test]
-fn urging_costs_the_same_however_much_waits() {
+fn promoting_costs_the_same_however_much_waits() {
     const COUNT: u64 = 200_000;
     let mut bench = Bench::new(1);
     for id in 0..COUNT {
@@ -168,12 +168,12 @@ fn urging_costs_the_same_however_much_waits() {
     }
     let begun = Instant::now();
     for id in (0..COUNT).rev() {
-        for (id, urgency) in [
+        for (id, priority) in [
             (id, Priority::Demand),
             (id, Priority::Prefetch),
             (COUNT + id, Priority::Demand),
         ] {
-            bench.queue.urge(IoId(id), urgency);
+            bench.queue.promote(IoId(id), priority);
         }
         let took = begun.elapsed();
         assert!(took < Duration::from_secs(60), "{took:?} down to {id}");
@@ -192,7 +192,7 @@ fn what_was_read_ahead_goes_first_once_it_is_wanted() {
     bench.start();
     // One that waits, one that is in flight whole, one that was never there.
     for id in [63, 0, 99] {
-        bench.queue.urge(IoId(id), Priority::Demand);
+        bench.queue.promote(IoId(id), Priority::Demand);
     }
     let last: Vec<_> = (0..4)
         .map(|_| {
@@ -202,8 +202,8 @@ fn what_was_read_ahead_goes_first_once_it_is_wanted() {
         .collect();
     assert_eq!(last, [63; 4]);
     // And back again: behind the others of its class.
-    bench.queue.urge(IoId(62), Priority::Demand);
-    bench.queue.urge(IoId(62), Priority::Prefetch);
+    bench.queue.promote(IoId(62), Priority::Demand);
+    bench.queue.promote(IoId(62), Priority::Prefetch);
     let mut order = Vec::new();
     while bench.queue.count() > 0 {
         if let (id, true) = bench.step() {
@@ -364,12 +364,12 @@ fn whatever_comes_and_ends_each_operation_ends_once_and_windows_hold() {
             if pushed.len() < 200 && random.one_in(3) {
                 let id = pushed.len() as u64;
                 let op = [IoOp::Read, IoOp::Write, IoOp::Flush][random.below(3)];
-                let urgency = [Priority::Prefetch, Priority::Demand][random.below(2)];
+                let priority = [Priority::Prefetch, Priority::Demand][random.below(2)];
                 let bytes = match op {
                     IoOp::Flush => 0,
                     _ => 4096 * (1 + random.below(4096) as u32),
                 };
-                bench.push(id, random.below(3) as u32, op, bytes, urgency);
+                bench.push(id, random.below(3) as u32, op, bytes, priority);
                 pushed.insert(id, (bytes, false));
             }
             if random.one_in(2) {

@@ -105,7 +105,7 @@ fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
 }
 
 fn run_as(
-    urgency: Priority,
+    priority: Priority,
     answer_ns: u64,
     bytes_per_s: u64,
     clients: &[Client],
@@ -156,7 +156,7 @@ fn run_as(
                 memory,
             };
             under_way.push((index, now));
-            queue.push(io, urgency, client.owner);
+            queue.push(io, priority, client.owner);
             pushed += 1;
         }
         queue.start(begin + Duration::from_nanos(now), &mut pieces);

@@ -64,11 +64,11 @@ impl Session {
         if untaken + self.info.iodepth >= self.rings.header().entries {
             return Ok(());
         }
-        let urge = Promote {
+        let promote = Promote {
             ticket: ticket.0,
-            urgency: Priority::Demand,
+            priority: Priority::Demand,
         };
-        self.put(&urge.to_sqe(self.epoch))
+        self.put(&promote.to_sqe(self.epoch))
     }
 
     /// Starts writing `tile` from `slot` into the working generation. Another thread of this process computes the checksum;
@@ -90,7 +90,7 @@ impl Session {
     fn start(
         &mut self,
         verb: Verb,
-        urgency: Priority,
+        priority: Priority,
         tile: TileIndex,
         slot: Slot,
     ) -> Result<Ticket, (Slot, ClientError)> {
@@ -120,7 +120,7 @@ impl Session {
         let request = Request {
             ticket,
             verb,
-            urgency,
+            priority,
             tile,
             slot: index,
             generation: Generation(0),
@@ -210,7 +210,7 @@ impl Session {
             let request = Request {
                 ticket,
                 verb: Verb::SwapOut,
-                urgency: Priority::Prefetch,
+                priority: Priority::Prefetch,
                 tile: in_flight.tile,
                 slot: slot.index(),
                 generation: in_flight.generation,
@@ -240,7 +240,7 @@ impl Session {
                 let request = Request {
                     ticket,
                     verb: Verb::SwapIn,
-                    urgency: Priority::Demand,
+                    priority: Priority::Demand,
                     tile,
                     slot,
                     generation: Generation(0),

@@ -105,7 +105,7 @@ impl Raw {
             slot: 0,
             checksum: 0,
             verb: Verb::SwapOut.number(),
-            urgency: 0,
+            priority: 0,
             reserved: [0; 5],
         }
     }

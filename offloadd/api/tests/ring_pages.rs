@@ -33,7 +33,7 @@ fn sqe(ticket: u64) -> Sqe {
     Sqe {
         ticket,
         tile: ticket as u32,
-        urgency: 7,
+        priority: 7,
         reserved: [1, 2, 3, 4, 5],
         ..Sqe::new_zeroed()
     }

@@ -160,7 +160,7 @@ fn changed(bytes: &[u8]) -> Sparse {
 
 fuzz_target!(|bytes: &[u8]| {
     let mut store = changed(bytes);
-    let _ = recover::look(&mut store);
+    let _ = recover::identify(&mut store);
     let read = verify(&mut store.clone());
     let opened = match recover::open(&mut store) {
         Ok(opened) => opened,

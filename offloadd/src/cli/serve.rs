@@ -281,7 +281,7 @@ fn recover_store(
         if !std::mem::replace(&mut is_fresh, false) {
             store = read()?;
         }
-        recover::mend(&mut DeviceBlocks(devices), &mut store).map_err(StoreError::from)
+        recover::repair(&mut DeviceBlocks(devices), &mut store).map_err(StoreError::from)
     });
     match mended {
         Ok(()) => Ok((store, None)),

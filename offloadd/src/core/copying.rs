@@ -182,7 +182,7 @@ impl Core {
             offset: extent.offset + u64::from(done_bytes),
             bytes,
             buffer: Buffer::Meta(buffer),
-            urgency: Priority::Prefetch,
+            priority: Priority::Prefetch,
         });
         let copy = CopyIo {
             place: index,

@@ -104,14 +104,14 @@ pub enum Action {
         /// From or into which memory.
         buffer: Buffer,
         /// What goes before what.
-        urgency: Priority,
+        priority: Priority,
     },
     /// An operation that has not ended goes before others, or no longer.
     Promote {
         /// Of the [`Action::Io`].
         io: IoId,
         /// From now on.
-        urgency: Priority,
+        priority: Priority,
     },
     /// Put an entry into the session's completion ring.
     Complete {

@@ -65,7 +65,7 @@ impl Core {
             offset: 0,
             bytes: 0,
             buffer: Buffer::None,
-            urgency: Priority::Demand,
+            priority: Priority::Demand,
         });
     }
 

@@ -69,8 +69,8 @@ impl Core {
             false => self.epoch,
         };
         let started = if entry.verb == Promote::VERB {
-            Promote::check(entry, epoch).map(|urge| {
-                self.urge(id, urge, actions);
+            Promote::check(entry, epoch).map(|promote| {
+                self.promote(id, promote, actions);
                 Ok(())
             })
         } else {
@@ -93,18 +93,18 @@ impl Core {
     }
 
     /// Costs the same whatever is in flight, and whether the ticket is known: a process may send as many as its ring takes.
-    fn urge(&mut self, id: SessionId, urge: Promote, actions: &mut Vec<Action>) {
+    fn promote(&mut self, id: SessionId, promote: Promote, actions: &mut Vec<Action>) {
         let session = &self.sessions[&id];
-        let Some(&io) = session.tickets.get(&urge.ticket.0) else {
+        let Some(&io) = session.tickets.get(&promote.ticket.0) else {
             return;
         };
         let Some(Operation::Tile(tile)) = self.operations.get_mut(&io) else {
             panic!("a ticket is of a tile in flight");
         };
-        tile.request.urgency = urge.urgency;
+        tile.request.priority = promote.priority;
         actions.push(Action::Promote {
             io,
-            urgency: urge.urgency,
+            priority: promote.priority,
         });
     }
 
@@ -230,7 +230,7 @@ impl Core {
                 session: tile.session,
                 place,
             },
-            urgency: tile.request.urgency,
+            priority: tile.request.priority,
         });
         if let Some(session) = self.sessions.get_mut(&tile.session) {
             session.tickets.insert(tile.request.ticket.0, io);

@@ -251,7 +251,7 @@ impl Core {
             bytes: length,
             buffer: Buffer::Meta(bytes),
             // A call waits for each of them.
-            urgency: Priority::Demand,
+            priority: Priority::Demand,
         });
     }
 

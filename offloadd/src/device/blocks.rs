@@ -1,4 +1,4 @@
-//! Opened devices as the store reads and writes them when nothing else runs: one synchronous operation at a time.
+//! Implements [`Blocks`] for opened devices: one synchronous operation at a time, while nothing else runs.
 
 use std::fs::File;
 use std::io;
@@ -12,7 +12,7 @@ use crate::blocks::{BlockError, BlockErrorCause, Blocks};
 use crate::io::{AlignedBytes, IoOp};
 use crate::power_cut_sim;
 
-/// Opened devices, one synchronous operation at a time.
+/// Opened devices.
 #[derive(Debug)]
 pub struct DeviceBlocks<'a>(pub &'a [Device]);
 
@@ -36,7 +36,7 @@ impl DeviceBlocks<'_> {
         let mut moved_bytes = 0;
         while moved_bytes < asked_bytes {
             match step(&device.file, moved_bytes) {
-                // The end of the device, or a drive that is gone; and direct I/O cannot go on from within a block.
+                // The end of the device, or a drive that is gone. Direct I/O cannot continue within a block.
                 Ok(bytes)
                     if bytes == 0
                         || !(moved_bytes + bytes).is_multiple_of(BLOCK_BYTES as usize)

@@ -1,4 +1,4 @@
-//! Why a device cannot be used, and what a person can do about it.
+//! Why a device cannot be used, and what to do about it.
 
 use std::fs::FileType;
 use std::io;
@@ -11,100 +11,96 @@ use rustix::io::Errno;
 /// Why a device cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
-    /// Nothing is there.
+    /// There is no such file.
     #[error(
-        "device {path}: there is no such file; is its drive mounted? `offloadd format` makes a new store"
+        "device {path}: no such file; mount its drive, or make a new store with `offloadd format`"
     )]
     Missing {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
     },
-    /// We may not.
+    /// No permission.
     #[error(
-        "device {path}: not readable and writable by uid {uid}; chown it, or add the user to the group `disk`"
+        "device {path}: uid {uid} may not read and write it; chown it, or add the user to the group `disk`"
     )]
     NotWritable {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
-        /// Ours.
+        /// User of this process.
         uid: u32,
     },
-    /// A directory, a pipe, ...
+    /// Neither a file nor a block device, but a directory or a pipe, for example.
     #[error("device {path}: neither a regular file nor a block device")]
     WrongType {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
     },
-    /// Others could read or change what is there.
+    /// Other users could read or change the file.
     #[error(
-        "device {path}: {why}, so that other users could read or change the training's state: {mend}"
+        "device {path}: {why}, so that other users could read or change the training's state: {fix}"
     )]
     Shared {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
-        /// What is found.
+        /// What is wrong with the file.
         why: String,
         /// What to do.
-        mend: String,
+        fix: String,
     },
-    /// The file system buffers everything.
+    /// The file system does not support direct I/O.
     #[error(
-        "device {path}: its file system takes no direct I/O (O_DIRECT) in blocks of {BLOCK_BYTES}; use ext4 or XFS on the drive"
+        "device {path}: its file system does not support direct I/O (O_DIRECT) in blocks of {BLOCK_BYTES} bytes; use ext4 or XFS"
     )]
     NoDirect {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
     },
-    /// Another daemon, a mount, ...
-    #[error("device {path}: another offloadd has this store{}; one daemon serves all processes of a node", by_pid(*pid))]
+    /// Another daemon holds the lock.
+    #[error("device {path}: locked by another offloadd{}; one daemon serves all processes of a node", by_pid(*pid))]
     Locked {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
-        /// Of the other, where the kernel tells.
+        /// Process of the other daemon, if the kernel tells.
         pid: Option<u32>,
     },
-    /// A block device that is mounted or used by something else.
-    #[error(
-        "device {path}: in use: another offloadd has this store, or a mounted file system, RAID or LVM has the drive"
-    )]
+    /// A block device that is mounted or otherwise in use.
+    #[error("device {path}: in use by another offloadd, a mounted file system, RAID or LVM")]
     InUse {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
     },
-    /// The file exists, and nobody said to overwrite it.
-    #[error("device {path}: exists already; `--force` overwrites it and everything in it")]
+    /// The file exists, without --force.
+    #[error("device {path}: the file exists; `--force` overwrites it")]
     Exists {
-        /// As named.
+        /// Path in the command.
         path: PathBuf,
     },
-    /// Something is at the beginning of a block device, and nobody said to overwrite it.
+    /// A block device is not blank, without --force.
     #[error(
-        "device {path}: something is at its beginning (a file system, partitions, a store); `--force` overwrites it and everything on it"
+        "device {path}: not blank: it begins with a file system, partitions or a store; `--force` overwrites it"
     )]
     NotBlank {
-        /// As named.
+        /// Path in the command.
         path: PathBuf,
     },
-    /// Not enough room.
-    #[error(
-        "device {path}: {asked_bytes} bytes asked for, {free_bytes} bytes free on its file system"
-    )]
+    /// The file system has too little space.
+    #[error("device {path}: its file system has {free_bytes} bytes free, {asked_bytes} are needed")]
     NoSpace {
-        /// As named.
+        /// Path in the command.
         path: PathBuf,
-        /// For the file.
+        /// Size of the file.
         asked_bytes: u64,
-        /// On the file system.
+        /// Bytes free on the file system.
         free_bytes: u64,
     },
-    /// Anything else.
+    /// Another system call failed.
     #[error("device {path}: {action}: {source}")]
     System {
-        /// As the settings name it.
+        /// Path in the settings.
         path: PathBuf,
-        /// What failed.
+        /// The step that failed.
         action: &'static str,
-        /// The errno.
+        /// Its errno.
         source: io::Error,
     },
 }
@@ -113,7 +109,7 @@ fn by_pid(pid: Option<u32>) -> String {
     pid.map_or_else(String::new, |pid| format!(" (pid {pid})"))
 }
 
-/// Whether it is a file or a block device, as a device must be.
+/// Returns whether it is a file or a block device; an error for anything else.
 pub(super) fn kind_of(path: &Path) -> Result<FileType, DeviceError> {
     let kind = std::fs::metadata(path)
         .map_err(|e| on_open(path, e))?
@@ -126,7 +122,7 @@ pub(super) fn kind_of(path: &Path) -> Result<FileType, DeviceError> {
     Ok(kind)
 }
 
-/// Makes an error of `action` on `path` of what the system says.
+/// Makes an error of `action` on `path` from a system error.
 pub(super) fn failed(path: &Path, action: &'static str) -> impl FnOnce(io::Error) -> DeviceError {
     let path = path.to_owned();
     move |source| DeviceError::System {
@@ -136,7 +132,7 @@ pub(super) fn failed(path: &Path, action: &'static str) -> impl FnOnce(io::Error
     }
 }
 
-/// What an errno of `open` or `stat` means here.
+/// Explains an error of `open` or `stat`.
 pub(super) fn on_open(path: &Path, error: io::Error) -> DeviceError {
     let path = path.to_owned();
     let errno = error.raw_os_error().map(Errno::from_raw_os_error);
@@ -150,7 +146,7 @@ pub(super) fn on_open(path: &Path, error: io::Error) -> DeviceError {
         Some(Errno::BUSY) => DeviceError::InUse { path },
         _ => DeviceError::System {
             path,
-            action: "opening it",
+            action: "open",
             source: error,
         },
     }

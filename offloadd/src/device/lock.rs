@@ -1,4 +1,4 @@
-//! The lock by which one daemon has a store at a time.
+//! The lock that gives a store to one daemon at a time.
 
 use std::fs::File;
 use std::io;
@@ -14,11 +14,11 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 use super::DeviceError;
 use super::error::failed;
 
-/// How long a predecessor that still lives may take to give its lock back.
+/// How long to wait for the lock of a living predecessor.
 pub(super) const LOCK_WAIT: Duration = Duration::from_secs(1);
 
-/// How long one that has ended may: the kernel keeps its files until its ring is gone, which took over a second after a
-/// plain exit on a drive that was busy freeing a large file.
+/// How long to wait for the lock of one that has ended. The kernel keeps its files until its ring is gone, which took over a
+/// second after a plain exit on a drive that was busy freeing a large file.
 const DEAD_LOCK_WAIT: Duration = Duration::from_secs(30);
 
 pub(super) const LOCK_RETRY: Duration = Duration::from_millis(10);
@@ -27,7 +27,7 @@ pub(super) fn is_busy(error: &io::Error) -> bool {
     error.raw_os_error() == Some(Errno::BUSY.raw_os_error())
 }
 
-/// Takes the store's lock on this device: from here on no other daemon reads or writes it.
+/// Takes the store's lock on this device. From then on no other daemon reads or writes it.
 pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
     if is_disabled(Safeguard::Lock) {
         return Ok(());
@@ -39,7 +39,7 @@ pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
             Ok(()) => return Ok(()),
             Err(Errno::WOULDBLOCK) => {
                 let pid = lock_holder(file);
-                wait = timeouts(wait, pid, has_ended);
+                wait = wait_limit(wait, pid, has_ended);
                 if start.elapsed() >= wait {
                     return Err(DeviceError::Locked {
                         path: path.to_owned(),
@@ -56,17 +56,17 @@ pub(super) fn lock(file: &File, path: &Path) -> Result<(), DeviceError> {
     }
 }
 
-/// How long to wait for this holder. `before`: for the one of the last look.
-fn timeouts(before: Duration, pid: Option<u32>, has_ended: impl Fn(u32) -> bool) -> Duration {
+/// How long to wait for this holder; `before` is the time for the previous one.
+fn wait_limit(before: Duration, pid: Option<u32>, has_ended: impl Fn(u32) -> bool) -> Duration {
     match pid {
         Some(pid) if has_ended(pid) => DEAD_LOCK_WAIT,
         Some(_) => LOCK_WAIT,
-        // It was let go of since the lock was asked for; the next try takes it.
+        // It was released since the lock was tried; the next try takes it.
         None => before,
     }
 }
 
-/// Who has the lock, from the kernel's list; best effort.
+/// Finds the holder of the lock in the kernel's list, if possible.
 fn lock_holder(file: &File) -> Option<u32> {
     let inode = file.metadata().ok()?.ino();
     let list = std::fs::read_to_string("/proc/locks").ok()?;
@@ -79,15 +79,15 @@ fn lock_holder(file: &File) -> Option<u32> {
     })
 }
 
-/// Whether no program runs under this pid any more; what is left of it is the kernel's to tidy up.
+/// Whether no program runs under this number any more.
 fn has_ended(pid: u32) -> bool {
     match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
-        // `1234 (name) Z ...`: the name may hold anything, so the state is what follows its last parenthesis.
+        // `1234 (name) Z ...`: the name may contain anything, so the state follows the last parenthesis.
         Ok(stat) => stat
             .rsplit(')')
             .next()
             .is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])),
-        // Hidden from us (a service that sees its own processes only), or gone.
+        // Hidden from this process (a service that sees only its own), or gone.
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             Pid::from_raw(pid as i32).is_none_or(|pid| test_kill_process(pid) == Err(Errno::SRCH))
         }
@@ -104,7 +104,7 @@ mod tests {
         let dead = |pid| pid == 7;
         let mut wait = LOCK_WAIT;
         let mut look = |pid| {
-            wait = timeouts(wait, pid, dead);
+            wait = wait_limit(wait, pid, dead);
             wait
         };
         assert_eq!(look(None), LOCK_WAIT, "nobody knows who has it");

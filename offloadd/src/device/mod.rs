@@ -1,8 +1,8 @@
 //! A device of a store: a preallocated file or a raw block device, opened for direct I/O under a lock.
 //!
-//! Promises: the lock is taken before the first byte is read; one daemon has a store at a time. A dying predecessor's lock
-//! (it outlives its process while its last writes end, up to 0.1 s) is waited for, a living one's is named. Everything
-//! that makes a device unusable is found here, with its path and what to do.
+//! Promises: the lock is taken before the first byte is read, so one daemon has a store at a time. The lock of a dying
+//! predecessor outlives its process by up to 0.1 s and is waited for; a living holder is named. Everything that makes a device
+//! unusable is found here and reported with its path and what to do.
 
 mod blocks;
 mod error;
@@ -27,7 +27,7 @@ use self::lock::{LOCK_RETRY, LOCK_WAIT, is_busy, lock};
 use crate::io::AlignedBytes;
 use crate::store::DATA_OFFSET;
 
-/// Zeros written at a time where a file system cannot preallocate.
+/// Zeros written at once where a file system cannot preallocate.
 const FILL_BYTES: usize = 8 << 20;
 
 /// An opened, locked device.
@@ -38,7 +38,7 @@ pub struct Device {
     bytes: u64,
 }
 
-/// To whom a file belongs.
+/// Owner of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FileOwner {
     /// User.
@@ -48,16 +48,16 @@ pub struct FileOwner {
 }
 
 impl Device {
-    /// Opens the device at `path`, takes its lock, and reads a block to see that direct I/O works.
+    /// Opens the device at `path`, locks it, and reads a block to check that direct I/O works.
     ///
     /// # Errors
-    /// [`DeviceError`]; the lock is given back then.
+    /// [`DeviceError`]; the lock is released then.
     pub fn open(path: &Path) -> Result<Self, DeviceError> {
         let failed = |action| failed(path, action);
         let kind = kind_of(path)?;
         let mut flags = OFlags::DIRECT | OFlags::CLOEXEC;
         if kind.is_block_device() && !is_disabled(Safeguard::Lock) {
-            // Keeps mounts and RAID away as well.
+            // Keeps mounts and RAID away, too.
             flags |= OFlags::EXCL;
         }
         let limit = Instant::now() + LOCK_WAIT;
@@ -68,7 +68,7 @@ impl Device {
                 .custom_flags(flags.bits() as i32)
                 .open(path);
             match opened {
-                // A dying predecessor's claim on a block device outlives it as its lock does.
+                // A dying predecessor also holds a block device longer than its process lives.
                 Err(e) if is_busy(&e) && Instant::now() < limit => {
                     std::thread::sleep(LOCK_RETRY);
                 }
@@ -77,11 +77,9 @@ impl Device {
         };
         lock(&file, path)?;
         let bytes = if kind.is_block_device() {
-            block_device_bytes(&file).map_err(failed("asking for its size"))?
+            block_device_bytes(&file).map_err(failed("read its size"))?
         } else {
-            file.metadata()
-                .map_err(failed("asking for its size"))?
-                .len()
+            file.metadata().map_err(failed("read its size"))?.len()
         };
         let device = Self {
             path: path.display().to_string(),
@@ -90,30 +88,30 @@ impl Device {
         };
         let mut block = AlignedBytes::zeroed(BLOCK_BYTES as usize);
         match device.file.read_at(block.as_mut_slice(), 0) {
-            // Short or empty: whether that is too small is for the store to say.
+            // Short or empty: the store decides whether it is too small.
             Ok(_) => Ok(device),
             Err(e) if e.raw_os_error() == Some(Errno::INVAL.raw_os_error()) => {
                 Err(DeviceError::NoDirect {
                     path: path.to_owned(),
                 })
             }
-            Err(e) => Err(failed("reading its first block")(e)),
+            Err(e) => Err(failed("read its first block")(e)),
         }
     }
 
-    /// Opens the device at `path` for reading only, without a lock: a daemon may be using it. What is read may be in the middle of
-    /// a change; superblocks are not.
+    /// Opens the device at `path` read-only and without a lock, beside a daemon that may use it. What is read may be changing;
+    /// superblocks do not change.
     ///
     /// # Errors
     /// [`DeviceError`].
-    pub fn look(path: &Path) -> Result<Self, DeviceError> {
+    pub fn open_readonly(path: &Path) -> Result<Self, DeviceError> {
         kind_of(path)?;
         let file = OpenOptions::new()
             .read(true)
             .custom_flags((OFlags::DIRECT | OFlags::CLOEXEC).bits() as i32)
             .open(path)
             .map_err(|e| on_open(path, e))?;
-        let bytes = block_device_bytes(&file).map_err(failed(path, "asking for its size"))?;
+        let bytes = block_device_bytes(&file).map_err(failed(path, "read its size"))?;
         Ok(Self {
             path: path.display().to_string(),
             file: Arc::new(file),
@@ -121,16 +119,16 @@ impl Device {
         })
     }
 
-    /// Makes (or with `force` takes over) a file of `file_bytes` with its space reserved, or takes a block device as it
-    /// is; then opens it. Only for formatting.
+    /// Creates (or with `force` takes over) a file of `file_bytes` and reserves its space, or takes a block device as it is;
+    /// then opens it. Only for formatting.
     ///
     /// # Errors
-    /// [`DeviceError`]. A file that was made and could not be filled is removed again.
+    /// [`DeviceError`]. A file that was created and could not be filled is deleted.
     pub fn create(path: &Path, file_bytes: Option<u64>, force: bool) -> Result<Self, DeviceError> {
         Self::create_watched(path, file_bytes, force, &mut |_, _| {})
     }
 
-    /// The same; where space cannot be reserved but only be filled, `watch` is told how many bytes of how many are.
+    /// Like [`Self::create`]; where space must be filled instead of reserved, calls `watch` with the bytes done and in all.
     ///
     /// # Errors
     /// As [`Self::create`].
@@ -143,7 +141,7 @@ impl Device {
         Self::create_for(path, file_bytes, force, None, watch)
     }
 
-    /// The same; a file that is made belongs to `owner` from the beginning.
+    /// Like [`Self::create_watched`]; a created file belongs to `owner` from the start.
     ///
     /// # Errors
     /// As [`Self::create`].
@@ -194,10 +192,10 @@ impl Device {
                 device.check_is(made)?;
             }
             if made.is_none() {
-                // One that is taken over is as private as one that is made.
+                // A file that is taken over becomes as private as a new one.
                 let mode = rustix::fs::Mode::from_raw_mode(0o600);
                 let closed = rustix::fs::fchmod(&*device.file, mode);
-                closed.map_err(|e| failed("taking it away from other users (chmod)")(e.into()))?;
+                closed.map_err(|e| failed("remove other users' access (chmod)")(e.into()))?;
             }
             if let Some(owner) = owner {
                 device.give_to(owner)?;
@@ -211,43 +209,43 @@ impl Device {
         reserved
     }
 
-    /// Whoever may write to the directory could have laid another file there since.
+    /// Anybody who may write to the directory could have replaced the file since.
     fn check_is(&self, made: &File) -> Result<(), DeviceError> {
         let failed = |action| failed(Path::new(&self.path), action);
         let number = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
         let numbers = number(&self.file).and_then(|ours| Ok((ours, number(made)?)));
-        let (ours, made) = numbers.map_err(failed("asking for its number"))?;
+        let (ours, made) = numbers.map_err(failed("read its metadata"))?;
         if ours == made {
             return Ok(());
         }
         Err(failed("making a file")(io::Error::other(
-            "another file was laid there meanwhile: who may write to its directory?",
+            "another file replaced it meanwhile; check who may write to its directory",
         )))
     }
 
-    /// Refuses a file that other users have access to, or that a symbolic link leads to: in a directory that is shared, anybody
-    /// may have laid one under the expected name. Asks the opened file, not the name. Block devices are the administrator's.
+    /// Refuses a file that other users can access, and one reached by a symbolic link: in a shared directory anybody may have
+    /// put it under the expected name. Checks the opened file, not the name. Block devices are the administrator's.
     ///
     /// # Errors
-    /// [`DeviceError::Shared`], or the file cannot be asked.
+    /// [`DeviceError::Shared`], or the file's metadata cannot be read.
     pub fn check_ours_alone(&self) -> Result<(), DeviceError> {
         let path = Path::new(&self.path);
         let failed = |action| failed(path, action);
-        let found = (self.file.metadata()).map_err(failed("asking for its owner"))?;
+        let found = (self.file.metadata()).map_err(failed("read its owner"))?;
         if !found.is_file() {
             return Ok(());
         }
-        let refused = |why: String, mend: String| {
+        let refused = |why: String, fix: String| {
             Err(DeviceError::Shared {
                 path: path.to_owned(),
                 why,
-                mend,
+                fix,
             })
         };
-        let elsewhere = "name a file of your own in the settings, or remove this one".to_owned();
-        let named = std::fs::symlink_metadata(path).map_err(failed("asking for its owner"))?;
+        let elsewhere = "configure a file of your own, or remove this one".to_owned();
+        let named = std::fs::symlink_metadata(path).map_err(failed("read its owner"))?;
         if (named.dev(), named.ino()) != (found.dev(), found.ino()) {
-            return refused("a symbolic link leads to it".into(), elsewhere);
+            return refused("it is a symbolic link".into(), elsewhere);
         }
         let us = rustix::process::geteuid().as_raw();
         if ![us, 0].contains(&found.uid()) {
@@ -256,48 +254,47 @@ impl Device {
         }
         let mode = found.mode() & 0o777;
         if mode & 0o077 != 0 {
-            let mend = format!("chmod 600 {}", path.display());
-            return refused(format!("it has mode {mode:04o}"), mend);
+            let fix = format!("chmod 600 {}", path.display());
+            return refused(format!("it has mode {mode:04o}"), fix);
         }
         Ok(())
     }
 
-    /// Gives a file of ours to `owner`; what is another's already, a block device or has a second name stays as it is.
+    /// Gives a file of this user to `owner`. Leaves block devices, files of other users and files with a second name unchanged.
     ///
     /// # Errors
     /// [`DeviceError`].
     pub fn give_to(&self, owner: FileOwner) -> Result<(), DeviceError> {
         let path = Path::new(&self.path);
         let failed = |action| failed(path, action);
-        let found = (self.file.metadata()).map_err(failed("asking for its owner"))?;
+        let found = (self.file.metadata()).map_err(failed("read its owner"))?;
         let ours = found.is_file()
             && found.nlink() == 1
             && found.uid() == rustix::process::geteuid().as_raw();
-        // By its own name: not what a link leads to.
-        let named = std::fs::symlink_metadata(path).map_err(failed("asking for its owner"))?;
+        // Metadata of the name itself, not of a link's target.
+        let named = std::fs::symlink_metadata(path).map_err(failed("read its owner"))?;
         let same = (named.dev(), named.ino()) == (found.dev(), found.ino());
         let FileOwner { uid, gid } = owner;
         if !ours || !same || (found.uid(), found.gid()) == (uid, gid) {
             return Ok(());
         }
-        // By the descriptor: the path may be another file's by now.
-        std::os::unix::fs::fchown(&*self.file, Some(uid), Some(gid)).map_err(failed(
-            "giving it to whom the store's other files belong to",
-        ))
+        // By the descriptor, because the path may lead to another file by now.
+        std::os::unix::fs::fchown(&*self.file, Some(uid), Some(gid))
+            .map_err(failed("give it to the owner of the store's other files"))
     }
 
-    /// As the settings name it.
+    /// Path in the settings.
     pub fn path(&self) -> &str {
         &self.path
     }
 
-    /// Refuses a device that has anything where file systems, tables of partitions and stores begin.
+    /// Refuses a device that has content where file systems, partition tables and stores begin.
     ///
     /// # Errors
     /// [`DeviceError::Exists`] for a file, [`DeviceError::NotBlank`] for a block device; or it cannot be read.
     pub fn check_blank(&self) -> Result<(), DeviceError> {
         let path = Path::new(&self.path);
-        // Whole blocks, also of a file that ends within one: direct reads are cut at its end.
+        // Whole blocks, even of a file that ends within one: direct reads are cut at its end.
         let bytes = DATA_OFFSET
             .min(self.bytes)
             .next_multiple_of(u64::from(BLOCK_BYTES));
@@ -306,7 +303,7 @@ impl Device {
         while (read_bytes as u64) < self.bytes.min(bytes) {
             let read =
                 (self.file).read_at(&mut start.as_mut_slice()[read_bytes..], read_bytes as u64);
-            match read.map_err(failed(path, "reading its beginning"))? {
+            match read.map_err(failed(path, "read its first bytes"))? {
                 0 => break,
                 more => read_bytes += more,
             }
@@ -321,21 +318,21 @@ impl Device {
         })
     }
 
-    /// Its size.
+    /// Size of the device.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Whether parts of the file have no space on its file system yet, so that a write may find it full. (A file system that
-    /// compresses says so of every file.)
+    /// Whether parts of the file have no space on its file system yet, so that a write may find it full. A file system that
+    /// compresses reports this of every file.
     pub fn has_holes(&self) -> bool {
         self.file
             .metadata()
             .is_ok_and(|found| found.is_file() && found.blocks() * 512 < found.len())
     }
 
-    /// The file system's name if it writes what is overwritten to another place, so that the space reserved for the file is no
-    /// promise: a full file system fails writes all the same.
+    /// Returns the file system's name if it never overwrites in place, so that the file's reserved space guarantees nothing:
+    /// writes fail when the file system is full.
     pub fn copies_on_write(&self) -> Option<&'static str> {
         let in_place = || {
             let flags = rustix::fs::ioctl_getflags(&*self.file);
@@ -346,7 +343,7 @@ impl Device {
         copy_on_write(found.f_type as u64).filter(|_| is_file && !in_place())
     }
 
-    /// For an engine. Closing the last copy gives the lock back.
+    /// The file, for an engine. Closing the last copy releases the lock.
     pub fn file(&self) -> &Arc<File> {
         &self.file
     }
@@ -373,24 +370,24 @@ impl Device {
         }
         let filled = match rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, file_bytes)
         {
-            // Some file systems (FUSE, NFS) cannot reserve: write zeros instead, which is slow and as good.
+            // Some file systems (FUSE, NFS) cannot reserve space. Writing zeros does the same, slowly.
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => self.fill(file_bytes, watch),
             result => result.map_err(io::Error::from),
         };
         match filled {
             Ok(()) => {}
             Err(e) if e.kind() == io::ErrorKind::StorageFull => return Err(no_space()),
-            Err(e) => return Err(failed("reserving its space")(e)),
+            Err(e) => return Err(failed("reserve its space")(e)),
         }
         self.file
             .set_len(file_bytes)
             .and_then(|()| self.file.sync_all())
-            .map_err(failed("reserving its space"))?;
-        // The name itself must survive power loss too.
+            .map_err(failed("reserve its space"))?;
+        // The name must survive a power cut, too.
         let dir = path.parent().unwrap_or(Path::new("/"));
         File::open(dir)
             .and_then(|dir| dir.sync_all())
-            .map_err(failed("flushing its directory"))?;
+            .map_err(failed("flush its directory"))?;
         self.bytes = file_bytes;
         Ok(())
     }
@@ -408,7 +405,7 @@ impl Device {
     }
 }
 
-/// By the magic number of `statfs`.
+/// Identifies the file system by the magic number of `statfs`.
 fn copy_on_write(magic: u64) -> Option<&'static str> {
     match magic & 0xffff_ffff {
         0x9123_683e => Some("btrfs"),
@@ -418,10 +415,10 @@ fn copy_on_write(magic: u64) -> Option<&'static str> {
     }
 }
 
-/// What to say of a device's file system that `copies_on_write`.
+/// Describes the consequence of a file system that [`Device::copies_on_write`] names.
 pub fn unreserved(file_system: &str) -> String {
     format!(
-        "{file_system} writes what is overwritten to another place, so its space is not reserved: a full file system fails writes, and \
+        "{file_system} never overwrites in place, so the file's space is not reserved: writes fail when the file system is full, and \
          with them training"
     )
 }
@@ -450,6 +447,6 @@ mod tests {
         for magic in [0xef53, 0x5846_5342, 0x0102_1994, 0x6969] {
             assert_eq!(copy_on_write(magic), None);
         }
-        assert!(unreserved("btrfs").contains("its space is not reserved"));
+        assert!(unreserved("btrfs").contains("the file's space is not reserved"));
     }
 }

@@ -132,7 +132,7 @@ fn room(there: &Path) -> Finding {
     };
     let free_bytes = space.f_bavail * space.f_frsize;
     let message = format!("{} GiB free", free_bytes >> 30);
-    match Device::look(there) {
+    match Device::open_readonly(there) {
         Ok(device) if device.has_holes() => Finding::hint(
             what,
             format!("{message}; the device has holes: a full file system would fail writes"),
@@ -149,7 +149,7 @@ fn direct(there: &Path, metadata: &std::fs::Metadata) -> Finding {
     let owned = format!("chown {uid} {}", there.display());
     let other = "ext4 or XFS on the drive".to_owned();
     if !metadata.is_dir() {
-        return match Device::look(there) {
+        return match Device::open_readonly(there) {
             Ok(_) => Finding::fine(what, "works"),
             Err(error @ DeviceError::NotWritable { .. }) => {
                 Finding::problem(what, error.to_string(), owned)

@@ -52,7 +52,7 @@ impl Driver {
                 offset,
                 bytes,
                 buffer,
-                urgency,
+                priority,
             } => {
                 let (mut job, mut owner) = (None, Owner::Daemon);
                 let memory = match buffer {
@@ -88,9 +88,9 @@ impl Driver {
                     bytes,
                     memory,
                 };
-                self.queue.push(io, urgency, owner);
+                self.queue.push(io, priority, owner);
             }
-            Action::Promote { io, urgency } => self.queue.urge(io, urgency),
+            Action::Promote { io, priority } => self.queue.promote(io, priority),
             Action::Complete { session, entry } => {
                 let Some(found) = self.sessions.get_mut(&session) else {
                     return;

@@ -358,19 +358,19 @@ impl Shared {
                 continue;
             }
             locked(&self.refused).push((batch[taken].data as usize, errno));
-            // Can only fail when 2^64 - 2 signals were not read.
+            // Fails only after 2^64 - 2 unread signals.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
             (taken, tries) = (taken + 1, 0);
         }
     }
 }
 
-/// The kernel's `aio_context_t`. Dropping it waits for what is in flight.
+/// The kernel's `aio_context_t`. Dropping it waits for the operations in flight.
 #[derive(Debug)]
 struct Context(libc::c_ulong);
 
 impl Context {
-    /// A context, and how many operations it takes at a time: as many as are asked for, or what there is.
+    /// Makes a context. Returns it with the number of operations it takes at a time, at most `asked`.
     fn new(asked: usize) -> Result<(Self, usize), EngineError> {
         let mut inflight_max = asked;
         loop {
@@ -392,7 +392,7 @@ impl Context {
         }
     }
 
-    /// Hands `entries` over, as far as the kernel takes them: how many, or why not the first.
+    /// Submits `entries` as far as the kernel takes them. Returns their number, or the errno for the first.
     fn submit(&self, entries: &mut [Iocb]) -> Result<usize, i32> {
         let mut pointers: Vec<*mut Iocb> =
             entries.iter_mut().map(|entry| &raw mut *entry).collect();
@@ -410,7 +410,7 @@ impl Context {
         })
     }
 
-    /// Takes events that are there, without waiting. How many.
+    /// Takes completed events without waiting. Returns their number.
     fn events(&self, events: &mut [IoEvent]) -> Result<usize, EngineError> {
         let mut no_wait = libc::timespec {
             tv_sec: 0,
@@ -444,7 +444,7 @@ impl Drop for Context {
     }
 }
 
-/// A system call, again where a signal interrupted it: what it counted, or the errno.
+/// Repeats a system call that a signal interrupts. Returns its count or the errno.
 fn retried(mut call: impl FnMut() -> libc::c_long) -> Result<usize, i32> {
     for _ in 0..INTERRUPTED_MAX {
         let count = call();
@@ -461,7 +461,7 @@ fn retried(mut call: impl FnMut() -> libc::c_long) -> Result<usize, i32> {
     Err(libc::EINTR)
 }
 
-/// What a refusal of io_setup means, in words a person can act on.
+/// Explains an error of io_setup and what to do about it.
 fn why_not(error: &std::io::Error) -> String {
     match error.raw_os_error() {
         Some(libc::EAGAIN) => {
@@ -474,7 +474,7 @@ fn why_not(error: &std::io::Error) -> String {
     }
 }
 
-/// A thread that panicked leaves the list whole: nothing is half done under these locks.
+/// A thread that panicked leaves the list intact.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }

@@ -1,4 +1,4 @@
-//! What a test makes go wrong with one operation of this process (`test_hooks::injected_fault`): in test builds only.
+//! Faults that a test injects into operations of this process (`test_hooks::injected_fault`), in test builds only.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,7 +16,7 @@ fn asked_for() -> Option<InjectedFault> {
     *ASKED_FOR.get_or_init(injected_fault)
 }
 
-/// An operation is about to be given to a device.
+/// Called before an operation is given to a device.
 pub(super) fn before(io: &Io) {
     let Some(injected_fault) = asked_for() else {
         return;
@@ -38,7 +38,7 @@ fn end() {
         .expect("a process may kill itself");
 }
 
-/// Operations have ended, and say how.
+/// Called after operations have ended, to change their outcomes.
 pub(super) fn after(done: &mut [IoDone]) {
     let Some(injected_fault) = asked_for() else {
         return;
@@ -47,7 +47,7 @@ pub(super) fn after(done: &mut [IoDone]) {
         let number = ENDED.fetch_add(1, Ordering::Relaxed);
         match (injected_fault.of(number), done.outcome) {
             (Some(Instead::Errno(errno)), _) => done.outcome = Err(errno),
-            // A flush moves nothing, so it cannot move less.
+            // A flush moves no bytes, so it fails instead.
             (Some(Instead::Short), Ok(0)) => done.outcome = Err(libc::EIO),
             (Some(Instead::Short), Ok(moved)) => done.outcome = Ok(moved / 2),
             (Some(Instead::Kill | Instead::Cut) | None, _) | (Some(Instead::Short), Err(_)) => {}

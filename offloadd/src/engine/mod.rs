@@ -217,7 +217,7 @@ impl Engine {
                 .map(|file| [Arc::new(File::from(file))])
                 .map_err(|errno| EngineError::Unavailable {
                     engine: "any",
-                    why: format!("a memory file to try it with: {errno}"),
+                    why: format!("create a memory file for the probe: {errno}"),
                 })
         };
         let uring = || {

@@ -5,8 +5,8 @@
 //!   submit ─▶ the device's queue ─▶ one of its threads: pread, pwrite, fdatasync ─▶ list, eventfd ─reap─▶ IoDone
 //! ```
 //!
-//! A queue and threads for each device: one that has become slow, or hangs, has its own threads in the kernel and nobody
-//! else's. Costs about one thread switch an operation, which megabytes hide; what it lacks is depth beyond its threads.
+//! Each device has its own queue and threads, so that a device that is slow or hangs blocks no other. An operation costs about
+//! one thread switch, which is little beside megabytes. The depth is limited to the number of threads.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -21,25 +21,26 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use super::{END_WAIT, EngineError, Io, IoDone};
 use crate::io::IoOp;
 
-/// In flight on one device. Drives reach their rate with megabytes at a depth of two or three; one more for flushes.
+/// Operations in flight on one device. Drives reach their rate with megabytes at a depth of two or three; one more is for
+/// flushes.
 const THREADS_A_DEVICE: usize = 4;
 
-/// An interrupted call is tried again so often.
+/// How often an interrupted call is repeated.
 const INTERRUPTED_MAX: u32 = 100;
 
 /// The engine.
 #[derive(Debug)]
 pub struct Psync {
     shared: Arc<Shared>,
-    /// `None`: it was removed.
+    /// `None` after its removal.
     devices: Vec<Option<Device>>,
     inflight_count: usize,
     inflight_max: usize,
-    /// How long its end waits for devices that do not answer.
+    /// How long dropping the engine waits for devices.
     end_wait: Duration,
 }
 
-/// A device with its threads. They end when it is dropped, after what they do.
+/// A device with its threads, which end when it is dropped, after their current operation.
 #[derive(Debug)]
 struct Device {
     file: Arc<File>,
@@ -54,7 +55,7 @@ struct Shared {
     perform: Perform,
 }
 
-/// How an operation ended, and how often it was tried again.
+/// Performs an operation. Returns the outcome and the number of repetitions.
 type Perform = fn(&mut Io, &File) -> (Result<u32, i32>, u32);
 
 #[derive(Debug, Default)]
@@ -106,7 +107,7 @@ impl Psync {
         Ok(engine)
     }
 
-    /// One more device, behind the others, with its threads.
+    /// Adds a device, behind the others, and starts its threads.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
         let mut device = Device {
             file,
@@ -121,12 +122,12 @@ impl Psync {
                 .map_err(failed("starting a thread"))?;
             device.threads.push(thread);
         }
-        // Refused, it has no place: the next one's would be another.
+        // Only now, so that a device whose threads failed to start takes no index.
         self.devices.push(Some(device));
         Ok(())
     }
 
-    /// Nothing is in flight on this device, and nothing will be: closes it.
+    /// Closes a device. Nothing may be in flight on it, now or later.
     pub(super) fn remove(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize] = None;
     }
@@ -147,7 +148,7 @@ impl Psync {
     }
 
     pub(super) fn reap(&mut self, done: &mut Vec<IoDone>) {
-        // First the signal, then the list: what comes between the two signals again.
+        // First the signal, then the list: an operation that ends between the two signals again.
         let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
         let mut ended = locked(&self.shared.done);
         self.inflight_count -= ended.len();
@@ -164,8 +165,7 @@ impl Psync {
 }
 
 impl Drop for Psync {
-    /// Waits for what is with the devices. A thread that does not come back is left, with the memory its device may still
-    /// write to: that is its own.
+    /// Waits for the operations in flight. A thread that does not return keeps the memory that its device may still write to.
     fn drop(&mut self) {
         for device in self.devices.iter().flatten() {
             self.inflight_count -= device.queue.end();
@@ -188,7 +188,7 @@ impl Drop for Psync {
         }
         for device in self.devices.iter_mut().flatten() {
             for thread in device.threads.drain(..) {
-                // A thread that panicked has told so itself.
+                // A thread that panicked has printed its message.
                 let _ = thread.join();
             }
         }
@@ -202,7 +202,7 @@ impl Drop for Device {
 }
 
 impl Queue {
-    /// The oldest job, or `None` when the engine or the device ends.
+    /// Returns the oldest job; `None` when the engine or the device ends.
     fn next(&self) -> Option<Job> {
         let mut jobs = locked(&self.jobs);
         loop {
@@ -216,7 +216,7 @@ impl Queue {
         }
     }
 
-    /// No thread takes another job. How many waited: no device knows of them.
+    /// Stops the threads from taking jobs. Returns the number of jobs that no thread took.
     fn end(&self) -> usize {
         let mut jobs = locked(&self.jobs);
         jobs.ending = true;
@@ -228,10 +228,10 @@ impl Queue {
 impl Shared {
     fn run(&self, queue: &Queue) {
         while let Some(Job { mut io, file }) = queue.next() {
-            // Not before: what waits here waits for no device.
+            // Not earlier: time in this queue is not the device's.
             let since = Instant::now();
             let (outcome, retried_count) = (self.perform)(&mut io, &file);
-            // Before it is told: who closes a device then has closed it.
+            // Before the end is reported, so that the device is closed when its last operation ends.
             drop(file);
             let ended = IoDone {
                 id: io.id,
@@ -241,13 +241,13 @@ impl Shared {
                 memory: io.memory,
             };
             locked(&self.done).push(ended);
-            // Can only fail when 2^64 - 2 signals were not read.
+            // Fails only after 2^64 - 2 unread signals.
             let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         }
     }
 }
 
-/// How it ended, and how often it was tried again.
+/// Performs an operation. Returns the outcome and the number of repetitions.
 fn perform(io: &mut Io, file: &File) -> (Result<u32, i32>, u32) {
     let fd = file.as_raw_fd();
     let address = io.memory.address(io.bytes).cast::<libc::c_void>();
@@ -283,7 +283,7 @@ fn failed(action: &'static str) -> impl FnOnce(std::io::Error) -> EngineError {
     }
 }
 
-/// A thread that panicked leaves the list whole: nothing is half done under these locks.
+/// A thread that panicked leaves the list intact.
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|e| e.into_inner())
 }

@@ -1,13 +1,13 @@
-//! An engine whose devices are exactly as fast as a test wants them: what moves on a device moves one operation after the
-//! other, reads and writes each for themselves, and an operation ends when its bytes have had their time.
+//! An engine that slows devices down to the speed a test asks for: each device moves one operation after the other, reads and
+//! writes independently, and an operation ends when its bytes have had their time.
 //!
 //! ```text
 //!   submit ──▶ due = max(now, when the device is free that way) + bytes / rate      ──▶ the real engine at once
 //!   reap   ◀── what has ended really, and is due; a timer tells when the next one is
 //! ```
 //!
-//! In test builds only (`test_hooks::rate_limit`): a run on any machine, by any user, then has drives whose speed is known, and
-//! its step can be compared with the bound of the design. The drive below must be faster than the pace.
+//! In test builds only (`test_hooks::rate_limit`): runs on any machine then have drives of a known speed, and their steps can
+//! be compared with the predicted bound. The device below must be faster than the limit.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
@@ -26,24 +26,24 @@ use test_hooks::rate_limit::{Pace, Paces};
 use super::{Engine, EngineError, Io, IoDone, path_of};
 use crate::io::{IoId, IoOp};
 
-/// The pace of the device that `file` is.
+/// Returns the speed of the device that `file` is.
 pub(super) fn of(file: &File, paces: &Paces) -> Pace {
     let path = path_of(file);
     let name = path.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
     paces.of(&name.unwrap_or_default())
 }
 
-/// An engine and its pace.
+/// An engine with limited devices.
 #[derive(Debug)]
 pub struct Paced {
     inner: Engine,
-    /// Of each device.
+    /// Speed of each device.
     paces: Vec<Pace>,
-    /// When each device has moved all it was given, read and written.
+    /// When each device will have moved everything it was given, for reads and writes.
     free: Vec<[Instant; 2]>,
-    /// When an operation below may end, and when it was submitted.
+    /// When each operation may end, and when it was submitted.
     due: HashMap<IoId, (Instant, Instant)>,
-    /// Ended below, not due: by time, with their place in `held`.
+    /// Operations that ended below and are not due, by time.
     next: BinaryHeap<Reverse<(Instant, IoId)>>,
     held: HashMap<IoId, IoDone>,
     timer: OwnedFd,
@@ -52,10 +52,10 @@ pub struct Paced {
 }
 
 impl Paced {
-    /// Paces the devices of `inner`, in their order.
+    /// Limits the devices of `inner`, in their order.
     ///
     /// # Errors
-    /// No descriptors are to be had.
+    /// No descriptors are left.
     pub(crate) fn new(inner: Engine, paces: Vec<Pace>) -> Result<Self, EngineError> {
         let broken = |action| {
             move |errno: rustix::io::Errno| EngineError::Broken {
@@ -107,7 +107,7 @@ impl Paced {
         self.inner.submit(io);
     }
 
-    /// One more device, behind the others.
+    /// Adds a device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
         let pace = test_hooks::rate_limit::paces().map(|paces| of(&file, &paces));
         self.inner.add(file)?;
@@ -131,7 +131,7 @@ impl Paced {
             self.next.push(Reverse((due, one.id)));
             self.held.insert(one.id, one);
         }
-        // The timer's signal is taken before the clock is read: what comes due in between signals again.
+        // The timer's signal is taken before the clock is read: an operation that becomes due in between signals again.
         let _ = rustix::io::read(&self.timer, &mut [0u8; 8]);
         let now = Instant::now();
         while let Some(&Reverse((due, id))) = self.next.peek()
@@ -146,7 +146,7 @@ impl Paced {
         self.arm(now)
     }
 
-    /// Sets the timer to the next that is due, or to never.
+    /// Sets the timer to the next due operation, or to never.
     fn arm(&self, now: Instant) -> Result<(), EngineError> {
         let left = match self.next.peek() {
             // Zero would mean never.

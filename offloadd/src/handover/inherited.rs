@@ -1,5 +1,5 @@
-//! Descriptors that a process is born with, as systemd passes them: from number 3 on, their count in `LISTEN_FDS`, their
-//! names in `LISTEN_FDNAMES`. Both halves, so that `offloadd supervise` is to a daemon what systemd is.
+//! Descriptors that a process inherits, in systemd's convention: from number 3 on, their count in `LISTEN_FDS` and their names
+//! in `LISTEN_FDNAMES`. Implements both sides, because `offloadd supervise` plays systemd's part.
 //!
 //! Holds the `unsafe` of naming descriptors by number.
 
@@ -11,24 +11,24 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::io::FdFlags;
 
-/// Where they begin.
+/// Number of the first one.
 const FIRST: RawFd = 3;
 
-/// More than any service manager keeps for one service.
+/// More than any service manager keeps for a service.
 const COUNT_MAX: usize = 1 << 16;
 
-/// What came with the process, each with its name.
+/// Inherited descriptors with their names.
 pub type Inherited = Vec<(String, OwnedFd)>;
 
-/// Takes what came with this process: the first time it is asked, empty later, and empty when it is for another process.
-/// To be asked before anything else opens descriptors.
+/// Takes the inherited descriptors, once. Returns none when they are for another process. Must be called before anything opens
+/// descriptors.
 pub fn take() -> Inherited {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Vec::new();
     }
     let variable = |name: &str| std::env::var(name).ok();
-    // `offloadd supervise` cannot know the number before the process exists and leaves it out.
+    // `offloadd supervise` leaves it out, because it does not know the number before the process exists.
     let other = variable("LISTEN_PID").is_some_and(|pid| pid != std::process::id().to_string());
     let count = variable("LISTEN_FDS").and_then(|count| count.parse::<usize>().ok());
     let (Some(count), false) = (count, other) else {
@@ -42,44 +42,44 @@ pub fn take() -> Inherited {
         if std::fs::symlink_metadata(format!("/proc/self/fd/{number}")).is_err() {
             break;
         }
-        // SAFETY: it is open, as just seen, and nobody else has it: it came with the process, this is asked once (`TAKEN`),
-        // before anything else has opened one, and who passed it says by the variables that it is ours.
+        // SAFETY: it is open, as just checked, and nobody else has it: it was inherited, this is called once (`TAKEN`), before
+        // anything else opened one, and the variables say that it is meant for this process.
         let fd = unsafe { OwnedFd::from_raw_fd(number) };
-        // A failure would only let a child have it too, and there are none.
+        // A failure would only pass it on to child processes, and there are none.
         let _ = rustix::io::fcntl_setfd(&fd, FdFlags::CLOEXEC);
         inherited.push(((*name).to_owned(), fd));
     }
     inherited
 }
 
-/// Closes what came with the process, beyond stdin, stdout and stderr: for a daemon that somebody's program starts, which may
-/// hold sockets, locks or another user's files. To be asked before anything else opens descriptors, and instead of [`take`].
+/// Closes inherited descriptors except stdin, stdout and stderr, for a daemon that another program starts: they may be sockets,
+/// locks or another user's files. Must be called instead of [`take`], before anything opens descriptors.
 ///
 /// # Errors
-/// The kernel has no such call (before Linux 5.9).
+/// The kernel lacks the system call (before Linux 5.9).
 pub fn close_all() -> io::Result<()> {
-    // SAFETY: nobody in this process has opened a descriptor yet, so none that is closed here is anybody's.
+    // SAFETY: nothing in this process has opened a descriptor yet, so none that is closed here is in use.
     match unsafe { libc::syscall(libc::SYS_close_range, FIRST, libc::c_uint::MAX, 0) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     }
 }
 
-/// Numbers in this process that nothing else gets before they are dropped: std talks to a child it starts over a descriptor
-/// of its own, which must not lie where the child's will be.
+/// Reserves descriptor numbers until dropped: std uses a descriptor of its own to talk to a child it starts, which must not
+/// have a number that the child's descriptors will get.
 #[derive(Debug)]
 pub struct Passed {
     _placeholders: Vec<OwnedFd>,
 }
 
-/// Lets the process of `command` be born with `fds`. What comes back is to be kept until it has been started.
+/// Lets the process of `command` inherit `fds`. Keep the result until the process was started.
 ///
 /// # Errors
-/// As the system names them (out of descriptors).
+/// The system's errors (out of descriptors).
 pub fn pass(command: &mut Command, fds: &[(String, OwnedFd)]) -> io::Result<Passed> {
     let end = FIRST + fds.len() as RawFd;
     let mut placeholders = Vec::new();
-    // Copies beyond the numbers they will have, so that none is written over before it is copied.
+    // Copies above the target numbers, so that none is overwritten before it is copied.
     let mut sources = Vec::with_capacity(fds.len());
     for (_, fd) in fds {
         sources.push(rustix::io::fcntl_dupfd_cloexec(fd, end)?);
@@ -100,8 +100,8 @@ pub fn pass(command: &mut Command, fds: &[(String, OwnedFd)]) -> io::Result<Pass
         .env("LISTEN_FDNAMES", names.join(":"));
     let copy = move || {
         for (index, source) in sources.iter().enumerate() {
-            // SAFETY: plain numbers; what lies at the target in this new process is a copy that nobody uses there. The copy
-            // stays open when the program starts.
+            // SAFETY: plain numbers. The target in the new process is a copy that nothing uses there. The copy stays open
+            // across exec.
             let copied = unsafe { libc::dup2(source.as_raw_fd(), FIRST + index as RawFd) };
             if copied < 0 {
                 return Err(io::Error::last_os_error());
@@ -109,7 +109,7 @@ pub fn pass(command: &mut Command, fds: &[(String, OwnedFd)]) -> io::Result<Pass
         }
         Ok(())
     };
-    // SAFETY: between fork and exec it calls dup2 alone, which may be called there, and takes no memory.
+    // SAFETY: between fork and exec it calls only dup2, which is allowed there and allocates nothing.
     unsafe { command.pre_exec(copy) };
     Ok(Passed {
         _placeholders: placeholders,

@@ -1,34 +1,34 @@
-//! What a daemon knows beyond its store, as a message to the next one. Unchecked: [`crate::core::Core::adopt`] looks at
+//! The message with which a daemon hands over what its store does not contain. Unchecked: [`crate::core::Core::adopt`] checks
 //! every field.
 
-/// No device has this number.
+/// Stands for a device that left or was never added.
 pub const NO_DEVICE: u32 = u32::MAX;
 
-/// All of it.
+/// The whole message.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct State {
-    /// Of the store it belongs to.
+    /// Id of the store.
     #[prost(bytes = "vec", tag = "1")]
     pub store: Vec<u8>,
-    /// The life that goes on: entries in the rings name it.
+    /// Epoch of the daemon; entries in the rings name it.
     #[prost(uint64, tag = "2")]
     pub epoch: u64,
-    /// Numbers of the store's devices, in the order that sessions were told; [`NO_DEVICE`] where one left or never came.
+    /// Numbers of the store's devices, in the order told to sessions; [`NO_DEVICE`] for one that left or was never added.
     #[prost(uint32, repeated, tag = "3")]
     pub devices: Vec<u32>,
-    /// That somebody uses.
+    /// Jobs in use.
     #[prost(message, repeated, tag = "4")]
     pub jobs: Vec<Job>,
-    /// Of all of them.
+    /// Sessions of all jobs.
     #[prost(message, repeated, tag = "5")]
     pub sessions: Vec<Session>,
-    /// Drawn for this hand-over: its descriptors have it in their names.
+    /// Random number of this hand-over, which the names of its descriptors contain.
     #[prost(uint32, tag = "6")]
     pub handover: u32,
-    /// Number of the store's catalog: each life of a daemon writes another one before it serves.
+    /// Sequence of the store's catalog, which each incarnation of a daemon raises before it serves.
     #[prost(uint64, tag = "7")]
     pub catalog: u64,
-    /// The devices may have the one after it: its write failed.
+    /// Whether a write of the next catalog failed, so that the devices may hold it.
     #[prost(bool, tag = "8")]
     pub catalog_unsure: bool,
 }
@@ -36,154 +36,154 @@ pub struct State {
 /// A job in use.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Job {
-    /// Its owner.
+    /// Owner.
     #[prost(uint32, tag = "1")]
     pub uid: u32,
-    /// With `uid` it names the job.
+    /// Name of the job among its owner's jobs.
     #[prost(string, tag = "2")]
     pub name: String,
-    /// In the store; absent before it has tiles.
+    /// State on the devices; absent before the job has tiles.
     #[prost(message, optional, tag = "3")]
     pub stored: Option<Stored>,
-    /// On this node.
+    /// Ranks on this node.
     #[prost(uint32, tag = "4")]
     pub local_ranks: u32,
-    /// The generation gone on from; absent before somebody resumed.
+    /// Generation resumed from; absent before.
     #[prost(uint64, optional, tag = "5")]
     pub resumed: Option<u64>,
-    /// What is being written.
+    /// Working generation.
     #[prost(uint64, tag = "6")]
     pub working: u64,
-    /// The newest one is not prepared everywhere.
+    /// Whether the newest generation is not prepared on every node.
     #[prost(bool, tag = "7")]
     pub awaiting_confirm: bool,
-    /// Nothing can be made durable any more, and why.
+    /// Why nothing can become durable any more.
     #[prost(message, optional, tag = "8")]
     pub poison: Option<Fault>,
-    /// A member went, and who.
+    /// Why a member left.
     #[prost(message, optional, tag = "9")]
     pub gone: Option<Fault>,
     /// Numbers of devices written to since the last commit.
     #[prost(uint32, repeated, tag = "10")]
     pub touched: Vec<u32>,
-    /// Those that were written since, by index.
+    /// Tiles written since the last commit, by index.
     #[prost(message, repeated, tag = "11")]
     pub tiles: Vec<Tile>,
 }
 
-/// What ties a job to what the devices say.
+/// What the devices must say of a job.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct Stored {
-    /// Unique for ever in its store.
+    /// Id in the store, never reused.
     #[prost(uint64, tag = "1")]
     pub job_id: u64,
-    /// Of its table.
+    /// Revision of the job's table.
     #[prost(uint32, tag = "2")]
     pub revision: u32,
-    /// 0: none yet.
+    /// Newest generation; 0 if none.
     #[prost(uint64, tag = "3")]
     pub newest: u64,
-    /// Of the life that wrote it.
+    /// Epoch of the daemon that wrote it.
     #[prost(uint64, tag = "4")]
     pub newest_epoch: u64,
 }
 
-/// A tile that was written since the last commit.
+/// A tile written since the last commit.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct Tile {
-    /// In the job's table.
+    /// Index in the job's table.
     #[prost(uint32, tag = "1")]
     pub index: u32,
-    /// The last write that went well.
+    /// The last successful write.
     #[prost(message, optional, tag = "2")]
     pub written: Option<Written>,
-    /// The last write did not.
+    /// Whether the last write failed.
     #[prost(bool, tag = "3")]
     pub failed: bool,
 }
 
-/// What a write left.
+/// Result of a write.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct Written {
-    /// Of the tile's two extents; of a session's own tiles 0.
+    /// Index of the extent, 0 or 1; 0 for a scratch tile.
     #[prost(uint32, tag = "1")]
     pub which: u32,
-    /// Of all its bytes.
+    /// Checksum of the tile.
     #[prost(uint32, tag = "2")]
     pub checksum: u32,
-    /// While this was the working one.
+    /// Working generation at the time.
     #[prost(uint64, tag = "3")]
     pub generation: u64,
     /// Number of the device.
     #[prost(uint32, tag = "4")]
     pub device: u32,
-    /// From its start.
+    /// First byte on the device.
     #[prost(uint64, tag = "5")]
     pub offset: u64,
 }
 
-/// One process of a job.
+/// A session of a job.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Session {
-    /// Its descriptors have it in their names.
+    /// Number that the names of its descriptors contain.
     #[prost(uint64, tag = "1")]
     pub number: u64,
     /// Index of its job.
     #[prost(uint32, tag = "2")]
     pub job: u32,
-    /// Over all nodes.
+    /// Rank over all nodes.
     #[prost(uint32, tag = "3")]
     pub rank: u32,
-    /// For messages.
+    /// Process id, for messages.
     #[prost(uint32, tag = "4")]
     pub pid: u32,
-    /// It knows no other key.
+    /// Token of the session.
     #[prost(bytes = "vec", tag = "5")]
     pub token: Vec<u8>,
-    /// Of its arena.
+    /// Slot classes of its arena.
     #[prost(message, repeated, tag = "6")]
     pub classes: Vec<Class>,
-    /// Granted.
+    /// Operations granted in flight.
     #[prost(uint32, tag = "7")]
     pub iodepth: u32,
-    /// Tiles can be read and written.
+    /// Whether tiles can be read and written.
     #[prost(bool, tag = "8")]
     pub resumed: bool,
-    /// Submissions taken from its ring: the process can rewrite what stands in there.
+    /// Submissions taken from its ring; the process could change the ring's own index.
     #[prost(uint32, tag = "9")]
     pub submission_head: u32,
-    /// Completions put.
+    /// Completions put into its ring.
     #[prost(uint32, tag = "10")]
     pub completion_tail: u32,
-    /// Tiles of its own.
+    /// Scratch tiles.
     #[prost(message, repeated, tag = "11")]
     pub scratch: Vec<Scratch>,
 }
 
-/// Slots of equal size.
+/// A number of slots with equal size.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct Class {
-    /// Of each.
+    /// Size of a slot.
     #[prost(uint64, tag = "1")]
     pub slot_bytes: u64,
-    /// How many.
+    /// Number of slots.
     #[prost(uint32, tag = "2")]
     pub slot_count: u32,
 }
 
-/// One of a session's own tiles.
+/// A scratch tile of a session.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct Scratch {
     /// Number of the device.
     #[prost(uint32, tag = "1")]
     pub device: u32,
-    /// From its start.
+    /// First byte on the device.
     #[prost(uint64, tag = "2")]
     pub offset: u64,
-    /// Of the tile.
+    /// Length of the tile.
     #[prost(uint32, tag = "3")]
     pub bytes: u32,
-    /// Absent: never, or the last write failed.
+    /// The last write; absent if there was none or it failed.
     #[prost(message, optional, tag = "4")]
     pub written: Option<Written>,
 }
@@ -194,7 +194,7 @@ pub struct Fault {
     /// A `FaultKind` as a number.
     #[prost(uint32, tag = "1")]
     pub kind: u32,
-    /// For people.
+    /// Message for people.
     #[prost(string, tag = "2")]
     pub message: String,
 }

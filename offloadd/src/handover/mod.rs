@@ -1,5 +1,5 @@
-//! From one life of the daemon to the next: what must outlive it is given to whoever starts daemons (systemd, or `offloadd
-//! supervise`), and taken back from it.
+//! Hands sessions over from one incarnation of the daemon to the next: what must outlive a daemon is given to whoever starts
+//! daemons (systemd or `offloadd supervise`), and taken back from it.
 //!
 //! ```text
 //!   old one:  no new work ─▶ I/O in flight ends, its completions stand in the rings ─▶ descriptors, then the state ─▶ exit
@@ -7,17 +7,17 @@
 //!   new one:  recovers the store ─▶ is the state of this store, of its last life and newest generations? ─▶ the rings go on
 //! ```
 //!
-//! A process notices nothing: its memory, its rings and the socket that is its life line live on, and what it submits
-//! meanwhile waits in the ring. Only its calls are lost, and those it repeats. If no daemon takes a session up, its life line
-//! hangs up, as if the daemon had died.
+//! A process notices nothing: its memory, its rings and its life line persist, and what it submits meanwhile waits in the ring.
+//! Only calls are lost, and the process repeats those. If no daemon adopts a session, its life line hangs up, as if the daemon
+//! had died.
 //!
-//! The state counts once: whoever takes it up empties an eventfd that lies beside it, when nothing can fail any more. So a
-//! state that was kept by mistake cannot come back over what that daemon wrote. Nor over what one wrote that never had it:
-//! each life writes the store's catalog anew before it serves, and the state says which one was its last. Each hand-over has
-//! a number in its names, so that what is left of one before does not mix with it.
+//! The state is used once: the daemon that adopts it empties an eventfd beside it, after the last step that can fail. So a
+//! state that is kept by mistake cannot undo what that daemon wrote. Neither can it undo what another daemon wrote: each
+//! incarnation writes the store's catalog before it serves, and the state names the last sequence it knows. The names of
+//! descriptors contain a number of the hand-over, so that leftovers of another one do not mix with it.
 //!
-//! Bytes: seven descriptors a session, 40 bytes a tile written since the last commit: some megabytes, once. The names of all
-//! descriptors go into one variable of the environment, 128 KiB at most: that, and what the unit allows, bounds the sessions.
+//! Size: seven descriptors a session, and 40 bytes for each tile written since the last commit, some megabytes in all. The
+//! names of all descriptors go into one environment variable of at most 128 KiB; this and the unit's limit bound the sessions.
 
 pub mod inherited;
 pub mod message;
@@ -35,49 +35,49 @@ pub use sealed::{Refused, open, seal};
 
 use message::State;
 
-/// Of all our descriptors.
+/// Start of the names of all descriptors.
 const PREFIX: &str = "offloadd-";
 
-/// The end of its name where it is kept.
+/// End of the name of the state.
 const STATE: &str = "state";
 
-/// Of the eventfd that can be emptied once.
+/// Name of the eventfd that can be emptied once.
 const CLAIM: &str = "claim";
 
-/// Kept for one daemon, as the unit's `FileDescriptorStoreMax` says.
+/// Descriptors kept for one daemon, as in the unit's `FileDescriptorStoreMax`.
 pub const DESCRIPTORS_MAX: usize = 4096;
 
-/// Of one session.
+/// Descriptors of one session.
 const DESCRIPTORS_A_SESSION: usize = 7;
 
-/// So many sessions go to the next daemon: the state and its claim have room beside them.
+/// Sessions that can be handed over, with room for the state and its claim.
 pub const SESSIONS_MAX: usize = (DESCRIPTORS_MAX - 2) / DESCRIPTORS_A_SESSION;
 
-/// What both sides of a session have in their hands.
+/// Descriptors of both sides of a session.
 #[derive(Debug)]
 pub struct Descriptors {
-    /// Payload.
+    /// The arena's memory file.
     pub arena: OwnedFd,
-    /// The rings.
+    /// The memory file of the rings.
     pub ring: OwnedFd,
-    /// Rung by the process.
+    /// Eventfd that the process signals.
     pub submission_doorbell: OwnedFd,
-    /// Rung by the daemon: the end to write.
+    /// Writing end of the pipe that the daemon signals.
     pub completion_doorbell: OwnedFd,
-    /// And the one to read.
+    /// Reading end of that pipe.
     pub completion_reader: OwnedFd,
-    /// Hangs up when the process is gone, and there when no daemon has it.
+    /// Hangs up at each end when the other is gone.
     pub life_line: OwnedFd,
-    /// A pidfd, where the kernel gave one.
+    /// A pidfd, if the kernel gave one.
     pub process: Option<OwnedFd>,
 }
 
-/// Everything that goes to the next life.
+/// Everything that is handed over.
 #[derive(Debug)]
 pub struct HandedOver {
-    /// What the store does not say.
+    /// State that the store does not contain.
     pub state: State,
-    /// Of each session of `state`, in its order.
+    /// Descriptors of each session of `state`, in its order.
     pub descriptors: Vec<Descriptors>,
 }
 
@@ -100,7 +100,7 @@ impl Descriptors {
 
     fn found(number: u64, given: &mut HashMap<String, OwnedFd>) -> Option<Self> {
         let mut take = |what: &str| given.remove(&session_part(number, what));
-        // All of them are taken out, so that those of half a session are closed.
+        // All are taken out, so that those of an incomplete session are closed.
         let (arena, ring) = (take("arena"), take("ring"));
         let (submitted, completed) = (take("bell"), take("done"));
         let (end, line, process) = (take("read"), take("line"), take("pid"));
@@ -117,11 +117,11 @@ impl Descriptors {
 }
 
 impl HandedOver {
-    /// Of `state` and the descriptors of its sessions, in its order. Whole jobs are left out where there are more sessions than
-    /// can be kept.
+    /// Prepares a hand-over of `state` and the descriptors of its sessions, in its order. Leaves out whole jobs when there are
+    /// more sessions than can be kept.
     ///
     /// # Errors
-    /// No random bytes for its number.
+    /// There are no random bytes for its number.
     pub fn new(mut state: State, descriptors: Vec<Descriptors>) -> io::Result<Self> {
         let mut random = [0; 4];
         getrandom(&mut random, GetRandomFlags::empty())?;
@@ -145,10 +145,10 @@ impl HandedOver {
         Ok(Self { state, descriptors })
     }
 
-    /// Gives everything to `keep`, by name; the state last, so that what is not whole is nothing.
+    /// Gives everything to `keep`, by name. The state comes last, so that an incomplete hand-over has none.
     ///
     /// # Errors
-    /// That of the first that could not be kept, or of making the state's memory file.
+    /// That of the first descriptor that could not be kept, or of creating the state's memory file.
     pub fn give(
         &self,
         mut keep: impl FnMut(&str, BorrowedFd<'_>) -> io::Result<()>,
@@ -166,7 +166,7 @@ impl HandedOver {
     }
 }
 
-/// By place in the state, whether the sessions of this job are among `sessions_max`.
+/// Whether the sessions of each job, by index, are among `sessions_max`.
 fn jobs_that_fit(state: &State, sessions_max: usize) -> BTreeMap<u32, bool> {
     let mut counts: BTreeMap<u32, usize> = BTreeMap::new();
     for session in &state.sessions {
@@ -181,7 +181,7 @@ fn jobs_that_fit(state: &State, sessions_max: usize) -> BTreeMap<u32, bool> {
     judged.collect()
 }
 
-/// The right to take a state up.
+/// The right to adopt a state.
 #[derive(Debug)]
 pub struct Claim(OwnedFd);
 
@@ -192,20 +192,20 @@ impl Claim {
         matches!(poll(&mut fds, Some(&Timespec::default())), Ok(1))
     }
 
-    /// Uses it. False: somebody else was first.
+    /// Uses it. Returns false when somebody else was first.
     pub fn spend(self) -> bool {
         matches!(rustix::io::read(&self.0, &mut [0_u8; 8]), Ok(8))
     }
 }
 
-/// What a daemon finds at its start.
+/// A hand-over found by a daemon at its start.
 #[derive(Debug)]
 pub struct Found {
-    /// Of the one before.
+    /// State of the previous daemon.
     pub state: State,
-    /// To be spent before anything of the state is used.
+    /// To be spent before the state is used.
     pub claim: Claim,
-    /// Of this hand-over, by what their names end with.
+    /// Descriptors of this hand-over, by the ends of their names.
     given: HashMap<String, OwnedFd>,
 }
 
@@ -218,10 +218,10 @@ pub fn has_sessions(given: &Inherited) -> bool {
 }
 
 impl Found {
-    /// What `given` holds; `Ok(None)` when nothing was handed over.
+    /// Finds the hand-over in `given`; `Ok(None)` if there is none.
     ///
     /// # Errors
-    /// [`Refused`]: it is not to be used.
+    /// [`Refused`]: it cannot be used.
     pub fn among(given: Vec<(String, OwnedFd)>) -> Result<Option<Self>, Refused> {
         if given.is_empty() {
             return Ok(None);
@@ -234,7 +234,7 @@ impl Found {
             };
             let named = handovers.entry(handover).or_default();
             if named.insert(what.to_owned(), fd).is_some() {
-                return Err(Refused(format!("two descriptors are called {name}")));
+                return Err(Refused(format!("two descriptors have the name {name}")));
             }
         }
         let mut spent = false;
@@ -266,10 +266,10 @@ impl Found {
                 )
             }
             (Some(_), false) => {
-                "two daemons have handed over, and neither was followed: which was the last one is not known".into()
+                "two daemons have handed over and no daemon adopted either state, so it is unknown which was the last".into()
             }
             (None, _) if spent => {
-                "it was taken up before: another daemon has gone on from there".into()
+                "it was used before: another daemon has adopted it".into()
             }
             (None, _) => format!(
                 "{count} descriptors were kept without the state that goes with them: a daemon ended while it handed over"
@@ -278,34 +278,34 @@ impl Found {
         Err(Refused(words))
     }
 
-    /// The descriptors of one of the state's sessions, if they are all there.
+    /// Takes the descriptors of a session of the state, if they are complete.
     pub fn descriptors(&mut self, number: u64) -> Option<Descriptors> {
         Descriptors::found(number, &mut self.given)
     }
 }
 
-/// systemd takes no colon, and 255 bytes.
+/// systemd allows no colon and at most 255 bytes.
 fn name_of(handover: u32, what: &str) -> String {
     format!("{PREFIX}{handover:08x}-{what}")
 }
 
-/// Of one session.
+/// Name of a descriptor of one session.
 fn session_part(number: u64, what: &str) -> String {
     format!("{number}-{what}")
 }
 
-/// Which hand-over a descriptor belongs to, and what it is there.
+/// Splits a name into the number of the hand-over and the rest.
 fn parts_of(name: &str) -> Option<(u32, &str)> {
     let (handover, what) = name.strip_prefix(PREFIX)?.split_once('-')?;
     Some((u32::from_str_radix(handover, 16).ok()?, what))
 }
 
-/// Whether these are descriptors of ours.
+/// Whether the name is one of offloadd's.
 pub fn is_ours(name: &str) -> bool {
     name.starts_with(PREFIX)
 }
 
-/// Whether this is the state, which comes last: somebody waits for the next daemon.
+/// Whether the name is that of the state, which comes last.
 pub fn is_state(name: &str) -> bool {
     parts_of(name).is_some_and(|(_, what)| what == STATE)
 }

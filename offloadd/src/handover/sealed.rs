@@ -1,7 +1,7 @@
-//! The state as a memory file that nobody changes any more: magic, versions, checksum, then the message.
+//! The state as a sealed memory file: magic, versions and checksum, then the message.
 //!
-//! Old reader, new state or the other way round: both versions stand in front, and another one is refused by number; the
-//! sessions end then as they would without a handover. A daemon of another release mostly has the same versions.
+//! Both versions stand in front, and a state with another version is refused; the sessions then end as they would without a
+//! hand-over. Most releases have the same versions.
 
 use std::fs::File;
 use std::io;
@@ -19,10 +19,10 @@ use crate::arena::memory_file;
 
 const MAGIC: [u8; 8] = *b"OFFLNEXT";
 
-/// Raised when a field changes its meaning.
+/// Version of the message, raised when a field changes its meaning.
 const VERSION: u32 = 3;
 
-/// A million tiles of each of a thousand jobs would be more; nothing that is real comes near.
+/// Largest plausible size.
 const BYTES_MAX: u64 = 4 << 30;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -30,26 +30,26 @@ const BYTES_MAX: u64 = 4 << 30;
 struct Head {
     magic: [u8; 8],
     version: u32,
-    /// Rings and calls of the sessions.
+    /// Version of the rings and calls of the sessions.
     protocol_version: u32,
-    /// Of the message.
+    /// Length of the message.
     bytes: u64,
-    /// Of the message.
+    /// Checksum of the message.
     checksum: u32,
     reserved: u32,
 }
 
 const _: () = assert!(size_of::<Head>() == 32);
 
-/// Why a state that was handed over is not taken up.
+/// Why a state that was handed over is not adopted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Refused(pub String);
 
-/// A memory file with the state in it, sealed.
+/// Writes the state to a sealed memory file.
 ///
 /// # Errors
-/// As the system names them.
+/// The system's errors.
 pub fn seal(state: &State) -> io::Result<OwnedFd> {
     let message = state.encode_to_vec();
     let head = Head {
@@ -68,16 +68,16 @@ pub fn seal(state: &State) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// What [`seal`] sealed.
+/// Reads a state written by [`seal`].
 ///
 /// # Errors
 /// [`Refused`] for anything else.
 pub fn open(fd: impl AsFd) -> Result<State, Refused> {
     let refuse = |what: String| Err(Refused(what));
-    let failed = |error: io::Error| Refused(format!("reading it: {error}"));
+    let failed = |error: io::Error| Refused(format!("cannot read it: {error}"));
     let seals = rustix::fs::fcntl_get_seals(&fd).map_err(|e| failed(e.into()))?;
     if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE) {
-        return refuse("it is not sealed: somebody may still change it".into());
+        return refuse("it is not sealed, so it may still change".into());
     }
     let file = File::from(fd.as_fd().try_clone_to_owned().map_err(failed)?);
     let found_bytes = file.metadata().map_err(failed)?.len();
@@ -89,7 +89,7 @@ pub fn open(fd: impl AsFd) -> Result<State, Refused> {
     file.read_exact_at(&mut bytes, 0).map_err(failed)?;
     let (head, message) = Head::ref_from_prefix(&bytes).expect("at least a head");
     if head.magic != MAGIC || head.reserved != 0 {
-        return refuse("it does not begin as a daemon's state does".into());
+        return refuse("it does not begin like a daemon's state".into());
     }
     if (head.version, head.protocol_version) != (VERSION, PROTOCOL_VERSION) {
         return refuse(format!(
@@ -112,7 +112,7 @@ pub fn open(fd: impl AsFd) -> Result<State, Refused> {
             head.checksum
         ));
     }
-    State::decode(message).or_else(|error| refuse(format!("it makes no sense: {error}")))
+    State::decode(message).or_else(|error| refuse(format!("it is malformed: {error}")))
 }
 
 #[cfg(test)]
@@ -189,6 +189,6 @@ mod tests {
         unsealed.write_all_at(&bytes(), 0).unwrap();
         assert!(open(&unsealed).unwrap_err().0.contains("not sealed"));
         let pipe = std::io::pipe().unwrap().0;
-        assert!(open(&pipe).unwrap_err().0.contains("reading it"));
+        assert!(open(&pipe).unwrap_err().0.contains("cannot read it"));
     }
 }

@@ -1,25 +1,25 @@
-//! How long one way of a device takes to answer, beside the time in which it moves the bytes.
+//! Latency of one direction of a device: the time it takes to answer, in addition to the time that the bytes need.
 //!
-//! What a device moves in that time must be in flight, or it stands idle; more only makes others wait. A drive on a network or
-//! one that has become slow takes five times as long as a good one, so it is watched: one piece at a time is followed, and what
-//! it took longer than its bytes need at the device's rate is the answer, or a wait behind others; so of two spans the shortest
-//! counts. Where as much is in flight as that says, each wait is shorter than the last by the piece itself, so that it
-//! comes down to the answer; where less is, the drive is idle between two and says what it needs.
+//! The bytes that a device moves in that time must be in flight, or it idles; more in flight only makes others wait. The
+//! latency is measured, because a network drive or a failing one takes five times as long as a good one. One piece at a time is
+//! followed. The time it took beyond its bytes at the device's rate is the latency plus a wait behind other pieces, so the
+//! shortest of two spans counts. If enough is in flight, the wait of each piece shrinks until only the latency is left; if not,
+//! the drive idles between pieces and shows its latency.
 
 use crate::io::IoId;
 
-/// Where nothing was seen, and at least: a drive whose channels work side by side seems to answer at once.
+/// Latency before any measurement, and the least one: a drive whose channels work in parallel seems to answer at once.
 const ANSWER_NS_MIN: u64 = 100_000;
 
-/// Shorter pieces may overtake others in the drive, and tell nothing.
+/// Shorter pieces may overtake others in the drive, so their times tell nothing.
 const BYTES_MIN: u32 = 32 << 10;
 
 #[derive(Debug)]
 pub(super) struct Answer {
     bytes_per_s: u64,
-    /// The piece that is followed, and its bytes.
+    /// The followed piece and its bytes.
     followed: Option<(IoId, u32)>,
-    /// The shortest of this span, and of the one before.
+    /// Shortest time of this span and of the one before.
     least_ns: [Option<u64>; 2],
 }
 
@@ -32,14 +32,14 @@ impl Answer {
         }
     }
 
-    /// A piece is handed over.
+    /// Records that a piece is handed over.
     pub(super) fn handed_over(&mut self, piece: IoId, bytes: u32) {
         if self.followed.is_none() && bytes >= BYTES_MIN {
             self.followed = Some((piece, bytes));
         }
     }
 
-    /// It has ended after so long, or failed.
+    /// Records that a piece has ended, after `took_ns` or with a failure.
     pub(super) fn ended(&mut self, piece: IoId, took_ns: Option<u64>) {
         let Some((_, bytes)) = self.followed.take_if(|(of, _)| *of == piece) else {
             return;
@@ -52,13 +52,13 @@ impl Answer {
         }
     }
 
-    /// The next span begins.
+    /// Starts the next span.
     pub(super) fn go_on(&mut self) {
         self.least_ns = [None, self.least_ns[0].or(self.least_ns[1])];
     }
 
-    /// What the device moves until it answers, where another has as much as `other_bytes` under way: what was seen may be a
-    /// wait behind those, and they keep the device busy as well.
+    /// Returns the bytes that the device moves in its latency, beside another job with `other_bytes` in flight: part of the
+    /// measured time may be a wait behind those, and they keep the device busy too.
     pub(super) fn bytes_beside(&self, other_bytes: u64) -> u64 {
         let bytes_in = |ns: u64| u128::from(self.bytes_per_s) * u128::from(ns) / 1_000_000_000;
         let least_ns = self.least_ns.into_iter().flatten().min();
@@ -77,7 +77,7 @@ mod tests {
         let mut answer = Answer::new(1_000_000_000);
         let see = |answer: &mut Answer, bytes, took_ns| {
             answer.handed_over(IoId(1), bytes);
-            // Another one tells nothing.
+            // Another piece, which is not followed.
             answer.ended(IoId(2), Some(0));
             answer.ended(IoId(1), took_ns);
             answer.bytes_beside(0)

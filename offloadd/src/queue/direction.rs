@@ -1,59 +1,59 @@
-//! One way of one device: who waits, in which order, and how much is in flight.
+//! One direction of one device: waiting operations in their order, and bytes in flight.
 
 use std::collections::{BTreeMap, HashMap};
 
 use offload_api::ring::entry::Priority;
 
 use super::fair::Fair;
-use super::interference::Neighbours;
+use super::interference::Interference;
 use super::owner::{BACKGROUND_WEIGHT, Job, Line, Owner, User};
 use crate::io::IoId;
 
-/// Of so many pieces of a job, one is of what is moved ahead of its use while something else is wanted: an eighth, enough to
-/// go on, little enough to be hardly felt.
+/// Of so many pieces of a job, one is a prefetch while others are demanded: an eighth is enough to progress and is hardly
+/// noticed.
 pub const TURNS: u32 = 8;
 
-/// Pieces of one way in flight, however small: more do not make a drive faster.
+/// Most pieces in flight in one direction, however small. More do not make a drive faster.
 pub const INFLIGHT_COUNT_MAX: usize = 256;
 
-/// Of a session among its job's.
+/// Weight of a session among those of its job.
 const WEIGHT_EACH: u32 = 1;
 
-/// Users take turns by their shares, and so do a user's jobs; a job's sessions by equal ones. Of a job, what is wanted goes before what
-/// is moved ahead; of a session, what came first. Who waits for nothing is known nowhere here, but for a user, a job or a
-/// session that owes something to others who wait.
+/// Turns: users by their shares, a user's jobs by theirs, and a job's sessions equally. Demanded pieces of a job go before its
+/// prefetches, and within a session the oldest goes first. Users, jobs and sessions without waiting operations are forgotten,
+/// unless they were served ahead of others that wait.
 #[derive(Debug)]
 pub(super) struct Direction {
     inflight_bytes: u64,
     inflight_count: usize,
-    /// Operations that wait.
+    /// Number of waiting operations.
     waiting_count: usize,
     lines: BTreeMap<Line, Places>,
-    /// Of each operation that waits, its number: in the order in which they came, to where they wait.
+    /// Sequence number of each waiting operation, by place.
     numbers: HashMap<usize, u64>,
     numbered: u64,
     users: Fair<User>,
-    /// Of each user that waits, by what its jobs take turns.
+    /// Turns of the jobs of each waiting user.
     jobs: BTreeMap<User, Fair<Job>>,
-    /// Of each job that waits, its sessions: what is wanted and what is moved ahead are counted apart, so that nobody whom the
-    /// wanted of others pass saves up turns among these.
+    /// Turns of the sessions of each waiting job. Demands and prefetches are counted apart, so that a session whose prefetches
+    /// wait behind demands of others does not save up turns.
     sessions: BTreeMap<Job, [Fair<Line>; 2]>,
-    /// Wanted pieces in a row that went before others of their job.
+    /// Demanded pieces of a job in a row.
     passed: BTreeMap<Job, u32>,
-    interference: Neighbours,
+    interference: Interference,
 }
 
-/// What a session waits for: wanted, ahead. By their numbers, so that one leaves from among thousands at once.
+/// Waiting operations of a session, demands and prefetches, by sequence number, so that one of thousands is removed quickly.
 #[derive(Debug, Default)]
 struct Places([BTreeMap<u64, usize>; 2]);
 
 impl Places {
-    fn of(&mut self, urgency: Priority) -> &mut BTreeMap<u64, usize> {
-        &mut self.0[class(urgency)]
+    fn of(&mut self, priority: Priority) -> &mut BTreeMap<u64, usize> {
+        &mut self.0[class(priority)]
     }
 
-    fn front(&self, urgency: Priority) -> Option<usize> {
-        let first = self.0[class(urgency)].first_key_value();
+    fn front(&self, priority: Priority) -> Option<usize> {
+        let first = self.0[class(priority)].first_key_value();
         first.map(|(_, place)| *place)
     }
 
@@ -62,18 +62,18 @@ impl Places {
     }
 }
 
-fn class(urgency: Priority) -> usize {
-    match urgency {
+fn class(priority: Priority) -> usize {
+    match priority {
         Priority::Demand => 0,
         Priority::Prefetch => 1,
     }
 }
 
-/// Whose piece is next.
+/// The next piece to hand over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Next {
     pub(super) place: usize,
-    pub(super) urgency: Priority,
+    pub(super) priority: Priority,
     line: Line,
 }
 
@@ -90,7 +90,7 @@ impl Direction {
             jobs: BTreeMap::new(),
             sessions: BTreeMap::new(),
             passed: BTreeMap::new(),
-            interference: Neighbours::new(window_bytes, bytes_per_s),
+            interference: Interference::new(window_bytes, bytes_per_s),
         }
     }
 
@@ -98,68 +98,62 @@ impl Direction {
         self.interference.set_limits(window_bytes, bytes_per_s);
     }
 
-    /// An operation of `bytes` comes.
-    pub(super) fn push(&mut self, place: usize, urgency: Priority, owner: Owner, bytes: u32) {
-        let ((job, _), weights) = owner.line(urgency == Priority::Prefetch);
+    /// Queues an operation of `bytes`.
+    pub(super) fn push(&mut self, place: usize, priority: Priority, owner: Owner, bytes: u32) {
+        let ((job, _), weights) = owner.line(priority == Priority::Prefetch);
         self.interference.asks(job, weights, bytes);
-        self.wait(place, urgency, owner);
+        self.wait(place, priority, owner);
     }
 
-    /// What the operation still had to hand over is given up.
-    pub(super) fn discard_unreadable(
-        &mut self,
-        place: usize,
-        urgency: Priority,
-        owner: Owner,
-        bytes: u32,
-    ) {
-        let (line, _) = owner.line(urgency == Priority::Prefetch);
+    /// Abandons the part of an operation that was not handed over, `bytes` long.
+    pub(super) fn abandon(&mut self, place: usize, priority: Priority, owner: Owner, bytes: u32) {
+        let (line, _) = owner.line(priority == Priority::Prefetch);
         self.interference.gave_up(line.0, bytes);
-        self.leave(place, urgency, line);
+        self.leave(place, priority, line);
     }
 
-    /// It waits among others of another urgency from now on, behind them.
-    pub(super) fn urge(&mut self, place: usize, urgency: Priority, owner: Owner) {
-        let before = match urgency {
+    /// Moves a waiting operation to another priority, behind the others there.
+    pub(super) fn promote(&mut self, place: usize, priority: Priority, owner: Owner) {
+        let before = match priority {
             Priority::Demand => Priority::Prefetch,
             Priority::Prefetch => Priority::Demand,
         };
         let (line, _) = owner.line(before == Priority::Prefetch);
         self.leave(place, before, line);
-        self.wait(place, urgency, owner);
+        self.wait(place, priority, owner);
     }
 
-    fn wait(&mut self, place: usize, urgency: Priority, owner: Owner) {
-        let (line, weights) = owner.line(urgency == Priority::Prefetch);
+    fn wait(&mut self, place: usize, priority: Priority, owner: Owner) {
+        let (line, weights) = owner.line(priority == Priority::Prefetch);
         let (job, _) = line;
         let (user, _) = job;
         let weight = match user {
-            // It follows from those beside it at each piece, and not from what comes.
+            // The background's weight depends on the jobs beside it and is set with each piece.
             User::Background => self.users.weight(user),
             _ => None,
         };
         self.users.came(user, weight.unwrap_or(weights.user));
         self.jobs.entry(user).or_default().came(job, weights.job);
-        self.sessions.entry(job).or_default()[class(urgency)].came(line, WEIGHT_EACH);
+        self.sessions.entry(job).or_default()[class(priority)].came(line, WEIGHT_EACH);
         let number = self.numbered;
         self.numbered += 1;
         self.numbers.insert(place, number);
-        (self.lines.entry(line).or_default().of(urgency)).insert(number, place);
+        (self.lines.entry(line).or_default().of(priority)).insert(number, place);
         self.waiting_count += 1;
     }
 
-    fn leave(&mut self, place: usize, urgency: Priority, line: Line) {
+    fn leave(&mut self, place: usize, priority: Priority, line: Line) {
         let Some(number) = self.numbers.remove(&place) else {
             return;
         };
         let places = self.lines.get_mut(&line).expect("it waits");
-        let left = places.of(urgency).remove(&number);
+        let left = places.of(priority).remove(&number);
         assert_eq!(left, Some(place), "it waited there");
-        self.went(urgency, line);
+        self.went(priority, line);
     }
 
-    /// One operation of `line` waits no more. Who waits for nothing is not kept.
-    fn went(&mut self, urgency: Priority, line: Line) {
+    /// Counts one waiting operation of `line` less, and forgets owners that wait for nothing.
+    fn went(&mut self, priority: Priority, line: Line) {
         let (job, _) = line;
         let (user, _) = job;
         self.waiting_count -= 1;
@@ -170,7 +164,7 @@ impl Direction {
             self.jobs.remove(&user);
         }
         let sessions = self.sessions.get_mut(&job).expect("it waited");
-        sessions[class(urgency)].went(line);
+        sessions[class(priority)].went(line);
         if !sessions.iter().any(Fair::waits) {
             self.sessions.remove(&job);
             self.passed.remove(&job);
@@ -180,7 +174,7 @@ impl Direction {
         }
     }
 
-    /// Whose piece is next.
+    /// Returns the next piece to hand over.
     pub(super) fn next(&self) -> Option<Next> {
         let job = self.jobs[&self.users.next()?].next()?;
         let passed = self.passed.get(&job).copied().unwrap_or(0);
@@ -188,32 +182,32 @@ impl Direction {
             true => [Priority::Prefetch, Priority::Demand],
             false => [Priority::Demand, Priority::Prefetch],
         };
-        first.into_iter().find_map(|urgency| {
-            let line = self.sessions[&job][class(urgency)].next()?;
-            let place = self.lines[&line].front(urgency)?;
+        first.into_iter().find_map(|priority| {
+            let line = self.sessions[&job][class(priority)].next()?;
+            let place = self.lines[&line].front(priority)?;
             Some(Next {
                 place,
-                urgency,
+                priority,
                 line,
             })
         })
     }
 
-    /// How long a piece of an operation may be whose first one is `next`.
+    /// Longest piece of an operation whose first piece is `next`.
     pub(super) fn piece_bytes_max(&self, next: Next) -> u32 {
         self.interference.piece_bytes_max(next.line.0)
     }
 
-    /// Whether the piece of `next`, of so many bytes, may be handed over. One always may.
+    /// Whether a piece of `next` with so many bytes may be handed over. A device without pieces in flight always takes one.
     pub(super) fn has_room(&self, next: Next, bytes: u32) -> bool {
         self.inflight_count == 0
             || self.inflight_count < INFLIGHT_COUNT_MAX
                 && (self.interference).has_room(next.line.0, self.inflight_bytes, bytes)
     }
 
-    /// A piece of `next` is handed over; it was the `last` one of its operation, or not.
+    /// Records that a piece of `next` is handed over, and whether it is the `last` of its operation.
     pub(super) fn hand_over(&mut self, next: Next, piece: IoId, bytes: u32, last: bool) {
-        let Next { urgency, line, .. } = next;
+        let Next { priority, line, .. } = next;
         let (job, _) = line;
         self.inflight_bytes += u64::from(bytes);
         self.inflight_count += 1;
@@ -225,8 +219,8 @@ impl Direction {
         self.users.took(user, bytes);
         (self.jobs.get_mut(&user).expect("it waits")).took(job, bytes);
         let sessions = self.sessions.get_mut(&job).expect("it waits");
-        sessions[class(urgency)].took(line, bytes);
-        match urgency {
+        sessions[class(priority)].took(line, bytes);
+        match priority {
             Priority::Demand if sessions[class(Priority::Prefetch)].waits() => {
                 *self.passed.entry(job).or_default() += 1
             }
@@ -234,30 +228,30 @@ impl Direction {
         }
         if last {
             let places = self.lines.get_mut(&line).expect("it waits");
-            let gone = places.of(urgency).pop_first();
+            let gone = places.of(priority).pop_first();
             assert_eq!(gone.map(|(_, place)| place), Some(next.place));
             self.numbers.remove(&next.place);
-            self.went(urgency, line);
+            self.went(priority, line);
         }
     }
 
-    /// Of tiles that move: an eighth of what the least of those has who wait beside them.
+    /// Weight of tiles that move: an eighth of the least weight that waits beside them.
     fn background_weight(&self) -> u32 {
         let users = |user| matches!(user, User::Uid(_));
         let least = self.users.least_weight(users);
         least.map_or(BACKGROUND_WEIGHT, |least| least / TURNS)
     }
 
-    /// A piece has ended; if well, after so long.
+    /// Records that a piece has ended; `took_ns` if it succeeded.
     pub(super) fn take_back(
         &mut self,
         owner: Owner,
-        urgency: Priority,
+        priority: Priority,
         piece: IoId,
         bytes: u32,
         took_ns: Option<u64>,
     ) {
-        let ((job, _), _) = owner.line(urgency == Priority::Prefetch);
+        let ((job, _), _) = owner.line(priority == Priority::Prefetch);
         self.inflight_bytes -= u64::from(bytes);
         self.inflight_count -= 1;
         self.interference.ended(job, piece, bytes, took_ns);

@@ -1,24 +1,23 @@
-//! Turns by bytes: of those who wait, whoever has had least for its share is next.
+//! Weighted turns by bytes: of those who wait, the one that was served least for its weight is next.
 //!
-//! Who comes back after it had nothing to do begins where those are who waited all the while: it has saved nothing up, and
-//! owes what it had before it went. So each gets its part of what is moved as long as it wants that, and what it does not
-//! want is the others'.
+//! Somebody who returns after a pause starts level with those who kept waiting: a pause saves nothing up, and bytes served
+//! before still count. So each gets its share while it asks, and what it does not ask for goes to the others.
 //!
-//! Only those are compared who take turns with each other: the users of a drive, the jobs of one user, the sessions of one
-//! job. What others have had rises at another speed, and who began there would wait without end.
+//! Only direct competitors are compared: the users of a drive, the jobs of one user, or the sessions of one job. Counts of
+//! other groups grow at other speeds.
 
 use std::collections::BTreeMap;
 
-/// Bytes of a weight of 1, in parts that leave no remainder worth a word for the largest one.
+/// Parts of a byte at weight 1, fine enough that rounding does not matter at the largest weight.
 const PARTS_A_BYTE: u128 = 1 << 23;
 
-/// Who has had how much, of those who take turns with each other.
+/// What each of a group of competitors was served.
 #[derive(Debug)]
 pub(super) struct Fair<K> {
     had: BTreeMap<K, Had>,
-    /// What whoever was served last had had before.
+    /// Count of the competitor served last, before it was served.
     now: u128,
-    /// Of `had`, those who wait.
+    /// Number of entries of `had` that wait.
     waiting_count: usize,
 }
 
@@ -26,7 +25,7 @@ pub(super) struct Fair<K> {
 struct Had {
     parts: u128,
     weight: u32,
-    /// Its operations that wait.
+    /// Number of its waiting operations.
     waiting_count: usize,
 }
 
@@ -41,8 +40,8 @@ impl<K> Default for Fair<K> {
 }
 
 impl<K: Copy + Ord> Fair<K> {
-    /// It waits for one operation more; from now on with this weight. What it has had ahead of others are as many bytes as
-    /// before: they count by the new weight, so that a changed share is felt at once.
+    /// Adds a waiting operation of `key`, with its weight from now on. Bytes that it was served ahead of others are recounted
+    /// with the new weight, so that a changed share has effect at once.
     pub(super) fn came(&mut self, key: K, weight: u32) {
         assert!(weight > 0, "a weight of nothing");
         let now = self.now;
@@ -53,7 +52,7 @@ impl<K: Copy + Ord> Fair<K> {
         });
         if had.weight != weight {
             let ahead = had.parts.saturating_sub(now);
-            // Bytes of a u64, by weights of a u32, in parts of 2^23: there is room.
+            // Bytes of a u64, times weights of a u32, in parts of 2^23: they fit.
             let ahead_now = ahead * u128::from(had.weight) / u128::from(weight);
             had.parts = had.parts - ahead + ahead_now;
             had.weight = weight;
@@ -65,8 +64,8 @@ impl<K: Copy + Ord> Fair<K> {
         had.waiting_count += 1;
     }
 
-    /// It waits for one operation less. Those who do not wait and owe nothing are forgotten; where nobody waits nobody is
-    /// owed anything.
+    /// Removes a waiting operation of `key`. Entries that do not wait and were not served ahead are forgotten; when nobody
+    /// waits, all are.
     pub(super) fn went(&mut self, key: K) {
         let had = self.had.get_mut(&key).expect("it came");
         had.waiting_count -= 1;
@@ -88,13 +87,13 @@ impl<K: Copy + Ord> Fair<K> {
         self.waiting_count > 0
     }
 
-    /// Whose turn it is; the first of several who had as little.
+    /// Returns whose turn it is; the first of several that were served equally.
     pub(super) fn next(&self) -> Option<K> {
         let (key, _) = self.waiting().min_by_key(|(_, had)| had.parts)?;
         Some(*key)
     }
 
-    /// The least weight of those who wait, as far as they are `of` those meant.
+    /// Returns the least weight of those who wait, among keys that are `of` interest.
     pub(super) fn least_weight(&self, of: impl Fn(K) -> bool) -> Option<u32> {
         let meant = self.waiting().filter(|(key, _)| of(**key));
         meant.map(|(_, had)| had.weight).min()
@@ -104,19 +103,19 @@ impl<K: Copy + Ord> Fair<K> {
         self.had.iter().filter(|(_, had)| had.waiting_count > 0)
     }
 
-    /// It was its turn, and it took `bytes`.
+    /// Records that `key` had its turn and took `bytes`.
     pub(super) fn took(&mut self, key: K, bytes: u32) {
         let had = self.had.get_mut(&key).expect("it came");
         self.now = self.now.max(had.parts);
         had.parts += u128::from(bytes) * PARTS_A_BYTE / u128::from(had.weight);
     }
 
-    /// What it weighs, if it waits or owes something.
+    /// Returns the weight of `key`, if it is known.
     pub(super) fn weight(&self, key: K) -> Option<u32> {
         self.had.get(&key).map(|had| had.weight)
     }
 
-    /// What it takes from now on counts by this weight; what it has had stays as it was counted.
+    /// Changes a weight for future bytes only.
     pub(super) fn weigh(&mut self, key: K, weight: u32) {
         self.had.get_mut(&key).expect("it came").weight = weight;
     }

@@ -1,16 +1,14 @@
-//! How much jobs ask of one way of a device, and how near others may come to one that asks for little, or has the larger share.
+//! Limits of jobs in one direction of a device, for the sake of jobs beside them that ask for less or have a larger share.
 //!
-//! What is in the kernel cannot be overtaken: whoever reads one small tile after the other waits each time for all that a
-//! flood has in flight, however the turns go, and whoever has little under way gets less than its part. So beside a job that
-//! asks for less, another one's pieces go only while there is not more in flight than the device moves in the time it takes to
-//! answer ([`Answer`]), and a quarter of what the other asks for; beside the smallest a drive is then busy some three quarters
-//! of the time. And where all that a user has fits the window, nothing of it would ever wait for its turn: beside one of a
-//! larger share, a user has no more in flight than its part of what that one has; so has a job beside another of its user's.
-//! Without such a neighbour everybody has the whole window.
+//! Operations in the kernel cannot be overtaken. A process that reads one small tile after the other would wait each time for
+//! everything that a busy job has in flight, whatever the turns. So beside a job that asks for less, pieces of another go only
+//! while not more is in flight than the device moves in its latency ([`Answer`]) plus a quarter of what the other asks for;
+//! beside the smallest job a drive is then busy some three quarters of the time. If everything a user asks for fits the window,
+//! nothing of it would ever wait for a turn. So beside a user with a larger share, a user has at most its proportion of what
+//! that one has in flight; the same holds for jobs of a user. Without such neighbours everybody has the whole window.
 //!
-//! Of a job counts the most it had waiting and in flight within the last one or two spans of bytes that were handed over:
-//! who reads one tile after the other has nothing there half of the time. Who asks for something only now and then holds
-//! nobody back, and waits for what is in flight.
+//! A job's demand is the most it had waiting and in flight within the last one or two spans of bytes, because a process that
+//! reads tile after tile has nothing there half of the time. A job that asks only now and then limits nobody.
 
 use std::collections::BTreeMap;
 
@@ -19,43 +17,43 @@ use super::direction::TURNS;
 use super::owner::{Job, User, Weights};
 use crate::io::IoId;
 
-/// A span is so many windows of 10 ms.
+/// Length of a span, in windows of 10 ms.
 const SPAN_WINDOWS: u64 = 10;
 
-/// Operations within a span and the one before that make a neighbour.
+/// Fewest operations in two spans that make a job a neighbour.
 const OPERATIONS_MIN: u32 = 8;
 
-/// Of the window, where a device takes very long to answer: the longest that others wait for.
+/// Part of the window that others may fill beside a neighbour on a device with a very long latency.
 const NEAR_PARTS: u64 = 4;
 
-/// The shortest pieces beside a neighbour.
+/// Shortest pieces beside a neighbour.
 const NEAR_PIECE_BYTES_MIN: u32 = 32 << 10;
 
-/// In flight at least: of a slow drive two of the shortest pieces and a bit, so that it need not wait for the next one.
+/// Fewest bytes in flight: two of the shortest pieces and some more, so that a slow drive does not idle.
 const NEAR_BYTES_MIN: u64 = 84 << 10;
 
-/// Of so many pieces the nearer window consists: fewer leave the drive idle between two, more cost more than they bring.
+/// Pieces in a shortened window. Fewer leave the drive idle between two; more cost more than they save.
 const NEAR_PIECES: u64 = 4;
 
-/// Jobs of one way.
+/// Jobs in one direction of a device.
 #[derive(Debug)]
-pub(super) struct Neighbours {
+pub(super) struct Interference {
     window_bytes: u64,
     answer: Answer,
     jobs: BTreeMap<Job, Asks>,
-    /// Handed over in this span.
+    /// Bytes handed over in this span.
     span_bytes: u64,
 }
 
 #[derive(Debug, Default)]
 struct Asks {
     weights: Weights,
-    /// Waiting and in flight.
+    /// Bytes waiting and in flight.
     now_bytes: u64,
     inflight_bytes: u64,
-    /// The most of this span, and of the one before.
+    /// Most bytes in this span and in the one before.
     most_bytes: [u64; 2],
-    /// Operations that came in this span, and in the one before.
+    /// Operations that came in this span and in the one before.
     operations: [u32; 2],
 }
 
@@ -69,20 +67,20 @@ impl Asks {
     }
 }
 
-/// What may be in flight beside neighbours.
+/// Limits beside neighbours.
 #[derive(Clone, Copy, Debug)]
 struct Near {
-    /// All together.
+    /// Bytes in flight of all jobs.
     all_bytes: u64,
-    /// Of the user itself.
+    /// Bytes in flight of the user.
     user_bytes: u64,
-    /// Of the job itself.
+    /// Bytes in flight of the job.
     job_bytes: u64,
-    /// The shortest of them, without what the neighbour has in flight itself.
+    /// The lowest limit, without the bytes that the neighbour itself has in flight.
     least_bytes: u64,
 }
 
-impl Neighbours {
+impl Interference {
     pub(super) fn new(window_bytes: u64, bytes_per_s: u64) -> Self {
         Self {
             window_bytes,
@@ -105,7 +103,7 @@ impl Neighbours {
         asks.operations[0] = asks.operations[0].saturating_add(1);
     }
 
-    /// So much that was handed over has ended; if well, after so long.
+    /// Records that a piece has ended; `took_ns` if it succeeded.
     pub(super) fn ended(&mut self, job: Job, piece: IoId, bytes: u32, took_ns: Option<u64>) {
         self.gave_up(job, bytes);
         let asks = self.jobs.get_mut(&job).expect("it asked");
@@ -113,7 +111,7 @@ impl Neighbours {
         self.answer.ended(piece, took_ns);
     }
 
-    /// So much that was not handed over will not be.
+    /// Records that `bytes` of a job will not be handed over.
     pub(super) fn gave_up(&mut self, job: Job, bytes: u32) {
         let asks = self.jobs.get_mut(&job).expect("it asked");
         asks.now_bytes -= u64::from(bytes);
@@ -136,7 +134,7 @@ impl Neighbours {
         self.jobs.retain(|_, asks| asks.most() > 0);
     }
 
-    /// Whether a piece of `job` may go while so much is in flight, beside others.
+    /// Whether a piece of `job` may be handed over with so much in flight.
     pub(super) fn has_room(&self, job: Job, inflight_bytes: u64, bytes: u32) -> bool {
         let bytes = u64::from(bytes);
         let Some(near) = self.near(job) else {
@@ -149,7 +147,7 @@ impl Neighbours {
             && (job_bytes == 0 || job_bytes + bytes <= near.job_bytes)
     }
 
-    /// How long a piece of `job` may be.
+    /// Longest piece of `job`.
     pub(super) fn piece_bytes_max(&self, job: Job) -> u32 {
         let Some(near) = self.near(job) else {
             return u32::MAX;
@@ -159,10 +157,10 @@ impl Neighbours {
         bytes.clamp(NEAR_PIECE_BYTES_MIN.into(), u32::MAX.into()) as u32
     }
 
-    /// What holds `job` back; nothing where nobody is beside it whom it would keep waiting.
+    /// Returns the limits of `job`; `None` without a neighbour.
     fn near(&self, job: Job) -> Option<Near> {
         let asks = self.jobs.get(&job)?;
-        // The daemon's own records are few, and go first.
+        // The daemon's own records are few and go first.
         if job.0 == User::Daemon {
             return None;
         }
@@ -176,15 +174,15 @@ impl Neighbours {
                 **other != job && matches!(other.0, User::Uid(_)) && asks.is_neighbour()
             })
         };
-        // The longer it takes anyway, the less a short wait matters to it: who asks for least is nearest. What it has in
-        // flight itself is no reason to leave the drive idle.
+        // The job with the least demand sets the limit: the longer an operation takes anyway, the less a short wait matters.
+        // Its own bytes in flight do not count, or the drive would idle.
         let less = others().filter(|(_, other)| other.most() < asks.most());
         let least = less.min_by_key(|(_, other)| other.most());
         let beside_least = least.map(|(_, other)| {
             let near = answer(other.most()) + other.most() / 4;
             (near, other.inflight_bytes)
         });
-        // Less than it takes to keep the drive busy helps nobody.
+        // Less than keeps the drive busy would help nobody.
         let part = |most: u64, weight: u32, of: u32| {
             (most * u64::from(weight) / u64::from(of))
                 .max(2 * answer(u64::MAX))

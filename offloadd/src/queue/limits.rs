@@ -1,4 +1,4 @@
-//! What keeps a device busy and not more: the size of a piece, and how many bytes are in flight each way.
+//! Limits that keep a device just busy: the size of a piece, and the bytes in flight in each direction.
 
 use std::fs::File;
 
@@ -7,39 +7,39 @@ use offload_api::BLOCK_BYTES;
 use crate::drive_queue::queue_number;
 use crate::store::format::MeasuredRates;
 
-/// Where a device does not say what it takes as one request, and the most that is worth while: drives reach their rate
-/// with less.
+/// Size of a piece where the device does not tell its largest request, and the largest useful one: drives reach their rate with
+/// less.
 const PIECE_BYTES_MAX: u32 = 1 << 20;
 
-/// Smaller requests cost more than they are worth, even where the kernel must cut these again.
+/// Smaller requests cost more than they save, even where the kernel must split larger ones.
 const PIECE_BYTES_MIN: u32 = 256 << 10;
 
-/// A window holds what the device moves in so many milliseconds: above a drive's latency by far, and not long for whoever
-/// is wanted and finds it full.
+/// A window holds the bytes that the device moves in so many milliseconds: far above a drive's latency, and not long for a
+/// demanded tile that finds it full.
 const WINDOW_MS: u64 = 10;
 
-/// Of slow devices: enough pieces that none of a drive's channels is idle.
+/// Least window: on slow devices, enough pieces to keep all channels of a drive busy.
 const WINDOW_BYTES_MIN: u64 = 8 << 20;
 
-/// Of fast ones, whatever was measured.
+/// Largest window.
 const WINDOW_BYTES_MAX: u64 = 64 << 20;
 
-/// Where nothing was measured.
+/// Window of a device that was not measured.
 const WINDOW_BYTES_UNKNOWN: u64 = 32 << 20;
 
-/// What is handed to one device at a time.
+/// Limits of one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceLimits {
-    /// One request; a multiple of the block.
+    /// Bytes of one request; a multiple of the block.
     pub piece_bytes: u32,
-    /// In flight: read, written.
+    /// Bytes in flight, of reads and of writes.
     pub window_bytes: [u64; 2],
-    /// What it moves: read, written. Where nothing was measured, what its window was made for.
+    /// Rate of reads and of writes; a plausible one where nothing was measured.
     pub bytes_per_s: [u64; 2],
 }
 
 impl DeviceLimits {
-    /// For an opened device that was measured when its store was made.
+    /// Returns the limits of an opened device with these rates.
     pub fn of(file: &File, rates: &MeasuredRates) -> Self {
         let rates = [rates.read_bytes_per_s, rates.write_bytes_per_s];
         Self {
@@ -53,7 +53,7 @@ impl DeviceLimits {
     }
 }
 
-/// Whole requests of at most `request_bytes_max`, which a device may not tell.
+/// Returns whole blocks of at most `request_bytes_max`, if the device tells it.
 fn piece_bytes(request_bytes_max: Option<u64>) -> u32 {
     let bytes = request_bytes_max
         .unwrap_or(u64::MAX)
@@ -61,7 +61,7 @@ fn piece_bytes(request_bytes_max: Option<u64>) -> u32 {
     bytes / BLOCK_BYTES * BLOCK_BYTES
 }
 
-/// At `bytes_per_s`, 0 = unknown.
+/// Returns the window at a rate; 0 is unknown.
 fn window_bytes(bytes_per_s: u64) -> u64 {
     match bytes_per_s {
         0 => WINDOW_BYTES_UNKNOWN,
@@ -69,8 +69,8 @@ fn window_bytes(bytes_per_s: u64) -> u64 {
     }
 }
 
-/// The longest request the drive under `file` takes: in sectors, and in pieces of memory, each a page at worst. `None`
-/// where no block device says so.
+/// Returns the longest request that the drive under `file` takes, limited by sectors and by pieces of memory of one page each;
+/// `None` if it is no block device.
 fn request_bytes_max(file: &File) -> Option<u64> {
     let sectors = queue_number(file, "max_sectors_kb")?.checked_mul(1024)?;
     let segments = queue_number(file, "max_segments")?.checked_mul(u64::from(BLOCK_BYTES))?;

@@ -1,26 +1,27 @@
-//! What goes to which device next, and in what pieces. A core: no clock, thread or file.
+//! Chooses which operations go to each device next, and in what pieces. A core: no clock, thread or file.
 //!
 //! ```text
 //!                      each device, each way
-//!   push(Io, urgency) ──▶ wanted ──┐   pieces, while the
+//!   push(Io, priority) ──▶ wanted ──┐   pieces, while the
 //!                         ahead ───┴─▶ window has room ──start──▶ engine ──ended──▶ the whole operation, once
 //!   flushes ─────────────────────────────────────────────▶ at once
 //! ```
 //!
 //! **Order.** Users take turns by bytes, each in proportion to its share, and so do the jobs of a user; the sessions of a job
-//! have equal parts. What one does not want is the others'. Of a job, what somebody waits for goes before what is moved ahead of its
-//! use; of [`TURNS`] pieces one is of the latter, so that it progresses whatever comes. Within a session, first come first
-//! served. The daemon's records go first; tiles that move to another device have an eighth of the smallest share that waits.
-//! **Ways.** Reads and writes of a device have windows of their own: drives do both at the same time, and neither can fill
+//! have equal parts. Nobody's turn is kept for later. Within a job, operations of [`Priority::Demand`] go before those of
+//! [`Priority::Prefetch`], except that one of [`TURNS`] pieces is a prefetch, so that those always progress. Within a session,
+//! the oldest goes first. The daemon's records go before everything; tiles that move to another device have an eighth of the
+//! smallest share that waits.
+//! **Directions.** Reads and writes of a device have separate windows: drives do both at the same time, and neither can take
 //! the place of the other.
-//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]): what is in the kernel cannot be overtaken. Beside a
-//! job that asks for little they are shorter, and pieces too, so that it hardly waits ([`interference`]).
-//! **Pieces.** A large operation is cut into pieces the device takes as one request; they are in flight together and end as
-//! one. The first that fails or is short, by its place, fails the whole, and what was not handed over stays here.
+//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]), because operations in the kernel cannot be overtaken.
+//! Beside a job that asks for little, windows and pieces are shorter, so that it hardly waits ([`interference`]).
+//! **Pieces.** A large operation is cut into pieces that the device takes as one request; they are in flight together and end
+//! as one. The first piece, by offset, that fails or is short fails the operation, and its other pieces are not handed over.
 //!
-//! **Bound.** As many operations as the core has in flight, which its limits bound; pieces only while they are handed over.
-//! A drive of 3.2 GB/s takes 3,200 pieces of 1 MiB a second; beside one who reads small tiles one by one they are four to the
-//! time in which it answers, 40,000 a second where that is 100 us. Each passes here in some hundred nanoseconds.
+//! **Bounds.** The core bounds the operations here; pieces exist only while in flight. A drive of 3.2 GB/s takes 3,200 pieces
+//! of 1 MiB a second. Beside a process that reads small tiles one by one, four pieces fit the time in which the drive answers:
+//! 40,000 a second if that is 100 us. Each takes some hundred nanoseconds here.
 
 mod answer;
 mod direction;
@@ -43,23 +44,23 @@ pub use direction::{INFLIGHT_COUNT_MAX, TURNS};
 pub use limits::DeviceLimits;
 pub use owner::Owner;
 
-/// All devices' queues.
+/// Queues of all devices.
 #[derive(Debug)]
 pub struct Queue {
     devices: Vec<Device>,
     wholes: Vec<Option<Whole>>,
-    /// Where the operation of an id is among them.
+    /// Place of each operation in `wholes`.
     places: HashMap<IoId, usize>,
     free: Vec<usize>,
     flushes: VecDeque<usize>,
-    /// Not handed over, or not all of it.
+    /// Operations of which something is not handed over yet.
     waiting_count: usize,
 }
 
 #[derive(Debug)]
 struct Device {
     piece_bytes: u32,
-    /// Reads, writes.
+    /// Reads and writes.
     directions: [Direction; 2],
 }
 
@@ -77,20 +78,20 @@ impl Device {
     }
 }
 
-/// An operation as the core knows it.
+/// An operation of the core.
 #[derive(Debug)]
 struct Whole {
     io: Io,
     owner: Owner,
-    urgency: Priority,
-    /// Settled when the first one is handed over.
+    priority: Priority,
+    /// Set when the first piece is handed over.
     piece_bytes: u32,
-    /// From its start, handed over.
+    /// Bytes handed over, from the start.
     cut_bytes: u32,
     inflight_count: u32,
-    /// The failure nearest to its start: where its piece begins, and what became of that.
+    /// Failure with the lowest offset: start of the piece, and its outcome.
     failed: Option<(u32, Result<u32, i32>)>,
-    /// Since its first piece was handed over.
+    /// Time when the first piece was handed over.
     since: Option<Instant>,
     retried_count: u32,
 }
@@ -108,7 +109,7 @@ impl Whole {
         (self.io.bytes - at).min(self.piece_bytes)
     }
 
-    /// The next piece, known to the engine by `place` and where it begins.
+    /// Cuts the next piece. The engine knows it by `place` and its offset within the operation.
     fn cut(&mut self, place: usize, now: Instant) -> Io {
         let at = self.cut_bytes;
         let bytes = self.piece_bytes_at(at);
@@ -122,7 +123,7 @@ impl Whole {
                 offset: offset + u64::from(at),
                 piece: *piece,
             },
-            // Never cut.
+            // Such memory is never cut.
             Memory::Meta(_) | Memory::None => std::mem::replace(&mut self.io.memory, Memory::None),
         };
         self.cut_bytes += bytes;
@@ -140,7 +141,7 @@ impl Whole {
 }
 
 impl Queue {
-    /// Empty queues, one a device in the store's order.
+    /// Makes empty queues, one a device in the store's order.
     pub fn new(devices: &[DeviceLimits]) -> Self {
         Self {
             devices: devices.iter().map(Device::new).collect(),
@@ -152,12 +153,12 @@ impl Queue {
         }
     }
 
-    /// One more device, behind the others.
+    /// Adds a device, behind the others.
     pub fn add(&mut self, limits: &DeviceLimits) {
         self.devices.push(Device::new(limits));
     }
 
-    /// A device was measured again: what is in flight stays, what comes goes by these.
+    /// Sets newly measured limits, which apply to pieces not yet handed over.
     pub fn set_limits(&mut self, device: DeviceIndex, limits: &DeviceLimits) {
         let directions = self.devices[device.0 as usize].directions.iter_mut();
         for (index, direction) in directions.enumerate() {
@@ -165,13 +166,13 @@ impl Queue {
         }
     }
 
-    /// Pieces that may be in an engine at a time, beside `flushes_max` flushes.
+    /// Most operations in an engine at a time, with up to `flushes_max` flushes.
     pub fn inflight_max(device_count: usize, flushes_max: usize) -> usize {
         device_count * 2 * INFLIGHT_COUNT_MAX + flushes_max
     }
 
-    /// Takes an operation.
-    pub fn push(&mut self, io: Io, urgency: Priority, owner: Owner) {
+    /// Queues an operation.
+    pub fn push(&mut self, io: Io, priority: Priority, owner: Owner) {
         let place = self.free.pop().unwrap_or_else(|| {
             self.wholes.push(None);
             self.wholes.len() - 1
@@ -181,13 +182,13 @@ impl Queue {
         assert_eq!(before, None, "{:?} is in flight already", io.id);
         let piece_bytes = match io.memory {
             Memory::Arena { .. } => self.devices[device.0 as usize].piece_bytes,
-            // The daemon's own structures: pieces of some megabytes already.
+            // The daemon's own structures already come in pieces of some megabytes.
             Memory::Meta(_) | Memory::None => u32::MAX,
         };
         self.wholes[place] = Some(Whole {
             io,
             owner,
-            urgency,
+            priority,
             piece_bytes,
             cut_bytes: 0,
             inflight_count: 0,
@@ -197,29 +198,29 @@ impl Queue {
         });
         self.waiting_count += 1;
         match self.direction(device, op) {
-            Some(direction) => direction.push(place, urgency, owner, bytes),
+            Some(direction) => direction.push(place, priority, owner, bytes),
             None => self.flushes.push_back(place),
         }
     }
 
-    /// Gives an operation another urgency: its pieces that still wait go with those of that class, behind them. One that was
-    /// handed over or has ended stays as it is. Costs the same whatever waits.
-    pub fn urge(&mut self, io: IoId, urgency: Priority) {
+    /// Changes the priority of an operation: its pieces that wait go behind those of the new priority. Does nothing for one
+    /// that was handed over or has ended. Takes constant time.
+    pub fn promote(&mut self, io: IoId, priority: Priority) {
         let Some(&place) = self.places.get(&io) else {
             return;
         };
         let whole = self.wholes[place].as_mut().expect("known by its id");
-        let before = std::mem::replace(&mut whole.urgency, urgency);
-        if before == urgency || !whole.waits() {
+        let before = std::mem::replace(&mut whole.priority, priority);
+        if before == priority || !whole.waits() {
             return;
         }
         let (device, op, owner) = (whole.io.device, whole.io.op, whole.owner);
         if let Some(direction) = self.direction(device, op) {
-            direction.urge(place, urgency, owner);
+            direction.promote(place, priority, owner);
         }
     }
 
-    /// Hands over all the devices have room for.
+    /// Hands over as many pieces as the devices have room for.
     pub fn start(&mut self, now: Instant, pieces: &mut Vec<Io>) {
         if self.waiting_count == 0 {
             return;
@@ -234,7 +235,7 @@ impl Queue {
                 while let Some(next) = direction.next() {
                     let whole = self.wholes[next.place].as_mut().expect("it waits");
                     if whole.since.is_none() && matches!(whole.io.memory, Memory::Arena { .. }) {
-                        // Anew each time it is looked at: who was beside it then may be gone.
+                        // Computed again each time, because jobs beside it come and go.
                         whole.piece_bytes = device.piece_bytes.min(direction.piece_bytes_max(next));
                     }
                     if !direction.has_room(next, whole.piece_bytes_at(whole.cut_bytes)) {
@@ -257,7 +258,7 @@ impl Queue {
             .as_mut()
             .expect("a piece of an operation");
         let asked_bytes = whole.piece_bytes_at(at);
-        let (device, op, urgency) = (whole.io.device, whole.io.op, whole.urgency);
+        let (device, op, priority) = (whole.io.device, whole.io.op, whole.priority);
         let (owner, uncut_bytes) = (whole.owner, whole.io.bytes - whole.cut_bytes);
         let waited = whole.waits();
         whole.inflight_count -= 1;
@@ -270,9 +271,9 @@ impl Queue {
         let (id, done) = (whole.io.id, whole.ended());
         if let Some(direction) = self.direction(device, op) {
             let took_ns = (piece.outcome == Ok(asked_bytes)).then_some(piece.device_ns);
-            direction.take_back(owner, urgency, piece.id, asked_bytes, took_ns);
+            direction.take_back(owner, priority, piece.id, asked_bytes, took_ns);
             if gives_up {
-                direction.discard_unreadable(place, urgency, owner, uncut_bytes);
+                direction.abandon(place, priority, owner, uncut_bytes);
             }
         }
         self.waiting_count -= usize::from(gives_up);
@@ -287,7 +288,7 @@ impl Queue {
             id,
             outcome: match whole.failed {
                 None => Ok(whole.io.bytes),
-                // As one operation would say: so much is there, from its start on.
+                // As one operation would answer: so many bytes from its start were moved.
                 Some((at, Ok(moved))) => Ok(at + moved),
                 Some((_, Err(errno))) => Err(errno),
             },
@@ -297,12 +298,12 @@ impl Queue {
         })
     }
 
-    /// Operations taken and not given back.
+    /// Operations queued and not ended.
     pub fn count(&self) -> usize {
         self.wholes.len() - self.free.len()
     }
 
-    /// A flush has no way: nothing is before or behind it.
+    /// Flushes are not queued.
     fn direction(&mut self, device: DeviceIndex, op: IoOp) -> Option<&mut Direction> {
         let directions = &mut self.devices[device.0 as usize].directions;
         match op {

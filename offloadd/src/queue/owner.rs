@@ -1,59 +1,59 @@
-//! Whose operation it is, as far as turns depend on it.
+//! Owners of operations, as far as turns depend on them.
 
 use super::direction::TURNS;
 use crate::io::SessionId;
 use crate::quota::{SHARE_DEFAULT, SHARE_MAX};
 
-/// Who asks a device for something.
+/// Owner of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Owner {
     /// The daemon: records, the catalog, tiles that move.
     Daemon,
-    /// A process.
+    /// A session of a process.
     Session {
-        /// Its user.
+        /// User of the process.
         uid: u32,
-        /// The user's part beside those of others, 1 to [`SHARE_MAX`](crate::quota::SHARE_MAX).
+        /// Share of the user beside other users, 1 to [`SHARE_MAX`](crate::quota::SHARE_MAX).
         user_share: u32,
-        /// The job's part of that beside his other jobs, as many.
+        /// Share of the job beside the user's other jobs, in the same range.
         job_share: u32,
-        /// Its job, by any number that is this job's alone.
+        /// Any number that identifies the job.
         job: u64,
-        /// Itself.
+        /// The session.
         session: SessionId,
     },
 }
 
-/// Whoever has a share.
+/// A user or another owner of a share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum User {
-    /// What somebody waits for.
+    /// Operations of the daemon that somebody waits for.
     Daemon,
-    /// Tiles that move, wear: nobody waits.
+    /// Operations nobody waits for: tiles that move, wear.
     Background,
     Uid(u32),
 }
 
-/// One of a user's.
+/// A job of a user.
 pub(super) type Job = (User, u64);
 
-/// Sessions of a job have equal parts.
+/// A session of a job. Sessions of a job have equal parts.
 pub(super) type Line = (Job, SessionId);
 
-/// Of tiles that move while no user waits. Beside users they have less, see [`Direction`](super::way::Way).
+/// Weight of tiles that move while no user waits. Beside users it is lower, see [`Direction`](super::direction::Direction).
 pub(super) const BACKGROUND_WEIGHT: u32 = SHARE_DEFAULT;
 
-/// What turns weigh.
+/// Weights of turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Weights {
-    /// [`TURNS`] times the user's share, so that the part of tiles that move beside the smallest share is a whole number.
+    /// [`TURNS`] times the user's share, so that the weight of tiles that move beside the smallest share is a whole number.
     pub(super) user: u32,
-    /// The job's share among its user's.
+    /// The job's share among its user's jobs.
     pub(super) job: u32,
 }
 
 impl Owner {
-    /// Where its operations stand, and what they weigh.
+    /// Returns the line in which operations of this owner wait, and their weights.
     pub(super) fn line(self, background: bool) -> (Line, Weights) {
         let daemon = |user, weight| {
             let weights = Weights {
@@ -64,7 +64,7 @@ impl Owner {
         };
         match self {
             Self::Daemon if background => daemon(User::Background, BACKGROUND_WEIGHT),
-            // Records and the catalog: short, few, and somebody waits for each, whatever the users' shares are.
+            // Records and the catalog are short and few, and somebody waits for each.
             Self::Daemon => daemon(User::Daemon, SHARE_MAX * TURNS),
             Self::Session {
                 uid,

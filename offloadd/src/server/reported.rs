@@ -102,7 +102,7 @@ impl Reports {
 /// Returns the checksum of the tile's bytes on its device, or the error of the read. Returns `None` if another device has that
 /// path now.
 fn read(reported: &Reported, damage: &Damage) -> Option<std::io::Result<u32>> {
-    let device = Device::look(Path::new(&reported.path)).ok()?;
+    let device = Device::open_readonly(Path::new(&reported.path)).ok()?;
     if is_another(&device, &reported.superblock) {
         return None;
     }

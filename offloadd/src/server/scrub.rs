@@ -335,7 +335,7 @@ impl Scrub {
             return Ok(());
         }
         let ours = self.ask(move |core| core.superblock_of(index))?;
-        let looked = match Device::look(Path::new(&*tile.path)) {
+        let looked = match Device::open_readonly(Path::new(&*tile.path)) {
             Ok(device) if is_another(&device, &ours) => Err(format!(
                 "device {}: another than the daemon has open lies there",
                 tile.path

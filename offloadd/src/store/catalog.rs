@@ -1,10 +1,11 @@
-//! The jobs and the devices of a store. Small, written whole each time: copy A, flush, copy B, flush; the newer sound one counts.
+//! The catalog: the jobs and devices of a store. It is small and written as a whole: copy A, flush, copy B, flush. The newer
+//! sound copy counts.
 //!
-//! A power cut leaves the old catalog or the new one. Recovery makes both copies equal again before anything is written,
-//! so copy B is never older than the catalog before the one being written to A.
+//! A power cut leaves the old catalog or the new one. Recovery makes both copies equal before anything is written, so copy B is
+//! never older than the catalog before the one being written to A.
 //!
-//! Each life of a daemon writes one before it serves, so that its number tells lives apart: whoever kept something of a
-//! life before sees whether another one has been there since. One that cannot write it writes nothing else either.
+//! Each incarnation of a daemon writes a catalog before it serves, so that its sequence number tells incarnations apart: state
+//! kept by one incarnation shows whether another one served since. A daemon that cannot write the catalog writes nothing else.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -17,58 +18,58 @@ use crate::io::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLCAT1";
 
-/// Jobs of one store: the catalog has a fixed room.
+/// Most jobs of one store: the catalog has a fixed size.
 pub const JOBS_MAX: usize = 1024;
 
-/// So far from the last catalog a life begins: one further may lie there of a write that failed.
+/// Distance from the last catalog to the first of an incarnation. A failed write may have left one with the next number.
 const LIFE_STEP: u64 = 2;
 
-/// No store lives so long: a number beyond is damage.
+/// Largest plausible sequence number; a higher one is damage.
 const SEQUENCE_MAX: u64 = 1 << 62;
 
-/// Longest path that is kept of a device; of a longer one its beginning.
+/// Longest stored path of a device; a longer one is cut.
 const PATH_BYTES_MAX: usize = 256;
 
 /// All jobs and devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
-    /// Of the store.
+    /// The store.
     pub store: StoreId,
-    /// Counts catalogs written; the higher one of two sound copies is the newer.
+    /// Number of catalogs written; of two sound copies the higher one is the newer.
     pub sequence: u64,
-    /// Never given out yet.
+    /// Lowest job id never assigned.
     pub next_job_id: u64,
-    /// Of a device, never given out yet.
+    /// Lowest device number never assigned.
     pub next_number: u32,
-    /// Jobs, in no order.
+    /// Jobs, in no particular order.
     pub entries: Vec<Entry>,
     /// Devices, by number.
     pub devices: Vec<DeviceEntry>,
 }
 
-/// One device.
+/// A device of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceEntry {
-    /// In the store, never given to another.
+    /// Number in the store, never reused.
     pub number: u32,
-    /// As in its superblock.
+    /// Id in the device's superblock.
     pub id: DeviceId,
-    /// What goes on with it.
+    /// State of the device.
     pub phase: Phase,
-    /// What it was called in the last life that had it: for messages when it is missing, and to open one that the settings
-    /// do not list.
+    /// Path of the device in the last incarnation that had it: for messages about a missing device, and to open one that the
+    /// settings do not list.
     pub path: String,
 }
 
-/// What goes on with a device. The numbers are the store's.
+/// State of a device. The numbers are stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Phase {
-    /// Nothing.
+    /// In normal use.
     Settled = 1,
-    /// It came, and takes its share of the tiles that were there before.
+    /// Added recently: its share of the existing tiles moves to it.
     Filling = 2,
-    /// It is to go: its tiles move to others, and nothing new comes.
+    /// To be removed: its tiles move to other devices, and nothing new is placed on it.
     Draining = 3,
 }
 
@@ -80,64 +81,64 @@ impl Phase {
     }
 }
 
-/// One job.
+/// A job of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Unique for ever in this store: a record of another id is of a dropped job.
+    /// Id in this store, never reused: a record with another id belongs to a deleted job.
     pub job_id: u64,
     /// Owner.
     pub uid: u32,
-    /// With `uid` it names the job.
+    /// Name of the job among its owner's jobs.
     pub name: JobName,
-    /// The job's area.
+    /// Place of the job's area.
     pub area: Area,
-    /// Of the head of the definition's revision 0: binds it to this entry. Later ones have its job id and follow it.
+    /// Checksum in the head of the definition's revision 0, which binds it to this entry. Later revisions repeat the job id.
     pub definition_crc: u32,
-    /// Tiles and area, over all devices.
+    /// Bytes of tiles and area, over all devices.
     pub reserved_bytes: u64,
 }
 
-/// Where a job's own structures lie, at home.
+/// Place of a job's own structures, on the metadata device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Area {
-    /// From the device's start.
+    /// First byte on the device.
     pub offset: u64,
-    /// Of one copy of the definition.
+    /// Bytes of one copy of the definition.
     pub definition_bytes: u64,
-    /// Room of one copy of a record.
+    /// Bytes for one copy of a record.
     pub record_bytes_max: u64,
-    /// Unused, between the copies.
+    /// Unused bytes between the copies.
     pub gap_bytes: u64,
 }
 
 impl Area {
-    /// Bytes of all of it.
+    /// Bytes of the whole area.
     pub fn bytes(&self) -> u64 {
         2 * self.copy_bytes() + self.gap_bytes
     }
 
-    /// Both copies of the definition.
+    /// Offsets of both copies of the definition.
     pub fn definitions(&self) -> [u64; 2] {
         self.both(0)
     }
 
-    /// Both copies of the record in `slot`.
+    /// Offsets of both copies of the record in `slot`.
     pub fn records(&self, slot: usize) -> [u64; 2] {
         self.both(self.slot(slot))
     }
 
-    /// Both copies of the mark beside the record in `slot`.
+    /// Offsets of both copies of the mark beside the record in `slot`.
     pub fn marks(&self, slot: usize) -> [u64; 2] {
         self.both(self.slot(slot) + self.record_bytes_max)
     }
 
-    /// What lies `at` in each copy.
+    /// Offsets of `at` in each copy.
     fn both(&self, at: u64) -> [u64; 2] {
         let start = self.offset + at;
         [start, start + self.copy_bytes() + self.gap_bytes]
     }
 
-    /// Where `slot` lies in each copy.
+    /// Offset of `slot` in each copy.
     fn slot(&self, slot: usize) -> u64 {
         assert!(slot < 2);
         self.definition_bytes + slot as u64 * self.slot_bytes()
@@ -201,7 +202,7 @@ const _: () = assert!(
 );
 
 impl Catalog {
-    /// Of a new store on `devices`.
+    /// The catalog of a new store on `devices`.
     pub fn empty(store: StoreId, devices: Vec<DeviceEntry>) -> Self {
         Self {
             store,
@@ -213,7 +214,7 @@ impl Catalog {
         }
     }
 
-    /// With which another life of a daemon begins: its number alone says so.
+    /// The first catalog of a new incarnation. Only its number differs.
     #[must_use]
     pub fn of_next_life(&self) -> Self {
         Self {
@@ -222,7 +223,7 @@ impl Catalog {
         }
     }
 
-    /// One copy, then the other: a power cut leaves a whole one.
+    /// Writes one copy, then the other, so that a power cut leaves a whole one.
     pub fn write(&self, blocks: &mut impl Blocks, position: usize) -> Result<(), BlockError> {
         let copy = self.encode();
         for offset in CATALOG_OFFSETS {
@@ -232,7 +233,7 @@ impl Catalog {
         Ok(())
     }
 
-    /// Sealed blocks, at most [`CATALOG_BYTES_MAX`].
+    /// Encodes the catalog as sealed blocks, at most [`CATALOG_BYTES_MAX`].
     pub fn encode(&self) -> AlignedBytes {
         assert!(self.entries.len() <= JOBS_MAX);
         assert!((1..=DEVICES_MAX as usize).contains(&self.devices.len()));
@@ -250,7 +251,7 @@ impl Catalog {
         sealed::seal(&[header.as_bytes(), entries.as_bytes(), devices.as_bytes()])
     }
 
-    /// From blocks whose seal is sound.
+    /// Decodes blocks whose seal is sound.
     pub fn decode(blocks: &AlignedBytes) -> Result<Self, Unreadable> {
         let damaged = |what: String| Unreadable::Damaged(what);
         let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
@@ -259,10 +260,7 @@ impl Catalog {
             return Err(damaged(format!("it claims {} jobs", header.entry_count)));
         }
         if header.sequence > SEQUENCE_MAX {
-            return Err(damaged(format!(
-                "it claims to be number {}",
-                header.sequence
-            )));
+            return Err(damaged(format!("it has number {}", header.sequence)));
         }
         if !(1..=DEVICES_MAX).contains(&device_count) {
             return Err(damaged(format!("it claims {device_count} devices")));
@@ -280,14 +278,14 @@ impl Catalog {
             .iter()
             .map(Entry::from_raw)
             .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| damaged("an entry makes no sense".into()))?;
+            .ok_or_else(|| damaged("an entry is invalid".into()))?;
         let devices = devices
             .iter()
             .map(DeviceEntry::from_raw)
             .collect::<Option<Vec<_>>>()
             .filter(|devices| devices.is_sorted_by(|a, b| a.number < b.number))
             .filter(|devices| devices.iter().all(|d| d.number < header.next_number))
-            .ok_or_else(|| damaged("a device makes no sense".into()))?;
+            .ok_or_else(|| damaged("a device is invalid".into()))?;
         Ok(Self {
             store: StoreId(header.store),
             sequence: header.sequence,

@@ -1,5 +1,5 @@
-//! What a job of a store is, for people: its tiles, its generations, where its ranks stand. Cheap to make: what is large is
-//! shared.
+//! Content of a store for people: tiles, generations and the steps of the ranks of each job. Cheap to make, because large parts
+//! are shared.
 
 use std::sync::Arc;
 
@@ -15,37 +15,37 @@ use super::recover::RecoveredJob;
 pub struct JobContent {
     /// Owner.
     pub uid: u32,
-    /// With `uid` it names the job.
+    /// Name of the job among its owner's jobs.
     pub name: JobName,
-    /// Unique for ever in its store.
+    /// Id in the store, never reused.
     pub job_id: u64,
-    /// Over all devices.
+    /// Reserved bytes over all devices.
     pub reserved_bytes: u64,
-    /// Tiles, layout, durability, nodes.
+    /// Tiles, layout, durability and nodes.
     pub definition: Arc<JobDefinition>,
-    /// That can be resumed from, oldest first, at most two.
+    /// Generations that can be resumed from, oldest first; at most two.
     pub generations: Vec<GenerationContent>,
-    /// Records that the device did not give, and why: one may be the newest.
+    /// Why records could not be read; one of them may be the newest.
     pub unreadable: Vec<String>,
 }
 
-/// A generation of it.
+/// A generation of the job.
 #[derive(Clone, Debug)]
 pub struct GenerationContent {
-    /// Its number.
+    /// Number of the generation.
     pub generation: Generation,
-    /// Prepared on every node.
+    /// Whether it is prepared on every node.
     pub confirmed: bool,
-    /// Durability none: its tiles are being written over, or were when a daemon ended.
+    /// Without durability: whether its tiles are being overwritten, or were when a daemon ended.
     pub overwriting: bool,
-    /// By tile index; `None` = never written.
+    /// Version of each tile; `None` if never written.
     pub versions: Arc<Vec<Option<Version>>>,
-    /// By rank, as the ranks gave them.
+    /// Blobs by rank.
     pub blobs: Arc<Vec<(Rank, Vec<u8>)>>,
 }
 
 impl JobContent {
-    /// Of what is stored of a job.
+    /// Describes the stored parts of a job.
     pub fn new(entry: &Entry, definition: &Arc<JobDefinition>, slots: &[SlotContent; 2]) -> Self {
         let generations = resumable(slots)
             .into_iter()
@@ -71,7 +71,7 @@ impl JobContent {
         }
     }
 
-    /// Bytes of all tiles that can be compared with a checksum; of two generations' common ones once.
+    /// Bytes of all tiles with a checksum, those shared by two generations counted once.
     pub fn comparable_bytes(&self) -> u64 {
         let sound: Vec<_> = self
             .generations
@@ -93,14 +93,13 @@ impl From<&RecoveredJob> for JobContent {
     }
 }
 
-/// The step a rank's blob says it stands at. A blob is the job's own; the trainer's says `"step"` in JSON, and another's may
-/// say nothing.
+/// Returns the step in a rank's blob. The trainer's blobs have `"step"` in JSON; blobs of other programs may have none.
 pub fn step_of(blob: &[u8]) -> Option<u64> {
     #[derive(serde::Deserialize)]
     struct Said {
         step: u64,
     }
-    // A list of one number would do as well, and mean something else.
+    // A JSON list of one number would also parse, and mean something else.
     if !blob.trim_ascii_start().starts_with(b"{") {
         return None;
     }

@@ -1,4 +1,4 @@
-//! A job's tiles: what a process defines, checked.
+//! Definition of a job's tiles, checked.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::{BLOCK_BYTES, LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX};
@@ -6,15 +6,18 @@ use offload_api::{BLOCK_BYTES, LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX};
 /// Longest name of a job.
 pub const JOB_NAME_BYTES_MAX: usize = 128;
 
-/// Nodes of one job.
+/// Most nodes of one job.
 const NODES_MAX: u32 = 1 << 16;
 
-/// 1 to 128 of `[A-Za-z0-9._-]`: fits paths, logs and command lines without quoting.
+/// Name of a job: 1 to 128 characters of `[A-Za-z0-9._-]`, which need no quoting in paths, logs and command lines.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobName(String);
 
 impl JobName {
-    /// [`FaultKind::Invalid`] for anything else.
+    /// Checks a name.
+    ///
+    /// # Errors
+    /// [`FaultKind::Invalid`] for any other text.
     pub fn new(name: impl Into<String>) -> Result<Self, Fault> {
         let name = name.into();
         let fits = (1..=JOB_NAME_BYTES_MAX).contains(&name.len())
@@ -26,14 +29,13 @@ impl JobName {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "job name {shown:?}: a name is 1 to {JOB_NAME_BYTES_MAX} of A-Z a-z 0-9 . _ -"
+                    "job name {shown:?} is invalid: use 1 to {JOB_NAME_BYTES_MAX} characters of A-Z a-z 0-9 . _ -"
                 ),
             ));
         }
         Ok(Self(name))
     }
 
-    /// The name.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -45,20 +47,20 @@ impl std::fmt::Display for JobName {
     }
 }
 
-/// What a tile holds. The numbers are the store's and the protocol's.
+/// Content of a tile. The numbers are stored and part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum TileKind {
     /// Parameters.
     Param = 1,
-    /// Residual, momentum, variance together.
+    /// Residual, momentum and variance together.
     State = 2,
     /// Gradients.
     Grad = 3,
 }
 
 impl TileKind {
-    /// The kind of a number, if there is one.
+    /// Returns the kind with this number.
     pub fn from_number(number: u32) -> Option<Self> {
         [Self::Param, Self::State, Self::Grad]
             .into_iter()
@@ -66,25 +68,25 @@ impl TileKind {
     }
 }
 
-/// What a crash may cost. The numbers are the store's and the protocol's.
+/// What a crash may destroy. The numbers are stored and part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Durability {
-    /// Two extents a tile, written out of place.
+    /// Two extents a tile, written in turns.
     Committed = 1,
-    /// One extent, written in place: a crash loses the job's state.
+    /// One extent a tile, overwritten in place: a crash destroys the job's state.
     None = 2,
 }
 
 impl Durability {
-    /// The durability of a number, if there is one.
+    /// Returns the durability with this number.
     pub fn from_number(number: u32) -> Option<Self> {
         [Self::Committed, Self::None]
             .into_iter()
             .find(|durability| *durability as u32 == number)
     }
 
-    /// Extents of each tile.
+    /// Number of extents of each tile.
     pub fn extents_a_tile(self) -> usize {
         match self {
             Self::Committed => 2,
@@ -93,12 +95,12 @@ impl Durability {
     }
 }
 
-/// One tile as its job describes it.
+/// A tile as its job describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct TileSpec {
-    /// Which flat buffer.
+    /// Unit that the tile is part of.
     pub unit: u32,
-    /// Of what.
+    /// Content of the tile.
     pub kind: TileKind,
     /// First element, within the unit.
     pub elem_offset: u64,
@@ -106,14 +108,17 @@ pub struct TileSpec {
     pub tile_bytes: u32,
 }
 
-/// [`FaultKind::Invalid`] for a tile of a size outside the limits of `offload_api`.
+/// Checks the sizes of tiles.
+///
+/// # Errors
+/// [`FaultKind::Invalid`] for a size outside the limits of `offload_api`.
 pub(crate) fn check_tile_bytes(tiles: impl Iterator<Item = u32>) -> Result<(), Fault> {
     for (index, bytes) in tiles.enumerate() {
         if bytes == 0 || bytes % BLOCK_BYTES != 0 || bytes > TILE_BYTES_MAX {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "tile {index} has {bytes} bytes; a tile is a multiple of {BLOCK_BYTES} up to {TILE_BYTES_MAX}"
+                    "tile {index} has {bytes} bytes; it must be a multiple of {BLOCK_BYTES} and at most {TILE_BYTES_MAX}"
                 ),
             ));
         }
@@ -131,6 +136,9 @@ pub struct JobDefinition {
 }
 
 impl JobDefinition {
+    /// Checks a definition.
+    ///
+    /// # Errors
     /// [`FaultKind::Invalid`] for sizes and counts outside the limits of `offload_api`.
     pub fn new(
         layout: Vec<u8>,
@@ -141,18 +149,18 @@ impl JobDefinition {
         let invalid = |message: String| Err(Fault::new(FaultKind::Invalid, message));
         if layout.len() > LAYOUT_BYTES_MAX {
             return invalid(format!(
-                "layout of {} bytes; at most {LAYOUT_BYTES_MAX}",
+                "the layout has {} bytes, at most {LAYOUT_BYTES_MAX} are allowed",
                 layout.len()
             ));
         }
         if tiles.is_empty() || tiles.len() > TILES_MAX {
             return invalid(format!(
-                "{} tiles; a job has 1 to {TILES_MAX} on a node: use larger tiles",
+                "{} tiles are not between 1 and {TILES_MAX}; use larger tiles",
                 tiles.len()
             ));
         }
         if nodes == 0 || nodes > NODES_MAX {
-            return invalid(format!("{nodes} nodes; a job has 1 to {NODES_MAX}"));
+            return invalid(format!("{nodes} nodes are not between 1 and {NODES_MAX}"));
         }
         check_tile_bytes(tiles.iter().map(|tile| tile.tile_bytes))?;
         Ok(Self {
@@ -163,22 +171,22 @@ impl JobDefinition {
         })
     }
 
-    /// The job's own description; only kept.
+    /// The job's own description, stored without being interpreted.
     pub fn layout(&self) -> &[u8] {
         &self.layout
     }
 
-    /// A tile's place in this list is its index everywhere else.
+    /// Tiles of the job. The place in this list is the tile's index.
     pub fn tiles(&self) -> &[TileSpec] {
         &self.tiles
     }
 
-    /// What a crash may cost.
+    /// What a crash may destroy.
     pub fn durability(&self) -> Durability {
         self.durability
     }
 
-    /// At least 1.
+    /// Nodes that commit together; at least 1.
     pub fn nodes(&self) -> u32 {
         self.nodes
     }

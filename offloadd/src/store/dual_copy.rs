@@ -1,51 +1,51 @@
-//! Everything of ours stands twice. Reading takes the sound copy, the newer of two, and notes what must be mended.
+//! Structures with two copies. Reading takes the newer sound copy and notes what must be repaired.
 
 use super::StoreError;
 use super::sealed::{self, Unreadable};
 use crate::blocks::Blocks;
 use crate::io::AlignedBytes;
 
-/// A copy of a structure that cannot be used. The other one can, or the structure was being written.
+/// An unusable copy of a structure. The other copy is usable, or the structure was being written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Note {
-    /// Device.
+    /// Path of the device.
     pub path: String,
-    /// Of the copy.
+    /// Offset of the copy.
     pub offset: u64,
-    /// Which structure, of which job.
+    /// Name of the structure and its job.
     pub what: String,
-    /// What is wrong with it.
+    /// What is wrong with the copy.
     pub why: String,
-    /// What it means.
+    /// What follows from it.
     pub consequence: Consequence,
 }
 
-/// What an unusable copy means.
+/// What follows from an unusable copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Consequence {
-    /// The other copy serves.
-    Mended,
-    /// Neither copy of a record is whole, as power loss during a commit leaves them: it was not acknowledged.
+    /// Nothing is lost: the other copy is used.
+    Repaired,
+    /// Neither copy of a record is whole, as after a power cut during a commit: the generation was not acknowledged.
     GenerationLost,
-    /// A record that may be the newest is not given by the device, or both copies were written over: an administrator must
-    /// decide what becomes of its job.
+    /// A record that may be the newest cannot be read, or both its copies were overwritten: an administrator must decide about
+    /// its job.
     Undecided,
-    /// Left from when the home moved, on a device that does not let go of it.
+    /// A left-over of an earlier metadata device, on a device that refuses writes.
     Superseded,
 }
 
 impl std::fmt::Display for Note {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let consequence = match self.consequence {
-            Consequence::Mended => "the other copy serves",
+            Consequence::Repaired => "the other copy is used",
             Consequence::Superseded => {
-                "it cannot be zeroed; the newer one on another device serves"
+                "it cannot be erased; the newer one on another device is used"
             }
             Consequence::GenerationLost => {
-                "a commit was cut off before it was acknowledged, or both copies were changed in place; the generation before it serves"
+                "a commit was interrupted before it was acknowledged, or both copies were changed in place; the generation before it is used"
             }
             Consequence::Undecided => {
-                "it may be the newest generation: its job is not gone on from, and its tiles stay where they are, until it can be read or is given up (`offloadd give-up`)"
+                "it may be the newest generation, so its job cannot be resumed and keeps its tiles until the record can be read or is discarded (`offloadd give-up`)"
             }
         };
         let Self {
@@ -72,7 +72,7 @@ pub(super) struct Reader<'a, B> {
     pub(super) repairs: Vec<Repair>,
 }
 
-/// One copy: what it says and its bytes.
+/// The content of one copy and its bytes.
 pub(super) type Copy<T> = Result<(T, AlignedBytes), Unreadable>;
 
 impl<B: Blocks> Reader<'_, B> {
@@ -88,7 +88,7 @@ impl<B: Blocks> Reader<'_, B> {
         Ok((decode(&blocks)?, blocks))
     }
 
-    /// Of two copies the sound one with the greater key (the first of equals); the other one is to be mended.
+    /// Returns the sound copy with the greater key (the first of equals) and notes the other one for repair.
     pub(super) fn newest<T, K: Ord>(
         &mut self,
         what: &str,
@@ -111,12 +111,12 @@ impl<B: Blocks> Reader<'_, B> {
             }
             (Ok((taken, blocks)), Err(why)) => {
                 let why = why.to_string();
-                self.note(position, offsets[1], what, why, Consequence::Mended);
+                self.note(position, offsets[1], what, why, Consequence::Repaired);
                 (taken, blocks, 1)
             }
             (Err(why), Ok((taken, blocks))) => {
                 let why = why.to_string();
-                self.note(position, offsets[0], what, why, Consequence::Mended);
+                self.note(position, offsets[0], what, why, Consequence::Repaired);
                 (taken, blocks, 0)
             }
             (Ok((first, first_blocks)), Ok((second, second_blocks))) => {
@@ -129,7 +129,7 @@ impl<B: Blocks> Reader<'_, B> {
                     (second, second_blocks, 0)
                 };
                 let why = "it is older than the other copy".to_owned();
-                self.note(position, offsets[stale], what, why, Consequence::Mended);
+                self.note(position, offsets[stale], what, why, Consequence::Repaired);
                 (taken, blocks, stale)
             }
         };
@@ -141,7 +141,7 @@ impl<B: Blocks> Reader<'_, B> {
         Ok(taken)
     }
 
-    /// Sound and of another version: the store is another daemon's, whatever the other copy says.
+    /// Refuses a sound copy of another version: the store belongs to another release, whatever the other copy holds.
     pub(super) fn refuse_other_version<T>(
         &self,
         what: &str,

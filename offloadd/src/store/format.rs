@@ -1,4 +1,4 @@
-//! Makes a store of a set of devices: superblocks and an empty catalog.
+//! Formats devices as a new store: superblocks and an empty catalog.
 
 use super::catalog::{Catalog, DeviceEntry, Phase};
 use super::superblock::{self, DeviceId, StoreId, Superblock};
@@ -7,40 +7,40 @@ use super::{sealed, sealed::Unreadable};
 use crate::blocks::Blocks;
 use crate::io::AlignedBytes;
 
-/// Data of the smallest device that is worth anything.
+/// Smallest data area of a device.
 const DATA_BYTES_MIN: u64 = 1 << 20;
 
-/// Bytes of a device that nobody needs, to measure it there.
+/// Unused bytes of a device, on which its speed can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MeasuredArea {
-    /// From the device's start.
+    /// First byte on the device.
     pub offset: u64,
-    /// Of them at most [`Self::BYTES_MAX`] are used.
+    /// Length; at most [`Self::BYTES_MAX`] are used.
     pub bytes: u64,
 }
 
 impl MeasuredArea {
-    /// A third of a second of the fastest drives, and little wear.
+    /// A third of a second of the fastest drives, with little wear.
     pub const BYTES_MAX: u64 = 2 << 30;
-    /// One operation; nothing is learned by less.
+    /// One operation; with less nothing can be measured.
     pub const BYTES_MIN: u64 = 1 << 20;
 }
 
-/// What format was told or has measured about one device.
+/// Measured or configured rates of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MeasuredRates {
-    /// 0 = unknown.
+    /// Bytes read a second; 0 is unknown.
     pub read_bytes_per_s: u64,
-    /// 0 = unknown.
+    /// Bytes written a second; 0 is unknown.
     pub write_bytes_per_s: u64,
 }
 
-/// Refuses what [`format`] would refuse, and changes nothing: to be asked before a measurement writes over the devices.
+/// Refuses what [`format`] would refuse, and changes nothing. To be called before a measurement overwrites the devices.
 pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
     let count = blocks.count();
     if count == 0 || count > DEVICES_MAX as usize {
         return Err(StoreError::Invalid(format!(
-            "{count} devices; a store has 1 to {DEVICES_MAX}"
+            "{count} devices are not between 1 and {DEVICES_MAX}"
         )));
     }
     for position in 0..count {
@@ -51,7 +51,7 @@ pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
             match sealed::read(blocks, position, offset, BLOCK, superblock::MAGIC) {
                 Err(Unreadable::Device(error)) => return Err(error.into()),
                 Ok(block) if Superblock::decode(&block).is_ok_and(|found| found.drained) => {}
-                // A damaged superblock is still a sign that the device was somebody's.
+                // A damaged superblock also shows that the device was in use.
                 Ok(_)
                 | Err(
                     Unreadable::OtherVersion(_) | Unreadable::Torn { .. } | Unreadable::Damaged(_),
@@ -65,8 +65,8 @@ pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Makes one store `id` of all devices of `blocks`, in their order. Without `force` a device that holds one is refused
-/// and nothing is changed. `rates` has one entry a device.
+/// Formats all devices of `blocks` as store `id`, in their order. Without `force`, a device that holds a store is refused and
+/// nothing is changed. `rates` has one entry a device.
 pub fn format(
     blocks: &mut impl Blocks,
     id: StoreId,
@@ -77,7 +77,7 @@ pub fn format(
     check(blocks, force)?;
     let count = blocks.count();
     assert_eq!(rates.len(), count, "one measurement a device");
-    // The old superblocks go first: half of a format must not look like the old store with an empty catalog.
+    // The old superblocks go first, so that an interrupted format does not look like the old store with an empty catalog.
     let zeros = AlignedBytes::zeroed(BLOCK as usize);
     for position in 0..count {
         for offset in SUPERBLOCK_OFFSETS {
@@ -117,7 +117,7 @@ pub fn format(
     Ok(superblocks)
 }
 
-/// Refuses a device that is too small to be worth anything.
+/// Refuses a device that is too small.
 pub fn check_size(path: &str, bytes: u64) -> Result<(), StoreError> {
     let needed_bytes = DATA_OFFSET + DATA_BYTES_MIN;
     if bytes < needed_bytes {
@@ -130,7 +130,7 @@ pub fn check_size(path: &str, bytes: u64) -> Result<(), StoreError> {
     Ok(())
 }
 
-/// Room for data of a device of this size, in whole blocks.
+/// Bytes for data on a device of this size, in whole blocks.
 pub fn data_bytes(device_bytes: u64) -> u64 {
     device_bytes.saturating_sub(DATA_OFFSET) / BLOCK * BLOCK
 }

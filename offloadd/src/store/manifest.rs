@@ -14,46 +14,46 @@ use crate::io::AlignedBytes;
 pub(crate) const RECORD_MAGIC: [u8; 8] = *b"OFFLREC1";
 pub(crate) const MARK_MAGIC: [u8; 8] = *b"OFFLMRK1";
 
-/// Local ranks of one job.
+/// Most local ranks of one job.
 pub const LOCAL_RANKS_MAX: u32 = 1024;
 
 /// One generation of a job, checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Of the catalog.
+    /// Id of the job in the catalog.
     pub job_id: u64,
-    /// Never 0.
+    /// Number of the generation; never 0.
     pub generation: Generation,
-    /// The daemon's life that wrote it: tells two attempts at a generation apart.
+    /// Incarnation of the daemon that wrote it: tells two attempts at a generation apart.
     pub epoch: Epoch,
-    /// Written as confirmed, because there is one node only.
+    /// Whether it was written as confirmed, because there is only one node.
     pub born_confirmed: bool,
-    /// Of the definition it was written under: one that is older is not the job's.
+    /// Revision of the definition when it was written; an older definition is damage.
     pub table_revision: u32,
-    /// By tile index; `None` = never written.
+    /// Version of each tile; `None` if never written.
     pub versions: Arc<Vec<Option<Version>>>,
-    /// By rank.
+    /// Blobs by rank.
     pub blobs: Arc<Vec<(Rank, Vec<u8>)>>,
 }
 
-/// What a tile holds and where.
+/// Content and place of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Version {
-    /// That wrote it.
+    /// Generation that wrote the tile.
     pub generation: Generation,
-    /// Of all its bytes.
+    /// Checksum of all its bytes.
     pub checksum: u32,
-    /// Which of its two extents.
+    /// Index of the extent, 0 or 1.
     pub which: u8,
 }
 
-/// What is known of a record beyond itself.
+/// State of a generation beyond its record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Mark {
     /// Every node has this generation.
     Confirmed = 1,
-    /// Durability none: its tiles are being written over.
+    /// Without durability: its tiles are being overwritten.
     Overwriting = 2,
 }
 
@@ -62,9 +62,9 @@ pub enum Mark {
 struct RawRecord {
     head: Head,
     job_id: u64,
-    /// 0 = a void.
+    /// 0 marks a void.
     generation: u64,
-    /// Of a void: its slot.
+    /// Slot of a void.
     epoch: u64,
     sequence: u64,
     tile_count: u64,
@@ -79,7 +79,7 @@ struct RawRecord {
 struct RawVersion {
     generation: u64,
     checksum: u32,
-    /// 0 = never written, 1 and 2 = the extents.
+    /// 0 if never written, otherwise 1 or 2 for the extents.
     place: u32,
 }
 
@@ -104,10 +104,10 @@ struct RawMark {
 const _: () = assert!(size_of::<RawRecord>() == 88 && size_of::<RawVersion>() == 16);
 const _: () = assert!(size_of::<RawBlob>() == 8 && size_of::<RawMark>() == 64);
 
-/// Most one copy can need; bounds what a head can make a reader allocate.
+/// Largest size of one copy; bounds the allocation that a head can ask for.
 pub(crate) const BYTES_MAX: u64 = record_bytes_max(TILES_MAX, LOCAL_RANKS_MAX);
 
-/// Room one copy of a record needs when every rank brings its largest blob.
+/// Bytes of one copy of a record when every rank brings its largest blob.
 pub const fn record_bytes_max(tile_count: usize, local_ranks: u32) -> u64 {
     let blob = size_of::<RawBlob>() + BLOB_BYTES_MAX;
     let bytes =
@@ -115,24 +115,24 @@ pub const fn record_bytes_max(tile_count: usize, local_ranks: u32) -> u64 {
     (bytes as u64).next_multiple_of(BLOCK)
 }
 
-/// What a record of `bytes` has left for blobs, each with its entry in the table.
+/// Bytes that a record of `bytes` has left for blobs, each with its entry in the table.
 pub(crate) fn blobs_bytes_max(bytes: u64, tile_count: usize) -> u64 {
     let rest = size_of::<RawRecord>() + tile_count * size_of::<RawVersion>();
     bytes.saturating_sub(rest as u64)
 }
 
-/// What one blob takes of it.
+/// Bytes that one blob takes.
 pub(crate) fn blob_room_bytes(blob: &[u8]) -> u64 {
     (size_of::<RawBlob>() + blob.len()) as u64
 }
 
 impl Record {
-    /// Which slot it belongs to.
+    /// Slot of a generation.
     pub fn slot(generation: Generation) -> usize {
         (generation.0 % 2) as usize
     }
 
-    /// Sealed blocks. `sequence` is higher than that of anything its slot held before.
+    /// Encodes the record as sealed blocks. `sequence` must be higher than any in the slot before.
     pub fn encode(&self, sequence: u64) -> AlignedBytes {
         let header = RawRecord {
             head: Head::unsealed(RECORD_MAGIC),
@@ -160,7 +160,7 @@ impl Record {
         sealed::seal(&parts)
     }
 
-    /// From blocks whose seal is sound; `None`: a void.
+    /// Decodes blocks whose seal is sound; `None` for a void.
     fn decode(
         blocks: &AlignedBytes,
         job_id: u64,
@@ -183,7 +183,7 @@ impl Record {
         if is_void {
             return match blocks.as_slice() == void(job_id, slot, header.sequence).as_slice() {
                 true => Ok(None),
-                false => Err(damaged("its checksum fits, its fields make no sense")),
+                false => Err(damaged("its checksum is right, but its fields are invalid")),
             };
         }
         let sound = header.tile_count == tile_count as u64
@@ -191,7 +191,7 @@ impl Record {
             && header.born_confirmed <= 1
             && header.reserved == 0;
         if !sound {
-            return Err(damaged("its checksum fits, its fields make no sense"));
+            return Err(damaged("its checksum is right, but its fields are invalid"));
         }
         let (versions, rest) = <[RawVersion]>::ref_from_prefix_with_elems(rest, tile_count)
             .map_err(|_| damaged("its tiles do not fit"))?;
@@ -202,7 +202,7 @@ impl Record {
             .iter()
             .map(from_raw)
             .collect::<Option<Vec<_>>>()
-            .ok_or_else(|| damaged("a tile's place makes no sense"))?;
+            .ok_or_else(|| damaged("a tile's place is invalid"))?;
         let mut blobs = Vec::with_capacity(table.len());
         for entry in table {
             let (blob, after) = rest
@@ -222,7 +222,7 @@ impl Record {
         }))
     }
 
-    /// The mark that says `mark` of this record, one block.
+    /// Encodes mark `mark` of this record, one block.
     pub fn encode_mark(&self, mark: Mark) -> AlignedBytes {
         let raw = RawMark {
             head: Head::unsealed(MARK_MAGIC),
@@ -235,7 +235,7 @@ impl Record {
         sealed::seal(&[raw.as_bytes()])
     }
 
-    /// What a sound block says of this record. A mark of another record is [`Unreadable::Blank`].
+    /// Decodes a mark of this record from a sound block. A mark of another record is [`Unreadable::Blank`].
     pub fn decode_mark(&self, block: &AlignedBytes) -> Result<Mark, Unreadable> {
         let (raw, _) = RawMark::ref_from_prefix(block.as_slice()).expect("a block");
         let same = raw.job_id == self.job_id
@@ -251,18 +251,18 @@ impl Record {
     }
 }
 
-/// What a copy of a slot says, and how late it was written.
+/// Content of one copy of a slot and its sequence number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Slotted {
-    /// Counts what was written to the job's slots: the higher one of two sound copies counts.
+    /// Number of writes to the job's slots; of two sound copies the higher one counts.
     pub sequence: u64,
-    /// `None`: a void.
+    /// `None` for a void.
     pub record: Option<Record>,
 }
 
 impl Slotted {
-    /// From blocks whose seal is sound. What is another job's or another slot's is damage: a slot holds a void of its own before
-    /// its first record.
+    /// Decodes blocks whose seal is sound. Content of another job or slot is damage, because each slot starts with a void of
+    /// its own.
     pub fn decode(
         blocks: &AlignedBytes,
         job_id: u64,
@@ -278,10 +278,10 @@ impl Slotted {
     }
 }
 
-/// The first void of a slot.
+/// Sequence number of a slot's first void.
 pub const FIRST_SEQUENCE: u64 = 1;
 
-/// What makes `slot` empty: a void in both copies, and no mark. Each is blocks and where at home they go.
+/// Returns the blocks that make `slot` empty, with their offsets on the metadata device: a void in both copies, and no mark.
 pub fn voiding(
     area: &Area,
     job_id: u64,
@@ -315,36 +315,35 @@ fn void(job_id: u64, slot: usize, sequence: u64) -> AlignedBytes {
 /// A record with its mark.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Marked {
-    /// The record.
     pub record: Record,
-    /// What is known beyond it.
+    /// Mark beside the record.
     pub mark: Option<Mark>,
 }
 
 impl Marked {
-    /// Every node has it.
+    /// Whether every node has this generation.
     pub fn confirmed(&self) -> bool {
-        // Nothing is overwritten before it is confirmed, so the second mark implies the first.
+        // Tiles are overwritten only after a confirmation, so `Overwriting` implies it.
         self.record.born_confirmed || self.mark.is_some()
     }
 }
 
-/// What one of a job's two slots holds.
+/// Content of one of a job's two slots.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum SlotContent {
     /// A void.
     Empty,
-    /// Bytes that are no record, or may be one tomorrow: cut off by power loss, or a write that failed.
+    /// Bytes that are no valid record: cut off by a power cut, or by a failed write.
     Unknown,
-    /// The device did not give what is there, or it was written over: perhaps the newest record, acknowledged, with any
-    /// extents. It stays until somebody gives it up. Why, for people.
+    /// The device cannot read the record, or the record was overwritten: perhaps the newest, acknowledged one, naming any
+    /// extents. It stays until somebody discards it. Holds the reason.
     Unreadable(String),
     /// A record.
     Sound(Marked),
 }
 
 impl SlotContent {
-    /// The record, if there is one.
+    /// The record, if it is sound.
     pub fn sound(&self) -> Option<&Marked> {
         match self {
             Self::Sound(marked) => Some(marked),
@@ -353,8 +352,8 @@ impl SlotContent {
     }
 }
 
-/// The generations that can be resumed from, oldest first: the newest, and the one before it while the newest is not
-/// confirmed. (Once it is, tiles of the next generation go where the one before it lies.)
+/// Returns the generations that can be resumed from, oldest first: the newest, and the one before it while the newest is not
+/// confirmed. Once it is, the next generation overwrites the tiles of the one before.
 pub fn resumable(slots: &[SlotContent; 2]) -> Vec<&Marked> {
     let mut sound: Vec<&Marked> = slots.iter().filter_map(SlotContent::sound).collect();
     sound.sort_by_key(|marked| marked.record.generation);
@@ -379,7 +378,7 @@ fn to_raw(version: &Option<Version>) -> RawVersion {
     }
 }
 
-/// `None`: no writer makes this.
+/// `None` for a version that no writer makes.
 fn from_raw(raw: &RawVersion) -> Option<Option<Version>> {
     match raw.place {
         0 if raw.generation == 0 && raw.checksum == 0 => Some(None),

@@ -1,11 +1,11 @@
-//! The catalog and the jobs' areas leave a device that is drained: at a start, before anybody is served.
+//! Moves the catalog and the jobs' areas away from a device that is drained: at a start, before anybody is served.
 //!
 //! ```text
-//!   areas copied to the new home ─▶ flush ─▶ catalog there, copy A ─▶ flush ─▶ copy B ─▶ flush ─▶ old catalogs zeroed
+//!   areas copied to the new device ─▶ flush ─▶ catalog, copy A  ─▶ flush ─▶ copy B ─▶ flush ─▶ old catalogs zeroed
 //! ```
 //!
-//! One write decides: until the new catalog is on its device the old one, which has a lower sequence, counts. The bytes of an
-//! area do not say where they lie, so they are copied as they are. The new catalog is read before the old one goes.
+//! A single write decides: as soon as the new catalog is written, it counts, because it has the higher sequence. An area does
+//! not contain its own offset, so its bytes are copied unchanged. The new catalog is read back before the old one is erased.
 
 use offload_api::ids::DeviceIndex;
 
@@ -17,27 +17,27 @@ use super::{BLOCK, CATALOG_OFFSETS, StoreError};
 use crate::blocks::{BlockError, Blocks};
 use crate::io::AlignedBytes;
 
-/// Copied at once.
+/// Bytes copied at once.
 const PIECE_BYTES: u64 = 1 << 20;
 
-/// What became of the store's home at a start.
+/// Whether the metadata device changed at a start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetadataMove {
-    /// It stays: it is not drained, or tiles are still on it.
+    /// It stays: it is not drained, or still holds tiles.
     NotDue,
-    /// To another device.
+    /// The metadata moved to another device.
     Moved {
-        /// What messages call the old one.
+        /// Path of the old metadata device.
         from: String,
-        /// And the new one.
+        /// Path of the new one.
         to: String,
     },
-    /// It was to, and could not: everything is as before, and the next start tries again.
+    /// The move failed; nothing has changed, and the next start tries again.
     Failed(String),
 }
 
-/// Where areas of so many bytes, each in one piece, would lie on the other device that has most room; nothing: on none. In
-/// whatever order they are given, they find room or none.
+/// Chooses the other device with the most space that has room for areas of these sizes, each in one piece, and returns their
+/// places; `None` if no device has. The order of the sizes does not matter.
 pub fn place_areas(
     space: &Space,
     devices: usize,
@@ -60,11 +60,11 @@ pub fn place_areas(
     })
 }
 
-/// Moves the home of a store that was just opened, if it is drained and no tile is on it any more. Only under the store's
-/// lock, and only while nobody has memory of the store's that recovery does not know, such as sessions to be taken up.
+/// Moves the metadata of a store that was just opened, if its device is drained and holds no tiles. Call it only under the
+/// store's lock, and only while no session has state that recovery does not know.
 ///
 /// # Errors
-/// Part of the new catalog may be there and cannot be taken back: the store must be opened again.
+/// Part of the new catalog may be written and cannot be undone: the store must be opened again.
 pub fn settle(
     blocks: &mut impl Blocks,
     store: &mut RecoveredStore,
@@ -72,7 +72,7 @@ pub fn settle(
     settle_watched(blocks, store, &mut |_, _| {})
 }
 
-/// The same; `watch` is told how many bytes of how many are done: each is copied, and then read again.
+/// Like [`settle`], and calls `watch` with the bytes done and the bytes in all: each byte is copied and then read back.
 ///
 /// # Errors
 /// As [`settle`].
@@ -112,7 +112,7 @@ pub fn settle_watched(
         .sum();
     let Some((target, offsets)) = place_areas(&store.space, store.devices.len(), &sizes) else {
         return Ok(MetadataMove::Failed(format!(
-            "the records of {} jobs, {area_bytes} bytes, find no room on one other device",
+            "no other device has room for the records of {} jobs ({area_bytes} bytes)",
             areas.len()
         )));
     };
@@ -122,31 +122,33 @@ pub fn settle_watched(
         entry.area.offset = offset;
     }
     let mut copied_bytes = 0;
-    let mut tell = |bytes| {
-        // What is taken from its twin is copied again.
+    let mut on_copied = |bytes| {
+        // Areas that are repaired from their other copy are copied twice.
         copied_bytes = area_bytes.min(copied_bytes + bytes);
         watch(copied_bytes, 2 * area_bytes);
     };
     let copied = areas
         .iter()
         .zip(&catalog.entries)
-        .try_for_each(|(old, entry)| copy_area(blocks, [from, to], *old, entry.area, &mut tell));
-    // Flushed with it.
+        .try_for_each(|(old, entry)| {
+            copy_area(blocks, [from, to], *old, entry.area, &mut on_copied)
+        });
+    // Flushed together with the copies.
     let prepared = copied.and_then(|()| forget_catalogs(blocks, to));
     if let Err(error) = prepared {
         return Ok(MetadataMove::Failed(error.to_string()));
     }
-    // What is there is read before the old one goes: a drive may say that it wrote and not have done so.
+    // The new catalog is read back before the old one is erased, because a drive may lose a write silently.
     let written = match catalog.write(blocks, to) {
         Ok(()) => {
-            let mut tell = |jobs_read, jobs| {
+            let mut on_read = |jobs_read, jobs| {
                 watch(area_bytes + area_bytes * jobs_read / jobs, 2 * area_bytes);
             };
-            read_watched(blocks, &mut tell).and_then(|found| {
+            read_watched(blocks, &mut on_read).and_then(|found| {
                 match found[found.home].position == to {
                     true => Ok(found),
                     false => Err(StoreError::Contradiction(format!(
-                        "{} does not give the catalog that was written to it",
+                        "{} does not return the catalog that was written to it",
                         blocks.path(to)
                     ))),
                 }
@@ -161,7 +163,7 @@ pub fn settle_watched(
             return Ok(MetadataMove::Failed(why.to_string()));
         }
     };
-    // If it does not let go of the old one, that one is older all the same; the next start tries again.
+    // If the old device refuses, its catalog is older all the same; the next start tries again.
     let _ = forget_catalogs(blocks, from);
     let moved = MetadataMove::Moved {
         from: store[home].path.clone(),
@@ -173,7 +175,7 @@ pub fn settle_watched(
     Ok(moved)
 }
 
-/// Zeroes the catalogs of a device, one copy after the other, so that a cut leaves a whole one or one beside zeros.
+/// Zeroes the catalogs of a device, one copy after the other, so that a power cut leaves a whole one or one beside zeros.
 pub(super) fn forget_catalogs(blocks: &mut impl Blocks, position: usize) -> Result<(), BlockError> {
     let zeros = AlignedBytes::zeroed(BLOCK as usize);
     for offset in CATALOG_OFFSETS {
@@ -183,14 +185,14 @@ pub(super) fn forget_catalogs(blocks: &mut impl Blocks, position: usize) -> Resu
     Ok(())
 }
 
-/// Copies definitions, records and marks, every copy of each; `tell` hears of each piece. A mark has no stand-in: what one says
-/// counts by how it was read.
+/// Copies definitions, records and marks, every copy of each, and calls `on_copied` for each piece. A mark is copied as it was read,
+/// because no other copy can replace it.
 fn copy_area(
     blocks: &mut impl Blocks,
     [from, to]: [usize; 2],
     old: Area,
     new: Area,
-    tell: &mut dyn FnMut(u64),
+    on_copied: &mut dyn FnMut(u64),
 ) -> Result<(), BlockError> {
     let pairs = [
         (
@@ -204,12 +206,12 @@ fn copy_area(
         (old.marks(0), new.marks(0), BLOCK, false),
         (old.marks(1), new.marks(1), BLOCK, false),
     ];
-    for (old, new, bytes, fake) in pairs {
+    for (old, new, bytes, replaceable) in pairs {
         for which in 0..2 {
-            let (here, twin) = (old[which], old[1 - which]);
-            let copied = copy(blocks, [from, to], here, new[which], bytes, tell);
-            copied.or_else(|error| match fake {
-                true => copy(blocks, [from, to], twin, new[which], bytes, tell),
+            let (here, other) = (old[which], old[1 - which]);
+            let copied = copy(blocks, [from, to], here, new[which], bytes, on_copied);
+            copied.or_else(|error| match replaceable {
+                true => copy(blocks, [from, to], other, new[which], bytes, on_copied),
                 false => Err(error),
             })?;
         }
@@ -223,7 +225,7 @@ fn copy(
     old: u64,
     new: u64,
     bytes: u64,
-    tell: &mut dyn FnMut(u64),
+    on_copied: &mut dyn FnMut(u64),
 ) -> Result<(), BlockError> {
     let mut done = 0;
     while done < bytes {
@@ -232,7 +234,7 @@ fn copy(
         blocks.read(from, old + done, &mut read)?;
         blocks.write(to, new + done, &read)?;
         done += piece;
-        tell(piece);
+        on_copied(piece);
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! What lies on the devices, byte by byte, and the three things done to it outside the data path: format, recover, verify.
+//! Layout of the devices, byte by byte, and the operations on it outside the data path: format, recover, verify.
 //!
 //! ```text
 //! every device   0          superblock, copy A (one block)
@@ -14,32 +14,33 @@
 //!                copy B: the same
 //! ```
 //!
-//! Everything but tiles and wear stands twice: one damaged copy is named and mended from the other. Each starts with the same
-//! [`sealed::Head`], whose checksum covers all its blocks. Little endian, fixed width, reserved bytes zero. A job's copies
-//! are so far from each other that a write of one of its tiles to a wrong place cannot hit both.
+//! Everything except tiles and wear has two copies: a damaged copy is reported and repaired from the other. Each copy starts
+//! with the same [`sealed::Head`], whose checksum covers all its blocks. Numbers are little endian with fixed width; reserved
+//! bytes are zero. The copies of a job's area are so far from each other that a misdirected write of one of its tiles cannot
+//! hit both.
 //!
-//! - A *record* is the manifest of one generation: for each tile which extent holds it, its checksum and the generation
-//!   that wrote it; then one blob a rank. It is written after the tiles are flushed, so a record that reads back whole
-//!   is true, and one that power loss cut off does not read back. Even generations are in slot 0, odd ones in slot 1.
-//! - A *void* is what a slot holds instead of a record: from when the job is defined, and after a record is given up. A slot
-//!   therefore never holds zeros or another job's record unless a drive erred; both copies damaged like that may have been
-//!   the newest generation, so nobody resumes until it is discarded. The copy with the higher sequence counts.
-//! - A *mark* says more about the record beside it without touching it: `confirmed` (every node has this generation), or
-//!   `overwriting` (durability none: its tiles are being written in place, so they are not to be trusted).
-//! - The *catalog* says which devices the store is made of. A device comes by one write of it, after its superblock, and
-//!   goes by one, before its superblock says so: whatever a cut leaves, a device is of the store or it is not. A superblock
-//!   whose device the catalog does not list is of no store. Each life of a daemon writes the catalog before it serves, two
-//!   numbers further: what was handed over by one life is refused when another one has been there since. It moves itself when
-//!   its device is drained: see [`home`].
-//! - A *definition* (tiles and their extents, layout) is written copy A, flush, copy B, flush, and again when tiles move to another device, with a higher revision: the newer sound copy
-//!   counts. Records name the first or the second extent of a tile, so they stay true: an extent is exchanged while it
-//!   holds nothing that a record names, or for one that holds the same bytes, flushed before. The old extent is taken again
-//!   only when both copies of the new definition are durable. A record says the revision it was written under; a
-//!   definition older than that is damage.
-//! - A *generation can be resumed from* when it is the newest, or when the newest is not yet confirmed: from the moment
-//!   the newest is confirmed, the extents of the one before are written again. See [`manifest::resumable`].
+//! - A *record* is the manifest of one generation: for each tile the extent that holds it, its checksum and the generation
+//!   that wrote it; then one blob a rank. It is written after the tiles are flushed, so a record that reads back whole is
+//!   true, and one that a power cut interrupted does not read back. Even generations use slot 0, odd ones slot 1.
+//! - A *void* fills a slot without a record: from the definition of the job on, and after a record is discarded. A slot
+//!   therefore holds zeros or another job's record only if a drive erred. If both copies are damaged like that, they may have
+//!   been the newest generation, and nobody resumes until it is discarded. The copy with the higher sequence counts.
+//! - A *mark* adds state to the record beside it without rewriting it: `confirmed` (every node has this generation), or
+//!   `overwriting` (without durability: its tiles are being overwritten in place, so they are not valid).
+//! - The *catalog* lists the devices of the store. One write of it adds a device, after its superblock is written, and one
+//!   write removes it, before its superblock says so. After any power cut a device belongs to the store or does not; a device
+//!   that the catalog does not list belongs to none. Each incarnation of a daemon writes the catalog before it serves, with a
+//!   sequence two higher, so that state handed over by an incarnation is refused when another one served since. The catalog
+//!   moves when its device is drained: see [`metadata_device`].
+//! - A *definition* (tiles and their extents, layout) is written copy A, flush, copy B, flush, and rewritten with a higher
+//!   revision when tiles move to another device; the newer sound copy counts. Records name the first or second extent of a
+//!   tile and stay true: an extent is replaced only while no record names it, or by one that holds the same bytes, flushed
+//!   before. The old extent is reused only after both copies of the new definition are durable. A record names the revision
+//!   it was written under; an older definition is damage.
+//! - A *generation can be resumed from* when it is the newest, or when the newest is not confirmed: once the newest is
+//!   confirmed, the extents of the one before are overwritten. See [`manifest::resumable`].
 //!
-//! Another `version` is refused by number, untouched. The head and its checksum are the same in every version.
+//! Another `version` is refused and not changed. The head and its checksum are the same in every version.
 
 #[cfg(test)]
 mod docs;
@@ -64,71 +65,71 @@ use offload_api::BLOCK_BYTES;
 /// [`BLOCK_BYTES`] for offsets.
 pub const BLOCK: u64 = BLOCK_BYTES as u64;
 
-/// Version of everything stored.
+/// Version of the stored format.
 pub const FORMAT_VERSION: u32 = 3;
 
-/// Where the two superblocks of a device lie.
+/// Offsets of the two superblocks of a device.
 pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, 64 << 10];
 
-/// Where the two catalogs lie, on the device that is the store's home.
+/// Offsets of the two catalogs, on the metadata device.
 pub const CATALOG_OFFSETS: [u64; 2] = [128 << 10, 512 << 10];
 
-/// Room of one catalog.
+/// Bytes of one catalog.
 pub const CATALOG_BYTES_MAX: u64 = CATALOG_OFFSETS[1] - CATALOG_OFFSETS[0];
 
-/// Where the two copies of a device's wear lie.
+/// Offsets of the two copies of a device's wear.
 pub const WEAR_OFFSETS: [u64; 2] = [896 << 10, 960 << 10];
 
-/// Room of one of them.
+/// Bytes of one copy of the wear.
 pub const WEAR_BYTES_MAX: u64 = WEAR_OFFSETS[1] - WEAR_OFFSETS[0];
 
-/// Where data starts on every device: room for both catalogs, on a boundary every drive likes.
+/// Start of the data area on every device: after both catalogs, at a boundary that suits every drive.
 pub const DATA_OFFSET: u64 = 1 << 20;
 
-/// Devices of one store. Bounds what a superblock can ask for.
+/// Most devices of one store. Bounds the numbers in a superblock.
 pub use offload_api::DEVICES_MAX;
 
 const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= WEAR_OFFSETS[0]);
 const _: () = assert!(WEAR_OFFSETS[1] + WEAR_BYTES_MAX <= DATA_OFFSET);
 
-/// A store is not to be had.
+/// Why a store cannot be opened or formatted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
     /// A device failed.
     #[error(transparent)]
     Device(#[from] crate::blocks::BlockError),
-    /// No superblock.
+    /// There is no superblock.
     #[error("{path} holds no store: run `offloadd format` on all devices of the store first")]
     NoStore {
-        /// Device.
+        /// Path of the device.
         path: String,
     },
-    /// No superblock, and something else.
+    /// There is no superblock but other content.
     #[error(
-        "{path} holds something that offloadd did not write: take it from the list `devices`, or restore it from a backup if it was a device of the store"
+        "{path} holds content that offloadd did not write: remove it from the list `devices`, or restore it from a backup if it was a device of the store"
     )]
     NotOurs {
-        /// Device.
+        /// Path of the device.
         path: String,
     },
-    /// Format would destroy one.
+    /// Format would destroy a store.
     #[error(
-        "{path} holds a store already: drop it from the list, or format with --force to lose what is in it"
+        "{path} already holds a store: remove it from the list, or format it with --force, which deletes that store"
     )]
     HoldsStore {
-        /// Device.
+        /// Path of the device.
         path: String,
     },
-    /// Made by another offloadd.
+    /// Another release made the structure.
     #[error(
-        "{what} of {path} has format version {version}, this offloadd reads only version {FORMAT_VERSION}: use the offloadd that made the store, or format the device to lose what is in it; nothing was changed"
+        "{what} of {path} has format version {version}, this offloadd reads only version {FORMAT_VERSION}: use the release that made the store, or format the device, which deletes the store; nothing was changed"
     )]
     OtherVersion {
-        /// Which structure.
+        /// Name of the structure.
         what: String,
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// As found.
+        /// Version found.
         version: u32,
     },
     /// Neither copy can be read.
@@ -136,112 +137,114 @@ pub enum StoreError {
         "{what} of {path}: both copies are damaged ({first}; {second}): restore the device from a backup, or format it and start again"
     )]
     Damaged {
-        /// Which structure, of which job.
+        /// Name of the structure and its job.
         what: String,
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// About copy A.
+        /// What is wrong with copy A.
         first: String,
-        /// About copy B.
+        /// What is wrong with copy B.
         second: String,
     },
-    /// The device that has it is not listed, or has lost it.
+    /// No listed device holds the catalog.
     #[error(
-        "none of {paths} has the store's catalog: the device that has it is missing from the list `devices`, or has lost it"
+        "none of {paths} has the store's catalog: the device that holds it is missing from the list `devices`, or has lost it"
     )]
     NoCatalog {
-        /// Those that are listed.
+        /// Paths of the listed devices.
         paths: String,
     },
-    /// A device of another store.
+    /// A device belongs to another store.
     #[error(
         "{path} belongs to store {found}, {other_path} to {expected}: list the devices of one store"
     )]
     Foreign {
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// Its store.
+        /// Id of its store.
         found: String,
-        /// The first device.
+        /// Path of the first device.
         other_path: String,
-        /// Its store.
+        /// Id of its store.
         expected: String,
     },
-    /// The same device twice, or a copy of it.
+    /// A device is listed twice, or is a copy of another.
     #[error(
         "{path} and {other_path} are both device {number} of their store: one is listed twice or is a copy"
     )]
     Duplicate {
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// The other.
+        /// Path of the other device.
         other_path: String,
-        /// Theirs in the store.
+        /// Number of both in the store.
         number: u32,
     },
-    /// Not all devices are there.
+    /// A device of the store is missing.
     #[error(
-        "device {number} of the store{} is missing from the list `devices`: add it there. A store opens with all its devices or not at all",
+        "device {number} of the store{} is missing from the list `devices`: add it there; a store opens only with all its devices",
         known_as(path)
     )]
     Missing {
-        /// In the store.
+        /// Number of the device in the store.
         number: u32,
-        /// What it was called when it came to the store, as far as that is known.
+        /// Last known path of the device.
         path: Option<String>,
     },
-    /// Beside the devices of a store, one that is of none.
+    /// A device of no store is listed beside devices of a store.
     #[error(
-        "{path} is not of the store that {other_path} belongs to: take it from the list `devices`, and bring it into the store with `offloadd device add {path}`"
+        "{path} does not belong to the store of {other_path}: remove it from the list `devices`, and add it to the store with `offloadd device add {path}`"
     )]
     NotAdded {
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// One of the store.
+        /// Path of a device of the store.
         other_path: String,
     },
-    /// A blank device, and the store lacks one.
+    /// A blank device is listed, and a device of the store is missing.
     #[error(
-        "{path} holds no superblock, and the store that {other_path} belongs to lacks a device: either `offloadd format` was cut off, or {path} lost its beginning. If the store is new, run `offloadd format --force` on all devices of the list `devices`, which loses what is in them; otherwise restore {path} from a backup"
+        "{path} holds no superblock, and the store of {other_path} lacks a device: either `offloadd format` was interrupted, or {path} lost its first blocks. If the store is new, run `offloadd format --force` on all devices of the list `devices`, which deletes their content; otherwise restore {path} from a backup"
     )]
     Incomplete {
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// One of the store.
+        /// Path of a device of the store.
         other_path: String,
     },
-    /// Only devices that have left their store.
+    /// All listed devices have left their store.
     #[error(
-        "{path} was drained: it is of no store any more. List the devices that `offloadd device drain` left, or make a new store with `offloadd format`"
+        "{path} was drained and belongs to no store: list the remaining devices of its store, or make a new store with `offloadd format`"
     )]
     Drained {
-        /// Device.
+        /// Path of the device.
         path: String,
     },
-    /// The device has become smaller.
+    /// The device is smaller than when it was formatted.
     #[error(
-        "{path} has {found_bytes} bytes, its store was made for {expected_bytes}: it was cut short or replaced"
+        "{path} has {found_bytes} bytes, its store needs {expected_bytes}: it was truncated or replaced"
     )]
     Shrunk {
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// Now.
+        /// Size now.
         found_bytes: u64,
-        /// At format.
+        /// Size when it was formatted.
         expected_bytes: u64,
     },
-    /// Too small to hold a store.
-    #[error("{path} has {bytes} bytes: a device of a store has at least {needed_bytes}")]
+    /// The device is too small for a store.
+    #[error("{path} has {bytes} bytes, a device of a store needs at least {needed_bytes}")]
     TooSmall {
-        /// Device.
+        /// Path of the device.
         path: String,
-        /// Its size.
+        /// Size of the device.
         bytes: u64,
         /// Least size.
         needed_bytes: u64,
     },
-    /// What the catalog says cannot be.
-    #[error("the store contradicts itself: {0}. Please report this; `offloadd verify` shows more")]
+    /// The catalog contradicts itself or the devices.
+    #[error(
+        "the store contradicts itself: {0}; please report this with the output of `offloadd verify`"
+    )]
     Contradiction(String),
     /// A request outside the limits.
     #[error("{0}")]
@@ -249,5 +252,5 @@ pub enum StoreError {
 }
 
 fn known_as(path: &Option<String>) -> String {
-    (path.as_ref()).map_or_else(String::new, |path| format!(" ({path} when it came)"))
+    (path.as_ref()).map_or_else(String::new, |path| format!(" (last seen at {path})"))
 }

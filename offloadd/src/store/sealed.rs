@@ -1,6 +1,6 @@
-//! What every stored structure starts with, and the checksum over all of it.
+//! The head of every stored structure, and its checksum.
 //!
-//! The rule is the same in every format version, so a reader can tell "of another version" from "damaged".
+//! The head is the same in every format version, so that a reader can tell another version from damage.
 
 use offload_api::checksum::checksum;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
@@ -13,13 +13,13 @@ use crate::io::AlignedBytes;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Head {
-    /// Which structure.
+    /// Kind of structure.
     pub magic: [u8; 8],
     /// [`FORMAT_VERSION`].
     pub version: u32,
-    /// CRC-32C of all `bytes`, taken with this field zero.
+    /// CRC-32C of all `bytes`, computed with this field zero.
     pub crc: u32,
-    /// Whole blocks, this head included.
+    /// Length in bytes, this head included; whole blocks.
     pub bytes: u64,
     /// Zero.
     pub reserved: u64,
@@ -30,7 +30,7 @@ const _: () = assert!(size_of::<Head>() == 32);
 const CRC_OFFSET: usize = 12;
 
 impl Head {
-    /// A head to be finished by [`seal`].
+    /// A head to be completed by [`seal`].
     pub fn unsealed(magic: [u8; 8]) -> Self {
         Self {
             magic,
@@ -42,35 +42,35 @@ impl Head {
     }
 }
 
-/// Why bytes are not the structure that was looked for.
+/// Why bytes are not the expected structure.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unreadable {
-    /// Zeros, or of another job or store.
+    /// Zeros, or a structure of another job or store.
     #[error("there is none")]
     Blank,
-    /// Nothing of ours: other magic.
-    #[error("it holds bytes that are none of ours")]
+    /// Other content: another magic number.
+    #[error("it holds other content")]
     Foreign,
     /// Sound, but of another format version.
     #[error("it has format version {0}")]
     OtherVersion(u32),
-    /// Ours, and not whole: the only state that a write cut off by power loss leaves.
-    #[error("checksum {found:08x}, its head says {expected:08x}")]
+    /// The checksum does not match: the only state that an interrupted write leaves.
+    #[error("its checksum is {found:08x} instead of {expected:08x}")]
     Torn {
-        /// By its head.
+        /// Checksum in the head.
         expected: u32,
-        /// Of its bytes.
+        /// Checksum of the bytes.
         found: u32,
     },
-    /// Ours, and no writer of ours leaves it so.
+    /// A sound checksum over content that no writer makes.
     #[error("{0}")]
     Damaged(String),
-    /// The device did not give it.
+    /// The device could not read it.
     #[error(transparent)]
     Device(#[from] BlockError),
 }
 
-/// `structure` (which starts with a [`Head`]) and what follows it as sealed blocks.
+/// Seals `parts`, of which the first starts with a [`Head`], into blocks.
 pub fn seal(parts: &[&[u8]]) -> AlignedBytes {
     let bytes: usize = parts.iter().map(|part| part.len()).sum();
     assert!(bytes >= size_of::<Head>());
@@ -89,7 +89,7 @@ pub fn seal(parts: &[&[u8]]) -> AlignedBytes {
     sealed
 }
 
-/// The checksum in the head of sealed blocks.
+/// Returns the checksum in the head of sealed blocks.
 pub fn crc_of(sealed: &AlignedBytes) -> u32 {
     let (head, _) = Head::read_from_prefix(sealed.as_slice()).expect("a head's worth of bytes");
     head.crc
@@ -115,12 +115,12 @@ pub fn read(
     Ok(all)
 }
 
-/// Checks the head and checksum of blocks in memory (and leaves them as they were).
+/// Checks the head and checksum of blocks in memory, and leaves them unchanged.
 fn check(all: &mut AlignedBytes, bytes_max: u64, magic: [u8; 8]) -> Result<(), Unreadable> {
     let bytes = check_head(all.as_slice(), bytes_max, magic)?;
     if bytes != all.len() as u64 {
         return Err(Unreadable::Damaged(format!(
-            "its head says {bytes} bytes, {} were read",
+            "its head says {bytes} bytes, but {} were read",
             all.len()
         )));
     }
@@ -144,7 +144,7 @@ fn check(all: &mut AlignedBytes, bytes_max: u64, magic: [u8; 8]) -> Result<(), U
     Ok(())
 }
 
-/// The length a head claims, if it can be.
+/// Returns the length in a head, if it is plausible.
 fn check_head(first: &[u8], bytes_max: u64, magic: [u8; 8]) -> Result<u64, Unreadable> {
     let (head, _) = Head::read_from_prefix(first).map_err(|_| Unreadable::Blank)?;
     if head.magic != magic {
@@ -153,7 +153,7 @@ fn check_head(first: &[u8], bytes_max: u64, magic: [u8; 8]) -> Result<u64, Unrea
     }
     if head.bytes == 0 || head.bytes % BLOCK != 0 || head.bytes > bytes_max {
         return Err(Unreadable::Damaged(format!(
-            "its head says {} bytes, at most {bytes_max} fit",
+            "its head says {} bytes, but at most {bytes_max} fit",
             head.bytes
         )));
     }

@@ -1,6 +1,6 @@
-//! Which store a device belongs to, and how it is cut up. Two equal copies a device.
+//! The superblock: the store a device belongs to, and its layout. A device has two equal copies.
 //!
-//! The store's catalog has the last word: a device that it does not list is of no store.
+//! The store's catalog takes precedence: a device that it does not list belongs to no store.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -22,29 +22,29 @@ impl std::fmt::Display for StoreId {
     }
 }
 
-/// Random bytes drawn when a device comes to a store; zeros of those it was formatted with. A number and it are one device
-/// for ever: a device that was cut off while it came is not taken for the one that came later.
+/// Random bytes drawn when a device is added to a store; zeros for the devices it was formatted with. Together with the number
+/// it identifies a device for ever: a device whose admission was interrupted is not mistaken for a later one.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DeviceId(pub [u8; 16]);
 
 /// A device's superblock, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// Of the store.
+    /// The store.
     pub store: StoreId,
-    /// Of this device in the store, never given to another.
+    /// Number of this device in the store, never reused.
     pub number: u32,
-    /// Tells it from another of this number.
+    /// Id that tells it from another device of this number.
     pub id: DeviceId,
-    /// It has left the store, in order.
+    /// Whether it has left the store in order.
     pub drained: bool,
-    /// From [`DATA_OFFSET`] on, whole blocks.
+    /// Bytes from [`DATA_OFFSET`] on, in whole blocks.
     pub data_bytes: u64,
-    /// Measured at format, 0 = unknown.
+    /// Read rate measured at format; 0 is unknown.
     pub read_bytes_per_s: u64,
-    /// Measured at format, 0 = unknown.
+    /// Write rate measured at format; 0 is unknown.
     pub write_bytes_per_s: u64,
-    /// Seconds of the unix clock.
+    /// Time of the format, in seconds of the unix clock.
     pub created_unix_s: u64,
 }
 
@@ -68,7 +68,7 @@ struct Raw {
 const _: () = assert!(size_of::<Raw>() == 120);
 
 impl Superblock {
-    /// As they were measured when the device came.
+    /// Rates measured when the device was added.
     pub fn rates(&self) -> MeasuredRates {
         MeasuredRates {
             read_bytes_per_s: self.read_bytes_per_s,
@@ -76,7 +76,7 @@ impl Superblock {
         }
     }
 
-    /// One sealed block.
+    /// Encodes the superblock as one sealed block.
     pub fn encode(&self) -> AlignedBytes {
         let raw = Raw {
             head: Head::unsealed(MAGIC),
@@ -95,7 +95,7 @@ impl Superblock {
         sealed::seal(&[raw.as_bytes()])
     }
 
-    /// From a block whose seal is sound.
+    /// Decodes a block whose seal is sound.
     pub fn decode(block: &AlignedBytes) -> Result<Self, Unreadable> {
         let (raw, rest) = Raw::ref_from_prefix(block.as_slice()).expect("a block");
         let sound = raw.reserved == 0
@@ -108,7 +108,7 @@ impl Superblock {
             && raw.data_bytes < 1 << 60;
         if !sound {
             return Err(Unreadable::Damaged(
-                "its checksum fits, its fields make no sense".into(),
+                "its checksum is right, but its fields are invalid".into(),
             ));
         }
         Ok(Self {

@@ -1,7 +1,7 @@
-//! A definition as it is stored: the job's tiles with their extents, and its layout. The tiles and the layout never change;
-//! the extents do when tiles move to another device, with a higher revision.
+//! The stored definition: the job's tiles with their extents, and its layout. Tiles and layout never change. Extents change
+//! when tiles move to another device, with a higher revision.
 //!
-//! In memory a device is known by its place in the list of this life of the daemon, on the devices by its number.
+//! In memory a device is known by its index in this incarnation of the daemon, on the devices by its number.
 
 use std::sync::Arc;
 
@@ -16,23 +16,23 @@ use crate::io::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLDEF1";
 
-/// Where one version of a tile lies; its length is the tile's.
+/// Place of one version of a tile; its length is the tile's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// In the store's order.
+    /// Index of the device.
     pub device: DeviceIndex,
-    /// From the device's start.
+    /// First byte on the device.
     pub offset: u64,
 }
 
 /// A definition with the places of its tiles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TileTable {
-    /// What the job defined.
+    /// The job's definition.
     pub definition: Arc<JobDefinition>,
-    /// Of each tile; with durability none both are the same one.
+    /// Two extents a tile; without durability both are the same.
     pub extents: Vec<[Extent; 2]>,
-    /// How often extents were exchanged.
+    /// Number of times extents were replaced.
     pub revision: u32,
 }
 
@@ -62,7 +62,7 @@ struct RawTile {
 
 const _: () = assert!(size_of::<RawHeader>() == 64 && size_of::<RawTile>() == 48);
 
-/// Most one copy can need; bounds what a head can make a reader allocate.
+/// Largest size of one copy; bounds the allocation that a head can ask for.
 pub(crate) const BYTES_MAX: u64 =
     (64 + 48 * TILES_MAX as u64 + LAYOUT_BYTES_MAX as u64).next_multiple_of(BLOCK);
 
@@ -74,7 +74,7 @@ pub fn stored_bytes(definition: &JobDefinition) -> u64 {
 }
 
 impl TileTable {
-    /// Sealed blocks, [`stored_bytes`] long. `numbers`: of the devices, by their index.
+    /// Encodes the table as sealed blocks, [`stored_bytes`] long. `numbers` has the number of each device, by index.
     pub fn encode(&self, job_id: u64, numbers: &[u32]) -> AlignedBytes {
         let definition = &self.definition;
         assert_eq!(definition.tiles().len(), self.extents.len());
@@ -104,18 +104,18 @@ impl TileTable {
         sealed::seal(&[header.as_bytes(), tiles.as_bytes(), definition.layout()])
     }
 
-    /// From blocks whose seal is sound; `job_id` must be the one in them. `numbers`: as of [`Self::encode`].
+    /// Decodes blocks whose seal is sound and that hold job `job_id`. `numbers` as for [`Self::encode`].
     pub fn decode(blocks: &AlignedBytes, job_id: u64, numbers: &[u32]) -> Result<Self, Unreadable> {
         let damaged = |what: String| Unreadable::Damaged(what);
         let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
         if header.job_id != job_id {
             return Err(damaged(format!(
-                "it is of job id {}, not {job_id}",
+                "it belongs to job id {}, not {job_id}",
                 header.job_id
             )));
         }
         if header.tile_count > TILES_MAX as u64 || header.layout_bytes > LAYOUT_BYTES_MAX as u32 {
-            return Err(damaged("it claims more than fits".into()));
+            return Err(damaged("its counts exceed its size".into()));
         }
         let (raw_tiles, rest) =
             <[RawTile]>::ref_from_prefix_with_elems(rest, header.tile_count as usize)
@@ -128,7 +128,7 @@ impl TileTable {
         for raw in raw_tiles {
             let kind = TileKind::from_number(raw.kind)
                 .filter(|_| raw.reserved == 0)
-                .ok_or_else(|| damaged("a tile makes no sense".into()))?;
+                .ok_or_else(|| damaged("a tile is invalid".into()))?;
             tiles.push(TileSpec {
                 unit: raw.unit,
                 kind,
@@ -145,7 +145,9 @@ impl TileTable {
                 })
             };
             let (Some(first), Some(second)) = (extent(0), extent(1)) else {
-                return Err(damaged("a tile lies on a device the store has not".into()));
+                return Err(damaged(
+                    "a tile lies on a device that is not in the store".into(),
+                ));
             };
             extents.push([first, second]);
         }

@@ -1,8 +1,8 @@
-//! Reads everything a store holds, without changing it, and names all that is damaged.
+//! Reads everything a store holds, without changing it, and reports all damage.
 //!
-//! Of each job it checks the tiles of every generation that can be resumed from. The one before a confirmed newest is
-//! not checked: its extents are where the next generation is being written. Beside a record that a device does not give
-//! nobody knows whether a generation is that one: what differs of it is counted, and not called damaged.
+//! It checks the tiles of every generation that can be resumed from. The one before a confirmed newest is not checked, because
+//! the next generation is being written over it. Beside an unreadable record nobody knows which generation is the newest, so
+//! tiles that differ are counted and not called damaged.
 
 use offload_api::BLOCK_BYTES;
 use offload_api::checksum::checksum;
@@ -18,53 +18,53 @@ use super::wear::Wear;
 use crate::blocks::Blocks;
 use crate::io::AlignedBytes;
 
-/// What a store holds and what of it is damaged.
+/// Content of a store and its damage.
 #[derive(Clone, Debug, Default)]
 pub struct Report {
-    /// Jobs looked at.
+    /// Jobs checked.
     pub job_count: usize,
     /// Versions of tiles read and compared.
     pub tile_count: usize,
-    /// Bytes of them.
+    /// Bytes of these tiles.
     pub tile_bytes: u64,
     /// Tiles that are not what was committed.
     pub damaged_tiles: Vec<DamagedTile>,
-    /// Copies of our own structures that are not sound.
+    /// Unusable copies of the store's structures.
     pub notes: Vec<Note>,
-    /// Jobs written in place that did not end in order; their tiles were not compared.
+    /// Jobs without durability that did not end in order; their tiles were not compared.
     pub unclean_jobs: Vec<(u32, JobName)>,
-    /// Jobs with a record that a device does not give.
+    /// Jobs with an unreadable record.
     pub undecided_jobs: Vec<UndecidedJob>,
-    /// How far each device is worn, in the store's order.
+    /// Wear of each device, in the store's order.
     pub wear: Vec<DeviceWear>,
 }
 
-/// A job with a record that a device does not give: perhaps the newest one, after which the one before it was written over.
+/// A job with an unreadable record, perhaps the newest, after which the one before it was overwritten.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UndecidedJob {
     /// Owner.
     pub uid: u32,
-    /// The job.
+    /// Name of the job.
     pub job: JobName,
-    /// Its newest that can be read; 0: none.
+    /// Newest readable generation; 0 if there is none.
     pub generation: Generation,
-    /// Its tiles that are not what its readable records name: written over since, or damaged.
+    /// Tiles that differ from the readable records: overwritten since, or damaged.
     pub differing_count: u64,
 }
 
-/// A device and what was written to it.
+/// A device and its wear.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceWear {
-    /// Its place in the list it was opened from.
+    /// Index in the list it was opened from.
     pub position: usize,
-    /// Device.
+    /// Path of the device.
     pub path: String,
-    /// As it was kept last.
+    /// Wear as last stored.
     pub wear: Wear,
 }
 
 impl Report {
-    /// Nothing is wrong.
+    /// Whether no damage was found.
     pub fn is_sound(&self) -> bool {
         self.damaged_tiles.is_empty() && self.notes.is_empty() && self.undecided_jobs.is_empty()
     }
@@ -73,37 +73,37 @@ impl Report {
 /// A tile that is not what was committed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DamagedTile {
-    /// Device.
+    /// Path of the device.
     pub path: String,
-    /// Of the extent.
+    /// First byte of the extent.
     pub offset: u64,
     /// Owner of the job.
     pub uid: u32,
-    /// The job.
+    /// Name of the job.
     pub job: JobName,
-    /// In the job's table.
+    /// Index in the job's table.
     pub tile: TileIndex,
-    /// What the job calls it.
+    /// The tile in the job's definition.
     pub spec: TileSpec,
-    /// Whose record says what it must be.
+    /// Generation whose record was checked.
     pub generation: Generation,
-    /// The generation that wrote it.
+    /// Generation that wrote the tile.
     pub written_by: Generation,
-    /// What is wrong.
+    /// What is wrong with the tile.
     pub damage: Damage,
 }
 
 /// What is wrong with a tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Damage {
-    /// Other bytes than were committed.
+    /// The checksum does not match.
     Checksum {
-        /// By the record.
+        /// Checksum in the record.
         expected: u32,
-        /// Of the bytes.
+        /// Checksum of the bytes.
         found: u32,
     },
-    /// The device did not give them.
+    /// The device could not read the tile.
     Unreadable(String),
 }
 
@@ -127,19 +127,19 @@ impl std::fmt::Display for DamagedTile {
         )?;
         match &self.damage {
             Damage::Checksum { expected, found } => {
-                write!(f, "checksum {found:08x}, committed was {expected:08x}")
+                write!(f, "checksum {found:08x} instead of {expected:08x}")
             }
             Damage::Unreadable(why) => f.write_str(why),
         }
     }
 }
 
-/// Reads all of the store on `blocks`. Only under the store's lock, or a running daemon's writes look like damage.
+/// Checks the whole store on `blocks`. Call it only under the store's lock, or a running daemon's writes look like damage.
 pub fn verify(blocks: &mut impl Blocks) -> Result<Report, StoreError> {
     verify_watched(blocks, &mut |_, _| {})
 }
 
-/// The same; `watch` is told after each tile how many bytes of how many were read.
+/// Like [`verify`], and calls `watch` after each tile with the bytes read and the bytes in all.
 pub fn verify_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
@@ -147,7 +147,7 @@ pub fn verify_watched(
     read_jobs(blocks, &|_| true, watch)
 }
 
-/// The same of one job's tiles only.
+/// Like [`verify_watched`], for the tiles of one job.
 pub fn verify_one(
     blocks: &mut impl Blocks,
     uid: u32,
@@ -179,7 +179,7 @@ fn read_jobs(
     Ok(report)
 }
 
-/// The generations whose tiles are compared.
+/// Returns the generations whose tiles are compared.
 fn compared(job: &RecoveredJob) -> impl Iterator<Item = &Marked> {
     let marked = manifest::resumable(&job.slots).into_iter();
     marked.filter(|marked| marked.mark != Some(Mark::Overwriting))

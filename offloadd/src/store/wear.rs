@@ -1,11 +1,11 @@
-//! How much was ever written to a device, and by which jobs: what wears a drive out. For people only: nothing is decided
-//! by it, so that a lost copy costs a number and no more.
+//! Bytes ever written to a device, in all and by job: the measure of a drive's endurance. For people only: no decision depends
+//! on it, so a lost copy costs only a number.
 //!
-//! Written now and then, to the two places in turn: a torn one leaves the other, at most a minute older. Never flushed by
-//! itself. Stores of before it have none, and daemons of before it neither read nor harm it.
+//! Written from time to time to two places in turn: an interrupted write leaves the other, at most a minute older. It causes no
+//! flush of its own.
 //!
-//! What a job wrote to a device is kept on that device and leaves with it. So each device has the jobs' totals besides, in
-//! rows as the others are, told apart by [`TOTAL`]: daemons of before it take them for jobs that nobody has.
+//! The bytes that a job wrote to a device are stored on that device and leave with it. So each device also holds the jobs'
+//! totals over all devices, as rows marked with [`TOTAL`].
 
 use std::collections::BTreeMap;
 
@@ -20,16 +20,16 @@ use crate::io::AlignedBytes;
 
 pub(crate) const MAGIC: [u8; 8] = *b"OFFLWEA1";
 
-/// What one device has taken since it was formatted.
+/// Bytes written to one device since it was formatted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Wear {
-    /// Counts what was kept; the higher one of two sound copies is the newer.
+    /// Number of times it was stored; the higher one of two sound copies is the newer.
     pub sequence: u64,
-    /// By everybody, the daemon's own structures too.
+    /// Bytes written by everybody, the daemon's own structures included.
     pub written_bytes: u64,
-    /// Of tiles, by `job_id`.
+    /// Bytes of tiles, by `job_id`.
     pub jobs: BTreeMap<u64, u64>,
-    /// Of tiles, by `job_id`, to all devices of the store and those that had left it when this was kept.
+    /// Bytes of tiles by `job_id`, to all devices of the store and those that had left it at the time.
     pub totals: BTreeMap<u64, u64>,
 }
 
@@ -45,10 +45,10 @@ struct RawHeader {
     reserved: u64,
 }
 
-/// In the `job_id` of a row: it is the job's total. Jobs are numbered from 1.
+/// Marks the `job_id` of a row as the job's total. Jobs are numbered from 1.
 const TOTAL: u64 = 1 << 63;
 
-/// One of each kind for every job.
+/// One row of each kind for every job.
 const ROWS_MAX: usize = 2 * JOBS_MAX;
 
 #[derive(FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -63,8 +63,8 @@ const _: () =
     assert!((size_of::<RawHeader>() + ROWS_MAX * size_of::<RawJob>()) as u64 <= WEAR_BYTES_MAX);
 
 impl Wear {
-    /// Where it goes, and its sealed blocks, at most [`WEAR_BYTES_MAX`] of them. Of more than [`JOBS_MAX`] jobs those that
-    /// wrote least are left out.
+    /// Returns the offset of the next copy and its sealed blocks, at most [`WEAR_BYTES_MAX`]. With more than [`JOBS_MAX`] jobs,
+    /// those that wrote least are left out.
     pub fn encode(&self, store: StoreId, device_index: u32) -> (u64, AlignedBytes) {
         let mut rows = most_worn(&self.jobs);
         let totals = most_worn(&self.totals).into_iter();
@@ -88,7 +88,7 @@ impl Wear {
         (offset, sealed::seal(&[header.as_bytes(), rows.as_bytes()]))
     }
 
-    /// From blocks whose seal is sound.
+    /// Decodes blocks whose seal is sound.
     pub fn decode(
         blocks: &AlignedBytes,
         store: StoreId,
@@ -96,10 +96,11 @@ impl Wear {
     ) -> Result<Self, Unreadable> {
         let (header, rest) = RawHeader::ref_from_prefix(blocks.as_slice()).expect("a block");
         if header.store != store.0 || header.device_index != device_index {
-            // Of the store that was here before.
+            // Left by the store that was here before.
             return Err(Unreadable::Blank);
         }
-        let nonsense = || Unreadable::Damaged("its checksum fits, its fields make no sense".into());
+        let nonsense =
+            || Unreadable::Damaged("its checksum is right, but its fields are invalid".into());
         let row_count = header.row_count as usize;
         if header.reserved != 0 || row_count > ROWS_MAX {
             return Err(nonsense());
@@ -121,7 +122,7 @@ impl Wear {
         })
     }
 
-    /// The newer copy of a device, or nothing yet. An unsound copy is as good as none.
+    /// Reads the newer copy of a device; the default if neither is sound.
     pub fn read(
         blocks: &mut impl Blocks,
         position: usize,
@@ -137,7 +138,7 @@ impl Wear {
     }
 }
 
-/// What each job ever wrote, as far as the devices of a store know: of two of them one may have been kept later.
+/// Bytes that each job ever wrote, the most that any device of the store knows.
 pub fn totals<'a>(devices: impl Iterator<Item = &'a Wear> + Clone) -> BTreeMap<u64, u64> {
     let mut totals = BTreeMap::<u64, u64>::new();
     for (job_id, written_bytes) in devices.clone().flat_map(|wear| &wear.jobs) {
@@ -151,7 +152,7 @@ pub fn totals<'a>(devices: impl Iterator<Item = &'a Wear> + Clone) -> BTreeMap<u
     totals
 }
 
-/// At most [`JOBS_MAX`] jobs, by number.
+/// Returns at most [`JOBS_MAX`] jobs, by number.
 fn most_worn(jobs: &BTreeMap<u64, u64>) -> Vec<(u64, u64)> {
     let mut rows: Vec<_> = jobs.iter().map(|(id, bytes)| (*id, *bytes)).collect();
     rows.sort_by_key(|(_, written_bytes)| std::cmp::Reverse(*written_bytes));
@@ -194,7 +195,7 @@ mod tests {
             [3, 0, 0, 0, 0, 0, 0, 0x80, 50, 0, 0, 0, 0, 0, 0, 0]
         );
         assert_eq!(Wear::decode(&blocks, STORE, 2), Ok(wear.clone()));
-        // Of a device that was kept before the other one, and of one of before totals.
+        // A device stored earlier than the other, and one without totals.
         let other = Wear {
             jobs: [(3, 5), (9, 9)].into(),
             totals: [(3, 40)].into(),

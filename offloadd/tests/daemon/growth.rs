@@ -227,7 +227,7 @@ fn without_a_daemon_devices_come_and_go_too() {
     std::fs::write(&new, [1; 4096]).unwrap();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(
-        words(&output).contains("exists already"),
+        words(&output).contains("the file exists"),
         "{}",
         words(&output)
     );

@@ -20,7 +20,7 @@ fn nonsense(ticket: u64) -> Request {
     Request {
         ticket: TicketId(ticket),
         verb: Verb::SwapIn,
-        urgency: Priority::Prefetch,
+        priority: Priority::Prefetch,
         tile: TileIndex(u32::MAX),
         slot: SlotIndex(u32::MAX),
         generation: Generation(0),
@@ -131,7 +131,7 @@ fn entries_beyond_every_bound_are_refused_by_kind() {
         let mut entry = Request {
             ticket: TicketId(ticket),
             verb,
-            urgency: Priority::Prefetch,
+            priority: Priority::Prefetch,
             tile: TileIndex(random.one_of(&[0, 1, 2, TILES, TILES + 1, max, any >> 32]) as u32),
             slot: SlotIndex(random.one_of(&[0, 1, SLOTS - 1, SLOTS, max, any >> 32]) as u32),
             generation: Generation(0),
@@ -166,16 +166,19 @@ fn entries_of_a_wrong_form_end_the_session() {
     let mut control = daemon.control();
     let free_bytes = control.arena_free_bytes();
     let good = nonsense(1).to_sqe(Epoch(0));
-    let urge = Promote {
+    let promote = Promote {
         ticket: TicketId(1),
-        urgency: Priority::Demand,
+        priority: Priority::Demand,
     }
     .to_sqe(Epoch(0));
     let mut random = Random(2463534242);
     let mut wrong = vec![
         Sqe { verb: 0, ..good },
         Sqe { verb: 4, ..good },
-        Sqe { urgency: 2, ..good },
+        Sqe {
+            priority: 2,
+            ..good
+        },
         Sqe {
             generation: 1,
             ..good
@@ -184,8 +187,11 @@ fn entries_of_a_wrong_form_end_the_session() {
             checksum: 1,
             ..good
         },
-        Sqe { tile: 1, ..urge },
-        Sqe { urgency: 2, ..urge },
+        Sqe { tile: 1, ..promote },
+        Sqe {
+            priority: 2,
+            ..promote
+        },
     ];
     wrong.extend((0..5).map(|place| {
         let mut reserved = [0; 5];

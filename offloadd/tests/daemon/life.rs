@@ -68,7 +68,7 @@ fn a_second_daemon_on_a_store_is_refused_by_name() {
     let message = store.refusal();
     let device = store.devices[0].display();
     assert!(
-        message.contains(&format!("device {device}: another offloadd has this store")),
+        message.contains(&format!("device {device}: locked by another offloadd")),
         "{message}"
     );
     assert!(
@@ -81,13 +81,13 @@ fn a_second_daemon_on_a_store_is_refused_by_name() {
         .arg(&store.config)
         .output()
         .unwrap();
-    assert!(words(&verify).contains("another offloadd has this store"));
+    assert!(words(&verify).contains("by another offloadd"));
     let mut format = program();
     format
         .arg("format")
         .args(&store.devices)
         .args(["--size", "8MiB", "--force"]);
-    assert!(words(&format.output().unwrap()).contains("another offloadd has this store"));
+    assert!(words(&format.output().unwrap()).contains("by another offloadd"));
 }
 
 #[test]
@@ -259,7 +259,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
         .output()
         .unwrap();
     assert!(
-        words(&output).contains("a device of a store has at least"),
+        words(&output).contains("a device of a store needs at least"),
         "{}",
         words(&output)
     );
@@ -485,7 +485,7 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
     foreign(0x53);
     let refused = program().arg("format").arg(&device.0).output().unwrap();
     assert!(
-        !refused.status.success() && words(&refused).contains("something is at its beginning"),
+        !refused.status.success() && words(&refused).contains("not blank: it begins with"),
         "{}",
         words(&refused)
     );
@@ -499,7 +499,7 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
     );
     let again = program().arg("format").arg(&device.0).output().unwrap();
     assert!(
-        words(&again).contains("holds a store already"),
+        words(&again).contains("already holds a store"),
         "{}",
         words(&again)
     );
@@ -508,11 +508,7 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
         let mut daemon = store.serve();
         let mut control = daemon.control();
         control.session("tiny");
-        assert!(
-            store
-                .refusal()
-                .contains("in use: another offloadd has this store")
-        );
+        assert!(store.refusal().contains("in use by another offloadd"));
         // Its claim outlives it for a moment, and the next daemon waits for that.
         daemon.child.kill().unwrap();
         daemon.child.wait().unwrap();
@@ -588,7 +584,7 @@ fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
     let unreadable = words(&under("pread64:error=EIO", &store.devices[0], &serve));
     let device = store.devices[0].display();
     assert!(
-        unreadable.contains(&format!("device {device}: reading its first block: ")),
+        unreadable.contains(&format!("device {device}: read its first block: ")),
         "{unreadable}"
     );
     let no_lock = words(&under("flock:error=ENOLCK", &store.devices[0], &serve));

@@ -49,7 +49,10 @@ fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {
     let file = dir.path().join("tiles");
     for size in ["0", "4095", "1MiB"] {
         let said = refusal(&file, &["--size", size]);
-        assert!(said.contains("a device of a store has at least"), "{said}");
+        assert!(
+            said.contains("a device of a store needs at least"),
+            "{said}"
+        );
         assert!(!file.exists());
     }
     let said = refusal(&file, &[]);

@@ -225,7 +225,7 @@ fn what_fails_but_once_at_the_start_is_tried_again() {
         let mut said = String::new();
         let stderr = daemon.child.stderr.as_mut().unwrap();
         stderr.read_to_string(&mut said).unwrap();
-        assert!(said.contains("tried again in"), "{said}");
+        assert!(said.contains("retrying in"), "{said}");
         store.serve();
     }
 }

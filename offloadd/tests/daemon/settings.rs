@@ -57,7 +57,7 @@ fn nobody_is_advised_to_format_a_file_that_holds_something_else() {
         let said = refusal(&store.config);
         assert!(!said.contains("format"), "{said}");
         assert!(
-            said.contains("something that offloadd did not write"),
+            said.contains("content that offloadd did not write"),
             "{said}"
         );
         assert_eq!(std::fs::read_to_string(&store.devices[0]).unwrap(), text);

@@ -188,7 +188,7 @@ fn changed_bytes_of_each_structure_of_a_large_store_are_named() {
         let path = disks.path(device).to_owned();
         let bit = random.below(8 * BLOCK as usize) as u64;
         disks.flip(device, offset + bit / 8, (bit % 8) as u32);
-        let report = verify(&mut disks).expect("the other copy serves");
+        let report = verify(&mut disks).expect("the other copy is used");
         // A structure of several blocks is named by where it begins.
         let tiles: Vec<_> = report.damaged_tiles.iter().map(|t| &t.path).collect();
         let notes: Vec<_> = report.notes.iter().map(|note| &note.path).collect();

@@ -239,7 +239,7 @@ fn a_structure_that_a_misdirected_write_covers_whole_is_named_too() {
         assert_eq!(notes.len(), 2, "{notes:?}");
         for note in notes {
             assert!(
-                note.contains(named) && note.contains("none of ours"),
+                note.contains(named) && note.contains("other content"),
                 "{note}"
             );
         }

@@ -264,7 +264,7 @@ fn read_all(core: &mut Core, one: &Adopted) {
         let request = Request {
             ticket: TicketId(1),
             verb: Verb::SwapIn,
-            urgency: Priority::Prefetch,
+            priority: Priority::Prefetch,
             tile: TileIndex(tile),
             slot: SlotIndex(0),
             generation: offload_api::ids::Generation(0),

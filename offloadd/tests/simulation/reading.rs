@@ -132,7 +132,7 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
             let mut disks = disks.clone();
             let mut store = recover::read(&mut disks).unwrap();
             let reads = disks.operation_count() - first;
-            recover::mend(&mut disks, &mut store).unwrap();
+            recover::repair(&mut disks, &mut store).unwrap();
             (reads, disks.operation_count() - first - reads)
         };
         disks.plan = Some(SimFaultPlan {

@@ -166,7 +166,7 @@ fn one_operation_a_slot_and_no_reader_beside_a_writer() {
             let request = Request {
                 ticket: TicketId(1),
                 verb: Verb::SwapIn,
-                urgency: Priority::Prefetch,
+                priority: Priority::Prefetch,
                 tile: TileIndex(1),
                 slot: SlotIndex(6),
                 generation: Generation(0),
@@ -215,7 +215,7 @@ fn nonsense_in_the_ring_ends_the_session_and_nobody_elses() {
     let mut entry = Request {
         ticket: TicketId(1),
         verb: Verb::SwapIn,
-        urgency: Priority::Prefetch,
+        priority: Priority::Prefetch,
         tile: TileIndex(0),
         slot: SlotIndex(1),
         generation: Generation(0),
@@ -467,7 +467,7 @@ fn a_failed_flush_ends_the_generation_of_every_job_that_wrote_to_the_device() {
 }
 
 #[test]
-fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
+fn a_promotion_reaches_the_operation_of_its_ticket_and_no_other() {
     let mut world = world();
     let [one, two] = ["a", "b"].map(|name| {
         let (process, _) = world.open(&job(name), 0, 1).unwrap();
@@ -483,19 +483,19 @@ fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
     for process in [one, two] {
         world.submit_read(process, 1, 3);
     }
-    let urge = |ticket| Promote {
+    let promote = |ticket| Promote {
         ticket: TicketId(ticket),
-        urgency: Priority::Demand,
+        priority: Priority::Demand,
     };
     let epoch = world.epoch;
-    world.submit_raw(one, urge(4).to_sqe(epoch));
-    assert_eq!(world.urged, [], "nothing of this ticket is in flight");
-    world.submit_raw(one, urge(3).to_sqe(epoch));
-    world.submit_raw(two, urge(3).to_sqe(epoch));
-    assert_eq!(world.urged.len(), 2);
-    assert_ne!(world.urged[0], world.urged[1], "each its own");
+    world.submit_raw(one, promote(4).to_sqe(epoch));
+    assert_eq!(world.promoted, [], "nothing of this ticket is in flight");
+    world.submit_raw(one, promote(3).to_sqe(epoch));
+    world.submit_raw(two, promote(3).to_sqe(epoch));
+    assert_eq!(world.promoted.len(), 2);
+    assert_ne!(world.promoted[0], world.promoted[1], "each its own");
     // Of an older daemon's life: nobody waits for an answer.
-    let mut stale = urge(3).to_sqe(epoch);
+    let mut stale = promote(3).to_sqe(epoch);
     stale.epoch ^= 1;
     world.submit_raw(one, stale);
     world.run();
@@ -504,13 +504,13 @@ fn an_urge_reaches_the_operation_of_its_ticket_and_no_other() {
         assert_eq!((entry.ticket, outcome(&entry)), (3, Ok(())));
         assert!(
             world.completion(process).is_none(),
-            "an urge has no completion"
+            "a promotion has no completion"
         );
     }
     // It has ended.
-    world.submit_raw(one, urge(3).to_sqe(epoch));
-    assert_eq!((world.urged.len(), world.evicted.len()), (2, 0));
-    let mut nonsense = urge(3).to_sqe(epoch);
+    world.submit_raw(one, promote(3).to_sqe(epoch));
+    assert_eq!((world.promoted.len(), world.evicted.len()), (2, 0));
+    let mut nonsense = promote(3).to_sqe(epoch);
     nonsense.slot = 1;
     world.submit_raw(one, nonsense);
     assert_eq!(world.evicted, [one.session]);
@@ -530,28 +530,28 @@ fn of_two_operations_with_one_ticket_the_last_is_urged_until_it_has_ended() {
     let read = |tile| Request {
         ticket: TicketId(7),
         verb: Verb::SwapIn,
-        urgency: Priority::Prefetch,
+        priority: Priority::Prefetch,
         tile: TileIndex(tile),
         slot: SlotIndex(tile),
         generation: Generation(0),
         checksum: 0,
     };
-    let urge = Promote {
+    let promote = Promote {
         ticket: TicketId(7),
-        urgency: Priority::Demand,
+        priority: Priority::Demand,
     };
-    let urge = urge.to_sqe(world.epoch);
+    let promote = promote.to_sqe(world.epoch);
     world.submit(process, read(1));
-    world.submit_raw(process, urge);
+    world.submit_raw(process, promote);
     world.submit(process, read(2));
-    world.submit_raw(process, urge);
-    assert_eq!(world.urged.len(), 2);
-    assert_ne!(world.urged[0], world.urged[1]);
+    world.submit_raw(process, promote);
+    assert_eq!(world.promoted.len(), 2);
+    assert_ne!(world.promoted[0], world.promoted[1]);
     world.run();
     for _ in 0..2 {
         let entry = world.completion(process).unwrap();
         assert_eq!((entry.ticket, outcome(&entry)), (7, Ok(())));
     }
-    world.submit_raw(process, urge);
-    assert_eq!((world.urged.len(), world.evicted.len()), (2, 0));
+    world.submit_raw(process, promote);
+    assert_eq!((world.promoted.len(), world.evicted.len()), (2, 0));
 }

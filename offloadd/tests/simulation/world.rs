@@ -94,7 +94,7 @@ pub(crate) struct World {
     pub(crate) arenas_take_long: bool,
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
-    pub(crate) urged: Vec<IoId>,
+    pub(crate) promoted: Vec<IoId>,
     /// Of all devices, so far.
     pub(crate) flush_count: usize,
     /// Under way, and of which device.
@@ -163,7 +163,7 @@ impl World {
     /// A daemon starts on disks of which one may not take what a start writes: then nothing is written.
     pub(crate) fn start_all_the_same(mut disks: SimDisks, mut random: SimRandom) -> Self {
         let mut store = recover::read(&mut disks).expect("a store recovers");
-        let mended = recover::mend(&mut disks, &mut store);
+        let mended = recover::repair(&mut disks, &mut store);
         let mut core = Core::new(store, Epoch(random.number()), LIMITS);
         let (home, catalog) = core.first_catalog();
         match mended.and_then(|()| catalog.write(&mut disks, home)) {
@@ -219,7 +219,7 @@ impl World {
             arenas_take_long: false,
             dropped: Vec::new(),
             evicted: Vec::new(),
-            urged: Vec::new(),
+            promoted: Vec::new(),
             flush_count: 0,
             flushes: BTreeMap::new(),
             trouble: Trouble::None,
@@ -304,7 +304,7 @@ impl World {
                 offset,
                 bytes,
                 buffer,
-                urgency: _,
+                priority: _,
             } => {
                 let position = self.positions[device.0 as usize];
                 assert!(!self.left.contains(&position), "a device that left is used");
@@ -318,7 +318,7 @@ impl World {
                 self.engine.submit(io, at, op, offset, bytes, buffer);
             }
             Action::ForgetDevice { device } => self.left.push(self.positions[device.0 as usize]),
-            Action::Promote { io, .. } => self.urged.push(io),
+            Action::Promote { io, .. } => self.promoted.push(io),
             Action::Complete { session, entry } => self
                 .completions
                 .entry(session)
@@ -529,7 +529,7 @@ impl World {
             Request {
                 ticket: TicketId(u64::from(slot)),
                 verb: Verb::SwapOut,
-                urgency: Priority::Prefetch,
+                priority: Priority::Prefetch,
                 tile: TileIndex(tile),
                 slot: SlotIndex(slot),
                 generation: Generation(generation),
@@ -545,7 +545,7 @@ impl World {
             Request {
                 ticket: TicketId(u64::from(slot)),
                 verb: Verb::SwapIn,
-                urgency: Priority::Prefetch,
+                priority: Priority::Prefetch,
                 tile: TileIndex(tile),
                 slot: SlotIndex(slot),
                 generation: Generation(0),

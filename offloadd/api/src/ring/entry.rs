@@ -25,7 +25,7 @@ pub struct Sqe {
     /// [`Verb`] as a number, or [`Promote::VERB`].
     pub verb: u32,
     /// [`Priority`] as a number.
-    pub urgency: u32,
+    pub priority: u32,
     /// Zero.
     pub reserved: [u32; 5],
 }
@@ -93,11 +93,11 @@ impl Priority {
     fn check(sqe: &Sqe) -> Result<Self, Fault> {
         [Self::Prefetch, Self::Demand]
             .into_iter()
-            .find(|u| u.number() == sqe.urgency)
+            .find(|u| u.number() == sqe.priority)
             .ok_or_else(|| {
                 Fault::new(
                     FaultKind::Protocol,
-                    format!("priority {} is neither 0 nor 1", sqe.urgency),
+                    format!("priority {} is neither 0 nor 1", sqe.priority),
                 )
             })
     }
@@ -119,7 +119,7 @@ pub struct Request {
     /// Direction of the transfer.
     pub verb: Verb,
     /// How soon the tile is needed.
-    pub urgency: Priority,
+    pub priority: Priority,
     /// The tile.
     pub tile: TileIndex,
     /// The slot.
@@ -141,7 +141,7 @@ impl Request {
             slot: self.slot.0,
             checksum: self.checksum,
             verb: self.verb.number(),
-            urgency: self.urgency.number(),
+            priority: self.priority.number(),
             reserved: [0; 5],
         }
     }
@@ -159,7 +159,7 @@ impl Request {
                     format!("verb {} is neither 1 nor 2", sqe.verb),
                 )
             })?;
-        let urgency = Priority::check(sqe)?;
+        let priority = Priority::check(sqe)?;
         let unused_set = sqe.reserved != [0; 5]
             || (verb == Verb::SwapIn && (sqe.generation != 0 || sqe.checksum != 0));
         if unused_set {
@@ -168,7 +168,7 @@ impl Request {
         Ok(Self {
             ticket: TicketId(sqe.ticket),
             verb,
-            urgency,
+            priority,
             tile: TileIndex(sqe.tile),
             slot: SlotIndex(sqe.slot),
             generation: Generation(sqe.generation),
@@ -184,7 +184,7 @@ pub struct Promote {
     /// Ticket of the operation.
     pub ticket: TicketId,
     /// New priority.
-    pub urgency: Priority,
+    pub priority: Priority,
 }
 
 impl Promote {
@@ -201,7 +201,7 @@ impl Promote {
             slot: 0,
             checksum: 0,
             verb: Self::VERB,
-            urgency: self.urgency.number(),
+            priority: self.priority.number(),
             reserved: [0; 5],
         }
     }
@@ -209,16 +209,16 @@ impl Promote {
     /// Checks the form of an entry with this verb, as [`Request::check`] does for the others.
     pub fn check(sqe: &Sqe, epoch: Epoch) -> Result<Self, Fault> {
         check_epoch(sqe, epoch)?;
-        let urge = Self {
+        let promote = Self {
             ticket: TicketId(sqe.ticket),
-            urgency: Priority::check(sqe)?,
+            priority: Priority::check(sqe)?,
         };
         let form = Sqe {
             epoch: sqe.epoch,
-            ..urge.to_sqe(epoch)
+            ..promote.to_sqe(epoch)
         };
         if *sqe == form {
-            Ok(urge)
+            Ok(promote)
         } else {
             Err(reserved_set())
         }
@@ -252,7 +252,7 @@ mod tests {
     const REQUEST: Request = Request {
         ticket: TicketId(7),
         verb: Verb::SwapOut,
-        urgency: Priority::Demand,
+        priority: Priority::Demand,
         tile: TileIndex(3),
         slot: SlotIndex(9),
         generation: Generation(12),
@@ -268,8 +268,8 @@ mod tests {
         for verb in [0, 3, u32::MAX] {
             assert_eq!(kind(Sqe { verb, ..sqe }), FaultKind::Protocol);
         }
-        for urgency in [2, u32::MAX] {
-            assert_eq!(kind(Sqe { urgency, ..sqe }), FaultKind::Protocol);
+        for priority in [2, u32::MAX] {
+            assert_eq!(kind(Sqe { priority, ..sqe }), FaultKind::Protocol);
         }
         assert_eq!(
             kind(Sqe {
@@ -288,17 +288,17 @@ mod tests {
     }
 
     #[test]
-    fn an_urge_names_a_ticket_and_an_urgency_and_nothing_else() {
-        let urge = Promote {
+    fn a_promotion_names_a_ticket_and_an_urgency_and_nothing_else() {
+        let promote = Promote {
             ticket: TicketId(7),
-            urgency: Priority::Demand,
+            priority: Priority::Demand,
         };
-        let sqe = urge.to_sqe(Epoch(5));
-        assert_eq!(Promote::check(&sqe, Epoch(5)), Ok(urge));
+        let sqe = promote.to_sqe(Epoch(5));
+        assert_eq!(Promote::check(&sqe, Epoch(5)), Ok(promote));
         let kind = |sqe: Sqe| Promote::check(&sqe, Epoch(5)).unwrap_err().kind;
         assert_eq!(kind(Sqe { epoch: 6, ..sqe }), FaultKind::StaleEpoch);
         for sqe in [
-            Sqe { urgency: 2, ..sqe },
+            Sqe { priority: 2, ..sqe },
             Sqe { tile: 1, ..sqe },
             Sqe { slot: 1, ..sqe },
             Sqe { checksum: 1, ..sqe },

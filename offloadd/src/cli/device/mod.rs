@@ -413,7 +413,7 @@ fn cut_off(config: &Config, path: &Path) -> bool {
                 .unlisted
                 .iter()
                 .any(|one| Path::new(one.path()) == path);
-            !of_store && recover::look(&mut DeviceBlocks(&opened.devices)).is_ok()
+            !of_store && recover::identify(&mut DeviceBlocks(&opened.devices)).is_ok()
         })
 }
 

@@ -1,8 +1,8 @@
-//! Which bytes of which device are free, and where a job's tiles go.
+//! Free space of each device, and placement of a job's tiles.
 //!
-//! Tiles are dealt to devices so that each has bytes in proportion to its rate and neighbours in the table lie on
-//! different devices: with several tiles in flight the rates add up. A device without room for its share gets what it has
-//! room for, spread over the whole table: were it full halfway, the second half would have the other devices alone.
+//! Tiles are dealt to devices so that each has bytes in proportion to its rate and neighbours in the table lie on different
+//! devices: with several tiles in flight the rates add up. A device without room for its share gets what it has room for,
+//! spread over the whole table. If it were filled first, the second half of the table would have only the other devices.
 
 mod shares;
 #[cfg(test)]
@@ -25,40 +25,40 @@ use super::tile_table::{Extent, stored_bytes};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Space {
     devices: Vec<DeviceSpace>,
-    /// Where jobs' areas lie.
+    /// Metadata device, which holds the jobs' areas.
     home: DeviceIndex,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct DeviceSpace {
-    /// Offset to bytes; neighbours are merged.
+    /// Bytes by offset; adjacent ranges are merged.
     free: BTreeMap<u64, u64>,
     free_bytes: u64,
-    /// See [`rate`]; 0 = unknown.
+    /// Rate as of [`rate`]; 0 is unknown.
     rate: u64,
-    /// Nothing new goes there.
+    /// Whether nothing new is placed there.
     closed: bool,
 }
 
-/// Everything a job needs.
+/// Space reserved for a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reservation {
-    /// At home.
+    /// Area on the metadata device.
     pub area: Area,
-    /// Of each tile.
+    /// Extents of each tile.
     pub extents: Vec<[Extent; 2]>,
-    /// Over all devices.
+    /// Bytes over all devices.
     pub bytes: u64,
 }
 
-/// A job does not fit.
+/// Why a job does not fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NoRoom {
-    /// It needs this.
+    /// Bytes needed.
     pub needed_bytes: u64,
-    /// Each device has this.
+    /// Bytes free on each device.
     pub free_bytes: Vec<u64>,
-    /// The job's records need so much in one piece at home, where the largest is so much: tiles of others lie between.
+    /// Bytes of the area, which needs one piece, and of the largest free piece on the metadata device, if that is too small.
     pub in_pieces: Option<(u64, u64)>,
 }
 
@@ -69,7 +69,7 @@ impl DeviceSpace {
 }
 
 impl Space {
-    /// Of no device yet.
+    /// Space without devices.
     pub fn new(home: DeviceIndex) -> Self {
         Self {
             devices: Vec::new(),
@@ -77,7 +77,7 @@ impl Space {
         }
     }
 
-    /// One more device, all of its data free.
+    /// Adds a device, all of its data area free.
     pub fn add(&mut self, data_bytes: u64, rate: u64) {
         self.devices.push(DeviceSpace {
             free: BTreeMap::from([(DATA_OFFSET, data_bytes)]),
@@ -87,27 +87,27 @@ impl Space {
         });
     }
 
-    /// Nothing new goes to `device` from now on.
+    /// Places nothing new on `device` from now on.
     pub fn close(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].closed = true;
     }
 
-    /// What comes may go to `device` again.
+    /// Reverses [`Space::close`].
     pub fn open(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].closed = false;
     }
 
-    /// Whether nothing new goes to `device`.
+    /// Whether nothing new is placed on `device`.
     pub fn is_closed(&self, device: DeviceIndex) -> bool {
         self.devices[device.0 as usize].closed
     }
 
-    /// It was measured again.
+    /// Sets a newly measured rate.
     pub fn set_rate(&mut self, device: DeviceIndex, rate: u64) {
         self.devices[device.0 as usize].rate = rate;
     }
 
-    /// The largest piece of `device` that is free: from where on, and how much. `None`: it is full.
+    /// Returns offset and length of the largest free piece of `device`; `None` if it is full.
     pub fn largest_free(&self, device: DeviceIndex) -> Option<(u64, u64)> {
         let free = self.devices[device.0 as usize].free.iter();
         let largest = free.max_by_key(|&(_, &bytes)| bytes);
@@ -119,7 +119,7 @@ impl Space {
         self.devices[device.0 as usize].free_bytes
     }
 
-    /// Takes a range that must be free: `false` when it is not (all of it) or there is no such device.
+    /// Takes a range. Returns `false` when it is not entirely free or there is no such device.
     #[must_use]
     pub fn take(&mut self, extent: Extent, bytes: u64) -> bool {
         let Some(device) = self.devices.get_mut(extent.device.0 as usize) else {
@@ -145,7 +145,7 @@ impl Space {
         true
     }
 
-    /// Gives a taken range back.
+    /// Frees a taken range.
     pub fn give(&mut self, extent: Extent, bytes: u64) {
         let device = &mut self.devices[extent.device.0 as usize];
         let (mut start, mut end) = (extent.offset, extent.offset + bytes);
@@ -166,7 +166,7 @@ impl Space {
         device.free_bytes += bytes;
     }
 
-    /// Takes everything a job needs, or nothing.
+    /// Reserves everything a job needs, or nothing.
     pub fn reserve(
         &mut self,
         definition: &JobDefinition,
@@ -191,7 +191,7 @@ impl Space {
         })
     }
 
-    /// Takes one extent for each of `tile_bytes`, or nothing.
+    /// Reserves one extent for each of `tile_bytes`, or nothing.
     pub fn reserve_tiles(&mut self, tile_bytes: &[u32]) -> Result<Vec<Extent>, NoRoom> {
         let before = self.clone();
         let mut deal = self.deal(tile_bytes.iter().copied(), 1);
@@ -207,7 +207,7 @@ impl Space {
         })
     }
 
-    /// Gives back what [`Space::reserve`] took.
+    /// Frees what [`Space::reserve`] took.
     pub fn release(&mut self, definition: &JobDefinition, area: &Area, extents: &[[Extent; 2]]) {
         for (tile, extents) in definition.tiles().iter().zip(extents) {
             for extent in &extents[..definition.durability().extents_a_tile()] {
@@ -217,7 +217,7 @@ impl Space {
         self.give(self.area_extent(area), area.bytes());
     }
 
-    /// Takes what a stored job holds: `false` when something of it is taken or impossible.
+    /// Takes the space of a stored job. Returns `false` when some of it is taken or impossible.
     #[must_use]
     pub fn retake(
         &mut self,
@@ -241,7 +241,7 @@ impl Space {
 
     fn try_reserve(&mut self, definition: &JobDefinition, local_ranks: u32) -> Option<Reservation> {
         let mut area = area_at(0, definition, local_ranks);
-        // Also while it is drained: areas leave it last, all together.
+        // Also while it is drained: areas leave a device last, all together.
         area.offset = self.first_free(self.home.0 as usize, area.bytes())?;
         let copies = definition.durability().extents_a_tile();
         let mut bytes = area.bytes();
@@ -260,7 +260,7 @@ impl Space {
         })
     }
 
-    /// Takes an extent on `device`, or where the most room is if `anywhere` is as good.
+    /// Takes an extent on `device`; if `anywhere`, on the device with the most space instead when `device` has no room.
     pub fn take_on(&mut self, device: DeviceIndex, bytes: u64, anywhere: bool) -> Option<Extent> {
         let on = |space: &mut Self, device: usize| {
             let offset = space.first_fit(device, bytes)?;
@@ -277,11 +277,11 @@ impl Space {
         others.into_iter().find_map(|device| on(self, device))
     }
 
-    /// Where ranges of `sizes` would lie on `device`, each as [`Space::take_on`] would take it after those before it; nothing:
-    /// not all of them find room. Takes nothing and copies nothing: whoever only looks does so often.
+    /// Returns the places that [`Space::take_on`] would give to ranges of `sizes` on `device`, one after the other; `None` if
+    /// they do not all fit. Takes nothing and copies nothing, because it is called often.
     pub fn would_lie(&self, device: DeviceIndex, sizes: &[u64]) -> Option<Vec<u64>> {
         let device = &self.devices[device.0 as usize];
-        // What is gone of a free range, at its beginning.
+        // Bytes taken from the start of a free range.
         let mut gone: BTreeMap<u64, u64> = BTreeMap::new();
         let place = |&bytes: &u64| {
             let left = |(start, length): (&u64, &u64)| {
@@ -298,7 +298,7 @@ impl Space {
         }
     }
 
-    /// Takes one tile's extents on the device that is the emptiest for its share.
+    /// Takes the extents of one tile on the device that is emptiest relative to its share.
     fn place(&mut self, tile_bytes: u64, copies: usize, deal: &mut Deal) -> Option<[Extent; 2]> {
         let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
         if !is_disabled(Safeguard::Placement) {

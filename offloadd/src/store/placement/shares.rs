@@ -1,18 +1,17 @@
-//! How many bytes each device is to have, by its rate and its room, and which tiles move so that it has them.
+//! How many bytes each device should have, by its rate and its room, and which tiles must move for that.
 
 use offload_api::ids::DeviceIndex;
 
 use super::Space;
 
-/// What a device does in a second of bytes that are read once and written once, as a step does with its tiles; 0 where
-/// one of the rates is unknown. Not the sum: a drive that reads well and writes badly would get tiles for its reads and
-/// make everybody wait for its writes.
+/// Rate of a device for bytes that are read once and written once, as in a step; 0 when one of the rates is unknown. A sum
+/// would be wrong: a drive that reads fast and writes slowly would get tiles for its reads and delay everybody with its writes.
 pub fn rate(read_bytes_per_s: u64, write_bytes_per_s: u64) -> u64 {
     let (read, write) = (u128::from(read_bytes_per_s), u128::from(write_bytes_per_s));
     (read * write).checked_div(read + write).unwrap_or(0) as u64
 }
 
-/// How many bytes each device is to get, and has.
+/// Bytes that each device should have, and has.
 #[derive(Debug)]
 pub(super) struct Deal {
     shares: Vec<u64>,
@@ -20,7 +19,7 @@ pub(super) struct Deal {
 }
 
 impl Deal {
-    /// How full `device` is with `bytes` more: comparable between devices.
+    /// How full `device` is with `bytes` more, comparable between devices.
     pub(super) fn load(&self, device: usize, bytes: u64) -> u128 {
         let share = u128::from(self.shares[device].max(1));
         (u128::from(self.dealt[device] + bytes) << 32) / share
@@ -28,7 +27,7 @@ impl Deal {
 }
 
 impl Space {
-    /// Each device's share of all `tiles`: in proportion to its rate, as far as it has room for `copies` of them.
+    /// Returns each device's share of `tiles`: in proportion to its rate, as far as it has room for `copies` of them.
     pub(super) fn deal(&self, tiles: impl Iterator<Item = u32>, copies: usize) -> Deal {
         self.deal_bytes(tiles.map(u128::from).sum(), copies)
     }
@@ -68,7 +67,7 @@ impl Space {
         }
     }
 
-    /// Which devices have less than their share, by `least_bytes` or more, where so much of all tiles lies on each.
+    /// Returns the devices that have at least `least_bytes` less than their share, where `current` bytes lie on each.
     pub fn lacking(&self, current: &[u64], least_bytes: u64) -> Vec<DeviceIndex> {
         let wanted = self.deal_among(current, 1).shares;
         let lacks = (current.iter().zip(wanted).enumerate())
@@ -76,9 +75,8 @@ impl Space {
         lacks.map(|(index, _)| DeviceIndex(index as u32)).collect()
     }
 
-    /// Where tiles of a job that is there already are to lie, of those that are to move: all that lie on a closed device,
-    /// and of the other devices' tiles so many that each device of `filling` has its share; evenly over the whole table.
-    /// Takes nothing.
+    /// Returns the targets of existing tiles that must move: all tiles on a closed device, and as many tiles of the others as
+    /// give each device of `filling` its share, evenly over the whole table. Takes no space.
     pub fn targets(
         &self,
         tiles: &[(u32, [DeviceIndex; 2])],
@@ -88,7 +86,7 @@ impl Space {
         let count = self.devices.len();
         let mut current = vec![0_u64; count];
         for (bytes, devices) in tiles {
-            // Of each of both extents half, so that it is one tile in all.
+            // Half of both extents each, which makes one tile.
             for device in devices {
                 current[device.0 as usize] += u64::from(*bytes) / 2;
             }
@@ -96,7 +94,7 @@ impl Space {
         let deal = self.deal_among(&current, copies);
         let wanted = &deal.shares;
         let is_filling = |device: usize| filling.iter().any(|f| f.0 as usize == device);
-        // Of a device's tiles, so many parts of 2^32 go.
+        // Part of a device's tiles that must move, in units of 2^-32.
         let mut parts = vec![0_u64; count];
         for device in 0..count {
             let surplus = current[device].saturating_sub(wanted[device]);
@@ -107,7 +105,7 @@ impl Space {
                 parts[device] = ((u128::from(surplus) << 32) / u128::from(current[device])) as u64;
             }
         }
-        // Each rounds at another point, or many that owe less than a tile each would give none together.
+        // Each device rounds at another point, or many that must give less than a tile would give none.
         let givers = parts.iter().filter(|&&parts| parts > 0).count() as u64;
         let mut owed = vec![0_u64; count];
         for (nth, device) in (0..count).filter(|&d| parts[d] > 0).enumerate() {
@@ -119,7 +117,7 @@ impl Space {
             let [first, second] = devices.map(|device| device.0 as usize);
             let half = |device: usize| is_filling(device) || self.devices[device].closed;
             if first != second && (half(first) || half(second)) {
-                // Half of it has moved: the other half follows.
+                // Half of the tile has moved; the other half follows.
                 let stays = |device: usize| !self.devices[device].closed;
                 let target = [first, second].into_iter().filter(|&device| stays(device));
                 if let Some(target) = target.max_by_key(|&device| is_filling(device)) {
@@ -141,7 +139,7 @@ impl Space {
                 (lacking << 32) / u128::from(wanted[*device])
             };
             let taker = (0..count).filter(may_take).max_by_key(lack);
-            // What leaves a closed device must go somewhere, even where the shares are full.
+            // Tiles of a closed device must go somewhere, even when all shares are full.
             let somewhere = || (0..count).find(|&d| leaves && !self.devices[d].closed);
             let Some(taker) = taker.or_else(somewhere) else {
                 continue;
@@ -154,7 +152,7 @@ impl Space {
         targets
     }
 
-    /// The shares of tiles that lie so already, and take room only where there are not so many yet.
+    /// Shares of tiles that already lie in this order; they take room only where there are too few.
     fn deal_among(&self, current: &[u64], copies: usize) -> Deal {
         let mut all = self.clone();
         for (device, bytes) in all.devices.iter_mut().zip(current) {

@@ -1,4 +1,4 @@
-//! Which devices are one store, and which of their catalogs counts.
+//! Finds the devices of one store and its current catalog.
 
 use super::{ForeignDevice, RecoveredDevice, Stale};
 use crate::blocks::Blocks;
@@ -11,16 +11,17 @@ use crate::store::{
     BLOCK, CATALOG_BYTES_MAX, CATALOG_OFFSETS, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError,
 };
 
-/// The catalogs of one device.
+/// Catalogs found on one device.
 enum Found {
     Nothing,
-    /// It was cut off as it came to this device or left it. If no other device has one, it is the store's, and damaged.
+    /// Only part of a catalog: its arrival or departure was interrupted. If no other device has a catalog, it is the store's,
+    /// damaged.
     CutOff(StoreError),
     Whole(Catalog),
 }
 
 impl<B: Blocks> Reader<'_, B> {
-    /// The superblock of each device that has one, by position. All of one store, none twice.
+    /// Reads the superblock of each device that has one, by position. All must be of one store and different.
     pub(super) fn superblocks(&mut self) -> Result<Vec<(usize, Superblock)>, StoreError> {
         let mut found: Vec<(usize, Superblock)> = Vec::new();
         let mut blank = None;
@@ -106,8 +107,8 @@ impl<B: Blocks> Reader<'_, B> {
         })
     }
 
-    /// The store's newest catalog, the position it was found at, and those of older ones and of parts: from when its home
-    /// moved.
+    /// Returns the store's newest catalog, the position where it was found, and the positions of older or partial ones, which
+    /// remain from earlier metadata devices.
     pub(super) fn newest_catalog(
         &mut self,
         found: &[(usize, Superblock)],
@@ -149,7 +150,7 @@ impl<B: Blocks> Reader<'_, B> {
         })
     }
 
-    /// The devices the catalog lists, all of them, by number; and those that it does not.
+    /// Returns all devices that the catalog lists, by number, and those it does not list.
     pub(super) fn devices(
         &mut self,
         found: Vec<(usize, Superblock)>,
@@ -218,7 +219,7 @@ impl<B: Blocks> Reader<'_, B> {
         let copies = CATALOG_OFFSETS.map(|offset| {
             let decode = |blocks: &AlignedBytes| {
                 let catalog = Catalog::decode(blocks)?;
-                // Left by another store, on a device that is not the home of this one.
+                // Left by another store, on a device that is not the metadata device of this one.
                 match catalog.store == id {
                     true => Ok(catalog),
                     false => Err(Unreadable::Foreign),
@@ -230,7 +231,7 @@ impl<B: Blocks> Reader<'_, B> {
         if copies.iter().all(nothing) {
             return Ok(Found::Nothing);
         }
-        // They are written, and zeroed, one after the other.
+        // Catalogs are written, and zeroed, one copy after the other.
         let damaged = |copy: &Copy<_>| {
             let why = copy.as_ref().err();
             why.is_some_and(|why| {

@@ -1,4 +1,4 @@
-//! What the store holds of one job: where its tiles lie, its two records, and whether their tiles are being written over.
+//! Reads one job: the places of its tiles, its two records, and whether their tiles are being overwritten.
 
 use offload_api::ids::Generation;
 
@@ -28,7 +28,9 @@ impl<B: Blocks> Reader<'_, B> {
                 let first = table.revision == 0;
                 let bound = !first || sealed::crc_of(blocks) == entry.definition_crc;
                 if blocks.len() as u64 != bytes || !bound {
-                    return Err(Unreadable::Damaged("it is not the catalog's".into()));
+                    return Err(Unreadable::Damaged(
+                        "it is not the one in the catalog".into(),
+                    ));
                 }
                 Ok(table)
             };
@@ -38,7 +40,7 @@ impl<B: Blocks> Reader<'_, B> {
         self.newest(&what, position, offsets, copies, |table| table.revision)
     }
 
-    /// What `slot` holds; `sequence` becomes that of its content if it is lower.
+    /// Reads `slot`, and raises `sequence` to that of its content.
     pub(super) fn slot(
         &mut self,
         position: usize,
@@ -58,8 +60,8 @@ impl<B: Blocks> Reader<'_, B> {
         let what = format!("record of {}, slot {slot}", of_job(entry));
         self.refuse_other_version(&what, position, &copies)?;
         if let [Err(first), Err(second)] = &copies {
-            // A commit that was cut off leaves both torn at worst. Anything else was done by a drive, perhaps to a generation
-            // that was acknowledged.
+            // An interrupted commit leaves both copies torn at worst. Anything else was caused by a drive, perhaps to an
+            // acknowledged generation.
             let torn = |why: &Unreadable| matches!(why, Unreadable::Torn { .. });
             let cut_off = torn(first) && torn(second);
             let consequence = match cut_off {
@@ -112,8 +114,8 @@ impl<B: Blocks> Reader<'_, B> {
         let what = mark_of(entry, record.generation);
         self.refuse_other_version(&what, position, &copies)?;
         if copies.iter().all(Result::is_err) {
-            // Never written, of an older record, or cut off before it was acknowledged: the weaker state is the true
-            // one. Unsound bytes are still told.
+            // Never written, of an older record, or interrupted before it was acknowledged: the weaker state is the true one.
+            // Unsound bytes are reported all the same.
             let withheld = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Device(_)));
             let in_place = table.definition.durability() == Durability::None;
             for (copy, offset) in copies.iter().zip(offsets) {
@@ -124,8 +126,8 @@ impl<B: Blocks> Reader<'_, B> {
                     self.note(position, offset, &what, why, Consequence::GenerationLost);
                 }
             }
-            // What a device withholds may say that the tiles were being written over; beside a copy that was never
-            // written it does not, as both are durable before.
+            // An unreadable copy may say that the tiles were being overwritten. Beside a copy that was never written it does
+            // not, because both are durable before tiles are overwritten.
             let blank = |copy: &Copy<_>| matches!(copy, Err(Unreadable::Blank));
             let overwriting = in_place && copies.iter().any(withheld) && !copies.iter().any(blank);
             return Ok(overwriting.then_some(Mark::Overwriting));
@@ -135,7 +137,7 @@ impl<B: Blocks> Reader<'_, B> {
     }
 }
 
-/// The area must lie in the home's data and be large enough to hold what its own numbers claim, before it is read.
+/// Checks, before it is read, that the area lies in the data of its device and can hold what its own numbers claim.
 pub(super) fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), StoreError> {
     let area = &entry.area;
     let fits = area.offset >= DATA_OFFSET
@@ -154,7 +156,7 @@ pub(super) fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), St
     )))
 }
 
-/// Zeros are damage here.
+/// Describes why a slot is unusable; zeros are damage there.
 fn in_slot(why: &Unreadable) -> String {
     match why {
         Unreadable::Blank => "it was overwritten with zeros".into(),

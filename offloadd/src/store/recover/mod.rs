@@ -1,7 +1,7 @@
-//! Reads a store into memory when a daemon starts, and mends what stands twice.
+//! Reads a store into memory when a daemon starts, and repairs structures with two copies.
 //!
-//! [`read`] changes nothing. [`open`] also writes the sound copy of a structure over the other one and flushes: after it,
-//! both copies of everything are equal and durable, which the catalog's update and the next power cut rely on.
+//! [`read`] changes nothing. [`open`] also writes the sound copy of a structure over the other one and flushes. Afterwards both
+//! copies of everything are equal and durable, which the catalog's update and the next power cut rely on.
 
 mod devices;
 mod jobs;
@@ -23,56 +23,56 @@ use crate::blocks::{BlockError, Blocks};
 
 pub use self::unlisted::{Unlisted, unlisted};
 
-/// All that is known of a store.
+/// Everything known of a store.
 #[derive(Clone, Debug)]
 pub struct RecoveredStore {
-    /// Of all devices.
+    /// Id of the store, on all devices.
     pub id: StoreId,
-    /// In the store's order: a [`DeviceIndex`] is an index of this list.
+    /// Devices; a [`DeviceIndex`] is an index of this list.
     pub devices: Vec<RecoveredDevice>,
-    /// Where the catalog and the jobs' areas lie.
+    /// Device that holds the catalog and the jobs' areas.
     pub home: DeviceIndex,
-    /// Listed by the settings, and of no store.
+    /// Devices that the settings list and that belong to no store.
     pub foreign_devices: Vec<ForeignDevice>,
-    /// The newest one.
+    /// The newest catalog.
     pub catalog: Catalog,
-    /// One an entry of the catalog, in its order.
+    /// One job for each entry of the catalog, in its order.
     pub jobs: Vec<RecoveredJob>,
-    /// What no job holds.
+    /// Space that no job takes.
     pub space: Space,
-    /// Copies that were not sound.
+    /// Copies that are not sound.
     pub notes: Vec<Note>,
     repairs: Vec<Repair>,
     stale: Stale,
 }
 
-/// Positions of devices with catalogs that count no more: from when the home moved.
+/// Positions of devices with superseded catalogs, from before the metadata device changed.
 #[derive(Clone, Debug, Default)]
 struct Stale {
     whole: Vec<usize>,
-    /// Cut off as they came or went.
+    /// Partial catalogs of an interrupted arrival or departure.
     parts: Vec<usize>,
 }
 
 /// A device of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecoveredDevice {
-    /// Its place in the list it was opened from (the settings' order).
+    /// Index in the list it was opened from (the settings' order).
     pub position: usize,
-    /// What messages call it.
+    /// Path for messages.
     pub path: String,
-    /// What it says of itself.
+    /// Superblock of the device.
     pub superblock: Superblock,
-    /// What goes on with it; `None`: it has left the store in this life, or has not come yet.
+    /// State of the device; `None` if it has left the store in this incarnation or is not yet added.
     pub phase: Option<Phase>,
 }
 
-/// A device that is of no store, though its superblock names the one of the others.
+/// A device that belongs to no store although its superblock names the store of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ForeignDevice {
-    /// Device.
+    /// Path of the device.
     pub path: String,
-    /// It left in order; otherwise it was cut off while it came or went.
+    /// Whether it left in order; if not, its arrival or departure was interrupted.
     pub drained: bool,
 }
 
@@ -80,31 +80,31 @@ impl std::fmt::Display for ForeignDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { path, drained } = self;
         match drained {
-            true => write!(f, "{path} was drained and is of no store any more")?,
+            true => write!(f, "{path} was drained and belongs to no store")?,
             false => write!(
                 f,
-                "{path} is not of the store: it was cut off while it came or went (`offloadd device add {path}` brings it in)"
+                "{path} does not belong to the store: its addition or removal was interrupted (`offloadd device add {path}` adds it)"
             )?,
         }
-        f.write_str("; take it from the list `devices`. It is left alone")
+        f.write_str("; remove it from the list `devices`. It is not changed")
     }
 }
 
 /// A job of the store.
 #[derive(Clone, Debug)]
 pub struct RecoveredJob {
-    /// From the catalog.
+    /// Entry in the catalog.
     pub entry: Entry,
-    /// Its tiles and where they lie.
+    /// Tiles and their places.
     pub table: TileTable,
-    /// Even and odd generations.
+    /// Slots of even and of odd generations.
     pub slots: [SlotContent; 2],
-    /// The highest one found in them.
+    /// Highest sequence number in the slots.
     pub sequence: u64,
 }
 
 impl RecoveredJob {
-    /// False: written in place and not ended in order, so the tiles are not to be trusted.
+    /// Whether the tiles are valid: false for a job without durability that did not end in order.
     pub fn clean(&self) -> bool {
         manifest::resumable(&self.slots)
             .iter()
@@ -112,12 +112,12 @@ impl RecoveredJob {
     }
 }
 
-/// Reads the store of all devices of `blocks` and changes nothing.
+/// Reads the store on all devices of `blocks` and changes nothing.
 pub fn read(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
     read_watched(blocks, &mut |_, _| {})
 }
 
-/// The same; `watch` is told after each job how many of how many were read.
+/// Like [`read`], and calls `watch` after each job with the jobs read and the jobs in all.
 pub fn read_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
@@ -134,7 +134,7 @@ pub fn read_watched(
     for positions in [&mut stale.whole, &mut stale.parts] {
         positions.retain(|position| devices.iter().any(|device| device.position == *position));
     }
-    // They are zeroed, not mended.
+    // These are zeroed, not repaired.
     reader.repairs.retain(|repair| {
         !stale.whole.contains(&repair.position) || !CATALOG_OFFSETS.contains(&repair.offset)
     });
@@ -168,7 +168,7 @@ pub fn read_watched(
         let table = reader.table(home_position, entry, &numbers)?;
         if !space.retake(&table.definition, &entry.area, &table.extents) {
             return Err(StoreError::Contradiction(format!(
-                "job {} of uid {} holds space that another job holds or no device has",
+                "job {} of uid {} has space that another job has or that no device has",
                 entry.name, entry.uid
             )));
         }
@@ -200,31 +200,30 @@ pub fn read_watched(
     })
 }
 
-/// Reads the store, flushes every device, and mends unsound copies, flushed too. Only under the store's lock.
+/// Reads the store, flushes every device, and repairs unsound copies, flushed too. Call it only under the store's lock.
 ///
-/// The flush is no formality: after a daemon was killed between a record's write and its flush, the record may have been
-/// read out of a drive's cache. Work that goes on from it writes over the generation before it, so it must not vanish in
-/// the next power cut.
+/// The flush is necessary: if a daemon was killed between a record's write and its flush, the record may have been read from a
+/// drive's cache. Work that resumes from it overwrites the generation before it, so the record must survive the next power cut.
 pub fn open(blocks: &mut impl Blocks) -> Result<RecoveredStore, StoreError> {
     open_watched(blocks, &mut |_, _| {})
 }
 
-/// The same; `watch` is told after each job how many of how many were read.
+/// Like [`open`], and calls `watch` after each job with the jobs read and the jobs in all.
 pub fn open_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<RecoveredStore, StoreError> {
     let mut store = read_watched(blocks, watch)?;
-    mend(blocks, &mut store)?;
+    repair(blocks, &mut store)?;
     Ok(store)
 }
 
-/// What [`open`] does after [`read_watched`]: whoever cannot have it done may read, and must write nothing.
+/// Does the writing part of [`open`] after [`read_watched`]. Without it a store may be read and must not be written.
 ///
 /// # Errors
-/// A device takes no writes, or no flush.
-pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), BlockError> {
-    // The sound copy may have been read out of a drive's cache: it is durable before the other one is written over.
+/// A device fails a write or a flush.
+pub fn repair(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), BlockError> {
+    // The sound copy may have been read from a drive's cache, so it is made durable before the other copy is overwritten.
     for position in 0..blocks.count() {
         blocks.flush(position)?;
     }
@@ -241,7 +240,7 @@ pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), 
         metadata_device::forget_catalogs(blocks, position)?;
     }
     for position in whole {
-        // The newer one counts all the same, and a drive that takes no writes any more is on its way out.
+        // The newer catalog counts in any case, and a drive that refuses writes is failing.
         if let Err(error) = metadata_device::forget_catalogs(blocks, position) {
             store.notes.push(Note {
                 path: blocks.path(position).to_owned(),
@@ -255,9 +254,9 @@ pub fn mend(blocks: &mut impl Blocks, store: &mut RecoveredStore) -> Result<(), 
     Ok(())
 }
 
-/// The devices of one store, in its order, and those of none, by their superblocks and the catalog alone: nothing else is
-/// read and nothing changed, so that it may be done beside a daemon.
-pub fn look(
+/// Finds the devices of one store, in its order, and those of none, by superblocks and catalog alone. Nothing else is read and
+/// nothing is changed, so it may run beside a daemon.
+pub fn identify(
     blocks: &mut impl Blocks,
 ) -> Result<(Vec<RecoveredDevice>, Vec<ForeignDevice>), StoreError> {
     let mut reader = Reader {
@@ -270,7 +269,7 @@ pub fn look(
     reader.devices(superblocks, &catalog)
 }
 
-/// The device a [`DeviceIndex`] names.
+/// The device that a [`DeviceIndex`] names.
 impl std::ops::Index<DeviceIndex> for RecoveredStore {
     type Output = RecoveredDevice;
     fn index(&self, device: DeviceIndex) -> &RecoveredDevice {

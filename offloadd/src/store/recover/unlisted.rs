@@ -1,4 +1,4 @@
-//! Which devices the settings forget: those that the store's catalog lists and that were not opened.
+//! Finds devices that the settings forget: those that the store's catalog lists and that were not opened.
 
 use crate::blocks::Blocks;
 use crate::store::StoreError;
@@ -14,12 +14,12 @@ pub struct Unlisted {
 }
 
 impl Unlisted {
-    /// Where the catalog says that it is.
+    /// Path in the catalog.
     pub fn path(&self) -> &str {
         &self.entry.path
     }
 
-    /// Whether the device at `position` is this one, by what its superblock says of it.
+    /// Whether the device at `position` is this one, by its superblock.
     pub fn is_at(&self, blocks: &mut impl Blocks, position: usize) -> bool {
         let found = reader(blocks).superblock(position);
         found.is_ok_and(|superblock| {
@@ -41,11 +41,12 @@ impl std::fmt::Display for Unlisted {
     }
 }
 
-/// The devices that the catalog lists besides those of `blocks`, with the paths it has for them. None when a device of
-/// `blocks` is not where the catalog has it: who copied or moved a store would be given a device of the one he left.
+/// Returns the devices that the catalog lists besides those of `blocks`, with the catalog's paths. Returns none when a device
+/// of `blocks` is not at the catalog's path: after a store was copied or moved, these paths lead to the devices of the
+/// original.
 ///
 /// # Errors
-/// [`StoreError`], as recovery will have it.
+/// [`StoreError`], as recovery will return it.
 pub fn unlisted(blocks: &mut impl Blocks) -> Result<Vec<Unlisted>, StoreError> {
     let mut reader = reader(blocks);
     let found = reader.superblocks()?;

@@ -202,7 +202,7 @@ pub(crate) fn swap_out(tile: u32, slot: u32, generation: u64, bytes: &[u8]) -> R
     Request {
         ticket: TicketId(u64::from(tile) + 100),
         verb: Verb::SwapOut,
-        urgency: Priority::Prefetch,
+        priority: Priority::Prefetch,
         tile: TileIndex(tile),
         slot: SlotIndex(slot),
         generation: Generation(generation),
@@ -214,7 +214,7 @@ pub(crate) fn swap_in(tile: u32, slot: u32) -> Request {
     Request {
         ticket: TicketId(u64::from(tile) + 200),
         verb: Verb::SwapIn,
-        urgency: Priority::Prefetch,
+        priority: Priority::Prefetch,
         generation: Generation(0),
         checksum: 0,
         tile: TileIndex(tile),

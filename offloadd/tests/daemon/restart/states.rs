@@ -176,7 +176,10 @@ fn renew(store: &Store, kept: &mut Kept) {
     let claim = ends(kept, "-claim").unwrap();
     kept[claim].1 = rustix::event::eventfd(1, rustix::event::EventfdFlags::NONBLOCK).unwrap();
     if let Some(at) = ends(kept, "-state") {
-        let devices = store.devices.iter().map(|path| Device::look(path).unwrap());
+        let devices = store
+            .devices
+            .iter()
+            .map(|path| Device::open_readonly(path).unwrap());
         let devices: Vec<_> = devices.collect();
         let found = recover::read(&mut DeviceBlocks(&devices)).unwrap();
         let mut state = state_of(kept);
@@ -207,7 +210,7 @@ fn what_is_left_of_a_hand_over_before_does_not_mix_with_the_next() {
     let mut twice = copies(&third);
     twice.extend(copies(&third));
     let log = manager.log_with(twice);
-    assert!(log.contains("two descriptors are called"), "{log}");
+    assert!(log.contains("two descriptors have the name"), "{log}");
 }
 
 #[test]
@@ -252,7 +255,7 @@ fn a_state_counts_once() {
     fill_tiles(&mut session, 4, 2, 9);
     drop(daemon);
     let log = manager.log_with(copies(&kept));
-    assert!(log.contains("taken up before"), "{log}");
+    assert!(log.contains("used before"), "{log}");
     drop(kept);
     ends_and_goes_on_from_the_first(&manager, &session);
 }
@@ -297,7 +300,7 @@ fn what_is_not_whole_ends_the_sessions_and_nothing_else() {
     }
     // Not what they are called.
     for (name, words) in [
-        ("-arena", "another size, or not sealed"),
+        ("-arena", "another size or is not sealed"),
         ("-ring", "memory file"),
     ] {
         let mut other = without(&[name]);
@@ -305,7 +308,7 @@ fn what_is_not_whole_ends_the_sessions_and_nothing_else() {
         other.push((full.clone(), tempfile::tempfile().unwrap().into()));
         let log = manager.log_with(other);
         assert!(
-            log.contains(words) || log.contains("reading its seals"),
+            log.contains(words) || log.contains("read its seals"),
             "{log}"
         );
         assert!(log.contains("not taken up"), "{log}");

@@ -87,7 +87,7 @@ fn listed(mut disks: SimDisks) -> SimDisks {
     if begun.len() < disks.count() {
         disks = disks.pick(&begun);
     }
-    match recover::look(&mut disks) {
+    match recover::identify(&mut disks) {
         // It was cut off before its superblock was whole.
         Err(StoreError::NotAdded { path, .. } | StoreError::Damaged { path, .. }) => {
             let others = (0..disks.count()).filter(|position| disks.path(*position) != path);

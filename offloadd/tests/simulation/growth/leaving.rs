@@ -43,7 +43,7 @@ fn a_drained_device_is_empty_and_the_store_opens_without_it() {
     assert!(
         store.foreign_devices[0]
             .to_string()
-            .contains("take it from the list")
+            .contains("remove it from the list")
     );
     assert!(matches!(
         recover::read(&mut disks.pick(&[1])),
