@@ -33,7 +33,7 @@ impl StoreDevices {
     /// # Errors
     /// As [`Self::open`].
     pub fn open_readonly(listed: Vec<Device>) -> Result<Self, DeviceError> {
-        Self::with_others(listed, Device::look)
+        Self::with_others(listed, Device::open_readonly)
     }
 
     fn with_others(

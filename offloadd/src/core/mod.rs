@@ -117,7 +117,7 @@ impl Core {
             limits,
             quotas: Quotas::default(),
             devices: store.devices,
-            home: store.home,
+            home: store.metadata_device,
             mover: Mover::default(),
             space: store.space,
             catalog: CatalogQueue::new(store.catalog),

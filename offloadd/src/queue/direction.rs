@@ -321,9 +321,9 @@ mod tests {
         let mut direction = Direction::new(1 << 30, 1 << 30);
         direction.push(0, Priority::Prefetch, one, 1);
         direction.push(1, Priority::Prefetch, two, 1);
-        direction.discard_unreadable(0, Priority::Prefetch, one, 1);
+        direction.abandon(0, Priority::Prefetch, one, 1);
         assert_eq!(direction.next().map(|next| next.place), Some(1));
-        direction.discard_unreadable(1, Priority::Prefetch, two, 1);
+        direction.abandon(1, Priority::Prefetch, two, 1);
         assert_eq!(direction.next(), None);
     }
 

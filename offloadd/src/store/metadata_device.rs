@@ -81,14 +81,14 @@ pub fn settle_watched(
     store: &mut RecoveredStore,
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<MetadataMove, StoreError> {
-    let home = store.home;
-    if store[home].phase != Some(Phase::Draining) {
+    let metadata_device = store.metadata_device;
+    if store[metadata_device].phase != Some(Phase::Draining) {
         return Ok(MetadataMove::NotDue);
     }
     let on_home = store.jobs.iter().any(|job| {
         let copies = job.table.definition.durability().extents_a_tile();
         let mut extents = job.table.extents.iter().flat_map(|e| &e[..copies]);
-        extents.any(|extent| extent.device == home)
+        extents.any(|extent| extent.device == metadata_device)
     });
     if on_home {
         return Ok(MetadataMove::NotDue);
@@ -116,7 +116,7 @@ pub fn settle_watched(
             areas.len()
         )));
     };
-    let [from, to] = [home, target].map(|device| store[device].position);
+    let [from, to] = [metadata_device, target].map(|device| store[device].position);
     let mut catalog = store.catalog.of_next_life();
     for (entry, offset) in catalog.entries.iter_mut().zip(offsets) {
         entry.area.offset = offset;
@@ -145,7 +145,7 @@ pub fn settle_watched(
                 watch(area_bytes + area_bytes * jobs_read / jobs, 2 * area_bytes);
             };
             read_watched(blocks, &mut on_read).and_then(|found| {
-                match found[found.home].position == to {
+                match found[found.metadata_device].position == to {
                     true => Ok(found),
                     false => Err(StoreError::Contradiction(format!(
                         "{} does not return the catalog that was written to it",
@@ -166,7 +166,7 @@ pub fn settle_watched(
     // If the old device refuses, its catalog is older all the same; the next start tries again.
     let _ = forget_catalogs(blocks, from);
     let moved = MetadataMove::Moved {
-        from: store[home].path.clone(),
+        from: store[metadata_device].path.clone(),
         to: store[target].path.clone(),
     };
     let notes = std::mem::take(&mut store.notes);

@@ -234,7 +234,7 @@ fn two_jobs() -> SimDisks {
 fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_waits() {
     let whole = two_jobs();
     let store = recover::read(&mut whole.clone()).unwrap();
-    let home = store[store.home].position;
+    let home = store[store.metadata_device].position;
     let [one, two] = ["one", "two"].map(|name| {
         let found = |job: &&recover::RecoveredJob| job.entry.name.as_str() == name;
         store.jobs.iter().find(found).unwrap().entry.area
@@ -278,7 +278,7 @@ fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_wai
 fn one_copy_of_a_record_that_became_zeros_is_mended_from_the_other() {
     let mut disks = two_jobs();
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.home].position;
+    let home = store[store.metadata_device].position;
     for copy in [0, 1] {
         let offset = store.jobs[0].entry.area.records(0)[copy];
         let zeros = AlignedBytes::zeroed(BLOCK as usize);
@@ -295,7 +295,7 @@ fn one_copy_of_a_record_that_became_zeros_is_mended_from_the_other() {
 fn a_void_of_the_other_slot_does_not_take_a_record_away() {
     let mut disks = two_jobs();
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.home].position;
+    let home = store[store.metadata_device].position;
     let entry = &store.jobs[0].entry;
     // Generation 2 is in slot 0, generation 1 in slot 1.
     for (slot, other) in [(0, 1), (1, 0)] {

@@ -256,7 +256,7 @@ fn a_start_whose_flush_fails_leaves_one_copy_of_the_catalog() {
     let mut catalog = store.catalog.clone();
     catalog.sequence += 1;
     catalog.entries.remove(1);
-    let home = store[store.home].position;
+    let home = store[store.metadata_device].position;
     (disks.write(home, CATALOG_OFFSETS[0], &catalog.encode())).unwrap();
     let mut refused_count = 0;
     for (seed, at) in (0..40).flat_map(|seed| (0..4).map(move |before_end| (seed, before_end))) {

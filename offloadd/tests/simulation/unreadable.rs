@@ -44,7 +44,7 @@ fn worn_out_while(durability: Durability, written_count: u32) -> SimDisks {
     }
     let (mut disks, _) = world.crash(false);
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.home].position;
+    let home = store[store.metadata_device].position;
     for offset in store.jobs[0].entry.area.records(0) {
         disks.wear_out(home, offset..offset + 4096);
     }
@@ -98,7 +98,7 @@ fn a_mark_that_is_withheld_may_say_that_tiles_were_written_over() {
     world.write(process, 2, 0, seed(2, 0)).unwrap();
     let (mut disks, random) = world.crash(false);
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.home].position;
+    let home = store[store.metadata_device].position;
     for offset in store.jobs[0].entry.area.marks(1) {
         disks.wear_out(home, offset..offset + 4096);
     }

@@ -26,7 +26,7 @@ use super::tile_table::{Extent, stored_bytes};
 pub struct Space {
     devices: Vec<DeviceSpace>,
     /// Metadata device, which holds the jobs' areas.
-    home: DeviceIndex,
+    metadata_device: DeviceIndex,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,10 +70,10 @@ impl DeviceSpace {
 
 impl Space {
     /// Space without devices.
-    pub fn new(home: DeviceIndex) -> Self {
+    pub fn new(metadata_device: DeviceIndex) -> Self {
         Self {
             devices: Vec::new(),
-            home,
+            metadata_device,
         }
     }
 
@@ -175,9 +175,10 @@ impl Space {
         let before = self.clone();
         self.try_reserve(definition, local_ranks).ok_or_else(|| {
             let mut area = area_at(0, definition, local_ranks).bytes();
-            let home = &before.devices[before.home.0 as usize];
-            let largest = home.free.values().copied().max().unwrap_or(0);
-            let in_pieces = (largest < area && area <= home.free_bytes).then_some((area, largest));
+            let metadata_device = &before.devices[before.metadata_device.0 as usize];
+            let largest = metadata_device.free.values().copied().max().unwrap_or(0);
+            let in_pieces =
+                (largest < area && area <= metadata_device.free_bytes).then_some((area, largest));
             let copies = definition.durability().extents_a_tile() as u64;
             for tile in definition.tiles() {
                 area += copies * u64::from(tile.tile_bytes);
@@ -242,7 +243,7 @@ impl Space {
     fn try_reserve(&mut self, definition: &JobDefinition, local_ranks: u32) -> Option<Reservation> {
         let mut area = area_at(0, definition, local_ranks);
         // Also while it is drained: areas leave a device last, all together.
-        area.offset = self.first_free(self.home.0 as usize, area.bytes())?;
+        area.offset = self.first_free(self.metadata_device.0 as usize, area.bytes())?;
         let copies = definition.durability().extents_a_tile();
         let mut bytes = area.bytes();
         let tiles = definition.tiles().iter().map(|tile| tile.tile_bytes);
@@ -325,7 +326,7 @@ impl Space {
 
     fn area_extent(&self, area: &Area) -> Extent {
         Extent {
-            device: self.home,
+            device: self.metadata_device,
             offset: area.offset,
         }
     }

@@ -138,21 +138,24 @@ impl<B: Blocks> Reader<'_, B> {
 }
 
 /// Checks, before it is read, that the area lies in the data of its device and can hold what its own numbers claim.
-pub(super) fn check_area(entry: &Entry, home: &RecoveredDevice) -> Result<(), StoreError> {
+pub(super) fn check_area(
+    entry: &Entry,
+    metadata_device: &RecoveredDevice,
+) -> Result<(), StoreError> {
     let area = &entry.area;
     let fits = area.offset >= DATA_OFFSET
         && area.definition_bytes > 0
         && area.definition_bytes <= tile_table::BYTES_MAX
         && area.record_bytes_max > 0
         && area.record_bytes_max <= manifest::BYTES_MAX
-        && area.offset + area.bytes() <= DATA_OFFSET + home.superblock.data_bytes;
+        && area.offset + area.bytes() <= DATA_OFFSET + metadata_device.superblock.data_bytes;
     if fits {
         return Ok(());
     }
     Err(StoreError::Contradiction(format!(
         "the area of {} does not lie in {}",
         of_job(entry),
-        home.path
+        metadata_device.path
     )))
 }
 

@@ -31,7 +31,7 @@ pub struct RecoveredStore {
     /// Devices; a [`DeviceIndex`] is an index of this list.
     pub devices: Vec<RecoveredDevice>,
     /// Device that holds the catalog and the jobs' areas.
-    pub home: DeviceIndex,
+    pub metadata_device: DeviceIndex,
     /// Devices that the settings list and that belong to no store.
     pub foreign_devices: Vec<ForeignDevice>,
     /// The newest catalog.
@@ -128,7 +128,7 @@ pub fn read_watched(
         repairs: Vec::new(),
     };
     let superblocks = reader.superblocks()?;
-    let (home_position, mut catalog, mut stale) = reader.newest_catalog(&superblocks)?;
+    let (metadata_position, mut catalog, mut stale) = reader.newest_catalog(&superblocks)?;
     let id = catalog.store;
     let (devices, foreign_devices) = reader.devices(superblocks, &catalog)?;
     for positions in [&mut stale.whole, &mut stale.parts] {
@@ -138,15 +138,15 @@ pub fn read_watched(
     reader.repairs.retain(|repair| {
         !stale.whole.contains(&repair.position) || !CATALOG_OFFSETS.contains(&repair.offset)
     });
-    let home = devices.iter().position(|d| d.position == home_position);
-    let Some(home) = home.map(|index| DeviceIndex(index as u32)) else {
+    let metadata_device = devices.iter().position(|d| d.position == metadata_position);
+    let Some(metadata_device) = metadata_device.map(|index| DeviceIndex(index as u32)) else {
         return Err(StoreError::Contradiction(format!(
             "{} holds the newest catalog, which does not list it",
-            reader.blocks.path(home_position)
+            reader.blocks.path(metadata_position)
         )));
     };
     let numbers: Vec<u32> = devices.iter().map(|d| d.superblock.number).collect();
-    let mut space = Space::new(home);
+    let mut space = Space::new(metadata_device);
     for (index, device) in devices.iter().enumerate() {
         let Superblock {
             data_bytes,
@@ -164,8 +164,8 @@ pub fn read_watched(
         entry.path.clone_from(&device.path);
     }
     for entry in &catalog.entries {
-        jobs::check_area(entry, &devices[home.0 as usize])?;
-        let table = reader.table(home_position, entry, &numbers)?;
+        jobs::check_area(entry, &devices[metadata_device.0 as usize])?;
+        let table = reader.table(metadata_position, entry, &numbers)?;
         if !space.retake(&table.definition, &entry.area, &table.extents) {
             return Err(StoreError::Contradiction(format!(
                 "job {} of uid {} has space that another job has or that no device has",
@@ -174,8 +174,8 @@ pub fn read_watched(
         }
         let mut sequence = manifest::FIRST_SEQUENCE;
         let slots = [
-            reader.slot(home_position, entry, &table, 0, &mut sequence)?,
-            reader.slot(home_position, entry, &table, 1, &mut sequence)?,
+            reader.slot(metadata_position, entry, &table, 0, &mut sequence)?,
+            reader.slot(metadata_position, entry, &table, 1, &mut sequence)?,
         ];
         jobs.push(RecoveredJob {
             entry: entry.clone(),
@@ -189,7 +189,7 @@ pub fn read_watched(
     Ok(RecoveredStore {
         id,
         devices,
-        home,
+        metadata_device,
         foreign_devices,
         catalog,
         jobs,
