@@ -1,19 +1,12 @@
 //! Converts between this crate's types and the messages. Everything a daemon sends is checked here, once.
 
+use offload_api::fault::Fault;
 use offload_api::ids::{Generation, Rank};
 use offload_api::proto;
+use offload_api::tile::{Durability, Tile};
 
-use crate::types::{
-    DeviceInfo, Durability, GenerationRecord, JobDefinition, JobRecord, RankBlob, Tile, TileKind,
-};
-use crate::{ClientError, SlotClass};
-
-pub(crate) fn class(class: &SlotClass) -> proto::SlotClass {
-    proto::SlotClass {
-        slot_bytes: class.slot_bytes,
-        slot_count: class.slot_count,
-    }
-}
+use crate::ClientError;
+use crate::types::{DeviceInfo, GenerationRecord, JobDefinition, JobRecord, RankBlob};
 
 pub(crate) fn device(device: proto::Device) -> DeviceInfo {
     DeviceInfo {
@@ -28,39 +21,19 @@ pub(crate) fn device(device: proto::Device) -> DeviceInfo {
 }
 
 pub(crate) fn definition(token: Vec<u8>, definition: &JobDefinition) -> proto::DefineTilesRequest {
-    let tiles = definition.tiles.iter().map(|tile| {
-        let kind = match tile.kind {
-            TileKind::Param => proto::TileKind::Param,
-            TileKind::State => proto::TileKind::State,
-            TileKind::Grad => proto::TileKind::Grad,
-        };
-        proto::Tile {
-            unit: tile.unit,
-            kind: kind.into(),
-            elem_offset: tile.elem_offset,
-            tile_bytes: tile.tile_bytes,
-        }
-    });
-    let durability = match definition.durability {
-        Durability::Committed => proto::Durability::Committed,
-        Durability::None => proto::Durability::None,
-    };
     proto::DefineTilesRequest {
         token,
         layout: definition.layout.clone(),
-        tiles: tiles.collect(),
-        durability: durability.into(),
+        tiles: definition.tiles.iter().map(proto::Tile::from).collect(),
+        durability: definition.durability as i32,
         nodes: definition.nodes,
     }
 }
 
 pub(crate) fn job(record: proto::JobRecord) -> Result<JobRecord, ClientError> {
-    let durability = match record.durability() {
-        proto::Durability::Committed => Durability::Committed,
-        proto::Durability::None => Durability::None,
-        proto::Durability::Unspecified => return Err(odd("durability", record.durability)),
-    };
-    let tiles: Result<_, _> = record.tiles.iter().map(tile).collect();
+    let odd = |fault: Fault| ClientError::protocol(fault.message);
+    let durability = Durability::check(record.durability).map_err(odd)?;
+    let tiles: Result<_, _> = record.tiles.iter().map(Tile::try_from).collect();
     let generations = record.generations.into_iter().map(|g| GenerationRecord {
         generation: Generation(g.generation),
         confirmed: g.confirmed,
@@ -75,29 +48,10 @@ pub(crate) fn job(record: proto::JobRecord) -> Result<JobRecord, ClientError> {
     });
     Ok(JobRecord {
         layout: record.layout,
-        tiles: tiles?,
+        tiles: tiles.map_err(odd)?,
         durability,
         nodes: record.nodes,
         generations: generations.collect(),
         clean: record.clean,
     })
-}
-
-fn tile(tile: &proto::Tile) -> Result<Tile, ClientError> {
-    let kind = match tile.kind() {
-        proto::TileKind::Param => TileKind::Param,
-        proto::TileKind::State => TileKind::State,
-        proto::TileKind::Grad => TileKind::Grad,
-        proto::TileKind::Unspecified => return Err(odd("tile kind", tile.kind)),
-    };
-    Ok(Tile {
-        unit: tile.unit,
-        kind,
-        elem_offset: tile.elem_offset,
-        tile_bytes: tile.tile_bytes,
-    })
-}
-
-fn odd(what: &str, number: i32) -> ClientError {
-    ClientError::protocol(format!("{what} {number} is unknown to this program"))
 }

@@ -78,8 +78,7 @@ pub use session::{Committed, RESTART_WAIT, Session};
 pub use signal::Waker;
 pub use slot::Slot;
 pub use types::{
-    DeviceInfo, Durability, GenerationRecord, JobDefinition, JobRecord, RankBlob, SessionInfo,
-    SessionSettings, Tile, TileKind,
+    DeviceInfo, GenerationRecord, JobDefinition, JobRecord, RankBlob, SessionInfo, SessionSettings,
 };
 
 pub use offload_api::checksum::checksum;
@@ -87,6 +86,7 @@ pub use offload_api::fault::{Fault, FaultKind};
 pub use offload_api::geometry::SlotClass;
 pub use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SlotIndex, TileIndex};
 pub use offload_api::ring::entry::Verb;
+pub use offload_api::tile::{Durability, Tile, TileKind};
 pub use offload_api::{
     BLOB_BYTES_MAX, BLOCK_BYTES, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX, IODEPTH_MIN,
     LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX,

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Epoch, Generation, Rank, SlotClass};
+use crate::{Durability, Epoch, Generation, Rank, SlotClass, Tile};
 
 /// What a process asks of a daemon.
 #[derive(Clone, Debug)]
@@ -68,39 +68,6 @@ pub struct DeviceInfo {
     pub write_bytes_per_s: u64,
     /// Whether the device has left the store; earlier completions may still name it.
     pub left: bool,
-}
-
-/// Content of a tile.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum TileKind {
-    /// 16-bit parameters; fp32 in fp32 runs.
-    Param,
-    /// fp32 residual, momentum and variance together.
-    State,
-    /// Gradients.
-    Grad,
-}
-
-/// What a crash may destroy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Durability {
-    /// Two extents a tile, written in turns: the last committed generation survives.
-    Committed,
-    /// One extent a tile, overwritten in place: a crash destroys the job's state.
-    None,
-}
-
-/// One tile of a job. Its index in the job's list is its [`crate::TileIndex`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Tile {
-    /// Unit that the tile is part of.
-    pub unit: u32,
-    /// Content of the tile.
-    pub kind: TileKind,
-    /// First element, within the unit.
-    pub elem_offset: u64,
-    /// Length in bytes, a multiple of [`SessionInfo::block_bytes`], padding included.
-    pub tile_bytes: u32,
 }
 
 /// Definition of a new job.

@@ -75,7 +75,11 @@ impl Session {
             job: settings.job,
             rank: settings.rank.0,
             local_ranks: settings.local_ranks,
-            classes: settings.classes.iter().map(convert::class).collect(),
+            classes: settings
+                .classes
+                .iter()
+                .map(proto::SlotClass::from)
+                .collect(),
             iodepth: settings.iodepth,
         };
         let reply = daemon

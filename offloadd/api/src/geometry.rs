@@ -8,8 +8,8 @@
 //! io_uring registers at most 1 GiB a buffer, so slots lie in *pieces* of at most [`PIECE_BYTES_MAX`] that no slot crosses.
 //! Pieces start at multiples of 2 MiB, where huge pages can.
 
-use crate::BLOCK_BYTES;
 use crate::ids::SlotIndex;
+use crate::{BLOCK_BYTES, proto};
 
 /// Largest size of a registered buffer (io_uring's limit).
 pub const PIECE_BYTES_MAX: u64 = 1 << 30;
@@ -27,6 +27,24 @@ pub struct SlotClass {
     pub slot_bytes: u64,
     /// Number of slots.
     pub slot_count: u32,
+}
+
+impl From<&SlotClass> for proto::SlotClass {
+    fn from(class: &SlotClass) -> Self {
+        Self {
+            slot_bytes: class.slot_bytes,
+            slot_count: class.slot_count,
+        }
+    }
+}
+
+impl From<&proto::SlotClass> for SlotClass {
+    fn from(class: &proto::SlotClass) -> Self {
+        Self {
+            slot_bytes: class.slot_bytes,
+            slot_count: class.slot_count,
+        }
+    }
 }
 
 /// A run of slots that is registered as one buffer.

@@ -22,6 +22,7 @@ pub mod geometry;
 pub mod handoff;
 pub mod ids;
 pub mod ring;
+pub mod tile;
 
 /// Generated from `proto/offload.proto`.
 #[allow(missing_docs, unreachable_pub, clippy::all)]

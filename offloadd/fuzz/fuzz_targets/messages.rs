@@ -7,7 +7,7 @@ use libfuzzer_sys::fuzz_target;
 use offloadd::api::geometry::{Geometry, SlotClass};
 use offloadd::api::ids::SlotIndex;
 use offloadd::api::proto;
-use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
+use offloadd::store::definition::{Durability, JobDefinition, JobName, Tile};
 use prost::Message;
 
 /// What was read is written as it was read.
@@ -39,26 +39,14 @@ fn open_session(message: proto::OpenSessionRequest) {
     assert_eq!(geometry.place(SlotIndex(geometry.slot_count())), None);
 }
 
-/// As the daemon takes words of a message.
-fn number(word: i32) -> Option<u32> {
-    word.try_into().ok()
-}
-
 fn define_tiles(message: proto::DefineTilesRequest) {
-    let Some(durability) = number(message.durability).and_then(Durability::from_number) else {
+    let Ok(durability) = Durability::check(message.durability) else {
         return;
     };
-    let tiles = message.tiles.iter().filter_map(|tile| {
-        Some(TileSpec {
-            unit: tile.unit,
-            kind: number(tile.kind).and_then(TileKind::from_number)?,
-            elem_offset: tile.elem_offset,
-            tile_bytes: tile.tile_bytes,
-        })
-    });
+    let tiles = message.tiles.iter().filter_map(|tile| Tile::try_from(tile).ok());
     let definition = JobDefinition::new(message.layout, tiles.collect(), durability, message.nodes);
     if let Ok(definition) = definition {
-        let whole = |tile: &TileSpec| tile.tile_bytes > 0 && tile.tile_bytes.is_multiple_of(4096);
+        let whole = |tile: &Tile| tile.tile_bytes > 0 && tile.tile_bytes.is_multiple_of(4096);
         assert!(definition.tiles().iter().all(whole));
         assert!((1..).contains(&definition.nodes()));
     }

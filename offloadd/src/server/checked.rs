@@ -7,7 +7,7 @@ use offload_api::proto;
 use offload_api::{IODEPTH_MAX, PROTOCOL_VERSION};
 
 use crate::core::{Call, OpenSession};
-use crate::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
+use crate::store::definition::{Durability, JobDefinition, JobName, Tile};
 
 /// Slot classes of one session: a few sizes of tiles.
 const CLASSES_MAX: usize = 64;
@@ -62,10 +62,7 @@ pub(super) fn open(message: proto::OpenSessionRequest) -> Result<Call, Fault> {
             classes.len()
         )));
     }
-    let classes = classes.into_iter().map(|class| SlotClass {
-        slot_bytes: class.slot_bytes,
-        slot_count: class.slot_count,
-    });
+    let classes = classes.iter().map(SlotClass::from);
     let mut random = [0; 16];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
         .ok()
@@ -85,23 +82,9 @@ pub(super) fn open(message: proto::OpenSessionRequest) -> Result<Call, Fault> {
 }
 
 pub(super) fn define(message: proto::DefineTilesRequest) -> Result<Call, Fault> {
-    let tiles = message.tiles.iter().enumerate().map(|(index, tile)| {
-        let kind = u32::try_from(tile.kind)
-            .ok()
-            .and_then(TileKind::from_number)
-            .ok_or_else(|| invalid(format!("tile {index} has the unknown kind {}", tile.kind)))?;
-        Ok(TileSpec {
-            unit: tile.unit,
-            kind,
-            elem_offset: tile.elem_offset,
-            tile_bytes: tile.tile_bytes,
-        })
-    });
+    let tiles = message.tiles.iter().map(Tile::try_from);
     let tiles = tiles.collect::<Result<Vec<_>, Fault>>()?;
-    let durability = u32::try_from(message.durability)
-        .ok()
-        .and_then(Durability::from_number)
-        .ok_or_else(|| invalid(format!("the unknown durability {}", message.durability)))?;
+    let durability = Durability::check(message.durability)?;
     Ok(Call::Define {
         token: token(&message.token)?,
         definition: JobDefinition::new(message.layout, tiles, durability, message.nodes)?,

@@ -92,12 +92,7 @@ impl From<&DamagedTile> for proto::DamagedTile {
             uid: tile.uid,
             job: tile.job.as_str().into(),
             index: tile.tile.0,
-            tile: Some(proto::Tile {
-                unit: tile.spec.unit,
-                kind: tile.spec.kind as i32,
-                elem_offset: tile.spec.elem_offset,
-                tile_bytes: tile.spec.tile_bytes,
-            }),
+            tile: Some(proto::Tile::from(&tile.spec)),
             generation: tile.generation.0,
             written_by: tile.written_by.0,
             expected,

@@ -39,12 +39,7 @@ pub(super) fn parts(record: JobRecord) -> impl Iterator<Item = proto::JobRecord>
         .step_by(TILES)
         .map(move |from| {
             let tiles = definition.tiles()[from..].iter().take(TILES);
-            let tiles = tiles.map(|tile| proto::Tile {
-                unit: tile.unit,
-                kind: tile.kind as i32,
-                elem_offset: tile.elem_offset,
-                tile_bytes: tile.tile_bytes,
-            });
+            let tiles = tiles.map(proto::Tile::from);
             proto::JobRecord {
                 tiles: tiles.collect(),
                 ..base.clone()
@@ -86,11 +81,11 @@ mod tests {
 
     use super::*;
     use crate::core::GenerationRecord;
-    use crate::store::definition::{Durability, JobDefinition, TileKind, TileSpec};
+    use crate::store::definition::{Durability, JobDefinition, Tile, TileKind};
 
     #[test]
     fn small_parts_put_together_are_the_record() {
-        let tile = |unit| TileSpec {
+        let tile = |unit| Tile {
             unit,
             kind: TileKind::State,
             elem_offset: 7,

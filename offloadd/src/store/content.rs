@@ -78,7 +78,7 @@ impl JobContent {
             .iter()
             .filter(|one| !one.overwriting)
             .collect();
-        let bytes = |(index, spec): (usize, &super::definition::TileSpec)| {
+        let bytes = |(index, spec): (usize, &super::definition::Tile)| {
             let mut versions: Vec<_> = sound.iter().filter_map(|one| one.versions[index]).collect();
             versions.dedup();
             versions.len() as u64 * u64::from(spec.tile_bytes)

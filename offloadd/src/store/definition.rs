@@ -1,6 +1,7 @@
 //! Definition of a job's tiles, checked.
 
 use offload_api::fault::{Fault, FaultKind};
+pub use offload_api::tile::{Durability, Tile, TileKind};
 use offload_api::{BLOCK_BYTES, LAYOUT_BYTES_MAX, TILE_BYTES_MAX, TILES_MAX};
 
 /// Longest name of a job.
@@ -47,67 +48,6 @@ impl std::fmt::Display for JobName {
     }
 }
 
-/// Content of a tile. The numbers are stored and part of the protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
-pub enum TileKind {
-    /// Parameters.
-    Param = 1,
-    /// Residual, momentum and variance together.
-    State = 2,
-    /// Gradients.
-    Grad = 3,
-}
-
-impl TileKind {
-    /// Returns the kind with this number.
-    pub fn from_number(number: u32) -> Option<Self> {
-        [Self::Param, Self::State, Self::Grad]
-            .into_iter()
-            .find(|kind| *kind as u32 == number)
-    }
-}
-
-/// What a crash may destroy. The numbers are stored and part of the protocol.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u32)]
-pub enum Durability {
-    /// Two extents a tile, written in turns.
-    Committed = 1,
-    /// One extent a tile, overwritten in place: a crash destroys the job's state.
-    None = 2,
-}
-
-impl Durability {
-    /// Returns the durability with this number.
-    pub fn from_number(number: u32) -> Option<Self> {
-        [Self::Committed, Self::None]
-            .into_iter()
-            .find(|durability| *durability as u32 == number)
-    }
-
-    /// Number of extents of each tile.
-    pub fn extents_a_tile(self) -> usize {
-        match self {
-            Self::Committed => 2,
-            Self::None => 1,
-        }
-    }
-}
-
-/// A tile as its job describes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct TileSpec {
-    /// Unit that the tile is part of.
-    pub unit: u32,
-    /// Content of the tile.
-    pub kind: TileKind,
-    /// First element, within the unit.
-    pub elem_offset: u64,
-    /// A multiple of [`BLOCK_BYTES`], at most [`TILE_BYTES_MAX`].
-    pub tile_bytes: u32,
-}
-
 /// Checks the sizes of tiles.
 ///
 /// # Errors
@@ -130,7 +70,7 @@ pub(crate) fn check_tile_bytes(tiles: impl Iterator<Item = u32>) -> Result<(), F
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobDefinition {
     layout: Vec<u8>,
-    tiles: Vec<TileSpec>,
+    tiles: Vec<Tile>,
     durability: Durability,
     nodes: u32,
 }
@@ -142,7 +82,7 @@ impl JobDefinition {
     /// [`FaultKind::Invalid`] for sizes and counts outside the limits of `offload_api`.
     pub fn new(
         layout: Vec<u8>,
-        tiles: Vec<TileSpec>,
+        tiles: Vec<Tile>,
         durability: Durability,
         nodes: u32,
     ) -> Result<Self, Fault> {
@@ -177,7 +117,7 @@ impl JobDefinition {
     }
 
     /// Tiles of the job. The place in this list is the tile's index.
-    pub fn tiles(&self) -> &[TileSpec] {
+    pub fn tiles(&self) -> &[Tile] {
         &self.tiles
     }
 

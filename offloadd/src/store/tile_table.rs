@@ -10,7 +10,7 @@ use offload_api::{LAYOUT_BYTES_MAX, TILES_MAX};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::BLOCK;
-use super::definition::{Durability, JobDefinition, TileKind, TileSpec};
+use super::definition::{Durability, JobDefinition, Tile, TileKind};
 use super::sealed::{self, Head, Unreadable};
 use crate::io::AlignedBytes;
 
@@ -129,7 +129,7 @@ impl TileTable {
             let kind = TileKind::from_number(raw.kind)
                 .filter(|_| raw.reserved == 0)
                 .ok_or_else(|| damaged("a tile is invalid".into()))?;
-            tiles.push(TileSpec {
+            tiles.push(Tile {
                 unit: raw.unit,
                 kind,
                 elem_offset: raw.elem_offset,

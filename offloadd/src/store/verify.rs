@@ -10,7 +10,7 @@ use offload_api::ids::{Generation, TileIndex};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::StoreError;
-use super::definition::{JobName, TileSpec};
+use super::definition::{JobName, Tile};
 use super::dual_copy::Note;
 use super::manifest::{self, Mark, Marked, SlotContent};
 use super::recover::{self, RecoveredJob, RecoveredStore};
@@ -84,7 +84,7 @@ pub struct DamagedTile {
     /// Index in the job's table.
     pub tile: TileIndex,
     /// The tile in the job's definition.
-    pub spec: TileSpec,
+    pub spec: Tile,
     /// Generation whose record was checked.
     pub generation: Generation,
     /// Generation that wrote the tile.

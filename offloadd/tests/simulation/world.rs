@@ -18,7 +18,7 @@ use offloadd::handover::message::State;
 use offloadd::io::{IoId, IoOp, SessionId};
 use offloadd::quota::Limits;
 use offloadd::store::StoreError;
-use offloadd::store::definition::{Durability, JobDefinition, JobName, TileKind, TileSpec};
+use offloadd::store::definition::{Durability, JobDefinition, JobName, Tile, TileKind};
 use offloadd::store::format::{MeasuredRates, data_bytes, format};
 use offloadd::store::metadata_device::{self, MetadataMove};
 use offloadd::store::recover;
@@ -51,7 +51,7 @@ pub(crate) fn formatted() -> SimDisks {
 
 /// Tiles of 4 and 8 KiB in turn.
 pub(crate) fn definition(tiles: u32, durability: Durability, nodes: u32) -> JobDefinition {
-    let tile = |index: u32| TileSpec {
+    let tile = |index: u32| Tile {
         unit: index / 3,
         kind: [TileKind::Param, TileKind::State, TileKind::Grad][index as usize % 3],
         elem_offset: u64::from(index) * 1000,

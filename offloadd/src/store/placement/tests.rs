@@ -1,7 +1,7 @@
 //! What could go wrong: space is given twice or lost, and devices get other shares than their rates ask for.
 
 use super::*;
-use crate::store::definition::{Durability, TileKind, TileSpec};
+use crate::store::definition::{Durability, Tile, TileKind};
 
 fn space<const N: usize>(devices: [(u64, u64); N]) -> Space {
     let mut space = Space::new(DeviceIndex(0));
@@ -12,7 +12,7 @@ fn space<const N: usize>(devices: [(u64, u64); N]) -> Space {
 }
 
 fn definition(tiles: u32, tile_bytes: u32) -> JobDefinition {
-    let tile = |unit| TileSpec {
+    let tile = |unit| Tile {
         unit,
         kind: TileKind::State,
         elem_offset: 0,
