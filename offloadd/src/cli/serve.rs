@@ -153,7 +153,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         .map(|(device, file)| DeviceLimits::of(file, &device.superblock.rates()))
         .collect();
     for (device, limits) in store.devices.iter().zip(&device_limits) {
-        let [reads, writes] = limits.window_bytes.map(|bytes| ApproxBytes(bytes));
+        let [reads, writes] = limits.window_bytes.map(ApproxBytes);
         tracing::info!(
             "device {}: tiles move in pieces of {}, at most {reads} of reads and {writes} of writes at a time",
             device.path,
