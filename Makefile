@@ -8,6 +8,7 @@
 # make deny         licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        offloadd, trainer and bench-io in target/release
 # make deb          a Debian package of offloadd in target/
+# make python       the Python package in place; make wheel: a wheel of it in target/wheels
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
 # LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
@@ -15,6 +16,8 @@
 
 JOBS ?= 2
 CARGO := cargo
+# Has maturin; `make test-tools` makes it.
+PYTHON ?= .python/bin/python
 
 # Nothing is built twice there.
 ifdef CI
@@ -24,13 +27,21 @@ endif
 # Of both simulations: enough to see a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test docs nightly test-tools test-counts deny build deb bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel bench libtorch clean
 
 demo: build
 	configs/demo.sh
 
 build: libtorch
 	$(CARGO) build -j$(JOBS) --release --workspace --bins
+
+python:
+	$(CARGO) build -j$(JOBS) --release -p offloadd-python -p offloadd
+	cp target/release/lib_offloadd.so trainer/python/python/offloadd/_offloadd.abi3.so
+	cp target/release/offloadd trainer/python/python/offloadd/offloadd
+
+wheel: python
+	$(PYTHON) -m maturin build --release --manifest-path trainer/python/Cargo.toml --out target/wheels
 
 deb:
 	$(CARGO) build -j$(JOBS) --release -p offloadd
@@ -52,6 +63,7 @@ test: libtorch
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
 	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS)
+	CARGO=$(CARGO) trainer/python/test.sh
 
 # Tests compare the pages with the programs; here they write them.
 docs: libtorch

@@ -19,6 +19,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("offload-client", &["offload-api", "test-hooks"]),
     ("swapper", &["offload-client", "test-hooks"]),
+    ("offloadd-python", &["kernels", "swapper"]),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (
@@ -51,6 +52,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "client/src/mapping.rs",
     "kernels/src/",
     "kernels/torch/src/",
+    "trainer/python/src/memory.rs",
 ];
 
 fn root() -> PathBuf {

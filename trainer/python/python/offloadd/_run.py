@@ -1,0 +1,415 @@
+"""A run: a model and an optimizer whose state the engine keeps, step after step."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import math
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
+
+import torch
+from torch import nn
+
+from . import _offloadd
+from ._config import Settings, settings_of
+from ._engine import Engine
+from ._errors import Error, LayoutChanged, NotSupported
+from ._held import Held
+from ._state import from_blob, random_state, set_random_state, to_blob
+from ._units import Unit, units_of
+
+# Slots that tiles of all kinds pass through need at least so much.
+_STAGING_BYTES_MIN = 64 << 20
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: Union[str, os.PathLike, Mapping[str, Any]],
+    *,
+    run_dir: Union[str, os.PathLike],
+    track: Sequence[Any] = (),
+    units: Optional[Sequence] = None,
+) -> "Run":
+    """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), both of which are changed in place.
+
+    `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory resumes
+    it after its last committed step. `track` has objects with `state_dict` and `load_state_dict`, as schedulers, which are
+    committed with each step. `units` names classes or patterns of modules whose parameters move together.
+
+    Raises `Error` for settings that cannot work, `NotSupported` for what this library does not do, `LayoutChanged` for a run
+    that was begun with other parameters. Nothing is changed then.
+    """
+    return Run(model, optimizer, settings_of(config), Path(run_dir).absolute(), list(track), units)
+
+
+class Run:
+    """What `prepare` returns. `close` ends it in order, as does the interpreter's exit."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, run_dir: Path, track: list, units: Optional[Sequence]) -> None:
+        if getattr(model, "_offloadd_run", None) is not None:
+            raise Error("this model is prepared already: close its run first")
+        _check_optimizer(optimizer)
+        self.settings, self.run_dir = settings, run_dir
+        self.model, self.optimizer = model, optimizer
+        self.track = [one for one in track if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+        found, modules = units_of(model, units or settings.units or None)
+        names = {id(param): name for name, param in model.named_parameters()}
+        _check_groups(optimizer, found, names)
+
+        self.steps_done = 0
+        self._updates: dict[int, int] = {}
+        self._position = _Position()
+        self._resumed: Optional[dict[str, Any]] = None
+        self._groups: list[dict[str, Any]] = []
+        # The random numbers after the step that was resumed from.
+        self.resumed_random: Optional[dict[str, Any]] = None
+        self._to_seal: Optional[dict[str, Any]] = None
+        self._closed = False
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        layout = [[(names[id(param)], list(param.shape)) for param in unit.params] for unit in found]
+        self._check_layout(layout, found)
+        for unit in found:
+            unit.place()
+        self._core, blob = _offloadd.Core.open(json.dumps(self._plan(found)))
+        self.engine = Engine(model, found, modules, self._core, keep=settings.device == "none")
+        self.engine.before_pass = self._seal
+        if blob is None:
+            self._note_step()
+            state, self._to_seal = self._to_seal, None
+            self._core.initialize([unit.flat.data_ptr() for unit in found], to_blob(state, run_dir))
+            self._core.begin_step()
+            (run_dir / "layout.json").write_text(json.dumps(layout))
+        else:
+            self._resume(from_blob(blob, run_dir))
+            self._core.begin_step()
+            for unit in found:
+                unit.fresh = False
+            if self.engine.keep:
+                self.engine.refresh()
+        self.engine.release_all()
+        self._patch_optimizer()
+        self._patch_model()
+        model._offloadd_run = self
+        atexit.register(self.close)
+
+    def batches(self, loader: Iterable) -> Iterator:
+        """Yields from `loader` and remembers how far it is: in a resumed run it goes on with the next batch that no committed
+        step has seen, with the random numbers it had. Call it once an epoch, or over one endless iterable."""
+        position = self._position
+        position.epoch += 1
+        resumed = self._resumed
+        if resumed is not None and position.epoch < resumed["epoch"]:
+            return
+        skip = 0
+        if resumed is not None:
+            skip, self._resumed = resumed["batches"], None
+            if resumed["epoch_random"] is not None:
+                set_random_state(resumed["epoch_random"])
+        position.random = random_state()
+        iterator = iter(loader)
+        for position.batches in range(1, skip + 1):
+            next(iterator, None)
+        if skip:
+            set_random_state(resumed["random"])
+        position.batches = skip
+        for batch in iterator:
+            position.batches += 1
+            yield batch
+        position.batches, position.random = 0, None
+
+    def drain(self) -> None:
+        """Applies pending updates and commits the last step."""
+        self._seal()
+        self._core.drain()
+        self.engine.order.forget_rest()
+
+    def close(self) -> None:
+        """Commits the last step and ends the run in order; the model's parameters are gone with it. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        if self._to_seal is not None:
+            self._seal()
+        self._core.drain()
+        self._core.close()
+        self.model._offloadd_run = None
+        del self.model.zero_grad, self.model.state_dict
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def describe(self) -> str:
+        """Where the state lives, for people."""
+        gib = lambda count: f"{count / (1 << 30):.2f} GiB"
+        elems = sum(unit.elems for unit in self.engine.units)
+        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on NVMe ({self._core.engine})"}
+        return (
+            f"{elems:,} parameters in {len(self.engine.units)} units, state {where[self.settings.device]}: "
+            f"{gib(self._core.host_bytes)} of host memory, {gib(self._core.device_bytes)} of tiles; step {self.steps_done}"
+        )
+
+    # The optimizer
+
+    def _patch_optimizer(self) -> None:
+        run, optimizer = self, self.optimizer
+        counted = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+
+        def step(self, closure=None):
+            """One update, by the engine."""
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._opt_called = True
+            run._step()
+            return loss
+
+        if counted:
+            step._wrapped_by_lr_sched = True
+
+        def zero_grad(self, set_to_none=True):
+            """Drops the gradients that have come."""
+            run.engine.forget_gradients()
+
+        def state_dict(self):
+            """Settings of the parameter groups; the moments are in the run's tiles."""
+            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+            return {"state": {}, "param_groups": [{**group, "params": []} for group in groups]}
+
+        def load_state_dict(self, state):
+            for group, loaded in zip(self.param_groups, state["param_groups"]):
+                group.update({key: value for key, value in loaded.items() if key != "params"})
+
+        for method in (step, zero_grad, state_dict, load_state_dict):
+            setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
+
+    def _patch_model(self) -> None:
+        plain = self.model.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            """Drops the gradients that have come."""
+            self.engine.forget_gradients()
+            plain(set_to_none)
+
+        self.model.zero_grad = zero_grad
+        names: dict[int, list[str]] = {}
+        for name, param in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(param), []).append(name)
+        tied = [of_one for of_one in names.values() if len(of_one) > 1]
+        whole = self.model.state_dict
+
+        def state_dict(*args: Any, **kwargs: Any) -> Any:
+            """The model's state; names of one parameter have one tensor, as in a model that is not prepared."""
+            state = whole(*args, **kwargs)
+            prefix = kwargs.get("prefix", "")
+            for first, *others in tied:
+                for name in others:
+                    if prefix + name in state:
+                        state[prefix + name] = state[prefix + first]
+            return state
+
+        self.model.state_dict = state_dict
+
+    def _step(self) -> None:
+        engine = self.engine
+        if engine.broken:
+            raise Error("the last backward did not end, so the gradients are not whole: call zero_grad() and go on with the next batch")
+        if not engine.square_sums:
+            raise Error("optimizer.step() without gradients: call backward first")
+        scales = self._scales()
+        if not all(math.isfinite(one) for one in engine.square_sums.values()):
+            # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
+            sys.stderr.write(f"offloadd: step {self.steps_done + 1}: a gradient is not finite\n")
+        groups, group_of = [], {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            beta1, beta2 = group["betas"]
+            groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
+            for param in group["params"]:
+                group_of[id(param)] = index
+        of_params = []
+        for unit in engine.units:
+            for param in unit.params:
+                key = id(param)
+                if key in engine.square_sums and key in group_of:
+                    index = self._index_of[key]
+                    self._updates[index] = self._updates.get(index, 0) + 1
+                    of_params.append((group_of[key], self._updates[index], scales[key]))
+                else:
+                    of_params.append((0, 0, 1.0))
+        self._core.finish(groups, of_params)
+        engine.updated()
+        self.steps_done += 1
+        self._note_step()
+
+    def _scales(self) -> dict[int, float]:
+        """The factor of each parameter's gradient: what clipping and scaling made of its handle."""
+        engine = self.engine
+        scales = {}
+        for unit in engine.units:
+            for param in unit.params:
+                if id(param) in engine.square_sums:
+                    grad = param.grad
+                    scales[id(param)] = float(grad.scale) if isinstance(grad, Held) else 1.0
+        if self.settings.gradient_clipping > 0:
+            norm = math.sqrt(sum(engine.square_sums[key] * scale * scale for key, scale in scales.items()))
+            if norm > self.settings.gradient_clipping:
+                factor = self.settings.gradient_clipping / (norm + 1e-6)
+                scales = {key: scale * factor for key, scale in scales.items()}
+        return scales
+
+    # Commits
+
+    def _note_step(self) -> None:
+        """What belongs to the step that just ended; schedulers may still move on."""
+        position = self._position
+        self._to_seal = {
+            "steps_done": self.steps_done,
+            "updates": dict(self._updates),
+            "random": random_state(),
+            "epoch": position.epoch,
+            "batches": position.batches,
+            "epoch_random": position.random,
+        }
+
+    def _seal(self) -> None:
+        """Completes the last step: called when the next forward begins, by when schedulers have moved on."""
+        if self._to_seal is None:
+            return
+        state, self._to_seal = self._to_seal, None
+        self._core.seal(to_blob(self._complete(state), self.run_dir))
+        self.engine.order.forget_rest()
+
+    def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
+        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        return {**state, "groups": groups, "buffers": buffers, "track": [one.state_dict() for one in self.track]}
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        self.steps_done = state["steps_done"]
+        self._updates = dict(state["updates"])
+        self.resumed_random = state["random"]
+        self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
+        if "groups" in state:
+            self._groups = state["groups"]
+            self.restore_groups()
+            buffers = dict(self.model.named_buffers())
+            for name, kept in state["buffers"].items():
+                if name in buffers:
+                    buffers[name].copy_(kept)
+            for one, kept in zip(self.track, state["track"]):
+                one.load_state_dict(kept)
+
+    def restore_groups(self) -> None:
+        """Gives the parameter groups what they had at the step that was resumed from: a scheduler made since may have changed it."""
+        for group, kept in zip(self.optimizer.param_groups, self._groups):
+            group.update(kept)
+
+    # Plan
+
+    @property
+    def _index_of(self) -> dict[int, int]:
+        if not hasattr(self, "_indices"):
+            params = (param for unit in self.engine.units for param in unit.params)
+            self._indices = {id(param): index for index, param in enumerate(params)}
+        return self._indices
+
+    def _plan(self, units: list[Unit]) -> dict[str, Any]:
+        settings = self.settings
+        elems = sum(unit.elems for unit in units)
+        return {
+            "units": [
+                {
+                    "name": unit.name,
+                    "elems": unit.elems,
+                    "params": [{"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)],
+                }
+                for unit in units
+            ],
+            "dtype": str(units[0].params[0].dtype).removeprefix("torch."),
+            "nvme": [str(path) for path in settings.nvme],
+            "socket": str(settings.socket) if settings.socket else None,
+            "program": _program(settings),
+            "run_dir": str(self.run_dir),
+            "job": _job(self.run_dir),
+            "deferred": settings.optimizer_step == "deferred",
+            "resident_fraction": settings.resident_fraction,
+            "commit_every": settings.commit_every,
+            # An eighth of the state keeps one drive busy; small models get what they need anyway.
+            "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(elems * 16 // 8, 4 << 30)),
+            "update_threads": settings.update_threads,
+        }
+
+    def _check_layout(self, layout: list, units: list[Unit]) -> None:
+        path = self.run_dir / "layout.json"
+        if not path.exists():
+            return
+        kept = json.loads(path.read_text())
+        before = [(name, shape) for unit in kept for name, shape in unit]
+        now = [(name, shape) for unit in layout for name, shape in unit]
+        for (old_name, old_shape), (name, shape) in zip(before, now):
+            if (old_name, old_shape) != (name, shape):
+                raise LayoutChanged(
+                    f"{self.run_dir}: the run was begun with {old_name} {tuple(old_shape)} where the model has {name} {tuple(shape)}; "
+                    "resume with the model it was begun with, or name another run_dir"
+                )
+        if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in layout]:
+            raise LayoutChanged(f"{self.run_dir}: the run was begun with other units or parameters ({len(before)}, now {len(now)}); name another run_dir")
+
+
+class _Position:
+    """Where the script is in its data."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.batches = 0
+        self.random: Optional[dict[str, Any]] = None
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _job(run_dir: Path) -> str:
+    """The job's name in a store: the directory's, told apart by its path."""
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_dir.name)[:40]
+    return f"{name}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
+
+
+def _program(settings: Settings) -> Optional[str]:
+    if settings.program:
+        return str(settings.program)
+    beside = Path(__file__).with_name("offloadd")
+    return str(beside) if beside.exists() else shutil.which("offloadd")
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        raise NotSupported(f"{type(optimizer).__name__}: the engine updates with Adam or AdamW; use torch.optim.AdamW")
+    for group in optimizer.param_groups:
+        for key in ("amsgrad", "maximize", "differentiable"):
+            if group.get(key):
+                raise NotSupported(f"{type(optimizer).__name__} with {key}=True: leave it out")
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+        if group["weight_decay"] and not decoupled:
+            raise NotSupported("Adam with weight_decay adds the decay to the gradient; use torch.optim.AdamW, which decays the weight")
+    if optimizer.state:
+        raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, units: list[Unit], names: dict[int, str]) -> None:
+    managed = {id(param) for unit in units for param in unit.params}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.requires_grad and id(param) not in managed:
+                raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")

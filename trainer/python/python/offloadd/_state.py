@@ -1,0 +1,90 @@
+"""What is committed beside the tiles: step, random numbers, position in the data, tracked objects."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ._errors import Damaged, Error
+
+# Larger states lie in files beside the run; a commit's own record holds 64 KiB.
+_INLINE_BYTES_MAX = 48 << 10
+
+# Commits outstanding, and the one that is resumed from.
+_FILES_KEPT = 4
+
+
+def random_state() -> dict[str, Any]:
+    """The states of all generators a script draws from: Python's, NumPy's where it is loaded, PyTorch's."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    numpy = _numpy()
+    if numpy is not None:
+        name, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [name, [int(key) for key in keys], position, has_gauss, cached]
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The inverse of `random_state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    numpy = _numpy()
+    if numpy is not None and "numpy" in state:
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _numpy():
+    try:
+        import numpy
+    except ImportError:
+        return None
+    return numpy
+
+
+def to_blob(state: dict[str, Any], run_dir: Path) -> bytes:
+    """The state as what goes with a commit: its bytes, or the name and fingerprint of a file that is on disk by then."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    data = buffer.getvalue()
+    if len(data) <= _INLINE_BYTES_MAX:
+        return data
+    path = run_dir / f"state-{state['steps_done']}.pt"
+    part = path.with_suffix(".part")
+    with open(part, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, path)
+    handle = os.open(run_dir, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    old = sorted(run_dir.glob("state-*.pt"), key=lambda one: int(one.stem.split("-")[1]))
+    for one in old[:-_FILES_KEPT]:
+        one.unlink()
+    return json.dumps({"file": path.name, "sha256": hashlib.sha256(data).hexdigest()}).encode()
+
+
+def from_blob(blob: bytes, run_dir: Path) -> dict[str, Any]:
+    """The inverse of `to_blob`."""
+    if blob.startswith(b"{"):
+        named = json.loads(blob)
+        path = run_dir / named["file"]
+        try:
+            blob = path.read_bytes()
+        except OSError as error:
+            raise Error(f"the state of the last committed step is missing: {error}") from None
+        if hashlib.sha256(blob).hexdigest() != named["sha256"]:
+            raise Damaged(f"{path} is damaged: its contents differ from what was committed")
+    return torch.load(io.BytesIO(blob), weights_only=True)

@@ -1,0 +1,11 @@
+"""Tests of the Python half. They need the built extension (`make python`), torch and transformers; without them they are skipped."""
+
+import pathlib
+import sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+
+torch = pytest.importorskip("torch", reason="torch is not installed: make test-tools")
+torch.set_num_threads(1)

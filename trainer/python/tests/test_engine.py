@@ -1,0 +1,181 @@
+"""Gathering, releasing and handing over around forward and backward, in cases models of one family do not meet."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import offloadd
+from toy import Block, Net, Offloaded, randomize, same_gradients
+
+
+def pair(make=Net):
+    torch.manual_seed(0)
+    plain = randomize(make())
+    torch.manual_seed(0)
+    return plain, Offloaded(randomize(make()))
+
+
+def both(plain, ours, batch, **kwargs):
+    expected, loss = plain(batch, **kwargs), ours.model(batch, **kwargs)
+    assert torch.equal(expected, loss)
+    return expected, loss
+
+
+def test_a_weight_used_by_another_block_is_gathered_for_it_and_for_its_backward():
+    plain, ours = pair()
+    for _ in range(3):
+        plain.zero_grad()
+        expected, loss = both(plain, ours, torch.randn(4, 8))
+        expected.backward(), loss.backward()
+        assert not same_gradients(plain, ours.take_gradients())
+    assert not ours.live()
+
+
+def test_an_order_that_changes_every_step_gives_the_same_bits():
+    plain, ours = pair()
+    for order in ([0, 1, 2, 3], [0, 2, 3], [3, 1, 0, 0], [1], [3, 1, 0, 0], [3, 1, 0, 0]):
+        plain.zero_grad()
+        expected, loss = both(plain, ours, torch.randn(4, 8), order=order)
+        expected.backward(), loss.backward()
+        assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_random_orders_and_passes():
+    generator = torch.Generator().manual_seed(5)
+    draw = lambda end: int(torch.randint(0, end, (), generator=generator))
+    for seed in range(30):
+        plain, ours = pair(lambda: Net(2 + seed % 4))
+        for _ in range(4):
+            plain.zero_grad()
+            losses = []
+            for _ in range(1 + draw(3)):
+                order = [draw(len(plain.blocks)) for _ in range(1 + draw(5))]
+                losses.append(both(plain, ours, torch.randn(3, 8, generator=generator), order=order))
+                if draw(2):
+                    for expected, loss in losses:
+                        expected.backward(), loss.backward()
+                    losses.clear()
+                if draw(4) == 0:
+                    with torch.no_grad():
+                        both(plain, ours, torch.randn(3, 8, generator=generator), order=order[::-1])
+            for expected, loss in losses:
+                expected.backward(), loss.backward()
+            assert not same_gradients(plain, ours.take_gradients()), seed
+            assert not ours.live(), seed
+
+
+def test_two_forwards_before_one_backward_and_a_graph_used_twice():
+    plain, ours = pair()
+    first, second = torch.randn(4, 8), torch.randn(4, 8)
+    (plain(first) * plain(second)).backward()
+    (ours.model(first) * ours.model(second)).backward()
+    assert not same_gradients(plain, ours.take_gradients())
+    plain.zero_grad()
+    expected, loss = both(plain, ours, first)
+    for one in (expected, loss):
+        one.backward(retain_graph=True)
+        one.backward()
+    assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_frozen_parameters_stay_and_unused_ones_have_no_gradient():
+    def make():
+        net = Net()
+        net.blocks[1].requires_grad_(False)
+        net.unused = nn.Linear(8, 8)
+        return net
+
+    plain, ours = pair(make)
+    expected, loss = both(plain, ours, torch.randn(4, 8))
+    expected.backward(), loss.backward()
+    found = ours.take_gradients()
+    assert found["unused.weight"] is None
+    assert not same_gradients(plain, found)
+    assert ours.model.blocks[1].linear.weight.untyped_storage().size() > 0
+
+
+def test_tied_weights_belong_to_the_root():
+    def make():
+        net = Net()
+        net.blocks[3].linear.weight = net.blocks[1].linear.weight
+        return net
+
+    plain, ours = pair(make)
+    assert ours.names[id(ours.model.blocks[1].linear.weight)] in [ours.names[id(p)] for p in ours.engine.root.params]
+    expected, loss = both(plain, ours, torch.randn(4, 8))
+    expected.backward(), loss.backward()
+    assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_a_released_parameter_keeps_its_metadata_and_gives_its_values():
+    plain, ours = pair()
+    weight, expected = ours.model.blocks[0].linear.weight, plain.blocks[0].linear.weight
+    assert isinstance(weight, nn.Parameter) and weight.shape == expected.shape and weight.dtype == expected.dtype
+    assert weight.untyped_storage().size() == 0
+    assert sum(param.numel() for param in ours.model.parameters()) == sum(param.numel() for param in plain.parameters())
+    assert torch.equal(weight.mean(), expected.mean())
+    assert torch.equal(weight.detach(), expected)
+    assert torch.equal(weight.t(), expected.t()), "a view outlives the call"
+    state = ours.model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+    assert not ours.live()
+
+
+def test_what_cannot_be_done_to_a_released_parameter_is_refused_by_name():
+    _, ours = pair()
+    weight = ours.model.blocks[0].linear.weight
+    with pytest.raises(offloadd.NotSupported, match="copied"):
+        copy.deepcopy(ours.model)
+    with pytest.raises(offloadd.NotSupported, match="pickled"):
+        pickle.dumps(weight)
+    with torch.no_grad(), pytest.raises(offloadd.NotSupported, match="before offloadd.prepare"):
+        weight.zero_()
+
+
+def test_a_forward_and_a_backward_that_fail_leave_nothing_behind():
+    plain, ours = pair()
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise ValueError("on purpose")
+
+    handle = ours.model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ours.model(torch.randn(4, 8))
+    handle.remove()
+    handle = ours.model.blocks[1].register_forward_pre_hook(lambda module, args: (Fails.apply(args[0]),))
+    with pytest.raises(ValueError, match="on purpose"):
+        ours.model(torch.randn(4, 8)).backward()
+    handle.remove()
+    batch = torch.randn(4, 8)
+    ours.model(batch)
+    assert ours.engine.broken, "half a backward is known"
+    ours.engine.forget_gradients()
+    expected, loss = both(plain, ours, batch)
+    expected.backward(), loss.backward()
+    assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_units_are_found_and_can_be_named():
+    net = Net()
+    from offloadd._units import units_of
+
+    names = lambda wanted=None: [unit.name for unit in units_of(Net(), wanted)[0]]
+    assert names() == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "(root)"]
+    assert names([Block]) == names()
+    assert names(["blocks.[01]"]) == ["blocks.0", "blocks.1", "(root)"]
+    assert names(["Net"]) == ["(root)"]
+    with pytest.raises(offloadd.Error, match="units: no module"):
+        names(["Blok"])
+    net.half()
+    net.head.float()
+    with pytest.raises(offloadd.NotSupported, match="several types"):
+        units_of(net, None)

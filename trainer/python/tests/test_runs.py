@@ -1,0 +1,251 @@
+"""Whole runs with the real engine: the same bits wherever the state lives, however often the run is killed."""
+
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import offloadd
+from toy import Net, randomize
+
+HERE = pathlib.Path(__file__).resolve().parent
+PROGRAM = os.environ.get("OFFLOADD_PROGRAM") or next(
+    (str(path) for kind in ("debug", "release") if (path := HERE.parents[2] / "target" / kind / "offloadd").exists()), shutil.which("offloadd")
+)
+needs_daemon = pytest.mark.skipif(PROGRAM is None, reason="offloadd is not built: cargo build -p offloadd")
+STEPS = 10
+
+
+def config(device, dir, **own):
+    return {
+        "zero_optimization": {"stage": 3, "offload_param": {"device": device, "nvme_path": str(dir)}},
+        "offloadd": {"program": PROGRAM, **own},
+    }
+
+
+def batches(count=STEPS):
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(4, 8, generator=generator) for _ in range(count)]
+
+
+def model_of(dtype=torch.float32):
+    torch.manual_seed(0)
+    return randomize(Net(6)).to(dtype)
+
+
+def train(model, optimizer, inputs, micro_batches=1):
+    losses = []
+    for number, x in enumerate(inputs, 1):
+        loss = model(x.to(next(model.parameters()).dtype)).square()
+        loss.backward()
+        if number % micro_batches == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def offloaded(tmp_path, name, device, dtype=torch.float32, micro_batches=1, **own):
+    """Losses and weights of a run."""
+    model = model_of(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    dir = tmp_path / name
+    dir.mkdir(exist_ok=True)
+    with offloadd.prepare(model, optimizer, config(device, dir, **own), run_dir=dir / "run"):
+        losses = train(model, optimizer, batches(), micro_batches)
+        return losses, model.state_dict()
+
+
+@needs_daemon
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_wherever_the_state_lives_losses_and_weights_have_the_same_bits(tmp_path, dtype):
+    expected, weights = offloaded(tmp_path, "none", "none", dtype, micro_batches=2)
+    for device in ("none", "cpu", "nvme"):
+        for step in ("immediate", "deferred"):
+            for fraction in (0.0, 0.5, 1.0) if device == "nvme" else (0.0,):
+                name = f"{device}-{step}-{fraction}"
+                losses, found = offloaded(tmp_path, name, device, dtype, 2, optimizer_step=step, resident_fraction=fraction)
+                assert losses == expected, name
+                assert all(torch.equal(found[key], value) for key, value in weights.items()), name
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_twenty_steps_are_those_of_torchs_adamw(tmp_path, groups):
+    """Within 1e-6; with clipping, whose norm torch sums in another order, within 1e-5."""
+    def run(prepare):
+        torch.manual_seed(0)
+        model = randomize(Net(6))
+        half = len(list(model.parameters())) // 2
+        params = list(model.parameters())
+        parts = [{"params": params[:half], "lr": 3e-4, "betas": (0.8, 0.9)}, {"params": params[half:], "weight_decay": 0.3}]
+        optimizer = torch.optim.AdamW(parts if groups else params, lr=1e-3)
+        with prepare(model, optimizer):
+            losses = []
+            for number, x in enumerate(batches(20)):
+                # Blocks that a step does not use have no gradient: they neither move nor decay.
+                loss = (model(x, order=[0, 1, 2, 3, 4, 5] if number % 3 else [0, 3, 5]) - 3).square()
+                loss.backward()
+                if groups:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses, [param.detach().clone() for param in model.parameters()]
+
+    import contextlib
+
+    expected, weights = run(lambda model, optimizer: contextlib.nullcontext())
+    found, ours = run(lambda model, optimizer: offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run"))
+    assert found == pytest.approx(expected, rel=1e-5 if groups else 1e-6)
+    for one, other in zip(weights, ours):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def start(run_dir, dir, workers=0, **own):
+    dir.mkdir(exist_ok=True)
+    settings = {**config("nvme", dir, **own), "workers": workers}
+    command = [sys.executable, str(HERE / "scripts" / "train.py"), str(run_dir), json.dumps(settings)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def lines_of(process):
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return out.splitlines()
+
+
+@needs_daemon
+@pytest.mark.parametrize("step", ["immediate", "deferred"])
+def test_a_script_killed_at_random_instants_ends_with_the_bits_of_the_unbroken_run(tmp_path, step):
+    whole = lines_of(start(tmp_path / "whole", tmp_path / "a", optimizer_step=step))
+    losses = {line.split()[1]: line.split()[2] for line in whole if line.startswith("step")}
+    assert len(losses) == 30 and whole[0] == "resumed 0"
+    rng = random.Random(8)
+    done, kills = 0, 0
+    while True:
+        process = start(tmp_path / "run", tmp_path / "b", optimizer_step=step)
+        stop_at = rng.randrange(1, 9)
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if sum(one.startswith("step") for one in lines) == stop_at and kills < 8:
+                process.send_signal(signal.SIGKILL)
+        process.wait()
+        errors = process.stderr.read()
+        resumed = int(lines[0].split()[1]) if lines else pytest.fail(errors)
+        # Deferred, a step's commit ends while the next one computes.
+        assert resumed >= done - (2 if step == "deferred" else 1), "more steps than may be are repeated"
+        for line in lines:
+            if line.startswith("step"):
+                _, number, loss = line.split()
+                assert losses[number] == loss, f"step {number} after a resume at {resumed}"
+                done = int(number)
+        if lines[-1].startswith("done"):
+            break
+        kills += 1
+    assert kills >= 4
+    assert lines[-1] == whole[-1]
+
+
+@needs_daemon
+def test_workers_of_a_loader_live_through_fork_and_change_nothing(tmp_path):
+    alone = lines_of(start(tmp_path / "alone", tmp_path / "a"))
+    assert lines_of(start(tmp_path / "workers", tmp_path / "b", workers=2))[-1] == alone[-1]
+
+
+@needs_daemon
+def test_another_model_is_refused_by_the_first_parameter_that_differs(tmp_path):
+    model = model_of()
+    settings = config("nvme", tmp_path)
+    with offloadd.prepare(model, torch.optim.AdamW(model.parameters()), settings, run_dir=tmp_path / "run"):
+        pass
+    model = Net(6, width=16)
+    with pytest.raises(offloadd.LayoutChanged, match=r"blocks.0.linear.weight \(8, 8\) where the model has blocks.0.linear.weight \(16, 16\)"):
+        offloadd.prepare(model, torch.optim.AdamW(model.parameters()), settings, run_dir=tmp_path / "run")
+
+
+@needs_daemon
+def test_a_flipped_bit_is_a_typed_error_and_never_a_weight(tmp_path):
+    model = model_of()
+    settings = config("nvme", tmp_path)
+    with offloadd.prepare(model, torch.optim.AdamW(model.parameters()), settings, run_dir=tmp_path / "run"):
+        marked = model.blocks[3].linear.weight.detach().numpy().tobytes()
+    (file,) = tmp_path.glob("*.tiles")
+    data = file.read_bytes()
+    at = data.find(marked)
+    assert at > 0
+    with open(file, "r+b") as handle:
+        while at >= 0:
+            handle.seek(at + 5)
+            handle.write(bytes([data[at + 5] ^ 1]))
+            at = data.find(marked, at + 1)
+    model = model_of()
+    run = offloadd.prepare(model, torch.optim.AdamW(model.parameters()), settings, run_dir=tmp_path / "run")
+    with pytest.raises(offloadd.Damaged, match="damaged"):
+        model(batches(1)[0])
+    with pytest.raises(offloadd.Error):
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ofloadd": {}}, "unknown key `ofloadd`; did you mean `offloadd`?"),
+        ({"offloadd": {"comit_every": 1}}, "unknown key `offloadd.comit_every`; did you mean `offloadd.commit_every`?"),
+        ({"offloadd": {"optimizer_step": "late"}}, "one of immediate, deferred"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path: name a directory"),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "one of none, cpu, nvme"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_changed(tmp_path, change, message):
+    model = model_of()
+    with pytest.raises(offloadd.Error, match=message.replace("?", r"\?")):
+        offloadd.prepare(model, torch.optim.AdamW(model.parameters()), change, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    assert model(batches(1)[0]).isfinite()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD: the engine updates with Adam or AdamW"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "use torch.optim.AdamW"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True: leave it out"),
+    ],
+)
+def test_optimizers_it_does_not_have_are_refused_with_what_to_use(tmp_path, make, message):
+    model = model_of()
+    with pytest.raises(offloadd.NotSupported, match=message):
+        offloadd.prepare(model, make(model.parameters()), {}, run_dir=tmp_path / "run")
+
+
+def test_gradients_in_tiles_are_scaled_and_refuse_the_rest(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run"):
+        with pytest.raises(offloadd.Error, match="without gradients"):
+            optimizer.step()
+        model(batches(1)[0]).backward()
+        grad = model.head.weight.grad
+        assert grad.shape == model.head.weight.shape and "norm=" in repr(grad)
+        with pytest.raises(offloadd.NotSupported, match="lie in tiles"):
+            grad.mean()
+        optimizer.zero_grad()
+        assert model.head.weight.grad is None
+        with pytest.raises(offloadd.Error, match="without gradients"):
+            optimizer.step()
+
+
+def test_a_prepared_model_is_not_prepared_twice(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with offloadd.prepare(model, optimizer, {}, run_dir=tmp_path / "a"):
+        with pytest.raises(offloadd.Error, match="prepared already"):
+            offloadd.prepare(model, optimizer, {}, run_dir=tmp_path / "b")

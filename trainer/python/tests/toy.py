@@ -1,0 +1,134 @@
+"""A core in plain Python, and models."""
+
+import ctypes
+
+import torch
+from torch import nn
+
+from offloadd._engine import Engine
+from offloadd._units import units_of
+
+
+def tensor_at(address, elems, dtype):
+    """The memory at an address as a tensor."""
+    bytes_ = elems * torch.empty((), dtype=dtype).element_size()
+    return torch.frombuffer((ctypes.c_uint8 * bytes_).from_address(address), dtype=dtype)
+
+
+class FakeCore:
+    """Keeps units in tensors and refuses whatever was not announced, as the engine's core does."""
+
+    def __init__(self, units):
+        self.units = units
+        self.params = [unit.flat.clone() for unit in units]
+        self.gradients = {}
+        self.announced = []
+        self.announcements = 0
+        self.done = []
+
+    def announce(self, ops):
+        self.announced = list(ops)
+        self.announcements += 1
+
+    def begin_step(self):
+        self.gradients.clear()
+        self.announced = []
+
+    def _next(self, op):
+        assert self.announced and self.announced[0] == op, f"{op} was not announced: {self.announced[:3]}"
+        self.announced.pop(0)
+        self.done.append(op)
+
+    def gather(self, unit, address):
+        self._next((False, unit))
+        tensor_at(address, self.units[unit].elems, self.params[unit].dtype).copy_(self.params[unit])
+
+    def scatter(self, unit, address):
+        self._next((True, unit))
+        came = tensor_at(address, self.units[unit].elems, self.params[unit].dtype).clone()
+        before = self.gradients.get(unit)
+        self.gradients[unit] = came if before is None else before + came
+        parts = zip(self.units[unit].params, self.units[unit].offsets)
+        return [float(self.gradients[unit][at : at + param.numel()].double().square().sum()) for param, at in parts]
+
+
+class Offloaded:
+    """A model whose units a FakeCore keeps."""
+
+    def __init__(self, model, wanted=None):
+        self.model = model
+        units, modules = units_of(model, wanted)
+        for unit in units:
+            unit.place()
+        self.core = FakeCore(units)
+        self.engine = Engine(model, units, modules, self.core, keep=False)
+        self.names = {id(param): name for name, param in model.named_parameters()}
+        self.engine.release_all()
+
+    def take_gradients(self):
+        """Name to gradient of this step, None where none came; ends the step."""
+        found = {}
+        for unit in self.engine.units:
+            flat = self.core.gradients.get(unit.index)
+            for param, at in zip(unit.params, unit.offsets):
+                came = id(param) in self.engine.square_sums
+                found[self.names[id(param)]] = unit.view_of(flat, param, at).clone() if came else None
+        self.core.begin_step()
+        self.engine.updated()
+        return found
+
+    def live(self):
+        """Units whose memory is held."""
+        return [unit.name for unit in self.engine.units if unit.here]
+
+
+def randomize(model):
+    """Gives every parameter a value of its own: fresh norms and biases hide faults."""
+    torch.manual_seed(17)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.05)
+    return model
+
+
+def same_gradients(plain, found):
+    """Names of the parameters whose gradients differ in a bit from the plain model's."""
+    different = []
+    for name, param in plain.named_parameters():
+        if not param.requires_grad:
+            continue
+        ours = found[name]
+        if (param.grad is None) != (ours is None) or ours is not None and not torch.equal(param.grad, ours):
+            different.append(name)
+    return different
+
+
+class Block(nn.Module):
+    """A block that may use the weight of another one."""
+
+    def __init__(self, width=8, other=None):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.other = [other]
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(self.norm(x)))
+        other = self.other[0]
+        return y if other is None else y @ other.linear.weight.t()
+
+
+class Net(nn.Module):
+    """Blocks in an order that each call says; the third uses the first one's weight."""
+
+    def __init__(self, blocks=4, width=8):
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for number in range(blocks):
+            self.blocks.append(Block(width, self.blocks[0] if number == 2 else None))
+        self.head = nn.Linear(width, 1)
+
+    def forward(self, x, order=None):
+        for number in order if order is not None else range(len(self.blocks)):
+            x = self.blocks[number](x)
+        return self.head(x).sum()
