@@ -76,15 +76,15 @@ pub enum TrainError {
     #[error("cannot start {count} threads for the optimizer: {message}")]
     Threads { count: usize, message: String },
     #[error(
-        "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, or start again with --fresh", step - 1
+        "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, or start again with --fresh", step - 1
     )]
     Diverged { step: u64, loss: f64, norm: f64 },
     #[error(
-        "step {step}: gradients are not finite, and the loss scale is at its least, {scale} (fp16.min_loss_scale): training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and go on from there, use bf16, or start again with --fresh", step - 1
+        "step {step}: gradients are not finite, and the loss scale is at its least, {scale} (fp16.min_loss_scale): training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, use bf16, or start again with --fresh", step - 1
     )]
     LeastScale { step: u64, scale: f64 },
     #[error(
-        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, go on from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
         run_dir.display()
     )]
     StoreLost {

@@ -59,7 +59,7 @@ pub enum CheckpointError {
         free_bytes: u64,
     },
     #[error(
-        "the checkpoint {} is damaged: {message}. `trainer runs` lists the others: --resume-from STEP goes on from one of them, --fresh starts again",
+        "the checkpoint {} is damaged: {message}. `trainer runs` lists the others: --resume-from STEP resumes from one of them, --fresh starts again",
         path.display()
     )]
     Damaged { path: PathBuf, message: String },

@@ -582,7 +582,7 @@ fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
         let devices: Vec<String> = devices.map(|device| device.path.clone()).collect();
         format!(
             "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
-             generation {generation}: it is an older copy, or lost its newest generation. Training goes on from step {step}, and \
+             generation {generation}: it is an older copy, or lost its newest generation. Training resumes from step {step}, and \
              the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
              directory, or take a checkpoint with --resume-from STEP (`trainer runs` lists them)",
             last.step,
