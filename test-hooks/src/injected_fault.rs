@@ -3,6 +3,11 @@
 //! `OFFLOADD_FAULT=kill@17` kills the process with SIGKILL instead of operation 17; `EIO@17` answers an errno in its place (any
 //! of the names below), `short@17` moves half of the bytes; `EIO@17+` also fails all later operations. `cut@17` cuts the power:
 //! any sectors that were written and not flushed are lost, and the process is killed.
+//!
+//! `OFFLOADD_FAULT_FLUSH=PATH` fails flushes of devices with EIO while there is a file at PATH, which the test creates and
+//! deletes.
+
+use std::path::PathBuf;
 
 /// What happens instead of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,6 +75,18 @@ pub fn injected_fault() -> Option<InjectedFault> {
 /// Returns the fault a test asked for: none, in this build.
 #[cfg(not(feature = "active"))]
 pub const fn injected_fault() -> Option<InjectedFault> {
+    None
+}
+
+/// Returns the path of the file whose existence makes flushes fail.
+#[cfg(feature = "active")]
+pub fn failing_flushes() -> Option<PathBuf> {
+    std::env::var_os("OFFLOADD_FAULT_FLUSH").map(PathBuf::from)
+}
+
+/// Returns the path of the file whose existence makes flushes fail: none, in this build.
+#[cfg(not(feature = "active"))]
+pub const fn failing_flushes() -> Option<PathBuf> {
     None
 }
 

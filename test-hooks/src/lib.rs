@@ -4,6 +4,7 @@
 //! |---|---|---|
 //! | `OFFLOADD_DISABLE` | [`safeguard`] | disables a safeguard, so that a named test fails |
 //! | `OFFLOADD_FAULT` | [`injected_fault`] | lets one operation of a daemon fail, or cuts the power there |
+//! | `OFFLOADD_FAULT_FLUSH` | [`injected_fault`] | lets flushes of a daemon fail while a file exists |
 //! | `OFFLOADD_KILL` | [`kill_point`] | kills a training process at a named point |
 //! | `OFFLOADD_PACE` | [`rate_limit`] | limits the speed of devices |
 //!

@@ -1,11 +1,12 @@
 //! Faults that a test injects into operations of this process (`test_hooks::injected_fault`), in test builds only.
 
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use test_hooks::injected_fault::{InjectedFault, Instead, injected_fault};
+use test_hooks::injected_fault::{InjectedFault, Instead, failing_flushes, injected_fault};
 
-use super::{Io, IoDone};
+use super::{Io, IoDone, Memory};
 use crate::power_cut_sim;
 
 static STARTED: AtomicU64 = AtomicU64::new(0);
@@ -40,6 +41,7 @@ fn end() {
 
 /// Called after operations have ended, to change their outcomes.
 pub(super) fn after(done: &mut [IoDone]) {
+    fail_flushes(done);
     let Some(injected_fault) = asked_for() else {
         return;
     };
@@ -53,5 +55,21 @@ pub(super) fn after(done: &mut [IoDone]) {
             (Some(Instead::Kill | Instead::Cut) | None, _) | (Some(Instead::Short), Err(_)) => {}
         }
         power_cut_sim::has_ended(done);
+    }
+}
+
+/// Fails the flushes among `done` while the test asks for it. The device has flushed, so no bytes are lost.
+fn fail_flushes(done: &mut [IoDone]) {
+    static WHILE: OnceLock<Option<PathBuf>> = OnceLock::new();
+    let Some(path) = WHILE.get_or_init(failing_flushes) else {
+        return;
+    };
+    let flushes = done
+        .iter_mut()
+        .filter(|done| matches!(done.memory, Memory::None));
+    for flush in flushes {
+        if path.exists() {
+            flush.outcome = Err(libc::EIO);
+        }
     }
 }

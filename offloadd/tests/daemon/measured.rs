@@ -1,6 +1,8 @@
 //! A device that was measured wrong is measured again, with its daemon and without. What could go wrong: nothing moves by the
 //! new rates, they are gone after a restart, or somebody's bytes are written over to learn them.
 
+use offload_api::fault::FaultKind;
+use offload_api::proto;
 use offloadd::metrics::DeviceView;
 use offloadd::store::catalog::Phase;
 
@@ -76,6 +78,30 @@ fn a_device_with_wrong_rates_gets_its_share_while_a_job_runs() {
     let mut session = control.session("tiny");
     session.resume(&mut control, newest);
     expect_tiles(&mut session, TILES, newest as u8);
+}
+
+#[test]
+fn a_flush_that_fails_while_a_device_is_measured_poisons_the_jobs_that_wrote_there() {
+    let store = Store::new(2, "auto");
+    let failing = store.dir.path().join("flushes-fail");
+    let mut command = store.serve_command();
+    command.env("OFFLOADD_FAULT_FLUSH", &failing);
+    let daemon = Daemon::start(command, store.socket());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, TILES);
+    fill_tiles(&mut session, TILES, working, 1);
+    std::fs::write(&failing, []).unwrap();
+    let output = device(&store, "measure", &store.devices[1], &[]);
+    assert!(!output.status.success(), "{}", words(&output));
+    std::fs::remove_file(&failing).unwrap();
+    let committed = control.commit(proto::CommitRequest {
+        token: session.token.clone(),
+        generation: working,
+        blob: Vec::new(),
+    });
+    let fault = committed.unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
 }
 
 #[test]

@@ -32,7 +32,11 @@ impl Manager {
 
     /// With what is kept, and keeps no longer what it says that it has.
     pub(super) fn start(&self, kept: &mut Kept) -> Daemon {
-        let mut command = self.store.serve_command();
+        self.start_as(self.store.serve_command(), kept)
+    }
+
+    /// Starts `command` as [`Self::start`] does.
+    pub(super) fn start_as(&self, mut command: Command, kept: &mut Kept) -> Daemon {
         command.env("NOTIFY_SOCKET", self.store.dir.path().join("notify"));
         let _numbers = inherited::pass(&mut command, kept).unwrap();
         std::thread::scope(|scope| {

@@ -93,6 +93,40 @@ fn a_start_that_cannot_write_leaves_sessions_to_the_next() {
 }
 
 #[test]
+fn a_flush_that_fails_before_the_hand_over_poisons_what_the_next_daemon_adopts() {
+    let manager = Manager::new(Store::new(2, "auto"));
+    let failing = manager.store.dir.path().join("flushes-fail");
+    let mut command = manager.store.serve_command();
+    command.env("OFFLOADD_FAULT_FLUSH", &failing);
+    let daemon = manager.start_as(command, &mut Vec::new());
+    let mut control = daemon.control();
+    let mut session = control.session("tiny");
+    let working = session.begin(&mut control, 6);
+    fill_tiles(&mut session, 6, working, 10);
+    let working = session.commit(&mut control, working, b"one");
+    fill_tiles(&mut session, 6, working, 20);
+    std::fs::write(&failing, []).unwrap();
+    let (mut kept, _) = manager.stop(daemon);
+    std::fs::remove_file(&failing).unwrap();
+
+    let daemon = manager.start(&mut kept);
+    let mut control = daemon.control();
+    reattach(&mut control, &session);
+    let committed = control.commit(proto::CommitRequest {
+        token: session.token.clone(),
+        generation: working,
+        blob: Vec::new(),
+    });
+    let fault = committed.unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
+    // What was acknowledged is there.
+    drop(session);
+    let mut session = control.session("tiny");
+    session.resume(&mut control, working - 1);
+    expect_tiles(&mut session, 6, 10);
+}
+
+#[test]
 fn what_is_submitted_while_no_daemon_runs_is_served_once_by_the_next() {
     let manager = Manager::new(Store::new(1, "auto"));
     let daemon = manager.start(&mut Vec::new());
