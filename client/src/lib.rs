@@ -68,6 +68,7 @@ mod session;
 mod signal;
 mod slot;
 mod types;
+mod wait_timer;
 
 pub use daemon::{Daemon, DaemonInfo, JobSummary};
 pub use error::{ClientError, TileError};
@@ -80,6 +81,7 @@ pub use slot::Slot;
 pub use types::{
     DeviceInfo, GenerationRecord, JobDefinition, JobRecord, RankBlob, SessionInfo, SessionSettings,
 };
+pub use wait_timer::WaitTimer;
 
 pub use offload_api::checksum::checksum;
 pub use offload_api::fault::{Fault, FaultKind};

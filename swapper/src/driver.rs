@@ -165,13 +165,9 @@ impl<H: Clone> Driver<H> {
                 },
                 Arena::Session(session) => {
                     // Completions were polled just before, so a suspended process is not mistaken for a stall.
-                    self.stall.check(self.inflight.len())?;
+                    self.stall.check(self.inflight.len(), Instant::now())?;
                     let round = self.stall.round();
-                    let began = Instant::now();
                     session.wait(round).map_err(client("waiting for tiles"))?;
-                    if began.elapsed() >= round {
-                        self.stall.round_is_over();
-                    }
                 }
             }
         }
@@ -303,7 +299,7 @@ impl<H: Clone> Driver<H> {
             .inflight
             .remove(&done.tile)
             .expect("only what is in flight completes");
-        self.stall.moved();
+        self.stall.moved(Instant::now());
         let reading = done.verb == Verb::SwapIn;
         match done.result {
             Ok(moved) => {
@@ -449,7 +445,7 @@ impl<H: Clone> Driver<H> {
             panic!("{tile:?} moves without a store");
         };
         if self.inflight.is_empty() {
-            self.stall.moved();
+            self.stall.moved(Instant::now());
         }
         let ticket =
             swap(session, index, bytes).map_err(|(_, source)| client("moving a tile")(source))?;

@@ -1,16 +1,14 @@
-//! Detects a stall: operations are in flight, and for a number of consecutive waiting rounds none completed.
+//! Detects a stall: operations are in flight, and none completed for longer than a limit.
 //!
-//! Rounds are counted instead of time: a process that was suspended for an hour (Ctrl-Z, a frozen container, a
-//! sleeping machine) has waited one round when it resumes, and completions are polled before a stall is judged.
+//! Time in which the process was suspended (Ctrl-Z, a frozen container, a sleeping machine) does not count ([`WaitTimer`]), and
+//! completions are polled before a stall is judged.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use offload_client::RESTART_WAIT;
+use offload_client::{RESTART_WAIT, WaitTimer};
+use test_hooks::stall_limit::stall_limit;
 
 use crate::SwapperError;
-
-/// Longest round. The owner thread checks the limit once a round.
-const ROUND_MAX: Duration = Duration::from_secs(1);
 
 /// Default limit. Drives retry for half a minute before they give up, and a planned restart of the daemon takes at most
 /// [`RESTART_WAIT`].
@@ -18,36 +16,34 @@ const LIMIT_DEFAULT: Duration = Duration::from_secs(240);
 
 const _: () = assert!(LIMIT_DEFAULT.as_secs() > RESTART_WAIT.as_secs());
 
-/// Counts rounds of waiting in which nothing completed.
+/// Measures for how long no operation has completed.
 pub(crate) struct Stall {
     limit: Duration,
-    rounds: u32,
+    waiting: WaitTimer,
 }
 
 impl Default for Stall {
     fn default() -> Self {
-        Self::new(LIMIT_DEFAULT)
+        Self::new(stall_limit().unwrap_or(LIMIT_DEFAULT))
     }
 }
 
 impl Stall {
     pub(crate) fn new(limit: Duration) -> Self {
-        Self { limit, rounds: 0 }
+        Self {
+            limit,
+            waiting: WaitTimer::start(Instant::now()),
+        }
     }
 
-    /// How long one round waits.
+    /// Returns how long one round waits. The owner thread checks the limit once a round.
     pub(crate) fn round(&self) -> Duration {
-        ROUND_MAX.min(self.limit)
+        WaitTimer::STEP_MAX.min(self.limit)
     }
 
-    /// Restarts the count: an operation completed, or the first one was started.
-    pub(crate) fn moved(&mut self) {
-        self.rounds = 0;
-    }
-
-    /// Counts one round, however long it took.
-    pub(crate) fn round_is_over(&mut self) {
-        self.rounds = self.rounds.saturating_add(1);
+    /// Restarts the timer: an operation completed, or the first one was started.
+    pub(crate) fn moved(&mut self, now: Instant) {
+        self.waiting = WaitTimer::start(now);
     }
 
     /// Judges `inflight` operations, after completions were polled. A commit is not counted: it waits for other ranks
@@ -55,8 +51,8 @@ impl Stall {
     ///
     /// # Errors
     /// [`SwapperError::Stalled`].
-    pub(crate) fn check(&self, inflight: usize) -> Result<(), SwapperError> {
-        if inflight > 0 && self.rounds > 0 && self.round() * self.rounds >= self.limit {
+    pub(crate) fn check(&mut self, inflight: usize, now: Instant) -> Result<(), SwapperError> {
+        if self.waiting.waited(now) >= self.limit && inflight > 0 {
             return Err(SwapperError::Stalled {
                 seconds: self.limit.as_secs(),
                 inflight,
@@ -74,25 +70,28 @@ mod tests {
     #[test]
     fn a_process_that_was_suspended_has_waited_one_round() {
         let mut stall = Stall::new(Duration::from_secs(3));
-        // One round, however long the process was suspended in it.
-        stall.round_is_over();
-        stall.check(1).unwrap();
-        stall.moved();
+        let mut now = Instant::now();
+        stall.moved(now);
+        now += Duration::from_secs(3600);
+        stall.check(1, now).unwrap();
+        now += Duration::from_secs(1);
+        stall.check(1, now).unwrap();
+        stall.moved(now);
         for _ in 0..2 {
-            stall.round_is_over();
-            stall.check(1).unwrap();
+            now += Duration::from_secs(1);
+            stall.check(1, now).unwrap();
         }
-        stall.round_is_over();
-        stall.check(0).unwrap();
+        now += Duration::from_secs(1);
+        stall.check(0, now).unwrap();
         assert!(matches!(
-            stall.check(1),
+            stall.check(1, now),
             Err(SwapperError::Stalled {
                 seconds: 3,
                 inflight: 1,
                 ..
             })
         ));
-        stall.moved();
-        stall.check(1).unwrap();
+        stall.moved(now);
+        stall.check(1, now).unwrap();
     }
 }

@@ -10,8 +10,8 @@ use offload_api::fault::FaultKind;
 use offload_api::proto;
 
 use super::Session;
-use crate::ClientError;
 use crate::control::{Control, Pending, SHORT_WAIT};
+use crate::{ClientError, WaitTimer};
 
 /// How long a session waits for the next daemon: a stop waits up to a minute for a device, and a start may have much to
 /// recover.
@@ -46,7 +46,7 @@ fn is_final(error: &ClientError) -> bool {
 /// Looks for a daemon that knows the session, without blocking.
 #[derive(Debug)]
 pub(super) struct Reattaching {
-    began: Instant,
+    waiting: WaitTimer,
     try_at: Instant,
     told: bool,
     asking: Option<Pending<proto::ReattachReply>>,
@@ -56,7 +56,7 @@ impl Reattaching {
     pub(super) fn begin() -> Self {
         let now = Instant::now();
         Self {
-            began: now,
+            waiting: WaitTimer::start(now),
             try_at: now,
             told: false,
             asking: None,
@@ -71,7 +71,8 @@ impl Reattaching {
         hung_up: bool,
     ) -> Option<Result<proto::ReattachReply, Over>> {
         let socket = control.socket().display();
-        let waited = self.began.elapsed();
+        let now = Instant::now();
+        let waited = self.waiting.waited(now);
         if let Some(asking) = &self.asking {
             let result = asking.poll()?;
             self.asking = None;
@@ -89,7 +90,7 @@ impl Reattaching {
                 Err(_) => self.try_at = Instant::now() + TRY_EVERY,
             }
         }
-        if hung_up || waited > RESTART_WAIT {
+        if hung_up || self.is_too_late(now) {
             return Some(Err(Over));
         }
         if !self.told && waited > QUIET {
@@ -109,6 +110,11 @@ impl Reattaching {
         }
         None
     }
+
+    /// Returns whether no daemon came within [`RESTART_WAIT`]; time in which this process was suspended does not count.
+    fn is_too_late(&mut self, now: Instant) -> bool {
+        self.waiting.waited(now) > RESTART_WAIT
+    }
 }
 
 /// No daemon knows the session.
@@ -126,5 +132,23 @@ impl Session {
                 None => self.pause_for(TRY_EVERY)?,
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_suspended_while_it_waits_for_a_daemon_goes_on_waiting() {
+        let mut reattaching = Reattaching::begin();
+        let mut now = Instant::now() + 10 * RESTART_WAIT;
+        assert!(!reattaching.is_too_late(now));
+        for _ in 0..RESTART_WAIT.as_secs() - 1 {
+            now += Duration::from_secs(1);
+            assert!(!reattaching.is_too_late(now));
+        }
+        now += Duration::from_secs(1);
+        assert!(reattaching.is_too_late(now));
     }
 }
