@@ -120,8 +120,8 @@ impl ClientError {
 pub enum TileError {
     /// The bytes read do not match their checksum.
     #[error(
-        "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, found \
-         {found:08x} in two reads; `offloadd verify` lists all damage",
+        "tile {tile} on {} at byte {offset} is damaged: generation {generation} wrote checksum {expected:08x}, and \
+         two reads did not return it (the second one: {found:08x}); `offloadd verify` lists all damage",
         device.display()
     )]
     Damaged {

@@ -176,7 +176,7 @@ impl Core {
         Err(Fault::new(
             FaultKind::TooMany,
             format!(
-                "{what}. Drop one (`offloadd drop`), or have the administrator raise its quota's jobs_max"
+                "{what}: drop one (`offloadd drop`), or have the administrator raise `jobs_max` of this user's quota"
             ),
         ))
     }
@@ -228,7 +228,7 @@ fn advised(kind: FaultKind, what: String, setting: &str) -> Fault {
     Fault::new(
         kind,
         format!(
-            "{what}. Ask for less, end or drop a job, or have the administrator raise its quota's {setting}"
+            "{what}: ask for less, end or drop a job, or have the administrator raise `{setting}` of the quota"
         ),
     )
 }

@@ -150,7 +150,7 @@ impl Driver {
         }
     }
 
-    /// Says which devices have become slow, which are well again, and which are nearly worn out.
+    /// Says which devices have become slow or fast again, which are in trouble or no longer, and which are nearly worn out.
     pub(super) fn judge_devices(&mut self) {
         for (device, share) in self.ledger.newly_worn() {
             tracing::warn!(
@@ -167,7 +167,7 @@ impl Driver {
             let told = &mut self.in_trouble[index];
             match (&trouble, *told) {
                 (Some(trouble), false) => tracing::error!("device {}: {trouble}", state.path),
-                (None, true) => tracing::info!("device {} is well again", state.path),
+                (None, true) => tracing::info!("device {}: its trouble has ended", state.path),
                 _ => {}
             }
             *told = trouble.is_some();

@@ -44,7 +44,7 @@ impl std::fmt::Display for Hanging {
         };
         write!(
             f,
-            "a {op} has not ended for {} s, {} operations are in flight: the device hangs; look at the kernel's log and its cabling",
+            "a {op} has not ended for {} s, {} operations are in flight: the device hangs; look at the kernel's log and the device's cables",
             self.took.as_secs(),
             self.inflight_count
         )

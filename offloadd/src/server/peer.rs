@@ -213,9 +213,12 @@ impl PeerStream {
         let pending = &self.caller.pending;
         let first_call = (!pending.called.load(Ordering::Relaxed)).then_some(self.accepted);
         let waits = [
-            (first_call, "it makes no call"),
-            (pending.longest(), "it takes no more of an answer"),
-            (self.blocked, "it reads nothing"),
+            (first_call, "the peer makes no call"),
+            (
+                pending.longest(),
+                "the peer takes nothing more of an answer",
+            ),
+            (self.blocked, "the peer reads nothing"),
         ];
         let what = waits
             .into_iter()
@@ -333,7 +336,7 @@ mod tests {
         run(async {
             let (ours, _theirs) = connection(Duration::from_millis(50));
             let error = end_of(ours).await;
-            assert_eq!(error.to_string(), "it makes no call");
+            assert_eq!(error.to_string(), "the peer makes no call");
         });
     }
 
@@ -345,7 +348,7 @@ mod tests {
             let answer = Untaken::new(&ours.caller.pending);
             assert_eq!(
                 end_of(ours).await.to_string(),
-                "it takes no more of an answer"
+                "the peer takes nothing more of an answer"
             );
             drop(answer);
 
@@ -367,7 +370,7 @@ mod tests {
             let (mut ours, _theirs) = connection(Duration::from_millis(50));
             ours.caller.pending.called();
             let written = ours.write_all(&vec![0; 16 << 20]).await;
-            assert_eq!(written.unwrap_err().to_string(), "it reads nothing");
+            assert_eq!(written.unwrap_err().to_string(), "the peer reads nothing");
         });
     }
 }

@@ -83,10 +83,10 @@ pub const WEAR_OFFSETS: [u64; 2] = [896 << 10, 960 << 10];
 /// Bytes of one copy of the wear.
 pub const WEAR_BYTES_MAX: u64 = WEAR_OFFSETS[1] - WEAR_OFFSETS[0];
 
-/// Start of the data area on every device: after both catalogs, at a boundary that suits every drive.
+/// Start of the data area on every device: after superblocks, catalogs and wear, at a boundary that suits every drive.
 pub const DATA_OFFSET: u64 = 1 << 20;
 
-/// Most devices of one store. Bounds the numbers in a superblock.
+/// Most devices of one store: as many as a catalog may list.
 pub use offload_api::DEVICES_MAX;
 
 const _: () = assert!(CATALOG_OFFSETS[1] + CATALOG_BYTES_MAX <= WEAR_OFFSETS[0]);
@@ -106,7 +106,7 @@ pub enum StoreError {
     },
     /// There is no superblock but other content.
     #[error(
-        "{path} holds content that offloadd did not write: remove it from the list `devices`, or restore it from a backup if it was a device of the store"
+        "{path} holds content that offloadd did not write: remove it from the list `devices`; if it was a device of the store, it was overwritten: restore it from a backup"
     )]
     NotOurs {
         /// Path of the device.
