@@ -5,16 +5,17 @@
 //! Could be wrong: something kept from forward to backward looks at a unit's buffer, which holds another unit by then; weights are
 //! given back before their last use, or computed with before they are there.
 //!
-//! On the processor, computed as a GPU computes; and on a GPU where there is one. Two ranks: `runs::parity` on GPUs.
+//! On the processor, computed as a GPU computes, alone and as two ranks; and on a GPU where there is one. Two ranks on GPUs:
+//! `runs::parity`.
 
 use std::ops::Range;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 
 use kernels::adamw::init_tile;
 use kernels::gpu::Gpu;
-use kernels_torch::collective::Comm;
+use kernels_torch::collective::{Comm, Rendezvous, Timeouts, World};
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use serde_json::{Value, json};
 use swapper::{Swapper, UninitTile};
@@ -393,6 +394,72 @@ fn ten_steps_written_out_are_hugging_faces_whatever_is_kept() {
                     );
                 }
             }
+        }
+    }
+}
+
+/// Ranks are processes: this test starts itself twice more, and the three of them know each other by these.
+const TEST_RANK: &str = "OFFLOADD_TEST_RANK";
+const TEST_RENDEZVOUS_DIR: &str = "OFFLOADD_TEST_RENDEZVOUS_DIR";
+
+#[test]
+fn what_is_kept_changes_no_bit_of_the_steps_of_two_ranks() {
+    if let Some(rank) = std::env::var_os(TEST_RANK) {
+        let rank = rank.to_str().unwrap().parse().unwrap();
+        return what_is_kept_changes_no_bit_of_one_of_two_ranks(rank);
+    }
+    let rendezvous_dir = tempfile::tempdir().unwrap();
+    let ranks = ["0", "1"].map(|rank| {
+        let name = "train::tests::what_is_kept_changes_no_bit_of_the_steps_of_two_ranks";
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(TEST_RANK, rank)
+            .env(TEST_RENDEZVOUS_DIR, rendezvous_dir.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    for rank in ranks {
+        let output = rank.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && said.contains("1 passed"),
+            "{said}\n{err}"
+        );
+    }
+}
+
+fn what_is_kept_changes_no_bit_of_one_of_two_ranks(rank: u32) {
+    let world = World {
+        rank,
+        ranks: 2,
+        local_rank: rank,
+        local_ranks: 2,
+    };
+    let rendezvous_dir = std::env::var_os(TEST_RENDEZVOUS_DIR).unwrap();
+    let at = Rendezvous::Dir(rendezvous_dir.into());
+    let comm = Arc::new(Comm::connect(world, &at, Timeouts::default()).unwrap());
+    let harness = Harness::new();
+    for (name, model) in models() {
+        let way = |keep, micro_batches| Way {
+            bf16: false,
+            keep,
+            tiles: 1,
+            micro_batches,
+            place: Place::Shared,
+        };
+        let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
+        let expected = kept(Keep::Nothing);
+        // The same samples by one process: sums are rounded in another order. The last number is a fingerprint.
+        let one = alone(&harness, &model, &way(Keep::Nothing, 2), None);
+        for (one, two) in one.iter().zip(&expected).take(one.len() - 1) {
+            let [one, two] = [one, two].map(|bits| f64::from_bits(*bits));
+            assert!((one / two - 1.0).abs() < 1e-3, "{name}: {one} and {two}");
+        }
+        for keep in [Keep::Attention, Keep::Products] {
+            assert_eq!(kept(keep), expected, "{name}, {keep:?}");
         }
     }
 }
