@@ -65,8 +65,8 @@ fn a_run_suspended_with_its_daemon_for_longer_than_tiles_may_stall_goes_on_with_
     let run = harness.run("suspended", &steps).with(&harness.nvme());
     let mut command = run.command("train");
     command.env("OFFLOADD_STALL_LIMIT_MS", "4000");
-    // A step writes for half a second: operations are under way whenever the daemon is suspended.
-    command.env("OFFLOADD_PACE", "1000000000,1000000");
+    // A step writes for a tenth of a second: operations are under way whenever the daemon is suspended.
+    command.env("OFFLOADD_PACE", "1000000000,5000000");
     let child = until(spawn(command), "a step", || run.steps_written() >= 2);
     let trainer = Pid::from_child(&child);
     let [daemon] = children(child.id())[..] else {
