@@ -4,9 +4,13 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, OpenSession, Peer, Reply};
-use offloadd::quota::{Quota, Quotas};
+use offloadd::quota::{JOBS_A_USER_DEFAULT, Quota, Quotas};
 use offloadd::store::definition::Durability;
+use offloadd::store::format::{MeasuredRates, format};
+use offloadd::store::superblock::StoreId;
 use test_hooks::random::SimRandom;
+
+use crate::disks::SimDisks;
 
 use super::world::{PEER, World, definition, formatted, job};
 
@@ -227,4 +231,38 @@ fn a_user_has_as_many_jobs_as_his_quota_says_and_leaves_others_their_places() {
 
     world.ask(Call::DropJob { job: job("one") }).unwrap();
     world.define(third, tiles()).unwrap();
+}
+
+#[test]
+fn a_user_without_a_quota_has_256_jobs_and_leaves_others_their_places() {
+    let mut disks = SimDisks::new(&[96 << 20]);
+    let rates = [MeasuredRates::default()];
+    format(&mut disks, StoreId([9; 16]), &rates, 7, false).unwrap();
+    let mut world = World::start(disks, SimRandom::new(1));
+    let other = Peer {
+        uid: PEER.uid + 1,
+        ..PEER
+    };
+    let mut create = |peer: Peer, name: &str| {
+        let request = world.open_request(&job(name), 0, 1);
+        let token = request.token;
+        let opening = world.call_as(peer, Call::Open(request));
+        world.answer(opening).unwrap();
+        let definition = definition(1, Durability::Committed, 1);
+        let defining = world.call_as(peer, Call::Define { token, definition });
+        let defined = world.answer(defining);
+        let closing = world.call_as(peer, Call::Close { token });
+        world.answer(closing).unwrap();
+        defined
+    };
+    assert_eq!(JOBS_A_USER_DEFAULT, 256);
+    for index in 0..JOBS_A_USER_DEFAULT {
+        create(PEER, &format!("job-{index}")).unwrap();
+    }
+    let fault = create(PEER, "one-more").unwrap_err();
+    assert_eq!(fault.kind, FaultKind::TooMany);
+    for word in ["may have 256 jobs and has 256", "jobs_max"] {
+        assert!(fault.message.contains(word), "{word}: {fault}");
+    }
+    create(other, "one").unwrap();
 }
