@@ -63,7 +63,7 @@ pub(crate) fn run(choice: Choice) -> Result<()> {
     })?;
     match (newest.0, choice.force) {
         (0, _) => outln!(
-            "{job} goes on from nothing: the store has no other generation of it that is whole. Drop it to start again"
+            "{job} goes on from nothing: the store has no other generation of it that is whole; drop it to start again"
         ),
         (newest, false) => outln!(
             "{job} goes on from generation {newest}, the newest that can be read: its tiles were compared"

@@ -190,7 +190,7 @@ impl Core {
                 let fault = Fault::new(
                     FaultKind::NoSpace,
                     format!(
-                        "job {} needs {} bytes ({} extents a tile and its records){in_pieces}; free: {}. Drop a job (`offloadd drop`) or add room",
+                        "job {} needs {} bytes ({} extents a tile and its records){in_pieces}; free: {}; drop a job (`offloadd drop`) or add a device",
                         key.name,
                         no_room.needed_bytes,
                         definition.durability().extents_a_tile(),

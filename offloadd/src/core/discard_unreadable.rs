@@ -46,7 +46,7 @@ impl Core {
     ) {
         if let Err(Failed { fault, .. }) = result {
             let what = format!(
-                "the record of job {} could not be written over ({}): it stays as it is. Drop the job, or mend the device",
+                "the record of job {} could not be overwritten ({}): it stays as it is; drop the job or repair the device",
                 key.name, fault.message
             );
             return refuse(call, Fault::new(fault.kind, what), actions);

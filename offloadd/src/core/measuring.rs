@@ -50,7 +50,7 @@ impl Core {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "{path} can be measured in free room only: {bytes} bytes in one piece, and its largest has {free_bytes}. Drop a job (`offloadd drop`) or let tiles move away first"
+                    "{path} can be measured in free space only: that takes {bytes} bytes in one piece, and its largest one has {free_bytes}; drop a job (`offloadd drop`) or let tiles move away first"
                 ),
             ));
         }

@@ -76,7 +76,7 @@ pub(super) fn poison(name: &JobName, doing: &str, cause: &Fault) -> Fault {
     Fault::new(
         FaultKind::Poisoned,
         format!(
-            "job {name}: {doing} failed ({}); its working generation is abandoned. Mend the device, close all ranks and resume from the last commit",
+            "job {name}: {doing} failed ({}); its working generation is abandoned: repair the device, close all ranks and resume from the last commit",
             cause.message
         ),
     )

@@ -444,7 +444,7 @@ impl Core {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "{} holds the store's catalog and {} bytes of its jobs' records, which need room on one other device, those of each job in one piece, and find none. Drop a job (`offloadd drop`) or add a device first",
+                    "{} holds the store's catalog and {} bytes of its jobs' records, which need space on one other device, those of each job in one piece, and there is none: drop a job (`offloadd drop`) or add a device first",
                     self.path(self.home),
                     sizes.iter().sum::<u64>()
                 ),
@@ -487,7 +487,7 @@ impl Core {
         Err(Fault::new(
             FaultKind::NoSpace,
             format!(
-                "{} bytes lie on {}; free: {}. Drop a job (`offloadd drop`) or add a device first",
+                "{} bytes lie on {}; free: {}; drop a job (`offloadd drop`) or add a device first",
                 self.bytes_on(device),
                 self.path(device),
                 free.join(", ")

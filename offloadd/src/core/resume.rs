@@ -141,7 +141,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::Damaged,
                 format!(
-                    "job {name}: {why}. It may be its newest generation, so nobody goes on from another one: start offloadd again if the device gives it now; `offloadd give-up {name}` goes on without it; or drop the job"
+                    "job {name}: {why}; it may be its newest generation, so nobody goes on from another one: start offloadd again if the device gives it now; `offloadd give-up {name}` goes on without it; or drop the job"
                 ),
             ));
         }
@@ -149,7 +149,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::Unclean,
                 format!(
-                    "job {name} has durability none: its tiles are written in place, and it did not end in order, so they are of no one generation. Drop the job and start again, or use durability committed"
+                    "job {name} has durability none: its tiles are written in place, and it did not end in order, so they are of no one generation: drop the job and start again, or use durability committed"
                 ),
             ));
         }

@@ -81,7 +81,7 @@ impl Core {
             Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "scratch of rank {rank} of job {} needs {} bytes; free: {}. Keep it in host memory, drop a job or add room",
+                    "scratch of rank {rank} of job {} needs {} bytes; free: {}; keep it in host memory, drop a job or add a device",
                     key.name,
                     no_room.needed_bytes,
                     self.free_room(&no_room.free_bytes)

@@ -292,7 +292,7 @@ fn the_device_with_the_catalog_goes_without_a_daemon() {
     // Nobody is left to take it.
     let last = store.devices[0].clone();
     let told = words(&device(&store, "drain", &last, &[]));
-    assert!(told.contains("find none"), "{told}");
+    assert!(told.contains("there is none"), "{told}");
 }
 
 #[test]

@@ -86,7 +86,7 @@ impl std::fmt::Display for ForeignDevice {
                 "{path} does not belong to the store: its addition or removal was interrupted (`offloadd device add {path}` adds it)"
             )?,
         }
-        f.write_str("; remove it from the list `devices`. It is not changed")
+        f.write_str("; remove it from the list `devices`; it is not changed")
     }
 }
 
