@@ -8,10 +8,10 @@ use std::process::{Command, ExitCode};
 use kernels::gpu::{DeviceBuffer, Gpu};
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, empty_gpu_cache, gpu_memory};
 use trainer::compute::{
-    Activation, ActivationCheckpointing, ComputeDevice, Dtype, Engine, Tokens, UnitWeights, Work,
+    Activation, ActivationCheckpointing, ComputeDevice, Engine, Tokens, UnitWeights, Work,
     device_working_bytes, kept_bytes_a_token, set_up,
 };
-use trainer::model::{Dropout, ModelConfig, init};
+use trainer::model::{Dropout, Dtype, ModelConfig, init};
 
 const MICRO_BATCH: usize = 8;
 const SEQ_LEN: usize = 2048;

@@ -14,30 +14,20 @@
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 mod accelerator;
-mod backend;
-mod checkpoint_tap;
 pub mod compute;
 pub mod config;
 pub mod data;
 pub mod export;
-pub mod fingerprint;
 pub mod launch;
-pub mod learning_rate;
-mod lines;
-pub mod metrics;
 pub mod model;
-mod monitor;
-pub mod overflow;
+pub mod open;
 pub mod plan;
 mod ranks;
 mod reader;
 pub mod remove;
-pub mod run;
 pub mod run_fingerprint;
+mod run_record;
 mod run_state_reader;
 pub mod runs;
-pub mod store;
-pub mod trace;
 pub mod train;
-mod update;
 pub mod weights;

@@ -23,10 +23,10 @@ use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use offload_support::console;
 use offload_support::{errln, outln};
 use trainer::launch::{self, LaunchError};
-use trainer::run::CheckpointName;
+use trainer::open::Start;
 use trainer::run_fingerprint::run_fingerprint;
-use trainer::trace::{STEPS_DEFAULT, Trace};
-use trainer::train::Start;
+use training_state::run::CheckpointName;
+use training_state::trace::{STEPS_DEFAULT, Trace};
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]

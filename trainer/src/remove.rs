@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use offload_support::units::ApproxBytes;
 use swapper::Daemon;
 
-use crate::run::{RunDir, RunId, resolved};
+use crate::run_record::RecordError;
 use crate::runs::{Orphan, orphan};
-use crate::store::{StoreError, file_name, remove_files};
-use crate::train::TrainError;
+use training_state::run::{DirError, RunDir, RunId, resolved};
+use training_state::store::{StoreError, file_name, remove_files};
 
-/// What is deleted, found and locked; nothing is deleted yet.
+/// Files and jobs to delete, found and locked.
 pub struct Removal {
     /// Files of its private store.
     files: Vec<(PathBuf, u64)>,
@@ -21,7 +21,7 @@ pub struct Removal {
 
 struct Run {
     dir: RunDir,
-    /// Of the shared daemon that has its job.
+    /// Socket of the shared daemon that has its job.
     socket: Option<PathBuf>,
 }
 
@@ -29,7 +29,11 @@ struct Run {
 #[derive(Debug, thiserror::Error)]
 pub enum RemoveError {
     #[error(transparent)]
-    Run(#[from] TrainError),
+    Run(#[from] RecordError),
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
     #[error(
         "{} belongs to the run in {}: name that directory", file.display(), run.display()
     )]
@@ -41,7 +45,7 @@ pub enum RemoveError {
 }
 
 impl Removal {
-    /// Of the run in the directory `path`, or of the file `path` of a store whose run is gone.
+    /// Finds the run in the directory `path`, or the file `path` of a store whose run is gone.
     ///
     /// # Errors
     /// There is neither; somebody trains the run; the file's run is there.
@@ -52,10 +56,10 @@ impl Removal {
         }
         let described = RunDir::described(&path);
         if !matches!(described, Ok(Some(_))) && RunId::kept(&path).is_none() {
-            return Err(TrainError::NoRun { dir: path }.into());
+            return Err(RecordError::NoRun { dir: path }.into());
         }
         let (id, _) = RunId::of(&path);
-        let dir = RunDir::open(&path, &id).map_err(TrainError::Dir)?;
+        let dir = RunDir::open(&path, &id)?;
         // A run.json that cannot be read names no store: `trainer runs` lists what stays.
         let described = described.ok().flatten();
         let (files, socket) = described.map_or_else(Default::default, |described| {
@@ -80,12 +84,12 @@ impl Removal {
                 files: vec![(file, bytes)],
                 run: None,
             }),
-            None => match fs::read_link(crate::store::link_of(file)) {
+            None => match fs::read_link(training_state::store::link_of(file)) {
                 Ok(run) => Err(RemoveError::InUse {
                     file: file.to_owned(),
                     run,
                 }),
-                Err(_) => Err(TrainError::NoRun {
+                Err(_) => Err(RecordError::NoRun {
                     dir: file.to_owned(),
                 }
                 .into()),
@@ -100,7 +104,7 @@ impl Removal {
     /// A daemon uses the store or cannot be asked; something cannot be deleted.
     pub fn remove(self) -> Result<Option<PathBuf>, RemoveError> {
         let files: Vec<PathBuf> = self.files.into_iter().map(|(file, _)| file).collect();
-        remove_files(&files).map_err(TrainError::Store)?;
+        remove_files(&files)?;
         let Some(Run { dir, socket }) = self.run else {
             return Ok(None);
         };
@@ -109,7 +113,7 @@ impl Removal {
                 .map_err(|error| RemoveError::Daemon(error, dir.job_name().to_owned()))?;
         }
         let path = dir.path().to_owned();
-        dir.remove().map_err(TrainError::Dir)?;
+        dir.remove()?;
         Ok(path.exists().then_some(path))
     }
 }

@@ -6,11 +6,11 @@ use std::fmt;
 use swapper::TileRange;
 
 use crate::config::RunSettings;
-use crate::fingerprint::Fingerprint;
-use crate::run::CheckpointName;
+use crate::open::RunError;
 use crate::run_state_reader::RunStateReader;
-use crate::train::TrainError;
 use offload_support::progress::{Audience, Progress, Unit};
+use training_state::fingerprint::Fingerprint;
+use training_state::run::CheckpointName;
 
 /// Fingerprints of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,18 +31,18 @@ pub struct UnitFingerprint {
 /// Reads the run's tiles where they are, or those of `checkpoint`; changes none of them.
 ///
 /// # Errors
-/// Nothing was committed yet, or what opening and reading the run says.
+/// Nothing was committed yet; the run cannot be opened or read.
 pub fn run_fingerprint(
     settings: RunSettings,
     checkpoint: Option<CheckpointName>,
-) -> Result<RunFingerprint, TrainError> {
+) -> Result<RunFingerprint, RunError> {
     read(settings.clone(), checkpoint).map_err(|error| error.of_run(&settings))
 }
 
 fn read(
     settings: RunSettings,
     checkpoint: Option<CheckpointName>,
-) -> Result<RunFingerprint, TrainError> {
+) -> Result<RunFingerprint, RunError> {
     let mut run = RunStateReader::open(settings, checkpoint)?;
     let names: Vec<String> = run.units.iter().map(|unit| unit.name.clone()).collect();
     let mut prints = vec![(Fingerprint::default(), Fingerprint::default()); names.len()];

@@ -2,24 +2,22 @@
 //!
 //! A checkpoint is streamed from its files: no daemon, and no memory beyond a tile.
 
-use std::sync::Arc;
-
 use kernels::adamw::Master;
 use swapper::{Layout, TileVisitor};
 
 use crate::config::{DeviceChoice, RunSettings};
 use crate::model::UnitLayout;
-use crate::ranks::Ranks;
-use crate::run::{Checkpoint, CheckpointName, RunDir, RunState};
-use crate::train::{OpenRun, Prepared, Start, TrainError, mend};
+use crate::open::{OpenRun, Prepared, RunError, Start, mend};
+use training_state::ranks::Ranks;
+use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState};
 
 /// One state of a run.
 pub(crate) struct RunStateReader {
-    /// Where the run stood.
+    /// State of the run at that point.
     pub(crate) state: RunState,
-    /// What the tiles are of.
+    /// Units that the tiles belong to.
     pub(crate) units: Vec<UnitLayout>,
-    /// How they are kept.
+    /// Form of the master weights.
     pub(crate) master: Master,
     tiles: Tiles,
 }
@@ -44,7 +42,7 @@ impl RunStateReader {
     pub(crate) fn open(
         mut settings: RunSettings,
         checkpoint: Option<CheckpointName>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<Self, RunError> {
         // Tiles are the same bytes wherever they lived; to read them no GPU is needed.
         settings.train.device = DeviceChoice::Cpu;
         // One process reads what any number of them wrote.
@@ -52,7 +50,7 @@ impl RunStateReader {
         let has_store = settings.placement.has_store();
         let start = checkpoint.map_or(Start::GoOn, Start::Checkpoint);
         mend(&settings, &mut |note| tracing::warn!("{note}"))?;
-        let prepared = Prepared::new(settings, &start, Arc::new(Ranks::alone()))?;
+        let prepared = Prepared::new(settings, &start, Ranks::alone())?;
         let (units, master) = (prepared.plan.units.clone(), prepared.plan.master);
         if has_store && start == Start::GoOn {
             let run = prepared.open_existing()?;
@@ -83,7 +81,7 @@ impl RunStateReader {
     ///
     /// # Errors
     /// A tile cannot be read or is damaged.
-    pub(crate) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), TrainError> {
+    pub(crate) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), RunError> {
         match &mut self.tiles {
             Tiles::Store(run) => Ok(run.backend.visit(see)?),
             Tiles::Checkpoint(saved) => Ok(saved.checkpoint.visit(&saved.layout, see)?),
@@ -93,8 +91,8 @@ impl RunStateReader {
     /// Ends in order.
     ///
     /// # Errors
-    /// What the tiles' place says.
-    pub(crate) fn close(self) -> Result<(), TrainError> {
+    /// An error of the backend.
+    pub(crate) fn close(self) -> Result<(), RunError> {
         match self.tiles {
             Tiles::Store(run) => run.close(),
             Tiles::Checkpoint(_) => Ok(()),

@@ -9,12 +9,12 @@ use std::path::{Path, PathBuf};
 use offload_support::units::ApproxBytes;
 use serde::Serialize;
 
-use crate::metrics::MetricsFile;
 use crate::model::ModelConfig;
-use crate::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
-use crate::store::{job_of, link_of};
+use training_state::metrics::MetricsFile;
+use training_state::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
+use training_state::store::{job_of, link_of};
 
-/// Of the list's names and their meaning, as JSON.
+/// Version of the list's JSON format; raised when a field changes its name or meaning.
 const LIST_VERSION: u32 = 1;
 
 /// Directories below the one that is asked for in which runs are looked for.
@@ -23,7 +23,7 @@ const DEPTH_MAX: u32 = 3;
 /// Directories that are looked into, whatever is asked for.
 const DIRS_MAX: usize = 10_000;
 
-/// What was found.
+/// Runs and orphaned files that were found.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunsList {
     version: u32,
@@ -39,7 +39,7 @@ pub struct RunsList {
 pub struct Orphan {
     pub file: PathBuf,
     pub bytes: u64,
-    /// Where its run was when it used the file, if that is known.
+    /// Directory of its run when it used the file, if that is known.
     pub run: Option<PathBuf>,
 }
 
@@ -55,21 +55,21 @@ pub struct RunEntry {
     pub layers: Option<u64>,
     pub hidden_size: Option<u64>,
     pub dtype: Option<String>,
-    /// Of the newest line of metrics: what is committed may be a step older.
+    /// Step of the newest line of metrics; the committed state may be a step older.
     pub step: u64,
     pub loss: Option<f64>,
-    /// Where the state is, in words.
+    /// Place of the state, in words.
     pub store: Option<String>,
-    /// That its private store takes on drives.
+    /// Bytes of its private store on drives.
     pub store_bytes: u64,
-    /// Where the files of its private store lie.
+    /// Files of its private store.
     #[serde(skip)]
     store_dirs: Vec<PathBuf>,
     /// Files of a private store that are gone.
     pub store_missing: Vec<PathBuf>,
     /// Oldest first.
     pub checkpoints: Vec<CheckpointEntry>,
-    /// Those of ways that were left.
+    /// Checkpoints that were set aside.
     pub aside: Vec<CheckpointEntry>,
 }
 
@@ -78,7 +78,7 @@ pub struct RunEntry {
 pub struct CheckpointEntry {
     pub step: u64,
     pub dir: PathBuf,
-    /// What is wrong with it, as far as its description and the sizes of its files tell.
+    /// The fault, as far as its description and the sizes of its files tell.
     pub damaged: Option<String>,
     pub bytes: u64,
     /// Seconds since 1970 when it was made.
@@ -243,7 +243,7 @@ impl RunEntry {
         }
     }
 
-    /// Of all its checkpoints.
+    /// Bytes of all its checkpoints.
     fn checkpoints_bytes(&self) -> u64 {
         let all = self.checkpoints.iter().chain(&self.aside);
         all.map(|checkpoint| checkpoint.bytes).sum()

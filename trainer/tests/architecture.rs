@@ -23,6 +23,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (
+        "training-state",
+        &["swapper", "kernels", "offload-support", "test-hooks"],
+    ),
+    (
         "trainer",
         &[
             "swapper",
@@ -30,6 +34,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "kernels-torch",
             "offload-support",
             "test-hooks",
+            "training-state",
         ],
     ),
     (
@@ -55,6 +60,40 @@ const UNSAFE_PLACES: &[&str] = &[
     "trainer/python/src/memory.rs",
 ];
 
+/// The layers inside `trainer`, the lowest first: a module imports from lower layers only.
+const TRAINER_LAYERS: &[&[&str]] = &[
+    &["launch", "model"],
+    &["compute", "run_record"],
+    &["weights"],
+    &["config", "runs"],
+    &["accelerator", "data", "plan", "ranks", "remove"],
+    &["open"],
+    &["run_state_reader"],
+    &["reader", "run_fingerprint"],
+    &["export"],
+    &["train"],
+];
+
+/// The layers inside `training-state`.
+const TRAINING_STATE_LAYERS: &[&[&str]] = &[
+    &[
+        "aligned",
+        "checkpoint_tap",
+        "fingerprint",
+        "learning_rate",
+        "metrics",
+        "overflow",
+        "plan",
+        "ranks",
+        "stage",
+        "store",
+        "trace",
+        "update",
+    ],
+    &["backend", "monitor", "run"],
+    &["checkpointer"],
+];
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
@@ -62,8 +101,11 @@ fn root() -> PathBuf {
         .to_path_buf()
 }
 
-#[test]
-fn nothing_depends_on_anything_the_picture_does_not_show() {
+/// Crates that need libtorch. Their tests and builds need it too, those of all other crates do not.
+const LIBTORCH: &[&str] = &["kernels-torch", "trainer"];
+
+/// The workspace's packages as `cargo metadata` lists them.
+fn packages() -> Vec<serde_json::Value> {
     let output = Command::new(env!("CARGO"))
         .args([
             "metadata",
@@ -82,7 +124,35 @@ fn nothing_depends_on_anything_the_picture_does_not_show() {
     );
     let metadata: serde_json::Value =
         serde_json::from_slice(&output.stdout).expect("cargo metadata is JSON");
-    let packages = metadata["packages"].as_array().expect("packages");
+    metadata["packages"].as_array().expect("packages").clone()
+}
+
+/// Names of a package's dependencies; those for tests only count where `dev` is set.
+fn dependencies(package: &serde_json::Value, dev: bool) -> BTreeSet<&str> {
+    let list = package["dependencies"].as_array().expect("dependencies");
+    list.iter()
+        .filter(|d| d["kind"].is_null() || dev)
+        .filter_map(|d| d["name"].as_str())
+        .collect()
+}
+
+#[test]
+fn only_two_crates_need_libtorch() {
+    let packages = packages();
+    let found: BTreeSet<&str> = packages
+        .iter()
+        .filter(|package| {
+            let found = dependencies(package, true);
+            found.contains("tch") || found.contains("torch-sys") || found.contains("kernels-torch")
+        })
+        .filter_map(|package| package["name"].as_str())
+        .collect();
+    assert_eq!(found, LIBTORCH.iter().copied().collect());
+}
+
+#[test]
+fn nothing_depends_on_anything_the_picture_does_not_show() {
+    let packages = packages();
     let names: BTreeSet<&str> = packages.iter().filter_map(|p| p["name"].as_str()).collect();
     let allowed: BTreeMap<&str, &[&str]> = ARROWS.iter().copied().collect();
     assert_eq!(
@@ -90,15 +160,11 @@ fn nothing_depends_on_anything_the_picture_does_not_show() {
         allowed.keys().copied().collect(),
         "the crates of the workspace"
     );
-    for package in packages {
+    for package in &packages {
         let name = package["name"].as_str().expect("a name");
-        let found: BTreeSet<&str> = package["dependencies"]
-            .as_array()
-            .expect("dependencies")
-            .iter()
-            .filter(|d| d["kind"].is_null())
-            .filter_map(|d| d["name"].as_str())
-            .filter(|d| names.contains(d))
+        let found: BTreeSet<&str> = dependencies(package, false)
+            .intersection(&names)
+            .copied()
             .collect();
         assert_eq!(
             found,
@@ -134,6 +200,96 @@ fn unsafe_stands_only_in_the_files_named_for_it() {
         Vec::<String>::new(),
         "unsafe outside the files named in UNSAFE_PLACES"
     );
+}
+
+#[test]
+fn modules_of_the_trainer_import_from_lower_layers_only() {
+    assert_layers(&root().join("trainer/src"), TRAINER_LAYERS);
+    assert_layers(&root().join("trainer/tiles/src"), TRAINING_STATE_LAYERS);
+}
+
+fn assert_layers(src: &Path, layers: &[&[&str]]) {
+    let layer_of: BTreeMap<&str, usize> = (0..)
+        .zip(layers)
+        .flat_map(|(layer, modules)| modules.iter().map(move |module| (*module, layer)))
+        .collect();
+    let mut found = BTreeSet::new();
+    let mut wrong = BTreeSet::new();
+    each_source(src, &mut |path| {
+        let inside = path.strip_prefix(src).expect("under the sources");
+        let module = inside.components().next().expect("a file");
+        let module = Path::new(&module).with_extension("");
+        let module = module.to_str().expect("a plain name").to_owned();
+        // Roots of the library and the program name every module; the program's own modules use the library from outside.
+        if ["lib", "main", "cli", "docs"].contains(&&*module) {
+            return;
+        }
+        let text = std::fs::read_to_string(path).expect("a readable source file");
+        for import in crate_imports(&text) {
+            let (from, to) = (layer_of.get(&*module), layer_of.get(&*import));
+            if import != module && !(to.is_some() && to < from) {
+                wrong.insert(format!("{module} imports {import} ({})", inside.display()));
+            }
+        }
+        found.insert(module);
+    });
+    assert_eq!(
+        found,
+        layer_of.keys().map(|module| (*module).to_owned()).collect(),
+        "every module of {} has its layer",
+        src.display()
+    );
+    assert_eq!(
+        wrong,
+        BTreeSet::new(),
+        "imports from the same or a higher layer"
+    );
+}
+
+/// The first segments of all paths that begin with `crate::`, also those of `crate::{a, b}`.
+fn crate_imports(text: &str) -> BTreeSet<String> {
+    let code: String = text
+        .lines()
+        .map(|line| line.split("//").next().unwrap_or_default())
+        .flat_map(|line| [line, "\n"])
+        .collect();
+    let first_segment = |path: &str| {
+        let path = path.trim_start();
+        let end = path.find(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        path[..end.unwrap_or(path.len())].to_owned()
+    };
+    let mut imports = BTreeSet::new();
+    for (at, prefix) in code.match_indices("crate::") {
+        let rest = &code[at + prefix.len()..];
+        let Some(group) = rest.strip_prefix('{') else {
+            imports.insert(first_segment(rest));
+            continue;
+        };
+        let (mut depth, mut start) = (0, 0);
+        for (place, c) in group.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth > 0 => depth -= 1,
+                ',' | '}' if depth == 0 => {
+                    imports.insert(first_segment(&group[start..place]));
+                    start = place + 1;
+                    if c == '}' {
+                        break;
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+    imports.remove("");
+    imports
+}
+
+#[test]
+fn paths_into_the_crate_are_found_in_every_form() {
+    let text = "use crate::run::{Dir, a::B};\nuse crate::{store, plan::{self, Plan}};\n// crate::comment\nlet x = crate::data::LIMIT; crate::check!(x);";
+    let expected = ["check", "data", "plan", "run", "store"].map(str::to_owned);
+    assert_eq!(crate_imports(text), BTreeSet::from(expected));
 }
 
 #[test]

@@ -8,11 +8,11 @@ use std::process::Command;
 use kernels::gpu::Gpu;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::compute::{
-    Activation, ActivationCheckpointing, ComputeDevice, Dtype, Engine, GradSink, IGNORED, Tokens,
+    Activation, ActivationCheckpointing, ComputeDevice, Engine, GradSink, IGNORED, Tokens,
     UnitWeights, set_up,
 };
 use trainer::model::{
-    Architecture, Biases, Dropout, ModelConfig, ParamLayout, ParamRole, Window, init,
+    Architecture, Biases, Dropout, Dtype, ModelConfig, ParamLayout, ParamRole, Window, init,
 };
 
 /// Runs `test` in a process that has cuBLAS's setting, where there is a GPU.

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 use kernels::adamw::{Hyper, Master, state_tile_bytes, step_range};
 use safetensors::SafeTensors;
 use serde_json::Value;
-use trainer::compute::{Activation, Dtype, Engine, GradSink, Tokens, UnitWeights, set_up};
+use trainer::compute::{Activation, Engine, GradSink, Tokens, UnitWeights, set_up};
 use trainer::data::order;
-use trainer::model::{HfModel, UnitLayout, names};
+use trainer::model::{Dtype, HfModel, UnitLayout, names};
 
 /// The largest relative distance of a loss or a gradient norm.
 const TOLERANCE: f64 = 2e-5;

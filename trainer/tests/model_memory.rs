@@ -3,10 +3,8 @@
 
 use std::process::{Child, Command, Stdio};
 
-use trainer::compute::{
-    Activation, Dtype, Engine, Tokens, UnitWeights, Work, set_up, working_bytes,
-};
-use trainer::model::{Architecture, Dropout, ModelConfig, Window};
+use trainer::compute::{Activation, Engine, Tokens, UnitWeights, Work, set_up, working_bytes};
+use trainer::model::{Architecture, Dropout, Dtype, ModelConfig, Window};
 
 const CASE: &str = "TRAINER_TEST_MEMORY_CASE";
 

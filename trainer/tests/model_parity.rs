@@ -6,8 +6,8 @@
 use std::path::Path;
 
 use serde_json::Value;
-use trainer::compute::{Dtype, Engine, GradSink, Tokens, UnitWeights, set_up};
-use trainer::model::{ModelConfig, init};
+use trainer::compute::{Engine, GradSink, Tokens, UnitWeights, set_up};
+use trainer::model::{Dtype, ModelConfig, init};
 
 struct Fixture {
     config: ModelConfig,

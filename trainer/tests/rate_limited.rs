@@ -75,7 +75,7 @@ impl Drives {
     fn new(harness: &Harness) -> Self {
         let memory = tempfile::tempdir_in("/dev/shm").ok().filter(|dir| {
             let file = dir.path().join("file");
-            trainer::store::check_dirs(&[file], 1 << 20).is_ok()
+            training_state::store::check_dirs(&[file], 1 << 20).is_ok()
         });
         let dir = memory.unwrap_or_else(|| {
             tempfile::tempdir_in(harness.path("drive")).expect("a directory for the drives")

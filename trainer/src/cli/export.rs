@@ -6,7 +6,7 @@ use clap::{Args, ValueEnum};
 use offload_support::outln;
 use offload_support::units::parse_bytes;
 use trainer::export::{Export, Numbers, export};
-use trainer::run::CheckpointName;
+use training_state::run::CheckpointName;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer export runs/mine --out exported

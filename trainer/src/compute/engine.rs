@@ -13,11 +13,12 @@ use super::head::{self, LOGITS_ELEMS_MAX};
 use super::norm::NormWeights;
 use super::params::Params;
 use super::positions::Rotary;
+use super::values::kind_of;
 use super::{
-    Activation, ActivationCheckpointing, ComputeDevice, ComputeError, Dtype, GradSink, LossHandle,
-    Tokens, UnitWeights,
+    Activation, ActivationCheckpointing, ComputeDevice, ComputeError, GradSink, LossHandle, Tokens,
+    UnitWeights,
 };
-use crate::model::{Dropout, ModelConfig, ParamRole, Positions, UnitLayout, unit_layouts};
+use crate::model::{Dropout, Dtype, ModelConfig, ParamRole, Positions, UnitLayout, unit_layouts};
 
 /// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
 ///
@@ -62,7 +63,7 @@ impl Engine {
     /// # Errors
     /// A configuration that describes no model; out of memory.
     pub fn new(config: &ModelConfig, dtype: Dtype, seq_len: usize) -> Result<Self, ComputeError> {
-        Self::of_kind(config, dtype.kind(), seq_len)
+        Self::of_kind(config, kind_of(dtype), seq_len)
     }
 
     /// As [`Engine::new`], computing on `device`. What is given to the engine afterwards comes from it (weights, gradient

@@ -10,9 +10,9 @@ use kernels::gpu::DeviceBuffer;
 use kernels_torch::{device_view, with_tensor_over};
 use tch::{Device, Kind, Tensor};
 
-use super::values::adjacent;
-use super::{ComputeError, Dtype};
-use crate::model::{ParamLayout, UnitLayout};
+use super::ComputeError;
+use super::values::{adjacent, kind_of};
+use crate::model::{Dtype, ParamLayout, UnitLayout};
 
 /// The gradients of one unit's parameters, summed over micro-batches and over uses of the unit.
 pub struct GradSink {
@@ -34,7 +34,7 @@ enum Sum {
 impl GradSink {
     /// An empty sum for the parameters of `layout`, to be stored as `dtype`.
     pub fn new(layout: &UnitLayout, dtype: Dtype) -> Self {
-        Self::on(Device::Cpu, layout, dtype.kind())
+        Self::on(Device::Cpu, layout, kind_of(dtype))
     }
 
     pub(super) fn on(device: Device, layout: &UnitLayout, kind: Kind) -> Self {

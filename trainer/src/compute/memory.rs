@@ -6,12 +6,12 @@
 //! embedding's gradient. The counts below follow the operators in block.rs, attention.rs and head.rs; `tests/model_memory.rs` holds
 //! them against what a process really takes.
 
+use super::ActivationCheckpointing;
 use super::attention::queries_at_a_time;
 use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
-use super::{ActivationCheckpointing, Dtype};
-use crate::model::{Dropout, Mlp, ModelConfig, ParamRole, UnitLayout, unit_layouts};
+use crate::model::{Dropout, Dtype, Mlp, ModelConfig, ParamRole, UnitLayout, unit_layouts};
 
 /// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
 /// to 2.3 times what is alive with glibc; giving every freed piece back instead (`M_MMAP_THRESHOLD`) takes 2.5 times as

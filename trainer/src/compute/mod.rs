@@ -48,9 +48,7 @@ pub use memory::{
     DEVICE_CONTEXT_BYTES, Work, can_keep, device_working_bytes, kept_bytes_a_token, working_bytes,
 };
 pub use tokens::{IGNORED, Tokens};
-pub use values::{
-    Activation, ActivationCheckpointing, AwayActivation, Dtype, LossHandle, UnitWeights,
-};
+pub use values::{Activation, ActivationCheckpointing, AwayActivation, LossHandle, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels_torch::TorchError;

@@ -8,34 +8,14 @@ use tch::{Kind, Tensor};
 
 use super::explicit::Kept;
 use super::{ComputeDevice, ComputeError};
-use crate::model::{ParamLayout, UnitLayout};
+use crate::model::{Dtype, ParamLayout, UnitLayout};
 
-/// The kind of number of parameters, activations and stored gradients.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Dtype {
-    /// 16 bits: norms, rotary tables and losses still compute in fp32 where Hugging Face's model does.
-    Bf16,
-    /// 16 bits of which five are the exponent: losses are scaled so that small gradients do not vanish.
-    Fp16,
-    /// 32 bits throughout.
-    Fp32,
-}
-
-impl Dtype {
-    /// Bytes of one element.
-    pub fn elem_bytes(self) -> usize {
-        match self {
-            Dtype::Bf16 | Dtype::Fp16 => 2,
-            Dtype::Fp32 => 4,
-        }
-    }
-
-    pub(super) fn kind(self) -> Kind {
-        match self {
-            Dtype::Bf16 => Kind::BFloat16,
-            Dtype::Fp16 => Kind::Half,
-            Dtype::Fp32 => Kind::Float,
-        }
+/// torch's kind of `dtype`.
+pub(super) fn kind_of(dtype: Dtype) -> Kind {
+    match dtype {
+        Dtype::Bf16 => Kind::BFloat16,
+        Dtype::Fp16 => Kind::Half,
+        Dtype::Fp32 => Kind::Float,
     }
 }
 
@@ -61,7 +41,7 @@ impl UnitWeights {
     /// # Errors
     /// Out of memory.
     pub fn new(layout: &UnitLayout, dtype: Dtype) -> Result<Self, ComputeError> {
-        Self::of_kind(layout, dtype.kind())
+        Self::of_kind(layout, kind_of(dtype))
     }
 
     pub(super) fn of_kind(layout: &UnitLayout, kind: Kind) -> Result<Self, ComputeError> {

@@ -183,7 +183,7 @@ fn auto_gives_way_to_the_run_file_and_else_to_hugging_faces_choice() {
     assert_eq!((run.batch.micro_batch, run.batch.micro_batches), (2, 1));
     assert_eq!(
         (run.optimizer.lr, run.dtype),
-        (0.01, crate::compute::Dtype::Bf16)
+        (0.01, crate::model::Dtype::Bf16)
     );
     let shown = |key: &str, run: &RunSettings| {
         let note = format!("{key} is \"auto\"");
@@ -192,7 +192,7 @@ fn auto_gives_way_to_the_run_file_and_else_to_hugging_faces_choice() {
     assert!(!shown("optimizer.params.lr", &run) && shown("optimizer.params.weight_decay", &run));
     let run = Files::new("", deepspeed).read(&[]).unwrap();
     assert_eq!((run.batch.micro_batch, run.optimizer.lr), (8, 5e-5));
-    assert_eq!(run.dtype, crate::compute::Dtype::Fp32);
+    assert_eq!(run.dtype, crate::model::Dtype::Fp32);
     for key in [
         "train_batch_size",
         "gradient_clipping",

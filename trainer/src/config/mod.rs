@@ -13,11 +13,9 @@ mod deepspeed;
 mod json;
 mod keys;
 mod resolve;
-mod schedule;
 mod schema;
 mod settings;
 mod source;
-mod stage;
 mod summary;
 pub mod toml;
 
@@ -26,15 +24,16 @@ use std::path::PathBuf;
 use serde_json::Value;
 
 pub use keys::{deepspeed_keys, listing};
-pub use schedule::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use settings::{
-    ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, DynamicScale,
-    FirstWeights, Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice,
-    OptimizerSettings, OptimizerStep, OverflowPolicy, Packing, Placement, Reports,
-    ResidentFraction, RunSettings, Tier, TrainSettings,
+    ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, FirstWeights,
+    Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice, OptimizerSettings,
+    OptimizerStep, Packing, Placement, ResidentFraction, RunSettings, Tier, TrainSettings,
 };
 pub use source::Source;
-pub use stage::Stage;
+pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
+pub use training_state::monitor::Reports;
+pub use training_state::overflow::{DynamicScale, OverflowPolicy};
+pub use training_state::stage::Stage;
 
 use source::{Tree, apply};
 
@@ -235,6 +234,8 @@ fn check_as(
     }
 }
 
+#[cfg(test)]
+mod deepspeed_formulas_tests;
 #[cfg(test)]
 mod deepspeed_tests;
 #[cfg(test)]

@@ -62,7 +62,7 @@ fn told(run: &RunSettings) -> String {
     };
     format!(
         "{} stage {} {}/{} lr {:e} {schedule} decay {} clip {}",
-        settings::dtype_name(run.dtype),
+        run.dtype.name(),
         run.placement.stage.number(),
         tiers[0],
         tiers[1],
@@ -719,7 +719,7 @@ fn auto_precision_is_the_checkpoints_and_another_one_is_a_warning() {
             "data": {"files": ["text"]}, "train": {"steps": 10, "seq_len": 32}
         });
         let run = check(with(&tree, precision), "test", Some(1)).unwrap();
-        (settings::dtype_name(run.dtype), run.warnings.join("\n"))
+        (run.dtype.name(), run.warnings.join("\n"))
     };
     let auto = json!({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}});
     // The file's own type, where config.json says none; config.json's before it.

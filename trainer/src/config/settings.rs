@@ -4,9 +4,9 @@ use std::path::PathBuf;
 
 use serde::{Serialize, Serializer};
 
-use super::{LrSchedule, Stage};
-use crate::compute::{ActivationCheckpointing, Dtype};
-use crate::model::{Dropout, ModelConfig};
+use super::{LrSchedule, OverflowPolicy, Reports, Stage};
+use crate::compute::ActivationCheckpointing;
+use crate::model::{Dropout, Dtype, ModelConfig};
 
 /// A run, ready to be planned.
 #[derive(Clone, Debug, Serialize)]
@@ -75,43 +75,7 @@ impl RunSettings {
 }
 
 fn dtype_word<S: Serializer>(dtype: &Dtype, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_str(dtype_name(*dtype))
-}
-
-/// As settings and people call it.
-pub(super) fn dtype_name(dtype: Dtype) -> &'static str {
-    match dtype {
-        Dtype::Bf16 => "bf16",
-        Dtype::Fp16 => "fp16",
-        Dtype::Fp32 => "fp32",
-    }
-}
-
-/// What a step does whose gradients are not finite.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum OverflowPolicy {
-    /// Ends the run; the step before is kept.
-    Stops,
-    /// Changes no weight, and the run goes on.
-    Skips,
-    /// As `Skips`; the loss is multiplied with a scale that stays, its gradients divided by it.
-    Scaled { scale: f64 },
-    /// As `Scaled`, with a scale that goes down on overflow and up again.
-    Scales(DynamicScale),
-}
-
-/// How a loss scale goes up and down, with DeepSpeed's words.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct DynamicScale {
-    pub initial: f64,
-    /// Steps without overflow after which it doubles.
-    pub window: u64,
-    /// Overflows before it halves.
-    pub hysteresis: u64,
-    /// Whether a step without overflow makes hysteresis whole again; otherwise only a doubling does.
-    pub consecutive_hysteresis: bool,
-    pub min: f64,
+    serializer.serialize_str(dtype.name())
 }
 
 /// One rank's samples of a step: `micro_batches` micro-batches of `micro_batch` windows of `seq_len` tokens.
@@ -246,17 +210,6 @@ pub enum ActivationsChoice {
     Gpu,
     /// In host memory: they cross the bus and back.
     Cpu,
-}
-
-/// What is told of steps beside the lines that are printed and `metrics.jsonl`.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Reports {
-    /// Each printed step's parts.
-    pub wall_clock_breakdown: bool,
-    /// A directory for TensorBoard's files.
-    pub tensorboard: Option<PathBuf>,
-    /// A directory for a CSV file of each scalar.
-    pub csv: Option<PathBuf>,
 }
 
 /// What computes forward and backward.

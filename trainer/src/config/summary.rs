@@ -2,7 +2,6 @@
 
 use std::fmt;
 
-use super::settings::dtype_name;
 use super::{LrSchedule, OverflowPolicy, RunSettings, Warmup};
 
 impl RunSettings {
@@ -20,7 +19,7 @@ impl RunSettings {
             format!("schedule  {}", schedule(&self.lr)),
             format!(
                 "precision {}{}",
-                dtype_name(self.dtype),
+                self.dtype.name(),
                 match self.overflow {
                     OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_) => ", losses scaled",
                     OverflowPolicy::Stops | OverflowPolicy::Skips => "",

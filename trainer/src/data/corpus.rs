@@ -8,8 +8,8 @@ use super::read::{Found, Kind, find, first_kind};
 use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
 use crate::config::{DataSettings, Packing, RunSettings};
-use crate::fingerprint::Fingerprint;
-use crate::run::{resolved, tokens_dir};
+use training_state::fingerprint::Fingerprint;
+use training_state::run::{resolved, tokens_dir};
 
 /// Raised when tokens of the same files would be others.
 const TOKENS_VERSION: u64 = 2;

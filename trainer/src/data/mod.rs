@@ -24,13 +24,12 @@ use std::path::Path;
 
 use crate::compute::IGNORED;
 use crate::config::Packing;
-use crate::fingerprint::Fingerprint;
 use cache::Stored;
+use training_state::fingerprint::Fingerprint;
 
 pub use corpus::{Corpus, Frame};
 pub use error::DataError;
 pub use read::Place;
-pub use tokenize::VOCAB_SIZE;
 
 /// The tokens of a run.
 pub struct Data {

@@ -20,15 +20,14 @@ use offload_support::units::ApproxBytes;
 use serde_json::json;
 use test_hooks::kill_point::{Point, reach};
 
-use crate::compute::Dtype;
-use crate::model::config_json;
+use crate::model::{Dtype, config_json};
+use crate::open::RunError;
 use crate::reader::RunReader;
-use crate::run::{CheckpointName, ModelFiles, make_dir};
-use crate::store::free_bytes;
-use crate::train::TrainError;
 use crate::weights::{Element, INDEX_FILE};
 use offload_support::progress::{Audience, Progress, Unit};
 use shards::Shards;
+use training_state::run::{CheckpointName, ModelFiles, make_dir};
+use training_state::store::free_bytes;
 use write::Writer;
 
 /// What is exported, and how.
@@ -67,7 +66,7 @@ pub struct Exported {
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     #[error(transparent)]
-    Run(#[from] TrainError),
+    Run(#[from] RunError),
     #[error("{} is there already: name a directory that is not, or remove it", out.display())]
     Exists { out: PathBuf },
     #[error("another export writes to {}: wait for it, or name another directory", partial.display())]
@@ -163,8 +162,25 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
 /// it lasts. Answers how many files, and bytes of them.
 ///
 /// # Errors
+/// Bytes of a file of weights that a run begins with.
+const COPY_SHARD_BYTES: u64 = 5_000_000_000;
+
+/// Writes the newest weights of the run in `from` into the directory `to`, in fp32. Returns the step whose result they are.
+///
+/// # Errors
+/// The run cannot be read; there is no room.
+pub(crate) fn copy_weights(from: &Path, to: &Path) -> Result<u64, RunError> {
+    let mut reader = RunReader::open(from, None)?;
+    let what = "reading the other run's weights";
+    write_weights(&mut reader, to, Element::Fp32, COPY_SHARD_BYTES, what)
+        .map_err(|error| RunError::FirstRun(Box::new(error)))?;
+    let step = reader.step;
+    reader.close()?;
+    Ok(step)
+}
+
 /// As [`export`].
-pub(crate) fn write_weights(
+fn write_weights(
     reader: &mut RunReader,
     dir: &Path,
     element: Element,
@@ -346,11 +362,7 @@ mod tests {
         check_space(dir.path(), 1).unwrap();
         let said = check_space(dir.path(), u64::MAX).unwrap_err().to_string();
         let dir = dir.path().display().to_string();
-        for part in [
-            &*dir,
-            "free, the weights take 17179869184.0 GiB",
-            "free some",
-        ] {
+        for part in [&*dir, "free, the weights take 16777216.0 TiB", "free some"] {
             assert!(said.contains(part), "{part:?} is not in {said}");
         }
     }

@@ -11,8 +11,8 @@ use swapper::TileRange;
 
 use super::ExportError;
 use super::shards::{Shards, Target};
-use crate::lines::Lines;
 use crate::model::ParamLayout;
+use training_state::aligned::AlignedBytes;
 
 /// Bytes written at a time.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -64,7 +64,7 @@ impl<'a> Writer<'a> {
         masters.resize(elems.len(), 0.0);
         // As tiles come they need not be aligned, and read as masters they must be.
         let [param, state] = [param, state].map(|bytes| {
-            let mut lines = Lines::new(bytes.len());
+            let mut lines = AlignedBytes::new(bytes.len());
             lines.bytes_mut().copy_from_slice(bytes);
             lines
         });

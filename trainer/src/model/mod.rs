@@ -16,6 +16,7 @@
 mod architecture;
 mod config;
 mod dropout;
+mod dtype;
 mod hf;
 pub mod init;
 mod layout;
@@ -25,6 +26,10 @@ mod param_role;
 pub use architecture::{Architecture, Biases, Form, Mlp, Norm, Positions};
 pub use config::{ConfigError, ModelConfig, RopeScaling, Window};
 pub use dropout::Dropout;
+pub use dtype::Dtype;
 pub use hf::{HfModel, config_json, parse};
 pub use layout::{ALIGN_ELEMS, ParamLayout, Start, UnitLayout, unit_layouts};
 pub use param_role::ParamRole;
+
+/// Tokens of a model that is trained on bytes.
+pub const BYTE_VOCAB_SIZE: u64 = 256;

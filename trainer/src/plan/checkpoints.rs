@@ -7,8 +7,8 @@ use serde::Serialize;
 
 use super::text::{Of, Seconds};
 use super::{Figure, Plan};
-use crate::checkpoint_tap::BUFFERS;
 use crate::config::{RunSettings, TrainSettings};
+use training_state::checkpoint_tap::BUFFERS;
 
 /// Checkpoints of a run, of all its processes together.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]

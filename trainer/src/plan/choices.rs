@@ -2,13 +2,13 @@
 
 use swapper::Staging;
 
-use super::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 use super::{GpuHardware, Plan, PlanError, Source};
 use crate::compute::{ActivationCheckpointing, can_keep};
 use crate::config::{
     ActivationsChoice, Fraction, GradientsChoice, OptimizerDevice, ResidentFraction, RunSettings,
     Tier,
 };
+use training_state::plan::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 
 /// Of the host memory that is free, what choices leave: pages of files, other programs, what nobody counted.
 const HOST_MARGIN_SHARE: f64 = 0.1;

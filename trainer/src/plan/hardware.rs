@@ -6,8 +6,8 @@
 use kernels::gpu::{Gpu, GpuError};
 use serde::Serialize;
 
-use super::measured::Measured;
 use crate::config::{DeviceChoice, RunSettings};
+use training_state::plan::Measured;
 
 /// Forward and backward on one core, counted as 6 a parameter and token: the demo's 1,000 tokens/s of 10.5 M parameters on
 /// two cores of an EPYC with AVX2.

@@ -17,6 +17,7 @@ use crate::compute::{
 };
 use crate::config::{OptimizerDevice, RunSettings};
 use crate::model::UnitLayout;
+use training_state::update::GPU_UPDATERS;
 
 /// Blocks whose weights are gathered at a time, on a GPU or with several ranks: one computes, one comes, one is left.
 const BLOCK_BUFFERS: u64 = 3;
@@ -26,12 +27,6 @@ const GRAD_BUFFERS: u64 = 2;
 
 /// What NCCL takes of a GPU for several ranks: some 10 MB of buffers for each of up to 32 channels, to and from its neighbours.
 const LINK_BYTES: u64 = 1 << 30;
-
-/// Threads that stream tiles through a GPU: one's copy up, one's kernel and one's copy down at a time.
-const GPU_UPDATERS: u64 = 3;
-
-/// Host memory through which first contents go to tiles in GPU memory.
-pub(super) const GPU_HOME_STAGING_BYTES: u64 = 256 << 20;
 
 /// What a process holds of a model while it computes, wherever it computes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
@@ -170,58 +165,9 @@ impl ComputeMemory {
                 _ => 0,
             },
             working_bytes: working(device_working_bytes),
-            update_bytes: u64::from(streams) * GPU_UPDATERS * updater_bytes,
+            update_bytes: u64::from(streams) * GPU_UPDATERS as u64 * updater_bytes,
             context_bytes: DEVICE_CONTEXT_BYTES + if settings.ranks > 1 { LINK_BYTES } else { 0 },
         }
-    }
-}
-
-/// Bytes that cross the bus to a GPU in one step of one process.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct BusBytes {
-    /// To the GPU.
-    pub up_bytes: u64,
-    /// From it.
-    pub down_bytes: u64,
-}
-
-impl BusBytes {
-    /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up `gathers` times; other ranks' parts come
-    /// over links between GPUs. A share `on_gpu_share` of the update runs on the GPU with state that comes and goes.
-    /// `away_bytes` of blocks' inputs go down and come back.
-    pub(super) fn new(tiles: &TileSums, gathers: u64, on_gpu_share: f64, away_bytes: u64) -> Self {
-        let streamed = |bytes: u64| (bytes as f64 * on_gpu_share) as u64;
-        Self {
-            up_bytes: gathers * tiles.param_bytes + streamed(tiles.sum_bytes()) + away_bytes,
-            down_bytes: tiles.grad_bytes
-                + streamed(tiles.param_bytes + tiles.state_bytes)
-                + away_bytes,
-        }
-    }
-
-    /// Seconds at `bytes_per_s` each way.
-    pub(super) fn s(&self, bytes_per_s: f64) -> f64 {
-        self.up_bytes.max(self.down_bytes) as f64 / bytes_per_s
-    }
-}
-
-/// Bytes of a process's tiles, and of their gradients.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct TileSums {
-    pub param_bytes: u64,
-    pub state_bytes: u64,
-    pub grad_bytes: u64,
-}
-
-impl TileSums {
-    /// All of them.
-    pub fn sum_bytes(&self) -> u64 {
-        self.param_bytes + self.state_bytes + self.grad_bytes
-    }
-
-    /// Seconds of an update for which all of them go up to the GPU and come back.
-    pub(super) fn streamed_s(&self, bytes_per_s: f64) -> f64 {
-        self.sum_bytes() as f64 / bytes_per_s
     }
 }
 

@@ -12,9 +12,7 @@ mod advice;
 mod amount;
 mod checkpoints;
 mod choices;
-mod choose;
 mod hardware;
-mod measured;
 mod memory;
 mod models;
 mod outlook;
@@ -29,16 +27,15 @@ mod tiles;
 use kernels::adamw::Master;
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
-use crate::compute::{ActivationCheckpointing, Dtype};
+use crate::compute::ActivationCheckpointing;
 use crate::config::{OptimizerDevice, RunSettings, Tier};
-use crate::model::{UnitLayout, unit_layouts};
+use crate::model::{Dtype, UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 pub use choices::{Choice, checkpointing_name, optimizer_device_name};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
-pub use measured::Measured;
-pub use memory::{BusBytes, ComputeMemory, TileSums};
+pub use memory::ComputeMemory;
 pub use models::{ModelsTable, TableError};
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, places};
@@ -46,6 +43,8 @@ pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Length, Question, QuestionError, read_model};
 pub use report::{REPORT_VERSION, Refusal, Report};
 use tiles::swapper_settings;
+use training_state::backend::GPU_STAGING_BYTES;
+use training_state::plan::{BusBytes, TileSums};
 
 /// A device file holds more than tiles: superblocks, catalog, definitions, manifests and the space between extents.
 const DEVICE_SLACK_BYTES: u64 = 32 << 20;
@@ -178,7 +177,7 @@ impl Plan {
             None => self.compute.sum_bytes(),
         };
         let compute = if self.lives_in_gpu {
-            memory::GPU_HOME_STAGING_BYTES
+            GPU_STAGING_BYTES as u64
         } else {
             compute
         };

@@ -9,8 +9,8 @@ use swapper::SwapperError;
 use super::{Plan, optimizer_device_name};
 use crate::compute::ActivationCheckpointing;
 use crate::config::{DeviceChoice, OptimizerDevice, RunSettings};
-use crate::run::{RunId, resolved};
-use crate::store::StoreFiles;
+use training_state::run::{RunId, resolved};
+use training_state::store::StoreFiles;
 
 /// Why a run cannot start.
 #[derive(Debug, thiserror::Error)]

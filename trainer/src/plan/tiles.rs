@@ -1,13 +1,14 @@
 //! From settings to what the swapper is made from.
 
-use kernels::adamw::{Master, state_tile_bytes};
-use swapper::{Backing, Staging, StoreSettings, SwapperSettings, TileBytes, UnitShape};
+use kernels::adamw::Master;
+use swapper::{Backing, Staging, StoreSettings, SwapperSettings, UnitShape};
 
-use super::choose::STAGING_BYTES_ASSUMED;
 use crate::config::{
     Durability, Fraction, GradientsChoice, OptimizerStep, ResidentFraction, RunSettings, Tier,
 };
 use crate::model::UnitLayout;
+use training_state::plan::choose::STAGING_BYTES_ASSUMED;
+use training_state::update::tile_bytes;
 
 /// All that a plan starts from; what the run file leaves open has its least value.
 pub(super) fn swapper_settings(
@@ -73,18 +74,5 @@ pub(super) fn swapper_settings(
             // Each has all tiles for itself.
             1
         },
-    }
-}
-
-fn tile_bytes(master: Master) -> TileBytes {
-    let state_tile_bytes = match master {
-        Master::SplitBf16 => |elems| state_tile_bytes(Master::SplitBf16, elems),
-        Master::Fp32 => |elems| state_tile_bytes(Master::Fp32, elems),
-        Master::Fp16WholeMaster => |elems| state_tile_bytes(Master::Fp16WholeMaster, elems),
-    };
-    TileBytes {
-        param_bytes_per_elem: master.param_bytes(),
-        grad_bytes_per_elem: master.grad_bytes(),
-        state_tile_bytes,
     }
 }

@@ -15,7 +15,7 @@ pub(super) struct Clock {
 }
 
 impl Clock {
-    /// Of what `gpu` computes, or the processor.
+    /// A clock for `gpu`, or for the processor.
     pub(super) fn new(gpu: Option<&Gpu>) -> Self {
         Self {
             seconds: 0.0,
@@ -27,7 +27,7 @@ impl Clock {
     /// Times `f`, which computes or enqueues what computes.
     ///
     /// # Errors
-    /// What `f` returns; the GPU's.
+    /// An error of `f` or of the GPU.
     pub(super) fn of<R, E>(&mut self, f: impl FnOnce() -> Result<R, E>) -> Result<R, TrainError>
     where
         TrainError: From<E>,

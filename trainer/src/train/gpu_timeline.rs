@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use kernels::gpu::{Event, GpuError, Stream};
 
 use super::TrainError;
-use crate::trace::{Trace, Track};
+use training_state::trace::{Trace, Track};
 
 /// Work of one track whose times are not known yet.
 pub(super) struct Enqueued {
@@ -25,7 +25,7 @@ impl Enqueued {
     /// Does `f`, which enqueues on `stream` what `name` names. Nothing is kept outside of steps that are recorded.
     ///
     /// # Errors
-    /// What `f` returns; the GPU's.
+    /// An error of `f` or of the GPU.
     pub(super) fn of<E: Into<TrainError>>(
         &mut self,
         trace: &Trace,

@@ -14,10 +14,10 @@ use crate::model::ModelConfig;
 /// One block's inputs, by micro-batch.
 pub(super) type BlockInputs = Vec<Input>;
 
-/// Of one micro-batch.
+/// The input of one micro-batch.
 pub(super) enum Input {
     Here(Activation),
-    /// On the shelf, under this number.
+    /// In host memory, under this number.
     Away(usize, AwayActivation),
 }
 
@@ -28,7 +28,7 @@ pub(super) struct InputPlace {
 }
 
 impl InputPlace {
-    /// With what computes.
+    /// Where the block is computed.
     pub(super) fn here(micro_batches: usize) -> Self {
         Self {
             host_stash: None,

@@ -1,12 +1,10 @@
-//! Training: opens a run, steps until it is done or asked to stop, leaves it where the next start goes on.
+//! Training: opens a run, steps until it is done or asked to stop, and leaves it where the next start resumes.
 
-mod checkpointer;
 mod clock;
 mod error;
 mod gpu_timeline;
 mod inputs;
 mod mover;
-mod open;
 mod peer_watchdog;
 mod progress;
 mod show;
@@ -18,45 +16,41 @@ mod tests;
 mod watch;
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use kernels_torch::collective::GpuComm;
-use swapper::{StepRates, bound_s};
+use kernels_torch::collective::{CollectiveError, Comm, GpuComm};
+use swapper::{StepIo, StepRates, bound_s};
 use test_hooks::kill_point::{Point, reach};
 
 pub use error::TrainError;
-pub(crate) use open::{IN_PLACE, OpenRun, Prepared, SHARED_STORE, STORE_IN_DIR, mend};
 
 use crate::compute::{self, Engine};
 use crate::config::{OverflowPolicy, RunSettings};
 use crate::data::{Corpus, Data, Frame};
-use crate::learning_rate::learning_rate;
-use crate::metrics::{MetricsFile, StepMetrics};
-use crate::monitor::Monitors;
-use crate::overflow::{Outcome, OverflowState};
-use crate::plan::Measured;
-use crate::ranks::Ranks;
-use crate::run::CheckpointName;
-use crate::trace::Trace;
-use checkpointer::{Checkpointer, CheckpointerParts};
+use crate::export::copy_weights;
+use crate::open::{OpenRun, Prepared, Start, mend};
+use crate::ranks::{check_same_run, connect, ranks_of};
 use inputs::InputPlace;
-use mover::Shards;
+use mover::{InGpu, Memory, Shards, WithSwapper};
 use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use progress::Progress;
 use step::{Gradients, Stepper};
 use stop::Stop;
+use training_state::checkpointer::{Checkpointer, CheckpointerParts};
+use training_state::learning_rate::learning_rate;
+use training_state::metrics::{MetricsFile, StepMetrics};
+use training_state::monitor::Monitors;
+use training_state::overflow::{Outcome, OverflowState};
+use training_state::plan::Measured;
+use training_state::ranks::Ranks;
+use training_state::trace::Trace;
 
-/// Where a start begins.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Start {
-    /// Where the run was left; with fresh weights if there is none.
-    GoOn,
-    /// With fresh weights: an earlier run of the same directory is forgotten.
-    Fresh,
-    /// At a checkpoint, of this run or another.
-    Checkpoint(CheckpointName),
-}
+/// How long after its death a rank is known to be dead, even on a busy machine: some heartbeats. Launchers wait twice as long.
+const DEATH_WAIT: Duration = Duration::from_secs(4);
+
+/// Time between two looks for a dead rank.
+const DEATH_POLL: Duration = Duration::from_millis(20);
 
 /// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. Returns the exit status: 0 when the run is done, 128
 /// and the signal's number when it was asked to stop before.
@@ -66,12 +60,12 @@ pub enum Start {
 pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
-    let ranks = Arc::new(Ranks::from_env()?);
-    let result = run_to_its_end(settings.clone(), start, trace, &stop, &ranks)
+    let comm = connect()?;
+    let result = run_to_its_end(settings.clone(), start, trace, &stop, &comm)
         .map_err(|error| error.of_run(&settings));
-    let result = ranks.end(result);
+    let result = end(&comm, result);
     match trace.write() {
-        Ok(Some(path)) if ranks.is_first() => {
+        Ok(Some(path)) if comm.world().rank == 0 => {
             outln!("timeline: {}, for ui.perfetto.dev", path.display());
         }
         Ok(_) => {}
@@ -82,19 +76,56 @@ pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, 
     result
 }
 
+/// Ends the connection: with the others, or telling them why without.
+fn end<T>(comm: &Comm, result: Result<T, TrainError>) -> Result<T, TrainError> {
+    match result {
+        Ok(ended) => {
+            comm.barrier()?;
+            comm.give_up("it had finished");
+            Ok(ended)
+        }
+        Err(error) => {
+            let error = attribute(comm, error);
+            comm.give_up(&error.to_string());
+            Err(error)
+        }
+    }
+}
+
+/// Adds the rank that died to `error`, if its death may be the cause: heartbeats tell of it after what it kept has failed.
+fn attribute(comm: &Comm, error: TrainError) -> TrainError {
+    let until = Instant::now() + DEATH_WAIT;
+    while comm.world().ranks > 1
+        && error.may_follow_a_death(comm.world().rank == 0)
+        && Instant::now() < until
+    {
+        match comm.gone() {
+            Some(death @ CollectiveError::Died { .. }) => {
+                let error = Box::new(error);
+                return TrainError::AfterDeath { death, error };
+            }
+            // It lives and has its own words.
+            Some(_) => break,
+            None => std::thread::sleep(DEATH_POLL),
+        }
+    }
+    error
+}
+
 fn run_to_its_end(
     settings: RunSettings,
     start: &Start,
     trace: &Trace,
     stop: &Stop,
-    ranks: &Arc<Ranks>,
+    comm: &Arc<Comm>,
 ) -> Result<u8, TrainError> {
+    let ranks = &ranks_of(comm);
     if *start != Start::Fresh {
         ranks.by_first("looking for the run", || {
             mend(&settings, &mut |note| outln!("{note}"))
         })?;
     }
-    let (corpus, mut prepared) = ranks.together("checking the run", || {
+    let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
         // A run without steps is made to be exported, or to go on from.
         let corpus = match settings.train.steps {
             0 => None,
@@ -104,7 +135,8 @@ fn run_to_its_end(
         prepared.check_room()?;
         Ok((corpus, prepared))
     })?;
-    ranks.check_same_run(&settings, corpus.as_ref().map_or(0, Corpus::fingerprint))?;
+    let fingerprint = corpus.as_ref().map_or(0, Corpus::fingerprint);
+    check_same_run(comm, &settings.lines(), fingerprint)?;
     if ranks.is_first() {
         show::plan(&prepared.settings, &prepared.plan, corpus.as_ref());
     }
@@ -117,40 +149,17 @@ fn run_to_its_end(
     start_threads(settings.train.threads)?;
     // All ranks at once, so not within what each does by itself. A machine may have fewer GPUs than ranks.
     let computes = prepared.gpu.as_ref().map_or("the processor", |_| "a GPU");
-    (ranks.comm()).same_everywhere("what computes (train.device)", computes)?;
+    comm.same_everywhere("what computes (train.device)", computes)?;
     let gpus = match &prepared.gpu {
-        Some(gpu) if ranks.count() > 1 => Some(Arc::new(GpuComm::connect(&ranks.comm(), gpu)?)),
+        Some(gpu) if ranks.count() > 1 => Some(Arc::new(GpuComm::connect(comm, gpu)?)),
         _ => None,
     };
-    let stepper = ranks.together("taking memory to compute in", || {
-        let gpu = prepared.gpu.clone();
-        let on = match &gpu {
-            None => compute::ComputeDevice::Cpu,
-            Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
-        };
-        let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
-            .with_checkpointing(prepared.plan.checkpointing)
-            .in_tiles(settings.train.mlp_chunks)
-            .leaving_out(settings.dropout, settings.train.seed);
-        let live = prepared.plan.lives_in_gpu;
-        let stage = settings.placement.stage;
-        let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
-        let shards = Shards::new(ranks.comm(), gpus, &tiles.units, tiles.tile_elems, stage);
-        let batch = settings.batch;
-        let inputs = match &gpu {
-            Some(gpu) if prepared.plan.inputs_away => {
-                let input_elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
-                let input_bytes = input_elems * settings.dtype.elem_bytes();
-                InputPlace::away(gpu, &settings.model, batch.micro_batches, input_bytes)?
-            }
-            _ => InputPlace::here(batch.micro_batches),
-        };
-        let stepper = Stepper::new(engine, gpu, batch, master, live, stage, shards)?;
-        Ok(stepper.with_inputs_in(inputs))
+    let (stepper, memory) = ranks.together("taking memory to compute in", || {
+        take_memory(&settings, &prepared, comm, gpus)
     })?;
 
     let first = ranks.is_first();
-    let (run, resumed) = prepared.open(start, &mut |note| {
+    let (run, resumed) = prepared.open(start, &copy_weights, &mut |note| {
         if first {
             outln!("{note}");
         }
@@ -158,9 +167,10 @@ fn run_to_its_end(
     if first {
         show::opened(&run, resumed);
     }
+    let run = run.with_backend(|backend| memory.attach(backend));
     let canceller = run.backend.canceller().filter(|_| ranks.count() > 1);
-    let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(ranks.comm(), canceller));
-    let mut training = Training::new(settings, data, stepper, run, ranks.clone())?;
+    let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(comm.clone(), canceller));
+    let mut training = Training::new(settings, data, stepper, run, comm.clone())?;
     training.record(trace)?;
     let result = training.run_steps(stop);
     match &result {
@@ -170,7 +180,7 @@ fn run_to_its_end(
         }
         // Before this rank's part ends, and its private daemon: that is not why.
         Err(error) => {
-            ranks.give_up(error);
+            comm.give_up(&error.to_string());
             trace.add(training.run.backend.take_spans());
         }
     }
@@ -189,13 +199,47 @@ fn run_to_its_end(
     }
 }
 
+/// The engine with its inputs' place, and the memory to compute in.
+fn take_memory(
+    settings: &RunSettings,
+    prepared: &Prepared,
+    comm: &Arc<Comm>,
+    gpus: Option<Arc<GpuComm>>,
+) -> Result<(Stepper, Memory), TrainError> {
+    let gpu = prepared.gpu.clone();
+    let on = match &gpu {
+        None => compute::ComputeDevice::Cpu,
+        Some(gpu) => compute::ComputeDevice::Gpu(gpu.clone()),
+    };
+    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len)?
+        .with_checkpointing(prepared.plan.checkpointing)
+        .in_tiles(settings.train.mlp_chunks)
+        .leaving_out(settings.dropout, settings.train.seed);
+    let live = prepared.plan.lives_in_gpu;
+    let stage = settings.placement.stage;
+    let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
+    let shards = Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage);
+    let batch = settings.batch;
+    let inputs = match &gpu {
+        Some(gpu) if prepared.plan.inputs_away => {
+            let input_elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
+            let input_bytes = input_elems * settings.dtype.elem_bytes();
+            InputPlace::away(gpu, &settings.model, batch.micro_batches, input_bytes)?
+        }
+        _ => InputPlace::here(batch.micro_batches),
+    };
+    let (stepper, memory) = Stepper::new(engine, gpu, batch, master, live, stage, shards)?;
+    Ok((stepper.with_inputs_in(inputs), memory))
+}
+
 /// The tokens of the run: the first rank makes them if they are not there, all read them.
 fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
-    ranks.by_first("making the tokens", || {
+    ranks.by_first::<_, TrainError>("making the tokens", || {
         let mut say = |note| outln!("{note}");
         Ok(corpus.prepare(settings, &mut say)?)
     })?;
-    let data = ranks.together("opening the tokens", || Ok(corpus.open(settings)?))?;
+    let data =
+        ranks.together::<_, TrainError>("opening the tokens", || Ok(corpus.open(settings)?))?;
     if ranks.is_first() {
         outln!("  data      {}", data.describe());
     }
@@ -217,20 +261,21 @@ fn start_threads(count: usize) -> Result<(), TrainError> {
 /// A run in its loop.
 struct Training {
     settings: RunSettings,
-    /// None where the run has no steps.
+    /// `None` for a run without steps.
     data: Option<Data>,
     stepper: Stepper,
-    /// What people see; the first rank's.
+    /// Reports of steps; the first rank's.
     shown: Option<Shown>,
-    run: OpenRun,
-    ranks: Arc<Ranks>,
+    run: OpenRun<WithSwapper, InGpu>,
+    comm: Arc<Comm>,
+    ranks: Ranks,
     checkpointer: Checkpointer,
     /// Seconds of computing in the last step.
     compute_s: Option<f64>,
     trace: Trace,
 }
 
-/// Where steps are told.
+/// Reports of steps: metrics, monitors and the terminal.
 struct Shown {
     metrics: MetricsFile,
     monitors: Monitors,
@@ -239,7 +284,7 @@ struct Shown {
 }
 
 impl Shown {
-    /// Tells the monitors of a step. One that fails is said once: training does not depend on it.
+    /// Adds a step to the monitors. A failure is logged once; training does not depend on them.
     fn monitor(&mut self, metrics: &StepMetrics, samples: u64) {
         if let Err(error) = self.monitors.step(metrics, samples)
             && !std::mem::replace(&mut self.monitors_failed, true)
@@ -254,13 +299,14 @@ impl Training {
         settings: RunSettings,
         data: Option<Data>,
         stepper: Stepper,
-        run: OpenRun,
-        ranks: Arc<Ranks>,
+        run: OpenRun<WithSwapper, InGpu>,
+        comm: Arc<Comm>,
     ) -> Result<Self, TrainError> {
+        let ranks = ranks_of(&comm);
         let state = &run.state;
         let (train, reports) = (&settings.train, &settings.reports);
         let mut last_step = state.step;
-        let shown = ranks.together("opening the metrics", || {
+        let shown = ranks.together::<_, TrainError>("opening the metrics", || {
             if !ranks.is_first() {
                 return Ok(None);
             }
@@ -280,7 +326,7 @@ impl Training {
         let is_lost = ranks.any(last_step < state.step)?;
         let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
         let checkpoints = run.dir.checkpoints();
-        let newest = ranks.by_first("looking for a checkpoint", || {
+        let newest = ranks.by_first::<_, TrainError>("looking for a checkpoint", || {
             Ok(checkpoints.has(state.step))
         })?;
         let parts = CheckpointerParts {
@@ -299,6 +345,7 @@ impl Training {
             stepper,
             shown,
             run,
+            comm,
             ranks,
             checkpointer,
             compute_s: None,
@@ -314,7 +361,7 @@ impl Training {
         Ok(training)
     }
 
-    /// From now on steps are recorded in `trace`, those that it wants.
+    /// Records the next steps in `trace`, those that it wants.
     fn record(&mut self, trace: &Trace) -> Result<(), TrainError> {
         let steps_left = (self.settings.train.stop_after).saturating_sub(self.run.state.step);
         trace.begin(steps_left);
@@ -353,7 +400,6 @@ impl Training {
         let scale = overflow.scale;
         // Steps that changed nothing count for neither the optimizer nor its rate.
         let update = step - overflow.skipped;
-        let lr = learning_rate(&self.settings.lr, update);
         let gradients = self.stepper.forward_backward(
             &mut self.run.backend,
             self.data.as_ref().expect("a run with steps has data"),
@@ -372,48 +418,24 @@ impl Training {
                 _ => TrainError::Diverged { step, loss, norm },
             });
         }
-        let planned_bound_s = self.bound_s(&gradients, 0);
-        let (settings, state, plan) = (&self.settings, &mut self.run.state, &self.run.plan);
+        let (settings, state) = (&self.settings, &mut self.run.state);
         state.step = step;
         state.tokens += settings.step_tokens();
         state.next_sample += settings.step_samples();
-        state.lr = lr;
+        state.lr = learning_rate(&settings.lr, update);
         state.overflow = Some(overflow);
         let is_scaled = matches!(
             rules,
             OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_)
         );
         let mut metrics = StepMetrics {
-            step,
-            loss,
-            grad_norm: norm,
             loss_scale: is_scaled.then_some(scale),
             skipped: outcome == Outcome::Skips,
-            lr,
-            unix_s: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0.0, |since| since.as_secs_f64()),
-            tokens: state.tokens,
-            generation: 0,
-            step_s: started.elapsed().as_secs_f64(),
-            forward_s: gradients.forward_s,
-            backward_s: gradients.backward_s,
-            waited_s: 0.0,
-            update_s: 0.0,
-            device_read_bytes: plan.node_bytes.read_bytes() as u64,
-            device_written_bytes: plan.node_bytes.written_bytes as u64,
-            device_grad_read_bytes: plan.node_bytes.grad_written_bytes as u64,
-            device_grad_written_bytes: plan.node_bytes.grad_written_bytes as u64,
-            gathered_bytes: gradients.exchanged.gathered_bytes,
-            reduced_bytes: gradients.exchanged.reduced_bytes,
-            grads_held_bytes: gradients.held_bytes,
-            host_bytes: plan.host_bytes() * u64::from(settings.ranks),
-            bound_s: planned_bound_s,
-            eval_loss: None,
+            ..self.planned_metrics(&gradients, started)
         };
         // What is not known before the update is as planned here; only a line made up for after a crash shows it.
-        state.last = Some(metrics.clone());
-        let blob = state.encode();
+        self.run.state.last = Some(metrics.clone());
+        let blob = self.run.state.encode();
         // What moves once the step is finished is the next one's.
         if self.trace.begins_after() {
             self.run.backend.record_spans(true)?;
@@ -431,35 +453,11 @@ impl Training {
             self.run.backend.record_spans(false)?;
         }
         metrics.step_s = started.elapsed().as_secs_f64();
-        metrics.generation = io.generation;
-        metrics.waited_s = io.waited_ns as f64 * 1e-9;
-        metrics.update_s = io.update_ns as f64 * 1e-9;
-        // The drives are all ranks'; times are this one's.
-        let mut moved = [
-            io.read_bytes as f64,
-            io.written_bytes as f64,
-            io.grad_read_bytes as f64,
-            io.grad_written_bytes as f64,
-        ];
-        self.ranks.sum(&mut moved)?;
-        [
-            metrics.device_read_bytes,
-            metrics.device_written_bytes,
-            metrics.device_grad_read_bytes,
-            metrics.device_grad_written_bytes,
-        ] = moved.map(|bytes| bytes as u64);
+        self.count_io(&mut metrics, &io)?;
         metrics.bound_s = self.bound_s(&gradients, io.update_ns);
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         self.evaluate_if_due(&mut metrics)?;
-        if let Some(shown) = &mut self.shown {
-            reach(Point::Telling);
-            shown.metrics.write(&metrics);
-            shown.monitor(&metrics, self.run.state.next_sample);
-            if metrics.skipped {
-                shown.progress.say(&show::skipped(&metrics, &overflow));
-            }
-            shown.progress.step(&metrics, self.settings.step_tokens());
-        }
+        self.show_step(&metrics, &overflow);
         // Tiles that nobody updates on the host are not copied on the way.
         let visited = metrics.skipped || !self.run.backend.updates_on_host();
         self.run.state.last = Some(metrics);
@@ -468,7 +466,74 @@ impl Training {
         }
         self.checkpointer.is_of(&self.run.state);
         let shown = &self.shown;
-        self.checkpointer.look(&|line| say(shown, line))
+        Ok(self.checkpointer.look(&|line| say(shown, line))?)
+    }
+
+    /// The metrics of the step that the run's state stands at, as far as they are known before its update; the rest is the plan's.
+    fn planned_metrics(&self, gradients: &Gradients, started: Instant) -> StepMetrics {
+        let (settings, state, plan) = (&self.settings, &self.run.state, &self.run.plan);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        StepMetrics {
+            step: state.step,
+            loss: gradients.loss,
+            grad_norm: gradients.norm,
+            loss_scale: None,
+            skipped: false,
+            lr: state.lr,
+            unix_s: now.map_or(0.0, |since| since.as_secs_f64()),
+            tokens: state.tokens,
+            generation: 0,
+            step_s: started.elapsed().as_secs_f64(),
+            forward_s: gradients.forward_s,
+            backward_s: gradients.backward_s,
+            waited_s: 0.0,
+            update_s: 0.0,
+            device_read_bytes: plan.node_bytes.read_bytes() as u64,
+            device_written_bytes: plan.node_bytes.written_bytes as u64,
+            device_grad_read_bytes: plan.node_bytes.grad_written_bytes as u64,
+            device_grad_written_bytes: plan.node_bytes.grad_written_bytes as u64,
+            gathered_bytes: gradients.exchanged.gathered_bytes,
+            reduced_bytes: gradients.exchanged.reduced_bytes,
+            grads_held_bytes: gradients.held_bytes,
+            host_bytes: plan.host_bytes() * u64::from(settings.ranks),
+            bound_s: self.bound_s(gradients, 0),
+            eval_loss: None,
+        }
+    }
+
+    /// Adds what moved for the step, over all ranks; times are this rank's.
+    fn count_io(&self, metrics: &mut StepMetrics, io: &StepIo) -> Result<(), TrainError> {
+        metrics.generation = io.generation;
+        metrics.waited_s = io.waited_ns as f64 * 1e-9;
+        metrics.update_s = io.update_ns as f64 * 1e-9;
+        let mut moved = [
+            io.read_bytes as f64,
+            io.written_bytes as f64,
+            io.grad_read_bytes as f64,
+            io.grad_written_bytes as f64,
+        ];
+        self.comm.all_reduce_sum_f64(&mut moved)?;
+        [
+            metrics.device_read_bytes,
+            metrics.device_written_bytes,
+            metrics.device_grad_read_bytes,
+            metrics.device_grad_written_bytes,
+        ] = moved.map(|bytes| bytes as u64);
+        Ok(())
+    }
+
+    /// Writes the step's line and tells the monitors and the terminal, on the first rank.
+    fn show_step(&mut self, metrics: &StepMetrics, overflow: &OverflowState) {
+        let Some(shown) = &mut self.shown else {
+            return;
+        };
+        reach(Point::Telling);
+        shown.metrics.write(metrics);
+        shown.monitor(metrics, self.run.state.next_sample);
+        if metrics.skipped {
+            shown.progress.say(&show::skipped(metrics, overflow));
+        }
+        shown.progress.step(metrics, self.settings.step_tokens());
     }
 
     /// Seconds this step could not have been faster than, from this rank's computing, all ranks' bytes and the devices' measured
@@ -524,10 +589,10 @@ impl Training {
 
     fn settle_checkpoints(&mut self) -> Result<(), TrainError> {
         let shown = &self.shown;
-        self.checkpointer.settle(&|line| say(shown, line))
+        Ok(self.checkpointer.settle(&|line| say(shown, line))?)
     }
 
-    /// What the next plan should know of this machine.
+    /// Figures of this machine for the next plan.
     fn measured(&self) -> Measured {
         let rates = self.run.opened.rates();
         let plan = &self.run.plan;
@@ -541,7 +606,7 @@ impl Training {
         }
     }
 
-    /// Ends where the run was to end, or was asked to; all is kept, or an error says what is not.
+    /// Ends the run at its last step, or where it was asked to stop. An error says what was not kept.
     fn end(self, asked: bool) -> Result<(), TrainError> {
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
@@ -567,13 +632,13 @@ impl Training {
         }
         reach(Point::Closing);
         self.run.close()?;
-        self.checkpointer.result()
+        Ok(self.checkpointer.result()?)
     }
 
     /// Commits or saves the last step that was finished.
     fn keep(&mut self) -> Result<(), TrainError> {
         reach(Point::Draining);
-        (self.ranks).together("committing the last step", || {
+        (self.ranks).together::<_, TrainError>("committing the last step", || {
             Ok(self.run.backend.drain()?)
         })?;
         self.settle_checkpoints()?;
@@ -587,7 +652,7 @@ impl Training {
     }
 }
 
-/// To those who look, if this is the rank that speaks.
+/// Prints a line on the first rank.
 fn say(shown: &Option<Shown>, line: &str) {
     if let Some(shown) = shown {
         shown.progress.say(line);

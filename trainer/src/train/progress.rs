@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::metrics::StepMetrics;
 use offload_support::outln;
 use offload_support::units::ApproxTime;
+use training_state::metrics::StepMetrics;
 
 /// Lines on stdout, a bar on stderr if that is a terminal.
 pub(super) struct Progress {
@@ -32,7 +32,7 @@ struct Since {
 }
 
 impl Progress {
-    /// Of a run that goes on after `step` and ends after `steps`.
+    /// The progress of a run that continues after `step` and ends after `steps`.
     pub(super) fn new(step: u64, steps: u64, log_every: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let style =
@@ -119,7 +119,7 @@ impl Progress {
     }
 }
 
-/// Where the time of a step went. The optimizer runs beside it, so its time is not part of the sum.
+/// The parts of a step's time. The optimizer runs in parallel, so its time is not part of the sum.
 fn parts(metrics: &StepMetrics) -> String {
     let ms = |seconds: f64| format!("{:.2} ms", seconds * 1e3);
     let named = metrics.forward_s + metrics.backward_s + metrics.waited_s;

@@ -3,10 +3,10 @@
 use super::OpenRun;
 use crate::config::{RunSettings, Tier};
 use crate::data::Corpus;
-use crate::metrics::StepMetrics;
-use crate::overflow::OverflowState;
 use crate::plan::Plan;
 use offload_support::outln;
+use training_state::metrics::StepMetrics;
+use training_state::overflow::OverflowState;
 
 /// Why a step changed nothing, and what is tried next.
 pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
@@ -19,7 +19,7 @@ pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
     format!("step {step:>5} skipped: its gradients are not finite; {next}")
 }
 
-/// What is going to happen, before it does.
+/// Prints the plan before training begins.
 pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>) {
     outln!("settings");
     for line in settings.lines() {
@@ -56,7 +56,7 @@ pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>)
     }
 }
 
-/// What was found.
+/// Prints what was opened.
 pub(super) fn opened(run: &OpenRun, resumed: bool) {
     let opened = &run.opened;
     outln!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);

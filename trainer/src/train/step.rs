@@ -12,23 +12,21 @@ use test_hooks::kill_point::{Point, reach};
 use super::TrainError;
 use super::clock::Clock;
 use super::inputs::{BlockInputs, InputPlace};
-use super::mover::{Exchanged, Mover, Shards};
+use super::mover::{self, Exchanged, Memory, Shards, Tiles};
 use super::step_order::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
-use crate::backend::TileBackend;
 use crate::compute::{
     Activation, ActivationCheckpointing, ComputeError, Engine, GradSink, LossHandle, Tokens,
 };
 use crate::config::{Batch, RunSettings, Stage};
 use crate::data::{Data, Windows};
-use crate::learning_rate::{betas, learning_rate};
-use crate::trace::Trace;
+use training_state::learning_rate::{betas, learning_rate};
+use training_state::trace::Trace;
 
-/// Everything a step needs but the weights, which the swapper has.
+/// Everything a step needs but the weights.
 pub(super) struct Stepper {
     engine: Engine,
     batch: Batch,
-    mover: Mover,
     shards: Shards,
     gpu: Option<Gpu>,
     inputs: InputPlace,
@@ -42,7 +40,7 @@ struct MicroBatch {
     targets: Tokens,
 }
 
-/// What forward and backward of a step gave. Its gradients are with the swapper and wait for [`Stepper::finish`].
+/// Results of forward and backward of a step. Its gradients wait in the backend for the update.
 pub(super) struct Gradients {
     /// Mean over the step's tokens that count.
     pub(super) loss: f64,
@@ -51,7 +49,7 @@ pub(super) struct Gradients {
     /// Seconds of computing, without waiting for weights.
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
-    /// With the other ranks.
+    /// Bytes exchanged with the other ranks.
     pub(super) exchanged: Exchanged,
     /// Most bytes of units' gradients that were held whole at a time.
     pub(super) held_bytes: u64,
@@ -62,7 +60,7 @@ pub(super) struct Gradients {
 struct Counted {
     own: f64,
     all: f64,
-    /// What the loss is multiplied with before it goes back.
+    /// Factor of the loss in backward.
     scale: f64,
 }
 
@@ -74,7 +72,7 @@ impl Counted {
     }
 }
 
-/// What a pass has computed so far.
+/// State of a pass.
 struct Pass {
     batches: Vec<MicroBatch>,
     counted: Counted,
@@ -84,9 +82,9 @@ struct Pass {
     block_inputs: Vec<BlockInputs>,
     /// Whether any will be.
     goes_back: bool,
-    /// Of each unit, until its gradients are complete.
+    /// Each unit's gradients, until they are complete.
     grads: Vec<Option<GradSink>>,
-    /// Of each micro-batch.
+    /// The loss of each micro-batch.
     losses: Vec<LossHandle>,
     forward: Clock,
     backward: Clock,
@@ -107,7 +105,7 @@ impl Pass {
         }
     }
 
-    /// Of units whose gradients have not begun to leave.
+    /// Bytes of gradients that have not begun to leave.
     fn held_bytes(&self) -> u64 {
         let held = self.grads.iter().flatten();
         held.map(|grads| grads.size_bytes() as u64).sum()
@@ -115,7 +113,7 @@ impl Pass {
 }
 
 impl Stepper {
-    /// For a model whose tiles are in the GPU's memory (`live`), or elsewhere.
+    /// For a model whose tiles are in the GPU's memory (`live`), or elsewhere; and the memory to compute in.
     ///
     /// # Errors
     /// Out of memory.
@@ -127,13 +125,13 @@ impl Stepper {
         live: bool,
         stage: Stage,
         shards: Shards,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<(Self, Memory), TrainError> {
         // One processor waits for nothing but its memory: nothing to come ahead of.
         let ahead = gpu.is_some() || shards.count() > 1;
         let units = engine.units().len();
         let buffers = step_order::block_buffers(units, ahead, stage);
-        Ok(Self {
-            mover: Mover::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?,
+        let memory = Memory::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?;
+        let stepper = Self {
             shards,
             gpu,
             inputs: InputPlace::here(batch.micro_batches),
@@ -141,7 +139,8 @@ impl Stepper {
             evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
             engine,
             batch,
-        })
+        };
+        Ok((stepper, memory))
     }
 
     /// The same, with blocks' inputs in `inputs` between forward and backward.
@@ -153,7 +152,7 @@ impl Stepper {
     /// loss times `scale`, are summed over the ranks and scattered.
     pub(super) fn forward_backward(
         &mut self,
-        backend: &mut TileBackend,
+        tiles: &mut Tiles,
         data: &Data,
         first_sample: u64,
         scale: f64,
@@ -175,16 +174,16 @@ impl Stepper {
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
-        backend.begin_step(self.training.program())?;
+        tiles.begin_step(self.training.program())?;
         // What an evaluation gathered is no part of the step.
         self.shards.take_exchanged();
         let mut held_bytes = 0;
         for planned in self.training.clone().step_order() {
-            self.planned(planned, backend, &mut pass, &mut watch, trace)?;
+            self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
         }
         // Asked last: a GPU is waited for here, and nowhere before.
-        let norm = self.mover.norm(&self.shards)? / scale;
+        let norm = mover::norm(tiles, &self.shards)? / scale;
         // This rank's mean, as much of the step's as its tokens are.
         let mut loss = [match own {
             0.0 => 0.0,
@@ -192,7 +191,7 @@ impl Stepper {
         }];
         self.shards.sum(&mut loss)?;
         watch.end()?;
-        self.mover.tell(trace)?;
+        mover::tell(tiles, trace)?;
         Ok(Gradients {
             loss: loss[0],
             norm,
@@ -206,7 +205,7 @@ impl Stepper {
     /// Mean loss over `batches` micro-batches of held-out text. Nothing must be pending.
     pub(super) fn evaluate(
         &mut self,
-        backend: &mut TileBackend,
+        tiles: &mut Tiles,
         data: &Data,
         batches: u64,
     ) -> Result<f64, TrainError> {
@@ -223,13 +222,13 @@ impl Stepper {
             scale: 1.0,
         };
         let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
-        backend.begin_step(self.evaluation.program())?;
+        tiles.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
         let keep = self.engine.set_checkpointing(ActivationCheckpointing::Full);
         let trace = Trace::off();
         let mut watch = Watch::new(&trace, self.gpu.clone().as_ref());
         let done = (self.evaluation.clone().step_order().iter())
-            .try_for_each(|planned| self.planned(planned, backend, &mut pass, &mut watch, &trace));
+            .try_for_each(|planned| self.planned(planned, tiles, &mut pass, &mut watch, &trace));
         self.engine.set_checkpointing(keep);
         done?;
         let loss = mean(&pass)?;
@@ -241,47 +240,39 @@ impl Stepper {
     fn planned(
         &mut self,
         planned: &Planned,
-        backend: &mut TileBackend,
+        tiles: &mut Tiles,
         pass: &mut Pass,
         watch: &mut Watch,
         trace: &Trace,
     ) -> Result<(), TrainError> {
         for &unit in &planned.uses {
-            self.mover.ready(unit, trace)?;
+            mover::ready(tiles, unit, trace)?;
         }
-        watch.of(planned.turn, || {
-            self.turn(planned.turn, backend, pass, trace)
-        })?;
+        watch.of(planned.turn, || self.turn(planned.turn, tiles, pass, trace))?;
         let mut units = planned.gives_back.iter();
-        units.try_for_each(|&unit| self.mover.give_back(unit))
+        units.try_for_each(|&unit| mover::give_back(tiles, unit))
     }
 
     /// Does one turn of a pass.
     fn turn(
         &mut self,
         turn: Turn,
-        backend: &mut TileBackend,
+        tiles: &mut Tiles,
         pass: &mut Pass,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let Self {
-            engine,
-            mover,
-            inputs,
-            ..
-        } = self;
+        let Self { engine, inputs, .. } = self;
         let Pass {
             batches,
             flow,
             block_inputs,
             grads,
-            counted,
             ..
         } = pass;
         match turn {
-            Turn::Gather(unit) => mover.gather(engine, backend, unit, trace)?,
+            Turn::Gather(unit) => mover::gather(tiles, engine, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
-                let weights = mover.weights(EMBEDDING);
+                let weights = mover::weights(tiles, EMBEDDING);
                 *flow = pass.forward.of(|| {
                     each(batches, |batch| {
                         engine.embed_forward(weights, &batch.inputs)
@@ -289,7 +280,7 @@ impl Stepper {
                 })?;
             }
             Turn::Forward(block) => {
-                let weights = mover.weights(block);
+                let weights = mover::weights(tiles, block);
                 let outputs = pass
                     .forward
                     .of(|| each(flow, |input| engine.block_forward(block, weights, input)))?;
@@ -301,33 +292,16 @@ impl Stepper {
             }
             Turn::Head if !pass.goes_back => {
                 let tied = engine.config().tied;
-                let tied = tied.then(|| mover.weights(EMBEDDING));
-                let weights = mover.weights(grads.len() - 1);
+                let tied = tied.then(|| mover::weights(tiles, EMBEDDING));
+                let weights = mover::weights(tiles, grads.len() - 1);
                 for (batch, input) in batches.iter().zip(&*flow) {
                     let loss = engine.head_loss(weights, tied, input, &batch.targets)?;
                     pass.losses.push(loss);
                 }
             }
             Turn::Head => {
-                let head = grads.len() - 1;
-                let mut head_grads = mover.sink(engine, backend, head)?;
-                let mut embedding_grads = mover.sink(engine, backend, EMBEDDING)?;
                 inputs.expect(block_inputs.len())?;
-                let head_inputs = std::mem::take(flow);
-                (pass.losses, *flow) = pass.backward.of(|| {
-                    head_turn(
-                        engine,
-                        mover,
-                        batches,
-                        *counted,
-                        head_inputs,
-                        &mut head_grads,
-                        &mut embedding_grads,
-                    )
-                })?;
-                grads[head] = Some(head_grads);
-                // Open until the embedding's own turn: a tied head adds to it.
-                grads[EMBEDDING] = Some(embedding_grads);
+                head_turn(engine, tiles, pass)?;
             }
             Turn::Backward(EMBEDDING) => {
                 let embedding_grads = grads[EMBEDDING].as_mut().expect("the head made it");
@@ -340,8 +314,8 @@ impl Stepper {
             }
             Turn::Backward(block) => {
                 let kept = block_inputs.pop().expect("one for each block");
-                let mut block_grads = mover.sink(engine, backend, block)?;
-                let weights = mover.weights(block);
+                let mut block_grads = mover::sink(tiles, engine, block)?;
+                let weights = mover::weights(tiles, block);
                 *flow = pass.backward.of(|| {
                     let pairs = kept.into_iter().zip(&*flow);
                     pairs
@@ -356,9 +330,9 @@ impl Stepper {
             }
             Turn::Reduce(unit) => {
                 let complete = grads[unit].take().expect("its backward turn came before");
-                mover.reduce(backend, unit, complete, trace)?;
+                mover::reduce(tiles, unit, complete, trace)?;
             }
-            Turn::Scatter(unit) => mover.scatter(backend, unit, trace)?,
+            Turn::Scatter(unit) => mover::scatter(tiles, unit, trace)?,
         }
         Ok(())
     }
@@ -393,7 +367,7 @@ impl Stepper {
     }
 }
 
-/// What update number `step` follows from: the settings, and the norm of its gradients, which are `scale` times too large.
+/// Hyperparameters of update number `step`, from the settings and the norm of its gradients, which are `scale` times too large.
 pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) -> Hyper {
     let optimizer = &settings.optimizer;
     let [beta1, beta2] = betas(&settings.lr, step).unwrap_or(optimizer.betas);
@@ -408,7 +382,7 @@ pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) ->
     }
 }
 
-/// What gradients of global norm `norm` are multiplied with, so that it is at most `clipping` (0: any).
+/// Factor that limits the global norm `norm` to `clipping` (0: no limit).
 fn clip_factor(clipping: f64, norm: f64) -> f64 {
     if clipping == 0.0 {
         1.0
@@ -418,28 +392,32 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
 }
 
 /// Loss and the gradients that flow into the last block, each micro-batch weighted with its part of the step.
-fn head_turn(
-    engine: &Engine,
-    mover: &Mover,
-    batches: &[MicroBatch],
-    counted: Counted,
-    inputs: Vec<Activation>,
-    head_grads: &mut GradSink,
-    embedding_grads: &mut GradSink,
-) -> Result<(Vec<LossHandle>, Vec<Activation>), ComputeError> {
-    let head = mover.weights(engine.units().len() - 1);
-    let mut losses = Vec::with_capacity(batches.len());
-    let mut grads = Vec::with_capacity(batches.len());
-    for (batch, input) in batches.iter().zip(inputs) {
-        let tied = engine.config().tied;
-        let tied = tied.then(|| (mover.weights(EMBEDDING), &mut *embedding_grads));
-        let share = counted.share(batch) * counted.scale;
-        let (loss, grad) =
-            engine.head_loss_backward(head, tied, &input, &batch.targets, share, head_grads)?;
-        losses.push(loss);
-        grads.push(grad);
-    }
-    Ok((losses, grads))
+fn head_turn(engine: &Engine, tiles: &Tiles, pass: &mut Pass) -> Result<(), TrainError> {
+    let unit = pass.grads.len() - 1;
+    let mut head_grads = mover::sink(tiles, engine, unit)?;
+    let mut embedding_grads = mover::sink(tiles, engine, EMBEDDING)?;
+    let (batches, counted) = (&pass.batches, pass.counted);
+    let inputs = std::mem::take(&mut pass.flow);
+    (pass.losses, pass.flow) = pass.backward.of(|| {
+        let head = mover::weights(tiles, unit);
+        let mut losses = Vec::with_capacity(batches.len());
+        let mut grads = Vec::with_capacity(batches.len());
+        for (batch, input) in batches.iter().zip(inputs) {
+            let tied = engine.config().tied;
+            let tied = tied.then(|| (mover::weights(tiles, EMBEDDING), &mut embedding_grads));
+            let share = counted.share(batch) * counted.scale;
+            let targets = &batch.targets;
+            let (loss, grad) =
+                engine.head_loss_backward(head, tied, &input, targets, share, &mut head_grads)?;
+            losses.push(loss);
+            grads.push(grad);
+        }
+        Ok::<_, ComputeError>((losses, grads))
+    })?;
+    pass.grads[unit] = Some(head_grads);
+    // Open until the embedding's own turn: a tied head adds to it.
+    pass.grads[EMBEDDING] = Some(embedding_grads);
+    Ok(())
 }
 
 /// `f` of each, in order, up to the first error.
@@ -455,7 +433,7 @@ fn counted(batches: &[MicroBatch]) -> f64 {
     counted.sum::<usize>() as f64
 }
 
-/// Over this rank's tokens that count; 0 where none does.
+/// Mean loss over this rank's tokens that count; 0 if there are none.
 fn mean(pass: &Pass) -> Result<f64, ComputeError> {
     let own = pass.counted.own;
     let counted = Counted {

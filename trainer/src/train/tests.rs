@@ -24,16 +24,16 @@ use tempfile::TempDir;
 use super::inputs::InputPlace;
 use super::mover::Shards;
 use super::step::{Stepper, hyper};
-use crate::backend::{GpuBackend, TileBackend};
 use crate::compute::{ActivationCheckpointing, ComputeDevice, Engine, set_up};
 use crate::config::{RunSettings, Stage, check};
 use crate::data::{Corpus, Data, Frame};
-use crate::fingerprint::Fingerprint;
 use crate::model::init::splitmix64;
 use crate::plan::{Hardware, Overrides, Plan};
-use crate::trace::Trace;
-use crate::update::{CpuUpdate, Decay};
 use crate::weights::Weights;
+use training_state::backend::{GpuBackend, TileBackend};
+use training_state::fingerprint::Fingerprint;
+use training_state::trace::Trace;
+use training_state::update::CpuUpdate;
 
 /// What blocks may be told to keep. Those in tiles are always computed again, whatever they are told.
 fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
@@ -210,20 +210,19 @@ fn steps(
         _ => Stage::Parameters,
     };
     let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
-    let decay = Decay::new(&plan.units, &settings.optimizer.decay);
+    let decay = crate::open::backend::decay(&plan.units, &settings.optimizer.decay);
     let live = way.place == Place::Gpu;
     let mut backend = match gpu.filter(|_| live) {
         Some(gpu) => {
             let layout = tiles.cut().unwrap();
-            TileBackend::Gpu(Box::new(
-                GpuBackend::new(gpu, layout, plan.master, decay).unwrap(),
-            ))
+            let backend = GpuBackend::new(gpu, layout, plan.master, decay).unwrap();
+            TileBackend::Gpu(Box::new(backend), ())
         }
         None => {
             let master = plan.master;
             let (swapper, _) =
                 Swapper::open(tiles.clone(), vec![Box::new(CpuUpdate { master, decay })]).unwrap();
-            TileBackend::Swapper(Box::new(swapper))
+            TileBackend::Swapper(Box::new(swapper), ())
         }
     };
     let fill = |blanks: &mut [UninitTile]| {
@@ -248,8 +247,10 @@ fn steps(
         }
         _ => InputPlace::here(batch.micro_batches),
     };
-    let stepper = Stepper::new(engine, gpu, batch, plan.master, live, stage, shards).unwrap();
+    let (stepper, memory) =
+        Stepper::new(engine, gpu, batch, plan.master, live, stage, shards).unwrap();
     let mut stepper = stepper.with_inputs_in(inputs);
+    let mut backend = memory.attach(backend);
     let mut steps = Vec::new();
     for step in 1..=settings.train.steps {
         let first = (step - 1) * settings.step_samples();
@@ -451,14 +452,22 @@ fn what_is_kept_changes_no_bit_of_one_of_two_ranks(rank: u32) {
             place: Place::Shared,
         };
         let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
-        let expected = kept(Keep::Nothing);
+        let expected = kept(ActivationCheckpointing::Full);
         // The same samples by one process: sums are rounded in another order. The last number is a fingerprint.
-        let one = alone(&harness, &model, &way(Keep::Nothing, 2), None);
+        let one = alone(
+            &harness,
+            &model,
+            &way(ActivationCheckpointing::Full, 2),
+            None,
+        );
         for (one, two) in one.iter().zip(&expected).take(one.len() - 1) {
             let [one, two] = [one, two].map(|bits| f64::from_bits(*bits));
             assert!((one / two - 1.0).abs() < 1e-3, "{name}: {one} and {two}");
         }
-        for keep in [Keep::Attention, Keep::Products] {
+        for keep in [
+            ActivationCheckpointing::Attention,
+            ActivationCheckpointing::Matmuls,
+        ] {
             assert_eq!(kept(keep), expected, "{name}, {keep:?}");
         }
     }

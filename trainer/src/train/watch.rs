@@ -5,7 +5,7 @@ use kernels::gpu::{Gpu, GpuError, Stream};
 use super::TrainError;
 use super::gpu_timeline::Enqueued;
 use super::step_order::Turn;
-use crate::trace::{Trace, Track};
+use training_state::trace::{Trace, Track};
 
 /// Watches the turns of one pass.
 pub(super) struct Watch<'a> {
@@ -14,7 +14,7 @@ pub(super) struct Watch<'a> {
 }
 
 impl<'a> Watch<'a> {
-    /// Of turns that `gpu` computes, or the processor.
+    /// Watches turns on `gpu`, or on the processor.
     pub(super) fn new(trace: &'a Trace, gpu: Option<&Gpu>) -> Self {
         Self {
             trace,
@@ -25,7 +25,7 @@ impl<'a> Watch<'a> {
     /// Does `turn`, which `f` does.
     ///
     /// # Errors
-    /// What `f` returns; the GPU's.
+    /// An error of `f` or of the GPU.
     pub(super) fn of(
         &mut self,
         turn: Turn,

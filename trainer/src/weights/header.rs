@@ -10,7 +10,7 @@ use serde::de::{Deserialize, Deserializer, MapAccess, Visitor};
 use serde_json::Value;
 
 use super::WeightsError;
-use crate::fingerprint::Fingerprint;
+use training_state::fingerprint::Fingerprint;
 
 /// As the format has it.
 const HEADER_BYTES_MAX: u64 = 100_000_000;

@@ -199,7 +199,7 @@ impl Weights {
                 })
             })
             .collect();
-        json!({"directory": crate::run::resolved(&self.dir), "files": files})
+        json!({"directory": training_state::run::resolved(&self.dir), "files": files})
     }
 }
 

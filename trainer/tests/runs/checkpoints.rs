@@ -9,7 +9,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
-use trainer::run::{CheckpointName, Checkpoints};
+use training_state::run::{CheckpointName, Checkpoints};
 
 use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until};
 use crate::random::Random;

@@ -8,8 +8,8 @@ use kernels::gpu::Gpu;
 use rustix::process::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
-use trainer::run::CheckpointName;
-use trainer::train::TrainError;
+use trainer::open::RunError;
+use training_state::run::CheckpointName;
 
 use crate::random::Random;
 
@@ -209,7 +209,7 @@ impl Run {
         let settings = trainer::config::read(&source, None).expect("settings");
         match trainer::run_fingerprint::run_fingerprint(settings, checkpoint) {
             Ok(fingerprint) => Some(format!("{fingerprint}\n")),
-            Err(TrainError::NothingCommitted { .. }) => None,
+            Err(RunError::NothingCommitted { .. }) => None,
             Err(error) => panic!("fingerprint of {}: {error}", self.dir.display()),
         }
     }

@@ -109,7 +109,7 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
         ],
     ));
     assert!(
-        text.contains("`trainer train` with the run's file makes it again"),
+        text.contains("`trainer train` with the run's file creates it again"),
         "{text}"
     );
     let said = run(&harness, name, 3).train();

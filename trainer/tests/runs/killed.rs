@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::process::Command;
 
-use trainer::run::{CheckpointName, Checkpoints};
+use training_state::run::{CheckpointName, Checkpoints};
 
 use crate::harness::{Harness, Run, succeed};
 use crate::random::Random;

@@ -8,7 +8,7 @@ use std::process::Child;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use trainer::run::{RunDir, RunId};
+use training_state::run::{RunDir, RunId};
 
 use crate::harness::{Harness, Run, device_for, fail, finish, spawn, succeed, until};
 

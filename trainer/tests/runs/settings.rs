@@ -142,7 +142,7 @@ fn a_store_larger_than_the_free_space_is_refused() {
         &[
             "nvme_path: the file system of ",
             "drive has ",
-            " free, the store needs ",
+            " free, and the store needs ",
             "GiB there: free some, name directories on more drives",
         ],
     );

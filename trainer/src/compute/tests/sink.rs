@@ -1,8 +1,7 @@
 //! How gradients add up and are stored.
 
 use super::*;
-use crate::compute::Dtype;
-use crate::model::{ParamLayout, ParamRole, Start, UnitLayout};
+use crate::model::{Dtype, ParamLayout, ParamRole, Start, UnitLayout};
 
 fn layout() -> UnitLayout {
     let param = |name: &str, shape: Vec<usize>, offset_elems| ParamLayout {

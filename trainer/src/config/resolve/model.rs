@@ -7,14 +7,12 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::{value, word};
-use crate::compute::Dtype;
 use crate::config::toml::ModelToml;
 use crate::config::{FirstWeights, SettingsError};
-use crate::data::VOCAB_SIZE;
-use crate::model::{Dropout, HfModel, ModelConfig, parse};
-use crate::reader::model_of_run;
-use crate::run::{Difference, ModelFiles, differences, resolved};
+use crate::model::{BYTE_VOCAB_SIZE, Dropout, Dtype, HfModel, ModelConfig, parse};
+use crate::run_record::RunRecord;
 use crate::weights::{self, Element};
+use training_state::run::{Difference, ModelFiles, differences, resolved};
 
 /// A `config.json` is some kilobytes; more is another file.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
@@ -86,7 +84,7 @@ fn described(
             });
         }
         None => {
-            inline.entry("vocab_size").or_insert(VOCAB_SIZE.into());
+            inline.entry("vocab_size").or_insert(BYTE_VOCAB_SIZE.into());
             if !inline.contains_key("n_positions") {
                 inline
                     .entry("max_position_embeddings")
@@ -150,7 +148,9 @@ fn of_run(
             "contradicts model.init: leave one of them out".into(),
         ));
     }
-    let config = model_of_run(from).map_err(|error| wrong(error.to_string()))?;
+    let config = RunRecord::read(from)
+        .map_err(|error| wrong(error.to_string()))?
+        .model;
     let first_weights = FirstWeights::Run(resolved(from));
     if given.path.is_none() && inline_keys(given).is_empty() {
         let files = ModelFiles::of(from);

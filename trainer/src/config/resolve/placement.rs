@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use super::{fraction, value};
 use crate::config::toml::{FractionOrAuto, OffloadToml, ZeroToml};
 use crate::config::{Fraction, Placement, ResidentFraction, SettingsError, Stage, Tier};
-use crate::run::resolved;
+use training_state::run::resolved;
 
 pub(super) fn placement(
     zero: &ZeroToml,

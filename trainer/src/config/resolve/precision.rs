@@ -2,10 +2,9 @@
 
 use super::model;
 use super::{at_least, value, within};
-use crate::compute::Dtype;
-use crate::config::settings::dtype_name;
 use crate::config::toml::{ConfigToml, Fp16Toml, Switch};
 use crate::config::{DynamicScale, FirstWeights, OverflowPolicy, Said, SettingsError};
+use crate::model::Dtype;
 
 /// 2^32 is what apex began with; a first scale beyond it only costs skipped steps.
 const SCALE_POWER_MAX: u64 = 32;
@@ -48,7 +47,7 @@ pub(super) fn precision(
         && stored != dtype
         && from_it
     {
-        let (name, stored) = (dtype_name(dtype), dtype_name(stored));
+        let (name, stored) = (dtype.name(), stored.name());
         let why = match dtype {
             Dtype::Fp32 => format!(
                 "more memory and time than in {stored}, which {stored}.enabled = true asks for"

@@ -201,7 +201,7 @@ fn one_cycle(params: &SchedulerParamsToml, steps: u64) -> Result<LrSchedule, Set
     };
     // What grows with every step must stay a decay until the end.
     let schedule = LrSchedule::OneCycle(cycle);
-    if let Some([last, _]) = crate::learning_rate::betas(&schedule, steps)
+    if let Some([last, _]) = training_state::learning_rate::betas(&schedule, steps)
         && last >= 1.0
     {
         return Err(value(

@@ -9,7 +9,7 @@ use rustix::fs::{FlockOperation, flock};
 use test_hooks::kill_point::{Point, reach};
 
 use super::super::DataError;
-use crate::run::make_dir;
+use training_state::run::make_dir;
 
 /// Between two looks at what another process makes.
 const ROUND: Duration = Duration::from_millis(100);

@@ -11,7 +11,7 @@ use super::super::DataError;
 use super::super::tokenize::NOT_COUNTED;
 use super::format::Header;
 use super::{BLOCK_BYTES, ELEMENTS_AT};
-use crate::fingerprint::Fingerprint;
+use training_state::fingerprint::Fingerprint;
 
 /// Takes elements for training and elements that are held out in any order; those held out wait in a file of their own.
 pub(in crate::data) struct Writer<'a> {

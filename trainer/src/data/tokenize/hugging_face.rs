@@ -11,7 +11,7 @@ use super::{Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
 use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
-use crate::fingerprint::Fingerprint;
+use training_state::fingerprint::Fingerprint;
 
 /// The largest published ones have some 40 MB.
 const FILE_BYTES_MAX: u64 = 1 << 30;

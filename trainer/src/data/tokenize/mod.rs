@@ -20,11 +20,9 @@ use std::path::{Path, PathBuf};
 use super::DataError;
 use super::read::{Document, Kind};
 use crate::config::LossOn;
-use crate::fingerprint::Fingerprint;
+use crate::model::BYTE_VOCAB_SIZE;
 use hugging_face::HuggingFace;
-
-/// Token ids a byte can have.
-pub const VOCAB_SIZE: u64 = 256;
+use training_state::fingerprint::Fingerprint;
 
 /// Marks a token that is no target of the loss. Token ids are below it.
 pub(super) const NOT_COUNTED: u32 = 1 << 31;
@@ -108,11 +106,11 @@ impl Tokenizer {
             if wanted.ids {
                 return Ok(Self::Ids(wanted.vocab_size));
             }
-            if wanted.vocab_size < VOCAB_SIZE {
+            if wanted.vocab_size < BYTE_VOCAB_SIZE {
                 return Err(DataError::Setting {
                     key: "model.vocab_size",
                     message: format!(
-                        "{}: bytes are tokens, at least {VOCAB_SIZE}",
+                        "{}: bytes are tokens, at least {BYTE_VOCAB_SIZE}",
                         wanted.vocab_size
                     ),
                 });
@@ -150,7 +148,7 @@ impl Tokenizer {
     /// Ids are below this.
     pub(super) fn ids_end(&self) -> u64 {
         match self {
-            Self::Bytes => VOCAB_SIZE,
+            Self::Bytes => BYTE_VOCAB_SIZE,
             Self::Ids(end) => *end,
             Self::HuggingFace(found) => found.ids_end(),
         }

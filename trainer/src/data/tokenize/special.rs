@@ -7,7 +7,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use crate::data::DataError;
-use crate::fingerprint::Fingerprint;
+use training_state::fingerprint::Fingerprint;
 
 /// These are some kilobytes; chat templates may be a hundred.
 const FILE_BYTES_MAX: u64 = 64 << 20;

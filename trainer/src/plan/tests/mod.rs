@@ -7,10 +7,10 @@ mod refusals;
 
 use serde_json::{Value, json};
 
-use super::choose::STAGING_BYTES_ASSUMED;
 use super::*;
 use crate::config::{RunSettings, check};
 use crate::model::HfModel;
+use training_state::plan::choose::STAGING_BYTES_ASSUMED;
 
 const GIB: u64 = 1 << 30;
 

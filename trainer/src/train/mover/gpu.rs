@@ -12,19 +12,20 @@
 //! complete. Where all tiles live in the GPU nothing is copied: units are computed with where they lie; with several ranks
 //! each GPU has its shards of them, which are copied into the buffers and gathered there.
 
-use kernels::adamw::Master;
+use kernels::adamw::{Hyper, Master};
 use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
 use kernels::reduce::GradType;
+use swapper::Swapper;
 
 use super::super::TrainError;
 use super::super::gpu_timeline::Enqueued;
 use super::super::step_order::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
-use crate::backend::TileBackend;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use crate::config::Stage;
-use crate::trace::{Trace, Track};
+use training_state::backend::GpuBackend;
+use training_state::trace::{Trace, Track};
 
 /// Gradients of blocks in flight: one is written by backward while the other leaves. Below stage 2 each block has its own.
 const GRAD_BUFFERS: usize = 2;
@@ -32,41 +33,130 @@ const GRAD_BUFFERS: usize = 2;
 /// Bytes of a unit's sum of squares.
 const SQUARES_BYTES: usize = size_of::<f64>();
 
-/// Moves on a GPU.
-pub(in crate::train) struct GpuMover {
+/// Sums of squares of units' gradients, computed on a GPU.
+struct Sums {
     gpu: Gpu,
     compute: Stream,
-    elem_bytes: usize,
     grad_type: GradType,
     /// One f64 a unit, and the chunks' sums on the way there.
     squares: DeviceBuffer,
     scratch: DeviceBuffer,
     units: usize,
-    place: Place,
     shards: Shards,
-    /// With the other ranks, for a timeline.
-    collectives: Enqueued,
 }
 
-/// Where units are computed with.
-enum Place {
-    /// Where they live, once it is known where that is.
-    TileBackend(Vec<Option<UnitWeights>>),
-    Buffers(Box<Buffers>),
-}
+impl Sums {
+    fn new(engine: &Engine, gpu: &Gpu, master: Master, shards: Shards) -> Result<Self, TrainError> {
+        let units = engine.units().len();
+        let largest = engine.units().iter().map(|unit| unit.elems).max();
+        let largest = largest.expect("a model has units");
+        Ok(Self {
+            gpu: gpu.clone(),
+            compute: gpu.default_stream(),
+            grad_type: GradType::of(master),
+            squares: gpu.alloc(units * SQUARES_BYTES)?,
+            scratch: gpu.alloc(sum_squares_scratch_bytes(largest))?,
+            units,
+            shards,
+        })
+    }
 
-impl Place {
-    fn grads_of<'a>(&'a self, backend: &'a TileBackend, unit: usize) -> &'a DeviceBuffer {
-        match (self, backend) {
-            (Self::TileBackend(_), TileBackend::Gpu(backend)) => &backend.unit(unit).grad,
-            (Self::Buffers(buffers), _) => buffers.grads_of(unit),
-            _ => panic!("units are computed with where they live, or in buffers"),
+    /// Sums the squares of this rank's shard of a unit's gradients in `grads`, behind what is enqueued on `stream`.
+    fn add(&self, stream: &Stream, unit: usize, grads: &DeviceBuffer) -> Result<(), TrainError> {
+        let own = (self.shards).own_at(unit, grads, self.grad_type.elem_bytes());
+        let squares = self.squares.at(unit * SQUARES_BYTES);
+        // Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+        match self.shards.own(unit).len() {
+            0 => stream.fill_zero(squares, SQUARES_BYTES)?,
+            elems => {
+                let kernels = self.gpu.kernels()?;
+                let scratch = self.scratch.at(0);
+                kernels.sum_squares(stream, self.grad_type, own, elems, scratch, squares)?;
+            }
         }
+        Ok(())
+    }
+
+    /// The sum of each unit in this step. Waits until `stream` has computed them.
+    fn of_step(&self, stream: &Stream) -> Result<Vec<f64>, TrainError> {
+        let mut bytes = vec![0; self.units * SQUARES_BYTES];
+        self.gpu
+            .download(stream, &self.squares, &mut [(0, &mut bytes)])?;
+        self.shards.check()?;
+        let (squares, _) = bytes.as_chunks::<SQUARES_BYTES>();
+        Ok(squares
+            .iter()
+            .map(|bytes| f64::from_ne_bytes(*bytes))
+            .collect())
     }
 }
 
-impl GpuMover {
-    /// Room for `engine`'s units; none where they `live` in the GPU.
+/// Units that are computed with where they live.
+pub(in crate::train) struct InPlace {
+    sums: Sums,
+    /// Views of the tiles, made at the first use.
+    weights: Vec<Option<UnitWeights>>,
+}
+
+impl InPlace {
+    /// # Errors
+    /// The GPU has too little memory free.
+    pub(in crate::train) fn new(
+        engine: &Engine,
+        gpu: &Gpu,
+        master: Master,
+        shards: Shards,
+    ) -> Result<Self, TrainError> {
+        Ok(Self {
+            sums: Sums::new(engine, gpu, master, shards)?,
+            weights: engine.units().iter().map(|_| None).collect(),
+        })
+    }
+
+    pub(in crate::train) fn gather(
+        &mut self,
+        engine: &Engine,
+        backend: &GpuBackend,
+        unit: usize,
+    ) -> Result<(), TrainError> {
+        if self.weights[unit].is_none() {
+            self.weights[unit] = Some(engine.weights_in(unit, &backend.unit(unit).param)?);
+        }
+        Ok(())
+    }
+
+    pub(in crate::train) fn weights(&self, unit: usize) -> &UnitWeights {
+        let weights = self.weights[unit].as_ref();
+        weights.expect("gathered before it is used")
+    }
+
+    pub(in crate::train) fn reduce(
+        &mut self,
+        backend: &GpuBackend,
+        unit: usize,
+        mut grads: GradSink,
+    ) -> Result<(), TrainError> {
+        let to = &backend.unit(unit).grad;
+        grads.finish_into(to, self.sums.shards.padded_elems(unit))?;
+        self.sums.add(&self.sums.compute, unit, to)
+    }
+
+    pub(in crate::train) fn sum_squares(&self) -> Result<Vec<f64>, TrainError> {
+        self.sums.of_step(&self.sums.compute)
+    }
+}
+
+/// Units that are gathered into buffers on a GPU.
+pub(in crate::train) struct GpuBuffers {
+    sums: Sums,
+    elem_bytes: usize,
+    buffers: Buffers,
+    /// Operations with the other ranks, for a timeline.
+    collectives: Enqueued,
+}
+
+impl GpuBuffers {
+    /// Room for `engine`'s units.
     ///
     /// # Errors
     /// The GPU has too little memory free.
@@ -76,193 +166,156 @@ impl GpuMover {
         master: Master,
         stage: Stage,
         block_buffers: usize,
-        live: bool,
         shards: Shards,
     ) -> Result<Self, TrainError> {
-        let units = engine.units().len();
-        let largest = engine.units().iter().map(|unit| unit.elems).max();
-        let largest = largest.expect("a model has units");
         Ok(Self {
-            gpu: gpu.clone(),
-            compute: gpu.default_stream(),
             elem_bytes: master.param_bytes(),
-            grad_type: GradType::of(master),
-            squares: gpu.alloc(units * SQUARES_BYTES)?,
-            scratch: gpu.alloc(sum_squares_scratch_bytes(largest))?,
-            units,
-            place: if live && shards.count() == 1 {
-                Place::TileBackend((0..units).map(|_| None).collect())
-            } else {
-                let buffers = Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?;
-                Place::Buffers(Box::new(buffers))
-            },
-            shards,
+            buffers: Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?,
+            sums: Sums::new(engine, gpu, master, shards)?,
             collectives: Enqueued::new(Track::Collective),
         })
     }
 
-    pub(in crate::train) fn gather(
+    pub(in crate::train) fn gather_from_swapper(
         &mut self,
-        engine: &Engine,
-        backend: &mut TileBackend,
+        swapper: &mut Swapper<Hyper>,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        match (&mut self.place, backend) {
-            (Place::TileBackend(units), TileBackend::Gpu(backend)) => {
-                if units[unit].is_none() {
-                    units[unit] = Some(engine.weights_in(unit, &backend.unit(unit).param)?);
-                }
-                Ok(())
-            }
-            (Place::Buffers(buffers), backend) => {
-                let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
-                let free = buffers.take(unit).free.take();
-                if let Some(free) = &free {
-                    buffers.up.wait(free)?;
-                    buffers.between.wait(free)?;
-                }
-                let (gpu, up, between) = (&self.gpu, &buffers.up, &buffers.between);
-                let to = buffers.at(unit).unit.buffer().expect("weights on a GPU");
-                match backend {
-                    TileBackend::Swapper(swapper) => swapper.gather(unit, |parts| {
-                        let pieces: Vec<(usize, &[u8])> = parts
-                            .iter()
-                            .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
-                            .collect();
-                        let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
-                        let _span = trace.copy(bytes, || format!("weights of unit {unit}"));
-                        Ok::<(), TrainError>(gpu.upload(up, to, &pieces)?)
-                    })?,
-                    TileBackend::Gpu(backend) => {
-                        if unit == EMBEDDING {
-                            // The first of a pass: behind the update of what it brings.
-                            between.wait(&self.compute.record()?)?;
-                        }
-                        let bytes = shards.own(unit).len() * elem_bytes;
-                        let place = shards.own_at(unit, to, elem_bytes);
-                        between.copy(backend.unit(unit).param.at(0), place, bytes)?;
-                    }
-                }
-                if shards.gathers() {
-                    let name = || format!("weights of unit {unit}");
-                    self.collectives.of(trace, between, name, || {
-                        shards.gather_on(between, unit, to, elem_bytes)
-                    })?;
-                }
-                if shards.count() > 1 {
-                    let arrived = between.record()?;
-                    buffers.at_mut(unit).arrived = Some(arrived);
-                }
-                Ok(())
-            }
-            _ => panic!("units are computed with where they live, or in buffers"),
+        self.take(unit)?;
+        let (gpu, up, elem_bytes) = (&self.sums.gpu, &self.buffers.up, self.elem_bytes);
+        let to = self.buffers.weights_at(unit);
+        swapper.gather(unit, |parts| {
+            let pieces: Vec<(usize, &[u8])> = parts
+                .iter()
+                .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
+                .collect();
+            let bytes = pieces.iter().map(|(_, piece)| piece.len()).sum();
+            let _span = trace.copy(bytes, || format!("weights of unit {unit}"));
+            Ok::<(), TrainError>(gpu.upload(up, to, &pieces)?)
+        })?;
+        self.gather_shards(unit, trace)
+    }
+
+    pub(in crate::train) fn gather_from_gpu(
+        &mut self,
+        backend: &GpuBackend,
+        unit: usize,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        self.take(unit)?;
+        let (shards, between) = (&self.sums.shards, &self.buffers.between);
+        if unit == EMBEDDING {
+            // The first of a pass: behind the update of what it brings.
+            between.wait(&self.sums.compute.record()?)?;
         }
+        let bytes = shards.own(unit).len() * self.elem_bytes;
+        let own = shards.own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
+        between.copy(backend.unit(unit).param.at(0), own, bytes)?;
+        self.gather_shards(unit, trace)
+    }
+
+    /// Takes the buffer that `unit` comes into. Writing it waits until what was computed with it is done.
+    fn take(&mut self, unit: usize) -> Result<(), TrainError> {
+        if let Some(free) = self.buffers.take(unit).free.take() {
+            self.buffers.up.wait(&free)?;
+            self.buffers.between.wait(&free)?;
+        }
+        Ok(())
+    }
+
+    /// Brings the other ranks' shards of `unit` beside this rank's.
+    fn gather_shards(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
+        let (shards, between) = (&self.sums.shards, &self.buffers.between);
+        if shards.gathers() {
+            let to = self.buffers.weights_at(unit);
+            let name = || format!("weights of unit {unit}");
+            self.collectives.of(trace, between, name, || {
+                shards.gather_on(between, unit, to, self.elem_bytes)
+            })?;
+        }
+        if shards.count() > 1 {
+            let arrived = between.record()?;
+            self.buffers.at_mut(unit).arrived = Some(arrived);
+        }
+        Ok(())
     }
 
     pub(in crate::train) fn ready(&mut self, unit: usize) -> Result<(), TrainError> {
-        if let Place::Buffers(buffers) = &mut self.place
-            && let Some(arrived) = buffers.at_mut(unit).arrived.take()
-        {
-            self.compute.wait(&arrived)?;
+        if let Some(arrived) = self.buffers.at_mut(unit).arrived.take() {
+            self.sums.compute.wait(&arrived)?;
         }
         Ok(())
     }
 
     pub(in crate::train) fn weights(&self, unit: usize) -> &UnitWeights {
-        match &self.place {
-            Place::TileBackend(units) => units[unit].as_ref().expect("gathered before it is used"),
-            Place::Buffers(buffers) => &buffers.at(unit).unit,
-        }
+        &self.buffers.at(unit).unit
     }
 
     pub(in crate::train) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
-        if let Place::Buffers(buffers) = &mut self.place {
-            let weights = buffers.at_mut(unit);
-            weights.unit.give_back()?;
-            weights.free = Some(self.compute.record()?);
-        }
+        let weights = self.buffers.at_mut(unit);
+        weights.unit.give_back()?;
+        weights.free = Some(self.sums.compute.record()?);
         Ok(())
     }
 
-    /// A sink whose products go straight where [`GpuMover::reduce`] wants them.
-    pub(in crate::train) fn sink(
-        &self,
-        engine: &Engine,
-        backend: &TileBackend,
-        unit: usize,
-    ) -> Result<GradSink, TrainError> {
-        let mut sink = engine.new_grads(unit);
-        sink.write_to(self.place.grads_of(backend, unit))?;
-        Ok(sink)
+    /// The buffer of a unit's gradients.
+    pub(in crate::train) fn grads_of(&self, unit: usize) -> &DeviceBuffer {
+        self.buffers.grads_of(unit)
     }
 
+    /// Takes a unit's complete gradients; tiles that live in the GPU get them at once.
     pub(in crate::train) fn reduce(
         &mut self,
-        backend: &TileBackend,
+        backend: Option<&GpuBackend>,
         unit: usize,
         mut grads: GradSink,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let to = self.place.grads_of(backend, unit);
-        let (elem_bytes, shards) = (self.elem_bytes, &self.shards);
+        let to = self.buffers.grads_of(unit);
+        let shards = &self.sums.shards;
         grads.finish_into(to, shards.padded_elems(unit))?;
-        let stream = match &self.place {
-            Place::Buffers(buffers) if shards.count() > 1 => {
-                let between = &buffers.between;
-                between.wait(&self.compute.record()?)?;
-                let name = || format!("gradients of unit {unit}");
-                self.collectives.of(trace, between, name, || {
-                    shards.reduce_on(between, unit, to, self.grad_type)
-                })?;
-                between
-            }
-            _ => &self.compute,
-        };
-        let own = shards.own_at(unit, to, elem_bytes);
-        let squares = self.squares.at(unit * SQUARES_BYTES);
-        // Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
-        match shards.own(unit).len() {
-            0 => stream.fill_zero(squares, SQUARES_BYTES)?,
-            elems => {
-                let kernels = self.gpu.kernels()?;
-                let scratch = self.scratch.at(0);
-                kernels.sum_squares(stream, self.grad_type, own, elems, scratch, squares)?;
-            }
+        if shards.count() > 1 {
+            let between = &self.buffers.between;
+            between.wait(&self.sums.compute.record()?)?;
+            let name = || format!("gradients of unit {unit}");
+            self.collectives.of(trace, between, name, || {
+                shards.reduce_on(between, unit, to, self.sums.grad_type)
+            })?;
         }
-        if let (Place::Buffers(_), TileBackend::Gpu(backend)) = (&self.place, backend) {
-            let bytes = shards.own(unit).len() * elem_bytes;
+        let stream = self.sums_stream();
+        self.sums.add(stream, unit, to)?;
+        if let Some(backend) = backend {
+            let own = shards.own_at(unit, to, self.elem_bytes);
+            let bytes = shards.own(unit).len() * self.elem_bytes;
             stream.copy(own, backend.unit(unit).grad.at(0), bytes)?;
         }
         let complete = stream.record()?;
-        if let Place::Buffers(buffers) = &mut self.place {
-            buffers.complete[unit] = Some(complete);
-        }
+        self.buffers.complete[unit] = Some(complete);
         Ok(())
     }
 
-    pub(in crate::train) fn scatter(
+    /// Whatever is computed from now on may write over a unit's gradients once they are copied. Returns when they are complete.
+    pub(in crate::train) fn grads_copied(&mut self, unit: usize) -> Result<Event, TrainError> {
+        let complete = self.buffers.complete[unit].take();
+        let complete = complete.expect("gradients are complete before they leave");
+        if self.sums.shards.count() > 1 {
+            // Backward writes the next gradients over these, and an update in the GPU takes its copy of them.
+            self.sums.compute.wait(&complete)?;
+        }
+        Ok(complete)
+    }
+
+    pub(in crate::train) fn scatter_to_swapper(
         &mut self,
-        backend: &mut TileBackend,
+        swapper: &mut Swapper<Hyper>,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let Place::Buffers(buffers) = &mut self.place else {
-            // They are where the update finds them.
-            return Ok(());
-        };
-        let complete = buffers.complete[unit].take();
-        let complete = complete.expect("gradients are complete before they leave");
-        if self.shards.count() > 1 {
-            // Backward writes the next gradients over these, and an update in the GPU takes its copy of them.
-            self.compute.wait(&complete)?;
-        }
-        let TileBackend::Swapper(swapper) = backend else {
-            return Ok(());
-        };
-        buffers.down.wait(&complete)?;
-        let (gpu, down, elem_bytes) = (&self.gpu, &buffers.down, self.elem_bytes);
-        let from = buffers.grads_of(unit);
+        let complete = self.grads_copied(unit)?;
+        let (gpu, down, elem_bytes) = (&self.sums.gpu, &self.buffers.down, self.elem_bytes);
+        down.wait(&complete)?;
+        let from = self.buffers.grads_of(unit);
         swapper.scatter(unit, |parts| {
             let mut pieces: Vec<(usize, &mut [u8])> = parts
                 .iter_mut()
@@ -276,27 +329,20 @@ impl GpuMover {
 
     /// Tells `trace` when ranks exchanged what; waits until they have.
     pub(in crate::train) fn tell(&mut self, trace: &Trace) -> Result<(), TrainError> {
-        if let Place::Buffers(buffers) = &self.place {
-            self.collectives.tell(trace, &buffers.between)?;
-        }
-        Ok(())
+        Ok(self.collectives.tell(trace, &self.buffers.between)?)
     }
 
-    /// Of each unit's gradients, in this step. Waits until they are computed.
+    /// The sum of squares of each unit's gradients in this step. Waits until they are computed.
     pub(in crate::train) fn sum_squares(&self) -> Result<Vec<f64>, TrainError> {
-        let mut bytes = vec![0; self.units * SQUARES_BYTES];
-        let stream = match &self.place {
-            Place::Buffers(buffers) if self.shards.count() > 1 => &buffers.between,
-            _ => &self.compute,
-        };
-        self.gpu
-            .download(stream, &self.squares, &mut [(0, &mut bytes)])?;
-        self.shards.check()?;
-        let (squares, _) = bytes.as_chunks::<SQUARES_BYTES>();
-        Ok(squares
-            .iter()
-            .map(|bytes| f64::from_ne_bytes(*bytes))
-            .collect())
+        self.sums.of_step(self.sums_stream())
+    }
+
+    /// The stream that complete gradients are on.
+    fn sums_stream(&self) -> &Stream {
+        match self.sums.shards.count() {
+            1 => &self.sums.compute,
+            _ => &self.buffers.between,
+        }
     }
 }
 
@@ -307,11 +353,11 @@ struct Weights {
     free: Option<Event>,
 }
 
-/// Memory of our own for gathered units and for gradients on their way out.
+/// Buffers for gathered units, and for gradients on their way out.
 struct Buffers {
     up: Stream,
     down: Stream,
-    /// What ranks do together, in one order.
+    /// Operations with the other ranks, in one order.
     between: Stream,
     embedding: Weights,
     blocks: Vec<Weights>,
@@ -321,7 +367,7 @@ struct Buffers {
     embedding_grads: DeviceBuffer,
     block_grads: Vec<DeviceBuffer>,
     head_grads: DeviceBuffer,
-    /// Of each unit: when its gradients are complete.
+    /// For each unit, the point at which its gradients are complete.
     complete: Vec<Option<Event>>,
 }
 
@@ -374,6 +420,11 @@ impl Buffers {
             self.rotation.take(unit);
         }
         self.at_mut(unit)
+    }
+
+    /// The memory that `unit`'s weights come into.
+    fn weights_at(&self, unit: usize) -> &DeviceBuffer {
+        self.at(unit).unit.buffer().expect("weights on a GPU")
     }
 
     fn at(&self, unit: usize) -> &Weights {

@@ -16,12 +16,11 @@ use super::super::TrainError;
 use super::super::step_order::EMBEDDING;
 use super::rotation::Rotation;
 use super::shards::Shards;
-use crate::backend::TileBackend;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
-use crate::trace::{Trace, Track};
+use training_state::trace::{Trace, Track};
 
-/// Buffers and moves on the host.
-pub(in crate::train) struct HostMover {
+/// Buffers on the host.
+pub(in crate::train) struct HostBuffers {
     elem_bytes: usize,
     grad_type: GradType,
     head: usize,
@@ -29,10 +28,10 @@ pub(in crate::train) struct HostMover {
     blocks: Vec<UnitWeights>,
     last: UnitWeights,
     rotation: Rotation,
-    /// Of the shard of each unit's gradients that is this rank's, in this step.
+    /// The sum of squares of this rank's shard of each unit's gradients, in this step.
     sum_squares: Vec<f64>,
     shards: Shards,
-    /// What is under way with the other ranks, of each unit.
+    /// Each unit's operation with the other ranks that is under way.
     gathering: Vec<Option<UnderWay>>,
     reducing: Vec<Option<UnderWay>>,
 }
@@ -61,7 +60,7 @@ impl UnderWay {
     }
 }
 
-impl HostMover {
+impl HostBuffers {
     /// Buffers for `engine`'s units, `block_buffers` of them for blocks.
     ///
     /// # Errors
@@ -94,7 +93,7 @@ impl HostMover {
     /// Brings a unit's weights into a buffer; with several ranks, begins to.
     pub(in crate::train) fn gather(
         &mut self,
-        backend: &mut TileBackend,
+        swapper: &mut Swapper<Hyper>,
         unit: usize,
     ) -> Result<(), TrainError> {
         if unit != EMBEDDING && unit != self.head {
@@ -104,7 +103,7 @@ impl HostMover {
         let shards = self.shards.clone();
         let weights = self.buffer(unit);
         let buffer = weights.bytes_mut();
-        swapper_of(backend).gather(unit, |parts| {
+        swapper.gather(unit, |parts| {
             for (elems, bytes) in parts {
                 buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes]
                     .copy_from_slice(bytes);
@@ -136,7 +135,7 @@ impl HostMover {
         }
     }
 
-    /// Nothing looks at a unit's weights from now on.
+    /// Gives a unit's weights back: nothing reads them any more.
     pub(in crate::train) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
         Ok(self.buffer(unit).give_back()?)
     }
@@ -160,7 +159,7 @@ impl HostMover {
         Ok(())
     }
 
-    /// Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+    /// Sums over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
     fn add_squares(&mut self, unit: usize) {
         let (grad_type, elem_bytes) = (self.grad_type, self.elem_bytes);
         let own = self.shards.own(unit);
@@ -172,7 +171,7 @@ impl HostMover {
     /// Hands a unit's gradients to the swapper.
     pub(in crate::train) fn scatter(
         &mut self,
-        backend: &mut TileBackend,
+        swapper: &mut Swapper<Hyper>,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
@@ -187,7 +186,7 @@ impl HostMover {
         }
         let elem_bytes = self.elem_bytes;
         let buffer = self.buffer(unit).bytes_mut();
-        swapper_of(backend).scatter(unit, |parts| {
+        swapper.scatter(unit, |parts| {
             for (elems, grad) in parts {
                 grad.copy_from_slice(
                     &buffer[elems.start as usize * elem_bytes..elems.end as usize * elem_bytes],
@@ -197,7 +196,7 @@ impl HostMover {
         })
     }
 
-    /// Of the shard of each unit's gradients that is this rank's, in this step.
+    /// The sum of squares of this rank's shard of each unit's gradients, in this step.
     pub(in crate::train) fn sum_squares(&self) -> &[f64] {
         &self.sum_squares
     }
@@ -208,13 +207,5 @@ impl HostMover {
             unit if unit == self.head => &mut self.last,
             unit => &mut self.blocks[self.rotation.at(unit)],
         }
-    }
-}
-
-/// The processor computes with what a swapper has.
-fn swapper_of(backend: &mut TileBackend) -> &mut Swapper<Hyper> {
-    match backend {
-        TileBackend::Swapper(swapper) => swapper,
-        TileBackend::Gpu(_) => panic!("tiles in a GPU, and the processor computes"),
     }
 }

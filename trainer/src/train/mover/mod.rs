@@ -1,4 +1,13 @@
 //! Brings units' weights from where they live to where they are computed with, and their gradients back.
+//!
+//! ```text
+//!   tiles live            computed with          a unit
+//!   with the swapper      on the processor       copied into a buffer (host.rs)
+//!   with the swapper      on a GPU               copied into a buffer (gpu.rs)
+//!   in a GPU's memory     on that GPU            where it lives; of several ranks, gathered in a buffer (gpu.rs)
+//! ```
+//!
+//! There are no other combinations, and [`Tiles`] can hold no other.
 
 mod gpu;
 mod host;
@@ -8,25 +17,42 @@ mod shards;
 use kernels::adamw::Master;
 use kernels::gpu::Gpu;
 
-pub(super) use gpu::GpuMover;
-pub(super) use host::HostMover;
+use gpu::{GpuBuffers, InPlace};
+use host::HostBuffers;
 pub(super) use shards::{Exchanged, Shards};
 
 use super::TrainError;
-use crate::backend::TileBackend;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use crate::config::Stage;
-use crate::trace::Trace;
+use training_state::backend::TileBackend;
+use training_state::trace::Trace;
 
-/// The two places that compute.
-pub(super) enum Mover {
-    Host(Box<HostMover>),
-    Gpu(Box<GpuMover>),
+/// The tiles of one rank, and the buffers through which it computes with them.
+pub(super) type Tiles = TileBackend<WithSwapper, InGpu>;
+
+/// Buffers to compute with tiles that the swapper has.
+pub(super) enum WithSwapper {
+    Host(Box<HostBuffers>),
+    Gpu(Box<GpuBuffers>),
 }
 
-impl Mover {
+/// Views or buffers to compute with tiles that live in a GPU's memory.
+pub(super) enum InGpu {
+    /// One rank has every unit whole.
+    InPlace(Box<InPlace>),
+    /// Several ranks have shards, which are gathered.
+    Buffers(Box<GpuBuffers>),
+}
+
+/// The memory to compute in, taken before the tiles are opened.
+pub(super) enum Memory {
+    WithSwapper(WithSwapper),
+    InGpu(InGpu),
+}
+
+impl Memory {
     /// For `engine`, on the GPU it computes on if there is one, with `block_buffers` as in [`super::step_order`]; `live` where tiles
-    /// are in the GPU.
+    /// live in the GPU.
     ///
     /// # Errors
     /// Out of memory.
@@ -39,142 +65,177 @@ impl Mover {
         live: bool,
         shards: &Shards,
     ) -> Result<Self, TrainError> {
-        Ok(match gpu {
-            None => Self::Host(Box::new(HostMover::new(
-                engine,
-                master,
-                block_buffers,
-                shards.clone(),
-            )?)),
-            Some(gpu) => {
-                let shards = shards.clone();
-                let mover = GpuMover::new(engine, gpu, master, stage, block_buffers, live, shards)?;
-                Self::Gpu(Box::new(mover))
-            }
+        let Some(gpu) = gpu else {
+            let buffers = HostBuffers::new(engine, master, block_buffers, shards.clone())?;
+            return Ok(Self::WithSwapper(WithSwapper::Host(Box::new(buffers))));
+        };
+        if live && shards.count() == 1 {
+            let in_place = InPlace::new(engine, gpu, master, shards.clone())?;
+            return Ok(Self::InGpu(InGpu::InPlace(Box::new(in_place))));
+        }
+        let buffers = GpuBuffers::new(engine, gpu, master, stage, block_buffers, shards.clone())?;
+        Ok(match live {
+            true => Self::InGpu(InGpu::Buffers(Box::new(buffers))),
+            false => Self::WithSwapper(WithSwapper::Gpu(Box::new(buffers))),
         })
     }
 
-    /// Brings a unit's weights into a buffer.
+    /// Joins the memory with the tiles of `backend`.
     ///
-    /// # Errors
-    /// What the tiles' place says, or the GPU.
-    pub(super) fn gather(
-        &mut self,
-        engine: &Engine,
-        backend: &mut TileBackend,
-        unit: usize,
-        trace: &Trace,
-    ) -> Result<(), TrainError> {
-        match self {
-            Self::Host(mover) => mover.gather(backend, unit),
-            Self::Gpu(mover) => mover.gather(engine, backend, unit, trace),
+    /// Panics if they do not live where the memory was taken for.
+    pub(super) fn attach(self, backend: TileBackend) -> Tiles {
+        match (backend, self) {
+            (TileBackend::Swapper(swapper, ()), Self::WithSwapper(with)) => {
+                TileBackend::Swapper(swapper, with)
+            }
+            (TileBackend::Gpu(backend, ()), Self::InGpu(with)) => TileBackend::Gpu(backend, with),
+            _ => panic!("memory to compute in was taken by another plan"),
         }
     }
+}
 
-    /// Behind this a unit's weights may be computed with. The host waits for other ranks' shards, a GPU's stream for its own.
-    ///
-    /// # Errors
-    /// A rank is gone; the GPU's.
-    pub(super) fn ready(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
-        match self {
-            Self::Host(mover) => mover.ready(unit, trace),
-            Self::Gpu(mover) => mover.ready(unit),
+/// Brings a unit's weights into a buffer.
+///
+/// # Errors
+/// The backend's, or the GPU's.
+pub(super) fn gather(
+    tiles: &mut Tiles,
+    engine: &Engine,
+    unit: usize,
+    trace: &Trace,
+) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => buffers.gather(swapper, unit),
+        TileBackend::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
+            buffers.gather_from_swapper(swapper, unit, trace)
+        }
+        TileBackend::Gpu(backend, InGpu::InPlace(units)) => units.gather(engine, backend, unit),
+        TileBackend::Gpu(backend, InGpu::Buffers(buffers)) => {
+            buffers.gather_from_gpu(backend, unit, trace)
         }
     }
+}
 
-    /// A unit's weights, which were gathered and are ready.
-    pub(super) fn weights(&self, unit: usize) -> &UnitWeights {
-        match self {
-            Self::Host(mover) => mover.weights(unit),
-            Self::Gpu(mover) => mover.weights(unit),
+/// Returns when a unit's weights may be computed with: the host waits for other ranks' shards, a GPU's stream for its own.
+///
+/// # Errors
+/// A rank is gone; the GPU's.
+pub(super) fn ready(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.ready(unit, trace),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.ready(unit),
+        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    }
+}
+
+/// A unit's weights, which were gathered and are ready.
+pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.weights(unit),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.weights(unit),
+        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.weights(unit),
+    }
+}
+
+/// Gives a unit's weights back: all that is computed with them is under way, and behind it their buffer may be used again.
+/// Weights that are computed with where they live stay as they are.
+///
+/// Panics if anything still looks at the buffer.
+///
+/// # Errors
+/// The GPU's.
+pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.give_back(unit),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.give_back(unit),
+        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    }
+}
+
+/// An empty sum of a unit's gradients. On a GPU, products go straight where [`reduce`] wants them.
+///
+/// # Errors
+/// Out of memory.
+pub(super) fn sink(tiles: &Tiles, engine: &Engine, unit: usize) -> Result<GradSink, TrainError> {
+    let mut sink = engine.new_grads(unit);
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(_)) => {}
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => sink.write_to(buffers.grads_of(unit))?,
+        TileBackend::Gpu(backend, InGpu::InPlace(_)) => sink.write_to(&backend.unit(unit).grad)?,
+    }
+    Ok(sink)
+}
+
+/// Takes a unit's complete gradients. Its weights are gone from the buffer after.
+///
+/// # Errors
+/// The GPU's; out of memory.
+pub(super) fn reduce(
+    tiles: &mut Tiles,
+    unit: usize,
+    grads: GradSink,
+    trace: &Trace,
+) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.reduce(unit, grads),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers)) => {
+            buffers.reduce(None, unit, grads, trace)
+        }
+        TileBackend::Gpu(backend, InGpu::Buffers(buffers)) => {
+            buffers.reduce(Some(backend), unit, grads, trace)
+        }
+        TileBackend::Gpu(backend, InGpu::InPlace(units)) => units.reduce(backend, unit, grads),
+    }
+}
+
+/// Hands a unit's gradients to where its tiles live.
+///
+/// # Errors
+/// The backend's, or the GPU's.
+pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => {
+            buffers.scatter(swapper, unit, trace)
+        }
+        TileBackend::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
+            buffers.scatter_to_swapper(swapper, unit, trace)
+        }
+        TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.grads_copied(unit).map(drop),
+        // They are where the update finds them.
+        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    }
+}
+
+/// Tells `trace` what GPUs exchanged in this step, when they have; what hosts did was told as it ended.
+///
+/// # Errors
+/// The GPU's.
+pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.tell(trace),
+        TileBackend::Swapper(_, WithSwapper::Host(_)) | TileBackend::Gpu(_, InGpu::InPlace(_)) => {
+            Ok(())
         }
     }
+}
 
-    /// Gives a unit's weights back: all that is computed with them is under way, and behind it their buffer may be used again.
-    /// Weights that are computed with where they live stay as they are.
-    ///
-    /// Panics if anything still looks at the buffer.
-    ///
-    /// # Errors
-    /// The GPU's.
-    pub(super) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
-        match self {
-            Self::Host(mover) => mover.give_back(unit),
-            Self::Gpu(mover) => mover.give_back(unit),
-        }
-    }
-
-    /// An empty sum of a unit's gradients.
-    ///
-    /// # Errors
-    /// Out of memory.
-    pub(super) fn sink(
-        &self,
-        engine: &Engine,
-        backend: &TileBackend,
-        unit: usize,
-    ) -> Result<GradSink, TrainError> {
-        match self {
-            Self::Host(_) => Ok(engine.new_grads(unit)),
-            Self::Gpu(mover) => mover.sink(engine, backend, unit),
-        }
-    }
-
-    /// Takes a unit's complete gradients. Its weights are gone from the buffer after.
-    ///
-    /// # Errors
-    /// The GPU's; out of memory.
-    pub(super) fn reduce(
-        &mut self,
-        backend: &TileBackend,
-        unit: usize,
-        grads: GradSink,
-        trace: &Trace,
-    ) -> Result<(), TrainError> {
-        match self {
-            Self::Host(mover) => mover.reduce(unit, grads),
-            Self::Gpu(mover) => mover.reduce(backend, unit, grads, trace),
-        }
-    }
-
-    /// Hands a unit's gradients to where its tiles live.
-    ///
-    /// # Errors
-    /// What the tiles' place says, or the GPU.
-    pub(super) fn scatter(
-        &mut self,
-        backend: &mut TileBackend,
-        unit: usize,
-        trace: &Trace,
-    ) -> Result<(), TrainError> {
-        match self {
-            Self::Host(mover) => mover.scatter(backend, unit, trace),
-            Self::Gpu(mover) => mover.scatter(backend, unit, trace),
-        }
-    }
-
-    /// Tells `trace` what GPUs exchanged in this step, when they have; what hosts did was told as it ended.
-    ///
-    /// # Errors
-    /// The GPU's.
-    pub(super) fn tell(&mut self, trace: &Trace) -> Result<(), TrainError> {
-        match self {
-            Self::Host(_) => Ok(()),
-            Self::Gpu(mover) => mover.tell(trace),
-        }
-    }
-
-    /// The norm of all gradients of the step, before clipping. Waits for a GPU, and for all ranks.
-    ///
-    /// # Errors
-    /// The GPU's; a rank is gone.
-    pub(super) fn norm(&self, shards: &Shards) -> Result<f64, TrainError> {
-        let mut squares = match self {
-            Self::Host(mover) => mover.sum_squares().to_vec(),
-            Self::Gpu(mover) => mover.sum_squares()?,
-        };
-        shards.sum_of_shards(&mut squares)?;
-        // In the units' order, whatever order their gradients came in.
-        Ok(squares.iter().sum::<f64>().sqrt())
-    }
+/// The norm of all gradients of the step, before clipping. Waits for a GPU, and for all ranks.
+///
+/// # Errors
+/// The GPU's; a rank is gone.
+pub(super) fn norm(tiles: &Tiles, shards: &Shards) -> Result<f64, TrainError> {
+    let mut squares = match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.sum_squares().to_vec(),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.sum_squares()?,
+        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.sum_squares()?,
+    };
+    shards.sum_of_shards(&mut squares)?;
+    // In the units' order, whatever order their gradients came in.
+    Ok(squares.iter().sum::<f64>().sqrt())
 }

@@ -9,7 +9,7 @@ pub(super) struct Rotation {
 }
 
 impl Rotation {
-    /// Of `count` empty buffers.
+    /// A rotation of `count` empty buffers.
     pub(super) fn new(count: usize) -> Self {
         Self {
             held: vec![None; count],

@@ -20,7 +20,7 @@ pub(in crate::train) struct Shards {
     comm: Arc<Comm>,
     /// The way between GPUs, where several ranks compute on them.
     gpus: Option<Arc<GpuComm>>,
-    /// Of each unit.
+    /// Elements of each unit.
     unit_elems: Vec<usize>,
     shard_elems: Vec<usize>,
     /// Whether a rank keeps its shard of a unit, and not all of it.
@@ -31,14 +31,14 @@ pub(in crate::train) struct Shards {
 /// Bytes of buffers that this rank and the others filled together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::train) struct Exchanged {
-    /// Of weights.
+    /// Bytes of weights.
     pub(in crate::train) gathered_bytes: u64,
-    /// Of gradients.
+    /// Bytes of gradients.
     pub(in crate::train) reduced_bytes: u64,
 }
 
 impl Shards {
-    /// Of units that are cut into tiles of `tile_elems`. Several ranks that compute on GPUs give `gpus`.
+    /// The shards of units that are cut into tiles of `tile_elems`. Several ranks that compute on GPUs give `gpus`.
     pub(in crate::train) fn new(
         comm: Arc<Comm>,
         gpus: Option<Arc<GpuComm>>,
@@ -68,7 +68,7 @@ impl Shards {
         !self.divided && self.count() > 1
     }
 
-    /// What was exchanged since this was asked before.
+    /// Returns the bytes exchanged since the last call.
     pub(in crate::train) fn take_exchanged(&self) -> Exchanged {
         let [gathered, reduced] = &*self.exchanged;
         Exchanged {
@@ -92,7 +92,7 @@ impl Shards {
         self.comm.world().rank
     }
 
-    /// How many ranks share.
+    /// Number of ranks.
     pub(in crate::train) fn count(&self) -> usize {
         self.comm.world().ranks as usize
     }

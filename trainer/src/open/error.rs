@@ -1,0 +1,131 @@
+//! Why a run could not be opened, read or closed.
+
+use std::path::PathBuf;
+
+use kernels::gpu::GpuError;
+use offload_support::units::ApproxBytes;
+use swapper::{SwapperError, TileError};
+
+use crate::accelerator::AcceleratorError;
+use crate::config::RunSettings;
+use crate::plan::PlanError;
+use crate::run_record::RecordError;
+use crate::weights::WeightsError;
+use training_state::backend::BackendError;
+use training_state::metrics::MetricsError;
+use training_state::ranks::RankError;
+use training_state::run::{CheckpointError, DirError, StateError, daemon_dir, resolved};
+use training_state::store::StoreError;
+
+/// Why a run could not be opened, read or closed.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    #[error(transparent)]
+    Record(#[from] RecordError),
+    #[error(transparent)]
+    Rank(#[from] RankError),
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    #[error(transparent)]
+    Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Weights(#[from] WeightsError),
+    #[error("model.from: {0}")]
+    FirstRun(Box<dyn std::error::Error + Send + Sync>),
+    #[error("model.from: {} is this run's own directory: name another train.run_dir for the new run", dir.display())]
+    FromItself { dir: PathBuf },
+    #[error(transparent)]
+    Gpu(#[from] GpuError),
+    #[error(transparent)]
+    Accelerator(#[from] AcceleratorError),
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+    #[error(transparent)]
+    State(#[from] StateError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(
+        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        run_dir.display()
+    )]
+    StoreLost {
+        run_dir: PathBuf,
+        steps: u64,
+        devices: String,
+        job: String,
+        /// A sentence saying that the directory is a copy, if it is one.
+        copy: String,
+    },
+    #[error(
+        "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"
+    )]
+    InPlace(SwapperError),
+    #[error(
+        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a checkpoint with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run directory and of its store together, or start again with --fresh",
+        config.display()
+    )]
+    DamagedTile {
+        error: Box<SwapperError>,
+        config: PathBuf,
+    },
+    #[error(
+        "the file system of {} has {} free, and {what} {}: {change}",
+        dir.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
+    )]
+    CheckpointSpace {
+        dir: PathBuf,
+        free_bytes: u64,
+        needed_bytes: u64,
+        /// The thing that needs the bytes, as the beginning of a sentence.
+        what: &'static str,
+        /// The remedy.
+        change: &'static str,
+    },
+    #[error("nothing was committed yet in {}", run_dir.display())]
+    NothingCommitted { run_dir: PathBuf },
+}
+
+impl From<BackendError> for RunError {
+    fn from(error: BackendError) -> Self {
+        match error {
+            BackendError::Swapper(error) => Self::Swapper(error),
+            BackendError::Gpu(error) => Self::Gpu(error),
+        }
+    }
+}
+
+impl RunError {
+    /// Whether another rank's death may be why, of which the daemon or its end told first. The first rank's daemon dies with it
+    /// and with nobody else.
+    pub(crate) fn may_follow_a_death(&self, is_first: bool) -> bool {
+        match self {
+            Self::Swapper(error) | Self::InPlace(error) => {
+                error.is_of_a_poisoned_job() || !is_first && error.is_of_a_gone_daemon()
+            }
+            _ => false,
+        }
+    }
+
+    /// Adds the remedy, as far as that depends on the run.
+    pub(crate) fn of_run(self, settings: &RunSettings) -> Self {
+        match self {
+            Self::Swapper(
+                error @ SwapperError::Tile {
+                    source: TileError::Damaged { .. },
+                    ..
+                },
+            ) => Self::DamagedTile {
+                error: Box::new(error),
+                config: match settings.offload.socket {
+                    Some(_) => "OFFLOADD.toml".into(),
+                    None => daemon_dir(&resolved(&settings.train.run_dir)).join("offloadd.toml"),
+                },
+            },
+            error => error,
+        }
+    }
+}

@@ -1,0 +1,95 @@
+//! A `run.json` that is damaged or gone is made again: the store keeps the description of the job's layout, and so does each
+//! save. What else it says follows from the settings.
+
+use std::path::Path;
+
+use serde_json::Value;
+use swapper::{IODEPTH_MIN, job_layout};
+
+use super::RunError;
+use super::describe::store_words;
+use super::first;
+use crate::config::RunSettings;
+use training_state::metrics::MetricsFile;
+use training_state::run::{
+    Checkpoint, Checkpoints, DirError, RunDescription, RunDir, RunId, daemon_dir, resolved,
+};
+use training_state::store::{StoreError, StoreFiles, start_private};
+
+/// A daemon that is asked for a job's record needs no more.
+const ARENA_BYTES: u64 = 64 << 20;
+
+/// Makes the run's `run.json` again if it is damaged or gone. A damaged one stays beside it under another name. Does nothing
+/// where the directory holds no run, or one that has made no step.
+///
+/// # Errors
+/// Somebody works in the directory; the store cannot be asked; the directory's file system fails.
+pub(crate) fn mend(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
+    let run_dir = resolved(&settings.train.run_dir);
+    let damaged = match RunDir::described(&run_dir) {
+        Ok(Some(_)) => return Ok(()),
+        // A start that was cut off before it described its run has lost nothing.
+        Ok(None) if RunId::kept(&run_dir).is_none() || MetricsFile::last_step(&run_dir) == 0 => {
+            return Ok(());
+        }
+        Ok(None) => None,
+        Err(DirError::Damaged { message, .. }) => Some(message),
+        Err(error) => return Err(error.into()),
+    };
+    let (id, _) = RunId::of(&run_dir);
+    let dir = RunDir::open(&run_dir, &id)?;
+    let what = match damaged {
+        Some(message) => {
+            let aside = dir.set_description_aside()?;
+            format!("was damaged ({message}) and is {} now", aside.display())
+        }
+        None => "was gone".to_owned(),
+    };
+    let paths = &settings.placement.nvme_paths;
+    let files = StoreFiles::new(paths, &id.job, 0);
+    let Some((layout, source)) = layout_of(settings, &dir, &files)? else {
+        // What the run needs is lost, or never was: what opens it says so.
+        return Ok(());
+    };
+    dir.describe(&RunDescription {
+        layout,
+        store: store_words(settings),
+        files: files.paths().iter().map(|path| resolved(path)).collect(),
+        socket: settings.offload.socket.as_deref().map(resolved),
+        first_weights: first::NOT_KNOWN.into(),
+        id: Some(id),
+    })?;
+    say(format!(
+        "note: {} {what}: it was made again from {source}",
+        run_dir.join("run.json").display()
+    ));
+    Ok(())
+}
+
+/// The layout of the run in `dir`, and what has kept it.
+fn layout_of(
+    settings: &RunSettings,
+    dir: &RunDir,
+    files: &StoreFiles,
+) -> Result<Option<(Value, &'static str)>, RunError> {
+    if !settings.placement.has_store() {
+        let Some(checkpoint) = Checkpoints::of(dir.path()).newest()? else {
+            return Ok(None);
+        };
+        let layout = Checkpoint::open(&checkpoint, 0)?.description.layout;
+        return Ok(Some((layout, "the newest checkpoint")));
+    }
+    let ask = |socket: &Path| job_layout(socket, dir.job_name()).map_err(StoreError::Daemon);
+    let kept = match &settings.offload.socket {
+        Some(socket) => ask(socket)?,
+        None if !files.exist() => None,
+        None => {
+            let own = daemon_dir(dir.path());
+            let engine = &settings.offload.engine;
+            let daemon = start_private(files, &own, ARENA_BYTES, IODEPTH_MIN, engine)?;
+            ask(daemon.socket())?
+        }
+    };
+    let layout = kept.and_then(|kept| serde_json::from_slice(&kept).ok());
+    Ok(layout.map(|layout| (layout, "the store's record of the job")))
+}

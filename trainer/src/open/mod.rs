@@ -1,0 +1,642 @@
+//! From settings to a run that can step: everything checked first, then directory, store, swapper, and where the run stands.
+
+pub(crate) mod backend;
+mod describe;
+mod error;
+mod first;
+mod mend;
+mod room;
+mod run;
+mod shared;
+
+use std::path::{Path, PathBuf};
+
+use kernels::gpu::Gpu;
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use swapper::private::PrivateDaemon;
+use swapper::{Backing, Daemon};
+use test_hooks::kill_point::{Point, reach};
+
+pub use error::RunError;
+pub(crate) use mend::mend;
+pub(crate) use run::OpenRun;
+
+use crate::accelerator;
+use crate::config::{FirstWeights, RunSettings};
+use crate::data::Data;
+use crate::model::ModelConfig;
+use crate::plan::{Hardware, Overrides, Plan};
+use crate::weights::WeightsError;
+pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_DIR};
+use describe::{describe, tile_elems_of, trained_with};
+use first::{First, Staged};
+use run::resume;
+use shared::elsewhere;
+use training_state::checkpoint_tap::CheckpointTap;
+use training_state::metrics::{MetricsFile, StepMetrics};
+use training_state::ranks::Ranks;
+use training_state::run::{
+    Checkpoint, CheckpointName, Checkpoints, ModelFiles, Origin, RunDescription, RunDir, RunId,
+    RunState, daemon_dir, resolved,
+};
+use training_state::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
+
+/// Where a start begins.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Start {
+    /// Resumes the run; begins with fresh weights if there is none.
+    GoOn,
+    /// Begins with fresh weights; an earlier run of the same directory is removed.
+    Fresh,
+    /// Begins at a checkpoint, of this run or another.
+    Checkpoint(CheckpointName),
+}
+
+/// Writes the newest weights of the run in the first directory into the second one, as fp32 safetensors. Returns their step.
+pub(crate) type CopyWeights<'a> = &'a dyn Fn(&Path, &Path) -> Result<u64, RunError>;
+
+/// A run whose settings, directories and memory were checked; nothing was made yet.
+pub(crate) struct Prepared {
+    pub(crate) settings: RunSettings,
+    pub(crate) plan: Plan,
+    run_dir: PathBuf,
+    id: RunId,
+    /// The run whose directory was copied to make this one's, if one was.
+    copy_of: Option<PathBuf>,
+    /// Files of a private store, if the run has one.
+    files: Option<StoreFiles>,
+    description: RunDescription,
+    /// Settings that may change between two starts; a change is shown.
+    trained_with: Value,
+    /// Whether the directory holds the run already.
+    begun: bool,
+    /// The checkpoint that is asked for.
+    from: Option<PathBuf>,
+    /// First weights. An error matters to a fresh run only.
+    first: Result<First, WeightsError>,
+    /// The GPU that computes; `None` for the processor.
+    pub(crate) gpu: Option<Gpu>,
+    ranks: Ranks,
+}
+
+/// Results of the first rank's start, which the other ranks get.
+#[derive(Serialize, Deserialize)]
+struct Started {
+    /// Steps in the metrics of an earlier start.
+    steps: u64,
+    /// Socket of the private daemon.
+    socket: Option<PathBuf>,
+    /// Checkpoint that the run begins from, if not from its store's newest generation.
+    checkpoint: Option<PathBuf>,
+    /// The run's identity, as the first rank found or chose it.
+    id: RunId,
+}
+
+impl Prepared {
+    /// Plans the run. With [`Start::Fresh`], what an earlier run left in its directory does not count.
+    ///
+    /// # Errors
+    /// Settings that contradict each other, the run that the directory holds, or the checkpoint that is asked for.
+    pub(crate) fn new(
+        mut settings: RunSettings,
+        start: &Start,
+        ranks: Ranks,
+    ) -> Result<Self, RunError> {
+        assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
+        let run_dir = resolved(&settings.train.run_dir);
+        let (id, origin) = RunId::of(&run_dir);
+        let fresh = matches!(start, Start::Fresh);
+        let from = match start {
+            Start::Checkpoint(name) => Some(name.find(&run_dir)?),
+            _ => None,
+        };
+        let from = from
+            .map(|dir| Checkpoint::open(&dir, ranks.rank()))
+            .transpose()?;
+        if !fresh && settings.offload.tile_elems.is_none() {
+            // What was chosen for a run stays with it, whatever would be chosen now.
+            settings.offload.tile_elems = match &from {
+                Some(checkpoint) => checkpoint.description.layout["tile_elems"].as_u64(),
+                None => tile_elems_of(&run_dir)?,
+            };
+        }
+        // First: the plan's look at the GPU then finds its context made, which takes a while.
+        let gpu = accelerator::open(settings.train.device, ranks.rank(), ranks.count())?;
+        let hardware = Hardware::new(&settings, &Overrides::default());
+        let mut plan = Plan::new(&settings, hardware)?;
+        if settings.placement.stage.divides_state() {
+            plan.swapper.rank = ranks.rank();
+        }
+        let trained_with = trained_with(&settings);
+        let mut description = describe(&settings, &plan);
+        let begun = match &from {
+            None => !fresh && RunDir::check(&run_dir, &description)?,
+            // Its place may be another one than the directory's run had: there is nothing to bring from there.
+            Some(checkpoint) => {
+                checkpoint.check_layout(&description.layout)?;
+                RunDir::check_layout(&run_dir, &description)?
+            }
+        };
+        // Also where it would go on: a new run was asked for.
+        if settings.first_weights == FirstWeights::Run(run_dir.clone()) {
+            return Err(RunError::FromItself { dir: run_dir });
+        }
+        let first = match First::look(&settings) {
+            Err(error) if !begun && from.is_none() => return Err(error.into()),
+            first => first,
+        };
+        let private = settings.placement.has_store() && settings.offload.socket.is_none();
+        let files = private.then(|| {
+            let dirs = &settings.placement.nvme_paths;
+            StoreFiles::new(dirs, &id.job, plan.device_file_bytes(dirs.len() as u64))
+        });
+        let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
+        description.files = paths.iter().map(|path| resolved(path)).collect();
+        if from.is_some()
+            && let Some(earlier) = RunDir::described(&run_dir)?
+        {
+            // A store that the run leaves stays until --fresh.
+            let files = &mut description.files;
+            let left = earlier.files.into_iter();
+            let left: Vec<PathBuf> = left.filter(|file| !files.contains(file)).collect();
+            files.extend(left);
+        }
+        Ok(Self {
+            settings,
+            plan,
+            run_dir,
+            id,
+            copy_of: match origin {
+                Origin::CopyOf(of) => Some(of),
+                _ => None,
+            },
+            files,
+            description,
+            trained_with,
+            begun,
+            from: from.map(|checkpoint| checkpoint.path().to_owned()),
+            first,
+            gpu,
+            ranks,
+        })
+    }
+
+    /// Notes what the run is trained on, to tell a difference at the next start.
+    pub(crate) fn train_on(&mut self, data: &Data) {
+        let (tokens, fingerprint) = (data.tokens(), data.fingerprint());
+        let text = format!("{tokens} tokens, fingerprint {fingerprint:016x}");
+        self.trained_with["text"] = text.into();
+    }
+
+    /// Checks that there is room for the run: directories of a private store, or the daemon of a shared one, then memory,
+    /// then the checkpoints that it will make. Touches nothing.
+    ///
+    /// # Errors
+    /// The first thing that is missing.
+    pub(crate) fn check_room(&self) -> Result<(), RunError> {
+        // The plan counts all ranks of the node.
+        if !self.ranks.is_first() {
+            return Ok(());
+        }
+        if let Some(files) = &self.files {
+            files.check()?;
+        }
+        if let Some(daemon) = self.shared_daemon()? {
+            let devices = daemon.info().devices.iter();
+            let devices: Vec<&Path> = devices.map(|device| device.path.as_path()).collect();
+            for note in elsewhere(&self.settings.placement.nvme_paths, &devices) {
+                tracing::warn!("{note}");
+            }
+        }
+        self.plan.check()?;
+        if let Some(warning) = room::check(
+            &self.settings,
+            &self.plan,
+            &self.run_dir,
+            self.begun,
+            self.from.is_some(),
+        )? {
+            tracing::warn!("{warning}");
+        }
+        Ok(())
+    }
+
+    /// Reads the weights that a fresh run starts with, once, to find what cannot be trained before anything is made.
+    ///
+    /// # Errors
+    /// The first that cannot; a file cannot be read.
+    pub(crate) fn check_weights(&self) -> Result<(), RunError> {
+        let fresh = !self.begun && self.from.is_none();
+        // Other ranks wait: all the node's share of threads is the first one's.
+        let threads = self.settings.train.threads * self.settings.ranks as usize;
+        match &self.first {
+            Ok(First::Files(weights)) if fresh => Ok(weights.check(threads)?),
+            _ => Ok(()),
+        }
+    }
+
+    /// Opens the run where it stands, or makes it, with all ranks. Returns it and whether it was resumed. A run that begins with
+    /// another run's weights gets them by `copy_weights`.
+    ///
+    /// # Errors
+    /// Directory, store, daemon or save; another rank failed or is gone.
+    pub(crate) fn open(
+        self,
+        start: &Start,
+        copy_weights: CopyWeights<'_>,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(OpenRun, bool), RunError> {
+        let ranks = self.ranks.clone();
+        let mut kept = None;
+        let started =
+            ranks.by_first::<_, RunError>("opening the run's directory and store", || {
+                let (dir, daemon, started) = self.start(start, say)?;
+                kept = Some((dir, daemon));
+                Ok(started)
+            })?;
+        let (mut run, committed) = ranks.together("opening the run", || {
+            let (dir, daemon) =
+                kept.unwrap_or_else(|| (RunDir::joined(&self.run_dir, &started.id), None));
+            self.open_at(dir, daemon, started.socket)
+        })?;
+        let (steps, resumed) = (
+            started.steps,
+            committed.is_some() || started.checkpoint.is_some(),
+        );
+        if !resumed && steps > 0 && self.settings.placement.has_store() {
+            let devices = run.opened.devices.iter();
+            return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
+        }
+        match (started.checkpoint, committed) {
+            (Some(checkpoint), _) => {
+                let dir = run.dir.path().to_owned();
+                let mut notes = Vec::new();
+                let mut on_checked = || self.go_back(start, &checkpoint, &dir, &mut notes);
+                run.restore(&checkpoint, &mut on_checked, say)?;
+                notes.into_iter().for_each(&mut *say);
+            }
+            (None, Some(blob)) => {
+                run.state = resume(&run.state, &blob, say)?;
+                let last = MetricsFile::last(run.dir.path());
+                let older = last.and_then(|last| older_than(&last, &run));
+                older.into_iter().for_each(&mut *say);
+            }
+            (None, None) => {}
+        }
+        let staged = Staged::of(run.dir.path());
+        let first = if resumed {
+            let was = run.dir.earlier().map(|earlier| earlier.first_weights);
+            let note = self
+                .first
+                .ok()
+                .and_then(|first| first.note(&was.unwrap_or_default()));
+            note.into_iter().for_each(&mut *say);
+            None
+        } else {
+            let model = &self.settings.model;
+            Some(bring(self.first, &staged, model, &ranks, copy_weights)?)
+        };
+        let lost_steps = if resumed { 0 } else { steps };
+        ranks.together("describing the run", || match ranks.is_first() {
+            true => record(
+                &run.dir,
+                self.description,
+                &self.settings,
+                first.as_ref(),
+                lost_steps,
+                say,
+            ),
+            false => Ok(()),
+        })?;
+        if let Some(first) = first {
+            ranks.together("filling the tiles", || run.initialize(&first))?;
+            // Also what a start left that was killed.
+            ranks.together("removing what it started with", || match ranks.is_first() {
+                true => Ok::<(), RunError>(staged.remove()?),
+                false => Ok(()),
+            })?;
+        }
+        reach(Point::Opened);
+        Ok((run, resumed))
+    }
+
+    /// A whole checkpoint was asked for: checkpoints newer than it are put aside.
+    fn go_back(
+        &self,
+        start: &Start,
+        checkpoint: &Path,
+        run_dir: &Path,
+        notes: &mut Vec<String>,
+    ) -> Result<(), RunError> {
+        if !matches!(start, Start::Checkpoint(_)) {
+            return Ok(());
+        }
+        let step = Checkpoint::open(checkpoint, 0)?.description.step;
+        let metrics = MetricsFile::path(run_dir);
+        if let Some(aside) = Checkpoints::of(run_dir).set_aside_after(step, &metrics)? {
+            notes.push(format!(
+                "note: checkpoints newer than step {step} and a copy of the metrics are in {} now",
+                aside.display()
+            ));
+        }
+        Ok(())
+    }
+
+    /// The first rank's part: locks the directory, forgets what is to be forgotten, starts a private daemon.
+    fn start(
+        &self,
+        start: &Start,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(RunDir, Option<PrivateDaemon>, Started), RunError> {
+        let dir = RunDir::open(&self.run_dir, &self.id)?;
+        if matches!(start, Start::Fresh) {
+            self.forget(&dir, say)?;
+        }
+        let checkpoints = dir.checkpoints();
+        checkpoints.clean()?;
+        let checkpoint = match &self.from {
+            Some(checkpoint) => Some(checkpoint.clone()),
+            None if self.settings.placement.has_store() => None,
+            None => checkpoints.newest()?,
+        };
+        let steps = MetricsFile::last_step(dir.path());
+        // Asked before a private daemon makes its files anew, or a shared one makes room for a new job.
+        if steps > 0 && checkpoint.is_none() && !self.store_has_job()? {
+            let files = self.files.as_ref().map(StoreFiles::names);
+            let socket = || {
+                self.settings
+                    .offload
+                    .socket
+                    .iter()
+                    .map(|path| path.display().to_string())
+            };
+            return Err(self.lost(steps, files.unwrap_or_else(|| socket().collect())));
+        }
+        let daemon = self.private_daemon(&dir)?;
+        reach(Point::Opening);
+        let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
+        let started = Started {
+            steps,
+            socket,
+            checkpoint,
+            id: dir.id().clone(),
+        };
+        Ok((dir, daemon, started))
+    }
+
+    fn lost(&self, steps: u64, devices: Vec<String>) -> RunError {
+        RunError::StoreLost {
+            run_dir: self.run_dir.clone(),
+            steps,
+            devices: devices.join(", "),
+            job: self.id.job.clone(),
+            copy: self.copy_of.as_ref().map_or(String::new(), |of| {
+                format!(
+                    "{} is a copy of the run in {}, whose store stays that run's. ",
+                    self.run_dir.display(),
+                    of.display()
+                )
+            }),
+        }
+    }
+
+    /// Opens a run that has something committed in its store, to read it.
+    ///
+    /// # Errors
+    /// Nothing was committed yet; an error of directory, store or daemon.
+    pub(crate) fn open_existing(self) -> Result<OpenRun, RunError> {
+        if self.begun && self.store_has_job()? {
+            let dir = RunDir::open(&self.run_dir, &self.id)?;
+            let daemon = self.private_daemon(&dir)?;
+            let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
+            if let (mut run, Some(blob)) = self.open_at(dir, daemon, socket)? {
+                run.state = resume(&run.state, &blob, &mut |_| {})?;
+                return Ok(run);
+            }
+        }
+        Err(RunError::NothingCommitted {
+            run_dir: self.run_dir,
+        })
+    }
+
+    /// The checkpoint that is asked for, or the newest of a run without a store; the run's directory, locked, if the checkpoint is in it.
+    ///
+    /// # Errors
+    /// There is no checkpoint yet; an error of the directory.
+    pub(crate) fn existing_checkpoint(self) -> Result<(PathBuf, Option<RunDir>), RunError> {
+        if let Some(checkpoint) = &self.from
+            && !checkpoint.starts_with(&self.run_dir)
+        {
+            return Ok((checkpoint.clone(), None));
+        }
+        if self.begun {
+            let dir = RunDir::open(&self.run_dir, &self.id)?;
+            if let Some(checkpoint) = self.from.map_or_else(
+                || dir.checkpoints().newest(),
+                |checkpoint| Ok(Some(checkpoint)),
+            )? {
+                return Ok((checkpoint, Some(dir)));
+            }
+        }
+        Err(RunError::NothingCommitted {
+            run_dir: self.run_dir,
+        })
+    }
+
+    /// Opens this rank's part of the run, and the blob of its store's newest generation if there is one. `socket` is the
+    /// private daemon's.
+    fn open_at(
+        &self,
+        dir: RunDir,
+        daemon: Option<PrivateDaemon>,
+        socket: Option<PathBuf>,
+    ) -> Result<(OpenRun, Option<Vec<u8>>), RunError> {
+        let mut plan = self.plan.clone();
+        if let Backing::Store(store) = &mut plan.swapper.backing {
+            store.job = dir.job_name().to_owned();
+            store.socket = socket.unwrap_or(std::mem::take(&mut store.socket));
+        }
+        plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
+        let checkpoint_tap = CheckpointTap::default();
+        let (backend, mut opened) = self.open_backend(&plan, &checkpoint_tap)?;
+        let pinned = match (&self.gpu, &opened.arena) {
+            (Some(gpu), Some(arena)) => {
+                let keep = Box::new(arena.clone());
+                Some(gpu.register(arena.address(), arena.bytes(), keep)?)
+            }
+            _ => None,
+        };
+        let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
+        let committed = opened.resumed.take();
+        let run = OpenRun {
+            backend,
+            _pinned: pinned,
+            opened,
+            state,
+            started_with: String::new(),
+            plan,
+            checkpoint_tap,
+            layout: self.description.layout.clone(),
+            dir,
+            _daemon: daemon,
+            ranks: self.ranks.clone(),
+        };
+        Ok((run, committed))
+    }
+
+    /// Removes what an earlier run of the same directory left, here and in the store, the one it had then included.
+    fn forget(&self, dir: &RunDir, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
+        let earlier = dir.earlier();
+        let mut files = self.description.files.clone();
+        if let Some(earlier) = &earlier {
+            // A copy of another run's directory names that run's files, which are not this run's to remove.
+            let name = file_name(dir.job_name());
+            let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
+            files.extend(earlier.files.iter().filter(ours).cloned());
+        }
+        remove_files(&files)?;
+        if self.settings.offload.socket.is_some() {
+            if self.store_has_job()?
+                && let Some(daemon) = self.shared_daemon()?
+            {
+                daemon
+                    .drop_job(dir.job_name())
+                    .map_err(StoreError::Daemon)?;
+            }
+        } else if earlier.is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE)) {
+            say(format!(
+                "note: job {} of the earlier run stays with the daemon it used: --fresh with its offload.socket would have dropped it",
+                dir.job_name()
+            ));
+        }
+        Ok(dir.forget()?)
+    }
+
+    /// Whether the run's job can be in its store. True for runs without a store.
+    fn store_has_job(&self) -> Result<bool, RunError> {
+        if let Some(files) = &self.files {
+            return Ok(files.exist());
+        }
+        let Some(daemon) = self.shared_daemon()? else {
+            return Ok(true);
+        };
+        Ok(daemon
+            .jobs()
+            .map_err(StoreError::Daemon)?
+            .iter()
+            .any(|job| job.job == self.id.job))
+    }
+
+    /// The daemon behind `offload.socket`, if the run has its store there.
+    fn shared_daemon(&self) -> Result<Option<Daemon>, StoreError> {
+        let Some(socket) = &self.settings.offload.socket else {
+            return Ok(None);
+        };
+        let daemon = Daemon::connect(socket).map_err(StoreError::Daemon)?;
+        Ok(Some(daemon))
+    }
+
+    /// Starts the run's private daemon, if it is to have one.
+    fn private_daemon(&self, dir: &RunDir) -> Result<Option<PrivateDaemon>, RunError> {
+        // A shared one was asked before, and is asked again when the job is opened.
+        let Some(files) = &self.files else {
+            return Ok(None);
+        };
+        // Planned for the first rank, which owns most.
+        let rank_bytes = self.plan.memory.arena_bytes()?;
+        files.link_run(dir.path())?;
+        let daemon = start_private(
+            files,
+            &daemon_dir(dir.path()),
+            rank_bytes * u64::from(self.ranks.count()),
+            self.plan.swapper.iodepth,
+            &self.settings.offload.engine,
+        )?;
+        Ok(Some(daemon))
+    }
+}
+
+/// The weights that a fresh run starts with, read where they are another run's.
+fn bring(
+    first: Result<First, WeightsError>,
+    staged: &Staged,
+    model: &ModelConfig,
+    ranks: &Ranks,
+    copy_weights: CopyWeights<'_>,
+) -> Result<First, RunError> {
+    let mut first =
+        ranks.together::<_, RunError>("looking for its first weights", || Ok(first?))?;
+    if let First::Run { from, read } = &mut first {
+        let step = ranks.by_first("reading the other run's weights", || {
+            staged.fill(from, copy_weights)
+        })?;
+        let opened = ranks.together::<_, RunError>("opening the other run's weights", || {
+            Ok(staged.open(model)?)
+        });
+        *read = Some((step, opened?));
+    }
+    Ok(first)
+}
+
+/// Writes the run's record, with what its model came with where it starts with `first`. Metrics of `lost_steps` that nothing was
+/// saved of are set aside.
+fn record(
+    dir: &RunDir,
+    mut description: RunDescription,
+    settings: &RunSettings,
+    first: Option<&First>,
+    lost_steps: u64,
+    say: &mut dyn FnMut(String),
+) -> Result<(), RunError> {
+    if lost_steps > 0 {
+        let old = MetricsFile::set_aside(dir.path())?;
+        say(format!(
+            "note: nothing was saved of the {lost_steps} steps in metrics.jsonl, which is {} now: starting again (train.checkpoint_every saves as it goes)",
+            old.display()
+        ));
+    }
+    description.id = Some(dir.id().clone());
+    description.first_weights = match first {
+        Some(first) => first.identity(),
+        None => dir
+            .earlier()
+            .map_or(Value::Null, |earlier| earlier.first_weights),
+    };
+    // Before the run's record: with it they are there.
+    if first.is_some() {
+        let tokenizer = tokenizer_dir(settings);
+        let model = settings.model_dir.as_deref();
+        ModelFiles::of(dir.path()).keep(model, tokenizer)?;
+    }
+    reach(Point::Describing);
+    Ok(dir.describe(&description)?)
+}
+
+/// Directory of the run's tokenizer; `None` where bytes are its tokens.
+fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
+    match settings.data.tokenizer.as_deref() {
+        None => settings.model_dir.as_deref(),
+        Some(dir) if dir.is_dir() => Some(dir),
+        Some(file) => file.parent().filter(|_| file.is_file()),
+    }
+}
+
+/// A warning when the store lacks generations that the metrics know to be committed: an older copy of it was brought back, or
+/// its newest record was discarded.
+fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
+    let (step, generation) = (run.state.step, run.opened.generation);
+    (generation < last.generation).then(|| {
+        let devices = run.opened.devices.iter();
+        let devices: Vec<String> = devices.map(|device| device.path.clone()).collect();
+        format!(
+            "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
+             generation {generation}: it is an older copy, or lost its newest generation. Training resumes from step {step}, and \
+             the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
+             directory, or take a checkpoint with --resume-from STEP (`trainer runs` lists them)",
+            last.step,
+            last.generation,
+            devices.join(", "),
+        )
+    })
+}

@@ -1,0 +1,182 @@
+//! Whether the file system of the run's directory has room for the checkpoints that the run will make. Asked before training:
+//! a run whose state lives in memory would otherwise train to its end and then lose it.
+
+use std::path::Path;
+
+use super::RunError;
+use crate::config::RunSettings;
+use crate::plan::Plan;
+use offload_support::units::ApproxBytes;
+use training_state::metrics::MetricsFile;
+use training_state::run::{Checkpoints, DirError, SLACK_BYTES};
+use training_state::store::free_bytes;
+
+/// Checkpoints that a start will make.
+struct Wanted {
+    /// Bytes of each.
+    bytes: u64,
+    /// How many there will be at a time beside those that are there already. The oldest goes when a new one is whole.
+    most: u64,
+    /// Whether one of them is all that stays of the run.
+    at_end: bool,
+}
+
+/// Refuses a run whose directory has no room for a single checkpoint that it will make, or for all of them where they are all that
+/// stays of the run. Returns a warning when another run has no room for all: whether they fit depends on what else the drive
+/// holds by then. A run that is not `begun` starts anew, over what
+/// an earlier one left; one that starts `from_checkpoint` counts as one that has made none.
+///
+/// # Errors
+/// The first that does not fit, and what to change; the directory cannot be looked at.
+pub(super) fn check(
+    settings: &RunSettings,
+    plan: &Plan,
+    run_dir: &Path,
+    begun: bool,
+    from_checkpoint: bool,
+) -> Result<Option<String>, RunError> {
+    let checkpoints = Checkpoints::of(run_dir);
+    let train = &settings.train;
+    let (step, there) = match begun && !from_checkpoint {
+        true => (MetricsFile::last_step(run_dir), checkpoints.list()?.len()),
+        false => (0, 0),
+    };
+    let mut wanted = Wanted::new(
+        plan.memory.table_bytes,
+        step..train.stop_after,
+        train.checkpoint_every,
+        train.checkpoints_kept,
+        there as u64,
+        !settings.placement.has_store(),
+    );
+    // The checkpoint that it starts from may be another run's: without a store it is made again, first of all.
+    wanted.most += u64::from(from_checkpoint && wanted.at_end);
+    if wanted.most == 0 {
+        return Ok(None);
+    }
+    // What was cut off goes before one is made, and all of an earlier run when another begins.
+    let free = free_bytes(run_dir).map_err(|source| DirError::Io {
+        verb: "ask the free space of",
+        path: run_dir.into(),
+        source,
+    })?;
+    let fresh = !begun && !from_checkpoint;
+    let goes = checkpoints.leftover_bytes()? + if fresh { checkpoints.bytes()? } else { 0 };
+    let free = free.saturating_add(goes);
+    wanted.judge(run_dir, free)
+}
+
+impl Wanted {
+    fn new(
+        bytes: u64,
+        steps: std::ops::Range<u64>,
+        every: u64,
+        kept: u64,
+        there: u64,
+        at_end: bool,
+    ) -> Self {
+        let due = |step: u64| step.checked_div(every).unwrap_or(0);
+        let last = at_end && !steps.is_empty() && (every == 0 || !steps.end.is_multiple_of(every));
+        let made = due(steps.end).saturating_sub(due(steps.start)) + u64::from(last);
+        let most = match kept {
+            0 => made,
+            kept => made.min(kept + 1 - there.min(kept)),
+        };
+        Self {
+            bytes,
+            most,
+            at_end,
+        }
+    }
+
+    fn judge(&self, dir: &Path, free_bytes: u64) -> Result<Option<String>, RunError> {
+        let one_bytes = self.bytes.saturating_add(SLACK_BYTES);
+        let all_bytes = one_bytes.saturating_mul(self.most);
+        let (needed_bytes, what, change) = if self.at_end {
+            (
+                all_bytes,
+                "the state of this run is in memory and stays in checkpoints there alone, which take up to",
+                "free some, lower train.checkpoints_kept, name a train.run_dir on a larger drive, or keep the state on nvme",
+            )
+        } else {
+            (
+                one_bytes,
+                "a checkpoint takes",
+                "free some, name a train.run_dir on a larger drive, or set train.checkpoint_every = 0",
+            )
+        };
+        if free_bytes < needed_bytes {
+            return Err(RunError::CheckpointSpace {
+                dir: dir.to_owned(),
+                free_bytes,
+                needed_bytes,
+                what,
+                change,
+            });
+        }
+        Ok((free_bytes < all_bytes).then(|| {
+            format!(
+                "the file system of {} has {} free, and up to {} checkpoints of {} take {}: those that find no room are not made. Free some, or lower train.checkpoints_kept",
+                dir.display(),
+                ApproxBytes(free_bytes),
+                self.most,
+                ApproxBytes(one_bytes),
+                ApproxBytes(all_bytes)
+            )
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    fn most(steps: std::ops::Range<u64>, every: u64, kept: u64, there: u64, at_end: bool) -> u64 {
+        Wanted::new(GIB, steps, every, kept, there, at_end).most
+    }
+
+    #[test]
+    fn as_many_checkpoints_are_counted_as_are_there_at_a_time() {
+        // Only at the end, and none where that is reached or the store has the state.
+        assert_eq!(most(0..100, 0, 2, 0, true), 1);
+        assert_eq!(most(100..100, 0, 2, 1, true), 0);
+        assert_eq!(most(0..100, 0, 2, 0, false), 0);
+        // Two that are kept, and the one that is made.
+        assert_eq!(most(0..100, 10, 2, 0, true), 3);
+        assert_eq!(most(50..100, 10, 2, 2, true), 1);
+        assert_eq!(most(0..20, 10, 2, 0, true), 2);
+        assert_eq!(most(0..25, 10, 0, 0, true), 3);
+        assert_eq!(most(0..25, 10, 0, 0, false), 2);
+    }
+
+    #[test]
+    fn a_state_that_cannot_be_saved_is_refused_and_one_of_many_checkpoints_is_a_warning() {
+        let dir = Path::new("/runs/large");
+        let wanted = |at_end| Wanted::new(145 * GIB, 0..100, 10, 2, 0, at_end);
+        let refused = |at_end| {
+            wanted(at_end)
+                .judge(dir, 128 * GIB)
+                .unwrap_err()
+                .to_string()
+        };
+        let text = refused(true);
+        assert!(
+            text.contains("/runs/large has 128.0 GiB free")
+                && text.contains("stays in checkpoints there alone, which take up to 435.0 GiB")
+                && text.contains("train.checkpoints_kept"),
+            "{text}"
+        );
+        assert!(refused(false).contains("train.checkpoint_every = 0"));
+        // The last one is the run's result: room for the others is not enough.
+        assert!(wanted(true).judge(dir, 300 * GIB).is_err());
+        let warned = wanted(false).judge(dir, 300 * GIB).unwrap().unwrap();
+        assert!(
+            warned.contains("up to 3 checkpoints of 145.0 GiB take 435.0 GiB")
+                && warned.contains("train.checkpoints_kept"),
+            "{warned}"
+        );
+        assert_eq!(wanted(true).judge(dir, 436 * GIB).unwrap(), None);
+    }
+}

@@ -1,0 +1,65 @@
+//! What the record of a run, `run.json`, tells of its model.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+use training_state::run::{DirError, RunDescription, RunDir};
+
+use crate::model::{Dtype, ModelConfig};
+
+/// Why a directory is not read as a run.
+#[derive(Debug, thiserror::Error)]
+pub enum RecordError {
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    #[error(
+        "there is no run in {}: it has no run.json. Name the directory of a run, as in its train.run_dir",
+        dir.display()
+    )]
+    NoRun { dir: PathBuf },
+    #[error(
+        "the run in {} cannot be read: {message}. Another version of this program made it, or run.json is damaged",
+        dir.display()
+    )]
+    Unknown { dir: PathBuf, message: String },
+}
+
+/// What a run is for its whole life.
+pub(crate) struct RunRecord {
+    pub(crate) description: RunDescription,
+    pub(crate) model: ModelConfig,
+    pub(crate) dtype: Dtype,
+    pub(crate) tile_elems: u64,
+}
+
+impl RunRecord {
+    /// Reads the record of the run in `dir`.
+    ///
+    /// # Errors
+    /// There is no run, or one that this program does not know.
+    pub(crate) fn read(dir: &Path) -> Result<Self, RecordError> {
+        #[derive(Deserialize)]
+        struct Layout {
+            model: ModelConfig,
+            dtype: String,
+            tile_elems: u64,
+        }
+        let description = RunDir::described(dir)?.ok_or_else(|| RecordError::NoRun {
+            dir: dir.to_owned(),
+        })?;
+        let unknown = |message: String| RecordError::Unknown {
+            dir: dir.to_owned(),
+            message,
+        };
+        let layout: Layout = serde_json::from_value(description.layout.clone())
+            .map_err(|error| unknown(error.to_string()))?;
+        let dtype = Dtype::parse(&layout.dtype)
+            .ok_or_else(|| unknown(format!("its numbers are {}", layout.dtype)))?;
+        Ok(Self {
+            description,
+            model: layout.model,
+            dtype,
+            tile_elems: layout.tile_elems,
+        })
+    }
+}

@@ -1,0 +1,185 @@
+//! Copies of tiles, taken as they are updated: the state after one step is written while the next step runs.
+//!
+//! ```text
+//!   optimizer ─▶ tile, updated ─▶ where it was going
+//!                     │ copy into a buffer, waiting for one if the drive is slow
+//!                     ▼
+//!                 full ─▶ a thread that writes ─▶ empty ─▶ the next copy
+//! ```
+//!
+//! An update touches every tile once a step, wherever the tile lives, so a checkpoint reads nothing twice. There are few buffers:
+//! when the drive is slower than the updates, updates wait for the drive until all tiles are copied.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use kernels::adamw::Hyper;
+use swapper::{Optimizer, TileRange};
+
+/// Buffers, each for a tile's param and state: each of two optimizer threads fills one while the others are written.
+pub const BUFFERS: usize = 4;
+
+/// A copy of a range's param, followed by its state.
+pub struct TileCopy {
+    pub range: TileRange,
+    pub bytes: Vec<u8>,
+    pub param_bytes: usize,
+}
+
+/// Copies updated tiles while a checkpoint wants them. Clones are one tap.
+#[derive(Clone, Default)]
+pub struct CheckpointTap {
+    /// Read for each tile of each step; nearly always false.
+    wanted: Arc<AtomicBool>,
+    lane: Arc<Mutex<Option<Lane>>>,
+}
+
+struct Lane {
+    empty: Arc<Mutex<Receiver<Vec<u8>>>>,
+    full: Sender<TileCopy>,
+    /// Copies that are still missing.
+    left: usize,
+}
+
+/// The receiving end: takes copies and returns their buffers.
+pub struct Taken {
+    pub full: Receiver<TileCopy>,
+    pub empty: Sender<Vec<u8>>,
+}
+
+impl CheckpointTap {
+    /// Copies the next `count` tiles that are updated.
+    pub fn want(&self, count: usize) -> Taken {
+        let (full, taken) = channel();
+        let (given_back, empty) = channel();
+        for _ in 0..BUFFERS {
+            given_back.send(Vec::new()).expect("the other end is here");
+        }
+        *self.lane() = Some(Lane {
+            empty: Arc::new(Mutex::new(empty)),
+            full,
+            left: count,
+        });
+        self.wanted.store(count > 0, Ordering::Release);
+        Taken {
+            full: taken,
+            empty: given_back,
+        }
+    }
+
+    /// Stops copying. Returns how many copies are missing.
+    pub fn stop(&self) -> usize {
+        self.wanted.store(false, Ordering::Release);
+        self.lane().take().map_or(0, |lane| lane.left)
+    }
+
+    /// Copies the tiles of `range` if a checkpoint wants them. Waits for a buffer.
+    pub fn offer(&self, range: &TileRange, param: &[u8], state: &[u8]) {
+        if !self.wanted.load(Ordering::Acquire) {
+            return;
+        }
+        let (empty, full) = {
+            let mut lane = self.lane();
+            let Some(lane) = lane.as_mut().filter(|lane| lane.left > 0) else {
+                return;
+            };
+            lane.left -= 1;
+            if lane.left == 0 {
+                self.wanted.store(false, Ordering::Release);
+            }
+            (lane.empty.clone(), lane.full.clone())
+        };
+        let buffer = empty.lock().unwrap_or_else(PoisonError::into_inner).recv();
+        // The receiver has ended and reports why itself.
+        let Ok(mut bytes) = buffer else {
+            return;
+        };
+        bytes.clear();
+        bytes.extend_from_slice(param);
+        bytes.extend_from_slice(state);
+        let _ = full.send(TileCopy {
+            range: range.clone(),
+            bytes,
+            param_bytes: param.len(),
+        });
+    }
+
+    fn lane(&self) -> std::sync::MutexGuard<'_, Option<Lane>> {
+        self.lane.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An optimizer that offers each updated tile to a [`CheckpointTap`].
+pub struct Copied<O> {
+    pub optimizer: O,
+    pub checkpoint_tap: CheckpointTap,
+}
+
+impl<O: Optimizer<Hyper>> Optimizer<Hyper> for Copied<O> {
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &Hyper,
+    ) {
+        self.optimizer.update(range, param, state, grad, hyper);
+        self.checkpoint_tap.offer(range, param, state);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn range(unit: usize) -> TileRange {
+        TileRange { unit, elems: 0..4 }
+    }
+
+    #[test]
+    fn as_many_tiles_are_copied_as_are_wanted() {
+        let checkpoint_tap = CheckpointTap::default();
+        checkpoint_tap.offer(&range(0), &[1], &[2]);
+        let taken = checkpoint_tap.want(2);
+        for unit in 1..4 {
+            checkpoint_tap.offer(&range(unit), &[unit as u8], &[7, 8]);
+        }
+        let units: Vec<usize> = (taken.full.try_iter())
+            .map(|copy| {
+                assert_eq!(copy.bytes, [copy.range.unit as u8, 7, 8]);
+                assert_eq!(copy.param_bytes, 1);
+                copy.range.unit
+            })
+            .collect();
+        assert_eq!(units, [1, 2]);
+        assert_eq!(checkpoint_tap.stop(), 0);
+    }
+
+    #[test]
+    fn copies_wait_for_buffers_and_not_for_one_who_gave_up() {
+        let checkpoint_tap = CheckpointTap::default();
+        let taken = checkpoint_tap.want(100);
+        std::thread::scope(|scope| {
+            let offering = scope.spawn(|| {
+                for unit in 0..100 {
+                    checkpoint_tap.offer(&range(unit), &[0; 16], &[0; 16]);
+                }
+            });
+            let first = taken.full.recv().unwrap();
+            while taken.full.try_recv().is_ok() {}
+            std::thread::sleep(std::time::Duration::from_millis(20));
+            assert!(!offering.is_finished(), "only {BUFFERS} buffers are there");
+            taken.empty.send(first.bytes).unwrap();
+            taken.full.recv().unwrap();
+            drop(taken);
+            offering.join().unwrap();
+        });
+        assert_eq!(checkpoint_tap.stop(), 0);
+        let taken = checkpoint_tap.want(3);
+        checkpoint_tap.offer(&range(0), &[1], &[2]);
+        assert_eq!(checkpoint_tap.stop(), 2, "what did not come is counted");
+        assert_eq!(taken.full.iter().count(), 1, "the lane ends");
+    }
+}

@@ -1,0 +1,380 @@
+//! Checkpoints beside training: tiles are copied as the step's updates touch them and written while the next steps run. They
+//! become a checkpoint when all ranks' files are on their drive.
+//!
+//! ```text
+//!   begin ─▶ each rank: copies ─▶ tiles.RANK, flushed ─▶ all have theirs ─▶ first rank: save.json, the name ─▶ old ones go
+//!   before    while updates run        beside the next steps                     beside the next steps
+//!   the updates
+//! ```
+//!
+//! While a checkpoint is under way, ranks tell each other at the end of each step how far they are. A failure on one rank ends the
+//! checkpoint on all; it is logged and counted, and training continues. Tiles that no update on the host touches (all in a GPU's
+//! memory, or the last step) are visited instead.
+
+use std::path::PathBuf;
+use std::thread::JoinHandle;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use offload_support::units::ApproxBytes;
+use serde_json::Value;
+use test_hooks::kill_point::{Point, reach};
+
+use crate::backend::{BackendError, TileBackend};
+use crate::checkpoint_tap::{CheckpointTap, Taken};
+use crate::ranks::{RankError, Ranks};
+use crate::run::{
+    CheckpointDescription, CheckpointError, Checkpoints, RunState, SavedFile, TileWriter,
+};
+
+/// Checkpoints of one run, and the one that is being made.
+pub struct Checkpointer {
+    parts: CheckpointerParts,
+    ranks: Ranks,
+    under_way: Option<UnderWay>,
+    newest: Option<u64>,
+    failed_count: u64,
+    first_failure: Option<String>,
+    rate: Option<f64>,
+}
+
+/// What a [`Checkpointer`] is made of.
+pub struct CheckpointerParts {
+    pub checkpoints: Checkpoints,
+    pub checkpoint_tap: CheckpointTap,
+    /// Steps between checkpoints; 0: none are due.
+    pub every: u64,
+    /// Checkpoints that are kept, the newest ones; 0: all.
+    pub kept: u64,
+    pub layout: Value,
+    /// Ranges that this rank writes; `None` where the first rank writes for all.
+    pub ranges: Option<usize>,
+    /// Bytes of all ranks' tiles.
+    pub tile_bytes: u64,
+}
+
+/// Checkpoints that failed while training went on.
+#[derive(Debug, thiserror::Error)]
+#[error("{count} checkpoints could not be made, all else is done; the first: {first}")]
+pub struct CheckpointsFailed {
+    count: u64,
+    first: String,
+}
+
+/// A checkpoint that is being made.
+struct UnderWay {
+    step: u64,
+    began: Instant,
+    /// Set after the step, when its metrics are known.
+    state: Option<RunState>,
+    /// This rank's file, when it is on the drive.
+    file: Option<SavedFile>,
+    work: Work,
+}
+
+/// How far this rank is with it.
+enum Work {
+    Writing(JoinHandle<Result<SavedFile, CheckpointError>>),
+    Written,
+    /// The first rank's, when all have written.
+    Finishing(JoinHandle<Result<PathBuf, CheckpointError>>),
+    Finished(PathBuf),
+    Failed(CheckpointError),
+}
+
+/// A rank's progress as the others see it: one of the words below, then bytes and fingerprint of the file it wrote, or zeros.
+type Told = [u64; 3];
+
+const WORKING: u64 = 0;
+const WRITTEN: u64 = 1;
+const FINISHED: u64 = 2;
+const FAILED: u64 = 3;
+
+impl Checkpointer {
+    /// For a run that has a checkpoint of step `newest`.
+    pub fn new(parts: CheckpointerParts, newest: Option<u64>, ranks: Ranks) -> Self {
+        Self {
+            parts,
+            ranks,
+            under_way: None,
+            newest,
+            failed_count: 0,
+            first_failure: None,
+            rate: None,
+        }
+    }
+
+    /// Whether a checkpoint of `step` is due.
+    pub fn is_due(&self, step: u64) -> bool {
+        self.parts.every > 0 && step.is_multiple_of(self.parts.every)
+    }
+
+    /// Whether there is a checkpoint of `step`, or one is being made.
+    pub fn has(&self, step: u64) -> bool {
+        let under_way = self.under_way.as_ref().map(|checkpoint| checkpoint.step);
+        self.newest == Some(step) || under_way == Some(step)
+    }
+
+    /// Bytes per second of the newest checkpoint, from its step to its last flush.
+    pub fn rate(&self) -> Option<f64> {
+        self.rate
+    }
+
+    /// Begins the checkpoint of `step`, whose updates are about to run: from now on updated tiles are copied. Returns false when it
+    /// cannot be made. Waits for a checkpoint that is still under way.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn begin(&mut self, step: u64, say: &dyn Fn(&str)) -> Result<bool, RankError> {
+        self.settle(say)?;
+        let began = Instant::now();
+        let refused = self.ranks.by_first("making room for a checkpoint", || {
+            let begun = self.parts.checkpoints.begin(step, self.parts.tile_bytes);
+            Ok::<_, RankError>(begun.err().map(|error| error.to_string()))
+        })?;
+        if let Some(why) = refused {
+            self.failed(&why);
+            return Ok(false);
+        }
+        let work = match self.parts.ranges {
+            None => Work::Written,
+            Some(count) => {
+                match TileWriter::create(&self.parts.checkpoints.partial(step), self.ranks.rank()) {
+                    Ok(writer) => {
+                        let taken = self.parts.checkpoint_tap.want(count);
+                        Work::Writing(std::thread::spawn(move || write(writer, &taken, count)))
+                    }
+                    Err(error) => Work::Failed(error),
+                }
+            }
+        };
+        self.under_way = Some(UnderWay {
+            step,
+            began,
+            state: None,
+            file: None,
+            work,
+        });
+        Ok(true)
+    }
+
+    /// Copies all tiles of `backend` for the checkpoint that was begun, instead of waiting for their updates.
+    ///
+    /// # Errors
+    /// An error of the backend.
+    pub fn visit<S, G>(&self, backend: &mut TileBackend<S, G>) -> Result<(), BackendError> {
+        let checkpoint_tap = &self.parts.checkpoint_tap;
+        backend.visit(&mut |range, param, state| checkpoint_tap.offer(range, param, state))
+    }
+
+    /// Ends the copying: the updates of another step are about to run.
+    pub fn all_came(&self) {
+        self.parts.checkpoint_tap.stop();
+    }
+
+    /// Gives the checkpoint under way its state, if it is of that step.
+    pub fn is_of(&mut self, state: &RunState) {
+        if let Some(checkpoint) = self
+            .under_way
+            .as_mut()
+            .filter(|checkpoint| checkpoint.step == state.step)
+        {
+            checkpoint.state = Some(state.clone());
+        }
+    }
+
+    /// Exchanges progress with all ranks and advances the checkpoint under way. Does not wait for drives.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn look(&mut self, say: &dyn Fn(&str)) -> Result<(), RankError> {
+        let Some(checkpoint) = &mut self.under_way else {
+            return Ok(());
+        };
+        if checkpoint.has_ended() {
+            checkpoint.wait();
+        }
+        let told = checkpoint.told();
+        let all = self.ranks.numbers(told)?;
+        self.go_on(&all, say);
+        Ok(())
+    }
+
+    /// Waits until no checkpoint is under way.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn settle(&mut self, say: &dyn Fn(&str)) -> Result<(), RankError> {
+        while let Some(checkpoint) = &mut self.under_way {
+            self.parts.checkpoint_tap.stop();
+            if checkpoint.state.is_none() {
+                let why = "its step did not end".into();
+                let path = self.parts.checkpoints.partial(checkpoint.step);
+                checkpoint.work = Work::Failed(CheckpointError::Abandoned { path, why });
+            }
+            self.ranks.together("finishing a checkpoint", || {
+                checkpoint.wait();
+                Ok::<(), RankError>(())
+            })?;
+            self.look(say)?;
+        }
+        Ok(())
+    }
+
+    /// Whether all checkpoints of this start were made.
+    ///
+    /// # Errors
+    /// How many failed, and why the first did.
+    pub fn result(&self) -> Result<(), CheckpointsFailed> {
+        match &self.first_failure {
+            None => Ok(()),
+            Some(first) => Err(CheckpointsFailed {
+                count: self.failed_count,
+                first: first.clone(),
+            }),
+        }
+    }
+
+    /// Advances by all ranks' progress; every rank comes to the same result.
+    fn go_on(&mut self, all: &[Told], say: &dyn Fn(&str)) {
+        let is = |word: u64| move |told: &Told| told[0] == word;
+        if let Some(rank) = all.iter().position(is(FAILED)) {
+            return self.abandon(rank);
+        }
+        let Some(checkpoint) = &mut self.under_way else {
+            return;
+        };
+        if is(FINISHED)(&all[0]) {
+            let seconds = checkpoint.began.elapsed().as_secs_f64();
+            let bytes: u64 = all.iter().map(|told| told[1]).sum();
+            self.rate = Some(bytes as f64 / seconds.max(1e-9));
+            if let Work::Finished(path) = &checkpoint.work {
+                let (step, path) = (checkpoint.step, path.display());
+                say(&format!(
+                    "saved step {step} in {path}: {}, {seconds:.1} s",
+                    ApproxBytes(bytes)
+                ));
+            }
+            self.newest = Some(checkpoint.step);
+            self.under_way = None;
+            return;
+        }
+        let (Work::Written, Some(state), true) = (
+            &checkpoint.work,
+            &checkpoint.state,
+            self.ranks.is_first() && all.iter().all(is(WRITTEN)),
+        ) else {
+            return;
+        };
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let files = all.iter().zip(0..).filter(|(told, _)| told[1] > 0);
+        let description = CheckpointDescription {
+            step: checkpoint.step,
+            unix_s: since.map_or(0, |since| since.as_secs()),
+            layout: self.parts.layout.clone(),
+            state: serde_json::to_value(state).expect("plain data"),
+            files: files
+                .map(|(told, rank)| SavedFile::of_rank(rank, told[1], told[2]))
+                .collect(),
+        };
+        let (checkpoints, kept) = (self.parts.checkpoints.clone(), self.parts.kept);
+        checkpoint.work = Work::Finishing(std::thread::spawn(move || {
+            reach(Point::NamingCheckpoint);
+            let path = checkpoints.finish(&description)?;
+            reach(Point::CheckpointNamed);
+            checkpoints.keep(kept, description.step)?;
+            Ok(path)
+        }));
+    }
+
+    /// Ends the checkpoint under way, which failed on `rank`, and removes its files.
+    fn abandon(&mut self, rank: usize) {
+        self.parts.checkpoint_tap.stop();
+        let Some(mut checkpoint) = self.under_way.take() else {
+            return;
+        };
+        // Its writer ends with the copies.
+        checkpoint.wait();
+        match &checkpoint.work {
+            Work::Failed(error) => self.failed(&error.to_string()),
+            _ => self.failed(&format!(
+                "rank {rank} could not save step {}: see its own message",
+                checkpoint.step
+            )),
+        }
+        if self.ranks.is_first() {
+            self.parts.checkpoints.abandon(checkpoint.step);
+        }
+    }
+
+    /// Logs the failure at once: the run may go on for days.
+    fn failed(&mut self, why: &str) {
+        self.failed_count += 1;
+        self.first_failure.get_or_insert_with(|| why.to_owned());
+        tracing::error!("{why}; training continues, and earlier checkpoints stay");
+    }
+}
+
+impl UnderWay {
+    fn has_ended(&self) -> bool {
+        match &self.work {
+            Work::Writing(thread) => thread.is_finished(),
+            Work::Finishing(thread) => thread.is_finished(),
+            _ => false,
+        }
+    }
+
+    /// Waits for this rank's current work.
+    fn wait(&mut self) {
+        self.work = match std::mem::replace(&mut self.work, Work::Written) {
+            Work::Writing(thread) => match joined(thread) {
+                Ok(file) => {
+                    self.file = Some(file);
+                    Work::Written
+                }
+                Err(error) => Work::Failed(error),
+            },
+            Work::Finishing(thread) => joined(thread).map_or_else(Work::Failed, Work::Finished),
+            still => still,
+        };
+    }
+
+    fn told(&self) -> Told {
+        let word = match &self.work {
+            Work::Writing(_) | Work::Finishing(_) => WORKING,
+            Work::Written => WRITTEN,
+            Work::Finished(_) => FINISHED,
+            Work::Failed(_) => FAILED,
+        };
+        let file = self.file.as_ref();
+        let [bytes, fingerprint] = file.map_or([0; 2], |file| [file.bytes, file.fingerprint]);
+        [word, bytes, fingerprint]
+    }
+}
+
+/// Writes `count` copies as they arrive.
+fn write(
+    mut writer: TileWriter,
+    taken: &Taken,
+    count: usize,
+) -> Result<SavedFile, CheckpointError> {
+    for done in 0..count {
+        let Ok(copy) = taken.full.recv() else {
+            return Err(CheckpointError::Abandoned {
+                path: writer.path().to_owned(),
+                why: format!("{done} of {count} tiles came"),
+            });
+        };
+        let (param, state) = copy.bytes.split_at(copy.param_bytes);
+        writer.add(&copy.range, param, state)?;
+        reach(Point::Checkpointing);
+        // The tap may have ended.
+        let _ = taken.empty.send(copy.bytes);
+    }
+    writer.finish()
+}
+
+fn joined<T>(thread: JoinHandle<T>) -> T {
+    thread
+        .join()
+        .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}

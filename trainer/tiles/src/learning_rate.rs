@@ -1,0 +1,252 @@
+//! Learning-rate schedules, with DeepSpeed's names. The rate is a pure function of the step, so a schedule has no state to save.
+//!
+//! Steps that updated weights are counted from 1. DeepSpeed advances its schedulers after a step: the first step has the rate that a
+//! scheduler begins with, and step s has the rate of iteration i = s - 2. With w warm-up steps of T:
+//!
+//! ```text
+//!   s = 1    min, but WarmupCosineLR 0
+//!   i < w    min + (max - min) * i/w            or, logarithmic, * ln(i+1)/ln(w)
+//!   i >= w   WarmupLR        max
+//!            WarmupDecayLR   min + (max - min) * (T-i)/(T-w), not below min
+//!            WarmupCosineLR  max * (r + (1-r) * (1 + cos(pi * (i-w+1)/(T-w))) / 2), r the least ratio
+//!   any s    linear          lr * (T-s+1)/T, as Hugging Face's Trainer
+//!   any i    LRRangeTest     min * (1 + rate * (i+1)/size), with stairs rounded down
+//!            OneCycle        min + (max - min) * h, h up from 0 to 1 and down again over i+1; later min / (1 + rate * (i+1-cycle)/size)
+//! ```
+
+use serde::Serialize;
+
+/// The variance's decay in DeepSpeed's cycle, whatever the optimizer's is.
+const CYCLE_BETA2: f64 = 0.99;
+
+/// A checked schedule.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LrSchedule {
+    /// Always the optimizer's rate.
+    Constant { lr: f64 },
+    /// Falls linearly from the optimizer's rate to 0 after `total_steps`: Hugging Face's "linear" without a warm-up.
+    Linear { lr: f64, total_steps: u64 },
+    /// Rises without end, to find the rate at which training diverges.
+    RangeTest(RangeTest),
+    /// Rises and falls once, with the momentum falling and rising; then perhaps decays.
+    OneCycle(OneCycle),
+    /// Rises, then stays.
+    Warmup(Warmup),
+    /// Rises, then falls linearly to `min_lr` at `total_steps`.
+    WarmupDecay { warmup: Warmup, total_steps: u64 },
+    /// Rises, then falls along half a cosine to `min_ratio` of the maximum at `total_steps`.
+    WarmupCosine {
+        warmup: Warmup,
+        total_steps: u64,
+        min_ratio: f64,
+    },
+}
+
+/// The rise from `min_lr` to `max_lr` in `steps` steps (at least two), linear or with the logarithm of the step.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Warmup {
+    pub min_lr: f64,
+    pub max_lr: f64,
+    pub steps: u64,
+    pub logarithmic: bool,
+}
+
+/// LRRangeTest: `min_lr`, and `step_rate` of it more every `step_size` steps, in stairs or linearly.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RangeTest {
+    pub min_lr: f64,
+    pub step_size: u64,
+    pub step_rate: f64,
+    pub staircase: bool,
+}
+
+/// OneCycle.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct OneCycle {
+    pub min_lr: f64,
+    pub max_lr: f64,
+    /// Steps of the rise.
+    pub first_steps: u64,
+    /// Steps of the fall.
+    pub second_steps: u64,
+    /// Stairs of each half; 0: none.
+    pub first_stairs: u64,
+    pub second_stairs: u64,
+    /// Steps after the cycle in which the rate's divisor grows by `decay_lr_rate`, and the momentum's factor by its own rate; 0: no
+    /// decay.
+    pub decay_steps: u64,
+    pub decay_lr_rate: f64,
+    /// `None`: the optimizer's momentum stays.
+    pub momentum: Option<MomentumCycle>,
+}
+
+/// The momentum in a cycle: it falls from `max` while the rate rises.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct MomentumCycle {
+    pub min: f64,
+    pub max: f64,
+    pub decay_rate: f64,
+}
+
+/// The rate of step `step` (from 1).
+pub fn learning_rate(schedule: &LrSchedule, step: u64) -> f64 {
+    assert!(step >= 1, "steps count from 1");
+    let iteration = step.checked_sub(2);
+    match schedule {
+        LrSchedule::Constant { lr } => *lr,
+        LrSchedule::Linear { lr, total_steps } => {
+            lr * (total_steps + 1).saturating_sub(step) as f64 / *total_steps as f64
+        }
+        LrSchedule::RangeTest(test) => {
+            let intervals = (step - 1) as f64 / test.step_size as f64;
+            let intervals = if test.staircase {
+                intervals.floor()
+            } else {
+                intervals
+            };
+            test.min_lr * (1.0 + test.step_rate * intervals)
+        }
+        LrSchedule::OneCycle(cycle) => match Phase::of(cycle, step) {
+            Phase::Cycle(height) => cycle.min_lr + (cycle.max_lr - cycle.min_lr) * height,
+            Phase::Decay(intervals) => cycle.min_lr / (1.0 + cycle.decay_lr_rate * intervals),
+        },
+        LrSchedule::Warmup(warmup) => {
+            let share = iteration.map_or(0.0, |at| rising(warmup, at).unwrap_or(1.0));
+            between(warmup, share)
+        }
+        LrSchedule::WarmupDecay {
+            warmup,
+            total_steps,
+        } => {
+            let falling = |at: u64| {
+                let left = total_steps.saturating_sub(at) as f64;
+                left / total_steps.saturating_sub(warmup.steps).max(1) as f64
+            };
+            let share =
+                iteration.map_or(0.0, |at| rising(warmup, at).unwrap_or_else(|| falling(at)));
+            between(warmup, share)
+        }
+        LrSchedule::WarmupCosine {
+            warmup,
+            total_steps,
+            min_ratio,
+        } => {
+            // The only schedule that begins below its minimum.
+            let Some(at) = iteration else { return 0.0 };
+            if let Some(share) = rising(warmup, at) {
+                return between(warmup, share);
+            }
+            let gone = (at - warmup.steps + 1) as f64;
+            let gone = gone / total_steps.saturating_sub(warmup.steps).max(1) as f64;
+            let wave = (1.0 + (std::f64::consts::PI * gone.min(1.0)).cos()) / 2.0;
+            warmup.max_lr * (min_ratio + (1.0 - min_ratio) * wave)
+        }
+    }
+}
+
+/// The betas of step `step` (from 1), where the schedule sets them.
+pub fn betas(schedule: &LrSchedule, step: u64) -> Option<[f64; 2]> {
+    let LrSchedule::OneCycle(cycle) = schedule else {
+        return None;
+    };
+    let MomentumCycle {
+        min,
+        max,
+        decay_rate,
+    } = cycle.momentum?;
+    // In its first step a cycle has the minimum of both.
+    let momentum = match Phase::of(cycle, step) {
+        Phase::Cycle(_) if step == 1 => min,
+        Phase::Cycle(height) => max - (max - min) * height,
+        Phase::Decay(intervals) => max * (1.0 + decay_rate * intervals),
+    };
+    Some([momentum, CYCLE_BETA2])
+}
+
+fn between(warmup: &Warmup, share: f64) -> f64 {
+    warmup.min_lr + (warmup.max_lr - warmup.min_lr) * share
+}
+
+/// The share of the rise at iteration `at`; `None` afterwards.
+fn rising(warmup: &Warmup, at: u64) -> Option<f64> {
+    assert!(warmup.steps >= 2, "the logarithm of one step is no divisor");
+    (at < warmup.steps).then(|| {
+        if warmup.logarithmic {
+            ((at + 1) as f64).ln() / (warmup.steps as f64).ln()
+        } else {
+            at as f64 / warmup.steps as f64
+        }
+    })
+}
+
+/// Where a step is in a cycle.
+enum Phase {
+    /// Height in the cycle, from 0 to 1.
+    Cycle(f64),
+    /// Intervals of decay after the cycle.
+    Decay(f64),
+}
+
+impl Phase {
+    fn of(cycle: &OneCycle, step: u64) -> Self {
+        let (first, second) = (cycle.first_steps as f64, cycle.second_steps as f64);
+        let total = cycle.first_steps + cycle.second_steps;
+        let gone = step - 1;
+        if gone > total {
+            let steps = match cycle.decay_steps {
+                0 => return Self::Decay(0.0),
+                steps => steps as f64,
+            };
+            return Self::Decay((gone - total) as f64 / steps);
+        }
+        let at = (gone % total) as f64;
+        let (is_up, share) = if at <= first {
+            (true, at / first)
+        } else {
+            (false, (total as f64 - at) / second)
+        };
+        let stairs = if is_up {
+            cycle.first_stairs
+        } else {
+            cycle.second_stairs
+        };
+        if stairs == 0 {
+            return Self::Cycle(share);
+        }
+        let stairs = stairs as f64;
+        let position = if is_up {
+            at * stairs / first
+        } else {
+            (total as f64 - at) * stairs / second
+        };
+        Self::Cycle(position.floor() / stairs)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_constant_rate_stays() {
+        let constant = LrSchedule::Constant { lr: 0.5 };
+        assert_eq!(
+            [1, 2, 1000].map(|step| learning_rate(&constant, step)),
+            [0.5; 3]
+        );
+        assert_eq!(betas(&constant, 1), None);
+    }
+
+    #[test]
+    fn a_linear_fall_begins_with_the_whole_rate_and_would_be_0_after_the_last_step() {
+        let linear = LrSchedule::Linear {
+            lr: 0.5,
+            total_steps: 4,
+        };
+        assert_eq!(
+            [1, 2, 3, 4, 5, 9].map(|step| learning_rate(&linear, step)),
+            [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+        );
+    }
+}

@@ -1,0 +1,35 @@
+//! What a training program keeps and moves beside its computation: tiles and their updates, checkpoints, the run directory and
+//! the store. It knows neither models nor tensors, so any program that computes gradients can stand on it.
+//!
+//! ```text
+//!   trainer (libtorch) ──▶ backend ──▶ swapper ──▶ daemon or host memory
+//!                             │  update: AdamW over tiles     checkpoint_tap: copies of updated tiles
+//!                             └─ one GPU's memory
+//!   checkpointer  checkpoints beside training              ranks    what all processes do or none
+//!   store    device files and the private daemon             run       run.json, checkpoints, the committed state
+//!   metrics  metrics.jsonl   monitor  TensorBoard and CSV    trace     a timeline of some steps
+//!   learning_rate, overflow  pure functions of the step and of what was committed with it
+//!   plan     choices from bytes and rates            stage    what ranks divide among themselves
+//! ```
+//!
+//! Units are numbers with element counts, as in `swapper`; names and shapes of parameters are the caller's.
+
+#![forbid(unsafe_code)]
+
+pub mod aligned;
+pub mod backend;
+pub mod checkpoint_tap;
+pub mod checkpointer;
+pub mod fingerprint;
+pub mod learning_rate;
+
+pub mod metrics;
+pub mod monitor;
+pub mod overflow;
+pub mod plan;
+pub mod ranks;
+pub mod run;
+pub mod stage;
+pub mod store;
+pub mod trace;
+pub mod update;

@@ -1,0 +1,341 @@
+//! `metrics.jsonl` in the run directory: one object for each step, in the order of steps, none twice.
+//!
+//! A line is written when its step's loss is known; the commit of that step may come later. After a crash the file may be ahead of
+//! the weights, or end in a torn line: opening it for step k drops everything beyond k. If the crash came between the commit of step
+//! k and its line, the line is written from the committed blob: its loss, norm, rate and tokens are exact, its bytes are the plan's,
+//! and `step_s` and `bound_s` lack the update.
+//!
+//! A line that cannot be written, on a full disk, is left out; training continues. Lines are not flushed one by one, because that
+//! would stall the drive that tiles go to: after a power loss the file may lack lines, the weights do not.
+
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+/// Bytes at the file's end that are read for its last line: many times the length of a line.
+const TAIL_BYTES: u64 = 1 << 16;
+
+/// One step's line.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct StepMetrics {
+    pub step: u64,
+    /// Mean over the step's tokens. Written with as many digits as its bits need.
+    #[serde(deserialize_with = "number_or_nan")]
+    pub loss: f64,
+    /// Global norm before clipping.
+    #[serde(deserialize_with = "number_or_nan")]
+    pub grad_norm: f64,
+    /// Factor of the loss in backward, where one is used.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub loss_scale: Option<f64>,
+    /// Whether the step changed no weight because its gradients were not finite.
+    #[serde(skip_serializing_if = "std::ops::Not::not", default)]
+    pub skipped: bool,
+    pub lr: f64,
+    /// Seconds since 1970 when the step's loss was known.
+    #[serde(default)]
+    pub unix_s: f64,
+    /// Tokens of all steps so far.
+    pub tokens: u64,
+    /// The store's newest committed generation when the step ended; 0: none, or no store.
+    #[serde(skip_serializing_if = "is_zero", default)]
+    pub generation: u64,
+    /// Seconds from the step's start to its end.
+    pub step_s: f64,
+    /// Seconds of `step_s` in which forward and backward computed.
+    #[serde(default)]
+    pub forward_s: f64,
+    #[serde(default)]
+    pub backward_s: f64,
+    /// Seconds of `step_s` in which the trainer waited for tiles, updates and commits.
+    #[serde(default)]
+    pub waited_s: f64,
+    /// Seconds that the optimizer ran, in parallel to the others.
+    #[serde(default)]
+    pub update_s: f64,
+    /// Bytes this step read from and wrote to devices, over all ranks.
+    pub device_read_bytes: u64,
+    pub device_written_bytes: u64,
+    /// Bytes of these that are gradients.
+    #[serde(default)]
+    pub device_grad_read_bytes: u64,
+    #[serde(default)]
+    pub device_grad_written_bytes: u64,
+    /// Bytes of weights that this rank gathered from all ranks, and of gradients that it reduced with them.
+    #[serde(default)]
+    pub gathered_bytes: u64,
+    #[serde(default)]
+    pub reduced_bytes: u64,
+    /// Most bytes of gradients that this rank held at a time before they were reduced to its shard.
+    #[serde(default)]
+    pub grads_held_bytes: u64,
+    /// Host memory of the run, over all ranks.
+    pub host_bytes: u64,
+    /// Lower bound of the step's seconds, from its computing and its bytes at the devices' rates.
+    pub bound_s: f64,
+    /// Mean validation loss after this step, when it was evaluated.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub eval_loss: Option<f64>,
+}
+
+/// JSON has null where a number is not finite.
+fn number_or_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+/// `metrics.jsonl` could not be read or written.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {verb} {}: {source}", path.display())]
+pub struct MetricsError {
+    verb: &'static str,
+    path: PathBuf,
+    source: std::io::Error,
+}
+
+/// The open file, positioned after its last step.
+pub struct MetricsFile {
+    path: PathBuf,
+    file: File,
+    /// Bytes of whole lines.
+    bytes: u64,
+    failed: bool,
+}
+
+impl MetricsFile {
+    /// The file's place in a run directory.
+    pub fn path(run_dir: &Path) -> PathBuf {
+        run_dir.join("metrics.jsonl")
+    }
+
+    /// The path of a file that was set aside.
+    pub fn old_path(run_dir: &Path) -> PathBuf {
+        run_dir.join("metrics.jsonl.old")
+    }
+
+    /// Renames the file of a start that saved nothing; a file that was set aside before is replaced. Returns its new path.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn set_aside(run_dir: &Path) -> Result<PathBuf, MetricsError> {
+        let (path, old) = (Self::path(run_dir), Self::old_path(run_dir));
+        std::fs::rename(&path, &old).map_err(|source| MetricsError {
+            verb: "move away",
+            path,
+            source,
+        })?;
+        Ok(old)
+    }
+
+    /// The last step of the whole lines in a run directory; 0 when there are none.
+    pub fn last_step(run_dir: &Path) -> u64 {
+        File::open(Self::path(run_dir))
+            .and_then(|file| kept(&file, u64::MAX))
+            .map_or(0, |(_, last_step)| last_step)
+    }
+
+    /// The last whole line in a run directory.
+    pub fn last(run_dir: &Path) -> Option<StepMetrics> {
+        let mut file = File::open(Self::path(run_dir)).ok()?;
+        let bytes = file.metadata().ok()?.len();
+        file.seek(SeekFrom::Start(bytes.saturating_sub(TAIL_BYTES)))
+            .ok()?;
+        let mut tail = Vec::new();
+        file.take(TAIL_BYTES).read_to_end(&mut tail).ok()?;
+        let whole = &tail[..tail.iter().rposition(|byte| *byte == b'\n')?];
+        let lines = whole.rsplit(|byte| *byte == b'\n');
+        lines
+            .filter_map(|line| serde_json::from_slice(line).ok())
+            .next()
+    }
+
+    /// Opens or creates the file and drops the steps beyond `step`, from which the run resumes. Also returns the file's last step,
+    /// which is less than `step` if the run ended between a commit and its line.
+    ///
+    /// # Errors
+    /// The file cannot be read or written.
+    pub fn open(run_dir: &Path, step: u64) -> Result<(Self, u64), MetricsError> {
+        let path = Self::path(run_dir);
+        let failed = |verb| {
+            let path = path.clone();
+            move |source| MetricsError { verb, path, source }
+        };
+        let opened = OpenOptions::new()
+            .create(true)
+            .read(true)
+            .append(true)
+            .open(&path);
+        let file = opened.map_err(failed("open"))?;
+        let (kept_bytes, last_step) = kept(&file, step).map_err(failed("read"))?;
+        file.set_len(kept_bytes).map_err(failed("cut back"))?;
+        let opened = Self {
+            path,
+            file,
+            bytes: kept_bytes,
+            failed: false,
+        };
+        Ok((opened, last_step))
+    }
+
+    /// Appends a step's line. A line that cannot be written is left out, and the first one is logged.
+    pub fn write(&mut self, metrics: &StepMetrics) {
+        let mut line = serde_json::to_vec(metrics).expect("metrics are plain data");
+        line.push(b'\n');
+        // In one write, so that a kill leaves a whole line or none.
+        match self.file.write_all(&line) {
+            Ok(()) => self.bytes += line.len() as u64,
+            Err(source) => {
+                // Removes a part of the line; if that fails too, the file ends in a torn line.
+                let _ = self.file.set_len(self.bytes);
+                if !std::mem::replace(&mut self.failed, true) {
+                    let path = self.path.display();
+                    tracing::warn!(
+                        step = metrics.step,
+                        "cannot write {path}: {source}. Training goes on; the file lacks the lines of steps that cannot be written"
+                    );
+                }
+            }
+        }
+    }
+}
+
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
+/// Bytes of the leading lines that are whole and of steps up to `step`, and the last of these steps.
+fn kept(file: &File, step: u64) -> std::io::Result<(u64, u64)> {
+    let mut reader = BufReader::new(file);
+    let (mut bytes, mut last_step) = (0, 0);
+    let mut line = Vec::new();
+    loop {
+        line.clear();
+        let length = reader.read_until(b'\n', &mut line)?;
+        let metrics = serde_json::from_slice::<StepMetrics>(&line);
+        match metrics {
+            Ok(metrics)
+                if line.ends_with(b"\n") && (last_step + 1..=step).contains(&metrics.step) =>
+            {
+                bytes += length as u64;
+                last_step = metrics.step;
+            }
+            _ => return Ok((bytes, last_step)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(step: u64) -> StepMetrics {
+        StepMetrics {
+            step,
+            loss: 1.0 / step as f64,
+            grad_norm: 0.1,
+            loss_scale: None,
+            skipped: false,
+            lr: 1e-3,
+            unix_s: 1.7e9,
+            tokens: step * 8,
+            generation: 0,
+            step_s: 0.5,
+            forward_s: 0.1,
+            backward_s: 0.2,
+            waited_s: 0.2,
+            update_s: 0.3,
+            device_read_bytes: 1,
+            device_written_bytes: 2,
+            device_grad_read_bytes: 0,
+            device_grad_written_bytes: 0,
+            gathered_bytes: 0,
+            reduced_bytes: 0,
+            grads_held_bytes: 0,
+            host_bytes: 3,
+            bound_s: 0.25,
+            eval_loss: None,
+        }
+    }
+
+    fn steps(dir: &Path) -> Vec<u64> {
+        let text = std::fs::read_to_string(MetricsFile::path(dir)).unwrap();
+        text.lines()
+            .map(|line| serde_json::from_str::<StepMetrics>(line).unwrap().step)
+            .collect()
+    }
+
+    #[test]
+    fn opening_for_a_step_drops_what_lies_beyond_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
+        for step in 1..=5 {
+            file.write(&line(step));
+        }
+        let (mut file, last_step) = MetricsFile::open(dir.path(), 3).unwrap();
+        assert_eq!(last_step, 3);
+        assert_eq!(steps(dir.path()), [1, 2, 3]);
+        file.write(&line(4));
+        assert_eq!(steps(dir.path()), [1, 2, 3, 4]);
+        assert_eq!(MetricsFile::last_step(dir.path()), 4);
+        assert_eq!(MetricsFile::last(dir.path()), Some(line(4)));
+        MetricsFile::open(dir.path(), 0).unwrap();
+        assert_eq!(steps(dir.path()), [0; 0]);
+    }
+
+    #[test]
+    fn a_torn_last_line_is_dropped_and_a_missing_one_shows() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
+        file.write(&line(1));
+        file.file.write_all(b"{\"step\":2,\"lo").unwrap();
+        let (mut file, last_step) = MetricsFile::open(dir.path(), 2).unwrap();
+        assert_eq!(last_step, 1);
+        file.write(&line(2));
+        assert_eq!(steps(dir.path()), [1, 2]);
+    }
+
+    #[test]
+    fn a_skipped_step_without_a_loss_is_a_step() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
+        let overflow = StepMetrics {
+            loss: f64::NAN,
+            grad_norm: f64::INFINITY,
+            skipped: true,
+            loss_scale: Some(65536.0),
+            ..line(1)
+        };
+        file.write(&overflow);
+        file.write(&line(2));
+        assert_eq!(steps(dir.path()), [1, 2]);
+        assert_eq!(MetricsFile::last_step(dir.path()), 2);
+    }
+
+    #[test]
+    fn a_line_that_cannot_be_written_is_left_out() {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
+        file.write(&line(1));
+        // As on a full disk.
+        let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let whole = std::mem::replace(&mut file.file, full);
+        file.write(&line(2));
+        file.write(&line(3));
+        assert!(file.failed, "it was said");
+        file.file = whole;
+        file.write(&line(4));
+        assert_eq!(steps(dir.path()), [1, 4]);
+        assert_eq!(MetricsFile::last_step(dir.path()), 4);
+    }
+
+    #[test]
+    fn a_loss_keeps_its_bits() {
+        let mut metrics = line(3);
+        metrics.loss = f64::from_bits(0x3FD5_5555_5555_5557);
+        let text = serde_json::to_string(&metrics).unwrap();
+        let back: StepMetrics = serde_json::from_str(&text).unwrap();
+        assert_eq!(back.loss.to_bits(), metrics.loss.to_bits());
+        assert!(!text.contains("eval_loss"));
+    }
+}

@@ -1,0 +1,51 @@
+//! Bytes of a process's tiles, and bytes that cross the bus to its GPU.
+
+use serde::Serialize;
+
+/// Bytes that cross the bus to a GPU in one step of one process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct BusBytes {
+    /// To the GPU.
+    pub up_bytes: u64,
+    /// From it.
+    pub down_bytes: u64,
+}
+
+impl BusBytes {
+    /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up `gathers` times; other ranks' shards come
+    /// over links between GPUs. A fraction `on_gpu_share` of the update runs on the GPU, with state copied up and down.
+    /// `away_bytes` of blocks' inputs go down and up.
+    pub fn new(tiles: &TileSums, gathers: u64, on_gpu_share: f64, away_bytes: u64) -> Self {
+        let streamed = |bytes: u64| (bytes as f64 * on_gpu_share) as u64;
+        Self {
+            up_bytes: gathers * tiles.param_bytes + streamed(tiles.sum_bytes()) + away_bytes,
+            down_bytes: tiles.grad_bytes
+                + streamed(tiles.param_bytes + tiles.state_bytes)
+                + away_bytes,
+        }
+    }
+
+    /// Seconds at `bytes_per_s` each way.
+    pub fn s(&self, bytes_per_s: f64) -> f64 {
+        self.up_bytes.max(self.down_bytes) as f64 / bytes_per_s
+    }
+}
+
+/// Bytes of a process's tiles, and of their gradients.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct TileSums {
+    pub param_bytes: u64,
+    pub state_bytes: u64,
+    pub grad_bytes: u64,
+}
+
+impl TileSums {
+    pub fn sum_bytes(&self) -> u64 {
+        self.param_bytes + self.state_bytes + self.grad_bytes
+    }
+
+    /// Seconds of an update for which all tiles are copied to the GPU and back.
+    pub fn streamed_s(&self, bytes_per_s: f64) -> f64 {
+        self.sum_bytes() as f64 / bytes_per_s
+    }
+}

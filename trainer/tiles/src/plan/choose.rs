@@ -1,0 +1,183 @@
+//! Staging, commit interval and resident tiles of a run, as functions of bytes and rates.
+
+use swapper::{Schedule, StepBytes, StepRates, bound_s, staging_needed_bytes};
+
+/// Least staging where a rate is assumed: it keeps one drive of 6.2 and 3.2 GB/s busy while 1.3 G parameters are trained on a
+/// fast GPU.
+pub const STAGING_BYTES_ASSUMED: u64 = 1_400_000_000;
+
+/// Most that commits of resident tiles may add to a step, as a fraction of it.
+const COMMIT_SHARE_MAX: f64 = 0.05;
+
+/// Slots that are being updated or handed over while others are in flight.
+const WORKING_SLOTS: u64 = 2;
+
+/// Tiles of one kind that could go to devices.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Tiles {
+    pub count: u64,
+    pub slot_bytes: u64,
+}
+
+impl Tiles {
+    fn bytes(self) -> u64 {
+        self.count * self.slot_bytes
+    }
+}
+
+/// Staging for a deferred step: the bound's need, and the tiles in flight and at work. Staging grows by `round_bytes`: two slots
+/// for parameters and one for state.
+pub fn staging_bytes(bytes: &StepBytes, rates: &StepRates, iodepth: u32, round_bytes: u64) -> u64 {
+    let in_flight = (u64::from(iodepth) / 2 + WORKING_SLOTS) * round_bytes;
+    staging_needed_bytes(bytes, rates) as u64 + in_flight
+}
+
+/// Steps between commits: 1 when no tile is resident, otherwise the fewest with which commits add less than a twentieth
+/// to a step. `bytes` are those of a step without a commit.
+pub fn commit_every(
+    schedule: Schedule,
+    bytes: &StepBytes,
+    resident_bytes: u64,
+    rates: &StepRates,
+) -> u64 {
+    if resident_bytes == 0 {
+        return 1;
+    }
+    let step_s = bound_s(schedule, bytes, rates);
+    let commit_s = resident_bytes as f64 / rates.write_bytes_per_s;
+    ((commit_s / (COMMIT_SHARE_MAX * step_s)).ceil() as u64).max(1)
+}
+
+/// How many tiles of each kind stay in host memory when `left_bytes` are left for them and for staging. Parameters come first:
+/// they are read twice a step, state once. No staging is needed when all tiles stay.
+pub fn resident_counts(
+    [param, state]: [Tiles; 2],
+    left_bytes: u64,
+    staging_bytes: u64,
+) -> [u64; 2] {
+    if param.bytes() + state.bytes() <= left_bytes {
+        return [param.count, state.count];
+    }
+    let left_bytes = left_bytes.saturating_sub(staging_bytes);
+    let of = |tiles: Tiles, left: u64| {
+        let fits = left.checked_div(tiles.slot_bytes).unwrap_or(0);
+        tiles.count.min(fits)
+    };
+    let params = of(param, left_bytes);
+    let states = of(state, left_bytes - params * param.slot_bytes);
+    [params, states]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PARAMS: f64 = 1.345e9;
+    const TILE_ELEMS: u64 = 1 << 20;
+    const ROUND_BYTES: u64 = (2 + 2 + 10) * TILE_ELEMS;
+
+    /// A step of 1.345 G parameters, of which the drives hold `param` and `state` bytes each.
+    fn bytes(param: f64, state: f64) -> StepBytes {
+        StepBytes {
+            forward_read_bytes: (param + state) * PARAMS,
+            backward_read_bytes: param * PARAMS,
+            update_read_bytes: 0.0,
+            written_bytes: (param + state) * PARAMS,
+            grad_written_bytes: 0.0,
+        }
+    }
+
+    /// 16k tokens at 305 TFLOPS, what an H200 with the update on its processor could do at best.
+    fn rates(drives: f64) -> StepRates {
+        let compute_s = 6.0 * PARAMS * 16384.0 / 305e12;
+        StepRates {
+            read_bytes_per_s: drives * 6.2e9,
+            write_bytes_per_s: drives * 3.2e9,
+            staging_bytes: 0.0,
+            forward_s: compute_s / 4.0,
+            backward_s: compute_s * 3.0 / 4.0,
+            update_s: PARAMS / 5.6e9,
+            bus_s: 0.0,
+        }
+    }
+
+    #[test]
+    fn staging_keeps_one_drive_busy_with_1_4_gb_and_four_with_5() {
+        let of = |drives| {
+            let all = bytes(2.0, 10.0);
+            staging_bytes(&all, &rates(drives), 32, ROUND_BYTES) as f64 / 1e9
+        };
+        assert!((1.2..1.5).contains(&of(1.0)), "{} GB", of(1.0));
+        assert!((4.2..5.2).contains(&of(4.0)), "{} GB", of(4.0));
+        let chosen = StepRates {
+            staging_bytes: of(4.0) * 1e9,
+            ..rates(4.0)
+        };
+        let all = bytes(2.0, 10.0);
+        let endless = StepRates {
+            staging_bytes: 1e12,
+            ..rates(4.0)
+        };
+        let bound = |rates| bound_s(Schedule::Deferred, &all, rates);
+        assert_eq!(bound(&chosen), bound(&endless), "no more would help");
+    }
+
+    #[test]
+    fn a_commit_that_writes_nothing_more_comes_every_step() {
+        let all = bytes(2.0, 10.0);
+        assert_eq!(commit_every(Schedule::Deferred, &all, 0, &rates(1.0)), 1);
+    }
+
+    #[test]
+    fn commits_of_resident_tiles_cost_less_than_a_twentieth_and_no_fewer_would() {
+        // 16-bit parameters in host memory, all in host memory, half of all.
+        for (staged, resident) in [
+            (bytes(0.0, 10.0), 2.0),
+            (bytes(0.0, 0.0), 12.0),
+            (bytes(1.0, 5.0), 6.0),
+        ] {
+            let resident_bytes = (resident * PARAMS) as u64;
+            for drives in [1.0, 4.0] {
+                let rates = rates(drives);
+                let n = commit_every(Schedule::Deferred, &staged, resident_bytes, &rates);
+                let step_s = bound_s(Schedule::Deferred, &staged, &rates);
+                let share =
+                    |n: u64| resident_bytes as f64 / n as f64 / rates.write_bytes_per_s / step_s;
+                assert!(share(n) <= 0.05, "{n} steps: {}", share(n));
+                assert!(n == 1 || share(n - 1) > 0.05, "{n} steps");
+            }
+        }
+        // By hand: 2 B written at a commit beside 10 B of a step that only writes: a fifth of the step, so every 4 steps.
+        let params_at_home = commit_every(
+            Schedule::Deferred,
+            &bytes(0.0, 10.0),
+            (2.0 * PARAMS) as u64,
+            &rates(1.0),
+        );
+        assert_eq!(params_at_home, 4);
+    }
+
+    #[test]
+    fn parameters_stay_in_host_memory_before_state_does() {
+        let param = Tiles {
+            count: 100,
+            slot_bytes: 2,
+        };
+        let state = Tiles {
+            count: 100,
+            slot_bytes: 10,
+        };
+        let counts = |left| resident_counts([param, state], left, 50);
+        assert_eq!(counts(40), [0, 0]);
+        assert_eq!(counts(50 + 120), [60, 0]);
+        assert_eq!(counts(50 + 200 + 305), [100, 30]);
+        // Nothing is staged then, so nothing is kept for staging.
+        assert_eq!(counts(1200), [100, 100]);
+        assert_eq!(counts(1199), [100, 94]);
+        // A kind that does not go to devices has no tiles here.
+        assert_eq!(
+            resident_counts([Tiles::default(), state], 1000 + 49, 50),
+            [0, 100]
+        );
+    }
+}

@@ -1,0 +1,105 @@
+//! Rates of devices and speed of computing that an earlier start of a run measured. They are kept in the run directory, so that a
+//! plan needs neither daemon nor GPU.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+/// Largest file that is read.
+const FILE_BYTES_MAX: u64 = 1 << 16;
+
+/// Figures of the machine that a run was on; `None` where nothing was measured.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Measured {
+    /// Bytes per second of all devices of the store together.
+    pub read_bytes_per_s: Option<f64>,
+    /// Bytes per second of all devices of the store together.
+    pub write_bytes_per_s: Option<f64>,
+    /// Forward and backward of one process, as 6 operations a parameter and token, in 10^12 a second.
+    pub tflops: Option<f64>,
+    /// Whether a GPU computed at `tflops`.
+    pub on_gpu: bool,
+    /// Bytes per second of a checkpoint of all processes, from its step to its last flush.
+    pub checkpoint_bytes_per_s: Option<f64>,
+}
+
+impl Measured {
+    /// The figures of the run in `run_dir`; `None` if there are none that can be read.
+    pub fn read(run_dir: &Path) -> Option<Self> {
+        let path = measured_path(run_dir);
+        let metadata = fs::metadata(&path).ok()?;
+        if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
+            return None;
+        }
+        let measured: Self = serde_json::from_slice(&fs::read(&path).ok()?).ok()?;
+        let positive =
+            |figure: Option<f64>| figure.filter(|figure| figure.is_finite() && *figure > 0.0);
+        Some(Self {
+            read_bytes_per_s: positive(measured.read_bytes_per_s),
+            write_bytes_per_s: positive(measured.write_bytes_per_s),
+            tflops: positive(measured.tflops),
+            on_gpu: measured.on_gpu,
+            checkpoint_bytes_per_s: positive(measured.checkpoint_bytes_per_s),
+        })
+    }
+
+    /// Writes them into `run_dir`, whole or not at all. They are not flushed: after a power loss they are measured again.
+    ///
+    /// # Errors
+    /// The file cannot be written.
+    pub fn write(&self, run_dir: &Path) -> io::Result<()> {
+        let path = measured_path(run_dir);
+        let new = path.with_extension("json.new");
+        let text = serde_json::to_vec_pretty(self).expect("figures are plain data");
+        fs::write(&new, text)?;
+        fs::rename(&new, &path)
+    }
+
+    /// The speed of computing, if it was measured on a GPU (`on_gpu`) or on the processor.
+    pub fn tflops_on(&self, on_gpu: bool) -> Option<f64> {
+        self.tflops.filter(|_| self.on_gpu == on_gpu)
+    }
+}
+
+/// The file's place in a run directory.
+pub fn measured_path(run_dir: &Path) -> PathBuf {
+    run_dir.join("measured.json")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_come_back_and_nonsense_does_not() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(Measured::read(dir.path()), None);
+        let measured = Measured {
+            read_bytes_per_s: Some(6.2e9),
+            write_bytes_per_s: None,
+            tflops: Some(0.25),
+            on_gpu: false,
+            checkpoint_bytes_per_s: Some(1e9),
+        };
+        measured.write(dir.path()).unwrap();
+        assert_eq!(Measured::read(dir.path()), Some(measured));
+        assert_eq!(
+            (measured.tflops_on(false), measured.tflops_on(true)),
+            (Some(0.25), None)
+        );
+        fs::write(
+            measured_path(dir.path()),
+            r#"{"tflops": -1, "read_bytes_per_s": 5}"#,
+        )
+        .unwrap();
+        let read = Measured::read(dir.path()).unwrap();
+        assert_eq!((read.tflops, read.read_bytes_per_s), (None, Some(5.0)));
+        for nonsense in ["", "{", "3", r#"{"tflops": "fast"}"#] {
+            fs::write(measured_path(dir.path()), nonsense).unwrap();
+            assert_eq!(Measured::read(dir.path()), None, "{nonsense}");
+        }
+    }
+}

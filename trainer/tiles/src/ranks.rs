@@ -1,0 +1,291 @@
+//! The ranks of a run around a step: what one rank cannot do none does, and the first rank keeps the run's directory and store.
+//!
+//! Everything is built on one operation of the caller's process group, [`Group::gather`].
+
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Time between two rounds in which ranks tell how far they are. Short beside whatever is done together.
+const ROUND: Duration = Duration::from_millis(20);
+
+/// How far a rank is with what all do together.
+const WORKING: u8 = 0;
+const DONE: u8 = 1;
+const FAILED: u8 = 2;
+
+/// The processes that train a run.
+pub trait Group: Send + Sync {
+    /// This process, from 0.
+    fn rank(&self) -> u32;
+
+    /// Number of processes.
+    fn ranks(&self) -> u32;
+
+    /// Returns every rank's bytes in the order of ranks. All ranks give equally many.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, GroupError>;
+}
+
+/// An error of the process group, in its own words.
+#[derive(Debug, thiserror::Error)]
+#[error(transparent)]
+pub struct GroupError(pub Box<dyn Error + Send + Sync>);
+
+/// Why ranks could not do something together.
+#[derive(Debug, thiserror::Error)]
+pub enum RankError {
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    #[error("rank {rank} failed in {what}: see its own message")]
+    OtherRank { rank: u32, what: String },
+}
+
+struct Alone;
+
+impl Group for Alone {
+    fn rank(&self) -> u32 {
+        0
+    }
+
+    fn ranks(&self) -> u32 {
+        1
+    }
+
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, GroupError> {
+        Ok(vec![own.to_vec()])
+    }
+}
+
+/// This process among those that train the run.
+#[derive(Clone)]
+pub struct Ranks(Arc<dyn Group>);
+
+impl Ranks {
+    pub fn new(group: Arc<dyn Group>) -> Self {
+        Self(group)
+    }
+
+    /// A run of one process.
+    pub fn alone() -> Self {
+        Self(Arc::new(Alone))
+    }
+
+    /// This process, from 0.
+    pub fn rank(&self) -> u32 {
+        self.0.rank()
+    }
+
+    /// Number of processes.
+    pub fn count(&self) -> u32 {
+        self.0.ranks()
+    }
+
+    /// Whether this rank keeps the run's directory, its private daemon and its metrics, and prints.
+    pub fn is_first(&self) -> bool {
+        self.rank() == 0
+    }
+
+    /// Whether `own` is true on any rank. All ranks get the same answer.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn any(&self, own: bool) -> Result<bool, RankError> {
+        let all = self.0.gather(&[u8::from(own)])?;
+        Ok(all.iter().any(|told| told[0] != 0))
+    }
+
+    /// Every rank's numbers, in the order of ranks.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, RankError> {
+        let own: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
+        let all = self.0.gather(&own)?;
+        let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("as sent"));
+        let numbers = |bytes: &Vec<u8>| std::array::from_fn(|n| number(&bytes[n * 8..n * 8 + 8]));
+        Ok(all.iter().map(numbers).collect())
+    }
+
+    /// Does `work` on every rank and returns when all have done theirs, however long one takes. `what` names the work in errors.
+    /// `work` itself must not talk to other ranks.
+    ///
+    /// # Errors
+    /// The work's own error; another rank's work failed; a rank is gone.
+    pub fn together<T, E: From<RankError>>(
+        &self,
+        what: &str,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        if self.count() == 1 {
+            return work();
+        }
+        let state = AtomicU8::new(WORKING);
+        std::thread::scope(|scope| {
+            let rounds = scope.spawn(|| self.rounds(&state));
+            let mut progress = Progress {
+                state: &state,
+                end: FAILED,
+            };
+            let result = work();
+            if result.is_ok() {
+                progress.end = DONE;
+            }
+            drop(progress);
+            rounds.thread().unpark();
+            let others = rounds.join().expect("the rounds do not panic");
+            let result = result?;
+            match others.map_err(RankError::from)? {
+                None => Ok(result),
+                Some(rank) => Err(E::from(RankError::OtherRank {
+                    rank,
+                    what: what.to_owned(),
+                })),
+            }
+        })
+    }
+
+    /// Does `work` on the first rank and returns its result on every rank.
+    ///
+    /// # Errors
+    /// As for [`Self::together`].
+    pub fn by_first<T: Serialize + DeserializeOwned, E: From<RankError>>(
+        &self,
+        what: &str,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let found = self.together(what, || self.is_first().then(work).transpose())?;
+        let own = found.as_ref().map_or_else(Vec::new, |found| {
+            serde_json::to_vec(found).expect("plain data")
+        });
+        let told = self.first_bytes(own)?;
+        match found {
+            Some(found) => Ok(found),
+            None => Ok(serde_json::from_slice(&told).expect("the same program on every rank")),
+        }
+    }
+
+    /// The first rank's bytes, on every rank; those of the others do not count.
+    fn first_bytes(&self, mut own: Vec<u8>) -> Result<Vec<u8>, RankError> {
+        if self.count() == 1 {
+            return Ok(own);
+        }
+        let [length] = self.numbers([own.len() as u64])?[0];
+        own.resize(length as usize, 0);
+        Ok(self.0.gather(&own)?.swap_remove(0))
+    }
+
+    /// Rounds until all ranks are done (`None`) or one has failed. All ranks see the same rounds and leave after the same.
+    fn rounds(&self, state: &AtomicU8) -> Result<Option<u32>, GroupError> {
+        loop {
+            let all = self.0.gather(&[state.load(Ordering::Acquire)])?;
+            if let Some(rank) = all.iter().position(|told| told[0] == FAILED) {
+                return Ok(Some(rank as u32));
+            }
+            if all.iter().all(|told| told[0] == DONE) {
+                return Ok(None);
+            }
+            std::thread::park_timeout(ROUND);
+        }
+    }
+}
+
+/// Ends the rounds with `end`, also when the work panics.
+struct Progress<'a> {
+    state: &'a AtomicU8,
+    end: u8,
+}
+
+impl Drop for Progress<'_> {
+    fn drop(&mut self) {
+        self.state.store(self.end, Ordering::Release);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Barrier, Mutex};
+
+    use super::*;
+
+    /// Ranks as threads that gather through shared memory.
+    struct Threads {
+        rank: u32,
+        shared: Arc<(Barrier, Mutex<Vec<Vec<u8>>>)>,
+    }
+
+    impl Group for Threads {
+        fn rank(&self) -> u32 {
+            self.rank
+        }
+
+        fn ranks(&self) -> u32 {
+            self.shared.1.lock().unwrap().len() as u32
+        }
+
+        fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, GroupError> {
+            let (barrier, all) = &*self.shared;
+            all.lock().unwrap()[self.rank as usize] = own.to_vec();
+            barrier.wait();
+            let all = all.lock().unwrap().clone();
+            barrier.wait();
+            assert!(all.iter().all(|bytes| bytes.len() == own.len()));
+            Ok(all)
+        }
+    }
+
+    fn on_ranks<T: Send>(count: usize, work: impl Fn(Ranks) -> T + Sync) -> Vec<T> {
+        let shared = Arc::new((Barrier::new(count), Mutex::new(vec![Vec::new(); count])));
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..count as u32)
+                .map(|rank| {
+                    let shared = shared.clone();
+                    let work = &work;
+                    scope.spawn(move || work(Ranks::new(Arc::new(Threads { rank, shared }))))
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn what_the_first_rank_found_all_know() {
+        let found = on_ranks(3, |ranks| {
+            ranks.by_first::<_, RankError>("looking", || {
+                assert!(ranks.is_first());
+                Ok(vec!["a".to_owned(), "bc".to_owned()])
+            })
+        });
+        for found in found {
+            assert_eq!(found.unwrap(), ["a", "bc"]);
+        }
+        let any = on_ranks(3, |ranks| ranks.any(ranks.rank() == 2).unwrap());
+        assert_eq!(any, [true; 3]);
+        let numbers = on_ranks(2, |ranks| {
+            ranks.numbers([u64::from(ranks.rank()), 7]).unwrap()
+        });
+        assert_eq!(numbers, [[[0, 7], [1, 7]], [[0, 7], [1, 7]]]);
+    }
+
+    #[test]
+    fn a_rank_that_fails_fails_all_and_keeps_its_own_words() {
+        let ended = on_ranks(3, |ranks| {
+            ranks.together("counting", || match ranks.rank() {
+                1 => Err(RankError::Group(GroupError("out of fingers".into()))),
+                rank => Ok(rank),
+            })
+        });
+        let words: Vec<String> = ended
+            .into_iter()
+            .map(|ended| ended.unwrap_err().to_string())
+            .collect();
+        let others = "rank 1 failed in counting: see its own message";
+        assert_eq!(words, [others, "out of fingers", others]);
+    }
+}

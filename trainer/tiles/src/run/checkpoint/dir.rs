@@ -1,0 +1,335 @@
+//! The directory of a run's checkpoints: which there are, how one gets its name, and how it is removed.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use super::{CheckpointDescription, CheckpointError};
+use crate::run::dir::{make_dir, resolved};
+use crate::store::free_bytes;
+
+const PREFIX: &str = "step-";
+/// Ending of a checkpoint that is being written.
+const PARTIAL: &str = "partial";
+/// Ending of a checkpoint that is being removed.
+const REMOVED: &str = "removed";
+const ASIDE: &str = "aside-";
+
+/// Bytes reserved for the files of a checkpoint beside its tiles: more than any description takes.
+pub const SLACK_BYTES: u64 = 1 << 20;
+
+/// The directory of a run's checkpoints, which need not exist.
+#[derive(Clone, Debug)]
+pub struct Checkpoints {
+    dir: PathBuf,
+}
+
+/// How a person names a checkpoint: by its step, or by its directory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CheckpointName {
+    Step(u64),
+    Dir(PathBuf),
+}
+
+impl std::str::FromStr for CheckpointName {
+    type Err = std::convert::Infallible;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        Ok(text
+            .parse()
+            .map_or_else(|_| Self::Dir(text.into()), Self::Step))
+    }
+}
+
+impl CheckpointName {
+    /// The checkpoint's directory. A step names a checkpoint of the run in `run_dir`.
+    ///
+    /// # Errors
+    /// The run has no checkpoint of that step; the error names those it has.
+    pub fn find(&self, run_dir: &Path) -> Result<PathBuf, CheckpointError> {
+        match self {
+            Self::Step(step) => Checkpoints::of(run_dir).at(*step),
+            Self::Dir(dir) => Ok(resolved(dir)),
+        }
+    }
+}
+
+/// A checkpoint's directory, not read yet.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct CheckpointDir {
+    pub step: u64,
+    pub path: PathBuf,
+}
+
+impl Checkpoints {
+    /// The checkpoints of the run in `run_dir`.
+    pub fn of(run_dir: &Path) -> Self {
+        Self {
+            dir: run_dir.join("checkpoints"),
+        }
+    }
+
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+
+    /// All whole checkpoints, oldest first.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn list(&self) -> Result<Vec<CheckpointDir>, CheckpointError> {
+        let mut checkpoints = list_in(&self.dir)?;
+        checkpoints.sort_unstable();
+        Ok(checkpoints)
+    }
+
+    /// Checkpoints that were set aside, in no order.
+    ///
+    /// # Errors
+    /// A directory cannot be read.
+    pub fn list_aside(&self) -> Result<Vec<CheckpointDir>, CheckpointError> {
+        let mut checkpoints = Vec::new();
+        for path in entries(&self.dir)? {
+            if name_of(&path).starts_with(ASIDE) {
+                checkpoints.extend(list_in(&path)?);
+            }
+        }
+        Ok(checkpoints)
+    }
+
+    /// The newest checkpoint.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn newest(&self) -> Result<Option<PathBuf>, CheckpointError> {
+        Ok(self.list()?.pop().map(|checkpoint| checkpoint.path))
+    }
+
+    /// The checkpoint of `step`.
+    ///
+    /// # Errors
+    /// There is none; the error names those there are.
+    pub fn at(&self, step: u64) -> Result<PathBuf, CheckpointError> {
+        let path = self.dir.join(step_name(step));
+        if path.is_dir() {
+            return Ok(path);
+        }
+        let has = self
+            .list()?
+            .iter()
+            .map(|checkpoint| checkpoint.step)
+            .collect();
+        Err(CheckpointError::Missing { path, has })
+    }
+
+    /// Whether there is a checkpoint of `step`.
+    pub fn has(&self, step: u64) -> bool {
+        self.dir.join(step_name(step)).is_dir()
+    }
+
+    /// Creates the directory in which the checkpoint of `step` is written, for tiles of `tile_bytes` in all. Interrupted
+    /// checkpoints are removed first.
+    ///
+    /// # Errors
+    /// Too little space, or the directory cannot be created.
+    pub fn begin(&self, step: u64, tile_bytes: u64) -> Result<(), CheckpointError> {
+        let path = self.partial(step);
+        make_dir(&self.dir).map_err(CheckpointError::io("make the directory of", &path))?;
+        self.clean()?;
+        let free_bytes =
+            free_bytes(&self.dir).map_err(CheckpointError::io("ask the free space for", &path))?;
+        let needed_bytes = tile_bytes.saturating_add(SLACK_BYTES);
+        if free_bytes < needed_bytes {
+            return Err(CheckpointError::TooLittleSpace {
+                path: self.dir.join(step_name(step)),
+                needed_bytes,
+                free_bytes,
+            });
+        }
+        fs::create_dir(&path).map_err(CheckpointError::io("make", &path))
+    }
+
+    /// The directory in which the checkpoint of `step` is written.
+    pub fn partial(&self, step: u64) -> PathBuf {
+        self.dir.join(format!("{}.{PARTIAL}", step_name(step)))
+    }
+
+    /// Makes a checkpoint of the files of tiles, which are on the drive. It replaces an earlier checkpoint of the same step.
+    ///
+    /// # Errors
+    /// The drive is full or fails; an earlier checkpoint stays.
+    pub fn finish(&self, description: &CheckpointDescription) -> Result<PathBuf, CheckpointError> {
+        let (partial, step) = (self.partial(description.step), description.step);
+        let path = self.dir.join(step_name(step));
+        description.write(&partial)?;
+        flush(&partial)?;
+        if path.exists() {
+            // The step was done again; at every instant it has a checkpoint.
+            exchange(&partial, &path).map_err(CheckpointError::io("name", &path))?;
+            flush(&self.dir)?;
+            fs::remove_dir_all(&partial).map_err(CheckpointError::io("remove", &partial))?;
+        } else {
+            fs::rename(&partial, &path).map_err(CheckpointError::io("name", &path))?;
+            flush(&self.dir)?;
+        }
+        Ok(path)
+    }
+
+    /// Removes the unfinished checkpoint of `step`.
+    pub fn abandon(&self, step: u64) {
+        // Remains are removed before the next checkpoint begins.
+        let _ = fs::remove_dir_all(self.partial(step));
+    }
+
+    /// Removes the oldest checkpoints, except that of `step`, until `count` are left; 0 keeps all.
+    ///
+    /// # Errors
+    /// A checkpoint cannot be removed.
+    pub fn keep(&self, count: u64, step: u64) -> Result<(), CheckpointError> {
+        let mut checkpoints = self.list()?;
+        let over = match usize::try_from(count) {
+            Ok(0) | Err(_) => 0,
+            Ok(count) => checkpoints.len().saturating_sub(count),
+        };
+        checkpoints.retain(|checkpoint| checkpoint.step != step);
+        let over = over.min(checkpoints.len());
+        checkpoints[..over]
+            .iter()
+            .try_for_each(|checkpoint| self.remove(&checkpoint.path))
+    }
+
+    /// Removes checkpoints whose writing or removal was interrupted.
+    ///
+    /// # Errors
+    /// A checkpoint cannot be removed.
+    pub fn clean(&self) -> Result<(), CheckpointError> {
+        for path in self.leftovers()? {
+            fs::remove_dir_all(&path)
+                .map_err(CheckpointError::io("remove what was left of", &path))?;
+        }
+        Ok(())
+    }
+
+    /// Bytes that [`Self::clean`] frees.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn leftover_bytes(&self) -> Result<u64, CheckpointError> {
+        Ok(bytes_in(&self.leftovers()?))
+    }
+
+    /// Bytes of all whole checkpoints but those set aside.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn bytes(&self) -> Result<u64, CheckpointError> {
+        let checkpoints: Vec<PathBuf> = self
+            .list()?
+            .into_iter()
+            .map(|checkpoint| checkpoint.path)
+            .collect();
+        Ok(bytes_in(&checkpoints))
+    }
+
+    /// Directories of checkpoints whose writing or removal was interrupted.
+    fn leftovers(&self) -> Result<Vec<PathBuf>, CheckpointError> {
+        let mut left = entries(&self.dir)?;
+        left.retain(|path| {
+            let name = name_of(path);
+            let ending = name.rsplit_once('.').map_or("", |(_, ending)| ending);
+            name.starts_with(PREFIX) && [PARTIAL, REMOVED].contains(&ending)
+        });
+        Ok(left)
+    }
+
+    /// Sets all checkpoints newer than `step` aside, with a copy of the metrics. Returns their new directory if there are any.
+    ///
+    /// # Errors
+    /// A checkpoint cannot be moved.
+    pub fn set_aside_after(
+        &self,
+        step: u64,
+        metrics: &Path,
+    ) -> Result<Option<PathBuf>, CheckpointError> {
+        let mut newer = self.list()?;
+        newer.retain(|checkpoint| checkpoint.step > step);
+        if newer.is_empty() {
+            return Ok(None);
+        }
+        let aside = (1..)
+            .map(|number| self.dir.join(format!("{ASIDE}{number}")))
+            .find(|aside| !aside.exists())
+            .expect("a number that is free");
+        fs::create_dir(&aside).map_err(CheckpointError::io("make", &aside))?;
+        if metrics.exists() {
+            let copy = aside.join("metrics.jsonl");
+            fs::copy(metrics, &copy).map_err(CheckpointError::io("write", &copy))?;
+        }
+        for checkpoint in newer {
+            let to = aside.join(step_name(checkpoint.step));
+            fs::rename(&checkpoint.path, &to)
+                .map_err(CheckpointError::io("move away", &checkpoint.path))?;
+        }
+        flush(&aside)?;
+        flush(&self.dir)?;
+        Ok(Some(aside))
+    }
+
+    /// Renames the checkpoint before removing its files, so that one that lacks files is never taken for whole.
+    fn remove(&self, path: &Path) -> Result<(), CheckpointError> {
+        let removed = path.with_extension(REMOVED);
+        fs::rename(path, &removed)
+            .and_then(|()| fs::remove_dir_all(&removed))
+            .map_err(CheckpointError::io("remove", path))
+    }
+}
+
+/// Bytes of the files in `dirs`.
+fn bytes_in(dirs: &[PathBuf]) -> u64 {
+    let files = dirs.iter().filter_map(|path| fs::read_dir(path).ok());
+    let files = files
+        .flatten()
+        .filter_map(|file| file.ok()?.metadata().ok());
+    files.map(|file| file.len()).sum()
+}
+
+/// The name of a checkpoint's directory.
+fn step_name(step: u64) -> String {
+    format!("{PREFIX}{step:08}")
+}
+
+fn list_in(dir: &Path) -> Result<Vec<CheckpointDir>, CheckpointError> {
+    let checkpoints = entries(dir)?.into_iter().filter_map(|path| {
+        let step = name_of(&path).strip_prefix(PREFIX)?.parse().ok()?;
+        Some(CheckpointDir { step, path })
+    });
+    Ok(checkpoints.collect())
+}
+
+fn entries(dir: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
+    let failed = |source| CheckpointError::io("list the directory of", dir)(source);
+    match fs::read_dir(dir) {
+        Ok(entries) => entries
+            .map(|entry| Ok(entry.map_err(failed)?.path()))
+            .collect(),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(source) => Err(failed(source)),
+    }
+}
+
+fn name_of(path: &Path) -> &str {
+    path.file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or("")
+}
+
+/// Each gets the other's name, at once.
+fn exchange(one: &Path, other: &Path) -> std::io::Result<()> {
+    use rustix::fs::{CWD, RenameFlags, renameat_with};
+    Ok(renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)?)
+}
+
+fn flush(dir: &Path) -> Result<(), CheckpointError> {
+    File::open(dir)
+        .and_then(|dir| dir.sync_all())
+        .map_err(CheckpointError::io("flush the directory", dir))
+}

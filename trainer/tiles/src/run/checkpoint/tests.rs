@@ -1,0 +1,306 @@
+//! What could go wrong: a checkpoint is taken for whole that is not; a file of another checkpoint is taken for this one's; a tile
+//! goes to another place when other ranks read it than wrote it; what is old stays, or what is kept goes; what the checkpoint says of
+//! itself is not what was written.
+
+use std::fs;
+
+use swapper::TileRange;
+
+use super::*;
+use crate::run::RunState;
+
+/// Tiles of two units over `ranks` ranks: unit 0 has five, unit 1 has two.
+fn tiles_of(rank: u32, ranks: u32) -> Vec<TileRange> {
+    let of = |unit, count: u64| {
+        let each = count.div_ceil(u64::from(ranks));
+        let owned = (u64::from(rank) * each).min(count)..(u64::from(rank + 1) * each).min(count);
+        owned.map(move |tile| TileRange {
+            unit,
+            elems: tile * 10..tile * 10 + 10,
+        })
+    };
+    of(0, 5).chain(of(1, 2)).collect()
+}
+
+fn content(step: u64, range: &TileRange) -> ([u8; 20], [u8; 7]) {
+    let byte = step as u8 ^ (range.unit as u8) << 6 ^ range.elems.start as u8;
+    ([byte; 20], [!byte; 7])
+}
+
+/// All files of a checkpoint, which has no name yet.
+fn begin(checkpoints: &Checkpoints, step: u64, ranks: u32) -> CheckpointDescription {
+    checkpoints.begin(step, 1000).unwrap();
+    let files = (0..ranks).map(|rank| {
+        let mut writer = TileWriter::create(&checkpoints.partial(step), rank).unwrap();
+        // Updates end in any order.
+        for range in tiles_of(rank, ranks).iter().rev() {
+            let (param, state) = content(step, range);
+            writer.add(range, &param, &state).unwrap();
+        }
+        writer.finish().unwrap()
+    });
+    CheckpointDescription {
+        step,
+        unix_s: 1_700_000_000 + step,
+        layout: serde_json::json!({"model": {"hidden_size": 32}}),
+        files: files.collect(),
+        state: serde_json::to_value(RunState::new(step, serde_json::json!({"lr": 0.1}))).unwrap(),
+    }
+}
+
+fn checkpoint(checkpoints: &Checkpoints, step: u64, ranks: u32) {
+    let description = begin(checkpoints, step, ranks);
+    checkpoints.finish(&description).unwrap();
+    checkpoints.keep(2, step).unwrap();
+}
+
+/// Reads all tiles as each of `ranks` ranks would, and answers the step.
+fn read(dir: &Path, ranks: u32) -> Result<u64, CheckpointError> {
+    let mut step = 0;
+    for rank in 0..ranks {
+        let mut checkpoint = Checkpoint::open(dir, rank)?;
+        step = checkpoint.description.step;
+        assert_eq!(checkpoint.description.state["seed"], step);
+        checkpoint.check(&tiles_of(rank, ranks), &mut |_| {})?;
+        for range in tiles_of(rank, ranks) {
+            let (mut param, mut state) = ([0; 20], [0; 7]);
+            checkpoint.tile(&range, &mut param, &mut state)?;
+            assert_eq!((param, state), content(step, &range), "{range:?}");
+        }
+    }
+    Ok(step)
+}
+
+fn names(dir: &Path) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn the_newest_of_two_kept_checkpoints_comes_back_to_any_number_of_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    assert_eq!(checkpoints.newest().unwrap(), None);
+    for (step, ranks) in [(1, 1), (2, 3), (3, 2), (4, 4), (5, 1)] {
+        checkpoint(&checkpoints, step, ranks);
+        let newest = checkpoints.newest().unwrap().unwrap();
+        for readers in [1, 2, 3, 4] {
+            let found = read(&newest, readers).unwrap();
+            assert_eq!(found, step, "{ranks} wrote, {readers} read");
+        }
+    }
+    assert_eq!(
+        names(checkpoints.path()),
+        ["step-00000004", "step-00000005"]
+    );
+    assert!(checkpoints.has(4) && !checkpoints.has(3));
+    let text = checkpoints.at(3).unwrap_err().to_string();
+    assert!(
+        text.contains("the run has checkpoints of step 4, 5"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_rank_reads_its_own_file_and_not_all_others() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 4);
+    let mut checkpoint = Checkpoint::open(&checkpoints.at(1).unwrap(), 2).unwrap();
+    let mut read_bytes = 0;
+    checkpoint
+        .check(&tiles_of(2, 4), &mut |bytes| read_bytes += bytes)
+        .unwrap();
+    assert_eq!(checkpoint.unread.len(), 3, "of the four files");
+    assert_eq!(read_bytes + 8, checkpoint.description.files[2].bytes);
+}
+
+#[test]
+fn other_tiles_or_another_layout_than_expected_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 2);
+    let mut checkpoint = Checkpoint::open(&checkpoints.at(1).unwrap(), 0).unwrap();
+    let mut refused = |unit, start, param_bytes| {
+        let range = TileRange {
+            unit,
+            elems: start..start + 10,
+        };
+        let read = checkpoint.tile(&range, &mut vec![0; param_bytes], &mut [0; 7]);
+        read.unwrap_err().to_string()
+    };
+    let text = refused(0, 0, 19);
+    let says = "tiles of 19 and 7 bytes expected, 20 and 7 found";
+    assert!(text.contains(says), "{text}");
+    let text = refused(1, 5, 20);
+    let says = "no tile of unit 1 from element 5 on";
+    assert!(text.contains(says), "{text}");
+    let of = |hidden: u64| serde_json::json!({"model": {"hidden_size": hidden}});
+    checkpoint.check_layout(&of(32)).unwrap();
+    let text = checkpoint.check_layout(&of(64)).unwrap_err().to_string();
+    let says = "is of another run: layout.model.hidden_size is 32 there, 64 here";
+    assert!(text.contains(says), "{text}");
+}
+
+#[test]
+fn a_flipped_bit_or_a_missing_end_is_found_and_the_file_named() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 2);
+    let dir = checkpoints.at(1).unwrap();
+    for name in ["tiles.0", "tiles.1"] {
+        let path = dir.join(name);
+        let good = fs::read(&path).unwrap();
+        let refused = |what: &str| {
+            let text = read(&dir, 2).expect_err(what).to_string();
+            let says = format!("{name} is damaged: ");
+            assert!(text.contains(&says), "{what}: {text}");
+            assert!(text.contains("--resume-from STEP"), "{what}: {text}");
+        };
+        for byte in 0..good.len() {
+            let mut bad = good.clone();
+            bad[byte] ^= 0x10;
+            fs::write(&path, &bad).unwrap();
+            refused(&format!("byte {byte}"));
+        }
+        for length in 0..good.len() {
+            fs::write(&path, &good[..length]).unwrap();
+            refused(&format!("cut to {length}"));
+        }
+        fs::remove_file(&path).unwrap();
+        refused("no file");
+        fs::write(&path, &good).unwrap();
+        assert_eq!(read(&dir, 2).unwrap(), 1);
+    }
+}
+
+#[test]
+fn a_changed_description_is_refused_or_says_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 2);
+    let dir = checkpoints.at(1).unwrap();
+    let path = dir.join("save.json");
+    let good = fs::read(&path).unwrap();
+    let whole = Checkpoint::open(&dir, 0).unwrap().description;
+    let mut refused = 0;
+    for byte in 0..good.len() {
+        for bit in [0x01, 0x20] {
+            let mut bad = good.clone();
+            bad[byte] ^= bit;
+            fs::write(&path, &bad).unwrap();
+            match Checkpoint::open(&dir, 0) {
+                // A space that became another one.
+                Ok(checkpoint) => assert_eq!(checkpoint.description, whole, "byte {byte}"),
+                Err(error) => {
+                    let text = error.to_string();
+                    assert!(text.contains("save.json"), "byte {byte}: {text}");
+                    refused += 1;
+                }
+            }
+        }
+    }
+    assert!(refused > good.len(), "{refused} of {}", 2 * good.len());
+    let text = String::from_utf8(good).unwrap();
+    let newer = text.replace("\n  \"version\": 1", "\n  \"version\": 7");
+    fs::write(&path, newer).unwrap();
+    let text = Checkpoint::open(&dir, 0).unwrap_err().to_string();
+    assert!(text.contains("save.json has version 7"), "{text}");
+    let text = Checkpoint::open(dir.parent().unwrap(), 0).unwrap_err();
+    assert!(text.to_string().contains("is no checkpoint"), "{text}");
+}
+
+#[test]
+fn a_file_of_another_checkpoint_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 2);
+    checkpoint(&checkpoints, 2, 2);
+    let (one, two) = (checkpoints.at(1).unwrap(), checkpoints.at(2).unwrap());
+    // Whole, and as long, but of another step.
+    fs::copy(two.join("tiles.1"), one.join("tiles.1")).unwrap();
+    let text = read(&one, 2).unwrap_err().to_string();
+    assert!(text.contains("tiles.1 is damaged: fingerprint "), "{text}");
+    assert_eq!(read(&two, 2).unwrap(), 2);
+}
+
+#[test]
+fn what_is_cut_off_is_no_checkpoint_and_goes_with_the_next() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 2);
+    begin(&checkpoints, 3, 2);
+    fs::rename(
+        checkpoints.at(1).unwrap(),
+        checkpoints.path().join("step-00000000.removed"),
+    )
+    .unwrap();
+    checkpoint(&checkpoints, 2, 1);
+    begin(&checkpoints, 3, 2);
+    assert_eq!(checkpoints.list().unwrap().len(), 1);
+    assert_eq!(read(&checkpoints.newest().unwrap().unwrap(), 2).unwrap(), 2);
+    checkpoint(&checkpoints, 4, 1);
+    assert_eq!(
+        names(checkpoints.path()),
+        ["step-00000002", "step-00000004"]
+    );
+}
+
+#[test]
+fn a_step_that_was_done_again_has_its_newer_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    checkpoint(&checkpoints, 1, 2);
+    checkpoint(&checkpoints, 1, 1);
+    assert_eq!(names(checkpoints.path()), ["step-00000001"]);
+    let newest = checkpoints.at(1).unwrap();
+    assert_eq!(names(&newest), ["save.json", "tiles.0"]);
+    assert_eq!(read(&newest, 2).unwrap(), 1);
+}
+
+#[test]
+fn newer_checkpoints_are_put_aside_and_named_apart() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    let metrics = dir.path().join("metrics.jsonl");
+    fs::write(&metrics, "lines").unwrap();
+    checkpoint(&checkpoints, 1, 1);
+    assert_eq!(checkpoints.set_aside_after(1, &metrics).unwrap(), None);
+    for way in ["aside-1", "aside-2"] {
+        checkpoint(&checkpoints, 2, 1);
+        let aside = checkpoints.set_aside_after(1, &metrics).unwrap().unwrap();
+        assert_eq!(aside, checkpoints.path().join(way));
+        assert_eq!(names(&aside), ["metrics.jsonl", "step-00000002"]);
+        assert_eq!(read(&aside.join("step-00000002"), 1).unwrap(), 2);
+    }
+    assert_eq!(checkpoints.list().unwrap().len(), 1);
+    assert_eq!(checkpoints.list_aside().unwrap().len(), 2);
+}
+
+#[test]
+fn too_little_room_is_said_before_anything_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    let text = checkpoints.begin(1, 1 << 60).unwrap_err().to_string();
+    assert!(
+        text.contains("step-00000001 takes 1048576.0 TiB, and the file system has ")
+            && text.contains("train.checkpoints_kept"),
+        "{text}"
+    );
+    assert_eq!(names(checkpoints.path()), [""; 0]);
+}
+
+#[test]
+fn a_file_that_leads_elsewhere_is_no_part_of_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let checkpoints = Checkpoints::of(dir.path());
+    let mut description = begin(&checkpoints, 1, 1);
+    description.files[0].name = "../step-00000001/tiles.0".into();
+    let path = checkpoints.finish(&description).unwrap();
+    let text = Checkpoint::open(&path, 0).unwrap_err().to_string();
+    assert!(text.contains("it names a file"), "{text}");
+}

@@ -1,0 +1,511 @@
+//! The run directory: one trainer at a time works in it, on one model.
+
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::Checkpoints;
+use super::identity::{self, Origin, RunId};
+use crate::metrics::MetricsFile;
+
+/// How long to wait for the lock. A trainer that is killed while it starts a program leaves a copy of its lock until that program
+/// runs, and a rank whose launcher was killed has it until it ends: on a busy machine that takes seconds.
+const LOCK_WAIT: Duration = Duration::from_secs(5);
+
+/// What a run is from its first step to its last. Kept in `run.json`; a change of any of it needs `--fresh`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RunDescription {
+    /// The model's shape and precision, and how it is cut into tiles.
+    pub layout: Value,
+    /// Where the state is kept between starts, in words.
+    pub store: String,
+    /// Device files of a private store, links resolved. `--fresh` removes them, wherever the run stores its state then.
+    #[serde(default)]
+    pub files: Vec<PathBuf>,
+    /// Socket of the shared daemon that has the store.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub socket: Option<PathBuf>,
+    /// Origin of its first weights, for people; a resumed run does not need it.
+    #[serde(default, skip_serializing_if = "Value::is_null")]
+    pub first_weights: Value,
+    /// Which run it is, as in the file `job`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub id: Option<RunId>,
+}
+
+impl RunDescription {
+    /// Corrects paths in the run's directory after it was moved to `dir`.
+    fn follow(&mut self, dir: &Path) {
+        let Some(before) = self.id.as_ref().map(|id| id.dir.clone()) else {
+            return;
+        };
+        for file in &mut self.files {
+            if let Ok(inside) = file.strip_prefix(&before) {
+                *file = dir.join(inside);
+            }
+        }
+        let [before, now] = [&*before, dir].map(|path| format!("{}/", path.display()));
+        self.store = self.store.replace(&before, &now);
+    }
+}
+
+/// Why a run directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DirError {
+    #[error("train.run_dir: cannot {verb} {}: {source}", path.display())]
+    Io {
+        verb: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("train.run_dir: another trainer works in {}", path.display())]
+    Busy { path: PathBuf },
+    #[error("{} is damaged ({message}): `trainer train` with the run's file creates it again", path.display())]
+    Damaged { path: PathBuf, message: String },
+    #[error(
+        "{} holds another run: {} was {was}, is now {now}. Use another train.run_dir, or start again with --fresh",
+        path.display(), what
+    )]
+    Changed {
+        path: PathBuf,
+        what: String,
+        was: String,
+        now: String,
+    },
+}
+
+/// A run directory that this process has locked, alone or with the other ranks of its run.
+pub struct RunDir {
+    path: PathBuf,
+    id: RunId,
+    /// Held by the first rank for all.
+    _lock: Option<Locked>,
+}
+
+/// A locked file. Dropping it releases the lock even while a process that was just started still has a copy of the file.
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
+impl RunDir {
+    /// Locks the directory of the run `id`, which is made if need be. If it was moved, its new place is recorded and logged.
+    ///
+    /// # Errors
+    /// It cannot be made, or another trainer works in it.
+    pub fn open(path: &Path, id: &RunId) -> Result<Self, DirError> {
+        Self::open_within(path, id, LOCK_WAIT)
+    }
+
+    fn open_within(path: &Path, id: &RunId, limit: Duration) -> Result<Self, DirError> {
+        make_dir(path).map_err(|source| DirError::Io {
+            verb: "make the directory",
+            path: path.into(),
+            source,
+        })?;
+        let path = resolved(path);
+        let lock_path = path.join(".lock");
+        let lock = File::create(&lock_path).map_err(|source| DirError::Io {
+            verb: "write",
+            path: lock_path,
+            source,
+        })?;
+        let deadline = Instant::now() + limit;
+        while lock.try_lock().is_err() {
+            if Instant::now() > deadline {
+                return Err(DirError::Busy { path });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let (found, origin) = RunId::of(&path);
+        match origin {
+            Origin::New | Origin::CopyOf(_) => id.keep()?,
+            // Another trainer began a run here after `id` was chosen.
+            Origin::Here | Origin::MovedFrom(_) if found.job != id.job => {
+                return Err(DirError::Busy { path });
+            }
+            Origin::Here if RunId::own(&path).is_some() => {}
+            // The file `job` was lost; run.json has the identity.
+            Origin::Here => id.keep()?,
+            Origin::MovedFrom(from) => {
+                tracing::warn!(
+                    "the run in {} was in {} before: it continues as job {}",
+                    path.display(),
+                    from.display(),
+                    id.job
+                );
+                id.keep()?;
+            }
+        }
+        Ok(Self {
+            path,
+            id: id.clone(),
+            _lock: Some(Locked(lock)),
+        })
+    }
+
+    /// The directory of a run whose first rank has locked it.
+    pub fn joined(path: &Path, id: &RunId) -> Self {
+        Self {
+            path: resolved(path),
+            id: id.clone(),
+            _lock: None,
+        }
+    }
+
+    /// Which run it is.
+    pub fn id(&self) -> &RunId {
+        &self.id
+    }
+
+    /// The directory, links resolved.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The name of the run's job in a store.
+    pub fn job_name(&self) -> &str {
+        &self.id.job
+    }
+
+    /// The record of an earlier run in the directory; `None` if there is none, or it cannot be read.
+    pub fn earlier(&self) -> Option<RunDescription> {
+        read_description(&self.path).ok().flatten()
+    }
+
+    /// The record of the run in `path`; `None` if there is no run.
+    ///
+    /// # Errors
+    /// An unreadable `run.json`.
+    pub fn described(path: &Path) -> Result<Option<RunDescription>, DirError> {
+        read_description(path)
+    }
+
+    /// Removes what an earlier run left in the directory: its record, metrics, model files and checkpoints.
+    ///
+    /// # Errors
+    /// Something cannot be removed.
+    pub fn forget(&self) -> Result<(), DirError> {
+        for path in [
+            description_path(&self.path),
+            MetricsFile::path(&self.path),
+            MetricsFile::old_path(&self.path),
+        ] {
+            remove(&path, fs::remove_file(&path))?;
+        }
+        super::ModelFiles::of(&self.path).forget()?;
+        let checkpoints = self.checkpoints();
+        remove(checkpoints.path(), fs::remove_dir_all(checkpoints.path()))
+    }
+
+    /// Removes all files of the run, and the directory unless it holds other files.
+    ///
+    /// # Errors
+    /// Something cannot be removed.
+    pub fn remove(self) -> Result<(), DirError> {
+        // The files that identify the run go last.
+        self.forget()?;
+        for name in DIRS {
+            let path = self.path.join(name);
+            remove(&path, fs::remove_dir_all(&path))?;
+        }
+        for name in FILES {
+            let path = self.path.join(name);
+            remove(&path, fs::remove_file(&path))?;
+        }
+        // Fails if other files are in it.
+        let _ = fs::remove_dir(&self.path);
+        Ok(())
+    }
+
+    /// The run's checkpoints.
+    pub fn checkpoints(&self) -> Checkpoints {
+        Checkpoints::of(&self.path)
+    }
+
+    /// Compares `new` with the run in `path`. False if there is none.
+    ///
+    /// # Errors
+    /// The first difference; an unreadable `run.json`.
+    pub fn check(path: &Path, new: &RunDescription) -> Result<bool, DirError> {
+        // `files` follow from `store`, whose words a person understands.
+        Self::check_values(
+            path,
+            new,
+            |of| serde_json::json!({"layout": of.layout, "store": of.store}),
+        )
+    }
+
+    /// As [`Self::check`], without comparing where the state is kept.
+    ///
+    /// # Errors
+    /// The first difference; an unreadable `run.json`.
+    pub fn check_layout(path: &Path, new: &RunDescription) -> Result<bool, DirError> {
+        Self::check_values(path, new, |of| serde_json::json!({"layout": of.layout}))
+    }
+
+    fn check_values(
+        path: &Path,
+        new: &RunDescription,
+        value: impl Fn(&RunDescription) -> Value,
+    ) -> Result<bool, DirError> {
+        let Some(old) = read_description(path)? else {
+            return Ok(false);
+        };
+        match differences(&value(&old), &value(new)).into_iter().next() {
+            None => Ok(true),
+            Some(Difference { what, was, now }) => Err(DirError::Changed {
+                path: path.into(),
+                what,
+                was,
+                now,
+            }),
+        }
+    }
+
+    /// Renames a damaged `run.json`. Returns its new path.
+    ///
+    /// # Errors
+    /// It cannot be renamed.
+    pub fn set_description_aside(&self) -> Result<PathBuf, DirError> {
+        let path = description_path(&self.path);
+        let aside = path.with_extension("json.damaged");
+        fs::rename(&path, &aside).map_err(|source| DirError::Io {
+            verb: "rename",
+            path,
+            source,
+        })?;
+        Ok(aside)
+    }
+
+    /// Writes the run's record, flushed.
+    ///
+    /// # Errors
+    /// `run.json` cannot be written.
+    pub fn describe(&self, description: &RunDescription) -> Result<(), DirError> {
+        let path = description_path(&self.path);
+        let temporary = path.with_extension("json.new");
+        let text = serde_json::to_string_pretty(description).expect("plain data");
+        let write = || -> std::io::Result<()> {
+            let mut file = File::create(&temporary)?;
+            file.write_all(text.as_bytes())?;
+            file.sync_all()?;
+            fs::rename(&temporary, &path)?;
+            File::open(&self.path)?.sync_all()
+        };
+        write().map_err(|source| DirError::Io {
+            verb: "write",
+            path,
+            source,
+        })
+    }
+}
+
+/// Directories that [`RunDir::remove`] removes beside those of [`RunDir::forget`].
+const DIRS: [&str; 5] = [
+    "offloadd",
+    "tokens",
+    "first-weights",
+    "tensorboard",
+    "csv_monitor",
+];
+
+/// Files that [`RunDir::remove`] removes beside those of [`RunDir::forget`].
+const FILES: [&str; 5] = [
+    "measured.json",
+    "run.json.damaged",
+    "run.json.new",
+    identity::NAME,
+    ".lock",
+];
+
+/// The directory of a private daemon's settings, log and socket.
+pub fn daemon_dir(run_dir: &Path) -> PathBuf {
+    run_dir.join("offloadd")
+}
+
+/// The directory of the tokens of a run without `data.cache`. They follow from data and settings, so `--fresh` keeps them.
+pub fn tokens_dir(run_dir: &Path) -> PathBuf {
+    run_dir.join("tokens")
+}
+
+fn description_path(run_dir: &Path) -> PathBuf {
+    run_dir.join("run.json")
+}
+
+fn read_description(run_dir: &Path) -> Result<Option<RunDescription>, DirError> {
+    let path = description_path(run_dir);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(source) => {
+            return Err(DirError::Io {
+                verb: "read",
+                path,
+                source,
+            });
+        }
+    };
+    let read: Result<RunDescription, _> = serde_json::from_str(&text);
+    let mut description = read.map_err(|error| DirError::Damaged {
+        path,
+        message: error.to_string(),
+    })?;
+    description.follow(&resolved(run_dir));
+    Ok(Some(description))
+}
+
+/// The absolute path, links resolved as far as it exists: the same before and after a directory is made.
+pub fn resolved(path: &Path) -> PathBuf {
+    let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
+    let existing = whole
+        .ancestors()
+        .find_map(|ancestor| Some((ancestor, fs::canonicalize(ancestor).ok()?)));
+    match existing {
+        Some((ancestor, real)) => match whole.strip_prefix(ancestor) {
+            Ok(rest) if !rest.as_os_str().is_empty() => real.join(rest),
+            _ => real,
+        },
+        None => whole,
+    }
+}
+
+/// One value that changed.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Difference {
+    pub what: String,
+    pub was: String,
+    pub now: String,
+}
+
+/// All leaves in which two trees differ, each with its path.
+pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
+    fn walk(path: &str, old: &Value, new: &Value, found: &mut Vec<Difference>) {
+        if let (Value::Object(before), Value::Object(after)) = (old, new) {
+            let missing = &Value::Null;
+            for (key, old) in before {
+                let path = if path.is_empty() {
+                    key.clone()
+                } else {
+                    format!("{path}.{key}")
+                };
+                walk(&path, old, after.get(key).unwrap_or(missing), found);
+            }
+            for (key, new) in after.iter().filter(|(key, _)| !before.contains_key(*key)) {
+                walk(
+                    &if path.is_empty() {
+                        key.clone()
+                    } else {
+                        format!("{path}.{key}")
+                    },
+                    missing,
+                    new,
+                    found,
+                );
+            }
+        } else if old != new {
+            let text = |value: &Value| {
+                value
+                    .as_str()
+                    .map_or_else(|| value.to_string(), str::to_owned)
+            };
+            found.push(Difference {
+                what: path.to_owned(),
+                was: text(old),
+                now: text(new),
+            });
+        }
+    }
+    let mut found = Vec::new();
+    walk("", old, new, &mut found);
+    found
+}
+
+/// Makes the directory and those above it, each flushed into its parent: files flushed inside survive a power loss.
+pub fn make_dir(path: &Path) -> std::io::Result<()> {
+    let whole = resolved(path);
+    let missing = whole.ancestors().filter(|ancestor| !ancestor.exists());
+    let above: Vec<&Path> = missing.filter_map(Path::parent).collect();
+    fs::create_dir_all(&whole)?;
+    above
+        .into_iter()
+        .try_for_each(|dir| File::open(dir)?.sync_all())
+}
+
+pub(super) fn remove(path: &Path, result: std::io::Result<()>) -> Result<(), DirError> {
+    match result {
+        Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(DirError::Io {
+            verb: "remove",
+            path: path.into(),
+            source,
+        }),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn one_trainer_works_in_a_directory() {
+        let dir = tempfile::tempdir().unwrap();
+        let (id, _) = RunId::of(&resolved(dir.path()));
+        let first = RunDir::open(dir.path(), &id).unwrap();
+        assert!(matches!(
+            RunDir::open_within(dir.path(), &id, Duration::ZERO),
+            Err(DirError::Busy { .. })
+        ));
+        // As in a process that is forked just now and not yet its own program.
+        let copy = first._lock.as_ref().unwrap().0.try_clone().unwrap();
+        drop(first);
+        assert!(RunDir::open(dir.path(), &id).is_ok());
+        drop(copy);
+    }
+
+    #[test]
+    fn a_changed_model_is_named_and_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (id, _) = RunId::of(&resolved(dir.path()));
+        let run = RunDir::open(dir.path(), &id).unwrap();
+        let with = |hidden: u64| RunDescription {
+            layout: json!({"model": {"hidden_size": hidden}}),
+            store: "in the run directory".into(),
+            files: Vec::new(),
+            socket: None,
+            first_weights: Value::Null,
+            id: None,
+        };
+        let check = |hidden| RunDir::check(dir.path(), &with(hidden));
+        assert!(!check(64).unwrap());
+        run.describe(&with(64)).unwrap();
+        assert!(check(64).unwrap());
+        let text = check(128).unwrap_err().to_string();
+        assert!(
+            text.contains("layout.model.hidden_size was 64, is now 128")
+                && text.contains("--fresh"),
+            "{text}"
+        );
+        run.forget().unwrap();
+        assert!(!check(128).unwrap());
+    }
+
+    #[test]
+    fn a_directory_has_one_name_before_and_after_it_is_made() {
+        let dir = tempfile::tempdir().unwrap();
+        std::os::unix::fs::symlink(dir.path(), dir.path().join("link")).unwrap();
+        let path = dir.path().join("link/a/b");
+        let before = resolved(&path);
+        fs::create_dir_all(&path).unwrap();
+        assert_eq!(before, resolved(&path));
+        assert_eq!(before, fs::canonicalize(&path).unwrap());
+    }
+}

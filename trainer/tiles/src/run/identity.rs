@@ -1,0 +1,191 @@
+//! Which run a directory holds: the name of its job in the store. The name is chosen once and kept in the directory, so that a run
+//! whose directory is renamed or moved stays the same run.
+//!
+//! ```text
+//!   RUN/job        {"job": "demo-0123456789abcdef", "directory": "/home/a/runs/demo"}
+//!   RUN/run.json   the same below "id": either file may be lost or damaged
+//! ```
+//!
+//! `directory` tells a run that was moved (nothing of it is left there) from a copy (the run is still there). A copy does not share
+//! the store of the run that it was copied from: it gets a job of its own.
+
+use std::fs::{self, File};
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::Write;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use super::dir::DirError;
+
+/// The identity of a run.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RunId {
+    /// Name of its job in a store: the directory's first name and a random number.
+    pub job: String,
+    /// Where the run was when this was written, links resolved.
+    pub(super) dir: PathBuf,
+}
+
+/// How a directory came to its run.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// It holds no run yet.
+    New,
+    /// The run was here before.
+    Here,
+    /// The run was in that directory, which holds it no more.
+    MovedFrom(PathBuf),
+    /// The run in that directory was copied; this is another run.
+    CopyOf(PathBuf),
+}
+
+impl RunId {
+    /// The identity of the run in `dir`, whose links are resolved. A new one if the directory holds no run, or a copy of one.
+    pub fn of(dir: &Path) -> (Self, Origin) {
+        let here = |job| Self {
+            job,
+            dir: dir.to_owned(),
+        };
+        let Some(kept) = Self::kept(dir) else {
+            return (here(new_job(dir)), Origin::New);
+        };
+        if kept.dir == dir || same_dir(&kept.dir, dir) {
+            return (here(kept.job), Origin::Here);
+        }
+        let before = Self::kept(&kept.dir);
+        if before.is_some_and(|before| before.job == kept.job) {
+            (here(new_job(dir)), Origin::CopyOf(kept.dir))
+        } else {
+            (here(kept.job), Origin::MovedFrom(kept.dir))
+        }
+    }
+
+    /// The identity kept in `dir`, if it can be read.
+    pub fn kept(dir: &Path) -> Option<Self> {
+        #[derive(Deserialize)]
+        struct Described {
+            id: RunId,
+        }
+        Self::own(dir).or_else(|| {
+            let text = fs::read(dir.join("run.json")).ok()?;
+            let described: Described = serde_json::from_slice(&text).ok()?;
+            Some(described.id)
+        })
+    }
+
+    /// The identity in the file `job`.
+    pub(super) fn own(dir: &Path) -> Option<Self> {
+        let text = fs::read(dir.join(NAME)).ok()?;
+        serde_json::from_slice(&text).ok()
+    }
+
+    /// Writes it into its directory, flushed.
+    pub(super) fn keep(&self) -> Result<(), DirError> {
+        let path = self.dir.join(NAME);
+        let new = self.dir.join(format!("{NAME}.new"));
+        let text = serde_json::to_string(self).expect("plain data");
+        let write = || -> std::io::Result<()> {
+            let mut file = File::create(&new)?;
+            writeln!(file, "{text}")?;
+            file.sync_all()?;
+            fs::rename(&new, &path)?;
+            File::open(&self.dir)?.sync_all()
+        };
+        write().map_err(|source| DirError::Io {
+            verb: "write",
+            path: path.clone(),
+            source,
+        })
+    }
+}
+
+/// The file's name in a run's directory.
+pub(super) const NAME: &str = "job";
+
+/// Whether two paths lead to one directory, as where a file system is mounted twice.
+fn same_dir(one: &Path, other: &Path) -> bool {
+    let number = |path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    matches!((number(one), number(other)), (Ok(one), Ok(other)) if one == other)
+}
+
+/// A name for a job: the directory's name in letters, digits, '-' and '_' only, cut to 32, and a random number.
+fn new_job(dir: &Path) -> String {
+    let stem = dir
+        .file_name()
+        .map_or_else(|| "run".into(), |name| name.to_string_lossy().into_owned());
+    let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+    let stem: String = stem
+        .chars()
+        .map(|c| if plain(c) { c } else { '-' })
+        .take(32)
+        .collect();
+    let stem = stem.trim_start_matches('-');
+    let stem = if stem.is_empty() { "run" } else { stem };
+    // The state is seeded by the kernel's random numbers.
+    format!("{stem}-{:016x}", RandomState::new().build_hasher().finish())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn kept_in(dir: &Path) -> (RunId, Origin) {
+        let (id, origin) = RunId::of(dir);
+        id.keep().unwrap();
+        (id, origin)
+    }
+
+    #[test]
+    fn a_moved_run_is_the_same_and_a_copied_one_is_another() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(dir.path()).unwrap();
+        let [first, second, third] = ["first", "second", "third"].map(|name| root.join(name));
+        fs::create_dir(&first).unwrap();
+        let (id, origin) = kept_in(&first);
+        assert_eq!(origin, Origin::New);
+        assert_eq!(RunId::of(&first), (id.clone(), Origin::Here));
+        fs::rename(&first, &second).unwrap();
+        let (moved, origin) = kept_in(&second);
+        assert_eq!(
+            (&moved.job, origin),
+            (&id.job, Origin::MovedFrom(first.clone()))
+        );
+        assert_eq!(RunId::of(&second).1, Origin::Here);
+        fs::create_dir(&third).unwrap();
+        fs::copy(second.join(NAME), third.join(NAME)).unwrap();
+        let (copy, origin) = kept_in(&third);
+        assert_ne!(copy.job, id.job);
+        assert_eq!(origin, Origin::CopyOf(second));
+        // Another run where the first one was is none of these.
+        fs::create_dir(&first).unwrap();
+        let (new, origin) = kept_in(&first);
+        assert_eq!(origin, Origin::New);
+        assert!(new.job != id.job && new.job.starts_with("first-"));
+    }
+
+    #[test]
+    fn either_file_tells_who_a_run_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(dir.path()).unwrap();
+        let (id, _) = kept_in(&root);
+        let described = serde_json::json!({"id": id, "layout": null}).to_string();
+        fs::write(root.join("run.json"), described).unwrap();
+        fs::write(root.join(NAME), "\0\0").unwrap();
+        assert_eq!(RunId::of(&root), (id.clone(), Origin::Here));
+        id.keep().unwrap();
+        fs::write(root.join("run.json"), "\0\0").unwrap();
+        assert_eq!(RunId::of(&root), (id, Origin::Here));
+    }
+
+    #[test]
+    fn job_names_are_plain_and_differ() {
+        let job = |path| new_job(Path::new(path));
+        let one = job("/a/größe 1");
+        let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        assert!(one.chars().all(plain) && one.len() <= 49, "{one}");
+        assert_ne!(one, job("/a/größe 1"));
+        assert!(job("/").starts_with("run-"));
+    }
+}

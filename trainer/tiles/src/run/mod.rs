@@ -1,0 +1,19 @@
+//! A run's directory: `job` (which run it is), `run.json` (what it is), `metrics.jsonl`, `checkpoints/`, and `model/` with the files
+//! that its model came with.
+
+mod checkpoint;
+mod dir;
+mod identity;
+mod model_files;
+mod state;
+
+pub use checkpoint::SLACK_BYTES;
+pub use checkpoint::{
+    Checkpoint, CheckpointDescription, CheckpointDir, CheckpointError, CheckpointName, Checkpoints,
+    SavedFile, TileWriter,
+};
+pub use dir::{Difference, daemon_dir, differences, make_dir, resolved, tokens_dir};
+pub use dir::{DirError, RunDescription, RunDir};
+pub use identity::{Origin, RunId};
+pub use model_files::ModelFiles;
+pub use state::{RunState, StateError};

@@ -1,0 +1,174 @@
+//! A private daemon for one run. Its device files lie in the directories of `nvme_path`, named after the job.
+
+use std::fs::{self, File};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use swapper::private::{PrivateDaemon, PrivateSettings};
+
+use super::{StoreError, check_dirs, check_space};
+
+/// How long to wait for a file's lock; it outlives a killed process by some 0.1 s.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+
+/// The device files of a run's private store.
+#[derive(Clone, Debug)]
+pub struct StoreFiles {
+    files: Vec<PathBuf>,
+    file_bytes: u64,
+}
+
+impl StoreFiles {
+    /// `offloadd-JOB.tiles` in each of `dirs`, of `file_bytes` each.
+    pub fn new(dirs: &[PathBuf], job: &str, file_bytes: u64) -> Self {
+        let files = dirs.iter().map(|dir| dir.join(file_name(job))).collect();
+        Self { files, file_bytes }
+    }
+
+    /// Checks that the directories can hold their files, all of them together.
+    ///
+    /// # Errors
+    /// The first directory that cannot, and why. No file is created.
+    pub fn check(&self) -> Result<(), StoreError> {
+        check_dirs(&self.files, self.file_bytes)
+    }
+
+    /// Checks that the directories that exist have space for their files, all of them together. Writes nothing.
+    ///
+    /// # Errors
+    /// The first file system with too little space.
+    pub fn check_space(&self) -> Result<(), StoreError> {
+        check_space(&self.files, self.file_bytes)
+    }
+
+    /// Whether all files exist.
+    pub fn exist(&self) -> bool {
+        self.files.iter().all(|file| file.exists())
+    }
+
+    /// Creates a link to the run's directory beside each file. It tells whose store the file is; when it dangles, the run is gone.
+    ///
+    /// # Errors
+    /// A link cannot be created.
+    pub fn link_run(&self, run_dir: &Path) -> Result<(), StoreError> {
+        for file in &self.files {
+            let link = link_of(file);
+            if fs::read_link(&link).is_ok_and(|found| found == run_dir) {
+                continue;
+            }
+            removed(&link)?;
+            std::os::unix::fs::symlink(run_dir, &link).map_err(|source| StoreError::Io {
+                verb: "make",
+                path: link,
+                source,
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The files' paths, for messages.
+    pub fn names(&self) -> Vec<String> {
+        self.files
+            .iter()
+            .map(|file| file.display().to_string())
+            .collect()
+    }
+
+    pub fn paths(&self) -> &[PathBuf] {
+        &self.files
+    }
+}
+
+/// The name of `job`'s device files.
+pub fn file_name(job: &str) -> String {
+    format!("offloadd-{job}.tiles")
+}
+
+/// The job whose device file is called `name`.
+pub fn job_of(name: &str) -> Option<&str> {
+    name.strip_prefix("offloadd-")?.strip_suffix(".tiles")
+}
+
+/// The link beside a device file that leads to its run's directory.
+pub fn link_of(file: &Path) -> PathBuf {
+    file.with_extension("run")
+}
+
+/// Removes those of `files` that exist, and their links.
+///
+/// # Errors
+/// A daemon uses a file; a file cannot be removed.
+pub fn remove_files(files: &[PathBuf]) -> Result<(), StoreError> {
+    for path in files {
+        let failed = |verb| {
+            move |source| StoreError::Io {
+                verb,
+                path: path.clone(),
+                source,
+            }
+        };
+        let file = match File::open(path) {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                removed(&link_of(path))?;
+                continue;
+            }
+            opened => opened.map_err(failed("open"))?,
+        };
+        // A running daemon holds this lock: a store in use is never removed.
+        lock(&file).map_err(|_| StoreError::Busy { path: path.clone() })?;
+        fs::remove_file(path).map_err(failed("remove"))?;
+        removed(&link_of(path))?;
+    }
+    Ok(())
+}
+
+/// Removes a link if it exists.
+fn removed(link: &Path) -> Result<(), StoreError> {
+    match fs::remove_file(link) {
+        Err(source) if source.kind() != ErrorKind::NotFound => Err(StoreError::Io {
+            verb: "remove",
+            path: link.to_owned(),
+            source,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Takes the lock. Waits for a daemon that was just killed, because its writes in flight outlive it.
+fn lock(file: &File) -> Result<(), rustix::io::Errno> {
+    let deadline = Instant::now() + LOCK_WAIT;
+    loop {
+        match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+            Err(_) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(10)),
+            result => return result,
+        }
+    }
+}
+
+/// Starts a daemon on the files, which are formatted if they are new. It ends with this process and logs into `dir`.
+///
+/// # Errors
+/// The daemon's own error.
+pub fn start_private(
+    files: &StoreFiles,
+    dir: &Path,
+    arena_bytes_max: u64,
+    iodepth_max: u32,
+    engine: &str,
+) -> Result<PrivateDaemon, StoreError> {
+    let devices = files
+        .files
+        .iter()
+        .map(|file| (file.clone(), files.file_bytes))
+        .collect();
+    let settings = PrivateSettings {
+        program: None,
+        dir: dir.to_path_buf(),
+        devices,
+        arena_bytes_max,
+        iodepth_max,
+        engine: engine.to_owned(),
+    };
+    PrivateDaemon::start(settings).map_err(StoreError::Private)
+}

@@ -1,0 +1,210 @@
+//! Checks that a directory can hold a private store's device file, before anything is created there.
+
+use std::fs::{self, OpenOptions};
+use std::io::ErrorKind;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use offload_support::units::ApproxBytes;
+use rustix::fs::OFlags;
+
+/// Why a private store cannot be created or started.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    #[error("nvme_path: {} does not exist: create the directory, or name another one", path.display())]
+    Missing { path: PathBuf },
+    #[error("nvme_path: {} is not a directory", path.display())]
+    NotADir { path: PathBuf },
+    #[error("nvme_path: cannot write in {}: {source}", path.display())]
+    NotWritable {
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error(
+        "nvme_path: the file system of {} has no direct I/O (O_DIRECT): name a directory on a drive (ext4, xfs, btrfs)",
+        path.display()
+    )]
+    NoDirect { path: PathBuf },
+    #[error(
+        "nvme_path: the file system of {} has {} free, and the store needs {} there: free some, name directories on more drives, or keep more in host memory",
+        path.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
+    )]
+    TooLittleSpace {
+        path: PathBuf,
+        free_bytes: u64,
+        needed_bytes: u64,
+    },
+    #[error("nvme_path: cannot {verb} {}: {source}", path.display())]
+    Io {
+        verb: &'static str,
+        path: PathBuf,
+        source: std::io::Error,
+    },
+    #[error("nvme_path: {} is used by another offloadd: end the run it serves first", path.display())]
+    Busy { path: PathBuf },
+    #[error(transparent)]
+    Daemon(swapper::ClientError),
+    #[error("{0}\nIf nothing of the run is needed, --fresh creates its store again")]
+    Private(swapper::ClientError),
+}
+
+/// Checks that the directories of `files` exist, take direct I/O and have space for a file of `file_bytes` each. The files may
+/// exist already. Directories on one file system share its space. A probe file is created and removed in each directory.
+///
+/// # Errors
+/// The first thing that is wrong.
+pub fn check_dirs(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
+    for file in files {
+        check_dir(file.parent().expect("a device file lies in a directory"))?;
+    }
+    check_space(files, file_bytes)
+}
+
+/// Checks that the file systems of `files` have space for a file of `file_bytes` each. Directories that do not exist are skipped.
+/// Writes nothing.
+///
+/// # Errors
+/// The first file system with too little space.
+pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
+    // Each file system's number, its first directory, and the bytes that its directories need so far.
+    let mut systems: Vec<(u64, PathBuf, u64)> = Vec::new();
+    for file in files {
+        let dir = file.parent().expect("a device file lies in a directory");
+        let Ok(system) = fs::metadata(dir).map(|metadata| metadata.dev()) else {
+            continue;
+        };
+        // A file of an earlier start has its blocks already.
+        let held_bytes = fs::metadata(file).map_or(0, |metadata| metadata.len());
+        let needed_bytes = file_bytes.saturating_sub(held_bytes);
+        match systems.iter_mut().find(|(number, ..)| *number == system) {
+            Some((.., sum_bytes)) => *sum_bytes = sum_bytes.saturating_add(needed_bytes),
+            None => systems.push((system, dir.to_path_buf(), needed_bytes)),
+        }
+    }
+    for (_, path, needed_bytes) in systems {
+        let free_bytes = free_bytes(&path).map_err(|source| StoreError::Io {
+            verb: "ask the free space of",
+            path: path.clone(),
+            source,
+        })?;
+        if free_bytes < needed_bytes {
+            return Err(StoreError::TooLittleSpace {
+                path,
+                free_bytes,
+                needed_bytes,
+            });
+        }
+    }
+    Ok(())
+}
+
+/// Free bytes of the file system of `path`, or of the first directory above it that exists.
+///
+/// # Errors
+/// The file system cannot be asked.
+pub fn free_bytes(path: &Path) -> std::io::Result<u64> {
+    let there = path.ancestors().find(|dir| dir.exists());
+    let space = rustix::fs::statvfs(there.unwrap_or(path))?;
+    Ok(space.f_bavail.saturating_mul(space.f_frsize))
+}
+
+/// Checks that `dir` exists and takes direct I/O.
+fn check_dir(dir: &Path) -> Result<(), StoreError> {
+    let path = || dir.to_path_buf();
+    match fs::metadata(dir) {
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            return Err(StoreError::Missing { path: path() });
+        }
+        Err(source) => {
+            return Err(StoreError::Io {
+                verb: "look at",
+                path: path(),
+                source,
+            });
+        }
+        Ok(metadata) if !metadata.is_dir() => return Err(StoreError::NotADir { path: path() }),
+        Ok(_) => {}
+    }
+    probe(dir)
+}
+
+/// Creates a file and opens it again for direct I/O.
+fn probe(dir: &Path) -> Result<(), StoreError> {
+    let probe = dir.join(format!(".offloadd-probe-{}", std::process::id()));
+    let not_writable = |source| StoreError::NotWritable {
+        path: dir.to_path_buf(),
+        source,
+    };
+    let made = OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(true)
+        .open(&probe);
+    let direct = made.map_err(not_writable).and_then(|_| {
+        let flags = OFlags::DIRECT.bits() as i32;
+        OpenOptions::new()
+            .write(true)
+            .custom_flags(flags)
+            .open(&probe)
+            .map_err(|error| match error.kind() {
+                ErrorKind::InvalidInput => StoreError::NoDirect {
+                    path: dir.to_path_buf(),
+                },
+                _ => not_writable(error),
+            })
+    });
+    // A probe that was never created is no error here.
+    let _ = fs::remove_file(&probe);
+    direct.map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(dir: &Path, bytes: u64) -> String {
+        check_dirs(&[dir.join("store")], bytes)
+            .expect_err("must be refused")
+            .to_string()
+    }
+
+    #[test]
+    fn a_directory_that_cannot_hold_a_store_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = dir.path().join("missing");
+        assert!(
+            refused(&missing, 1)
+                .ends_with("missing does not exist: create the directory, or name another one")
+        );
+        let file = dir.path().join("file");
+        fs::write(&file, "x").unwrap();
+        assert!(refused(&file, 1).ends_with("file is not a directory"));
+        // Nobody makes files there, not even root.
+        assert!(refused(Path::new("/proc"), 1).contains("cannot write in /proc"));
+    }
+
+    #[test]
+    fn too_little_space_says_how_much_is_missing_and_leaves_nothing_behind() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = refused(dir.path(), 1 << 60);
+        assert!(text.contains("the store needs 1048576.0 TiB"), "{text}");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn directories_on_one_file_system_share_its_room() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = ["a", "b"].map(|name| dir.path().join(name).join("store"));
+        for file in &files {
+            fs::create_dir(file.parent().unwrap()).unwrap();
+        }
+        let space = rustix::fs::statvfs(dir.path()).unwrap();
+        let most_bytes = space.f_bavail * space.f_frsize / 10 * 7;
+        check_dirs(&files[..1], most_bytes).unwrap();
+        let text = check_dirs(&files, most_bytes).unwrap_err().to_string();
+        assert!(
+            text.contains(&format!("the store needs {}", ApproxBytes(2 * most_bytes))),
+            "{text}"
+        );
+    }
+}

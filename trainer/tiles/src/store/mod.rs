@@ -1,0 +1,7 @@
+//! The private store of a run: device files in the directories of `nvme_path`, and the daemon that serves them.
+
+mod daemon;
+mod dir;
+
+pub use daemon::{StoreFiles, file_name, job_of, link_of, remove_files, start_private};
+pub use dir::{StoreError, check_dirs, check_space, free_bytes};

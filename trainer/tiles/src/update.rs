@@ -1,0 +1,192 @@
+//! AdamW over tiles, on the processor or on a GPU, with weight decay for some parameters only.
+//!
+//! Both give the same bits, so either may update any tile.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes, step_range};
+use kernels::gpu::TileUpdater;
+use swapper::{Optimizer, TileBytes, TileRange};
+
+/// Threads that stream tiles through a GPU: one copies up, one computes and one copies down at a time.
+pub const GPU_UPDATERS: usize = 3;
+
+/// Bytes of tiles whose master weights are kept as `master` says.
+pub fn tile_bytes(master: Master) -> TileBytes {
+    let state_tile_bytes = match master {
+        Master::SplitBf16 => |elems| state_tile_bytes(Master::SplitBf16, elems),
+        Master::Fp32 => |elems| state_tile_bytes(Master::Fp32, elems),
+        Master::Fp16WholeMaster => |elems| state_tile_bytes(Master::Fp16WholeMaster, elems),
+    };
+    TileBytes {
+        param_bytes_per_elem: master.param_bytes(),
+        grad_bytes_per_elem: master.grad_bytes(),
+        state_tile_bytes,
+    }
+}
+
+/// The elements that decay. The others are parameters without decay, and padding. Clones share one table.
+#[derive(Clone, Debug)]
+pub struct Decay(Arc<Vec<Vec<Range<u64>>>>);
+
+impl Decay {
+    /// A table of each unit's decaying elements, given as ranges in ascending order.
+    pub fn new<R: IntoIterator<Item = Range<u64>>>(units: impl IntoIterator<Item = R>) -> Self {
+        let merged = |ranges: R| {
+            let mut merged: Vec<Range<u64>> = Vec::new();
+            for range in ranges {
+                match merged.last_mut() {
+                    Some(last) if last.end == range.start => last.end = range.end,
+                    _ => merged.push(range),
+                }
+            }
+            merged
+        };
+        Self(Arc::new(units.into_iter().map(merged).collect()))
+    }
+
+    /// Cuts a tile where decay begins or ends. Returns the parts, as elements of the tile, and whether each decays.
+    pub fn parts(&self, range: &TileRange) -> Vec<(Range<usize>, bool)> {
+        parts(&range.elems, &self.0[range.unit])
+    }
+}
+
+/// Updates on the processor, on the calling thread.
+pub struct CpuUpdate {
+    pub master: Master,
+    pub decay: Decay,
+}
+
+impl Optimizer<Hyper> for CpuUpdate {
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &Hyper,
+    ) {
+        let elems = (range.elems.end - range.elems.start) as usize;
+        for (part, decays) in self.decay.parts(range) {
+            let hyper = hyper.of_part(decays);
+            step_range(self.master, &hyper, param, state, grad, elems, part);
+        }
+    }
+}
+
+/// Updates on a GPU: tiles are copied up, updated and copied down. Several of these, each on a thread of its own, keep both
+/// directions of the bus busy.
+pub struct GpuUpdate {
+    pub master: Master,
+    pub decay: Decay,
+    pub updater: TileUpdater,
+}
+
+impl Optimizer<Hyper> for GpuUpdate {
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &Hyper,
+    ) {
+        let tile = Tile {
+            master: self.master,
+            param,
+            state,
+            grad,
+            elems: (range.elems.end - range.elems.start) as usize,
+        };
+        let parts = self.decay.parts(range);
+        let done = self.updater.update(hyper, tile, &parts);
+        // The tile may be half updated, so the run cannot continue. The swapper names the tile.
+        if let Err(error) = done {
+            panic!("{error}");
+        }
+    }
+}
+
+/// [`Decay::parts`] of `tile`, by the decaying elements of its unit.
+fn parts(tile: &Range<u64>, decaying: &[Range<u64>]) -> Vec<(Range<usize>, bool)> {
+    let within = |elem: u64| (elem - tile.start) as usize;
+    let mut parts = Vec::new();
+    let mut at = tile.start;
+    for range in decaying {
+        let (start, end) = (range.start.max(at), range.end.min(tile.end));
+        if start >= end {
+            continue;
+        }
+        if at < start {
+            parts.push((within(at)..within(start), false));
+        }
+        parts.push((within(start)..within(end), true));
+        at = end;
+    }
+    if at < tile.end {
+        parts.push((within(at)..within(tile.end), false));
+    }
+    parts
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tile_is_cut_where_decay_begins_and_ends() {
+        let decaying = [10..20, 20..30, 40..50];
+        assert_eq!(parts(&(0..10), &decaying), [(0..10, false)]);
+        assert_eq!(
+            parts(&(5..45), &decaying),
+            [
+                (0..5, false),
+                (5..15, true),
+                (15..25, true),
+                (25..35, false),
+                (35..40, true)
+            ]
+        );
+        assert_eq!(parts(&(12..18), &decaying), [(0..6, true)]);
+        assert_eq!(parts(&(50..60), &decaying), [(0..10, false)]);
+    }
+
+    #[test]
+    fn only_the_named_elements_decay() {
+        let mut update = CpuUpdate {
+            master: Master::Fp32,
+            decay: Decay::new([[64..128]]),
+        };
+        let range = TileRange {
+            unit: 0,
+            elems: 0..192,
+        };
+        let state_bytes = kernels::adamw::state_tile_bytes(Master::Fp32, 192);
+        // Slices of a vector of cache lines start at one.
+        let mut lines = vec![[0u8; 64]; (192 * 4 * 2 + state_bytes) / 64 + 1];
+        let bytes = lines.as_flattened_mut();
+        let align = bytes.as_ptr().align_offset(64);
+        let (param, rest) = bytes[align..].split_at_mut(192 * 4);
+        let (state, grad) = rest.split_at_mut(state_bytes.next_multiple_of(64));
+        param
+            .chunks_exact_mut(4)
+            .for_each(|elem| elem.copy_from_slice(&1.0f32.to_ne_bytes()));
+        let hyper = Hyper {
+            lr: 0.5,
+            beta1: 0.9,
+            beta2: 0.99,
+            eps: 1e-8,
+            weight_decay: 0.5,
+            step: 1,
+            grad_scale: 1.0,
+        };
+        update.update(&range, param, state, &grad[..192 * 4], &hyper);
+        let weight =
+            |elem: usize| f32::from_ne_bytes(param[elem * 4..elem * 4 + 4].try_into().unwrap());
+        assert_eq!(
+            (weight(0), weight(63), weight(64), weight(127), weight(128)),
+            (1.0, 1.0, 0.75, 0.75, 1.0)
+        );
+    }
+}
