@@ -87,5 +87,5 @@ fn a_run_suspended_with_its_daemon_for_longer_than_tiles_may_stall_goes_on_with_
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
     assert_eq!(run.bits("loss"), plain.bits("loss"));
-    assert_eq!(run.digest(), plain.digest());
+    assert_eq!(run.fingerprint(), plain.fingerprint());
 }
