@@ -1,19 +1,27 @@
 //! The daemon's decisions, without a clock, thread, file or async code: events in, actions out.
 //!
 //! ```text
-//!   Call, ArenaMade, PeerGone ──▶ session ──▶ who is there, what memory they have
-//!   Define, DropJob, Resume   ──▶ job, resume ▶ what the store knows      ─┐
-//!   ReserveScratch            ──▶ scratch ────▶ tiles that end with a session
-//!   Commit, Confirm           ──▶ commit ───▶ making a generation durable  ├─▶ script: writes and flushes in order
-//!   Submission, IoDone        ──▶ io ───────▶ tiles in and out            ─┤
-//!   HandOver                  ──▶ flush ────▶ one flush a device at a time ─┤
-//!   Reattach                  ──▶ handing ────▶ what outlives the daemon
-//!   AddDevice, DrainDevice    ──▶ devices ──▶ what the store is made of   ─┤
-//!   Begin-, EndMeasuring      ──▶ measuring ▶ what its devices are worth  ─┤
-//!   MoveOn                    ──▶ moving, copying ▶ tiles to other devices ─┘
-//!                                 reading ▶ a life in which nothing is written
-//!                                 look ◀───── a driver that shows people what goes on
+//!                       ┌──────── Note ────────┐
+//!   Event ──▶ Core ──▶ data                  admin ◀── Event
+//!              │        │ ◀─ Reserve, Layout, ─┘ │
+//!              │        │    ReplaceExtent,      │
+//!              │        │    Freeze, Thaw        │
+//!              │        └────▶ operations ◀──────┘
+//!              └───────────────────┴──▶ Action
 //! ```
+//!
+//! - [`data`] owns sessions and jobs: their tiles, commits, quotas. It knows nothing of free space, of the catalog, or of why
+//!   tiles move.
+//! - [`admin`] owns devices, free space, the catalog, and the tiles that move. It never changes a job: it asks `data` to
+//!   reserve bytes for a job, to freeze it, to exchange extents of its tiles, and to thaw it, and reads where tiles lie.
+//! - [`operations`] owns what is in flight for both: writes and flushes in order, and flushes that are shared. Who runs a script
+//!   is told of its end.
+//! - [`Core`] hands each event to the one that decides, and carries values between them: ends of scripts to their owner, and
+//!   what `data` notes (room given back, an extent written to) to `admin`, before the next event is taken.
+//!
+//! The way of one tile: `Submission` ▶ [`data`] checks session, slot, tile and generation ▶ `Io` of the extent that no record
+//! names ▶ `IoDone` ▶ `Complete`. `Commit` of the last rank ▶ flush of every device written to ▶ record, twice ▶ flush of the
+//! metadata device ▶ `Reply`.
 //!
 //! Promises: one operation in flight a slot; nothing reads a tile while it is written; a write goes where nothing that
 //! can be resumed from lies; what is acknowledged is flushed; a session's arena is dropped after its last operation.
@@ -22,339 +30,408 @@
 //! each with at most `script::INFLIGHT_MAX` operations; `catalog_queue::QUEUE_MAX` calls that wait for the catalog.
 //! A few thousand operations a second pass here, so maps and short loops are far from being the wall.
 
+mod admin;
 mod call;
-mod catalog_queue;
-mod commit;
-mod copying;
-mod damage;
-mod devices;
-mod discard_unreadable;
+mod data;
 mod event;
-mod flush;
-mod handing;
-mod inspect;
-mod io;
-mod job;
-mod measuring;
-mod members;
-mod moving;
-mod quota;
-mod reading;
-mod resume;
-mod scratch;
-mod script;
-mod session;
-mod snapshot;
+mod operations;
 
+pub use admin::Moves;
 pub use call::*;
+pub use data::{Adopted, At, CommitState, CommittedTile, CommittedTiles, JobState, Viewer};
 pub use event::*;
-pub use handing::Adopted;
-pub use inspect::{At, CommittedTile, CommittedTiles};
-pub use moving::Moves;
-pub use snapshot::{CommitState, JobState, Viewer};
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use offload_api::fault::Fault;
+use offload_api::ids::{DeviceIndex, Epoch, Generation};
+use offload_api::ring::entry::Sqe;
 
-use offload_api::BLOCK_BYTES;
-use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{DeviceIndex, Epoch, Generation, SessionToken};
+use crate::blocks::BlockError;
+use crate::handover::message;
+use crate::io::{AlignedBytes, IoId, IoOp, IoResult, SessionId};
+use crate::quota::{Limits, Shares};
+use crate::store::catalog::Catalog;
+use crate::store::content::JobContent;
+use crate::store::definition::{JobDefinition, JobName};
+use crate::store::recover::RecoveredStore;
+use crate::store::superblock::Superblock;
+use admin::Admin;
+use data::{Data, Define};
+use operations::{Operation, Operations, Waiter};
 
-use crate::io::{IoId, IoOp, SessionId};
-use crate::quota::{Limits, Quotas};
-use crate::store::catalog::Phase;
-use crate::store::placement::Space;
-use crate::store::recover::{RecoveredDevice, RecoveredStore};
-use catalog_queue::CatalogQueue;
-use flush::Flush;
-use io::Operation;
-use job::{Job, JobKey};
-use moving::Mover;
-use script::{Script, ScriptId};
-use session::Session;
+/// A job's name in the whole store.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct JobKey {
+    uid: u32,
+    name: JobName,
+}
+
+impl JobKey {
+    fn new(uid: u32, name: JobName) -> Self {
+        Self { uid, name }
+    }
+}
 
 /// All of the daemon's state that decides anything.
 pub struct Core {
-    epoch: Epoch,
-    limits: Limits,
-    quotas: Quotas,
-    /// Never fewer: one that left keeps its index for this life.
-    devices: Vec<RecoveredDevice>,
-    /// Where the catalog and the jobs' areas lie.
-    home: DeviceIndex,
-    mover: Mover,
-    space: Space,
-    catalog: CatalogQueue,
-    jobs: BTreeMap<JobKey, Job>,
-    sessions: BTreeMap<SessionId, Session>,
-    tokens: HashMap<SessionToken, SessionId>,
-    operations: HashMap<IoId, Operation>,
-    scripts: BTreeMap<ScriptId, Script>,
-    /// Under way, at most one a device.
-    flushes: BTreeMap<DeviceIndex, Flush>,
-    arena_used_bytes: u64,
-    measuring: Option<Measuring>,
-    /// Devices of which one copy of the superblock may be damaged until the next start mends it: the other must stay.
-    half_written: BTreeSet<DeviceIndex>,
-    /// Why nothing is written in this life.
-    reading_only: Option<Fault>,
-    next_number: u64,
+    data: Data,
+    admin: Admin,
+    ops: Operations,
 }
 
 impl Core {
-    /// From what recovery read and mended. `epoch` is random per life of the daemon.
+    /// Begins with what recovery read and mended. `epoch` is random per incarnation of the daemon.
     pub fn new(store: RecoveredStore, epoch: Epoch, limits: Limits) -> Self {
-        let device_count = store.devices.len();
-        let jobs = store
-            .jobs
-            .into_iter()
-            .map(|recovered| {
-                let key = JobKey::new(recovered.entry.uid, recovered.entry.name.clone());
-                (key, Job::stored(recovered, device_count))
-            })
-            .collect();
-        Self {
-            epoch,
-            limits,
-            quotas: Quotas::default(),
-            devices: store.devices,
-            home: store.metadata_device,
-            mover: Mover::default(),
-            space: store.space,
-            catalog: CatalogQueue::new(store.catalog),
-            jobs,
-            sessions: BTreeMap::new(),
-            tokens: HashMap::new(),
-            operations: HashMap::new(),
-            scripts: BTreeMap::new(),
-            flushes: BTreeMap::new(),
-            arena_used_bytes: 0,
-            measuring: None,
-            half_written: BTreeSet::new(),
-            reading_only: None,
-            next_number: 1,
-        }
+        let paths = store.devices.iter().map(|device| device.path.clone());
+        let ops = Operations::new(store.metadata_device, paths.collect());
+        let data = Data::new(store.jobs, store.devices.len(), epoch, limits);
+        let admin = Admin::new(
+            store.devices,
+            store.metadata_device,
+            store.space,
+            store.catalog,
+            limits.rebalance_bytes_per_s_max,
+        );
+        Self { data, admin, ops }
     }
 
     /// Takes one event; what must be done is pushed to `actions`.
     pub fn on_event(&mut self, event: Event, actions: &mut Vec<Action>) {
+        self.ops.swap_actions(actions);
+        let Self { data, admin, ops } = self;
         match event {
             Event::Call {
                 call,
                 peer,
                 request,
-            } => self.on_call(call, peer, request, actions),
-            Event::ArenaMade { session, result } => self.on_arena_made(session, result, actions),
+            } => self.on_call(call, peer, request),
+            Event::ArenaMade { session, result } => {
+                let devices = admin.device_states(data);
+                data.on_arena_made(session, result, devices, ops);
+            }
             // The driver bounds how long a session may stay unattached; nothing is decided by it here.
             Event::Attached { .. } => {}
-            Event::Submission { session, entry } => self.on_submission(session, &entry, actions),
-            Event::IoDone { io, result, read } => self.on_io_done(io, result, read, actions),
-            Event::RebalanceTick { force } => self.move_on(force, actions),
-            Event::RetryMoves => self.mover.retry(),
-            Event::Limits(limits) => self.limits = limits,
-            Event::Quotas(quotas) => self.quotas = quotas,
-            Event::PeerGone { session } => self.end_session(session, None, actions),
-            Event::HandOver => self.flush_for_hand_over(actions),
+            Event::Submission { session, entry } => self.on_submission(session, &entry),
+            Event::IoDone { io, result, read } => self.on_io_done(io, result, read),
+            Event::RebalanceTick { force } => admin.move_on(force, data, ops),
+            Event::RetryMoves => admin.retry_moves(),
+            Event::Limits(limits) => {
+                admin.set_rebalance_bytes_per_s_max(limits.rebalance_bytes_per_s_max);
+                data.set_limits(limits);
+            }
+            Event::Quotas(quotas) => data.set_quotas(quotas),
+            Event::PeerGone { session } => data.end_session(session, None, ops),
+            Event::HandOver => admin.flush_for_hand_over(data, ops),
+        }
+        self.carry();
+        self.ops.swap_actions(actions);
+    }
+
+    /// Carries values between the cores until none is left.
+    fn carry(&mut self) {
+        let Self { data, admin, ops } = self;
+        loop {
+            if let Some(note) = data.next_note() {
+                admin.hear(note);
+            } else if let Some(end) = ops.next_end() {
+                if let Some(end) = data.on_script_end(end, ops) {
+                    admin.on_script_end(end, data, ops);
+                }
+            } else {
+                return;
+            }
         }
     }
 
-    /// Operations the driver has been asked for and has not reported as done.
-    pub fn inflight_count(&self) -> usize {
-        self.operations.len()
+    fn on_submission(&mut self, session: SessionId, entry: &Sqe) {
+        let Self { data, admin, ops } = self;
+        if let Some(write) = data.scratch_write(session, entry)
+            && let Some(extent) = admin.move_scratch(&write)
+        {
+            data.replace_scratch(&write, extent);
+        }
+        data.on_submission(session, entry, ops);
     }
 
-    fn on_call(&mut self, call: CallId, peer: Peer, request: Call, actions: &mut Vec<Action>) {
-        let answer = match request {
-            Call::Describe => Ok(Some(Reply::Describe(self.describe(peer)))),
-            Call::Open(open) => self.open(call, peer, open, actions),
-            Call::DescribeJob { token } => {
-                (self.live(peer, token)).map(|session| Some(self.describe_job(session)))
+    fn on_io_done(&mut self, io: IoId, result: IoResult, read: Option<AlignedBytes>) {
+        let Self { data, admin, ops } = self;
+        if let Some(extent) = data.on_io_done(io, result, ops) {
+            return admin.free_left(Some(extent), data);
+        }
+        match ops.take(io) {
+            Some(Operation::Write {
+                script,
+                device,
+                offset,
+                bytes,
+            }) => {
+                let failed = (result.outcome != Ok(bytes))
+                    .then(|| ops.device_fault(IoOp::Write, device, offset, bytes, result.outcome));
+                ops.on_script_io_done(script, failed);
             }
-            Call::Define { token, definition } => self
-                .live(peer, token)
-                .and_then(|session| self.define(call, session, definition, actions)),
-            Call::ReserveScratch { token, tile_bytes } => self
-                .live(peer, token)
-                .and_then(|session| self.reserve_scratch(session, &tile_bytes)),
-            Call::Resume { token, generation } => self
-                .live(peer, token)
-                .and_then(|session| self.resume(call, session, generation, actions)),
+            Some(Operation::Flush(device)) => self.on_flush_done(device, result),
+            None => {
+                let copied = admin.on_io_done(io, result, read, data, ops);
+                assert!(copied, "an operation in flight");
+            }
+        }
+    }
+
+    /// Everybody with something unflushed on a device whose flush failed is told, then those who waited, one after the other.
+    fn on_flush_done(&mut self, device: DeviceIndex, result: IoResult) {
+        let (waiters, failed) = self.ops.on_flush_done(device, result);
+        if let Some(fault) = &failed {
+            self.data.poison_writers_of(device, fault);
+            self.admin.fail_copies_of(device, fault);
+        }
+        for waiter in waiters {
+            match (waiter, &failed) {
+                (Waiter::Script(script), _) => {
+                    self.ops.on_script_io_done(script, failed.clone());
+                    self.carry();
+                }
+                (Waiter::Call(call), None) => self.ops.reply(call, Ok(Reply::FlushMeasured)),
+                (Waiter::Call(call), Some(fault)) => self.ops.refuse(call, fault.clone()),
+                (Waiter::HandOver, _) => {}
+            }
+        }
+    }
+
+    fn on_call(&mut self, call: CallId, peer: Peer, request: Call) {
+        match self.answer(call, peer, request) {
+            Ok(None) => {}
+            Ok(Some(reply)) => self.ops.reply(call, Ok(reply)),
+            Err(fault) => self.ops.refuse(call, fault),
+        }
+    }
+
+    /// The answer to a call; `None`: it comes later.
+    fn answer(&mut self, call: CallId, peer: Peer, request: Call) -> Result<Option<Reply>, Fault> {
+        let Self { data, admin, ops } = self;
+        match request {
+            Call::Describe => Ok(Some(Reply::Describe(DescribeReply {
+                epoch: data.epoch(),
+                devices: admin.device_states(data),
+                arena_free_bytes: data.arena_free_bytes_of(peer),
+            }))),
+            Call::Open(open) => data.open(call, peer, open, ops),
+            Call::DescribeJob { token } => Ok(Some(data.describe_job(data.live(peer, token)?))),
+            Call::Define { token, definition } => {
+                let session = data.live(peer, token)?;
+                self.define(call, session, definition)
+            }
+            Call::ReserveScratch { token, tile_bytes } => {
+                let asked = data.check_scratch(data.live(peer, token)?, tile_bytes)?;
+                let extents = admin.reserve_scratch(&asked)?;
+                Ok(Some(data.take_scratch(asked, extents)))
+            }
+            Call::Resume { token, generation } => {
+                let session = data.live(peer, token)?;
+                data.resume(call, session, generation, ops)
+            }
             Call::Commit {
                 token,
                 generation,
                 blob,
-            } => self
-                .live(peer, token)
-                .and_then(|session| self.commit(call, session, generation, blob, actions)),
-            Call::Confirm { token, generation } => self
-                .live(peer, token)
-                .and_then(|session| self.confirm(call, session, generation, actions)),
-            Call::Reattach { token } => self
-                .live(peer, token)
-                .map(|session| Some(self.reattach(session))),
+            } => {
+                let session = data.live(peer, token)?;
+                data.commit(call, session, generation, blob, ops)
+            }
+            Call::Confirm { token, generation } => {
+                let session = data.live(peer, token)?;
+                data.confirm(call, session, generation, ops)
+            }
+            Call::Reattach { token } => Ok(Some(data.reattach(data.live(peer, token)?))),
             Call::ReportDamage { token, damage } => {
-                (self.live(peer, token)).and_then(|session| self.hear_damage(session, damage))
+                let session = data.live(peer, token)?;
+                self.hear_damage(session, damage)
             }
-            Call::Close { token } => self.live(peer, token).map(|session| {
-                self.end_session(session, Some(call), actions);
-                None
-            }),
-            Call::ListJobs => Ok(Some(Reply::ListJobs(self.list_jobs(peer)))),
-            Call::DropJob { job } => self.drop_job(call, JobKey::new(peer.uid, job), actions),
+            Call::Close { token } => {
+                let session = data.live(peer, token)?;
+                data.end_session(session, Some(call), ops);
+                Ok(None)
+            }
+            Call::ListJobs => Ok(Some(Reply::ListJobs(data.list_jobs(peer)))),
+            Call::DropJob { job } => admin.drop_job(call, JobKey::new(peer.uid, job), data, ops),
             Call::DiscardUnreadable { uid, job } => {
-                self.discard_unreadable(call, JobKey::new(uid, job), actions)
+                data.discard_unreadable(call, JobKey::new(uid, job), ops)
             }
-            Call::AddDevice(device) => self.add_device(call, device, actions),
+            Call::AddDevice(device) => admin.add_device(call, device, data, ops),
             Call::DrainDevice {
                 path,
                 rebalance_bytes_per_s_max,
-            } => self.drain_device(call, &path, rebalance_bytes_per_s_max, actions),
-            Call::BeginMeasuring { path } => self.begin_measuring(&path).map(Some),
-            Call::FlushMeasured => self.flush_measured(call, actions),
+            } => admin.drain_device(call, &path, rebalance_bytes_per_s_max, data, ops),
+            Call::BeginMeasuring { path } => admin.begin_measuring(&path, data).map(Some),
+            Call::FlushMeasured => admin.flush_measured(call, ops),
             Call::EndMeasuring { rates, all_ended } => {
-                self.end_measuring(call, rates, all_ended, actions)
+                admin.end_measuring(call, rates, all_ended, data, ops)
             }
-            Call::LimitMoves { bytes_per_s_max } => self
-                .limit_moves(bytes_per_s_max)
-                .map(|()| Some(Reply::LimitMoves)),
-        };
-        match answer {
-            Ok(None) => {}
-            Ok(Some(reply)) => actions.push(Action::Reply {
-                call,
-                reply: Ok(reply),
-            }),
-            Err(fault) => refuse(call, fault, actions),
+            Call::LimitMoves { bytes_per_s_max } => {
+                admin.limit_moves(bytes_per_s_max, data)?;
+                Ok(Some(Reply::LimitMoves))
+            }
         }
     }
 
-    fn describe(&self, peer: Peer) -> DescribeReply {
-        DescribeReply {
-            epoch: self.epoch,
-            devices: self.device_states(),
-            arena_free_bytes: self.arena_free_bytes_of(peer),
+    fn define(
+        &mut self,
+        call: CallId,
+        session: SessionId,
+        definition: JobDefinition,
+    ) -> Result<Option<Reply>, Fault> {
+        let Self { data, admin, ops } = self;
+        match data.define(call, session, definition)? {
+            Define::Known(reserved_bytes) => Ok(Some(Reply::Define { reserved_bytes })),
+            Define::Waits => Ok(None),
+            Define::New {
+                key,
+                definition,
+                local_ranks,
+            } => {
+                admin.define(key, definition, local_ranks, data, ops)?;
+                Ok(None)
+            }
         }
     }
 
-    /// What a home still holds that tiles have left, and whether the next start takes that away too.
-    fn waits_for_a_start(&self, device: DeviceIndex) -> Option<(String, bool)> {
-        if device != self.home || !self.home_waits() {
-            return None;
-        }
-        let what = "all tiles have left it; the store's catalog and the jobs' records";
-        Some(match self.find_new_home(&self.space) {
-            Ok(_) => (
-                format!("{what} leave it when offloadd is started next with no session to take up"),
-                true,
-            ),
-            Err(fault) => (format!("{what} are still there: {}", fault.message), false),
-        })
+    fn hear_damage(&mut self, session: SessionId, damage: Damage) -> Result<Option<Reply>, Fault> {
+        let tile = self.data.hear_damage(session, damage)?;
+        Ok(Some(Reply::ReportDamage(Reported {
+            uid: tile.uid,
+            job: tile.job,
+            path: self.ops.path(damage.device).to_owned(),
+            superblock: self.admin.superblock(damage.device),
+            tile_bytes: tile.tile_bytes,
+        })))
     }
 
-    fn status(&self, index: DeviceIndex, device: &RecoveredDevice) -> DeviceStatus {
-        let not_moving = match device.phase {
-            Some(Phase::Settled) => None,
-            _ => self.mover.stuck(),
-        };
-        let (stuck, waits_for_start) = (not_moving.or_else(|| self.only_read(index)))
-            .map(|why| (why, false))
-            .or_else(|| self.waits_for_a_start(index))
-            .unzip();
-        DeviceStatus {
-            number: device.superblock.number,
-            phase: device.phase,
-            left_bytes: self.left_bytes(index),
-            stuck,
-            waits_for_start: waits_for_start.unwrap_or(false),
-        }
+    /// What is to be durable before this incarnation serves anybody, and the position of the device where it goes. Then
+    /// [`Self::begin_life`].
+    pub fn first_catalog(&self) -> (usize, Catalog) {
+        self.admin.first_catalog()
     }
 
-    /// What is free where, for people: of the devices that are of the store.
-    fn free_room(&self, free_bytes: &[u64]) -> String {
-        let free: Vec<String> = (self.devices.iter().zip(free_bytes))
-            .filter(|(device, _)| device.phase.is_some())
-            .map(|(device, free)| format!("{} has {free}", device.path))
-            .collect();
-        free.join(", ")
+    /// Its first catalog is durable: what was handed over before is refused from now on.
+    pub fn begin_life(&mut self, first: Catalog) {
+        self.admin.begin_life(first);
+    }
+
+    /// In place of [`Core::begin_life`], which could not be: `error` says why.
+    pub fn begin_reading(&mut self, error: &BlockError) {
+        self.admin.begin_reading(error, &mut self.data);
+    }
+
+    /// Adopts what the daemon before handed over, at a start and before anything else: the sessions that go on, and one
+    /// line for each job that does not. `has_descriptors`: of the session with this place in the state.
+    ///
+    /// # Errors
+    /// All of it belongs to another store, or to this one before another daemon served it, or with other devices.
+    pub fn adopt(
+        &mut self,
+        state: &message::State,
+        has_descriptors: impl Fn(usize) -> bool,
+    ) -> Result<(Vec<Adopted>, Vec<String>), String> {
+        let Self { data, admin, ops } = self;
+        admin.adopt(state, has_descriptors, data, ops)
+    }
+
+    /// Nothing is in flight, nothing is written, nothing waits for either.
+    pub fn is_quiet(&self) -> bool {
+        self.ops.is_idle() && self.admin.is_quiet() && self.data.is_quiet()
+    }
+
+    /// Everything that the next daemon cannot read from the devices.
+    pub fn hand_over(&self) -> message::State {
+        assert!(self.is_quiet(), "handed over at rest");
+        self.admin.hand_over(&self.data)
+    }
+
+    /// The incarnation that messages must name.
+    pub fn epoch(&self) -> Epoch {
+        self.data.epoch()
+    }
+
+    /// Operations the driver has been asked for and has not reported as done.
+    pub fn inflight_count(&self) -> usize {
+        self.ops.inflight_count() + self.data.inflight_count() + self.admin.inflight_count()
+    }
+
+    /// Why nothing is written in this incarnation.
+    pub fn reading_only(&self) -> Option<&Fault> {
+        self.admin.read_only()
     }
 
     /// The store's devices, in its order.
     pub fn device_states(&self) -> Vec<DeviceState> {
-        let state = |(index, device): (usize, &RecoveredDevice)| DeviceState {
-            path: device.path.clone(),
-            block_bytes: BLOCK_BYTES,
-            data_bytes: device.superblock.data_bytes,
-            free_bytes: self.space.free_bytes(DeviceIndex(index as u32)),
-            read_bytes_per_s: device.superblock.read_bytes_per_s,
-            write_bytes_per_s: device.superblock.write_bytes_per_s,
-            status: self.status(DeviceIndex(index as u32), device),
-        };
-        self.devices.iter().enumerate().map(state).collect()
+        self.admin.device_states(&self.data)
     }
 
-    fn list_jobs(&self, peer: Peer) -> Vec<JobSummary> {
-        let mine = self.jobs.iter().filter(|(key, _)| key.uid == peer.uid);
-        mine.filter_map(|(key, job)| {
-            let stored = job.stored.as_ref()?;
-            Some(JobSummary {
-                job: key.name.clone(),
-                uid: key.uid,
-                reserved_bytes: stored.entry.reserved_bytes,
-                newest_generation: stored.newest(),
-                open: !job.members.is_empty(),
-            })
-        })
-        .collect()
+    /// Whether one more device has room in this incarnation: those that left keep their index until it ends.
+    ///
+    /// # Errors
+    /// None has.
+    pub fn check_growth(&self) -> Result<(), Fault> {
+        self.admin.check_growth()
     }
 
-    fn path(&self, device: DeviceIndex) -> &str {
-        &self.devices[device.0 as usize].path
+    /// What is written on a device of ours, so that its file can be told from another that lies at its path.
+    pub fn superblock_of(&self, device: DeviceIndex) -> Superblock {
+        self.admin.superblock(device)
     }
 
-    /// The words for an operation that failed.
-    fn device_fault(
-        &self,
-        op: IoOp,
-        device: DeviceIndex,
-        offset: u64,
-        asked_bytes: u32,
-        outcome: Result<u32, i32>,
-    ) -> Fault {
-        let (kind, why) = match outcome {
-            Err(errno) => (
-                errno_kind(errno),
-                std::io::Error::from_raw_os_error(errno).to_string(),
-            ),
-            Ok(moved) => (
-                FaultKind::Short,
-                format!("only {moved} bytes moved; a removed drive answers so"),
-            ),
-        };
-        let path = self.path(device);
-        Fault::new(
-            kind,
-            format!("{op:?} of {asked_bytes} bytes at {offset} of {path}: {why}"),
-        )
+    /// Whether tiles are to move.
+    pub fn moves(&self) -> Moves {
+        self.admin.moves(&self.data)
     }
 
-    /// A number never given out in this life.
-    fn number(&mut self) -> u64 {
-        self.next_number += 1;
-        self.next_number
+    /// How often all tiles were gone through for those that are to move.
+    pub fn plans_made(&self) -> u64 {
+        self.admin.plans_made()
     }
-}
 
-fn refuse(call: CallId, fault: Fault, actions: &mut Vec<Action>) {
-    actions.push(Action::Reply {
-        call,
-        reply: Err(fault),
-    });
-}
+    /// Moved since the daemon started, with a copy or without.
+    pub fn moved_bytes(&self) -> u64 {
+        self.admin.moved_bytes()
+    }
 
-fn errno_kind(errno: i32) -> FaultKind {
-    if errno == libc::ENOSPC || errno == libc::EDQUOT {
-        FaultKind::NoSpace
-    } else {
-        FaultKind::Io
+    /// Of those, what was copied by the daemon: what counts for a ceiling.
+    pub fn copied_bytes(&self) -> u64 {
+        self.admin.copied_bytes()
+    }
+
+    /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
+    pub fn rebalance_bytes_per_s_max(&self) -> Option<u64> {
+        self.admin.rebalance_bytes_per_s_max(&self.data)
+    }
+
+    /// Jobs of this viewer, by owner and name.
+    pub fn look(&self, viewer: Viewer) -> Vec<JobState> {
+        self.data.look(viewer)
+    }
+
+    /// Host memory of all sessions, and of how many.
+    pub fn arena_used(&self) -> (u64, u64) {
+        self.data.arena_used()
+    }
+
+    /// What a job's turns at a drive weigh, and its user's.
+    pub fn shares_of(&self, uid: u32, name: &JobName) -> Shares {
+        self.data.shares_of(uid, name)
+    }
+
+    /// The jobs in the store that `viewer` may see, by owner and name.
+    pub fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
+        self.data.contents(viewer)
+    }
+
+    /// Committed tiles of a job from a place on; `None`: there is no such job (any more).
+    pub fn committed_tiles(&self, at: &At) -> Option<CommittedTiles> {
+        self.data.committed_tiles(at, &self.admin.paths())
+    }
+
+    /// Records damage that a process reported and the server found too. Returns whether it counts: the version is still there,
+    /// and its damage was not counted before.
+    pub fn confirm_damage(&mut self, uid: u32, job: &JobName, damage: &Damage) -> bool {
+        self.data.confirm_damage(uid, job, damage)
     }
 }
 

@@ -3,16 +3,18 @@
 use std::collections::VecDeque;
 
 use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::{Job, JobKey, TileState};
-use super::{Action, Core, refuse};
+use super::job::{Job, TileState};
+use super::{Data, JobKey};
+use crate::core::operations::Operations;
 use crate::io::SessionId;
 use crate::store::definition::JobName;
 
-impl Core {
+impl Data {
     /// A member ended: what the job was about to make durable cannot be completed.
-    pub(super) fn lose_member(&mut self, id: SessionId, actions: &mut Vec<Action>) {
+    pub(super) fn lose_member(&mut self, id: SessionId, ops: &mut Operations) {
         let session = &self.sessions[&id];
         let (key, rank) = (session.key.clone(), session.rank);
         let job = self.jobs.get_mut(&key).expect("a session's job");
@@ -31,7 +33,7 @@ impl Core {
         if job.round.as_ref().is_some_and(|round| !round.running) {
             let round = job.round.take().expect("just seen");
             for (call, _) in round.calls.into_values() {
-                refuse(call, fault.clone(), actions);
+                ops.refuse(call, fault.clone());
             }
         }
         let (dead, kept): (VecDeque<_>, VecDeque<_>) = std::mem::take(&mut job.parked)
@@ -56,7 +58,7 @@ impl Core {
             stored: job.stored.take(),
             defining: job.defining.take(),
             dropping: job.dropping,
-            exchanging: job.exchanging,
+            frozen: job.frozen,
             broken: job.broken.take(),
             ..Job::new(device_count)
         };
@@ -67,6 +69,22 @@ impl Core {
             stored.tiles.fill(TileState::default());
         } else if job.defining.is_none() {
             self.jobs.remove(key);
+        }
+    }
+
+    /// A flush of `device` failed: no job may believe that what it wrote there is still to be flushed.
+    pub(in crate::core) fn poison_writers_of(&mut self, device: DeviceIndex, fault: &Fault) {
+        for session in self.sessions.values() {
+            if session.has_scratch_on(device) {
+                let job = self.jobs.get_mut(&session.key).expect("a session's job");
+                job.touched[device.0 as usize] = true;
+            }
+        }
+        for (key, job) in &mut self.jobs {
+            if job.touched[device.0 as usize] {
+                job.poison
+                    .get_or_insert_with(|| poison(&key.name, "a flush", fault));
+            }
         }
     }
 }

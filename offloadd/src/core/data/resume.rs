@@ -4,21 +4,22 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
 
-use super::job::{JobKey, Stored};
+use super::job::Stored;
 use super::members::poison;
-use super::script::{Failed, Purpose, Step};
-use super::{Action, CallId, Core, Reply, next};
+use super::{Data, JobKey, Purpose};
+use crate::core::operations::{Failed, Operations, Step};
+use crate::core::{CallId, Reply, next};
 use crate::io::SessionId;
 use crate::store::definition::{Durability, JobName};
 use crate::store::manifest::{Mark, Record, SlotContent, resumable};
 
-impl Core {
-    pub(super) fn resume(
+impl Data {
+    pub(in crate::core) fn resume(
         &mut self,
         call: CallId,
         session: SessionId,
         generation: Generation,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let key = self.sessions[&session].key.clone();
         let already = self.sessions[&session].resumed;
@@ -51,35 +52,34 @@ impl Core {
             }
             job.resume_waiters.push((call, session));
             if job.script.is_none() {
-                self.answer_resume(&key, &Ok(()), actions);
+                self.answer_resume(&key, &Ok(()), ops);
             }
             return Ok(None);
         }
         stored.check_resume(&key.name, generation)?;
         // Where nothing is written over, whatever claims to be later may stay.
-        let steps = match &self.reading_only {
-            None => give_up_steps(self.home, stored, generation),
+        let steps = match &self.read_only {
+            None => give_up_steps(ops.home(), stored, generation),
             Some(_) => Vec::new(),
         };
         job.resumed = Some(generation);
         job.working = next(generation);
         job.resume_waiters.push((call, session));
-        let purpose = Purpose::DiscardUnreadable { key, generation };
-        self.run_script(purpose, steps, actions);
+        self.run_script(&key, Purpose::Resume { generation }, steps, ops);
         Ok(None)
     }
 
     /// Later generations are gone for good, and the one chosen counts as confirmed.
-    pub(super) fn finish_give_up(
+    pub(super) fn finish_resume(
         &mut self,
         key: &JobKey,
         generation: Generation,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         let job = self.jobs.get_mut(key).expect("a script's job");
         let stored = job.stored.as_mut().expect("it resumes");
-        let writes = self.reading_only.is_none();
+        let writes = self.read_only.is_none();
         for slot in &mut stored.slots {
             if writes && is_given_up(slot, generation) {
                 *slot = match result {
@@ -110,15 +110,10 @@ impl Core {
                 Err(fault)
             }
         };
-        self.answer_resume(key, &answer, actions);
+        self.answer_resume(key, &answer, ops);
     }
 
-    fn answer_resume(
-        &mut self,
-        key: &JobKey,
-        answer: &Result<(), Fault>,
-        actions: &mut Vec<Action>,
-    ) {
+    fn answer_resume(&mut self, key: &JobKey, answer: &Result<(), Fault>, ops: &mut Operations) {
         let job = self.jobs.get_mut(key).expect("a session's job");
         let working_generation = next(job.resumed.expect("it resumes"));
         for (call, session) in std::mem::take(&mut job.resume_waiters) {
@@ -129,7 +124,7 @@ impl Core {
             if let (Ok(_), Some(session)) = (&reply, self.sessions.get_mut(&session)) {
                 session.resumed = true;
             }
-            actions.push(Action::Reply { call, reply });
+            ops.reply(call, reply);
         }
     }
 }

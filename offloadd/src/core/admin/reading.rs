@@ -1,4 +1,4 @@
-//! A life in which nothing is written: the store could not be made ready for more, because a device takes no writes.
+//! An incarnation in which nothing is written: the store could not be made ready for more, because a device takes no writes.
 //!
 //! What is committed can be read. Whatever would write is refused with the device's name; nothing that a daemon before or after
 //! this one relies on changes, so that sessions which one of them handed over still go on.
@@ -6,13 +6,13 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 
-use super::Core;
-use super::job::Job;
+use super::Admin;
 use crate::blocks::BlockError;
+use crate::core::data::Data;
 
-impl Core {
-    /// In place of [`Core::begin_life`], which could not be: `error` says why.
-    pub fn begin_reading(&mut self, error: &BlockError) {
+impl Admin {
+    /// Refuses every write from now on: `error` says why.
+    pub(in crate::core) fn begin_reading(&mut self, error: &BlockError, data: &mut Data) {
         assert!(self.catalog.is_idle(), "before anybody has come");
         let fault = Fault::new(
             FaultKind::Poisoned,
@@ -21,26 +21,22 @@ impl Core {
             ),
         );
         self.catalog.refuse_all(fault.clone());
-        self.reading_only = Some(fault);
+        data.begin_read_only(fault.clone());
+        self.read_only = Some(fault);
     }
 
-    /// Why nothing is written in this life.
-    pub fn reading_only(&self) -> Option<&Fault> {
-        self.reading_only.as_ref()
-    }
-
-    /// Why `job` can write nothing and commit nothing any more.
-    pub(super) fn unusable<'a>(&'a self, job: &'a Job) -> Option<&'a Fault> {
-        self.reading_only.as_ref().or(job.unusable())
+    /// Why nothing is written in this incarnation.
+    pub(in crate::core) fn read_only(&self) -> Option<&Fault> {
+        self.read_only.as_ref()
     }
 
     /// Said of one device for all.
     pub(super) fn only_read(&self, device: DeviceIndex) -> Option<String> {
-        let why = self.reading_only.as_ref().filter(|_| device == self.home);
+        let why = self.read_only.as_ref().filter(|_| device == self.home);
         why.map(|fault| fault.message.clone())
     }
 
     pub(super) fn check_writing(&self) -> Result<(), Fault> {
-        self.reading_only.clone().map_or(Ok(()), Err)
+        self.read_only.clone().map_or(Ok(()), Err)
     }
 }

@@ -6,30 +6,19 @@ use std::sync::Arc;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, Rank, TileIndex};
 
-use super::catalog_queue::Work;
 use super::commit::Round;
-use super::io::{ParkedWrite, free_extent};
-use super::script::ScriptId;
-use super::{Action, CallId, Core, GenerationRecord, JobRecord, Reply};
+use super::tiles::{ParkedWrite, free_extent};
+use super::{Data, JobKey};
+use crate::core::operations::{Operations, ScriptId};
+use crate::core::{CallId, GenerationRecord, JobRecord, Reply};
 use crate::io::{AlignedBytes, SessionId};
 use crate::store::catalog::Entry;
 use crate::store::definition::{Durability, JobDefinition, JobName};
-use crate::store::manifest::{Mark, Marked, Record, SlotContent, Version, resumable, voiding};
+use crate::store::manifest::{
+    FIRST_SEQUENCE, Mark, Marked, Record, SlotContent, Version, resumable, voiding,
+};
 use crate::store::recover::RecoveredJob;
 use crate::store::tile_table::TileTable;
-
-/// A job's name in the whole store.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct JobKey {
-    pub(super) uid: u32,
-    pub(super) name: JobName,
-}
-
-impl JobKey {
-    pub(super) fn new(uid: u32, name: JobName) -> Self {
-        Self { uid, name }
-    }
-}
 
 pub(super) struct Job {
     /// Absent before its definition is in the catalog.
@@ -42,7 +31,7 @@ pub(super) struct Job {
     pub(super) members: BTreeMap<Rank, SessionId>,
     pub(super) script: Option<ScriptId>,
     /// Its definition is written again: nothing is committed meanwhile.
-    pub(super) exchanging: bool,
+    pub(super) frozen: bool,
     /// Which definition the devices hold is not known before the next start.
     pub(super) broken: Option<Fault>,
     /// Where the members went on from.
@@ -109,7 +98,7 @@ pub(super) enum Activity {
 
 /// What an extent of a tile holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Holds {
+pub(in crate::core) enum Holds {
     /// Nothing that anybody will read.
     Nothing,
     /// What a record names, and its checksum, if that is known.
@@ -249,7 +238,7 @@ impl Job {
             local_ranks: 0,
             members: BTreeMap::new(),
             script: None,
-            exchanging: false,
+            frozen: false,
             broken: None,
             resumed: None,
             working: Generation(0),
@@ -344,14 +333,29 @@ impl Job {
     }
 }
 
-impl Core {
-    pub(super) fn define(
+/// How a definition is met.
+pub(in crate::core) enum Define {
+    /// The job has these tiles; they take so many bytes over all devices.
+    Known(u64),
+    /// It is being written: the call waits with the others.
+    Waits,
+    /// Nobody has defined the job before: the catalog must take it.
+    New {
+        key: JobKey,
+        definition: Arc<JobDefinition>,
+        local_ranks: u32,
+    },
+}
+
+impl Data {
+    /// # Errors
+    /// The job has other tiles, or too many calls wait.
+    pub(in crate::core) fn define(
         &mut self,
         call: CallId,
         session: SessionId,
         definition: JobDefinition,
-        actions: &mut Vec<Action>,
-    ) -> Result<Option<Reply>, Fault> {
+    ) -> Result<Define, Fault> {
         let key = self.sessions[&session].key.clone();
         let job = self.jobs.get_mut(&key).expect("a session's job");
         let known = (job.stored.as_ref().map(|stored| &stored.table.definition))
@@ -366,9 +370,7 @@ impl Core {
             ));
         }
         if let Some(stored) = &job.stored {
-            return Ok(Some(Reply::Define {
-                reserved_bytes: stored.entry.reserved_bytes,
-            }));
+            return Ok(Define::Known(stored.entry.reserved_bytes));
         }
         if let Some(defining) = &mut job.defining {
             // At most one a session waits usefully; more come from a peer that floods.
@@ -379,7 +381,7 @@ impl Core {
                 ));
             }
             defining.waiters.push(call);
-            return Ok(None);
+            return Ok(Define::Waits);
         }
         let definition = Arc::new(definition);
         job.defining = Some(Defining {
@@ -387,28 +389,78 @@ impl Core {
             reserved_bytes: 0,
             waiters: vec![call],
         });
-        let work = Work::Define {
-            key: key.clone(),
+        let local_ranks = job.local_ranks;
+        Ok(Define::New {
+            key,
             definition,
-            local_ranks: job.local_ranks,
-        };
-        if let Err(fault) = self.change_catalog(work, actions) {
-            let job = self.jobs.get_mut(&key).expect("a session's job");
-            job.defining = None;
-            return Err(fault);
-        }
-        Ok(None)
+            local_ranks,
+        })
     }
 
-    pub(super) fn drop_job(
+    /// The catalog does not take the definition: nobody waits for it.
+    pub(in crate::core) fn cancel_define(&mut self, key: &JobKey) {
+        if let Some(job) = self.jobs.get_mut(key) {
+            job.defining = None;
+        }
+    }
+
+    /// The catalog has the job: its tiles can be used. Followed by [`Self::answer_define`].
+    pub(in crate::core) fn store(
         &mut self,
-        call: CallId,
-        key: JobKey,
-        actions: &mut Vec<Action>,
-    ) -> Result<Option<Reply>, Fault> {
-        self.closed(&key)?;
-        self.change_catalog(Work::Drop { key, call }, actions)?;
-        Ok(None)
+        key: &JobKey,
+        entry: Entry,
+        table: TileTable,
+        device_count: usize,
+    ) {
+        let job = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
+        job.stored = Some(Stored::new(
+            entry,
+            table,
+            [SlotContent::Empty, SlotContent::Empty],
+            FIRST_SEQUENCE,
+        ));
+    }
+
+    /// Tells everyone who waits for the definition of a job how it ended.
+    pub(in crate::core) fn answer_define(
+        &mut self,
+        key: &JobKey,
+        answer: &Result<u64, Fault>,
+        ops: &mut Operations,
+    ) {
+        let Some(job) = self.jobs.get_mut(key) else {
+            return;
+        };
+        for call in job.defining.take().map(|d| d.waiters).unwrap_or_default() {
+            let reply = match answer {
+                Ok(reserved_bytes) => Ok(Reply::Define {
+                    reserved_bytes: *reserved_bytes,
+                }),
+                Err(fault) => Err(fault.clone()),
+            };
+            ops.reply(call, reply);
+        }
+        self.settle(key);
+    }
+
+    /// The number of a job that nobody has open.
+    ///
+    /// # Errors
+    /// There is no such job, or it is open or being dropped.
+    pub(in crate::core) fn check_closed(&self, key: &JobKey) -> Result<u64, Fault> {
+        self.closed(key).map(|stored| stored.entry.job_id)
+    }
+
+    /// The catalog loses the job: nobody opens it any more in this incarnation, whatever becomes of that.
+    pub(in crate::core) fn begin_drop(&mut self, key: &JobKey) {
+        self.jobs.get_mut(key).expect("it is stored").dropping = true;
+    }
+
+    /// The catalog has lost the job: what it had.
+    pub(in crate::core) fn drop_job(&mut self, key: &JobKey) -> (Entry, TileTable) {
+        let job = self.jobs.remove(key).expect("it is being dropped");
+        let stored = job.stored.expect("it is being dropped");
+        (stored.entry, stored.table)
     }
 
     /// What is stored of a job that nobody has open.

@@ -11,11 +11,13 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 
-use super::catalog_queue::{Work, catalog_steps, in_turn};
+use super::Admin;
+use super::catalog_queue::{Work, catalog_steps};
 use super::devices::DeviceChange;
-use super::flush::Waiter;
-use super::script::Step;
-use super::{Action, CallId, Core, Measuring, Moves, Reply, refuse};
+use super::moving::Moves;
+use crate::core::data::Data;
+use crate::core::operations::{Operations, Step, Waiter, in_turn};
+use crate::core::{CallId, Measuring, Reply};
 use crate::store::catalog::{Catalog, Phase};
 use crate::store::format::{MeasuredArea, MeasuredRates};
 use crate::store::placement::rate;
@@ -23,8 +25,12 @@ use crate::store::superblock::Superblock;
 use crate::store::tile_table::Extent;
 use crate::store::{BLOCK, SUPERBLOCK_OFFSETS};
 
-impl Core {
-    pub(super) fn begin_measuring(&mut self, path: &str) -> Result<Reply, Fault> {
+impl Admin {
+    pub(in crate::core) fn begin_measuring(
+        &mut self,
+        path: &str,
+        data: &Data,
+    ) -> Result<Reply, Fault> {
         let device = self.device_named(path)?;
         self.check_stays(device)?;
         self.catalog.check()?;
@@ -60,36 +66,37 @@ impl Core {
             number: superblock.number,
             area: MeasuredArea { offset, bytes },
             before: superblock.rates(),
-            busy: self.devices_are_busy(),
+            busy: self.devices_are_busy(data),
         };
         self.measuring = Some(measuring);
         Ok(Reply::BeginMeasuring(measuring))
     }
 
-    pub(super) fn flush_measured(
+    pub(in crate::core) fn flush_measured(
         &mut self,
         call: CallId,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let Some(measuring) = self.measuring else {
             return Err(nothing_measured());
         };
-        self.flush(measuring.device, Waiter::Call(call), actions);
+        ops.flush(measuring.device, Waiter::Call(call));
         Ok(None)
     }
 
-    pub(super) fn end_measuring(
+    pub(in crate::core) fn end_measuring(
         &mut self,
         call: CallId,
         rates: Option<MeasuredRates>,
         all_ended: bool,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let Some(measuring) = self.measuring.take() else {
             return Err(nothing_measured());
         };
         let Measuring { device, area, .. } = measuring;
-        let busy = measuring.busy || self.devices_are_busy();
+        let busy = measuring.busy || self.devices_are_busy(data);
         let lent = Extent {
             device,
             offset: area.offset,
@@ -102,14 +109,14 @@ impl Core {
             return Ok(Some(Reply::EndMeasuring { device, busy }));
         };
         assert!(all_ended, "rates are of operations that have all ended");
-        self.limit_next_moves(None);
+        self.limit_next_moves(None, data);
         let change = DeviceChange::Measure {
             call,
             device,
             rates,
             busy,
         };
-        let queued = self.change_catalog(Work::Device(change), actions);
+        let queued = self.change_catalog(Work::Device(change), data, ops);
         if let Err(fault) = &queued
             && fault.kind == FaultKind::TooMany
         {
@@ -121,9 +128,9 @@ impl Core {
     }
 
     /// Under a ceiling tiles move some of the time only: none may just now.
-    fn devices_are_busy(&self) -> bool {
-        let move_tiles = matches!(self.moves(), Moves::Moving | Moves::Waiting);
-        move_tiles || !self.sessions.is_empty()
+    fn devices_are_busy(&self, data: &Data) -> bool {
+        let move_tiles = matches!(self.moves(data), Moves::Moving | Moves::Waiting);
+        move_tiles || data.has_sessions()
     }
 
     /// Of a device that leaves nobody needs to know how fast it is.
@@ -146,14 +153,15 @@ impl Core {
         device: DeviceIndex,
         rates: &MeasuredRates,
         catalog: &mut Catalog,
-        actions: &mut Vec<Action>,
+        data: &Data,
+        ops: &mut Operations,
     ) -> Option<Vec<Step>> {
         // It may have been asked to leave meanwhile.
         if let Err(fault) = self.check_stays(device) {
-            refuse(call, fault, actions);
+            ops.refuse(call, fault);
             return None;
         }
-        let lacking = self.lacking_with(device, rates);
+        let lacking = self.lacking_with(device, rates, data);
         for (index, state) in self.devices.iter().enumerate() {
             let number = state.superblock.number;
             let entry = catalog.devices.iter_mut().find(|e| e.number == number);
@@ -192,13 +200,18 @@ impl Core {
     }
 
     /// Who has fewer of all tiles than its rate says, if `device` has these rates, by one tile at least.
-    fn lacking_with(&self, device: DeviceIndex, rates: &MeasuredRates) -> Vec<DeviceIndex> {
+    fn lacking_with(
+        &self,
+        device: DeviceIndex,
+        rates: &MeasuredRates,
+        data: &Data,
+    ) -> Vec<DeviceIndex> {
         let mut current = vec![0; self.devices.len()];
         let mut least_bytes = u64::MAX;
-        for stored in self.jobs.values().filter_map(|job| job.stored.as_ref()) {
-            let copies = stored.durability().extents_a_tile();
-            for (tile, extents) in stored.table.extents.iter().enumerate() {
-                let bytes = stored.tile_bytes(tile);
+        for layout in data.layouts() {
+            let copies = layout.copies();
+            for (tile, extents) in layout.table.extents.iter().enumerate() {
+                let bytes = layout.tile_bytes(tile);
                 least_bytes = least_bytes.min(bytes);
                 for extent in &extents[..copies] {
                     current[extent.device.0 as usize] += bytes;

@@ -1,37 +1,21 @@
 //! Tiles in and out: an entry is checked against session, slot, tile and generation, then becomes one operation.
 
-use offload_api::fault::FaultKind;
+use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotPlace;
-use offload_api::ids::{DeviceIndex, Epoch, SlotIndex};
+use offload_api::ids::{Epoch, SlotIndex};
 use offload_api::ring::entry::{Cqe, Promote, Request, Sqe, Verb};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::copying::CopyIo;
-use super::job::{Activity, JobKey};
+use super::job::{Activity, Job};
 use super::members::poison;
-use super::script::{Failed, Purpose, ScriptId, Step};
 use super::session::Stage;
-use super::{Action, Core, errno_kind};
-use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult, SessionId};
+use super::{Data, JobKey, Note, Purpose};
+use crate::core::Action;
+use crate::core::operations::{Failed, Operations, Step, errno_kind};
+use crate::io::{Buffer, IoId, IoOp, IoResult, SessionId};
 use crate::store::definition::Durability;
 use crate::store::manifest::{Mark, Record, SlotContent, Version};
 use crate::store::tile_table::Extent;
-
-/// An operation the driver has not reported as done.
-#[derive(Debug)]
-pub(super) enum Operation {
-    Tile(TileIo),
-    /// A write of one of the daemon's own structures.
-    Script {
-        script: ScriptId,
-        device: DeviceIndex,
-        offset: u64,
-        bytes: u32,
-    },
-    Flush(DeviceIndex),
-    /// A piece of a tile that moves to another device.
-    Copy(CopyIo),
-}
 
 /// One tile on its way.
 #[derive(Clone, Debug)]
@@ -55,8 +39,13 @@ pub(super) struct ParkedWrite {
     tile: TileIo,
 }
 
-impl Core {
-    pub(super) fn on_submission(&mut self, id: SessionId, entry: &Sqe, actions: &mut Vec<Action>) {
+impl Data {
+    pub(in crate::core) fn on_submission(
+        &mut self,
+        id: SessionId,
+        entry: &Sqe,
+        ops: &mut Operations,
+    ) {
         // What a peer wrote before it was ended may still be read out of its ring.
         let Some(session) = self.sessions.get(&id) else {
             return;
@@ -70,58 +59,56 @@ impl Core {
         };
         let started = if entry.verb == Promote::VERB {
             Promote::check(entry, epoch).map(|promote| {
-                self.promote(id, promote, actions);
+                self.promote(id, promote, ops);
                 Ok(())
             })
         } else {
-            Request::check(entry, epoch).map(|request| self.start_tile(id, request, actions))
+            Request::check(entry, epoch).map(|request| self.start_tile(id, request, ops))
         };
         match started {
             Ok(Ok(())) => {}
-            Ok(Err(kind)) => complete(id, refusal(entry.ticket, kind), actions),
+            Ok(Err(kind)) => complete(id, refusal(entry.ticket, kind), ops),
             Err(fault) if fault.kind == FaultKind::Protocol => {
-                actions.push(Action::Evict {
+                ops.push(Action::Evict {
                     session: id,
                     why: fault,
                 });
-                self.end_session(id, None, actions);
+                self.end_session(id, None, ops);
             }
             // It would have no completion: what it was about has none either, in this life.
             Err(_) if entry.verb == Promote::VERB => {}
-            Err(fault) => complete(id, refusal(entry.ticket, fault.kind), actions),
+            Err(fault) => complete(id, refusal(entry.ticket, fault.kind), ops),
         }
     }
 
     /// Costs the same whatever is in flight, and whether the ticket is known: a process may send as many as its ring takes.
-    fn promote(&mut self, id: SessionId, promote: Promote, actions: &mut Vec<Action>) {
+    fn promote(&mut self, id: SessionId, promote: Promote, ops: &mut Operations) {
         let session = &self.sessions[&id];
         let Some(&io) = session.tickets.get(&promote.ticket.0) else {
             return;
         };
-        let Some(Operation::Tile(tile)) = self.operations.get_mut(&io) else {
-            panic!("a ticket is of a tile in flight");
-        };
+        let tile = self.inflight.get_mut(&io);
+        let tile = tile.expect("a ticket is of a tile in flight");
         tile.request.priority = promote.priority;
-        actions.push(Action::Promote {
+        ops.push(Action::Promote {
             io,
             priority: promote.priority,
         });
     }
 
-    fn start_tile(
-        &mut self,
+    /// Whether the session may begin an operation of this tile with this slot: the tile's index, behind the job's tiles one of
+    /// the session's own, and where the slot lies.
+    pub(super) fn check_slot(
+        &self,
         id: SessionId,
-        request: Request,
-        actions: &mut Vec<Action>,
-    ) -> Result<(), FaultKind> {
+        request: &Request,
+    ) -> Result<(usize, SlotPlace), FaultKind> {
         let session = &self.sessions[&id];
-        let key = session.key.clone();
         if session.inflight_count >= session.iodepth {
             return Err(FaultKind::TooMany);
         }
         let index = request.tile.0 as usize;
-        let tile_count = self.tile_count(&key);
-        if index >= tile_count + session.scratch.len() {
+        if index >= self.tile_count(&session.key) + session.scratch.len() {
             return Err(FaultKind::UnknownTile);
         }
         if !session.resumed {
@@ -131,10 +118,23 @@ impl Core {
         if session.busy_slots.contains(&request.slot) {
             return Err(FaultKind::SlotBusy);
         }
+        Ok((index, place))
+    }
+
+    fn start_tile(
+        &mut self,
+        id: SessionId,
+        request: Request,
+        ops: &mut Operations,
+    ) -> Result<(), FaultKind> {
+        let (index, place) = self.check_slot(id, &request)?;
+        let session = &self.sessions[&id];
+        let (key, rank) = (session.key.clone(), session.rank);
+        let tile_count = self.tile_count(&key);
         if let Some(scratch) = index.checked_sub(tile_count) {
             let (io, op) = self.start_scratch(id, scratch, request, place)?;
             self.count_in(id, request.slot);
-            self.issue(io, op, place, actions);
+            self.issue(io, op, place, ops);
             return Ok(());
         }
         let job = &self.jobs[&key];
@@ -163,7 +163,7 @@ impl Core {
                 if self.unusable(job).is_some() {
                     return Err(FaultKind::Poisoned);
                 }
-                let closed = job.awaiting_confirm || self.has_committed(&key, session.rank);
+                let closed = job.awaiting_confirm || self.has_committed(&key, rank);
                 let other = request.generation != job.working;
                 if closed || (other && !is_disabled(Safeguard::GenerationCheck)) {
                     return Err(FaultKind::WrongGeneration);
@@ -200,42 +200,39 @@ impl Core {
                 tile: io,
             };
             if self.must_mark(&key) {
-                self.park(&key, parked, actions);
+                self.park(&key, parked, ops);
             } else {
-                self.start_write(parked, actions);
+                self.start_write(parked, ops);
             }
             return Ok(());
         }
-        self.issue(io, IoOp::Read, place, actions);
+        self.issue(io, IoOp::Read, place, ops);
         Ok(())
     }
 
-    fn start_write(&mut self, write: ParkedWrite, actions: &mut Vec<Action>) {
-        let TileIo { key, request, .. } = &write.tile;
-        self.invalidate_copy(key, request.tile, write.tile.version.which);
+    fn start_write(&mut self, write: ParkedWrite, ops: &mut Operations) {
+        self.notes.push_back(Note::Overwrites {
+            key: write.tile.key.clone(),
+            tile: write.tile.request.tile.0,
+            which: write.tile.version.which,
+        });
         let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
         job.touched[write.tile.extent.device.0 as usize] = true;
-        self.issue(write.tile, IoOp::Write, write.place, actions);
+        self.issue(write.tile, IoOp::Write, write.place, ops);
     }
 
-    fn issue(&mut self, tile: TileIo, op: IoOp, place: SlotPlace, actions: &mut Vec<Action>) {
-        let io = IoId(self.number());
-        actions.push(Action::Io {
-            io,
-            device: tile.extent.device,
-            op,
-            offset: tile.extent.offset,
-            bytes: tile.bytes,
-            buffer: Buffer::Slot {
-                session: tile.session,
-                place,
-            },
-            priority: tile.request.priority,
-        });
+    fn issue(&mut self, tile: TileIo, op: IoOp, place: SlotPlace, ops: &mut Operations) {
+        let buffer = Buffer::Slot {
+            session: tile.session,
+            place,
+        };
+        let TileIo { extent, bytes, .. } = tile;
+        let part = [extent.offset, u64::from(bytes)];
+        let io = ops.start(extent.device, op, part, buffer, tile.request.priority);
         if let Some(session) = self.sessions.get_mut(&tile.session) {
             session.tickets.insert(tile.request.ticket.0, io);
         }
-        self.operations.insert(io, Operation::Tile(tile));
+        self.inflight.insert(io, tile);
     }
 
     /// Durability none: the newest record must say that its tiles are being written over, before the first one is.
@@ -246,7 +243,7 @@ impl Core {
             && newest.is_some_and(|marked| marked.mark != Some(Mark::Overwriting))
     }
 
-    fn park(&mut self, key: &JobKey, write: ParkedWrite, actions: &mut Vec<Action>) {
+    fn park(&mut self, key: &JobKey, write: ParkedWrite, ops: &mut Operations) {
         let job = self.jobs.get_mut(key).expect("it writes");
         job.parked.push_back(write);
         if job.script.is_some() {
@@ -257,17 +254,17 @@ impl Core {
         let places = stored.entry.area.marks(Record::slot(record.generation));
         let mark = record.encode_mark(Mark::Overwriting);
         let steps = vec![
-            Step::twice(self.home, places, mark),
-            Step::flush([self.home]),
+            Step::twice(ops.home(), places, mark),
+            Step::flush([ops.home()]),
         ];
-        self.run_script(Purpose::Overwrite { key: key.clone() }, steps, actions);
+        self.run_script(key, Purpose::Overwrite, steps, ops);
     }
 
     pub(super) fn finish_overwrite(
         &mut self,
         key: &JobKey,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         let job = self.jobs.get_mut(key).expect("a script's job");
         let stored = job.stored.as_mut().expect("it writes");
@@ -279,7 +276,7 @@ impl Core {
                     marked.mark = Some(Mark::Overwriting);
                 }
                 for write in parked {
-                    self.start_write(write, actions);
+                    self.start_write(write, ops);
                 }
             }
             Err(failed) => {
@@ -291,9 +288,9 @@ impl Core {
                 for write in parked {
                     self.cancel_write(&write);
                     let ticket = write.tile.request.ticket.0;
-                    complete(write.session, refusal(ticket, FaultKind::Poisoned), actions);
+                    complete(write.session, refusal(ticket, FaultKind::Poisoned), ops);
                 }
-                self.try_commit(key, actions);
+                self.try_commit(key, ops);
             }
         }
     }
@@ -320,35 +317,19 @@ impl Core {
         }
     }
 
-    pub(super) fn on_io_done(
+    /// Takes the end of a tile's operation: where the tile lies. `None`: the operation is not one of a tile.
+    pub(in crate::core) fn on_io_done(
         &mut self,
         io: IoId,
         result: IoResult,
-        read: Option<AlignedBytes>,
-        actions: &mut Vec<Action>,
-    ) {
-        let operation = self.operations.remove(&io).expect("an operation in flight");
-        match operation {
-            Operation::Script {
-                script,
-                device,
-                offset,
-                bytes,
-            } => {
-                let failed = (result.outcome != Ok(bytes))
-                    .then(|| self.device_fault(IoOp::Write, device, offset, bytes, result.outcome));
-                self.on_script_io_done(script, failed, actions);
-            }
-            Operation::Flush(device) => self.on_flush_done(device, result, actions),
-            Operation::Tile(tile) => {
-                self.on_tile_done(io, &tile, result, actions);
-                self.free_left(Some(tile.extent));
-            }
-            Operation::Copy(copy) => self.on_copy_done(copy, result, read, actions),
-        }
+        ops: &mut Operations,
+    ) -> Option<Extent> {
+        let tile = self.inflight.remove(&io)?;
+        self.on_tile_done(io, &tile, result, ops);
+        Some(tile.extent)
     }
 
-    fn on_tile_done(&mut self, id: IoId, io: &TileIo, result: IoResult, actions: &mut Vec<Action>) {
+    fn on_tile_done(&mut self, id: IoId, io: &TileIo, result: IoResult, ops: &mut Operations) {
         let fault = match result.outcome {
             Ok(moved) if moved == io.bytes => None,
             Ok(_) => Some(FaultKind::Short),
@@ -367,11 +348,11 @@ impl Core {
         let reads = io.request.verb == Verb::SwapIn;
         let session = &self.sessions[&io.session];
         if session.stage == Stage::Live {
-            complete(io.session, entry(io, fault, result), actions);
+            complete(io.session, entry(io, fault, result), ops);
         }
-        self.try_drop(io.session, actions);
+        self.try_drop(io.session, ops);
         if !reads {
-            self.try_commit(&io.key, actions);
+            self.try_commit(&io.key, ops);
         }
     }
 
@@ -394,16 +375,21 @@ impl Core {
             }
             Verb::SwapOut => {
                 assert_eq!(tile.activity, Activity::Writing);
+                let written = (io.request.tile, io.version.which);
+                stored.damaged.remove(&written);
                 tile.activity = Activity::Idle;
                 stored.failed_count -= usize::from(tile.failed);
                 tile.failed = !moved;
                 stored.failed_count += usize::from(tile.failed);
                 tile.working = moved.then_some(io.version).or(tile.working);
-                let written = (io.request.tile, io.version.which);
-                stored.damaged.remove(&written);
                 job.writes_inflight_count -= 1;
             }
         }
+    }
+
+    /// Why `job` can write nothing and commit nothing any more.
+    pub(super) fn unusable<'a>(&'a self, job: &'a Job) -> Option<&'a Fault> {
+        self.read_only.as_ref().or(job.unusable())
     }
 }
 
@@ -435,8 +421,8 @@ fn entry(io: &TileIo, fault: Option<FaultKind>, result: IoResult) -> Cqe {
     }
 }
 
-fn complete(session: SessionId, entry: Cqe, actions: &mut Vec<Action>) {
-    actions.push(Action::Complete { session, entry });
+fn complete(session: SessionId, entry: Cqe, ops: &mut Operations) {
+    ops.push(Action::Complete { session, entry });
 }
 
 /// The completion of what never reached a device.

@@ -12,9 +12,11 @@ use offload_api::ring::RING_ENTRIES_MAX;
 use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::{Job, JobKey};
+use super::job::Job;
 use super::scratch::ScratchTile;
-use super::{Action, CallId, Core, OpenReply, OpenSession, Peer, Reply, refuse};
+use super::{Data, JobKey, Note};
+use crate::core::operations::Operations;
+use crate::core::{Action, CallId, DeviceState, OpenReply, OpenSession, Peer, Reply};
 use crate::io::{IoId, SessionId};
 use crate::store::manifest::LOCAL_RANKS_MAX;
 
@@ -71,14 +73,22 @@ impl Session {
     }
 }
 
-impl Core {
+impl Data {
     pub(super) fn arena_free_bytes(&self) -> u64 {
         // More than all is used after the limit was lowered.
         (self.limits.arena_bytes_max).saturating_sub(self.arena_used_bytes)
     }
 
+    pub(in crate::core) fn has_sessions(&self) -> bool {
+        !self.sessions.is_empty()
+    }
+
     /// The live session of a token, if it is this peer's.
-    pub(super) fn live(&self, peer: Peer, token: SessionToken) -> Result<SessionId, Fault> {
+    pub(in crate::core) fn live(
+        &self,
+        peer: Peer,
+        token: SessionToken,
+    ) -> Result<SessionId, Fault> {
         let found = self.tokens.get(&token).copied().filter(|id| {
             let session = &self.sessions[id];
             session.uid == peer.uid && session.stage == Stage::Live
@@ -91,25 +101,25 @@ impl Core {
         })
     }
 
-    pub(super) fn open(
+    pub(in crate::core) fn open(
         &mut self,
         call: CallId,
         peer: Peer,
         open: OpenSession,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let key = JobKey::new(peer.uid, open.job.clone());
         let geometry = self.check_open(&key, &open)?;
         let iodepth = self.admit_session(&key, &open, geometry.arena_bytes())?;
         let ring_entries = ring_entries(iodepth);
-        let id = SessionId(self.number());
+        let id = SessionId(ops.number());
         self.arena_used_bytes += geometry.arena_bytes();
-        let device_count = self.devices.len();
+        let device_count = ops.device_count();
         let job = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
         job.local_ranks = open.local_ranks;
         job.members.insert(open.rank, id);
         self.tokens.insert(open.token, id);
-        actions.push(Action::MakeArena {
+        ops.push(Action::MakeArena {
             session: id,
             token: open.token,
             peer,
@@ -178,34 +188,35 @@ impl Core {
         Ok(geometry)
     }
 
-    pub(super) fn on_arena_made(
+    pub(in crate::core) fn on_arena_made(
         &mut self,
         id: SessionId,
         result: Result<(), Fault>,
-        actions: &mut Vec<Action>,
+        devices: Vec<DeviceState>,
+        ops: &mut Operations,
     ) {
         let session = self.sessions.get_mut(&id).expect("the arena of a session");
         match (session.stage, result) {
             (Stage::Making { open }, Ok(())) => {
                 session.stage = Stage::Live;
-                let reply = Ok(Reply::Open(Box::new(self.open_reply(id))));
-                actions.push(Action::Reply { call: open, reply });
+                let reply = Ok(Reply::Open(Box::new(self.open_reply(id, devices))));
+                ops.reply(open, reply);
             }
             (Stage::EndingUnmade { open }, Ok(())) => {
                 session.stage = Stage::Ending { close: None };
                 let gone = Fault::new(FaultKind::NotFound, "the process went while it opened");
-                refuse(open, gone, actions);
-                self.try_drop(id, actions);
+                ops.refuse(open, gone);
+                self.try_drop(id, ops);
             }
             (Stage::Making { open } | Stage::EndingUnmade { open }, Err(fault)) => {
-                refuse(open, fault, actions);
+                ops.refuse(open, fault);
                 self.forget(id);
             }
             (Stage::Live | Stage::Ending { .. }, _) => panic!("an arena is made once"),
         }
     }
 
-    fn open_reply(&self, id: SessionId) -> OpenReply {
+    fn open_reply(&self, id: SessionId, devices: Vec<DeviceState>) -> OpenReply {
         let session = &self.sessions[&id];
         OpenReply {
             token: session.token,
@@ -214,22 +225,22 @@ impl Core {
             ring_entries: session.ring_entries,
             iodepth: session.iodepth,
             block_bytes: BLOCK_BYTES,
-            devices: self.device_states(),
+            devices,
         }
     }
 
-    pub(super) fn describe_job(&self, id: SessionId) -> Reply {
+    pub(in crate::core) fn describe_job(&self, id: SessionId) -> Reply {
         let job = &self.jobs[&self.sessions[&id].key];
         let stored = job.stored.as_ref();
         Reply::DescribeJob(stored.map(|stored| Box::new(stored.to_job_record())))
     }
 
     /// The process closed it (`close` waits for its end), or is gone, or is thrown out.
-    pub(super) fn end_session(
+    pub(in crate::core) fn end_session(
         &mut self,
         id: SessionId,
         close: Option<CallId>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         // A peer may close, and be reported as gone while its last operations end.
         let Some(session) = self.sessions.get_mut(&id) else {
@@ -241,12 +252,12 @@ impl Core {
             Stage::Ending { .. } | Stage::EndingUnmade { .. } => return,
         };
         self.tokens.remove(&session.token);
-        self.lose_member(id, actions);
-        self.try_drop(id, actions);
+        self.lose_member(id, ops);
+        self.try_drop(id, ops);
     }
 
     /// Drops the arena of an ended session once nothing moves in it.
-    pub(super) fn try_drop(&mut self, id: SessionId, actions: &mut Vec<Action>) {
+    pub(super) fn try_drop(&mut self, id: SessionId, ops: &mut Operations) {
         let session = &self.sessions[&id];
         let Stage::Ending { close } = session.stage else {
             return;
@@ -254,13 +265,10 @@ impl Core {
         if session.inflight_count > 0 && !is_disabled(Safeguard::ReclaimAfterIo) {
             return;
         }
-        actions.push(Action::DropArena { session: id });
+        ops.push(Action::DropArena { session: id });
         self.forget(id);
         if let Some(call) = close {
-            actions.push(Action::Reply {
-                call,
-                reply: Ok(Reply::Close),
-            });
+            ops.reply(call, Ok(Reply::Close));
         }
     }
 
@@ -268,7 +276,13 @@ impl Core {
         let session = self.sessions.remove(&id).expect("a session");
         self.tokens.remove(&session.token);
         self.arena_used_bytes -= session.geometry.arena_bytes();
-        self.release_scratch(&session.scratch);
+        if !session.scratch.is_empty() {
+            let extents = session
+                .scratch
+                .iter()
+                .map(|tile| (tile.extent, tile.bytes()));
+            self.notes.push_back(Note::Freed(extents.collect()));
+        }
         let job = self.jobs.get_mut(&session.key).expect("a session's job");
         job.members.remove(&session.rank);
         self.settle(&session.key);

@@ -4,18 +4,26 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::TileIndex;
 
-use super::job::{Activity, JobKey, Stored};
-use super::{Core, Damage, Reply, Reported};
+use super::job::{Activity, Stored};
+use super::{Data, JobKey};
+use crate::core::Damage;
 use crate::io::SessionId;
 use crate::store::definition::JobName;
 use crate::store::tile_table::Extent;
 
-impl Core {
-    pub(super) fn hear_damage(
-        &mut self,
+/// The tile that a process calls damaged.
+pub(in crate::core) struct ReportedTile {
+    pub(in crate::core) uid: u32,
+    pub(in crate::core) job: JobName,
+    pub(in crate::core) tile_bytes: u64,
+}
+
+impl Data {
+    pub(in crate::core) fn hear_damage(
+        &self,
         session: SessionId,
         damage: Damage,
-    ) -> Result<Option<Reply>, Fault> {
+    ) -> Result<ReportedTile, Fault> {
         let key = &self.sessions[&session].key;
         let job = self.jobs.get(key).expect("a session's job");
         let stored = job.stored.as_ref().filter(|stored| {
@@ -31,19 +39,21 @@ impl Core {
                 ),
             ));
         };
-        let device = &self.devices[damage.device.0 as usize];
-        Ok(Some(Reply::ReportDamage(Reported {
+        Ok(ReportedTile {
             uid: key.uid,
             job: key.name.clone(),
-            path: device.path.clone(),
-            superblock: device.superblock,
             tile_bytes: stored.tile_bytes(damage.tile.0 as usize),
-        })))
+        })
     }
 
     /// Records damage that a process reported and the server found too. Returns whether it counts: the version is still there,
     /// and its damage was not counted before.
-    pub fn confirm_damage(&mut self, uid: u32, job: &JobName, damage: &Damage) -> bool {
+    pub(in crate::core) fn confirm_damage(
+        &mut self,
+        uid: u32,
+        job: &JobName,
+        damage: &Damage,
+    ) -> bool {
         let job = self.jobs.get_mut(&JobKey::new(uid, job.clone()));
         let Some(stored) = job.and_then(|job| job.stored.as_mut()) else {
             return false;

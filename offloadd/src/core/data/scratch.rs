@@ -7,11 +7,13 @@
 use offload_api::TILES_MAX;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotPlace;
-use offload_api::ring::entry::{Request, Verb};
+use offload_api::ring::entry::{Request, Sqe, Verb};
 
-use super::io::TileIo;
+use super::Data;
 use super::job::Activity;
-use super::{Core, Reply};
+use super::session::Stage;
+use super::tiles::TileIo;
+use crate::core::Reply;
 use crate::io::{IoOp, SessionId};
 use crate::store::definition::check_tile_bytes;
 use crate::store::manifest::Version;
@@ -47,21 +49,54 @@ impl ScratchTile {
     }
 }
 
-impl Core {
-    pub(super) fn reserve_scratch(
-        &mut self,
+/// Room that a session asks for: as many tiles as it may have.
+pub(in crate::core) struct ScratchRequest {
+    session: SessionId,
+    /// For messages.
+    who: String,
+    tile_bytes: Vec<u32>,
+}
+
+/// A session's own tile that is about to be written anyway.
+pub(in crate::core) struct ScratchWrite {
+    session: SessionId,
+    index: usize,
+    pub(in crate::core) extent: Extent,
+    pub(in crate::core) bytes: u32,
+}
+
+impl ScratchRequest {
+    pub(in crate::core) fn tile_bytes(&self) -> &[u32] {
+        &self.tile_bytes
+    }
+
+    /// The refusal where the devices have no room.
+    pub(in crate::core) fn no_room(&self, needed_bytes: u64, free: &str) -> Fault {
+        Fault::new(
+            FaultKind::NoSpace,
+            format!(
+                "{} needs {needed_bytes} bytes; free: {free}; keep it in host memory, drop a job or add a device",
+                self.who
+            ),
+        )
+    }
+}
+
+impl Data {
+    /// # Errors
+    /// The session may have no such tiles, or not so many bytes.
+    pub(in crate::core) fn check_scratch(
+        &self,
         id: SessionId,
-        tile_bytes: &[u32],
-    ) -> Result<Option<Reply>, Fault> {
+        tile_bytes: Vec<u32>,
+    ) -> Result<ScratchRequest, Fault> {
         let session = &self.sessions[&id];
-        let (key, rank) = (session.key.clone(), session.rank);
-        let invalid = |why: &str| {
-            Err(Fault::new(
-                FaultKind::Invalid,
-                format!("scratch of rank {rank} of job {}: {why}", key.name),
-            ))
-        };
-        let tile_count = self.tile_count(&key);
+        let who = format!(
+            "scratch of rank {} of job {}",
+            session.rank, session.key.name
+        );
+        let invalid = |why: &str| Err(Fault::new(FaultKind::Invalid, format!("{who}: {why}")));
+        let tile_count = self.tile_count(&session.key);
         if tile_count == 0 {
             return invalid("the job has no tiles yet: define them first");
         }
@@ -76,26 +111,31 @@ impl Core {
         }
         check_tile_bytes(tile_bytes.iter().copied())?;
         let asked_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
-        self.admit_device_bytes(&key, asked_bytes)?;
-        let extents = self.space.reserve_tiles(tile_bytes).map_err(|no_room| {
-            Fault::new(
-                FaultKind::NoSpace,
-                format!(
-                    "scratch of rank {rank} of job {} needs {} bytes; free: {}; keep it in host memory, drop a job or add a device",
-                    key.name,
-                    no_room.needed_bytes,
-                    self.free_room(&no_room.free_bytes)
-                ),
-            )
-        })?;
-        let tiles = extents.into_iter().zip(tile_bytes);
-        let session = self.sessions.get_mut(&id).expect("a live session");
-        session.scratch = tiles
-            .map(|(extent, &bytes)| ScratchTile::new(extent, bytes, None))
+        self.admit_device_bytes(&session.key, asked_bytes)?;
+        Ok(ScratchRequest {
+            session: id,
+            who,
+            tile_bytes,
+        })
+    }
+
+    /// Gives a session its own tiles.
+    pub(in crate::core) fn take_scratch(
+        &mut self,
+        asked: ScratchRequest,
+        extents: Vec<Extent>,
+    ) -> Reply {
+        let ScratchRequest {
+            session,
+            tile_bytes,
+            ..
+        } = asked;
+        let reserved_bytes = tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
+        let session = self.sessions.get_mut(&session).expect("a live session");
+        session.scratch = (extents.into_iter().zip(tile_bytes))
+            .map(|(extent, bytes)| ScratchTile::new(extent, bytes, None))
             .collect();
-        Ok(Some(Reply::ReserveScratch {
-            reserved_bytes: asked_bytes,
-        }))
+        Reply::ReserveScratch { reserved_bytes }
     }
 
     /// Marks one of a session's own tiles as being read or written.
@@ -106,8 +146,7 @@ impl Core {
         request: Request,
         place: SlotPlace,
     ) -> Result<(TileIo, IoOp), FaultKind> {
-        self.leave_closed(id, index, request.verb, place.bytes);
-        let reading_only = self.reading_only.is_some();
+        let read_only = self.read_only.is_some();
         let session = self.sessions.get_mut(&id).expect("its submission is taken");
         let job = &self.jobs[&session.key];
         let tile = &mut session.scratch[index];
@@ -131,7 +170,7 @@ impl Core {
                 (version, Activity::Reading { count }, IoOp::Read)
             }
             (Verb::SwapOut, Activity::Idle) => {
-                if reading_only || job.unusable().is_some() {
+                if read_only || job.unusable().is_some() {
                     return Err(FaultKind::Poisoned);
                 }
                 // Of no generation: the number only says when it was written.
@@ -156,25 +195,37 @@ impl Core {
         Ok((io, op))
     }
 
-    /// A tile that is to be written anyway leaves a device that is drained, if another has room.
-    fn leave_closed(&mut self, id: SessionId, index: usize, verb: Verb, slot_bytes: u64) {
-        let session = self.sessions.get_mut(&id).expect("its submission is taken");
-        let refused = self.jobs[&session.key].unusable().is_some();
-        let tile = &mut session.scratch[index];
-        let idle = tile.activity == Activity::Idle && verb == Verb::SwapOut;
-        // A write that is refused changes nothing.
-        if refused
-            || slot_bytes < u64::from(tile.bytes)
-            || !idle
-            || !self.space.is_closed(tile.extent.device)
-        {
-            return;
+    /// The session's own tile that `entry` is about to write over, if it is accepted: it may as well go elsewhere.
+    pub(in crate::core) fn scratch_write(
+        &self,
+        id: SessionId,
+        entry: &Sqe,
+    ) -> Option<ScratchWrite> {
+        let session = self.sessions.get(&id)?;
+        if session.scratch.is_empty() || session.stage != Stage::Live {
+            return None;
         }
-        if let Ok(places) = self.space.reserve_tiles(&[tile.bytes]) {
-            self.space.give(tile.extent, u64::from(tile.bytes));
-            tile.extent = places[0];
-            tile.content = None;
-        }
+        let request = Request::check(entry, self.epoch).ok()?;
+        let (index, place) = self.check_slot(id, &request).ok()?;
+        let index = index.checked_sub(self.tile_count(&session.key))?;
+        let tile = &session.scratch[index];
+        let writes = request.verb == Verb::SwapOut && tile.activity == Activity::Idle;
+        let refused = self.unusable(&self.jobs[&session.key]).is_some();
+        let fits = place.bytes >= u64::from(tile.bytes);
+        (writes && fits && !refused).then_some(ScratchWrite {
+            session: id,
+            index,
+            extent: tile.extent,
+            bytes: tile.bytes,
+        })
+    }
+
+    /// The tile is written to `extent`, and what it held is lost.
+    pub(in crate::core) fn replace_scratch(&mut self, write: &ScratchWrite, extent: Extent) {
+        let session = self.sessions.get_mut(&write.session).expect("it writes");
+        let tile = &mut session.scratch[write.index];
+        tile.extent = extent;
+        tile.content = None;
     }
 
     pub(super) fn end_scratch(&mut self, io: &TileIo, index: usize, moved: bool) {
@@ -188,11 +239,5 @@ impl Core {
             }
             _ => Activity::Idle,
         };
-    }
-
-    pub(super) fn release_scratch(&mut self, tiles: &[ScratchTile]) {
-        for tile in tiles {
-            self.space.give(tile.extent, u64::from(tile.bytes));
-        }
     }
 }

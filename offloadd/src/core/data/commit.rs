@@ -17,10 +17,10 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation, Rank};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::JobKey;
 use super::members::poison;
-use super::script::{Failed, Purpose, Step};
-use super::{Action, CallId, Core, Reply, next, refuse};
+use super::{Data, JobKey, Purpose};
+use crate::core::operations::{Failed, Operations, Step};
+use crate::core::{CallId, Reply, next};
 use crate::io::SessionId;
 use crate::store::manifest::{Mark, Marked, Record, SlotContent, blob_room_bytes, blobs_bytes_max};
 
@@ -33,14 +33,14 @@ pub(super) struct Round {
     pub(super) running: bool,
 }
 
-impl Core {
-    pub(super) fn commit(
+impl Data {
+    pub(in crate::core) fn commit(
         &mut self,
         call: CallId,
         session: SessionId,
         generation: Generation,
         blob: Vec<u8>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let session = &self.sessions[&session];
         let (key, rank, resumed) = (session.key.clone(), session.rank, session.resumed);
@@ -88,7 +88,7 @@ impl Core {
             ));
         }
         round.calls.insert(rank, (call, blob));
-        self.try_commit(&key, actions);
+        self.try_commit(&key, ops);
         Ok(None)
     }
 
@@ -99,15 +99,15 @@ impl Core {
     }
 
     /// Starts the round when everyone has called and every write has ended.
-    pub(super) fn try_commit(&mut self, key: &JobKey, actions: &mut Vec<Action>) {
+    pub(in crate::core) fn try_commit(&mut self, key: &JobKey, ops: &mut Operations) {
         let Some(job) = self.jobs.get_mut(key) else {
             return;
         };
         let Some(round) = &mut job.round else { return };
         let complete = round.calls.len() == job.local_ranks as usize;
         // While its definition is written again, tiles may lie where only the new one says.
-        let exchanging = job.exchanging && !is_disabled(Safeguard::ExchangeFirst);
-        let busy = job.script.is_some() || exchanging;
+        let frozen = job.frozen && !is_disabled(Safeguard::ExchangeFirst);
+        let busy = job.script.is_some() || frozen;
         if round.running || !complete || job.writes_inflight_count > 0 || busy {
             return;
         }
@@ -122,7 +122,7 @@ impl Core {
                     ),
                 )
             });
-            self.end_round(key, &Err(fault), actions);
+            self.end_round(key, &Err(fault), ops);
             return;
         }
         round.running = true;
@@ -149,18 +149,14 @@ impl Core {
             steps.push(Step::flush(touched));
         }
         steps.push(Step::twice(
-            self.home,
+            ops.home(),
             stored.entry.area.records(slot),
             record.encode(sequence),
         ));
         if !is_disabled(Safeguard::SecondFlush) {
-            steps.push(Step::flush([self.home]));
+            steps.push(Step::flush([ops.home()]));
         }
-        let purpose = Purpose::Commit {
-            key: key.clone(),
-            record,
-        };
-        self.run_script(purpose, steps, actions);
+        self.run_script(key, Purpose::Commit { record }, steps, ops);
     }
 
     pub(super) fn finish_commit(
@@ -168,7 +164,7 @@ impl Core {
         key: &JobKey,
         record: Record,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         let job = self.jobs.get_mut(key).expect("a script's job");
         let stored = job.stored.as_mut().expect("it committed");
@@ -187,14 +183,10 @@ impl Core {
         if let Some(fault) = failed {
             *stored.slot_of(generation) = SlotContent::Unknown;
             let writes = stored.voiding(&[Record::slot(generation)]);
-            let steps = vec![Step::writes(self.home, writes), Step::flush([self.home])];
+            let steps = vec![Step::writes(ops.home(), writes), Step::flush([ops.home()])];
             job.poison.get_or_insert_with(|| fault.clone());
-            let purpose = Purpose::Withdraw {
-                key: key.clone(),
-                generation,
-                fault,
-            };
-            return self.run_script(purpose, steps, actions);
+            let purpose = Purpose::Withdraw { generation, fault };
+            return self.run_script(key, purpose, steps, ops);
         }
         for tile in &mut stored.tiles {
             tile.committed = tile.newest();
@@ -210,7 +202,7 @@ impl Core {
             confirmed,
             working_generation: job.working,
         };
-        self.end_round(key, &Ok(reply), actions);
+        self.end_round(key, &Ok(reply), ops);
     }
 
     /// The failure is told only now: a restart before this may find the record, which is then as true as a commit that was
@@ -221,7 +213,7 @@ impl Core {
         generation: Generation,
         fault: Fault,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         if result.is_ok() {
             let job = self.jobs.get_mut(key).expect("a script's job");
@@ -229,31 +221,23 @@ impl Core {
             *stored.slot_of(generation) = SlotContent::Empty;
         }
         // Otherwise the record may be there tomorrow; resuming writes a void over it first.
-        self.end_round(key, &Err(fault), actions);
+        self.end_round(key, &Err(fault), ops);
     }
 
-    fn end_round(
-        &mut self,
-        key: &JobKey,
-        answer: &Result<Reply, Fault>,
-        actions: &mut Vec<Action>,
-    ) {
+    fn end_round(&mut self, key: &JobKey, answer: &Result<Reply, Fault>, ops: &mut Operations) {
         let job = self.jobs.get_mut(key).expect("a committing job");
         let round = job.round.take().expect("a round");
         for (call, _) in round.calls.into_values() {
-            actions.push(Action::Reply {
-                call,
-                reply: answer.clone(),
-            });
+            ops.reply(call, answer.clone());
         }
     }
 
-    pub(super) fn confirm(
+    pub(in crate::core) fn confirm(
         &mut self,
         call: CallId,
         session: SessionId,
         generation: Generation,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let session = &self.sessions[&session];
         let (key, resumed) = (session.key.clone(), session.resumed);
@@ -273,7 +257,7 @@ impl Core {
         if newest.confirmed() {
             return Ok(Some(Reply::Confirm));
         }
-        if let Some(fault) = self.reading_only.as_ref().or(job.poison.as_ref()) {
+        if let Some(fault) = self.read_only.as_ref().or(job.poison.as_ref()) {
             return Err(fault.clone());
         }
         if job.confirm_waiters.len() >= 2 * job.local_ranks as usize {
@@ -288,10 +272,10 @@ impl Core {
             let area = &job.stored.as_ref().expect("just seen").entry.area;
             let places = area.marks(Record::slot(generation));
             let steps = vec![
-                Step::twice(self.home, places, mark),
-                Step::flush([self.home]),
+                Step::twice(ops.home(), places, mark),
+                Step::flush([ops.home()]),
             ];
-            self.run_script(Purpose::Confirm { key }, steps, actions);
+            self.run_script(&key, Purpose::Confirm, steps, ops);
         }
         Ok(None)
     }
@@ -300,7 +284,7 @@ impl Core {
         &mut self,
         key: &JobKey,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         let job = self.jobs.get_mut(key).expect("a script's job");
         let answer = match result {
@@ -321,11 +305,8 @@ impl Core {
         };
         for call in std::mem::take(&mut job.confirm_waiters) {
             match &answer {
-                Ok(reply) => actions.push(Action::Reply {
-                    call,
-                    reply: Ok(reply.clone()),
-                }),
-                Err(fault) => refuse(call, fault.clone(), actions),
+                Ok(reply) => ops.reply(call, Ok(reply.clone())),
+                Err(fault) => ops.refuse(call, fault.clone()),
             }
         }
     }

@@ -4,19 +4,20 @@
 //! generation and who wrote that), each session against the settings of this life. What does not fit is left out with the
 //! reason; a job's sessions come all or none, as without one of them its generation could not be completed.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
-use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::io::free_extent;
-use super::job::{Job, JobKey, Stored};
+use super::job::{Job, Stored};
 use super::scratch::ScratchTile;
 use super::session::{Session, Stage, ring_entries};
-use super::{Core, Peer, Reply};
-use crate::handover::message::{self, NO_DEVICE};
+use super::tiles::free_extent;
+use super::{Data, JobKey};
+use crate::core::operations::Operations;
+use crate::core::{Peer, Reply};
+use crate::handover::message;
 use crate::io::SessionId;
 use crate::store::definition::JobName;
 use crate::store::manifest::{LOCAL_RANKS_MAX, Version};
@@ -61,112 +62,38 @@ struct CheckedTiles {
     touched: Vec<bool>,
 }
 
-impl Core {
-    /// The life that messages must name.
-    pub fn epoch(&self) -> Epoch {
-        self.epoch
+/// A job with the sessions that go on, all of which fits the store; its room is not taken yet.
+pub(in crate::core) struct CheckedJob {
+    key: JobKey,
+    tiles: CheckedTiles,
+    poison: Option<Fault>,
+    gone: Option<Fault>,
+    sessions: Vec<Checked>,
+}
+
+/// Room that sessions keep for themselves, and what a refusal calls it.
+pub(in crate::core) struct KeptRoom {
+    pub(in crate::core) extent: Extent,
+    pub(in crate::core) bytes: u64,
+    pub(in crate::core) name: String,
+}
+
+/// The devices by their index, as messages to the next daemon name them.
+pub(in crate::core) struct DeviceNumbers {
+    /// With whether the device is of the store now.
+    pub(in crate::core) numbers: Vec<(u32, bool)>,
+}
+
+impl DeviceNumbers {
+    fn number(&self, device: DeviceIndex) -> u32 {
+        self.numbers[device.0 as usize].0
     }
 
-    /// Nothing is in flight, nothing is written, nothing waits for either. Sessions whose memory is still being made may be
-    /// there: they are not handed over, and nobody waits for them.
-    pub fn is_quiet(&self) -> bool {
-        let store_access = |session: &Session| {
-            let here = !matches!(session.stage, Stage::Ending { .. });
-            session.inflight_count == 0 && here
-        };
-        self.operations.is_empty()
-            && self.scripts.is_empty()
-            && self.catalog.is_idle()
-            && self.mover.batch.is_none()
-            && self.sessions.values().all(store_access)
-    }
-
-    /// Everything that the next daemon cannot read from the devices. Calls that still wait for other ranks are not in it:
-    /// their processes call again.
-    pub fn hand_over(&self) -> message::State {
-        assert!(self.is_quiet(), "handed over at rest");
-        let used: Vec<(&JobKey, &Job)> = (self.jobs.iter())
-            .filter(|(_, job)| !job.members.is_empty() && job.broken.is_none())
-            .collect();
-        let place = |key: &JobKey| used.iter().position(|(other, _)| *other == key);
-        let live = (self.sessions.iter()).filter(|(_, session)| session.stage == Stage::Live);
-        let sessions = live.filter_map(|(id, session)| {
-            Some(message::Session {
-                number: id.0,
-                job: place(&session.key)? as u32,
-                rank: session.rank.0,
-                pid: session.pid,
-                token: session.token.0.to_vec(),
-                classes: (session.geometry.classes())
-                    .map(|class| message::Class {
-                        slot_bytes: class.slot_bytes,
-                        slot_count: class.slot_count,
-                    })
-                    .collect(),
-                iodepth: session.iodepth,
-                resumed: session.resumed,
-                submission_head: 0,
-                completion_tail: 0,
-                scratch: (session.scratch.iter())
-                    .map(|tile| message::Scratch {
-                        device: self.number_of(tile.extent.device),
-                        offset: tile.extent.offset,
-                        bytes: tile.bytes() as u32,
-                        written: (tile.content).map(|version| self.written(version, tile.extent)),
-                    })
-                    .collect(),
-            })
-        });
-        message::State {
-            store: self.catalog.catalog.store.0.to_vec(),
-            epoch: self.epoch.0,
-            devices: (self.devices.iter())
-                .map(|device| device.phase.map_or(NO_DEVICE, |_| device.superblock.number))
-                .collect(),
-            sessions: sessions.collect(),
-            jobs: used
-                .iter()
-                .map(|(key, job)| self.job_state(key, job))
-                .collect(),
-            handover: 0,
-            catalog: self.catalog.catalog.sequence,
-            catalog_unsure: self.catalog.is_unsure(),
-        }
-    }
-
-    fn job_state(&self, key: &JobKey, job: &Job) -> message::Job {
-        let touched = job
-            .touched
-            .iter()
-            .enumerate()
-            .filter(|(device, touched)| **touched && self.devices[*device].phase.is_some());
-        let tiles = job.stored.iter().flat_map(|stored| {
-            let written = (stored.tiles.iter().enumerate())
-                .filter(|(_, tile)| tile.working.is_some() || tile.failed);
-            written.map(|(index, tile)| message::Tile {
-                index: index as u32,
-                written: tile.working.map(|version| {
-                    let extents = &stored.table.extents[index];
-                    self.written(version, extents[usize::from(version.which)])
-                }),
-                failed: tile.failed,
-            })
-        });
-        message::Job {
-            uid: key.uid,
-            name: key.name.as_str().into(),
-            stored: job.stored.as_ref().map(status),
-            local_ranks: job.local_ranks,
-            resumed: job.resumed.map(|generation| generation.0),
-            working: job.working.0,
-            awaiting_confirm: job.awaiting_confirm,
-            poison: job.poison.as_ref().map(fault_state),
-            gone: job.gone.as_ref().map(fault_state),
-            touched: touched
-                .map(|(device, _)| self.number_of(DeviceIndex(device as u32)))
-                .collect(),
-            tiles: tiles.collect(),
-        }
+    fn index(&self, number: u32) -> Result<DeviceIndex, String> {
+        let found = (self.numbers.iter()).position(|(other, _)| *other == number);
+        found
+            .map(|index| DeviceIndex(index as u32))
+            .ok_or_else(|| format!("the store has no device {number}"))
     }
 
     fn written(&self, version: Version, extent: Extent) -> message::Written {
@@ -174,112 +101,77 @@ impl Core {
             which: version.which.into(),
             checksum: version.checksum,
             generation: version.generation.0,
-            device: self.number_of(extent.device),
+            device: self.number(extent.device),
             offset: extent.offset,
         }
     }
 
-    fn number_of(&self, device: DeviceIndex) -> u32 {
-        self.devices[device.0 as usize].superblock.number
+    fn extent(&self, written: &message::Written) -> Result<Extent, String> {
+        Ok(Extent {
+            device: self.index(written.device)?,
+            offset: written.offset,
+        })
+    }
+}
+
+impl CheckedJob {
+    /// What must be free for it.
+    pub(in crate::core) fn kept_room(&self) -> impl Iterator<Item = KeptRoom> + '_ {
+        self.sessions.iter().flat_map(|session| {
+            session.scratch.iter().map(|tile| KeptRoom {
+                extent: tile.extent,
+                bytes: tile.bytes(),
+                name: format!("rank {}: a tile of its own", session.rank),
+            })
+        })
+    }
+}
+
+impl Data {
+    /// No tile is on its way, and no session waits for its last one. Sessions whose memory is still being made may be there:
+    /// they are not handed over, and nobody waits for them.
+    pub(in crate::core) fn is_quiet(&self) -> bool {
+        let quiet = |session: &Session| {
+            let here = !matches!(session.stage, Stage::Ending { .. });
+            session.inflight_count == 0 && here
+        };
+        self.inflight.is_empty() && self.sessions.values().all(quiet)
     }
 
-    fn device_of(&self, number: u32) -> Result<DeviceIndex, String> {
-        let found = (self.devices.iter()).position(|d| d.superblock.number == number);
-        found
-            .map(|index| DeviceIndex(index as u32))
-            .ok_or_else(|| format!("the store has no device {number}"))
+    /// Everything that the next daemon cannot read from the devices. Calls that still wait for other ranks are not in it:
+    /// their processes call again.
+    pub(in crate::core) fn hand_over(
+        &self,
+        devices: &DeviceNumbers,
+    ) -> (Vec<message::Session>, Vec<message::Job>) {
+        let used: Vec<(&JobKey, &Job)> = (self.jobs.iter())
+            .filter(|(_, job)| !job.members.is_empty() && job.broken.is_none())
+            .collect();
+        let place = |key: &JobKey| used.iter().position(|(other, _)| *other == key);
+        let live = (self.sessions.iter()).filter(|(_, session)| session.stage == Stage::Live);
+        let sessions = live.filter_map(|(id, session)| {
+            let job = place(&session.key)? as u32;
+            Some(session_state(*id, session, job, devices))
+        });
+        let jobs = (used.iter()).map(|(key, job)| job_state(key, job, devices));
+        (sessions.collect(), jobs.collect())
     }
 
-    /// Takes up what the daemon before handed over, at a start and before anything else: the sessions that go on, and one
-    /// line for each job that does not. `has_descriptors`: of the session with this place in the state.
+    /// Holds a job of the state against what the devices say, and its sessions against the settings. Changes nothing.
     ///
     /// # Errors
-    /// All of it belongs to another store, or to this one before another daemon served it, or with other devices.
-    pub fn adopt(
-        &mut self,
-        state: &message::State,
-        has_descriptors: impl Fn(usize) -> bool,
-    ) -> Result<(Vec<Adopted>, Vec<String>), String> {
-        assert!(self.sessions.is_empty(), "before anybody has come");
-        if state.store != self.catalog.catalog.store.0 {
-            return Err(format!(
-                "it belongs to another store than {}",
-                self.catalog.catalog.store
-            ));
-        }
-        let found = self.catalog.catalog.sequence;
-        let since = found.checked_sub(state.catalog);
-        let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
-        if !none_since && !is_disabled(Safeguard::Lives) {
-            return Err(format!(
-                "another daemon has served the store since, or devices were added or drained: its catalog has number {found}, \
-                 {} was handed over",
-                state.catalog
-            ));
-        }
-        // Completions name devices by their place in the list that the process was given. Behind one that left in the last
-        // life the others move up: then they would name another one.
-        let numbers = self.numbers();
-        let mut told = state.devices.iter().enumerate();
-        if told.any(|(index, number)| *number != NO_DEVICE && numbers.get(index) != Some(number)) {
-            return Err(format!(
-                "it knows the devices {:?} in this order, the store has {:?}",
-                state.devices, numbers
-            ));
-        }
-        if state.epoch == 0 {
-            return Err("its epoch is 0".into());
-        }
-        let mut sessions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-        for (index, session) in state.sessions.iter().enumerate() {
-            sessions
-                .entry(session.job as usize)
-                .or_default()
-                .push(index);
-        }
-        let (mut adopted, mut left_out) = (Vec::new(), Vec::new());
-        let same = |job: &message::Job| {
-            let named = |other: &&message::Job| (other.uid, &other.name) == (job.uid, &job.name);
-            state.jobs.iter().filter(named).count()
-        };
-        for (place, indices) in sessions {
-            let Some(job) = state.jobs.get(place) else {
-                left_out.push(format!("{} sessions of no job", indices.len()));
-                continue;
-            };
-            let space = self.space.clone();
-            let done = if same(job) > 1 {
-                Err("it stands there twice".into())
-            } else if indices.iter().all(|index| has_descriptors(*index)) {
-                self.adopt_job(state, job, &indices, adopted.len())
-            } else {
-                Err("descriptors of its sessions are missing".into())
-            };
-            match done {
-                Ok(mut sessions) => adopted.append(&mut sessions),
-                Err(why) => {
-                    self.space = space;
-                    left_out.push(format!("job {} of uid {}: {why}", job.name, job.uid));
-                }
-            }
-        }
-        if !adopted.is_empty() {
-            self.epoch = Epoch(state.epoch);
-        }
-        Ok((adopted, left_out))
-    }
-
-    /// Changes nothing but the space when it fails.
-    fn adopt_job(
-        &mut self,
+    /// Why the sessions end: it does not fit.
+    pub(in crate::core) fn check_adopted(
+        &self,
         state: &message::State,
         job: &message::Job,
         indices: &[usize],
         already: usize,
-    ) -> Result<Vec<Adopted>, String> {
+        devices: &DeviceNumbers,
+    ) -> Result<CheckedJob, String> {
         let name = JobName::new(job.name.clone()).map_err(|fault| fault.message)?;
         let key = JobKey::new(job.uid, name);
-        let tiles = self.check_tiles(&key, job)?;
+        let tiles = self.check_tiles(&key, job, devices)?;
         let poison = job.poison.as_ref().map(checked_fault).transpose()?;
         let gone = job.gone.as_ref().map(checked_fault).transpose()?;
         if job.local_ranks == 0
@@ -300,7 +192,8 @@ impl Core {
         }
         let mut checked = Vec::new();
         for &index in indices {
-            let session = self.check_session(&key, job, index, &state.sessions[index])?;
+            let session =
+                self.check_session(&key, job, (index, &state.sessions[index]), devices)?;
             checked.push(session);
         }
         let ranks: BTreeSet<Rank> = checked.iter().map(|session| session.rank).collect();
@@ -318,8 +211,30 @@ impl Core {
                 self.arena_free_bytes()
             ));
         }
+        Ok(CheckedJob {
+            key,
+            tiles,
+            poison,
+            gone,
+            sessions: checked,
+        })
+    }
 
-        let device_count = self.devices.len();
+    /// The job goes on as `job` says: `checked` fits, and its room is taken.
+    pub(in crate::core) fn adopt(
+        &mut self,
+        job: &message::Job,
+        checked: CheckedJob,
+        ops: &mut Operations,
+    ) -> Vec<Adopted> {
+        let CheckedJob {
+            key,
+            tiles,
+            poison,
+            gone,
+            sessions,
+        } = checked;
+        let device_count = ops.device_count();
         let into = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
         into.local_ranks = job.local_ranks;
         into.resumed = job.resumed.map(Generation);
@@ -340,12 +255,17 @@ impl Core {
                 stored.failed_count += usize::from(failed);
             }
         }
-        let begin = |checked| self.begin_again(&key, checked);
-        Ok(checked.into_iter().map(begin).collect())
+        let begin = |checked| self.begin_again(&key, checked, ops);
+        sessions.into_iter().map(begin).collect()
     }
 
-    fn begin_again(&mut self, key: &JobKey, checked: Checked) -> Adopted {
-        let id = SessionId(self.number());
+    /// Messages name `epoch` from now on, which sessions of the daemon before know.
+    pub(in crate::core) fn go_on_in(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+    }
+
+    fn begin_again(&mut self, key: &JobKey, checked: Checked, ops: &mut Operations) -> Adopted {
+        let id = SessionId(ops.number());
         let adopted = Adopted {
             session: id,
             index: checked.index,
@@ -379,10 +299,15 @@ impl Core {
         adopted
     }
 
-    fn check_tiles(&self, key: &JobKey, job: &message::Job) -> Result<CheckedTiles, String> {
-        let mut touched = vec![false; self.devices.len()];
+    fn check_tiles(
+        &self,
+        key: &JobKey,
+        job: &message::Job,
+        devices: &DeviceNumbers,
+    ) -> Result<CheckedTiles, String> {
+        let mut touched = vec![false; devices.numbers.len()];
         for number in &job.touched {
-            touched[self.device_of(*number)?.0 as usize] = true;
+            touched[devices.index(*number)?.0 as usize] = true;
         }
         let mut checked = CheckedTiles {
             committed: None,
@@ -443,7 +368,7 @@ impl Core {
                 None => None,
                 Some(written) => {
                     let expected = stored.table.extents[index][usize::from(which)];
-                    if self.extent_of(written)? != expected
+                    if devices.extent(written)? != expected
                         || written.which != u32::from(which)
                         || written.generation != job.working
                     {
@@ -464,20 +389,12 @@ impl Core {
         Ok(checked)
     }
 
-    fn extent_of(&self, written: &message::Written) -> Result<Extent, String> {
-        Ok(Extent {
-            device: self.device_of(written.device)?,
-            offset: written.offset,
-        })
-    }
-
-    /// Takes the space of its own tiles.
     fn check_session(
-        &mut self,
+        &self,
         key: &JobKey,
         job: &message::Job,
-        index: usize,
-        session: &message::Session,
+        (index, session): (usize, &message::Session),
+        devices: &DeviceNumbers,
     ) -> Result<Checked, String> {
         let rank = Rank(session.rank);
         let wrong = |what: String| Err(format!("rank {rank}: {what}"));
@@ -507,13 +424,13 @@ impl Core {
         let mut scratch = Vec::with_capacity(session.scratch.len());
         for tile in &session.scratch {
             let extent = Extent {
-                device: self.device_of(tile.device)?,
+                device: devices.index(tile.device)?,
                 offset: tile.offset,
             };
             let block = u64::from(offload_api::BLOCK_BYTES);
             let aligned =
                 extent.offset.is_multiple_of(block) && u64::from(tile.bytes).is_multiple_of(block);
-            if !aligned || !self.space.take(extent, tile.bytes.into()) {
+            if !aligned {
                 return wrong(format!(
                     "a tile of its own of {} bytes at {} of device {} is not free",
                     tile.bytes, tile.offset, tile.device
@@ -521,7 +438,7 @@ impl Core {
             }
             let content = match &tile.written {
                 None => None,
-                Some(written) if self.extent_of(written)? == extent && written.which == 0 => {
+                Some(written) if devices.extent(written)? == extent && written.which == 0 => {
                     Some(Version {
                         generation: Generation(written.generation),
                         checksum: written.checksum,
@@ -547,7 +464,7 @@ impl Core {
         })
     }
 
-    pub(super) fn reattach(&self, id: SessionId) -> Reply {
+    pub(in crate::core) fn reattach(&self, id: SessionId) -> Reply {
         let session = &self.sessions[&id];
         let job = &self.jobs[&session.key];
         Reply::Reattach {
@@ -556,6 +473,72 @@ impl Core {
             confirmed: !job.awaiting_confirm,
             scratch_count: session.scratch.len() as u32,
         }
+    }
+}
+
+fn session_state(
+    id: SessionId,
+    session: &Session,
+    job: u32,
+    devices: &DeviceNumbers,
+) -> message::Session {
+    let classes = session.geometry.classes().map(|class| message::Class {
+        slot_bytes: class.slot_bytes,
+        slot_count: class.slot_count,
+    });
+    let scratch = session.scratch.iter().map(|tile| message::Scratch {
+        device: devices.number(tile.extent.device),
+        offset: tile.extent.offset,
+        bytes: tile.bytes() as u32,
+        written: (tile.content).map(|version| devices.written(version, tile.extent)),
+    });
+    message::Session {
+        number: id.0,
+        job,
+        rank: session.rank.0,
+        pid: session.pid,
+        token: session.token.0.to_vec(),
+        classes: classes.collect(),
+        iodepth: session.iodepth,
+        resumed: session.resumed,
+        submission_head: 0,
+        completion_tail: 0,
+        scratch: scratch.collect(),
+    }
+}
+
+fn job_state(key: &JobKey, job: &Job, devices: &DeviceNumbers) -> message::Job {
+    let touched = job
+        .touched
+        .iter()
+        .enumerate()
+        .filter(|(device, touched)| **touched && devices.numbers[*device].1);
+    let tiles = job.stored.iter().flat_map(|stored| {
+        let written = (stored.tiles.iter().enumerate())
+            .filter(|(_, tile)| tile.working.is_some() || tile.failed);
+        written.map(|(index, tile)| message::Tile {
+            index: index as u32,
+            written: tile.working.map(|version| {
+                let extents = &stored.table.extents[index];
+                devices.written(version, extents[usize::from(version.which)])
+            }),
+            failed: tile.failed,
+        })
+    });
+    message::Job {
+        uid: key.uid,
+        name: key.name.as_str().into(),
+        stored: job.stored.as_ref().map(status),
+        local_ranks: job.local_ranks,
+        resumed: job.resumed.map(|generation| generation.0),
+        working: job.working.0,
+        awaiting_confirm: job.awaiting_confirm,
+        poison: job.poison.as_ref().map(fault_state),
+        gone: job.gone.as_ref().map(fault_state),
+        touched: touched
+            .map(|(device, _)| devices.number(DeviceIndex(device as u32)))
+            .collect(),
+        tiles: tiles.collect(),
     }
 }
 

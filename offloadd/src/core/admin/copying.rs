@@ -13,19 +13,16 @@ use std::collections::{HashSet, VecDeque};
 
 use offload_api::checksum::ChecksumDigest;
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{DeviceIndex, TileIndex};
+use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::catalog_queue::in_turn;
-use super::io::Operation;
-use super::job::{Holds, JobKey};
-use super::members::poison;
-use super::script::{Failed, Purpose, Step};
-use super::{Action, Core};
+use super::moving::Mover;
+use super::{Admin, Purpose};
+use crate::core::JobKey;
+use crate::core::data::{Clearing, Data, Holds, NewExtent};
+use crate::core::operations::{Failed, Operations, Step, in_turn};
 use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult};
-use crate::store::definition::Durability;
-use crate::store::manifest::{SlotContent, resumable};
 use crate::store::tile_table::Extent;
 
 /// Tiles being copied at a time: a read and a write of each device are in flight then.
@@ -38,6 +35,7 @@ const PIECE_BYTES: u32 = 256 << 10;
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) key: JobKey,
+    job_id: u64,
     places: Vec<Place>,
     /// Of `places`, not begun.
     waiting: VecDeque<usize>,
@@ -117,31 +115,34 @@ impl Place {
     }
 }
 
-impl Core {
+impl Admin {
     pub(super) fn start_batch(
         &mut self,
         key: JobKey,
+        job_id: u64,
         places: Vec<Place>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         let copies = places.iter().enumerate().filter(|(_, p)| p.copy.is_some());
         let waiting = copies.map(|(index, _)| index).collect();
         self.mover.batch = Some(Batch {
             key,
+            job_id,
             places,
             waiting,
             inflight_count: 0,
             failed: None,
             cleared: Vec::new(),
         });
-        self.copy_on(actions);
+        self.copy_on(data, ops);
     }
 
     fn batch(&mut self) -> &mut Batch {
         self.mover.batch.as_mut().expect("tiles move")
     }
 
-    fn copy_on(&mut self, actions: &mut Vec<Action>) {
+    fn copy_on(&mut self, data: &mut Data, ops: &mut Operations) {
         let batch = self.batch();
         while batch.failed.is_none() && batch.inflight_count < COPIES_MAX {
             let Some(place) = batch.waiting.pop_front() else {
@@ -151,23 +152,22 @@ impl Core {
                 continue;
             }
             batch.inflight_count += 1;
-            return self.read_piece(place, actions);
+            return self.read_piece(place, data, ops);
         }
         if batch.inflight_count == 0 {
-            self.settle_copies(actions);
+            self.settle_copies(data, ops);
         }
     }
 
-    fn read_piece(&mut self, place: usize, actions: &mut Vec<Action>) {
+    fn read_piece(&mut self, place: usize, data: &mut Data, ops: &mut Operations) {
         let bytes = self.batch().places[place].piece_bytes();
         let buffer = AlignedBytes::zeroed(bytes as usize);
-        self.copy_io(place, IoOp::Read, buffer, actions);
+        self.copy_io(place, IoOp::Read, buffer, ops);
         // More may begin beside it.
-        self.copy_on(actions);
+        self.copy_on(data, ops);
     }
 
-    fn copy_io(&mut self, index: usize, op: IoOp, buffer: AlignedBytes, actions: &mut Vec<Action>) {
-        let io = IoId(self.number());
+    fn copy_io(&mut self, index: usize, op: IoOp, buffer: AlignedBytes, ops: &mut Operations) {
         let place = &self.batch().places[index];
         let done_bytes = place.copy.as_ref().map_or(0, |copy| copy.done_bytes);
         let extent = match op {
@@ -175,29 +175,40 @@ impl Core {
             IoOp::Write | IoOp::Flush => place.to,
         };
         let bytes = buffer.len() as u32;
-        actions.push(Action::Io {
-            io,
-            device: extent.device,
-            op,
-            offset: extent.offset + u64::from(done_bytes),
-            bytes,
-            buffer: Buffer::Meta(buffer),
-            priority: Priority::Prefetch,
-        });
+        let part = [extent.offset + u64::from(done_bytes), u64::from(bytes)];
+        let buffer = Buffer::Meta(buffer);
+        let io = ops.start(extent.device, op, part, buffer, Priority::Prefetch);
         let copy = CopyIo {
             place: index,
             op,
             bytes,
         };
-        self.operations.insert(io, Operation::Copy(copy));
+        self.inflight.insert(io, copy);
     }
 
-    pub(super) fn on_copy_done(
+    /// Takes the end of a piece of a copy; false: the operation is not one.
+    pub(in crate::core) fn on_io_done(
+        &mut self,
+        io: IoId,
+        result: IoResult,
+        read: Option<AlignedBytes>,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) -> bool {
+        let Some(copy) = self.inflight.remove(&io) else {
+            return false;
+        };
+        self.on_copy_done(copy, result, read, data, ops);
+        true
+    }
+
+    fn on_copy_done(
         &mut self,
         copy: CopyIo,
         result: IoResult,
         read: Option<AlignedBytes>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         let place = &self.batch().places[copy.place];
         let extent = match copy.op {
@@ -206,7 +217,7 @@ impl Core {
         };
         let failed = (result.outcome != Ok(copy.bytes)).then(|| {
             let CopyIo { op, bytes, .. } = copy;
-            self.device_fault(op, extent.device, extent.offset, bytes, result.outcome)
+            ops.device_fault(op, extent.device, extent.offset, bytes, result.outcome)
         });
         let what = self.what_moves(copy.place);
         let batch = self.batch();
@@ -216,7 +227,7 @@ impl Core {
                 let bytes = read.expect("a copy reads into the daemon's own bytes");
                 let copying = place.copy.as_mut().expect("it is copied");
                 copying.digest.add(bytes.as_slice());
-                return self.copy_io(copy.place, IoOp::Write, bytes, actions);
+                return self.copy_io(copy.place, IoOp::Write, bytes, ops);
             }
             (IoOp::Read, Some(fault)) if place.stays.is_none() => {
                 place.stays = Some(Stays::Lost(fault))
@@ -228,7 +239,7 @@ impl Core {
                 let copying = place.copy.as_mut().expect("it is copied");
                 copying.done_bytes += copy.bytes;
                 if copying.done_bytes < place.bytes {
-                    return self.read_piece(copy.place, actions);
+                    return self.read_piece(copy.place, data, ops);
                 }
                 let found = copying.digest.sum();
                 if copying.expected.is_some_and(|expected| expected != found) {
@@ -241,7 +252,7 @@ impl Core {
             _ => {}
         }
         self.batch().inflight_count -= 1;
-        self.copy_on(actions);
+        self.copy_on(data, ops);
     }
 
     fn what_moves(&self, place: usize) -> String {
@@ -256,21 +267,8 @@ impl Core {
         )
     }
 
-    /// The job writes where a copy is made from.
-    pub(super) fn invalidate_copy(&mut self, key: &JobKey, tile: TileIndex, which: u8) {
-        let Some(batch) = self.mover.batch.as_mut().filter(|batch| batch.key == *key) else {
-            return;
-        };
-        let same = |place: &&mut Place| place.tile == tile.0 && place.which == which;
-        if let Some(place) = batch.places.iter_mut().find(same)
-            && place.copy.is_some()
-        {
-            place.stays = Some(Stays::Written);
-        }
-    }
-
     /// A flush of `device` failed: copies there may be lost, and the next flush would not say so.
-    pub(super) fn fail_copies_of(&mut self, device: DeviceIndex, fault: &Fault) {
+    pub(in crate::core) fn fail_copies_of(&mut self, device: DeviceIndex, fault: &Fault) {
         if let Some(batch) = &mut self.mover.batch
             && batch.places.iter().any(|place| place.to.device == device)
         {
@@ -280,153 +278,110 @@ impl Core {
 
     /// All copies have ended: they are made durable, and records that were cut off are cleared away, because they may name
     /// the extents that are given up.
-    fn settle_copies(&mut self, actions: &mut Vec<Action>) {
-        let home = self.home;
-        let Batch {
-            key,
-            places,
-            failed,
-            cleared,
-            ..
-        } = self.mover.batch.as_mut().expect("tiles move");
-        if let Some(fault) = failed.take() {
-            return self.end_batch(Some(fault), actions);
+    fn settle_copies(&mut self, data: &mut Data, ops: &mut Operations) {
+        let batch = self.batch();
+        if let Some(fault) = batch.failed.take() {
+            return self.end_batch(Some(fault), data, ops);
         }
-        let key = key.clone();
-        let copied = places
-            .iter()
-            .filter(|p| p.copy.is_some() && p.stays.is_none());
+        let copied = (batch.places.iter()).filter(|p| p.copy.is_some() && p.stays.is_none());
         let mut flushed: Vec<_> = copied.map(|place| place.to.device).collect();
-        let job = self
-            .jobs
-            .get_mut(&key)
-            .expect("dropped only when no tile moves");
-        let stored = job.stored.as_mut().expect("it has tiles");
-        // What is cut off now: a rank that came since the batch began clears it itself, and commits there.
-        if job.members.is_empty() && job.script.is_none() {
-            let unknown = |(_, slot): &(usize, &SlotContent)| matches!(slot, SlotContent::Unknown);
-            let found = stored.slots.iter().enumerate().filter(unknown);
-            cleared.extend(found.map(|(slot, _)| slot));
-        }
-        let writes = stored.voiding(cleared);
+        let Clearing { slots, writes } = data.freeze_to_clear(&batch.key);
+        batch.cleared = slots;
         let mut steps = Vec::new();
         if !writes.is_empty() {
-            // A commit writes there too.
-            job.exchanging = true;
-            steps.push(Step::writes(home, writes));
-            flushed.push(home);
+            steps.push(Step::writes(self.home, writes));
+            flushed.push(self.home);
         }
         flushed.sort_unstable_by_key(|device| device.0);
         flushed.dedup();
         if !is_disabled(Safeguard::CopyFlush) {
             steps.push(Step::flush(flushed));
         }
-        self.run_script(Purpose::Settle { key }, steps, actions);
+        self.run_script(Purpose::Settle, steps, ops);
     }
 
     pub(super) fn finish_settle(
         &mut self,
-        key: &JobKey,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
-        let batch = self.mover.batch.as_mut().expect("tiles move");
+        let batch = self.batch();
+        let key = batch.key.clone();
         let cleared = std::mem::take(&mut batch.cleared);
         let failed = batch.failed.take();
-        let job = self
-            .jobs
-            .get_mut(key)
-            .expect("dropped only when no tile moves");
-        job.exchanging = false;
+        data.thaw(&key);
         if let Some(fault) = result.err().map(|failed| failed.fault).or(failed) {
-            return self.end_batch(Some(fault), actions);
+            return self.end_batch(Some(fault), data, ops);
         }
-        let stored = job.stored.as_mut().expect("it has tiles");
-        for slot in cleared {
-            if let SlotContent::Unknown = stored.slots[slot] {
-                stored.slots[slot] = SlotContent::Empty;
-            }
-        }
-        self.exchange(key, actions);
+        data.clear(&key, &cleared);
+        self.exchange(&key, data, ops);
     }
 
     /// Writes the definition with the new extents of all places that can still change.
-    fn exchange(&mut self, key: &JobKey, actions: &mut Vec<Action>) {
-        let numbers = self.numbers();
+    fn exchange(&mut self, key: &JobKey, data: &mut Data, ops: &mut Operations) {
         let batch = self.mover.batch.as_mut().expect("tiles move");
-        let job = self
-            .jobs
-            .get_mut(key)
-            .expect("dropped only when no tile moves");
-        let stored = job.stored.as_mut().expect("it has tiles");
-        let unknown = |slot: &SlotContent| matches!(slot, SlotContent::Unknown);
-        if job.poison.is_some() || stored.slots.iter().any(unknown) {
-            // A record that failed may be there tomorrow, and name what looks free.
-            return self.end_batch(None, actions);
-        }
+        let places = batch.places.iter().map(|place| (place.tile, place.which));
+        let Some(holds) = data.exchangeable(key, places) else {
+            return self.end_batch(None, data, ops);
+        };
         let mut given_up = Vec::new();
-        let recorded = resumable(&stored.slots);
+        let mut holds = holds.into_iter();
+        let mut lost = Vec::new();
         batch.places.retain_mut(|place| {
-            let holds = stored.holds(&recorded, place.tile as usize, place.which);
-            let moves = match holds {
+            let moves = match holds.next().expect("one a place") {
                 Holds::Moving => false,
                 Holds::Nothing => place.copy.is_none() || place.stays.is_none(),
                 Holds::Bytes(_) => place.copy.is_some() && place.stays.is_none(),
             };
             if !moves {
                 if let Some(Stays::Lost(fault)) = place.stays.take() {
-                    (self.mover.stuck).add(stored.entry.job_id, place.tile, place.which, fault);
+                    lost.push((place.tile, place.which, fault));
                 }
                 given_up.push((place.to, place.bytes));
             }
             moves
         });
+        for (tile, which, fault) in lost {
+            (self.mover.stuck).add(batch.job_id, tile, which, fault);
+        }
         if batch.places.is_empty() {
             self.give_all(given_up);
-            return self.end_batch(None, actions);
+            return self.end_batch(None, data, ops);
         }
-        let Some(revision) = stored.table.revision.checked_add(1) else {
+        let extents = batch.places.iter().map(|place| NewExtent {
+            tile: place.tile,
+            which: place.which,
+            to: place.to,
+        });
+        let numbers: Vec<u32> = (self.devices.iter().map(|d| d.superblock.number)).collect();
+        let Some((places, blocks)) = data.replace_extents(key, extents, &numbers) else {
             self.give_all(given_up);
             let what = format!(
                 "the definition of job {} of uid {} was written as often as it can be: its tiles stay until the job is dropped",
                 key.name, key.uid
             );
-            return self.end_batch(Some(Fault::new(FaultKind::TooMany, what)), actions);
+            let fault = Fault::new(FaultKind::TooMany, what);
+            return self.end_batch(Some(fault), data, ops);
         };
-        let in_place = stored.durability() == Durability::None;
-        for place in &batch.places {
-            let extents = &mut stored.table.extents[place.tile as usize];
-            extents[usize::from(place.which)] = place.to;
-            if in_place {
-                *extents = [place.to; 2];
-            }
-        }
-        stored.table.revision = revision;
-        job.exchanging = true;
-        let blocks = stored.table.encode(stored.entry.job_id, &numbers);
-        let steps = in_turn(self.home, stored.entry.area.definitions(), blocks);
         if is_disabled(Safeguard::LeaveLast) {
             let left = batch.places.iter().map(|place| (place.from, place.bytes));
             let left: Vec<_> = left.collect();
             self.give_all(left);
         }
         self.give_all(given_up);
-        let key = key.clone();
-        self.run_script(Purpose::Exchange { key }, steps, actions);
+        self.run_script(Purpose::Exchange, in_turn(self.home, places, blocks), ops);
     }
 
     pub(super) fn finish_exchange(
         &mut self,
-        key: &JobKey,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         let batch = self.mover.batch.take().expect("tiles move");
-        let job = self
-            .jobs
-            .get_mut(key)
-            .expect("dropped only when no tile moves");
-        job.exchanging = false;
+        let key = &batch.key;
+        data.thaw(key);
         // Copies were flushed before: a flush that has failed since lost nothing of them, and `batch.failed` says nothing here.
         match result {
             Ok(()) => {
@@ -434,37 +389,40 @@ impl Core {
                     let left = batch.places.iter().map(|place| (place.from, place.bytes));
                     self.mover.left.extend(left);
                 }
-                self.free_left(None);
+                self.free_left(None, data);
             }
             Err(failed) => {
                 // Both extents of each stay taken: which definition the devices hold is not known.
-                let fault = poison(&key.name, "moving its tiles", &failed.fault);
-                job.broken = Some(Fault::new(
+                let broken = Fault::new(
                     FaultKind::Poisoned,
                     format!(
                         "job {}: where its tiles lie could not be written ({}): start offloadd again on sound devices",
                         key.name, failed.fault.message
                     ),
-                ));
-                job.poison.get_or_insert(fault);
+                );
+                data.lose_table(key, broken, &failed.fault);
                 self.mover.stop(&failed.fault);
             }
         }
-        self.try_commit(key, actions);
-        self.next_change(actions);
+        data.try_commit(key, ops);
+        self.next_change(data, ops);
     }
 
     /// Nothing of it counts: its new extents are given back. With a fault nothing moves until somebody asks again.
-    fn end_batch(&mut self, fault: Option<Fault>, actions: &mut Vec<Action>) {
+    fn end_batch(&mut self, fault: Option<Fault>, data: &mut Data, ops: &mut Operations) {
         let batch = self.mover.batch.take().expect("tiles move");
         if let Some(fault) = fault {
             self.mover.stop(&fault);
         }
         let given_up = batch.places.into_iter();
         self.give_all(given_up.map(|place| (place.to, place.bytes)));
-        let key = batch.key;
-        self.try_commit(&key, actions);
-        self.next_change(actions);
+        data.try_commit(&batch.key, ops);
+        self.next_change(data, ops);
+    }
+
+    fn run_script(&mut self, purpose: Purpose, steps: Vec<Step>, ops: &mut Operations) {
+        let script = ops.run_script(steps);
+        self.scripts.insert(script, purpose);
     }
 
     fn give_all(&mut self, extents: impl IntoIterator<Item = (Extent, u32)>) {
@@ -475,7 +433,7 @@ impl Core {
 
     /// Frees extents that tiles have left, once no read of them is under way. `ended`: an operation there has; `None`: look
     /// at all.
-    pub(super) fn free_left(&mut self, ended: Option<Extent>) {
+    pub(in crate::core) fn free_left(&mut self, ended: Option<Extent>, data: &Data) {
         if self.mover.left.is_empty() {
             return;
         }
@@ -484,16 +442,26 @@ impl Core {
         {
             return;
         }
-        let used: HashSet<Extent> = (self.operations.values())
-            .filter_map(|operation| match operation {
-                Operation::Tile(tile) => Some(tile.extent),
-                Operation::Script { .. } | Operation::Flush(_) | Operation::Copy(_) => None,
-            })
-            .collect();
+        let used: HashSet<Extent> = data.extents_in_use().collect();
         let left = std::mem::take(&mut self.mover.left);
         let (kept, free): (Vec<_>, Vec<_>) =
             (left.into_iter()).partition(|(extent, _)| used.contains(extent));
         self.mover.left = kept;
         self.give_all(free);
+    }
+}
+
+impl Mover {
+    /// The job writes where a copy is made from.
+    pub(super) fn invalidate_copy(&mut self, key: &JobKey, tile: u32, which: u8) {
+        let Some(batch) = self.batch.as_mut().filter(|batch| batch.key == *key) else {
+            return;
+        };
+        let same = |place: &&mut Place| place.tile == tile && place.which == which;
+        if let Some(place) = batch.places.iter_mut().find(same)
+            && place.copy.is_some()
+        {
+            place.stays = Some(Stays::Written);
+        }
     }
 }

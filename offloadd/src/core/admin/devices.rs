@@ -13,9 +13,12 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 
-use super::catalog_queue::{Work, catalog_steps, in_turn};
-use super::script::{Failed, Step};
-use super::{Action, CallId, Core, NewDevice, Reply, refuse};
+use super::Admin;
+use super::catalog_queue::{Work, catalog_steps};
+use super::moving::area_bytes;
+use crate::core::data::Data;
+use crate::core::operations::{Failed, Operations, Step, in_turn};
+use crate::core::{Action, CallId, NewDevice, Reply};
 use crate::io::AlignedBytes;
 use crate::store::catalog::{Catalog, DeviceEntry, Phase};
 use crate::store::format::MeasuredRates;
@@ -73,7 +76,7 @@ impl DeviceChange {
     }
 }
 
-impl Core {
+impl Admin {
     /// Of the devices, by index: what definitions call them.
     pub(super) fn numbers(&self) -> Vec<u32> {
         let numbers = self.devices.iter().map(|d| d.superblock.number);
@@ -81,7 +84,7 @@ impl Core {
     }
 
     /// Whether one more device has room in this life of the daemon: those that left keep their index until it ends.
-    pub fn check_growth(&self) -> Result<(), Fault> {
+    pub(in crate::core) fn check_growth(&self) -> Result<(), Fault> {
         if self.devices.len() < DEVICES_MAX as usize {
             return Ok(());
         }
@@ -94,16 +97,18 @@ impl Core {
         ))
     }
 
-    pub(super) fn add_device(
+    pub(in crate::core) fn add_device(
         &mut self,
         call: CallId,
         new: NewDevice,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         self.check_writing()?;
         let device = DeviceIndex(self.devices.len() as u32);
         let rates = new.rates;
-        self.limit_next_moves(new.rebalance_bytes_per_s_max);
+        self.limit_next_moves(new.rebalance_bytes_per_s_max, data);
+        ops.add_device(new.path.clone());
         self.devices.push(RecoveredDevice {
             position: device.0 as usize,
             path: new.path,
@@ -123,11 +128,9 @@ impl Core {
         let rate = rate(rates.read_bytes_per_s, rates.write_bytes_per_s);
         self.space.add(new.data_bytes, rate);
         self.space.close(device);
-        for job in self.jobs.values_mut() {
-            job.touched.push(false);
-        }
+        data.add_device();
         let change = DeviceChange::Add { call, device };
-        self.change_catalog(Work::Device(change), actions)?;
+        self.change_catalog(Work::Device(change), data, ops)?;
         Ok(None)
     }
 
@@ -144,12 +147,13 @@ impl Core {
         })
     }
 
-    pub(super) fn drain_device(
+    pub(in crate::core) fn drain_device(
         &mut self,
         call: CallId,
         path: &str,
         rebalance_bytes_per_s_max: Option<u64>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         let device = self.device_named(path)?;
         self.check_writing()?;
@@ -159,17 +163,17 @@ impl Core {
                 let what = format!("{path} is just about to be drained: ask again");
                 return Err(Fault::new(FaultKind::Busy, what));
             }
-            self.limit_next_moves(rebalance_bytes_per_s_max);
+            self.limit_next_moves(rebalance_bytes_per_s_max, data);
             self.mover.retry();
-            let left_bytes = self.left_bytes(device);
+            let left_bytes = self.left_bytes(device, data);
             return Ok(Some(Reply::DrainDevice { left_bytes }));
         }
-        self.check_room_without(device)?;
-        self.limit_next_moves(rebalance_bytes_per_s_max);
+        self.check_room_without(device, data)?;
+        self.limit_next_moves(rebalance_bytes_per_s_max, data);
         // From now on nothing new comes.
         self.space.close(device);
         let change = DeviceChange::Drain { call, device };
-        if let Err(fault) = self.change_catalog(Work::Device(change), actions) {
+        if let Err(fault) = self.change_catalog(Work::Device(change), data, ops) {
             self.space.open(device);
             return Err(fault);
         }
@@ -181,19 +185,20 @@ impl Core {
         &mut self,
         change: &DeviceChange,
         catalog: &mut Catalog,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) -> Option<Vec<Step>> {
         match *change {
             DeviceChange::Add { call, device } => {
                 if catalog.devices.len() >= DEVICES_MAX as usize {
                     let what = format!("the store has {DEVICES_MAX} devices, as many as it can");
-                    refuse(call, Fault::new(FaultKind::TooMany, what), actions);
+                    ops.refuse(call, Fault::new(FaultKind::TooMany, what));
                     return None;
                 }
                 let number = catalog.next_number;
                 let Some(next) = number.checked_add(1) else {
                     let what = "every number that a device can have was given to one, and none is given twice: make a new store of these devices";
-                    refuse(call, Fault::new(FaultKind::TooMany, what), actions);
+                    ops.refuse(call, Fault::new(FaultKind::TooMany, what));
                     return None;
                 };
                 catalog.next_number = next;
@@ -226,7 +231,7 @@ impl Core {
                 device,
                 rates,
                 ..
-            } => self.measure_steps(call, device, &rates, catalog, actions),
+            } => self.measure_steps(call, device, &rates, catalog, data, ops),
             DeviceChange::Settle { device } => {
                 // While this waited it may have been drained, or measured again, and lack tiles: then all is planned anew.
                 let filling = self.devices[device.0 as usize].phase == Some(Phase::Filling);
@@ -265,7 +270,8 @@ impl Core {
         &mut self,
         change: DeviceChange,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         let (DeviceChange::Add { device, .. }
         | DeviceChange::Drain { device, .. }
@@ -283,7 +289,7 @@ impl Core {
                 _ => self.mover.stop(&failed.fault),
             }
             if let Some(call) = change.call() {
-                refuse(call, failed.fault, actions);
+                ops.refuse(call, failed.fault);
             }
             return;
         }
@@ -300,7 +306,7 @@ impl Core {
             }
             DeviceChange::Drain { call, .. } => {
                 state.phase = Some(Phase::Draining);
-                let left_bytes = self.left_bytes(device);
+                let left_bytes = self.left_bytes(device, data);
                 Some((call, Reply::DrainDevice { left_bytes }))
             }
             DeviceChange::Measure { call, busy, .. } => {
@@ -312,29 +318,20 @@ impl Core {
             }
             DeviceChange::Remove { .. } => {
                 state.phase = None;
-                actions.push(Action::ForgetDevice { device });
+                ops.push(Action::ForgetDevice { device });
                 None
             }
         };
         self.mover.retry();
         if let Some((call, reply)) = answer {
-            actions.push(Action::Reply {
-                call,
-                reply: Ok(reply),
-            });
+            ops.reply(call, Ok(reply));
         }
     }
 
-    /// Of the jobs' areas, which lie at home.
-    pub(super) fn area_bytes(&self) -> u64 {
-        let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
-        stored.map(|stored| stored.entry.area.bytes()).sum()
-    }
-
     /// Whether all that keeps a device from leaving is that it is the store's home.
-    pub(super) fn home_waits(&self) -> bool {
+    pub(super) fn home_waits(&self, data: &Data) -> bool {
         self.devices[self.home.0 as usize].phase == Some(Phase::Draining)
-            && self.bytes_on(self.home) == self.area_bytes()
+            && self.bytes_on(self.home) == area_bytes(data)
     }
 
     /// Of extents on `device`: tiles of jobs and of sessions, and areas.

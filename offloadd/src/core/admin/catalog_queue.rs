@@ -7,14 +7,15 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 
 use super::devices::DeviceChange;
-use super::job::{Job, JobKey, Stored};
-use super::script::{Failed, Purpose, Step};
-use super::{Action, CallId, Core, Reply, refuse};
+use super::{Admin, Purpose};
+use crate::core::data::Data;
+use crate::core::operations::{Failed, Operations, Step, in_turn};
+use crate::core::{CallId, JobKey, Reply};
 use crate::io::AlignedBytes;
 use crate::store::CATALOG_OFFSETS;
 use crate::store::catalog::{Catalog, Entry, JOBS_MAX};
 use crate::store::definition::JobDefinition;
-use crate::store::manifest::{FIRST_SEQUENCE, SlotContent, voiding};
+use crate::store::manifest::{FIRST_SEQUENCE, voiding};
 use crate::store::tile_table::TileTable;
 
 /// Changes that wait for the one being written.
@@ -102,25 +103,66 @@ impl CatalogQueue {
     }
 }
 
-impl Core {
+impl Admin {
     /// What is to be durable before this life serves anybody, and the position of the device where it goes. Then
     /// [`Self::begin_life`].
-    pub fn first_catalog(&self) -> (usize, Catalog) {
+    pub(in crate::core) fn first_catalog(&self) -> (usize, Catalog) {
         let home = &self.devices[self.home.0 as usize];
         (home.position, self.catalog.catalog.of_next_life())
     }
 
     /// Its first catalog is durable: what was handed over before is refused from now on.
-    pub fn begin_life(&mut self, first: Catalog) {
+    pub(in crate::core) fn begin_life(&mut self, first: Catalog) {
         assert!(self.catalog.is_idle(), "before anybody has come");
         self.catalog.catalog = first;
+    }
+
+    /// Queues the definition of a job that [`Data::define`] takes for new.
+    ///
+    /// # Errors
+    /// The catalog takes no changes, or too many wait.
+    pub(in crate::core) fn define(
+        &mut self,
+        key: JobKey,
+        definition: Arc<JobDefinition>,
+        local_ranks: u32,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) -> Result<(), Fault> {
+        let work = Work::Define {
+            key: key.clone(),
+            definition,
+            local_ranks,
+        };
+        let queued = self.change_catalog(work, data, ops);
+        if queued.is_err() {
+            data.cancel_define(&key);
+        }
+        queued
+    }
+
+    /// Queues the end of a job that nobody has open.
+    ///
+    /// # Errors
+    /// It is open, or the catalog takes no changes.
+    pub(in crate::core) fn drop_job(
+        &mut self,
+        call: CallId,
+        key: JobKey,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) -> Result<Option<Reply>, Fault> {
+        data.check_closed(&key)?;
+        self.change_catalog(Work::Drop { key, call }, data, ops)?;
+        Ok(None)
     }
 
     /// Queues a change. Refused when too many wait or an earlier one failed.
     pub(super) fn change_catalog(
         &mut self,
         work: Work,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) -> Result<(), Fault> {
         self.catalog.check()?;
         if self.catalog.waiting.len() == QUEUE_MAX {
@@ -130,12 +172,12 @@ impl Core {
             ));
         }
         self.catalog.waiting.push_back(work);
-        self.next_change(actions);
+        self.next_change(data, ops);
         Ok(())
     }
 
     /// The next one, unless tiles move whose job it drops: their copies must not land in space that is given back.
-    pub(super) fn next_change(&mut self, actions: &mut Vec<Action>) {
+    pub(super) fn next_change(&mut self, data: &mut Data, ops: &mut Operations) {
         while !self.catalog.busy {
             if let Some(Work::Drop { key, .. }) = self.catalog.waiting.front()
                 && self.mover.is_at(key)
@@ -146,7 +188,7 @@ impl Core {
                 return;
             };
             if let Some(fault) = self.catalog.broken.clone() {
-                self.refuse_work(&work, &fault, actions);
+                self.refuse_work(&work, &fault, data, ops);
                 continue;
             }
             match work {
@@ -154,9 +196,9 @@ impl Core {
                     key,
                     definition,
                     local_ranks,
-                } => self.start_define(key, definition, local_ranks, actions),
-                Work::Drop { key, call } => self.start_drop(key, call, actions),
-                Work::Device(change) => self.start_device_change(change, actions),
+                } => self.start_define(key, definition, local_ranks, data, ops),
+                Work::Drop { key, call } => self.start_drop(key, call, data, ops),
+                Work::Device(change) => self.start_device_change(change, data, ops),
             }
         }
     }
@@ -166,17 +208,20 @@ impl Core {
         key: JobKey,
         definition: Arc<JobDefinition>,
         local_ranks: u32,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         if self.catalog.catalog.entries.len() == JOBS_MAX {
             let fault = Fault::new(
                 FaultKind::NoSpace,
                 format!("the store has {JOBS_MAX} jobs, as many as it can: drop one"),
             );
-            return self.answer_define(&key, &Err(fault), actions);
+            return data.answer_define(&key, &Err(fault), ops);
         }
-        if let Err(fault) = self.admit_job(&key) {
-            return self.answer_define(&key, &Err(fault), actions);
+        let mine = self.catalog.catalog.entries.iter();
+        let held = mine.filter(|entry| entry.uid == key.uid).count();
+        if let Err(fault) = data.admit_job(&key, held) {
+            return data.answer_define(&key, &Err(fault), ops);
         }
         let reservation = match self.space.reserve(&definition, local_ranks) {
             Ok(reservation) => reservation,
@@ -197,17 +242,14 @@ impl Core {
                         self.free_room(&no_room.free_bytes)
                     ),
                 );
-                return self.answer_define(&key, &Err(fault), actions);
+                return data.answer_define(&key, &Err(fault), ops);
             }
         };
         // Asked now, when what waited before it has taken its own.
-        if let Err(fault) = self.admit_device_bytes(&key, reservation.bytes) {
+        if let Err(fault) = data.reserve(&key, reservation.bytes) {
             self.space
                 .release(&definition, &reservation.area, &reservation.extents);
-            return self.answer_define(&key, &Err(fault), actions);
-        }
-        if let Some(defining) = (self.jobs.get_mut(&key)).and_then(|job| job.defining.as_mut()) {
-            defining.reserved_bytes = reservation.bytes;
+            return data.answer_define(&key, &Err(fault), ops);
         }
         let mut catalog = self.catalog.catalog.clone();
         let job_id = catalog.next_job_id;
@@ -235,48 +277,46 @@ impl Core {
         assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
         steps.extend(catalog_steps(self.home, &catalog));
         let what = What::Define { key, entry, table };
-        self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+        self.write_catalog(CatalogChange { catalog, what }, steps, ops);
     }
 
-    fn start_drop(&mut self, key: JobKey, call: CallId, actions: &mut Vec<Action>) {
+    fn start_drop(&mut self, key: JobKey, call: CallId, data: &mut Data, ops: &mut Operations) {
         // Sessions may have come while this waited.
-        let job_id = match self.closed(&key) {
-            Ok(stored) => stored.entry.job_id,
-            Err(fault) => return refuse(call, fault, actions),
+        let job_id = match data.check_closed(&key) {
+            Ok(job_id) => job_id,
+            Err(fault) => return ops.refuse(call, fault),
         };
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
         catalog.entries.retain(|entry| entry.job_id != job_id);
         let steps = catalog_steps(self.home, &catalog);
-        self.jobs.get_mut(&key).expect("it is stored").dropping = true;
+        data.begin_drop(&key);
         let what = What::Drop { key, call };
-        self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+        self.write_catalog(CatalogChange { catalog, what }, steps, ops);
     }
 
-    fn start_device_change(&mut self, change: DeviceChange, actions: &mut Vec<Action>) {
+    fn start_device_change(&mut self, change: DeviceChange, data: &mut Data, ops: &mut Operations) {
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
-        if let Some(steps) = self.device_steps(&change, &mut catalog, actions) {
+        if let Some(steps) = self.device_steps(&change, &mut catalog, data, ops) {
             let what = What::Device(change);
-            self.write_catalog(CatalogChange { catalog, what }, steps, actions);
+            self.write_catalog(CatalogChange { catalog, what }, steps, ops);
         }
     }
 
-    fn write_catalog(
-        &mut self,
-        change: CatalogChange,
-        steps: Vec<Step>,
-        actions: &mut Vec<Action>,
-    ) {
+    fn write_catalog(&mut self, change: CatalogChange, steps: Vec<Step>, ops: &mut Operations) {
         self.catalog.busy = true;
-        self.run_script(Purpose::Catalog(Box::new(change)), steps, actions);
+        let script = ops.run_script(steps);
+        let purpose = Purpose::Catalog(Box::new(change));
+        self.scripts.insert(script, purpose);
     }
 
     pub(super) fn finish_catalog(
         &mut self,
         change: CatalogChange,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         self.catalog.busy = false;
         let before = match &change.what {
@@ -304,12 +344,12 @@ impl Core {
         }
         match change.what {
             What::Define { key, entry, table } => {
-                self.finish_define(&key, entry, table, result, actions);
+                self.finish_define(&key, entry, table, result, data, ops);
             }
-            What::Drop { key, call } => self.finish_drop(&key, call, result, actions),
-            What::Device(change) => self.finish_device_change(change, result, actions),
+            What::Drop { key, call } => self.finish_drop(&key, call, result, data, ops),
+            What::Device(change) => self.finish_device_change(change, result, data, ops),
         }
-        self.next_change(actions);
+        self.next_change(data, ops);
     }
 
     fn finish_define(
@@ -318,19 +358,13 @@ impl Core {
         entry: Entry,
         table: TileTable,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         let answer = match result {
             Ok(()) => {
                 let reserved_bytes = entry.reserved_bytes;
-                let device_count = self.devices.len();
-                let job = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
-                job.stored = Some(Stored::new(
-                    entry,
-                    table,
-                    [SlotContent::Empty, SlotContent::Empty],
-                    FIRST_SEQUENCE,
-                ));
+                data.store(key, entry, table, self.devices.len());
                 Ok(reserved_bytes)
             }
             Err(failed) => {
@@ -342,29 +376,7 @@ impl Core {
                 Err(failed.fault)
             }
         };
-        self.answer_define(key, &answer, actions);
-    }
-
-    /// Tells everyone who waits for the definition of a job how it ended.
-    fn answer_define(
-        &mut self,
-        key: &JobKey,
-        answer: &Result<u64, Fault>,
-        actions: &mut Vec<Action>,
-    ) {
-        let Some(job) = self.jobs.get_mut(key) else {
-            return;
-        };
-        for call in job.defining.take().map(|d| d.waiters).unwrap_or_default() {
-            let reply = match answer {
-                Ok(reserved_bytes) => Ok(Reply::Define {
-                    reserved_bytes: *reserved_bytes,
-                }),
-                Err(fault) => Err(fault.clone()),
-            };
-            actions.push(Action::Reply { call, reply });
-        }
-        self.settle(key);
+        data.answer_define(key, &answer, ops);
     }
 
     fn finish_drop(
@@ -372,34 +384,26 @@ impl Core {
         key: &JobKey,
         call: CallId,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        data: &mut Data,
+        ops: &mut Operations,
     ) {
         if let Err(failed) = result {
             // The devices may not know the job any more: `dropping` stays set, so nobody opens it in this life.
-            return refuse(call, failed.fault, actions);
+            return ops.refuse(call, failed.fault);
         }
-        let job = self.jobs.remove(key).expect("it is being dropped");
-        let stored = job.stored.expect("it is being dropped");
-        self.space.release(
-            &stored.table.definition,
-            &stored.entry.area,
-            &stored.table.extents,
-        );
-        actions.push(Action::Reply {
-            call,
-            reply: Ok(Reply::DropJob {
-                freed_bytes: stored.entry.reserved_bytes,
-            }),
-        });
+        let (entry, table) = data.drop_job(key);
+        (self.space).release(&table.definition, &entry.area, &table.extents);
+        let freed_bytes = entry.reserved_bytes;
+        ops.reply(call, Ok(Reply::DropJob { freed_bytes }));
     }
 
-    fn refuse_work(&mut self, work: &Work, fault: &Fault, actions: &mut Vec<Action>) {
+    fn refuse_work(&mut self, work: &Work, fault: &Fault, data: &mut Data, ops: &mut Operations) {
         match work {
-            Work::Define { key, .. } => self.answer_define(key, &Err(fault.clone()), actions),
-            Work::Drop { call, .. } => refuse(*call, fault.clone(), actions),
+            Work::Define { key, .. } => data.answer_define(key, &Err(fault.clone()), ops),
+            Work::Drop { call, .. } => ops.refuse(*call, fault.clone()),
             Work::Device(change) => {
                 if let Some(call) = change.call() {
-                    refuse(call, fault.clone(), actions);
+                    ops.refuse(call, fault.clone());
                 }
             }
         }
@@ -422,15 +426,4 @@ pub(super) fn catalog_steps(home: DeviceIndex, catalog: &Catalog) -> Vec<Step> {
     let steps = in_turn(home, CATALOG_OFFSETS, catalog.encode());
     assert_eq!(steps.len(), CATALOG_STEPS);
     steps
-}
-
-/// The same blocks at two places, the second when the first is durable.
-pub(super) fn in_turn(device: DeviceIndex, offsets: [u64; 2], blocks: AlignedBytes) -> Vec<Step> {
-    let [first, second] = offsets;
-    vec![
-        Step::writes(device, [(first, blocks.clone())]),
-        Step::flush([device]),
-        Step::writes(device, [(second, blocks)]),
-        Step::flush([device]),
-    ]
 }

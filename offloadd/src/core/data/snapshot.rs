@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use offload_api::ring::entry::Verb;
 
-use super::Core;
-use super::io::Operation;
-use super::job::{Job, JobKey};
+use super::job::Job;
+use super::{Data, JobKey};
+use crate::core::{JobSummary, Peer};
 use crate::quota::Shares;
 use crate::store::definition::JobName;
 
@@ -71,15 +71,15 @@ pub enum CommitState {
     Writing,
 }
 
-impl Core {
+impl Data {
     /// Jobs of this viewer, by owner and name.
-    pub fn look(&self, viewer: Viewer) -> Vec<JobState> {
+    pub(in crate::core) fn look(&self, viewer: Viewer) -> Vec<JobState> {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
             .filter(|(key, _)| seen(key))
             .map(|(key, job)| {
                 let shares = self.shares_of(key.uid, &key.name);
-                (key, state(key, job, shares, self.reading_only.is_some()))
+                (key, state(key, job, shares, self.read_only.is_some()))
             })
             .collect();
         for session in self.sessions.values() {
@@ -91,10 +91,7 @@ impl Core {
             job.slot_count += u64::from(session.geometry.slot_count());
             job.slot_used_count += session.busy_slots.len() as u64;
         }
-        for operation in self.operations.values() {
-            let Operation::Tile(tile) = operation else {
-                continue;
-            };
+        for tile in self.inflight.values() {
             let Some(job) = jobs.get_mut(&tile.key) else {
                 continue;
             };
@@ -106,13 +103,29 @@ impl Core {
         jobs.into_values().collect()
     }
 
+    /// The caller's jobs in the store.
+    pub(in crate::core) fn list_jobs(&self, peer: Peer) -> Vec<JobSummary> {
+        let mine = self.jobs.iter().filter(|(key, _)| key.uid == peer.uid);
+        mine.filter_map(|(key, job)| {
+            let stored = job.stored.as_ref()?;
+            Some(JobSummary {
+                job: key.name.clone(),
+                uid: key.uid,
+                reserved_bytes: stored.entry.reserved_bytes,
+                newest_generation: stored.newest(),
+                open: !job.members.is_empty(),
+            })
+        })
+        .collect()
+    }
+
     /// Host memory of all sessions, and of how many.
-    pub fn arena_used(&self) -> (u64, u64) {
+    pub(in crate::core) fn arena_used(&self) -> (u64, u64) {
         (self.arena_used_bytes, self.sessions.len() as u64)
     }
 }
 
-fn state(key: &JobKey, job: &Job, shares: Shares, reading_only: bool) -> JobState {
+fn state(key: &JobKey, job: &Job, shares: Shares, read_only: bool) -> JobState {
     let stored = job.stored.as_ref();
     let commit = match &job.round {
         None => CommitState::None,
@@ -138,6 +151,6 @@ fn state(key: &JobKey, job: &Job, shares: Shares, reading_only: bool) -> JobStat
         commit,
         newest_generation: stored.map_or(0, |stored| stored.newest().0),
         working_generation: job.resumed.map_or(0, |_| job.working.0),
-        poisoned: reading_only || job.poison.is_some(),
+        poisoned: read_only || job.poison.is_some(),
     }
 }

@@ -10,14 +10,14 @@ use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
 
+use super::Admin;
 use super::catalog_queue::Work;
 use super::copying::{Batch, Place};
 use super::devices::DeviceChange;
-use super::io::Operation;
-use super::job::{Holds, Job, JobKey, Stored};
-use super::{Action, Core};
+use crate::core::JobKey;
+use crate::core::data::{Data, Holds, Layout, Movable};
+use crate::core::operations::Operations;
 use crate::store::catalog::Phase;
-use crate::store::manifest::{SlotContent, resumable};
 use crate::store::metadata_device::place_areas;
 use crate::store::placement::Space;
 use crate::store::tile_table::Extent;
@@ -121,10 +121,10 @@ impl Mover {
     }
 }
 
-impl Core {
+impl Admin {
     /// Whether tiles are to move.
-    pub fn moves(&self) -> Moves {
-        let home_waits = self.home_waits();
+    pub(in crate::core) fn moves(&self, data: &Data) -> Moves {
+        let home_waits = self.home_waits(data);
         let some = (self.devices.iter().enumerate()).any(|(index, device)| match device.phase {
             Some(Phase::Draining) => !(home_waits && index == self.home.0 as usize),
             Some(Phase::Filling) => true,
@@ -132,39 +132,48 @@ impl Core {
         });
         match (&self.mover.batch, &self.mover.stopped) {
             (Some(_), _) => Moves::Moving,
-            (None, _) if !some || self.reading_only.is_some() => Moves::None,
+            (None, _) if !some || self.read_only.is_some() => Moves::None,
             (None, Some(_)) => Moves::Stopped,
             (None, None) => Moves::Waiting,
         }
     }
 
+    /// Tiles that could not be moved are tried again.
+    pub(in crate::core) fn retry_moves(&mut self) {
+        self.mover.retry();
+    }
+
     /// How often all tiles were gone through for those that are to move.
-    pub fn plans_made(&self) -> u64 {
+    pub(in crate::core) fn plans_made(&self) -> u64 {
         self.mover.plans_made
     }
 
     /// Moved since the daemon started, with a copy or without.
-    pub fn moved_bytes(&self) -> u64 {
+    pub(in crate::core) fn moved_bytes(&self) -> u64 {
         self.mover.moved_bytes
     }
 
     /// Of those, what was copied by the daemon: what counts for a ceiling.
-    pub fn copied_bytes(&self) -> u64 {
+    pub(in crate::core) fn copied_bytes(&self) -> u64 {
         self.mover.copied_bytes
     }
 
     /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
-    pub fn rebalance_bytes_per_s_max(&self) -> Option<u64> {
-        (self.rate_limiter()).filter(|_| self.moves() != Moves::None)
+    pub(in crate::core) fn rebalance_bytes_per_s_max(&self, data: &Data) -> Option<u64> {
+        (self.rate_limiter()).filter(|_| self.moves(data) != Moves::None)
     }
 
     /// For these moves, or for all.
     fn rate_limiter(&self) -> Option<u64> {
-        (self.mover.bytes_per_s_max).or(self.limits.rebalance_bytes_per_s_max)
+        (self.mover.bytes_per_s_max).or(self.rebalance_bytes_per_s_max)
     }
 
-    pub(super) fn limit_moves(&mut self, bytes_per_s_max: u64) -> Result<(), Fault> {
-        if self.moves() == Moves::None {
+    pub(in crate::core) fn limit_moves(
+        &mut self,
+        bytes_per_s_max: u64,
+        data: &Data,
+    ) -> Result<(), Fault> {
+        if self.moves(data) == Moves::None {
             let what = "no tiles are to move: a ceiling is given with the device that comes or is drained, and goes with its last tile";
             return Err(Fault::new(FaultKind::Invalid, what));
         }
@@ -174,18 +183,18 @@ impl Core {
 
     /// What a device brings that comes, is drained or was measured. Of moves that have ended nothing is left, and what the
     /// settings say holds; those under way keep theirs where nobody says otherwise.
-    pub(super) fn limit_next_moves(&mut self, bytes_per_s_max: Option<u64>) {
-        if bytes_per_s_max.is_some() || self.moves() == Moves::None {
+    pub(super) fn limit_next_moves(&mut self, bytes_per_s_max: Option<u64>, data: &Data) {
+        if bytes_per_s_max.is_some() || self.moves(data) == Moves::None {
             self.mover.bytes_per_s_max = bytes_per_s_max;
         }
     }
 
     /// Of extents that are still to come to `device`, or to leave it.
-    pub(super) fn left_bytes(&self, device: DeviceIndex) -> u64 {
+    pub(super) fn left_bytes(&self, device: DeviceIndex, data: &Data) -> u64 {
         match self.devices[device.0 as usize].phase {
             None | Some(Phase::Settled) => 0,
             Some(Phase::Draining) if device == self.home => {
-                self.bytes_on(device).saturating_sub(self.area_bytes())
+                self.bytes_on(device).saturating_sub(area_bytes(data))
             }
             Some(Phase::Draining) => self.bytes_on(device),
             Some(Phase::Filling) => {
@@ -208,8 +217,8 @@ impl Core {
             .collect()
     }
 
-    pub(super) fn move_on(&mut self, force: bool, actions: &mut Vec<Action>) {
-        if self.moves() != Moves::Waiting {
+    pub(in crate::core) fn move_on(&mut self, force: bool, data: &mut Data, ops: &mut Operations) {
+        if self.moves(data) != Moves::Waiting {
             return;
         }
         let filling = self.filling();
@@ -217,14 +226,14 @@ impl Core {
             Some(plan) => plan,
             None => {
                 self.mover.plans_made += 1;
-                self.plan_moves(&filling)
+                self.plan_moves(&filling, data)
             }
         };
         // Each job once: those that wait for their next commit are asked again later.
         for _ in 0..plan.len() {
             let mut job = plan.pop_front().expect("counted");
-            let places = self.next_places(&mut job, force);
-            let key = job.key.clone();
+            let places = self.next_places(&mut job, force, data);
+            let (key, job_id) = (job.key.clone(), job.job_id);
             if !job.tiles.is_empty() {
                 plan.push_back(job);
             }
@@ -235,7 +244,7 @@ impl Core {
                     self.mover.moved_bytes += bytes;
                     self.mover.copied_bytes += if place.copy.is_some() { bytes } else { 0 };
                 }
-                return self.start_batch(key, places, actions);
+                return self.start_batch(key, job_id, places, data, ops);
             }
         }
         // Kept when it is empty too: what a session keeps for itself may hold a device for long, and nothing is to be
@@ -243,18 +252,17 @@ impl Core {
         let ended = plan.is_empty();
         self.mover.plan = Some(plan);
         if ended && self.mover.stopped.is_none() {
-            self.finish_moves(actions);
+            self.finish_moves(data, ops);
         }
     }
 
-    fn plan_moves(&self, filling: &[DeviceIndex]) -> VecDeque<JobPlan> {
-        let jobs = self.jobs.iter().filter_map(|(key, job)| {
-            let stored = job.stored.as_ref()?;
-            let tiles = self.plan_job(stored, filling);
+    fn plan_moves(&self, filling: &[DeviceIndex], data: &Data) -> VecDeque<JobPlan> {
+        let jobs = data.layouts().filter_map(|layout| {
+            let tiles = self.plan_job(&layout, filling);
             (!tiles.is_empty()).then(|| JobPlan {
-                key: key.clone(),
-                job_id: stored.entry.job_id,
-                left_bytes: left_bytes(stored, &tiles),
+                key: layout.key.clone(),
+                job_id: layout.entry.job_id,
+                left_bytes: left_bytes(&layout, &tiles),
                 tiles,
                 spared: None,
             })
@@ -262,64 +270,58 @@ impl Core {
         jobs.collect()
     }
 
-    fn plan_job(&self, stored: &Stored, filling: &[DeviceIndex]) -> VecDeque<(u32, DeviceIndex)> {
-        let specs = stored.table.definition.tiles().iter();
-        let tiles: Vec<(u32, [DeviceIndex; 2])> = (specs.zip(&stored.table.extents))
+    fn plan_job(
+        &self,
+        layout: &Layout<'_>,
+        filling: &[DeviceIndex],
+    ) -> VecDeque<(u32, DeviceIndex)> {
+        let specs = layout.table.definition.tiles().iter();
+        let tiles: Vec<(u32, [DeviceIndex; 2])> = (specs.zip(&layout.table.extents))
             .map(|(spec, extents)| (spec.tile_bytes, extents.map(|extent| extent.device)))
             .collect();
-        let copies = stored.durability().extents_a_tile();
-        let targets = self.space.targets(&tiles, copies, filling);
+        let targets = self.space.targets(&tiles, layout.copies(), filling);
         targets.into()
     }
 
-    /// The job that `plan` was made for, if it is still there.
-    fn planned(&self, plan: &JobPlan) -> Option<(&Job, &Stored)> {
-        let job = self.jobs.get(&plan.key)?;
-        let stored = job.stored.as_ref()?;
-        (stored.entry.job_id == plan.job_id).then_some((job, stored))
-    }
-
     /// The next extents of a job that can move, each with its new place taken. Tiles that have moved leave the plan.
-    fn next_places(&mut self, plan: &mut JobPlan, force: bool) -> Vec<Place> {
-        let Some((job, stored)) =
-            (self.planned(plan)).filter(|(job, _)| !job.dropping && job.broken.is_none())
-        else {
-            plan.tiles.clear();
-            return Vec::new();
-        };
-        if let Some(why) = stored.unreadable() {
-            // Nobody knows which extents it names.
-            let fault = stays(&plan.key, why);
-            for (tile, _) in plan.tiles.drain(..) {
-                (self.mover.stuck).add(plan.job_id, tile, 0, fault.clone());
+    fn next_places(&mut self, plan: &mut JobPlan, force: bool, data: &Data) -> Vec<Place> {
+        let job = match data.movable(&plan.key, plan.job_id) {
+            Movable::Now(job) => job,
+            Movable::Later => return Vec::new(),
+            Movable::Never => {
+                plan.tiles.clear();
+                return Vec::new();
             }
-            return Vec::new();
-        }
-        if !job.may_move(stored) {
-            return Vec::new();
-        }
-        let in_session = job.resumed.is_some();
-        let working = job.working;
-        let job_id = stored.entry.job_id;
-        let copies = stored.durability().extents_a_tile();
-        let definition_bytes = stored.entry.area.definition_bytes;
+            Movable::Unreadable(why) => {
+                // Nobody knows which extents it names.
+                let fault = stays(&plan.key, why);
+                for (tile, _) in plan.tiles.drain(..) {
+                    (self.mover.stuck).add(plan.job_id, tile, 0, fault.clone());
+                }
+                return Vec::new();
+            }
+        };
+        let layout = job.layout;
+        let job_id = plan.job_id;
+        let definition_bytes = layout.entry.area.definition_bytes;
         // Under a ceiling what a second allows: whoever waits for the drives waits for one batch.
         let batch_bytes = BATCH_BYTES.min(self.rate_limiter().unwrap_or(u64::MAX));
         let bytes_max = batch_bytes.max(DEFINITION_TIMES * definition_bytes);
-        let recorded = resumable(&stored.slots);
-        let may_copy = !in_session
-            || force
-            || (plan.spared).is_some_and(|generation| working.0 >= generation.0 + 2);
+        let may_copy = match (job.in_session, plan.spared) {
+            (None, _) => true,
+            (Some(working), Some(spared)) if working.0 >= spared.0 + 2 => true,
+            _ => force,
+        };
         let mut spare = Vec::new();
         let mut copied = Vec::new();
         let mut copied_bytes = 0;
         let stuck = &self.mover.stuck.places;
         plan.left_bytes.clear();
         plan.tiles.retain(|&(tile, target)| {
-            let extents = &stored.table.extents[tile as usize];
-            let bytes = stored.tile_bytes(tile as usize);
+            let extents = &layout.table.extents[tile as usize];
+            let bytes = layout.tile_bytes(tile as usize);
             let mut stays = false;
-            for which in 0..copies as u8 {
+            for which in 0..layout.copies() as u8 {
                 let from = extents[usize::from(which)];
                 if from.device == target || stuck.contains(&(job_id, tile, which)) {
                     continue;
@@ -332,7 +334,7 @@ impl Core {
                 stays = true;
                 *plan.left_bytes.entry(target).or_default() += bytes;
                 let place = (tile, which, from, target, bytes);
-                match stored.holds(&recorded, tile as usize, which) {
+                match job.holds(tile, which) {
                     Holds::Moving => {}
                     Holds::Nothing => spare.push((place, None)),
                     Holds::Bytes(checksum) if may_copy && copied_bytes < bytes_max => {
@@ -344,17 +346,17 @@ impl Core {
             }
             stays
         });
-        if in_session {
+        if let Some(working) = job.in_session {
             plan.spared.get_or_insert(working);
             // What is free is exchanged at once for all tiles, so that the writes of this generation go there.
             if !spare.is_empty() {
                 copied.clear();
             }
         }
-        self.take_places(plan, spare.into_iter().chain(copied).collect())
+        self.take_places(plan, spare.into_iter().chain(copied).collect(), data)
     }
 
-    fn take_places(&mut self, plan: &mut JobPlan, wanted: Vec<Wanted>) -> Vec<Place> {
+    fn take_places(&mut self, plan: &mut JobPlan, wanted: Vec<Wanted>, data: &Data) -> Vec<Place> {
         let mut places = Vec::new();
         let mut no_room = HashSet::new();
         for ((tile, which, from, target, bytes), content) in wanted {
@@ -379,32 +381,29 @@ impl Core {
         }
         if !no_room.is_empty() {
             plan.tiles.retain(|(tile, _)| !no_room.contains(tile));
-            let stored = self.planned(plan).map(|(_, stored)| stored);
-            plan.left_bytes = stored.map_or_else(BTreeMap::new, |s| left_bytes(s, &plan.tiles));
+            let layout = data.layout(&plan.key, plan.job_id);
+            plan.left_bytes = layout.map_or_else(BTreeMap::new, |l| left_bytes(&l, &plan.tiles));
         }
         places
     }
 
     /// Everything has moved that can: devices that came are as the others, and empty ones go.
-    fn finish_moves(&mut self, actions: &mut Vec<Action>) {
+    fn finish_moves(&mut self, data: &mut Data, ops: &mut Operations) {
         let filling = self.filling();
         let mut draining = self.in_phase(Phase::Draining);
         // It goes at a start.
         draining.retain(|device| *device != self.home);
         let empty: Vec<_> = (draining.iter().copied())
-            .filter(|device| self.is_empty(*device))
+            .filter(|device| self.is_empty(*device, data, ops))
             .collect();
         let home = &self.devices[self.home.0 as usize];
-        let home_stays = home.phase == Some(Phase::Draining) && !self.home_waits();
+        let home_stays = home.phase == Some(Phase::Draining) && !self.home_waits(data);
         if self.mover.stuck.first.is_some() && (empty.len() < draining.len() || home_stays) {
             // Told until somebody asks again.
             self.mover.stopped = self.mover.stuck();
         }
         for device in &empty {
-            // What jobs wrote there and have not committed has moved, flushed.
-            for job in self.jobs.values_mut() {
-                job.touched[device.0 as usize] = false;
-            }
+            data.leave_device(*device);
         }
         let settle = filling
             .into_iter()
@@ -414,32 +413,33 @@ impl Core {
             .map(|device| DeviceChange::Remove { device });
         for change in settle.chain(remove).collect::<Vec<_>>() {
             // Refused: too many wait, or the catalog is broken. It is asked again at the next turn, or said already.
-            let _ = self.change_catalog(Work::Device(change), actions);
+            let _ = self.change_catalog(Work::Device(change), data, ops);
         }
     }
 
     /// No tile of a job or session is on `device`, and nothing moves there.
-    fn is_empty(&self, device: DeviceIndex) -> bool {
-        let busy = self.operations.values().any(|operation| match operation {
-            Operation::Tile(tile) => tile.extent.device == device,
-            Operation::Script { device: at, .. } | Operation::Flush(at) => *at == device,
-            Operation::Copy(_) => true,
-        });
+    fn is_empty(&self, device: DeviceIndex, data: &Data, ops: &Operations) -> bool {
+        let read = data.extents_in_use().any(|extent| extent.device == device);
+        let busy = read || ops.uses(device) || !self.inflight.is_empty();
         !busy && self.bytes_on(device) == 0
     }
 
     /// Takes room for the areas of all jobs on one device, each in one piece.
-    fn take_new_home(&self, trial: &mut Space) -> Result<(), Fault> {
-        for (extent, bytes) in self.find_new_home(trial)? {
+    fn take_new_home(&self, trial: &mut Space, data: &Data) -> Result<(), Fault> {
+        for (extent, bytes) in self.find_new_home(trial, data)? {
             assert!(trial.take(extent, bytes), "just found free");
         }
         Ok(())
     }
 
     /// Room for them in `space`, and how many bytes each takes.
-    pub(super) fn find_new_home(&self, space: &Space) -> Result<Vec<(Extent, u64)>, Fault> {
-        let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
-        let sizes: Vec<u64> = stored.map(|stored| stored.entry.area.bytes()).collect();
+    pub(super) fn find_new_home(
+        &self,
+        space: &Space,
+        data: &Data,
+    ) -> Result<Vec<(Extent, u64)>, Fault> {
+        let sizes = data.layouts().map(|layout| layout.entry.area.bytes());
+        let sizes: Vec<u64> = sizes.collect();
         let Some((to, offsets)) = place_areas(space, self.devices.len(), &sizes) else {
             return Err(Fault::new(
                 FaultKind::NoSpace,
@@ -455,12 +455,12 @@ impl Core {
     }
 
     /// Refused with the numbers when the tiles of `device` do not fit on the others.
-    pub(super) fn check_room_without(&self, device: DeviceIndex) -> Result<(), Fault> {
+    pub(super) fn check_room_without(&self, device: DeviceIndex, data: &Data) -> Result<(), Fault> {
         let mut trial = self.space.clone();
         trial.close(device);
         // Drained earlier, it waits for a start.
         if trial.is_closed(self.home) {
-            self.take_new_home(&mut trial)?;
+            self.take_new_home(&mut trial, data)?;
         }
         let room: Vec<(usize, u64)> = (0..self.devices.len())
             .filter(|&other| self.devices[other].phase.is_some())
@@ -468,11 +468,10 @@ impl Core {
             .filter(|other| !trial.is_closed(*other))
             .map(|other| (other.0 as usize, trial.free_bytes(other)))
             .collect();
-        let stored = self.jobs.values().filter_map(|job| job.stored.as_ref());
-        let fits = stored.into_iter().all(|stored| {
-            let copies = stored.durability().extents_a_tile();
-            (stored.table.extents.iter().enumerate()).all(|(tile, extents)| {
-                let bytes = stored.tile_bytes(tile);
+        let fits = data.layouts().all(|layout| {
+            let copies = layout.copies();
+            (layout.table.extents.iter().enumerate()).all(|(tile, extents)| {
+                let bytes = layout.tile_bytes(tile);
                 let leaving = extents[..copies].iter().filter(|e| e.device == device);
                 let mut all = leaving.map(|_| trial.take_on(device, bytes, true));
                 all.all(|taken| taken.is_some())
@@ -497,13 +496,16 @@ impl Core {
 }
 
 /// Of the extents of `tiles` that do not lie on their target, by target.
-fn left_bytes(stored: &Stored, tiles: &VecDeque<(u32, DeviceIndex)>) -> BTreeMap<DeviceIndex, u64> {
-    let copies = stored.durability().extents_a_tile();
+fn left_bytes(
+    layout: &Layout<'_>,
+    tiles: &VecDeque<(u32, DeviceIndex)>,
+) -> BTreeMap<DeviceIndex, u64> {
+    let copies = layout.copies();
     let mut left = BTreeMap::new();
     for &(tile, target) in tiles {
-        let extents = &stored.table.extents[tile as usize][..copies];
+        let extents = &layout.table.extents[tile as usize][..copies];
         let away = extents.iter().filter(|extent| extent.device != target);
-        *left.entry(target).or_default() += away.count() as u64 * stored.tile_bytes(tile as usize);
+        *left.entry(target).or_default() += away.count() as u64 * layout.tile_bytes(tile as usize);
     }
     left
 }
@@ -520,13 +522,7 @@ fn stays(key: &JobKey, why: &str) -> Fault {
 /// Tile, which, from, target, bytes; and what it holds.
 type Wanted = ((u32, u8, Extent, DeviceIndex, u64), Option<Option<u32>>);
 
-impl Job {
-    /// Whether a record that failed, or is being written by those who are gone, may name what looks free.
-    fn may_move(&self, stored: &Stored) -> bool {
-        let unknown = |slot: &SlotContent| matches!(slot, SlotContent::Unknown);
-        if self.members.is_empty() {
-            return self.script.is_none();
-        }
-        self.poison.is_none() && !stored.slots.iter().any(unknown)
-    }
+/// Of the jobs' areas, which lie at home.
+pub(super) fn area_bytes(data: &Data) -> u64 {
+    data.layouts().map(|layout| layout.entry.area.bytes()).sum()
 }

@@ -6,8 +6,8 @@ use std::collections::BTreeMap;
 use offload_api::IODEPTH_MIN;
 use offload_api::fault::{Fault, FaultKind};
 
-use super::job::JobKey;
-use super::{Core, OpenSession, Peer};
+use super::{Data, JobKey};
+use crate::core::{OpenSession, Peer};
 use crate::quota::{JOBS_A_USER_DEFAULT, Quota, SHARE_DEFAULT, Shares};
 use crate::store::definition::JobName;
 
@@ -47,7 +47,7 @@ impl std::fmt::Display for Whose<'_> {
     }
 }
 
-impl Core {
+impl Data {
     /// The user's, and the job's.
     fn quotas_of<'a>(&self, key: &'a JobKey) -> [(Whose<'a>, Quota); 2] {
         [
@@ -80,7 +80,7 @@ impl Core {
     }
 
     /// What a job's turns at a drive weigh, and its user's.
-    pub fn shares_of(&self, uid: u32, name: &JobName) -> Shares {
+    pub(in crate::core) fn shares_of(&self, uid: u32, name: &JobName) -> Shares {
         let user = self.quotas.of(uid).share;
         let job = self.quotas.of_job(uid, name).share;
         let [user, job] = [user, job].map(|share| share.unwrap_or(SHARE_DEFAULT));
@@ -88,7 +88,7 @@ impl Core {
     }
 
     /// Host memory that `peer` may still take for a session.
-    pub(super) fn arena_free_bytes_of(&self, peer: Peer) -> u64 {
+    pub(in crate::core) fn arena_free_bytes_of(&self, peer: Peer) -> u64 {
         let free = self.arena_free_bytes();
         let whose = Whose::User(peer.uid);
         match self.quotas.of(peer.uid).host_bytes_max {
@@ -164,11 +164,9 @@ impl Core {
         Ok(iodepth)
     }
 
-    /// Whether a user may have a job more, which is not in the catalog yet.
-    pub(super) fn admit_job(&self, key: &JobKey) -> Result<(), Fault> {
+    /// Whether a user who has `held` jobs in the catalog may have one more.
+    pub(in crate::core) fn admit_job(&self, key: &JobKey, held: usize) -> Result<(), Fault> {
         let max = (self.quotas.of(key.uid).jobs_max).unwrap_or(JOBS_A_USER_DEFAULT);
-        let mine = self.catalog.catalog.entries.iter();
-        let held = mine.filter(|entry| entry.uid == key.uid).count();
         if held < max as usize {
             return Ok(());
         }
@@ -179,6 +177,18 @@ impl Core {
                 "{what}: drop one (`offloadd drop`), or have the administrator raise `jobs_max` of this user's quota"
             ),
         ))
+    }
+
+    /// Counts `bytes` on devices to a job whose definition is being written.
+    ///
+    /// # Errors
+    /// The quota of the job or of its user.
+    pub(in crate::core) fn reserve(&mut self, key: &JobKey, bytes: u64) -> Result<(), Fault> {
+        self.admit_device_bytes(key, bytes)?;
+        if let Some(defining) = (self.jobs.get_mut(key)).and_then(|job| job.defining.as_mut()) {
+            defining.reserved_bytes = bytes;
+        }
+        Ok(())
     }
 
     /// Whether `bytes` more on devices may be reserved.

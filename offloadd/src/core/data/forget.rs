@@ -5,17 +5,17 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 
-use super::job::JobKey;
-use super::script::{Failed, Purpose, Step};
-use super::{Action, CallId, Core, Reply, refuse};
+use super::{Data, JobKey, Note, Purpose};
+use crate::core::operations::{Failed, Operations, Step};
+use crate::core::{CallId, Reply};
 use crate::store::manifest::SlotContent;
 
-impl Core {
-    pub(super) fn discard_unreadable(
+impl Data {
+    pub(in crate::core) fn discard_unreadable(
         &mut self,
         call: CallId,
         key: JobKey,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) -> Result<Option<Reply>, Fault> {
         self.check_writing()?;
         let stored = self.closed(&key)?;
@@ -32,8 +32,8 @@ impl Core {
                 ),
             ));
         }
-        let steps = vec![Step::writes(self.home, writes), Step::flush([self.home])];
-        self.run_script(Purpose::Forget { key, call }, steps, actions);
+        let steps = vec![Step::writes(ops.home(), writes), Step::flush([ops.home()])];
+        self.run_script(&key, Purpose::Forget { call }, steps, ops);
         Ok(None)
     }
 
@@ -42,14 +42,14 @@ impl Core {
         key: &JobKey,
         call: CallId,
         result: Result<(), Failed>,
-        actions: &mut Vec<Action>,
+        ops: &mut Operations,
     ) {
         if let Err(Failed { fault, .. }) = result {
             let what = format!(
                 "the record of job {} could not be overwritten ({}): it stays as it is; drop the job or repair the device",
                 key.name, fault.message
             );
-            return refuse(call, Fault::new(fault.kind, what), actions);
+            return ops.refuse(call, Fault::new(fault.kind, what));
         }
         let job = self.jobs.get_mut(key).expect("a script's job");
         let stored = job.stored.as_mut().expect("it has records");
@@ -64,10 +64,7 @@ impl Core {
             false => Generation(0),
         };
         // Its tiles stayed because of it.
-        self.mover.retry();
-        actions.push(Action::Reply {
-            call,
-            reply: Ok(Reply::DiscardUnreadable { newest_generation }),
-        });
+        self.notes.push_back(Note::Forgotten);
+        ops.reply(call, Ok(Reply::DiscardUnreadable { newest_generation }));
     }
 }

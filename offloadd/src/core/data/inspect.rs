@@ -5,12 +5,10 @@ use std::sync::Arc;
 
 use offload_api::ids::{DeviceIndex, Generation, TileIndex};
 
-use super::job::JobKey;
-use super::{Core, Viewer};
+use super::{Data, JobKey, Viewer};
 use crate::store::content::JobContent;
 use crate::store::definition::{JobDefinition, JobName};
 use crate::store::manifest::{Mark, Version, resumable};
-use crate::store::superblock::Superblock;
 use crate::store::tile_table::Extent;
 
 /// Tiles looked at for one answer.
@@ -53,14 +51,9 @@ pub struct CommittedTiles {
     pub next: Option<usize>,
 }
 
-impl Core {
-    /// What is written on a device of ours, so that its file can be told from another that lies at its path.
-    pub fn superblock_of(&self, device: DeviceIndex) -> Superblock {
-        self.devices[device.0 as usize].superblock
-    }
-
+impl Data {
     /// The jobs in the store that `viewer` may see, by owner and name.
-    pub fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
+    pub(in crate::core) fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let jobs = self.jobs.iter().filter(|(key, _)| seen(key));
         jobs.filter_map(|(_, job)| {
@@ -72,7 +65,11 @@ impl Core {
     }
 
     /// Committed tiles of a job from a place on; `None`: there is no such job (any more).
-    pub fn committed_tiles(&self, at: &At) -> Option<CommittedTiles> {
+    pub(in crate::core) fn committed_tiles(
+        &self,
+        at: &At,
+        paths: &[&str],
+    ) -> Option<CommittedTiles> {
         let key = JobKey::new(at.uid, at.name.clone());
         let stored = self.jobs.get(&key)?.stored.as_ref()?;
         let table = &stored.table;
@@ -95,7 +92,7 @@ impl Core {
                     generation: marked.record.generation,
                     version,
                     extent,
-                    path: self.devices[device as usize].path.as_str().into(),
+                    path: paths[device as usize].into(),
                 });
             }
             found

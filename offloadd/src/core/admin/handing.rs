@@ -1,0 +1,169 @@
+//! What outlives the daemon: given out when everything has come to rest, and adopted by the next one if it fits its store.
+//!
+//! Nothing of it is believed: whose store it is and which devices it knows is looked at here, each job and session by
+//! [`Data::check_adopted`]. What does not fit is left out with the reason; a job's sessions come all or none, as without one of
+//! them its generation could not be completed.
+
+use std::collections::BTreeMap;
+
+use offload_api::ids::{DeviceIndex, Epoch};
+use test_hooks::safeguard::{Safeguard, is_disabled};
+
+use super::Admin;
+use crate::core::Adopted;
+use crate::core::data::{Data, DeviceNumbers};
+use crate::core::operations::{Operations, Waiter};
+use crate::handover::message::{self, NO_DEVICE};
+
+impl Admin {
+    /// No change of the catalog is written or waits, and no tile moves.
+    pub(in crate::core) fn is_quiet(&self) -> bool {
+        self.catalog.is_idle() && self.mover.batch.is_none()
+    }
+
+    fn device_numbers(&self) -> DeviceNumbers {
+        let numbers = self.devices.iter();
+        let numbers = numbers.map(|device| (device.superblock.number, device.phase.is_some()));
+        DeviceNumbers {
+            numbers: numbers.collect(),
+        }
+    }
+
+    /// Everything that the next daemon cannot read from the devices.
+    pub(in crate::core) fn hand_over(&self, data: &Data) -> message::State {
+        let (sessions, jobs) = data.hand_over(&self.device_numbers());
+        message::State {
+            store: self.catalog.catalog.store.0.to_vec(),
+            epoch: data.epoch().0,
+            devices: (self.devices.iter())
+                .map(|device| device.phase.map_or(NO_DEVICE, |_| device.superblock.number))
+                .collect(),
+            sessions,
+            jobs,
+            handover: 0,
+            catalog: self.catalog.catalog.sequence,
+            catalog_unsure: self.catalog.is_unsure(),
+        }
+    }
+
+    /// Flushes whatever sessions have written, so that a flush that fails while the next daemon starts loses nothing of
+    /// theirs. What fails poisons their jobs, and is handed over with them. Everything else has come to rest.
+    pub(in crate::core) fn flush_for_hand_over(&self, data: &Data, ops: &mut Operations) {
+        for (index, device) in self.devices.iter().enumerate() {
+            let index = DeviceIndex(index as u32);
+            if device.phase.is_some() && data.has_unflushed(index) {
+                ops.flush(index, Waiter::HandOver);
+            }
+        }
+    }
+
+    /// Whether `state` belongs to this store, and nobody has served the store since.
+    fn check_state(&self, state: &message::State) -> Result<(), String> {
+        if state.store != self.catalog.catalog.store.0 {
+            return Err(format!(
+                "it belongs to another store than {}",
+                self.catalog.catalog.store
+            ));
+        }
+        let found = self.catalog.catalog.sequence;
+        let since = found.checked_sub(state.catalog);
+        let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
+        if !none_since && !is_disabled(Safeguard::Lives) {
+            return Err(format!(
+                "another daemon has served the store since, or devices were added or drained: its catalog has number {found}, \
+                 {} was handed over",
+                state.catalog
+            ));
+        }
+        // Completions name devices by their place in the list that the process was given. Behind one that left in the last
+        // life the others move up: then they would name another one.
+        let numbers = self.numbers();
+        let mut told = state.devices.iter().enumerate();
+        if told.any(|(index, number)| *number != NO_DEVICE && numbers.get(index) != Some(number)) {
+            return Err(format!(
+                "it knows the devices {:?} in this order, the store has {:?}",
+                state.devices, numbers
+            ));
+        }
+        if state.epoch == 0 {
+            return Err("its epoch is 0".into());
+        }
+        Ok(())
+    }
+
+    /// Adopts the sessions of `state` that go on, and says one line for each job that does not.
+    ///
+    /// # Errors
+    /// All of it belongs to another store, or to this one before another daemon served it, or with other devices.
+    pub(in crate::core) fn adopt(
+        &mut self,
+        state: &message::State,
+        has_descriptors: impl Fn(usize) -> bool,
+        data: &mut Data,
+        ops: &mut Operations,
+    ) -> Result<(Vec<Adopted>, Vec<String>), String> {
+        assert!(!data.has_sessions(), "before anybody has come");
+        self.check_state(state)?;
+        let mut sessions: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+        for (index, session) in state.sessions.iter().enumerate() {
+            sessions
+                .entry(session.job as usize)
+                .or_default()
+                .push(index);
+        }
+        let (mut adopted, mut left_out) = (Vec::new(), Vec::new());
+        let same = |job: &message::Job| {
+            let named = |other: &&message::Job| (other.uid, &other.name) == (job.uid, &job.name);
+            state.jobs.iter().filter(named).count()
+        };
+        for (place, indices) in sessions {
+            let Some(job) = state.jobs.get(place) else {
+                left_out.push(format!("{} sessions of no job", indices.len()));
+                continue;
+            };
+            let done = if same(job) > 1 {
+                Err("it stands there twice".into())
+            } else if indices.iter().all(|index| has_descriptors(*index)) {
+                self.adopt_job(state, job, (&indices, adopted.len()), data, ops)
+            } else {
+                Err("descriptors of its sessions are missing".into())
+            };
+            match done {
+                Ok(mut sessions) => adopted.append(&mut sessions),
+                Err(why) => {
+                    left_out.push(format!("job {} of uid {}: {why}", job.name, job.uid));
+                }
+            }
+        }
+        if !adopted.is_empty() {
+            data.go_on_in(Epoch(state.epoch));
+        }
+        Ok((adopted, left_out))
+    }
+
+    /// Takes the room that a job's sessions keep for themselves, and adopts them; changes nothing when it fails.
+    fn adopt_job(
+        &mut self,
+        state: &message::State,
+        job: &message::Job,
+        (indices, already): (&[usize], usize),
+        data: &mut Data,
+        ops: &mut Operations,
+    ) -> Result<Vec<Adopted>, String> {
+        let checked = data.check_adopted(state, job, indices, already, &self.device_numbers())?;
+        let mut space = self.space.clone();
+        for kept in checked.kept_room() {
+            if !space.take(kept.extent, kept.bytes) {
+                return Err(format!(
+                    "{} of {} bytes at {} of {} is not free",
+                    kept.name,
+                    kept.bytes,
+                    kept.extent.offset,
+                    self.path(kept.extent.device)
+                ));
+            }
+        }
+        self.space = space;
+        Ok(data.adopt(job, checked, ops))
+    }
+}

@@ -1,0 +1,242 @@
+//! What the administration asks of jobs, by values: where tiles lie, which of them can move, that nothing is committed
+//! meanwhile, and that tiles lie elsewhere from now on.
+
+use offload_api::fault::Fault;
+use offload_api::ids::{DeviceIndex, Generation};
+
+use super::job::{Holds, Job, Stored};
+use super::members::poison;
+use super::{Data, JobKey};
+use crate::io::AlignedBytes;
+use crate::store::catalog::Entry;
+use crate::store::definition::Durability;
+use crate::store::manifest::{Marked, SlotContent, resumable};
+use crate::store::tile_table::{Extent, TileTable};
+
+/// Where the tiles of a job lie.
+#[derive(Clone, Copy)]
+pub(in crate::core) struct Layout<'a> {
+    pub(in crate::core) key: &'a JobKey,
+    pub(in crate::core) entry: &'a Entry,
+    pub(in crate::core) table: &'a TileTable,
+}
+
+/// Whether tiles of a job can move now.
+pub(in crate::core) enum Movable<'a> {
+    /// The job is gone, is being dropped, or its table is unsure.
+    Never,
+    /// A record cannot be read, so that nobody knows which extents it names.
+    Unreadable(&'a str),
+    Later,
+    Now(MovableJob<'a>),
+}
+
+/// A job of which tiles can move.
+pub(in crate::core) struct MovableJob<'a> {
+    pub(in crate::core) layout: Layout<'a>,
+    /// The working generation, if somebody has resumed.
+    pub(in crate::core) in_session: Option<Generation>,
+    stored: &'a Stored,
+    recorded: Vec<&'a Marked>,
+}
+
+/// A tile's extent is to be another one.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::core) struct NewExtent {
+    pub(in crate::core) tile: u32,
+    pub(in crate::core) which: u8,
+    pub(in crate::core) to: Extent,
+}
+
+/// Records that were cut off, and the writes that clear them away.
+pub(in crate::core) struct Clearing {
+    pub(in crate::core) slots: Vec<usize>,
+    pub(in crate::core) writes: Vec<(u64, AlignedBytes)>,
+}
+
+impl Layout<'_> {
+    /// Extents of a tile that count.
+    pub(in crate::core) fn copies(&self) -> usize {
+        self.table.definition.durability().extents_a_tile()
+    }
+
+    pub(in crate::core) fn tile_bytes(&self, tile: usize) -> u64 {
+        u64::from(self.table.definition.tiles()[tile].tile_bytes)
+    }
+}
+
+impl MovableJob<'_> {
+    pub(in crate::core) fn holds(&self, tile: u32, which: u8) -> Holds {
+        self.stored.holds(&self.recorded, tile as usize, which)
+    }
+}
+
+impl Data {
+    /// The jobs in the store, by owner and name.
+    pub(in crate::core) fn layouts(&self) -> impl Iterator<Item = Layout<'_>> {
+        (self.jobs.iter()).filter_map(|(key, job)| Some(layout(key, job.stored.as_ref()?)))
+    }
+
+    /// The job, if it is still the one with this number.
+    pub(in crate::core) fn layout(&self, key: &JobKey, job_id: u64) -> Option<Layout<'_>> {
+        let (key, job) = self.jobs.get_key_value(key)?;
+        let stored = job.stored.as_ref()?;
+        (stored.entry.job_id == job_id).then(|| layout(key, stored))
+    }
+
+    pub(in crate::core) fn movable(&self, key: &JobKey, job_id: u64) -> Movable<'_> {
+        let Some((key, job)) = self.jobs.get_key_value(key) else {
+            return Movable::Never;
+        };
+        let Some(stored) = (job.stored.as_ref()).filter(|stored| stored.entry.job_id == job_id)
+        else {
+            return Movable::Never;
+        };
+        if job.dropping || job.broken.is_some() {
+            return Movable::Never;
+        }
+        if let Some(why) = stored.unreadable() {
+            return Movable::Unreadable(why);
+        }
+        if !may_move(job, stored) {
+            return Movable::Later;
+        }
+        Movable::Now(MovableJob {
+            layout: layout(key, stored),
+            in_session: job.resumed.map(|_| job.working),
+            stored,
+            recorded: resumable(&stored.slots),
+        })
+    }
+
+    /// Extents that operations in flight use.
+    pub(in crate::core) fn extents_in_use(&self) -> impl Iterator<Item = Extent> + '_ {
+        self.inflight.values().map(|tile| tile.extent)
+    }
+
+    /// Freezes the job if records of it are to be cleared away: a commit writes there too. Records that were cut off may
+    /// name the extents that are given up. A rank that came since the tiles began to move clears them itself.
+    pub(in crate::core) fn freeze_to_clear(&mut self, key: &JobKey) -> Clearing {
+        let job = self.moving(key);
+        let free = job.members.is_empty() && job.script.is_none();
+        let stored = job.stored.as_mut().expect("it has tiles");
+        let slots = match free {
+            true => unknown_slots(stored),
+            false => Vec::new(),
+        };
+        let writes = stored.voiding(&slots);
+        job.frozen |= !writes.is_empty();
+        Clearing { slots, writes }
+    }
+
+    /// Records that were cut off are durably gone.
+    pub(in crate::core) fn clear(&mut self, key: &JobKey, slots: &[usize]) {
+        let stored = self.moving(key).stored.as_mut().expect("it has tiles");
+        for &slot in slots {
+            if let SlotContent::Unknown = stored.slots[slot] {
+                stored.slots[slot] = SlotContent::Empty;
+            }
+        }
+    }
+
+    /// Whether the job's table may be written again; and of the extents, what each holds now. `None`: a record that failed
+    /// may be there tomorrow, and name what looks free.
+    pub(in crate::core) fn exchangeable(
+        &self,
+        key: &JobKey,
+        extents: impl Iterator<Item = (u32, u8)>,
+    ) -> Option<Vec<Holds>> {
+        let job = &self.jobs[key];
+        let stored = job.stored.as_ref().expect("it has tiles");
+        if job.poison.is_some() || !unknown_slots(stored).is_empty() {
+            return None;
+        }
+        let recorded = resumable(&stored.slots);
+        let holds = |(tile, which)| stored.holds(&recorded, tile as usize, which);
+        Some(extents.map(holds).collect())
+    }
+
+    /// Writes go to the new extents from now on, and nothing is committed until the table that names them is durable: the
+    /// job is frozen. The table as it is to be written, and where. `None`: it was written as often as it can be.
+    pub(in crate::core) fn replace_extents(
+        &mut self,
+        key: &JobKey,
+        extents: impl Iterator<Item = NewExtent>,
+        numbers: &[u32],
+    ) -> Option<([u64; 2], AlignedBytes)> {
+        let job = self.moving(key);
+        let stored = job.stored.as_mut().expect("it has tiles");
+        stored.table.revision = stored.table.revision.checked_add(1)?;
+        let in_place = stored.durability() == Durability::None;
+        for NewExtent { tile, which, to } in extents {
+            let extents = &mut stored.table.extents[tile as usize];
+            extents[usize::from(which)] = to;
+            if in_place {
+                *extents = [to; 2];
+            }
+        }
+        job.frozen = true;
+        let blocks = stored.table.encode(stored.entry.job_id, numbers);
+        Some((stored.entry.area.definitions(), blocks))
+    }
+
+    /// The job commits again.
+    pub(in crate::core) fn thaw(&mut self, key: &JobKey) {
+        self.moving(key).frozen = false;
+    }
+
+    /// Which table the devices hold is not known before the next start.
+    pub(in crate::core) fn lose_table(&mut self, key: &JobKey, broken: Fault, cause: &Fault) {
+        let job = self.moving(key);
+        job.broken = Some(broken);
+        job.poison
+            .get_or_insert_with(|| poison(&key.name, "moving its tiles", cause));
+    }
+
+    /// One more device may be written to.
+    pub(in crate::core) fn add_device(&mut self) {
+        for job in self.jobs.values_mut() {
+            job.touched.push(false);
+        }
+    }
+
+    /// The device is empty: what jobs wrote there and have not committed has moved, flushed.
+    pub(in crate::core) fn leave_device(&mut self, device: DeviceIndex) {
+        for job in self.jobs.values_mut() {
+            job.touched[device.0 as usize] = false;
+        }
+    }
+
+    /// Whether somebody has written to `device` what no flush covers.
+    pub(in crate::core) fn has_unflushed(&self, device: DeviceIndex) -> bool {
+        let touched = |job: &Job| job.touched[device.0 as usize];
+        let mut sessions = self.sessions.values();
+        self.jobs.values().any(touched) || sessions.any(|session| session.has_scratch_on(device))
+    }
+
+    fn moving(&mut self, key: &JobKey) -> &mut Job {
+        (self.jobs.get_mut(key)).expect("dropped only when no tile moves")
+    }
+}
+
+fn layout<'a>(key: &'a JobKey, stored: &'a Stored) -> Layout<'a> {
+    Layout {
+        key,
+        entry: &stored.entry,
+        table: &stored.table,
+    }
+}
+
+fn unknown_slots(stored: &Stored) -> Vec<usize> {
+    let slots = stored.slots.iter().enumerate();
+    let unknown = slots.filter(|(_, slot)| matches!(slot, SlotContent::Unknown));
+    unknown.map(|(slot, _)| slot).collect()
+}
+
+/// Whether no record that failed, or is being written by those who are gone, may name what looks free.
+fn may_move(job: &Job, stored: &Stored) -> bool {
+    if job.members.is_empty() {
+        return job.script.is_none();
+    }
+    job.poison.is_none() && unknown_slots(stored).is_empty()
+}

@@ -1,0 +1,201 @@
+//! Sessions and the tiles of their jobs: who is there, tiles in and out, commits, where a job goes on from.
+//!
+//! Owns the state of every job and session. Nobody else changes it: what the administration needs it asks for by the values
+//! of [`layout`], and what happens here that it must know is a [`Note`].
+//!
+//! ```text
+//!   session ──▶ define, resume ──▶ tiles ──▶ commit ──▶ confirm
+//!      └─ scratch, quota              └─ damage       forget: records that could not be read
+//!   layout: what the administration asks     adopt: what outlives the daemon     snapshot, inspect: what people see
+//! ```
+
+mod adopt;
+mod commit;
+mod damage;
+mod forget;
+mod inspect;
+mod job;
+mod layout;
+mod members;
+mod quota;
+mod resume;
+mod scratch;
+mod session;
+mod snapshot;
+mod tiles;
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use offload_api::fault::Fault;
+use offload_api::ids::{Epoch, Generation, SessionToken};
+
+use super::operations::{Operations, ScriptEnd, ScriptId, Step};
+use super::{CallId, JobKey};
+use crate::io::{IoId, SessionId};
+use crate::quota::{Limits, Quotas};
+use crate::store::manifest::Record;
+use crate::store::recover::RecoveredJob;
+use crate::store::tile_table::Extent;
+use job::Job;
+use session::Session;
+use tiles::TileIo;
+
+pub use adopt::Adopted;
+pub use inspect::{At, CommittedTile, CommittedTiles};
+pub use snapshot::{CommitState, JobState, Viewer};
+
+pub(super) use adopt::DeviceNumbers;
+pub(super) use job::{Define, Holds};
+pub(super) use layout::{Clearing, Layout, Movable, NewExtent};
+pub(super) use scratch::{ScratchRequest, ScratchWrite};
+
+/// Sessions, jobs and the tiles on their way.
+pub(super) struct Data {
+    epoch: Epoch,
+    limits: Limits,
+    quotas: Quotas,
+    /// Why nothing is written in this incarnation.
+    read_only: Option<Fault>,
+    jobs: BTreeMap<JobKey, Job>,
+    sessions: BTreeMap<SessionId, Session>,
+    tokens: HashMap<SessionToken, SessionId>,
+    /// Tiles that the driver has not reported as done.
+    inflight: HashMap<IoId, TileIo>,
+    /// What the scripts of jobs are for.
+    scripts: BTreeMap<ScriptId, (JobKey, Purpose)>,
+    arena_used_bytes: u64,
+    notes: VecDeque<Note>,
+}
+
+/// What the administration is told.
+#[derive(Debug)]
+pub(super) enum Note {
+    /// Extents that a session kept for itself are free.
+    Freed(Vec<(Extent, u64)>),
+    /// A job writes to this extent of a tile.
+    Overwrites { key: JobKey, tile: u32, which: u8 },
+    /// A job's records that could not be read are forgotten: nothing keeps its tiles any more.
+    Forgotten,
+}
+
+/// What a job's script is for, and what its end needs.
+#[derive(Debug)]
+enum Purpose {
+    /// Later generations are given up.
+    Resume {
+        generation: Generation,
+    },
+    Commit {
+        record: Record,
+    },
+    /// The record of a commit that failed is taken back.
+    Withdraw {
+        generation: Generation,
+        fault: Fault,
+    },
+    Confirm,
+    /// The newest record says that its tiles are being written over.
+    Overwrite,
+    /// Records that could not be read are forgotten.
+    Forget {
+        call: CallId,
+    },
+}
+
+impl Data {
+    pub(super) fn new(
+        jobs: Vec<RecoveredJob>,
+        device_count: usize,
+        epoch: Epoch,
+        limits: Limits,
+    ) -> Self {
+        let jobs = jobs.into_iter().map(|recovered| {
+            let key = JobKey::new(recovered.entry.uid, recovered.entry.name.clone());
+            (key, Job::stored(recovered, device_count))
+        });
+        Self {
+            epoch,
+            limits,
+            quotas: Quotas::default(),
+            read_only: None,
+            jobs: jobs.collect(),
+            sessions: BTreeMap::new(),
+            tokens: HashMap::new(),
+            inflight: HashMap::new(),
+            scripts: BTreeMap::new(),
+            arena_used_bytes: 0,
+            notes: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Handed-out limits stay; what is asked for from now on goes by these.
+    pub(super) fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
+    }
+
+    pub(super) fn set_quotas(&mut self, quotas: Quotas) {
+        self.quotas = quotas;
+    }
+
+    /// Nothing is written from now on, because of `why`.
+    pub(super) fn begin_read_only(&mut self, why: Fault) {
+        self.read_only = Some(why);
+    }
+
+    fn check_writing(&self) -> Result<(), Fault> {
+        self.read_only.clone().map_or(Ok(()), Err)
+    }
+
+    pub(super) fn next_note(&mut self) -> Option<Note> {
+        self.notes.pop_front()
+    }
+
+    pub(super) fn inflight_count(&self) -> usize {
+        self.inflight.len()
+    }
+
+    /// Runs the one script that a job may have.
+    fn run_script(
+        &mut self,
+        key: &JobKey,
+        purpose: Purpose,
+        steps: Vec<Step>,
+        ops: &mut Operations,
+    ) {
+        let job = self.jobs.get_mut(key).expect("a script's job exists");
+        assert!(job.script.is_none(), "one script a job");
+        let id = ops.run_script(steps);
+        job.script = Some(id);
+        self.scripts.insert(id, (key.clone(), purpose));
+    }
+
+    /// Gives the end of a script back that is not a job's.
+    pub(super) fn on_script_end(
+        &mut self,
+        end: ScriptEnd,
+        ops: &mut Operations,
+    ) -> Option<ScriptEnd> {
+        let Some((key, purpose)) = self.scripts.remove(&end.script) else {
+            return Some(end);
+        };
+        let job = self.jobs.get_mut(&key).expect("a script's job exists");
+        job.script = None;
+        let result = end.result;
+        match purpose {
+            Purpose::Resume { generation } => self.finish_resume(&key, generation, result, ops),
+            Purpose::Commit { record } => self.finish_commit(&key, record, result, ops),
+            Purpose::Withdraw { generation, fault } => {
+                self.finish_withdraw(&key, generation, fault, result, ops);
+            }
+            Purpose::Confirm => self.finish_confirm(&key, result, ops),
+            Purpose::Overwrite => self.finish_overwrite(&key, result, ops),
+            Purpose::Forget { call } => self.finish_forget(&key, call, result, ops),
+        }
+        self.settle(&key);
+        None
+    }
+}

@@ -1,0 +1,181 @@
+//! Operations in flight, and what both cores make of them: writes and flushes in order, and flushes that are shared.
+//!
+//! Knows nothing of jobs or of the catalog: who runs a script keeps what it is for, by its [`ScriptId`].
+
+mod flush;
+mod script;
+
+pub(super) use flush::Waiter;
+pub(super) use script::{Failed, ScriptEnd, ScriptId, Step, in_turn};
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+
+use offload_api::fault::{Fault, FaultKind};
+use offload_api::ids::DeviceIndex;
+use offload_api::ring::entry::Priority;
+
+use super::{Action, CallId, Reply};
+use crate::io::{Buffer, IoId, IoOp};
+use flush::Flush;
+use script::Script;
+
+/// What the cores ask of the devices and of the driver.
+pub(super) struct Operations {
+    /// The metadata device: the catalog and the jobs' areas lie there.
+    home: DeviceIndex,
+    /// By device, for messages.
+    paths: Vec<String>,
+    /// For the driver, in order.
+    actions: Vec<Action>,
+    inflight: HashMap<IoId, Operation>,
+    scripts: BTreeMap<ScriptId, Script>,
+    /// Scripts whose end nobody has heard yet.
+    ended: VecDeque<ScriptEnd>,
+    /// At most one a device.
+    flushes: BTreeMap<DeviceIndex, Flush>,
+    next_number: u64,
+}
+
+/// An operation of this module that the driver has not reported as done.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Operation {
+    /// A write of a script.
+    Write {
+        script: ScriptId,
+        device: DeviceIndex,
+        offset: u64,
+        bytes: u32,
+    },
+    Flush(DeviceIndex),
+}
+
+impl Operations {
+    pub(super) fn new(home: DeviceIndex, paths: Vec<String>) -> Self {
+        Self {
+            home,
+            paths,
+            actions: Vec::new(),
+            inflight: HashMap::new(),
+            scripts: BTreeMap::new(),
+            ended: VecDeque::new(),
+            flushes: BTreeMap::new(),
+            next_number: 1,
+        }
+    }
+
+    pub(super) fn home(&self) -> DeviceIndex {
+        self.home
+    }
+
+    pub(super) fn path(&self, device: DeviceIndex) -> &str {
+        &self.paths[device.0 as usize]
+    }
+
+    pub(super) fn add_device(&mut self, path: String) {
+        self.paths.push(path);
+    }
+
+    pub(super) fn device_count(&self) -> usize {
+        self.paths.len()
+    }
+
+    /// Actions are appended to `actions` from now on, until it is swapped back.
+    pub(super) fn swap_actions(&mut self, actions: &mut Vec<Action>) {
+        std::mem::swap(&mut self.actions, actions);
+    }
+
+    pub(super) fn push(&mut self, action: Action) {
+        self.actions.push(action);
+    }
+
+    pub(super) fn reply(&mut self, call: CallId, reply: Result<Reply, Fault>) {
+        self.actions.push(Action::Reply { call, reply });
+    }
+
+    pub(super) fn refuse(&mut self, call: CallId, fault: Fault) {
+        self.reply(call, Err(fault));
+    }
+
+    /// A number never given out in this incarnation.
+    pub(super) fn number(&mut self) -> u64 {
+        self.next_number += 1;
+        self.next_number
+    }
+
+    /// Asks the driver for an operation; who asks remembers what it is for.
+    pub(super) fn start(
+        &mut self,
+        device: DeviceIndex,
+        op: IoOp,
+        [offset, bytes]: [u64; 2],
+        buffer: Buffer,
+        priority: Priority,
+    ) -> IoId {
+        let io = IoId(self.number());
+        self.actions.push(Action::Io {
+            io,
+            device,
+            op,
+            offset,
+            bytes: bytes as u32,
+            buffer,
+            priority,
+        });
+        io
+    }
+
+    /// Takes an operation of a script, or a flush, out of those in flight.
+    pub(super) fn take(&mut self, io: IoId) -> Option<Operation> {
+        self.inflight.remove(&io)
+    }
+
+    pub(super) fn inflight_count(&self) -> usize {
+        self.inflight.len()
+    }
+
+    /// No operation and no script is under way.
+    pub(super) fn is_idle(&self) -> bool {
+        self.inflight.is_empty() && self.scripts.is_empty()
+    }
+
+    /// Whether a write or a flush of `device` is in flight.
+    pub(super) fn uses(&self, device: DeviceIndex) -> bool {
+        (self.inflight.values()).any(|operation| match operation {
+            Operation::Write { device: at, .. } | Operation::Flush(at) => *at == device,
+        })
+    }
+
+    /// The words for an operation that failed.
+    pub(super) fn device_fault(
+        &self,
+        op: IoOp,
+        device: DeviceIndex,
+        offset: u64,
+        asked_bytes: u32,
+        outcome: Result<u32, i32>,
+    ) -> Fault {
+        let (kind, why) = match outcome {
+            Err(errno) => (
+                errno_kind(errno),
+                std::io::Error::from_raw_os_error(errno).to_string(),
+            ),
+            Ok(moved) => (
+                FaultKind::Short,
+                format!("only {moved} bytes moved; a removed drive answers so"),
+            ),
+        };
+        let path = self.path(device);
+        Fault::new(
+            kind,
+            format!("{op:?} of {asked_bytes} bytes at {offset} of {path}: {why}"),
+        )
+    }
+}
+
+pub(super) fn errno_kind(errno: i32) -> FaultKind {
+    if errno == libc::ENOSPC || errno == libc::EDQUOT {
+        FaultKind::NoSpace
+    } else {
+        FaultKind::Io
+    }
+}
