@@ -1,5 +1,5 @@
-//! Whether a daemon could serve with settings that hold together by themselves: everything that can be known beside a daemon
-//! that runs with them, without a lock and without changing anything. Of the devices only superblocks are read.
+//! Checks whether a daemon could serve with given settings. Safe beside a running daemon: takes no lock, changes nothing, and reads only
+//! the superblocks of the devices.
 
 mod loopback;
 
@@ -17,7 +17,7 @@ use crate::server::page::PageAddress;
 use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
 
-/// Looks at memory, sockets and devices, in this order.
+/// Checks memory, sockets and devices, in this order.
 pub fn check(config: &Config) -> Vec<Finding> {
     let mut findings = vec![memory_fits(config), memory_locks(config)];
     findings.push(socket("socket", &config.socket));
@@ -36,12 +36,14 @@ fn memory_fits(config: &Config) -> Finding {
     match (memory::total_bytes(), memory::available_bytes()) {
         (Some(total), _) if total < asked => Finding::problem(
             what,
-            format!("{asked} bytes are more than the {total} bytes of memory that are here"),
+            format!("{asked} bytes exceed this machine's memory of {total} bytes"),
             format!("arena_bytes_max = \"{}MiB\"", (total / 4 * 3) >> 20),
         ),
         (_, Some(available)) if available < asked => Finding::hint(
             what,
-            format!("{asked} bytes, of which {available} are free now: sessions may be refused"),
+            format!(
+                "{asked} bytes, but only {available} are available now, so sessions may be refused"
+            ),
             format!("arena_bytes_max = \"{}MiB\"", (available / 4 * 3) >> 20),
         ),
         _ => Finding::fine(what, format!("{asked} bytes")),
@@ -51,15 +53,15 @@ fn memory_fits(config: &Config) -> Finding {
 fn memory_locks(config: &Config) -> Finding {
     let what = "require_locked";
     let outlook = lock_outlook(config.arena_bytes_max);
-    let mend = "LimitMEMLOCK=infinity in the unit, or `ulimit -l` and /etc/security/limits.conf";
+    let fix = "LimitMEMLOCK=infinity in the unit, or `ulimit -l` and /etc/security/limits.conf";
     match (outlook.can_lock, config.require_locked) {
         (true, _) => Finding::fine(what, "memory can be locked"),
-        (false, true) => Finding::problem(what, outlook.note, mend),
-        (false, false) => Finding::hint(what, outlook.note, mend),
+        (false, true) => Finding::problem(what, outlook.note, fix),
+        (false, false) => Finding::hint(what, outlook.note, fix),
     }
 }
 
-/// Whether a socket can be made at `path`, in a directory that is there or can be made.
+/// Checks whether a socket can be created at `path`, in a directory that exists or can be created.
 fn socket(what: &str, path: &Path) -> Finding {
     let dir = path.parent().unwrap_or(Path::new("/"));
     let (place, doing) = match dir.exists() {
@@ -71,15 +73,15 @@ fn socket(what: &str, path: &Path) -> Finding {
     if std::fs::symlink_metadata(path).is_ok_and(|found| !is_socket(found)) {
         return Finding::problem(
             what,
-            format!("a file that is no socket lies at {}", path.display()),
-            format!("another path, or: rm {}", path.display()),
+            format!("a file that is not a socket exists at {}", path.display()),
+            format!("set another path, or: rm {}", path.display()),
         );
     }
     match may_write(place) {
         Ok(()) => Finding::fine(what, path.display().to_string()),
         Err(why) => Finding::problem(
             what,
-            format!("{doing} cannot be made in {}: {why}", place.display()),
+            format!("cannot create {doing} in {}: {why}", place.display()),
             format!(
                 "install -d -o {} {}",
                 rustix::process::geteuid().as_raw(),
@@ -94,7 +96,7 @@ fn may_write(dir: &Path) -> Result<(), Errno> {
     accessat(CWD, dir, access, AtFlags::EACCESS)
 }
 
-/// Each device by itself; and, when nothing is wrong with any, whether they are one store.
+/// Checks each device, and if all are in order, whether they form one store.
 fn devices(config: &Config) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut opened = Vec::new();
@@ -105,13 +107,13 @@ fn devices(config: &Config) -> Vec<Finding> {
                 findings.push(writable(what, path, &device));
                 opened.push(device);
             }
-            Err(error) => findings.push(Finding::problem(what, error.to_string(), mend_of(path))),
+            Err(error) => findings.push(Finding::problem(what, error.to_string(), fix_of(path))),
         }
     }
     if worst(&findings) == Severity::Problem {
         return findings;
     }
-    // One that cannot be looked at is missed below.
+    // A device that cannot be opened is reported as missing below.
     let opened = match StoreDevices::open_readonly(opened.clone()) {
         Ok(all) => {
             let line = all.line_to_write().unwrap_or_default();
@@ -127,21 +129,21 @@ fn devices(config: &Config) -> Vec<Finding> {
     let together = match recover::identify(&mut DeviceBlocks(&opened)) {
         Ok((devices, foreign_devices)) => {
             findings.extend(foreign_devices.iter().map(|foreign_device| {
-                let mend = "devices = [those of the store alone]";
-                Finding::hint("devices", foreign_device.to_string(), mend)
+                let fix = "devices = [only those of the store]";
+                Finding::hint("devices", foreign_device.to_string(), fix)
             }));
             let (count, store) = (devices.len(), devices[0].superblock.store);
             Finding::fine("devices", format!("all {count} of store {store}"))
         }
         Err(error) => {
-            let mend = match error {
+            let fix = match error {
                 StoreError::NoStore { .. } => {
-                    "devices = [all devices of one store]; `offloadd format --config FILE --size SIZE` makes one"
+                    "devices = [all devices of one store]; `offloadd format --config FILE --size SIZE` creates one"
                 }
-                // Something else is there, and must not be lost.
+                // Do not suggest to format: the device contains other data.
                 _ => "devices = [all devices of one store]",
             };
-            Finding::problem("devices", error.to_string(), mend)
+            Finding::problem("devices", error.to_string(), fix)
         }
     };
     findings.push(together);
@@ -153,40 +155,40 @@ fn writable(what: String, path: &Path, device: &Device) -> Finding {
     match accessat(CWD, path, access, AtFlags::EACCESS) {
         Ok(()) if device.has_holes() => Finding::hint(
             what,
-            "it has holes: its space is not reserved, and a full file system would fail writes",
+            "has holes, so writes fail when the file system is full",
             format!("fallocate --length {} {}", device.bytes(), path.display()),
         ),
         Ok(()) => match device.copies_on_write() {
             Some(name) => Finding::hint(
                 what,
                 unreserved(name),
-                "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty directory, and format again",
+                "use ext4 or XFS, or the block device itself; on btrfs at least `chattr +C` on the empty directory; then format again",
             ),
             None => Finding::fine(what, format!("{} bytes", device.bytes())),
         },
         Err(Errno::ROFS) => Finding::problem(
             what,
-            "its file system is read-only for this process; of the service all are that are not named",
+            "its file system is read-only for this process; the service may write only to the paths named in its unit",
             format!(
-                "systemctl edit offloadd, and there: [Service] ReadWritePaths={}",
+                "systemctl edit offloadd, and add: [Service] ReadWritePaths={}",
                 path.parent().unwrap_or(path).display()
             ),
         ),
         Err(errno) => {
             let uid = rustix::process::geteuid();
             let why = format!("uid {uid} may not read and write it: {errno}");
-            Finding::problem(what, why, mend_of(path))
+            Finding::problem(what, why, fix_of(path))
         }
     }
 }
 
-fn mend_of(path: &Path) -> String {
+fn fix_of(path: &Path) -> String {
     match path.exists() {
         true => format!(
             "chown {} {}",
             rustix::process::geteuid().as_raw(),
             path.display()
         ),
-        false => "mount its drive, or `offloadd format --config FILE --size SIZE`".into(),
+        false => "mount its drive, or run `offloadd format --config FILE --size SIZE`".into(),
     }
 }

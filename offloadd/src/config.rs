@@ -1,6 +1,6 @@
-//! The daemon's settings: what the file says ([`ConfigToml`]), and what is left after the checks ([`Config`]).
+//! The daemon's settings: the file as parsed ([`ConfigToml`]) and the checked values ([`Config`]).
 //!
-//! Unknown keys are errors that name the nearest known one. Nothing here touches a device.
+//! An unknown key is an error that suggests the most similar known key. Nothing here touches a device.
 
 use std::path::{Path, PathBuf};
 
@@ -16,20 +16,20 @@ use crate::engine::EngineChoice;
 use crate::quota::{Limits, Quotas};
 use crate::server::page::PageAddress;
 
-/// Where calls come in, when the file does not say: what systemd makes for the service, and what clients try.
+/// Default of `socket`: in the runtime directory that systemd creates for the service, and where clients look first.
 pub const SOCKET_DEFAULT: &str = "/run/offloadd/offloadd.sock";
 
-/// Host memory of all sessions together, when the file does not say.
+/// Default of `arena_bytes_max`.
 const ARENA_BYTES_DEFAULT: u64 = 64 << 30;
 
-/// Sessions at a time, when the file does not say: eight processes on each of eight GPUs.
+/// Default of `sessions_max`: eight processes for each of eight GPUs.
 const SESSIONS_DEFAULT: u32 = 64;
 const SESSIONS_MAX: u32 = 1024;
 
-/// What users' scrubs may read together, when the file does not say: little beside what one NVMe drive gives.
+/// Default of `scrub_bytes_per_s_max`: a small part of the bandwidth of one NVMe drive.
 pub const SCRUB_BYTES_PER_S_DEFAULT: u64 = 512 << 20;
 
-/// Least of what reads or copies a store: below it a scrub, or a move, would not end.
+/// Lower limit of rates: with less, a scrub or a move would take years.
 const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 
 /// The file, unchecked. Its doc comments, those of [`MetricsToml`] and of the quotas are `docs/daemon-configuration.md`.
@@ -97,7 +97,7 @@ fn socket_default() -> PathBuf {
     SOCKET_DEFAULT.into()
 }
 
-/// One number for all devices, or one each.
+/// One number for all devices, or one per device.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Rating {
@@ -114,7 +114,7 @@ struct MetricsToml {
     listen: Option<String>,
 }
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 12] = [
     "socket",
     "devices",
     "arena_bytes_max",
@@ -125,7 +125,16 @@ const KEYS: [&str; 11] = [
     "rated_tbw",
     "scrub_bytes_per_s_max",
     "rebalance_bytes_per_s_max",
-    "metrics.listen",
+    "metrics",
+    "quota",
+];
+
+const METRICS_KEYS: [&str; 1] = ["listen"];
+
+/// Earlier names that are spelled too differently for [`nearest_key`], and the names of today.
+const RETIRED_KEYS: [(&str, &str); 2] = [
+    ("share", "weight"),
+    ("move_bytes_per_s_max", "rebalance_bytes_per_s_max"),
 ];
 
 #[derive(Clone, Debug, Deserialize)]
@@ -151,83 +160,78 @@ impl Size {
     }
 }
 
-/// Settings that hold together.
+/// Settings that passed all checks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Config {
-    /// Where calls come in. Descriptors go over [`Config::descriptor_socket`] beside it.
+    /// Socket for calls. File descriptors are passed over [`Config::descriptor_socket`].
     pub socket: PathBuf,
-    /// Files or block devices, each once.
+    /// Files or block devices, without duplicates.
     pub devices: Vec<PathBuf>,
-    /// Host memory of all sessions together, at least one block.
+    /// Limit of the host memory of all sessions together, at least one block.
     pub arena_bytes_max: u64,
-    /// How bytes are moved.
+    /// I/O engine.
     pub engine: EngineChoice,
-    /// Refuse to start, and refuse sessions, when memory cannot be locked.
+    /// Whether to refuse to start, and to refuse sessions, if memory cannot be locked.
     pub require_locked: bool,
-    /// Sessions at a time.
+    /// Limit of concurrent sessions.
     pub sessions_max: u32,
-    /// Operations in flight of one session.
+    /// Limit of one session's operations in flight.
     pub iodepth_max: u32,
-    /// What may be written to each device before it is worn out, in the order of `devices`; `None`: nobody said.
+    /// Rated endurance of each device in bytes, in the order of `devices`; `None` if not set.
     pub rated_bytes: Vec<Option<u64>>,
-    /// Of a device that is not listed, as one that came while the daemon runs: what was said of all.
+    /// Rated endurance of a device that is not in `devices`, because it was added later; set if one number is for all devices.
     pub rated_bytes_others: Option<u64>,
-    /// What the scrubs of all users may read together; root and who runs the daemon read as fast as they ask.
+    /// Limit of what the scrubs of all users read together. Does not apply to root and the daemon's user.
     pub scrub_bytes_per_s_max: u64,
-    /// What may be copied while tiles move, where nobody says otherwise for a move; `None`: as much as goes.
+    /// Default limit of what is copied while tiles move between devices; `None`: no limit.
     pub rebalance_bytes_per_s_max: Option<u64>,
-    /// Where Prometheus may ask; `None`: nowhere.
+    /// Address of the metrics endpoint; `None`: no endpoint.
     pub metrics_listen: Option<PageAddress>,
-    /// What each user and job may have.
+    /// Limits and weights of users and jobs.
     pub quotas: Quotas,
 }
 
-/// What is wrong with the settings.
+/// Reason why settings cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
     #[error("settings {path}: {source}")]
     Unreadable {
-        /// Of the file.
+        /// Path of the file.
         path: PathBuf,
-        /// The errno.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// It is no TOML, or a value has another type.
+    /// Not TOML, or a value of the wrong type.
     #[error("settings {path}: {message}")]
     Form {
-        /// Of the file.
+        /// Path of the file.
         path: PathBuf,
         /// Line and reason.
         message: String,
     },
-    /// A key nobody reads.
-    #[error("settings {path}: unknown key `{key}`{}", hint(nearest))]
+    /// A key that is no setting.
+    #[error("settings {path}: {section}unknown key `{key}`; {hint}")]
     UnknownKey {
-        /// Of the file.
+        /// Path of the file.
         path: PathBuf,
-        /// As written.
+        /// "[quota.default]: ", or empty at the top of the file.
+        section: String,
+        /// The key as written.
         key: String,
-        /// The known key that looks most like it.
-        nearest: Option<&'static str>,
+        /// The key that may be meant, or all known keys.
+        hint: String,
     },
     /// A value outside its limits.
     #[error("settings {path}: {key}: {message}")]
     Value {
-        /// Of the file.
+        /// Path of the file.
         path: PathBuf,
-        /// Which.
+        /// The key.
         key: &'static str,
-        /// What it must be.
+        /// The value and its limits.
         message: String,
     },
-}
-
-fn hint(nearest: &Option<&str>) -> String {
-    match nearest {
-        Some(key) => format!("; did you mean `{key}`?"),
-        None => format!("; known keys: {}", KEYS.join(", ")),
-    }
 }
 
 impl Config {
@@ -243,7 +247,7 @@ impl Config {
         Self::parse(&text, path)
     }
 
-    /// Checks `text`; `path` is for messages.
+    /// Checks `text`; `path` is used in messages only.
     ///
     /// # Errors
     /// [`ConfigError`], the first found.
@@ -253,23 +257,24 @@ impl Config {
             message: error.to_string(),
         };
         let table: toml::Table = toml::from_str(text).map_err(form)?;
-        if let Some(key) = keys_of(&table).find(|key| !KEYS.contains(&key.as_str())) {
+        if let Some((section, key, hint)) = unknown_key(&table) {
             return Err(ConfigError::UnknownKey {
                 path: path.to_owned(),
-                nearest: nearest_key(&key),
+                section,
                 key,
+                hint,
             });
         }
         let toml: ConfigToml = toml::from_str(text).map_err(form)?;
         toml.check(path)
     }
 
-    /// Where descriptors are handed over: beside the socket for calls.
+    /// Socket over which file descriptors are passed: `<socket>.fds`.
     pub fn descriptor_socket(&self) -> PathBuf {
         descriptor_socket(&self.socket)
     }
 
-    /// What the core may hand out.
+    /// Limits for the core.
     pub fn limits(&self) -> Limits {
         Limits {
             arena_bytes_max: self.arena_bytes_max,
@@ -305,17 +310,20 @@ impl ConfigToml {
         }
         if self.devices.is_empty() || self.devices.len() > DEVICES_MAX as usize {
             let message = format!(
-                "{} devices; a store has 1 to {DEVICES_MAX}",
+                "{} devices listed; a store has 1 to {DEVICES_MAX}",
                 self.devices.len()
             );
             return refuse("devices", message);
         }
         for (index, device) in self.devices.iter().enumerate() {
             if !device.is_absolute() {
-                return refuse("devices", format!("{} is not absolute", device.display()));
+                return refuse(
+                    "devices",
+                    format!("{} is not an absolute path", device.display()),
+                );
             }
             if self.devices[..index].contains(device) {
-                return refuse("devices", format!("{} is there twice", device.display()));
+                return refuse("devices", format!("{} is listed twice", device.display()));
             }
         }
         let arena_bytes_max = self
@@ -333,7 +341,7 @@ impl ConfigToml {
         if arena_bytes_max < u64::from(offload_api::BLOCK_BYTES) {
             return refuse(
                 "arena_bytes_max",
-                format!("{arena_bytes_max} bytes hold no block"),
+                format!("{arena_bytes_max} bytes is less than one block"),
             );
         }
         let engine = match self.engine.as_deref() {
@@ -342,18 +350,18 @@ impl ConfigToml {
                 Some(choice) => choice,
                 None => {
                     let known = ENGINES.join(", ");
-                    return refuse("engine", format!("`{name}` is none of {known}"));
+                    return refuse("engine", format!("`{name}` is not one of {known}"));
                 }
             },
         };
         let sessions_max = self.sessions_max.unwrap_or(SESSIONS_DEFAULT);
         if sessions_max == 0 || sessions_max > SESSIONS_MAX {
-            let message = format!("{sessions_max}; from 1 to {SESSIONS_MAX}");
+            let message = format!("{sessions_max} is not from 1 to {SESSIONS_MAX}");
             return refuse("sessions_max", message);
         }
         let iodepth_max = self.iodepth_max.unwrap_or(IODEPTH_DEFAULT);
         if !(IODEPTH_MIN..=IODEPTH_MAX).contains(&iodepth_max) {
-            let message = format!("{iodepth_max}; from {IODEPTH_MIN} to {IODEPTH_MAX}");
+            let message = format!("{iodepth_max} is not from {IODEPTH_MIN} to {IODEPTH_MAX}");
             return refuse("iodepth_max", message);
         }
         let rated_tb_others = match self.rated_tbw {
@@ -368,15 +376,16 @@ impl ConfigToml {
             }
             Some(Rating::Each(each)) => {
                 let (count, devices) = (each.len(), self.devices.len());
-                let message =
-                    format!("{count} numbers for {devices} devices: one for all, or one each");
+                let message = format!(
+                    "{count} numbers for {devices} devices: give one for all, or one per device"
+                );
                 return refuse("rated_tbw", message);
             }
         };
-        // A thousandth, so that what is nothing is not divided by; a million is more than any drive takes.
+        // More than 0, because wear is divided by it; no drive is rated for a million TB.
         let sane = |tb: &f64| (0.001..=1e6).contains(tb);
         if let Some(tb) = rated_tb.iter().flatten().find(|tb| !sane(tb)) {
-            return refuse("rated_tbw", format!("{tb}; from 0.001 to 1000000 (TB)"));
+            return refuse("rated_tbw", format!("{tb} TB is not from 0.001 to 1000000"));
         }
         let scrub = bytes_per_s(self.scrub_bytes_per_s_max.as_ref(), "a scrub");
         let scrub_bytes_per_s_max = match scrub {
@@ -385,7 +394,7 @@ impl ConfigToml {
         };
         let moves = bytes_per_s(
             self.rebalance_bytes_per_s_max.as_ref(),
-            "a device's coming or going",
+            "adding or draining a device",
         );
         let rebalance_bytes_per_s_max = match moves {
             Ok(bytes) => bytes,
@@ -426,36 +435,79 @@ impl ConfigToml {
     }
 }
 
-/// What is bounded to so many bytes a second, if the file says so.
+/// Checks the rate limit of `what`.
 fn bytes_per_s(size: Option<&Size>, what: &str) -> Result<Option<u64>, String> {
     match size
         .map(Size::bytes_per_s)
         .transpose()
-        .map_err(|e| e.to_string())?
+        .map_err(|error| error.to_string())?
     {
-        Some(bytes) if bytes < STORE_BYTES_PER_S_MIN => {
-            Err(format!("{bytes}; at least 1MiB, or {what} would not end"))
-        }
+        Some(bytes) if bytes < STORE_BYTES_PER_S_MIN => Err(format!(
+            "{bytes} bytes per second is less than 1MiB, with which {what} would take too long"
+        )),
         bytes => Ok(bytes),
     }
 }
 
-/// The file's keys; those of a table with its name before them.
-fn keys_of(table: &toml::Table) -> impl Iterator<Item = String> {
-    // Quotas have users' numbers among their keys, and know their own.
-    let table = table.iter().filter(|(name, _)| *name != "quota");
-    table.flat_map(|(name, value)| match value {
-        toml::Value::Table(inner) => (inner.keys()).map(|key| format!("{name}.{key}")).collect(),
-        _ => vec![name.clone()],
-    })
+/// Finds the first key that is no setting: its section, the key, and the end of the error message.
+fn unknown_key(file: &toml::Table) -> Option<(String, String, String)> {
+    sections(file)
+        .into_iter()
+        .find_map(|(section, table, known)| {
+            let key = table.keys().find(|key| !known.contains(&key.as_str()))?;
+            let hint = match nearest_key(key, known) {
+                Some(near) => format!("did you mean `{near}`?"),
+                None => format!("known keys: {}", known.join(", ")),
+            };
+            let section = match section.as_str() {
+                "" => section,
+                name => format!("[{name}]: "),
+            };
+            Some((section, key.clone(), hint))
+        })
 }
 
-/// The known key most like `key`, if one is close enough to be meant.
-fn nearest_key(key: &str) -> Option<&'static str> {
-    KEYS.iter()
+/// The tables of the file, each with its name and the keys it may have.
+fn sections(file: &toml::Table) -> Vec<(String, &toml::Table, &'static [&'static str])> {
+    fn tables<'a>(
+        parent: &'a toml::Table,
+        name: &str,
+    ) -> impl Iterator<Item = (&'a String, &'a toml::Table)> {
+        let table = parent.get(name).and_then(toml::Value::as_table);
+        let entries = table.into_iter().flatten();
+        entries.filter_map(|(name, value)| Some((name, value.as_table()?)))
+    }
+    let mut sections = vec![(String::new(), file, &KEYS[..])];
+    let top = |name: &str| file.get(name).and_then(toml::Value::as_table);
+    sections.extend(top("metrics").map(|table| ("metrics".to_owned(), table, &METRICS_KEYS[..])));
+    sections.extend(top("quota").map(|table| ("quota".to_owned(), table, &quota::SECTIONS[..])));
+    for (name, table) in tables(file, "quota").filter(|(name, _)| *name != "uid") {
+        sections.push((format!("quota.{name}"), table, &quota::KEYS));
+    }
+    for (uid, user) in top("quota")
+        .into_iter()
+        .flat_map(|quota| tables(quota, "uid"))
+    {
+        sections.push((format!("quota.uid.{uid}"), user, &quota::KEYS));
+        for (job, table) in tables(user, "job") {
+            sections.push((format!("quota.uid.{uid}.job.{job}"), table, &quota::KEYS));
+        }
+    }
+    sections
+}
+
+/// Returns the known key that is most similar to `key`, if one is similar enough to be meant.
+fn nearest_key<'a>(key: &str, known: &[&'a str]) -> Option<&'a str> {
+    if let Some((_, today)) = RETIRED_KEYS.iter().find(|(retired, _)| *retired == key)
+        && let Some(known) = known.iter().find(|known| *known == today)
+    {
+        return Some(known);
+    }
+    known
+        .iter()
         .map(|known| (strsim::normalized_damerau_levenshtein(key, known), *known))
         .max_by(|a, b| a.0.total_cmp(&b.0))
-        .filter(|(likeness, _)| *likeness >= 0.5)
+        .filter(|(similarity, _)| *similarity >= 0.5)
         .map(|(_, known)| known)
 }
 
@@ -486,7 +538,7 @@ mod tests {
     }
 
     #[test]
-    fn the_devices_are_all_that_a_file_must_say() {
+    fn devices_is_the_only_required_key() {
         let config = parse("devices = [\"/mnt/nvme0/tiles\"]").unwrap();
         assert_eq!(config.socket, Path::new(SOCKET_DEFAULT));
         assert_eq!(config.arena_bytes_max, 64 << 30);
@@ -507,8 +559,10 @@ mod tests {
             Path::new("/run/offloadd/offloadd.sock.fds")
         );
         let table: toml::Table = toml::from_str(WHOLE).unwrap();
-        let keys: Vec<_> = keys_of(&table).collect();
-        assert!(KEYS.iter().all(|key| keys.iter().any(|k| k == key)));
+        assert!(
+            KEYS.iter()
+                .all(|key| *key == "quota" || table.contains_key(*key))
+        );
         let rated_bytes = [600_000_000_000_000, 1_200_500_000_000_000];
         assert_eq!(config.rated_bytes, rated_bytes.map(Some));
         let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
@@ -520,15 +574,30 @@ mod tests {
     }
 
     #[test]
-    fn an_unknown_key_is_an_error_that_names_the_nearest() {
+    fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
         let message = parse(&WHOLE.replace("devices", "device")).unwrap_err();
         assert!(message.contains("`device`"), "{message}");
         assert!(message.contains("did you mean `devices`"), "{message}");
-        let message = parse(&WHOLE.replace("listen", "listne")).unwrap_err();
-        assert!(
-            message.contains("did you mean `metrics.listen`"),
-            "{message}"
-        );
+        for (from, to, expected) in [
+            (
+                "listen",
+                "listne",
+                "[metrics]: unknown key `listne`; did you mean `listen`?",
+            ),
+            (
+                "rated_tbw",
+                "rated_tb_written",
+                "unknown key `rated_tb_written`; did you mean `rated_tbw`?",
+            ),
+            (
+                "rebalance_bytes",
+                "move_bytes",
+                "unknown key `move_bytes_per_s_max`; did you mean `rebalance_bytes_per_s_max`?",
+            ),
+        ] {
+            let message = parse(&WHOLE.replace(from, to)).unwrap_err();
+            assert!(message.contains(expected), "{message}");
+        }
         let message = parse(&format!("zzz = 1\n{WHOLE}")).unwrap_err();
         assert!(message.contains("known keys: socket"), "{message}");
     }

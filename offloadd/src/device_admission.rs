@@ -1,7 +1,7 @@
-//! Makes a device ready to come to a store: its file, its lock, that nothing of anybody is on it, its rates.
+//! Prepares a device for being added to a store: creates and locks its file, checks that it is unused, and measures its rates.
 //!
-//! What was cut off can be run again: a file that holds nothing yet, and a device whose superblock names the store that does
-//! not list it, are taken as they are.
+//! An interrupted add can be repeated: an empty file, and a device whose superblock names the store although the store does not list
+//! it, are accepted.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
@@ -17,44 +17,44 @@ use crate::store::sealed::{self, Unreadable};
 use crate::store::superblock::{self, DeviceId, StoreId, Superblock};
 use crate::store::{BLOCK, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError};
 
-/// The device cannot come.
+/// Reason why a device cannot be added.
 #[derive(Debug, thiserror::Error)]
-pub enum NewcomerError {
-    /// The path does not say the same everywhere.
-    #[error("{0}: name a device by its absolute path")]
+pub enum AdmissionError {
+    /// The path is relative.
+    #[error("{0}: give the absolute path of the device")]
     NotAbsolute(String),
-    /// It cannot be opened or made.
+    /// It cannot be opened or created.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// It holds something, or is too small.
+    /// It is in use, or too small.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// It cannot be measured.
     #[error(transparent)]
     Measure(#[from] MeasureError),
-    /// The kernel gives no random bytes.
-    #[error("random bytes for the device's id: {0}")]
+    /// The kernel returned no random bytes.
+    #[error("drawing random bytes for the device's ID: {0}")]
     Random(rustix::io::Errno),
 }
 
-/// A device that is ready.
+/// A prepared device.
 #[derive(Debug)]
 pub struct AdmittedDevice {
-    /// Open and locked.
+    /// The device, open and locked.
     pub device: Device,
-    /// What the core is told.
+    /// Description for the core.
     pub new: NewDevice,
-    /// As it was measured.
+    /// Bytes moved while it was measured.
     pub moved: MovedBeside,
-    /// The file was made for this.
+    /// Whether the file was created for this.
     pub made: bool,
 }
 
-/// Opens or makes the device at `path` for store `id`. A file is made with `file_bytes`. Without `force` one that holds
-/// something is refused. A file of ours is given to `owner`. Takes some seconds: it is measured.
+/// Opens or creates the device at `path` for store `id`, and measures it, which takes seconds. A new file has `file_bytes` and belongs
+/// to `owner`. Without `force`, a device that contains data is refused.
 ///
 /// # Errors
-/// [`NewcomerError`]; a file that was made for this is gone again then.
+/// [`AdmissionError`]; a file that was created for this is removed again.
 pub fn prepare(
     path: &Path,
     file_bytes: Option<u64>,
@@ -62,9 +62,9 @@ pub fn prepare(
     id: StoreId,
     owner: Option<FileOwner>,
     engine: EngineChoice,
-) -> Result<AdmittedDevice, NewcomerError> {
+) -> Result<AdmittedDevice, AdmissionError> {
     if !path.is_absolute() {
-        return Err(NewcomerError::NotAbsolute(path.display().to_string()));
+        return Err(AdmissionError::NotAbsolute(path.display().to_string()));
     }
     let made = !path.exists();
     let ready = open(path, file_bytes, force, id, owner).and_then(|device| {
@@ -72,7 +72,7 @@ pub fn prepare(
         let rates = measure(&device, DATA_OFFSET, engine, &mut moved)?;
         let mut random = [0; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-            .map_err(NewcomerError::Random)?;
+            .map_err(AdmissionError::Random)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let new = NewDevice {
             path: device.path().to_owned(),
@@ -101,20 +101,20 @@ pub fn is_known(path: &Path, device: &DeviceState) -> bool {
     path == name || is_same(path, name)
 }
 
-/// What is said of a path that leads to a device of the store.
+/// Formats the message about a path that leads to a device of the store.
 pub fn known_as(path: &Path, device: &DeviceState) -> String {
     let (name, number) = (&device.path, device.status.number);
     let other = match path == Path::new(name) {
         true => String::new(),
-        false => format!(": there it is called {name}"),
+        false => format!(", under the name {name}"),
     };
     format!(
-        "{} is device {number} of the store already{other}",
+        "{} is already device {number} of the store{other}",
         path.display()
     )
 }
 
-/// Whether two paths lead to one device: by a link, or by another of a drive's names.
+/// Whether two paths lead to the same device, by a link or another name of the drive.
 fn is_same(path: &Path, other: &Path) -> bool {
     let number = |path: &Path| {
         let found = std::fs::metadata(path).ok()?;
@@ -132,7 +132,7 @@ fn open(
     force: bool,
     id: StoreId,
     owner: Option<FileOwner>,
-) -> Result<Device, NewcomerError> {
+) -> Result<Device, AdmissionError> {
     let raw = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
     if let Some(bytes) = file_bytes.filter(|_| !raw) {
         check_size(&path.display().to_string(), bytes)?;
@@ -147,21 +147,20 @@ fn open(
         check_blank(&device, id)?;
     }
     if file_bytes.is_some_and(|bytes| bytes != device.bytes()) {
-        // It was cut off while it was made, or is to have another size. A block device is what it is. Its lock is given back.
+        // Interrupted while it was created, or another size is wanted. Never a block device. Releases its lock.
         drop(device);
         device = Device::create(path, file_bytes, true)?;
     }
     check_size(device.path(), device.bytes())?;
-    // Cut off before it was given.
+    // Interrupted before its owner was changed.
     if let Some(owner) = owner {
         device.give_to(owner)?;
     }
     Ok(device)
 }
 
-/// Refuses what may be somebody's: of another store, of this one, or with anything at its beginning (a file system, a table
-/// of partitions).
-fn check_blank(device: &Device, id: StoreId) -> Result<(), NewcomerError> {
+/// Refuses a device that may be in use: part of a store, or with data at its start, such as a file system or a partition table.
+fn check_blank(device: &Device, id: StoreId) -> Result<(), AdmissionError> {
     let holds = || StoreError::HoldsStore {
         path: device.path().to_owned(),
     };
@@ -174,13 +173,13 @@ fn check_blank(device: &Device, id: StoreId) -> Result<(), NewcomerError> {
         match sealed::read(&mut blocks, 0, offset, BLOCK, superblock::MAGIC) {
             Ok(block) => {
                 let found = Superblock::decode(&block).map_err(|_| holds())?;
-                // Whoever opened the store has all its devices open: this one is none of them.
+                // The store has all its devices open, so this is not one of them.
                 if !found.drained && found.store != id {
                     return Err(holds().into());
                 }
                 blank = false;
             }
-            // What else may lie there is looked for below.
+            // Other data is checked below.
             Err(Unreadable::Blank | Unreadable::Foreign) => {}
             Err(Unreadable::Device(error)) => return Err(StoreError::from(error).into()),
             Err(Unreadable::OtherVersion(_) | Unreadable::Torn { .. } | Unreadable::Damaged(_)) => {

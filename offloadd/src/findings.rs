@@ -1,18 +1,17 @@
-//! What was looked at, how it is, and the line that mends it: said alike by every command that looks at something.
+//! Results of checks, with the command or setting that fixes each; used by every command that checks something.
 
-/// How bad it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
-    /// As it should be.
+    /// In order.
     Fine,
-    /// It works, and could be better.
+    /// Works, but could be better.
     Hint,
-    /// It does not work, or not safely.
+    /// Does not work, or not safely.
     Problem,
 }
 
 impl Severity {
-    /// For people and programs.
+    /// Name in texts and JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Fine => "fine",
@@ -22,57 +21,57 @@ impl Severity {
     }
 }
 
-/// One thing that was looked at.
+/// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// A word or two: "memlock", "device /mnt/nvme0/tiles".
-    pub what: String,
-    /// How bad it is.
+    /// What was checked: "memlock", "device /mnt/nvme0/tiles".
+    pub subject: String,
+    /// Whether it is in order.
     pub severity: Severity,
-    /// How it is.
+    /// What was found.
     pub message: String,
-    /// What to type or write to mend it.
-    pub mend: Option<String>,
+    /// Command or setting that fixes it.
+    pub fix: Option<String>,
 }
 
 impl Finding {
-    /// It is as it should be.
-    pub fn fine(what: impl Into<String>, message: impl Into<String>) -> Self {
+    /// A check without objection.
+    pub fn fine(subject: impl Into<String>, message: impl Into<String>) -> Self {
         Self {
-            what: what.into(),
+            subject: subject.into(),
             severity: Severity::Fine,
             message: message.into(),
-            mend: None,
+            fix: None,
         }
     }
 
-    /// It could be better.
+    /// Something that could be better.
     pub fn hint(
-        what: impl Into<String>,
+        subject: impl Into<String>,
         message: impl Into<String>,
-        mend: impl Into<String>,
+        fix: impl Into<String>,
     ) -> Self {
         Self {
             severity: Severity::Hint,
-            mend: Some(mend.into()),
-            ..Self::fine(what, message)
+            fix: Some(fix.into()),
+            ..Self::fine(subject, message)
         }
     }
 
-    /// It does not work.
+    /// Something that does not work.
     pub fn problem(
-        what: impl Into<String>,
+        subject: impl Into<String>,
         message: impl Into<String>,
-        mend: impl Into<String>,
+        fix: impl Into<String>,
     ) -> Self {
         Self {
             severity: Severity::Problem,
-            ..Self::hint(what, message, mend)
+            ..Self::hint(subject, message, fix)
         }
     }
 }
 
-/// The worst of them; of none: fine.
+/// Returns the worst severity, or `Fine` if there are no findings.
 pub fn worst(findings: &[Finding]) -> Severity {
     let severities = findings.iter().map(|finding| finding.severity);
     severities.max().unwrap_or(Severity::Fine)

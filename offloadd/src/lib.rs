@@ -1,4 +1,4 @@
-//! The per-node daemon: owns pinned host memory and drives, and moves tiles between them for training processes.
+//! The per-node daemon. Owns pinned host memory and NVMe drives, and moves tiles between them for training processes.
 //!
 //! ```text
 //!   gRPC socket ──▶ server ──Call──▶┌────────┐──Event──▶┌──────┐
@@ -9,8 +9,8 @@
 //!      └── blocks ◀── store: format, recover, verify ───────┘
 //! ```
 //!
-//! One owner thread runs the driver and with it the core: no locks. The core has no clock, thread, file or async code,
-//! so `tests/simulation` drives it through thousands of seeded crashes.
+//! One owner thread runs the driver and the core, without locks. The core has no clock, thread, file or async code, so
+//! `tests/simulation` drives it through thousands of seeded crashes.
 
 pub mod arena;
 pub mod blocks;
@@ -40,5 +40,5 @@ pub mod server;
 pub mod store;
 pub mod store_devices;
 
-/// What both sides agree on, for programs that drive parts of the daemon themselves.
+/// The contract with clients, for programs that drive parts of the daemon themselves.
 pub use offload_api as api;

@@ -1,7 +1,7 @@
-//! A store that no daemon serves, changed by the same decisions: the core's actions, one operation after the other.
+//! Changes a store that no daemon serves: runs the core without sessions and performs its actions one after the other.
 //!
-//! For devices that come and go, and records that are given up; sessions there are none. Whatever ends the program, the store
-//! is whole, and what was begun goes on with the next daemon or when it is asked again.
+//! Used to add, drain and calibrate devices, and to delete jobs and discard records. If the program is killed, the store stays
+//! consistent, and the change continues with the next daemon or when the command is repeated.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
@@ -12,7 +12,7 @@ use offload_api::ids::{DeviceIndex, Epoch, Generation};
 use crate::blocks::{BlockError, BlockErrorCause, Blocks};
 use crate::core::{Action, Call, CallId, Core, DeviceState, Event, Moves, NewDevice, Peer, Reply};
 use crate::device::{Device, DeviceBlocks};
-use crate::driver::begin_life;
+use crate::driver::begin_incarnation;
 use crate::engine::EngineChoice;
 use crate::io::{AlignedBytes, Buffer, IoOp, IoResult};
 use crate::measure::{Flusher, MeasureError, measure_in};
@@ -32,39 +32,40 @@ pub struct Stopped {
     core: Core,
     store: StoreId,
     foreign_devices: Vec<ForeignDevice>,
-    /// By index; `None`: it has left.
+    /// By index; `None` if the device has left the store.
     devices: Vec<Option<Device>>,
-    /// To each.
+    /// Bytes written to each device.
     written_bytes: Vec<u64>,
-    /// What jobs ever wrote, by `job_id`: of a device that leaves nothing else says it.
+    /// Bytes ever written by each job, by `job_id`; nothing else records those on devices that leave.
     worn_totals: BTreeMap<u64, u64>,
     reply: Option<Result<Reply, Fault>>,
     calls_made: u64,
 }
 
 impl Stopped {
-    /// Recovers the store on `devices`, to look at it.
+    /// Recovers the store on `devices`, to read it.
     ///
     /// # Errors
-    /// [`StoreError`], as a daemon's start would have.
+    /// [`StoreError`], the same as at a daemon's start.
     pub fn open(devices: Vec<Device>) -> Result<Self, StoreError> {
         let store = recover::open(&mut DeviceBlocks(&devices))?;
         Ok(Self::of(store, devices, |_, _| Ok(()))?)
     }
 
-    /// The same, to change it: what a daemon handed over before is refused from now on.
+    /// Recovers the store to change it. Sessions that a daemon handed over can no longer be adopted.
     ///
     /// # Errors
-    /// [`StoreError`], as a daemon's start would have.
+    /// [`StoreError`], the same as at a daemon's start.
     pub fn open_to_change(devices: Vec<Device>) -> Result<Self, StoreError> {
         let store = recover::open(&mut DeviceBlocks(&devices))?;
-        Ok(Self::of(store, devices, begin_life)?)
+        Ok(Self::of(store, devices, begin_incarnation)?)
     }
 
-    /// The same; the store's home moves first, if it is to, and `watch` is told how many bytes of how many are done.
+    /// Recovers the store to change it, and first moves the metadata to another device if that is due. `watch` gets the bytes done and
+    /// in total.
     ///
     /// # Errors
-    /// [`StoreError`], as a daemon's start would have.
+    /// [`StoreError`], the same as at a daemon's start.
     pub fn open_settled(
         devices: Vec<Device>,
         watch: &mut dyn FnMut(u64, u64),
@@ -72,7 +73,7 @@ impl Stopped {
         let mut blocks = DeviceBlocks(&devices);
         let mut store = recover::open(&mut blocks)?;
         let moved = metadata_device::settle_watched(&mut blocks, &mut store, watch)?;
-        Ok((Self::of(store, devices, begin_life)?, moved))
+        Ok((Self::of(store, devices, begin_incarnation)?, moved))
     }
 
     fn of(
@@ -87,13 +88,13 @@ impl Stopped {
         });
         let wears: Vec<Wear> = wears.collect();
         let positions: Vec<usize> = store.devices.iter().map(|d| d.position).collect();
-        // No session comes and so no record is written: nothing bears this number.
+        // Without sessions nothing carries this number.
         let epoch = Epoch(1);
         let limits = Limits {
             arena_bytes_max: 0,
             sessions_max: 0,
             iodepth_max: 1,
-            // As each move is asked for.
+            // Set for each move.
             rebalance_bytes_per_s_max: None,
         };
         let mut core = Core::new(store, epoch, limits);
@@ -113,22 +114,22 @@ impl Stopped {
         })
     }
 
-    /// Which store.
+    /// ID of the store.
     pub fn id(&self) -> StoreId {
         self.store
     }
 
-    /// Listed, and of no store.
+    /// Listed devices that do not belong to the store.
     pub fn foreign_devices(&self) -> &[ForeignDevice] {
         &self.foreign_devices
     }
 
-    /// Its devices, those that left too.
+    /// Devices of the store, including those that have left.
     pub fn devices(&self) -> Vec<DeviceState> {
         self.core.device_states()
     }
 
-    /// How much was ever written to a device.
+    /// Bytes ever written to a device.
     pub fn worn_bytes(&self, device: &DeviceState) -> u64 {
         let numbers = self.devices().into_iter().map(|d| d.status.number);
         let index = numbers.clone().position(|n| n == device.status.number);
@@ -144,10 +145,10 @@ impl Stopped {
         Wear::read(&mut blocks, 0, self.store, number)
     }
 
-    /// Brings a device that was made ready; `moved` as it was measured.
+    /// Adds a prepared device; `moved` was counted while it was measured.
     ///
     /// # Errors
-    /// The core's refusal, or a failed device.
+    /// If the core refuses or a device fails.
     pub fn add(
         &mut self,
         device: Device,
@@ -160,10 +161,10 @@ impl Stopped {
         self.call(Call::AddDevice(new))
     }
 
-    /// Begins to drain the device at `path`.
+    /// Starts to drain the device at `path`.
     ///
     /// # Errors
-    /// The core's refusal, or a failed device.
+    /// If the core refuses or a device fails.
     pub fn drain(&mut self, path: &str) -> Result<Reply, Fault> {
         self.call(Call::DrainDevice {
             path: path.to_owned(),
@@ -171,10 +172,10 @@ impl Stopped {
         })
     }
 
-    /// Measures the device at `path` again: what its rates were, and what they are. Tiles are to move then, perhaps.
+    /// Measures the device at `path` again. Returns the previous and the new rates, with which tiles may have to move.
     ///
     /// # Errors
-    /// The core's refusal, or a failed device.
+    /// If the core refuses or a device fails.
     pub fn measure(
         &mut self,
         path: &str,
@@ -185,7 +186,7 @@ impl Stopped {
             unreachable!("the core answered another call");
         };
         let index = was.device.0 as usize;
-        let device = self.devices[index].as_ref().expect("it is of the store");
+        let device = self.devices[index].as_ref().expect("a device of the store");
         let mut moved = MovedBeside::default();
         let found = measure_in(
             device.file(),
@@ -205,10 +206,10 @@ impl Stopped {
         ended.map(|_| (was.before, now))
     }
 
-    /// Forgets records of a job that could not be read. What it can be gone on from then; 0: nothing.
+    /// Discards the unreadable records of a job. Returns the generation from which the job resumes, or 0.
     ///
     /// # Errors
-    /// The core's refusal, or a failed device.
+    /// If the core refuses or a device fails.
     pub fn discard_unreadable(&mut self, uid: u32, job: JobName) -> Result<Generation, Fault> {
         match self.call(Call::DiscardUnreadable { uid, job })? {
             Reply::DiscardUnreadable { newest_generation } => Ok(newest_generation),
@@ -216,10 +217,10 @@ impl Stopped {
         }
     }
 
-    /// Gives a job's room back: how many bytes that were.
+    /// Deletes a job. Returns the bytes freed.
     ///
     /// # Errors
-    /// The core's refusal, or a failed device.
+    /// If the core refuses or a device fails.
     pub fn drop_job(&mut self, uid: u32, job: JobName) -> Result<u64, Fault> {
         match self.call_as(uid, Call::DropJob { job })? {
             Reply::DropJob { freed_bytes } => Ok(freed_bytes),
@@ -227,10 +228,10 @@ impl Stopped {
         }
     }
 
-    /// Moves all tiles that are to move, under a ceiling if there is one. `watch` is told how many bytes were moved.
+    /// Moves all tiles that are to move, within the rate limit. `watch` gets the bytes moved.
     ///
     /// # Errors
-    /// Why some cannot move.
+    /// If some tiles cannot be moved.
     pub fn move_all(
         &mut self,
         bytes_per_s_max: Option<u64>,
@@ -247,12 +248,12 @@ impl Stopped {
             let moved_bytes = self.core.moved_bytes();
             match self.core.moves() {
                 Moves::None => return Ok(()),
-                // After the last tile two turns end a drain: one sees that all is done, one that the catalog says so.
+                // A drain ends two turns after the last tile: one to find that it is done, one to write the catalog.
                 Moves::Waiting if idle_turns < 4 => {}
                 Moves::Waiting | Moves::Moving | Moves::Stopped => {
                     let states = self.core.device_states().into_iter();
                     let why = states.filter_map(|state| state.status.stuck).next();
-                    let why = why.unwrap_or_else(|| "some tiles do not move".into());
+                    let why = why.unwrap_or_else(|| "some tiles cannot be moved".into());
                     return Err(Fault::new(FaultKind::Io, why));
                 }
             }
@@ -270,10 +271,10 @@ impl Stopped {
         }
     }
 
-    /// Keeps on the devices what was written to them. Nothing depends on it.
+    /// Writes the wear counters to the devices. Nothing depends on them.
     ///
     /// # Errors
-    /// A device failed.
+    /// If a device fails.
     pub fn keep_wear(&mut self) -> Result<(), BlockError> {
         let one_left = self.devices.iter().any(Option::is_none);
         for (index, state) in self.devices().into_iter().enumerate() {
@@ -306,7 +307,7 @@ impl Stopped {
             request,
         });
         let reply = self.reply.take();
-        reply.expect("everything it waits for has ended")
+        reply.expect("all operations have ended")
     }
 
     fn carry_out(&mut self, event: Event) {
@@ -366,7 +367,7 @@ fn perform(
 ) -> IoResult {
     let index = device.0 as usize;
     let opened = devices[index].as_ref();
-    let opened = opened.expect("nothing is asked of a device that left");
+    let opened = opened.expect("no operation goes to a device that left");
     let mut blocks = DeviceBlocks(std::slice::from_ref(opened));
     let (done, bytes) = match (op, own) {
         (IoOp::Read, Some(own)) => (blocks.read(0, offset, own), own.len() as u32),

@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use crate::store::catalog::JOBS_MAX;
 use crate::store::definition::JobName;
 
-/// A user's share of a drive, and a job's of its user's part, where the settings say nothing.
-pub const SHARE_DEFAULT: u32 = 100;
+/// Weight of a user among users, and of a job among its user's jobs, if the settings do not set one.
+pub const WEIGHT_DEFAULT: u32 = 100;
 
 /// Jobs of a user where the settings say nothing: a quarter of what a store has places for, so that one user keeps nobody out.
 pub const JOBS_A_USER_DEFAULT: u32 = JOBS_MAX as u32 / 4;
 
 /// The largest: a hundred times the usual one. The smallest is 1, a hundredth of it.
-pub const SHARE_MAX: u32 = 10_000;
+pub const WEIGHT_MAX: u32 = 10_000;
 
 /// What the core may hand out, from the settings.
 #[derive(Clone, Copy, Debug)]
@@ -41,8 +41,8 @@ pub struct Quota {
     /// Operations in flight of all its sessions: as much as their iodepths together.
     pub inflight_max: Option<u32>,
     /// What a drive moves is divided in this proportion among users who want more than they get, and a user's part so among
-    /// his jobs. `None`: [`SHARE_DEFAULT`].
-    pub share: Option<u32>,
+    /// his jobs. `None`: [`WEIGHT_DEFAULT`].
+    pub weight: Option<u32>,
 }
 
 impl Quota {
@@ -55,7 +55,7 @@ impl Quota {
             jobs_max: self.jobs_max.or(other.jobs_max),
             sessions_max: self.sessions_max.or(other.sessions_max),
             inflight_max: self.inflight_max.or(other.inflight_max),
-            share: self.share.or(other.share),
+            weight: self.weight.or(other.weight),
         }
     }
 }
@@ -75,7 +75,7 @@ pub struct Quotas {
 
 /// What turns at a drive weigh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shares {
+pub struct Weights {
     /// Of a user beside others.
     pub user: u32,
     /// Of a job beside its user's others.

@@ -13,7 +13,7 @@ use offloadd::arena::{Arena, LockPolicy};
 use offloadd::engine::{Io, IoDone, Memory};
 use offloadd::io::{AlignedBytes, IoId, IoOp, SessionId};
 use offloadd::queue::{DeviceLimits, INFLIGHT_COUNT_MAX, Owner, Queue, TURNS};
-use offloadd::quota::SHARE_DEFAULT;
+use offloadd::quota::WEIGHT_DEFAULT;
 use test_hooks::random::SimRandom;
 
 const MIB: u32 = 1 << 20;
@@ -22,8 +22,8 @@ const MIB: u32 = 1 << 20;
 fn owner(uid: u32, share: u32) -> Owner {
     Owner::Session {
         uid,
-        user_share: share,
-        job_share: SHARE_DEFAULT,
+        user_weight: share,
+        job_weight: WEIGHT_DEFAULT,
         job: u64::from(uid),
         session: SessionId(u64::from(uid)),
     }

@@ -14,7 +14,7 @@ use offloadd::arena::{Arena, LockPolicy};
 use offloadd::engine::{Io, IoDone, Memory};
 use offloadd::io::{AlignedBytes, IoId, IoOp, SessionId};
 use offloadd::queue::{DeviceLimits, Owner, Queue};
-use offloadd::quota::{SHARE_DEFAULT, SHARE_MAX};
+use offloadd::quota::{WEIGHT_DEFAULT, WEIGHT_MAX};
 
 const KIB: u32 = 1 << 10;
 const MIB: u32 = 1 << 20;
@@ -53,19 +53,19 @@ impl Got {
 fn owner(uid: u32, share: u32, job: u64) -> Owner {
     Owner::Session {
         uid,
-        user_share: share,
-        job_share: SHARE_DEFAULT,
+        user_weight: share,
+        job_weight: WEIGHT_DEFAULT,
         job,
         session: SessionId(job),
     }
 }
 
 /// Job `number` of one user's, with this share of his part.
-fn job(number: u64, job_share: u32) -> Owner {
+fn job(number: u64, job_weight: u32) -> Owner {
     Owner::Session {
         uid: 1,
-        user_share: SHARE_DEFAULT,
-        job_share,
+        user_weight: WEIGHT_DEFAULT,
+        job_weight,
         job: number,
         session: SessionId(number),
     }
@@ -91,7 +91,7 @@ fn flood(uid: u32, share: u32, job: u64) -> Client {
 /// One who reads one tile after the other.
 fn one_by_one(uid: u32, bytes: u32) -> Client {
     Client {
-        owner: owner(uid, SHARE_DEFAULT, u64::from(uid)),
+        owner: owner(uid, WEIGHT_DEFAULT, u64::from(uid)),
         bytes,
         depth: 1,
         pause_ns: 0,
@@ -227,12 +227,12 @@ fn three_shares_get_three_times_as_much_as_one() {
 #[test]
 fn a_users_jobs_share_its_part_and_others_keep_theirs() {
     // However large a job's share is: it is one of its user's part.
-    for shares in [[SHARE_DEFAULT; 3], [100, 200, 300], [3, 6, 3], [2000; 3]] {
+    for shares in [[WEIGHT_DEFAULT; 3], [100, 200, 300], [3, 6, 3], [2000; 3]] {
         let of = |index: usize| Client {
             owner: job(index as u64 + 1, shares[index]),
-            ..flood(1, SHARE_DEFAULT, 0)
+            ..flood(1, WEIGHT_DEFAULT, 0)
         };
-        let clients = [of(0), of(1), of(2), flood(2, SHARE_DEFAULT, 4)];
+        let clients = [of(0), of(1), of(2), flood(2, WEIGHT_DEFAULT, 4)];
         let got = run(3_200_000_000, &clients, 3000);
         let all: u64 = got.iter().map(|got| got.bytes).sum();
         let parts: Vec<f64> = got.iter().map(|g| g.bytes as f64 / all as f64).collect();
@@ -280,8 +280,8 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
     let rank = |session, client: Client| {
         let Owner::Session {
             uid,
-            user_share,
-            job_share,
+            user_weight,
+            job_weight,
             job,
             ..
         } = client.owner
@@ -291,8 +291,8 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
         let session = SessionId(session);
         let owner = Owner::Session {
             uid,
-            user_share,
-            job_share,
+            user_weight,
+            job_weight,
             job,
             session,
         };
@@ -307,7 +307,7 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
         // Another user's job, fast because it is alone.
         vec![by_one(1), flood(1, 100, 0), flood(2, 100, 3)],
         // Fast because of its share, too.
-        vec![by_one(1), flood(1, SHARE_MAX, 0), flood(2, 100, 3)],
+        vec![by_one(1), flood(1, WEIGHT_MAX, 0), flood(2, 100, 3)],
         // Ranks of one job beside those of another.
         vec![
             rank(1, by_one(1)),
@@ -391,7 +391,7 @@ fn shares_count_also_where_all_that_is_wanted_fits_the_window() {
         ([300, 100], [8, 6], 3.0),
         ([300, 100], [6, 12], 3.0),
         ([200, 100], [8, 8], 2.0),
-        ([SHARE_DEFAULT; 2], [8, 8], 1.0),
+        ([WEIGHT_DEFAULT; 2], [8, 8], 1.0),
     ] {
         for owner in BOTH {
             let eight = |of: usize| Client {
@@ -447,7 +447,7 @@ fn tiles_that_move_take_a_small_part_from_those_who_want_the_drive() {
         from_ns: 0,
     };
     let rate = 3_200_000_000;
-    for share in [1, 10, SHARE_DEFAULT, SHARE_MAX] {
+    for share in [1, 10, WEIGHT_DEFAULT, WEIGHT_MAX] {
         let got = run(rate, &[moves, flood(2, share, 2)], 2000);
         let part = got[0].bytes as f64 / (got[0].bytes + got[1].bytes) as f64;
         assert!((0.09..0.125).contains(&part), "{share}: {part}");
@@ -466,7 +466,7 @@ fn records_do_not_wait_for_their_turn_whatever_the_users_shares_are() {
         pause_ns: 0,
         from_ns: 0,
     };
-    let longest = [1, SHARE_DEFAULT, SHARE_MAX].map(|share| {
+    let longest = [1, WEIGHT_DEFAULT, WEIGHT_MAX].map(|share| {
         let floods = [flood(1, share, 1), flood(2, share, 2)];
         let clients = [records, floods[0], floods[1]];
         run_as(Priority::Demand, ANSWER_NS, rate, &clients, 1000)[0].longest_ns()

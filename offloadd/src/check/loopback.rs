@@ -1,4 +1,4 @@
-//! Whether Prometheus can be answered on loopback: the service's sandbox has no network unless a drop-in gives it one.
+//! Checks whether the metrics endpoint can listen on loopback: the service's sandbox has no network without a drop-in.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -10,11 +10,11 @@ use crate::findings::Finding;
 
 const WHAT: &str = "metrics.listen";
 
-/// What lets the service in.
-const MEND: &str = "install -D -t /etc/systemd/system/offloadd.service.d /usr/share/doc/offloadd/metrics-loopback.conf && systemctl \
+/// Gives the service a network.
+const FIX: &str = "install -D -t /etc/systemd/system/offloadd.service.d /usr/share/doc/offloadd/metrics-loopback.conf && systemctl \
                     daemon-reload; or listen = \"unix:/run/offloadd/metrics.sock\"";
 
-/// Where units and their drop-ins lie.
+/// Directories of units and drop-ins.
 const UNIT_DIRS: [&str; 4] = [
     "etc/systemd/system",
     "run/systemd/system",
@@ -22,7 +22,7 @@ const UNIT_DIRS: [&str; 4] = [
     "lib/systemd/system",
 ];
 
-/// For this process, and for the service if it is installed here.
+/// Checks this process, and the service if it is installed.
 pub(super) fn loopback(address: SocketAddr) -> Finding {
     let make = |family| socket(family, SocketType::STREAM, None).map(drop);
     judge(address, Path::new("/"), make)
@@ -39,28 +39,27 @@ fn judge(
     };
     if let Err(errno) = make(family) {
         let why = format!(
-            "no socket can be made for {address} ({errno}): of the service's sandbox this is on purpose"
+            "cannot create a socket for {address} ({errno}); the service's sandbox has no network on purpose"
         );
-        return Finding::problem(WHAT, why, MEND);
+        return Finding::problem(WHAT, why, FIX);
     }
     match service_is_shut_out(root) {
         true => Finding::hint(
             WHAT,
             format!(
-                "{address} is open to this process; the service offloadd, which is installed here, has no network and cannot be \
-                 asked there"
+                "{address} works for this process, but the installed service offloadd has no network and could not listen there"
             ),
-            MEND,
+            FIX,
         ),
         false => Finding::fine(WHAT, address.to_string()),
     }
 }
 
-/// It is installed, and nothing gives it a network.
+/// Whether the service is installed and no drop-in gives it a network.
 fn service_is_shut_out(root: &Path) -> bool {
     let read = |path: &Path| std::fs::read_to_string(path).ok();
     let dirs = UNIT_DIRS.map(|dir| root.join(dir));
-    // The first one found is the unit.
+    // The first file found is the unit.
     let Some(unit) = (dirs.iter()).find_map(|dir| read(&dir.join("offloadd.service"))) else {
         return false;
     };
@@ -113,7 +112,7 @@ mod tests {
                 Err(Errno::AFNOSUPPORT)
             });
             assert_eq!(found.severity, Severity::Problem);
-            assert!(found.mend.unwrap().contains("metrics-loopback.conf"));
+            assert!(found.fix.unwrap().contains("metrics-loopback.conf"));
         }
         let open = judge(address(), root.path(), |_| Ok(()));
         assert_eq!(open.severity, Severity::Fine, "no service is here");

@@ -1,4 +1,4 @@
-//! `offloadd check-config`: settings and what they name, before a start or a reload.
+//! `offloadd check-config`: checks settings, and the devices and sockets they name, before a start or a reload.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -10,7 +10,7 @@ use offloadd::findings::{Severity, worst};
 use super::findings::text;
 use offload_support::units::ApproxBytes;
 
-/// As `sysexits.h` has it: something is wrong with the settings.
+/// Exit status for a configuration error, from `sysexits.h`.
 const EX_CONFIG: u8 = 78;
 
 pub(crate) fn run(path: &Path) -> ExitCode {
@@ -22,19 +22,21 @@ pub(crate) fn run(path: &Path) -> ExitCode {
         }
     };
     let findings = check(&config);
-    // What is fine is not worth a line.
     for finding in findings.iter().filter(|one| one.severity > Severity::Fine) {
         eprintln!("{}", text(finding));
     }
     if worst(&findings) == Severity::Problem {
-        eprintln!("offloadd: {}: cannot be served so", path.display());
+        eprintln!(
+            "offloadd: {}: cannot be served with these settings",
+            path.display()
+        );
         return ExitCode::from(EX_CONFIG);
     }
     print!("{}", resolved(&config));
     ExitCode::SUCCESS
 }
 
-/// All settings as they would be served, those that are left out too.
+/// Formats all settings, with defaults filled in.
 fn resolved(config: &Config) -> String {
     let mut text = format!(
         "socket = {:?}\ndevices = {:?}\narena_bytes_max = {} # {}\nengine = {:?}\nrequire_locked = {}\nsessions_max = {}\n\
@@ -66,7 +68,7 @@ fn resolved(config: &Config) -> String {
         text += &format!("rated_tbw = {tb:?}\n");
     }
     if let Some(listen) = &config.metrics_listen {
-        text += &format!("[metrics]\nlisten = {:?}\n", listen.words());
+        text += &format!("[metrics]\nlisten = {:?}\n", listen.to_toml());
     }
-    text + &offloadd::config::quota::words(&config.quotas)
+    text + &offloadd::config::quota::to_toml(&config.quotas)
 }

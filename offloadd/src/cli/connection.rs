@@ -1,44 +1,77 @@
-//! A command's way to the running daemon.
+//! Connects a command to the running daemon.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use offload_api::proto;
 use offload_api::proto::offload_client::OffloadClient;
+use offloadd::metrics::Snapshot;
 use tonic::transport::{Channel, Endpoint};
 
-/// To reach the daemon and to get one answer: it answers in microseconds or hangs.
-pub(super) const ANSWER_WAIT: Duration = Duration::from_secs(10);
+/// Limit for connecting and for one answer. A daemon that works answers in microseconds.
+const ANSWER_WAIT: Duration = Duration::from_secs(10);
 
-/// A store with a thousand jobs.
+/// Enough for the contents of a store with 1024 jobs.
 const ANSWER_BYTES_MAX: usize = 64 << 20;
 
-/// One thread is enough for a command.
 pub(super) fn runtime() -> Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("starting")
+        .context("starting the async runtime")
 }
 
-/// Connects to the daemon at `socket`.
-pub(super) async fn connect(socket: &Path) -> Result<OffloadClient<Channel>> {
-    let name = socket.to_str().context("the socket's path must be UTF-8")?;
-    let absolute = std::path::absolute(name)?;
-    let endpoint = Endpoint::from_shared(format!("unix:{}", absolute.display()))?;
-    let connecting = tokio::time::timeout(ANSWER_WAIT, endpoint.connect()).await;
-    let channel = connecting
-        .map_err(|_| anyhow::anyhow!("no answer in {} s", ANSWER_WAIT.as_secs()))
-        .and_then(|connected| connected.map_err(root_cause))
-        .with_context(|| {
-            format!(
-                "no daemon at {name}: does `offloadd serve` run, is this its `socket` (--socket), and may you open it?"
-            )
-        })?;
-    Ok(OffloadClient::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX))
+/// A daemon that answers, and the socket it answers at.
+pub(crate) struct Daemon {
+    pub(crate) socket: PathBuf,
+    pub(crate) client: OffloadClient<Channel>,
 }
 
-/// "connection refused" behind "transport error".
+impl Daemon {
+    pub(crate) async fn connect(socket: &Path) -> Result<Self> {
+        let name = socket.to_str().context("the socket's path must be UTF-8")?;
+        let absolute = std::path::absolute(name)?;
+        let endpoint = Endpoint::from_shared(format!("unix:{}", absolute.display()))?;
+        let connecting = tokio::time::timeout(ANSWER_WAIT, endpoint.connect()).await;
+        let channel = connecting
+            .map_err(|_| anyhow::anyhow!("no answer within {} s", ANSWER_WAIT.as_secs()))
+            .and_then(|connected| connected.map_err(root_cause))
+            .with_context(|| {
+                format!(
+                    "no daemon at {name}: check that `offloadd serve` runs, that this is its `socket` (--socket), and that you may open it"
+                )
+            })?;
+        Ok(Self {
+            socket: socket.to_owned(),
+            client: OffloadClient::new(channel).max_decoding_message_size(ANSWER_BYTES_MAX),
+        })
+    }
+
+    pub(crate) async fn snapshot(&mut self) -> Result<Snapshot> {
+        let asking = self.client.metrics(proto::MetricsRequest {});
+        let answer = tokio::time::timeout(ANSWER_WAIT, asking)
+            .await
+            .with_context(|| {
+                let (socket, seconds) = (self.socket.display(), ANSWER_WAIT.as_secs());
+                format!("the daemon at {socket} did not answer within {seconds} s")
+            })?
+            .map_err(|status| refusal(&self.socket, &status))?;
+        Ok(answer.into_inner().try_into()?)
+    }
+
+    /// Two snapshots, `interval` apart.
+    pub(crate) async fn two_snapshots(
+        &mut self,
+        interval: Duration,
+    ) -> Result<(Snapshot, Snapshot)> {
+        let before = self.snapshot().await?;
+        tokio::time::sleep(interval).await;
+        Ok((before, self.snapshot().await?))
+    }
+}
+
+/// Returns the innermost error: tonic reports "connection refused" as the cause of "transport error".
 fn root_cause(error: tonic::transport::Error) -> anyhow::Error {
     let mut cause: &dyn std::error::Error = &error;
     while let Some(deeper) = cause.source() {
@@ -47,7 +80,7 @@ fn root_cause(error: tonic::transport::Error) -> anyhow::Error {
     anyhow::anyhow!("{cause}")
 }
 
-/// What a refused or failed call means for people.
+/// Turns the status of a failed call into an error for people.
 pub(super) fn refusal(socket: &Path, status: &tonic::Status) -> anyhow::Error {
     match status.code() {
         tonic::Code::Unimplemented => {
@@ -55,7 +88,7 @@ pub(super) fn refusal(socket: &Path, status: &tonic::Status) -> anyhow::Error {
         }
         tonic::Code::Unavailable | tonic::Code::Unknown | tonic::Code::Cancelled => {
             anyhow::anyhow!(
-                "the daemon at {} has gone: {}",
+                "lost the connection to the daemon at {}: {}",
                 socket.display(),
                 status.message()
             )

@@ -1,4 +1,4 @@
-//! `offloadd doctor`: what of this machine is in the way, and the lines that mend it.
+//! `offloadd doctor`: reports what on this machine stops or slows down a daemon, with the commands that fix it.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -13,30 +13,30 @@ use serde_json::json;
 
 use super::findings::{text, to_json};
 
-/// Where the service has its settings.
+/// Settings of the installed service.
 const SERVICE_SETTINGS: &str = "/etc/offloadd/offloadd.toml";
 
 pub(crate) fn run(
     config: Option<PathBuf>,
-    mut places: Vec<PathBuf>,
+    mut paths: Vec<PathBuf>,
     as_json: bool,
 ) -> Result<ExitCode> {
     let service = Path::new(SERVICE_SETTINGS);
     let config = match config {
         Some(path) => Some(path),
-        None if places.is_empty() && service.exists() => Some(service.to_owned()),
+        None if paths.is_empty() && service.exists() => Some(service.to_owned()),
         None => None,
     };
     let config = config.map(|path| Config::read(&path)).transpose()?;
     let mut findings = Vec::new();
     if let Some(config) = &config {
         findings.extend(check(config));
-        places.extend(config.devices.iter().cloned());
+        paths.extend(config.devices.iter().cloned());
     }
-    for place in &mut places {
-        *place = std::path::absolute(&*place)?;
+    for path in &mut paths {
+        *path = std::path::absolute(&*path)?;
     }
-    findings.extend(examine(&Roots::default(), config.as_ref(), &places));
+    findings.extend(examine(&Roots::default(), config.as_ref(), &paths));
     let worst = worst(&findings);
     if as_json {
         let found: Vec<_> = findings.iter().map(to_json).collect();
@@ -52,7 +52,7 @@ pub(crate) fn run(
                 .count()
         };
         outln!(
-            "{} looked at: {} problems, {} hints",
+            "{} checks: {} problems, {} hints",
             findings.len(),
             count(Severity::Problem),
             count(Severity::Hint)

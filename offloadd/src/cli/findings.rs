@@ -1,27 +1,27 @@
-//! Findings on a terminal, and for programs.
+//! Findings as text and as JSON.
 
 use offloadd::findings::{Finding, Severity};
 use serde_json::{Value, json};
 
-/// A line, and one with what mends it.
+/// Formats a finding as a line, followed by a line with its fix.
 pub(super) fn text(finding: &Finding) -> String {
     let severity = match finding.severity {
         Severity::Fine => "ok     ",
         Severity::Hint => "HINT   ",
         Severity::Problem => "PROBLEM",
     };
-    let mut text = format!("{severity} {}: {}", finding.what, finding.message);
-    if let Some(mend) = &finding.mend {
-        text += &format!("\n        {mend}");
+    let mut text = format!("{severity} {}: {}", finding.subject, finding.message);
+    if let Some(fix) = &finding.fix {
+        text += &format!("\n        {fix}");
     }
     text
 }
 
 pub(super) fn to_json(finding: &Finding) -> Value {
     json!({
-        "what": finding.what,
+        "subject": finding.subject,
         "severity": finding.severity.name(),
         "message": finding.message,
-        "mend": finding.mend,
+        "fix": finding.fix,
     })
 }

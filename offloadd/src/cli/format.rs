@@ -1,4 +1,4 @@
-//! `offloadd format`: reserves space, measures each device, writes an empty store over all of them.
+//! `offloadd format`: reserves space, measures all devices, and writes an empty store to them.
 
 use std::os::unix::fs::FileTypeExt;
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ pub(crate) fn run(
     private: bool,
 ) -> Result<()> {
     if private {
-        // The signal ends us where we are: the next format takes the files over.
+        // A format that is killed halfway is repeated by the next one.
         follow_parent()?;
     }
     let (paths, engine) = match config {
@@ -39,7 +39,7 @@ pub(crate) fn run(
         }
         None => (named, EngineChoice::Auto),
     };
-    // The name a store is opened by must not depend on where this was run.
+    // The store records the paths, so they must be absolute.
     let paths = paths
         .iter()
         .map(|path| std::path::absolute(path).with_context(|| path.display().to_string()))
@@ -49,9 +49,9 @@ pub(crate) fn run(
         .enumerate()
         .find(|(index, path)| paths[..*index].contains(path))
     {
-        bail!("device {} is named twice", twice.1.display());
+        bail!("device {} is given twice", twice.1.display());
     }
-    // Before a file is made, or one that is there is cut.
+    // Before any file is created or truncated.
     if let Some(bytes) = file_bytes {
         let raw = |path: &PathBuf| {
             std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device())
@@ -64,7 +64,7 @@ pub(crate) fn run(
     let new: Vec<_> = paths.iter().filter(|path| !path.exists()).collect();
     let made = make_store(&paths, file_bytes, force, engine);
     if made.is_err() {
-        // All devices or none: what was made for a store that is not to be goes again.
+        // Remove new files if the store could not be created on all devices.
         for path in new {
             let _ = std::fs::remove_file(path);
         }
@@ -100,7 +100,7 @@ fn make_store(
     let (rates, moved): (Vec<_>, Vec<_>) = measure_together(&devices, engine)?.into_iter().unzip();
     let mut id = [0; 16];
     rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
-        .context("random bytes for the store's id")?;
+        .context("drawing random bytes for the store's ID")?;
     let created_unix_s = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |time| time.as_secs());
@@ -111,7 +111,7 @@ fn make_store(
         created_unix_s,
         force,
     )?;
-    // Measuring has worn them.
+    // Count the writes of the measurement as wear.
     for (position, (superblock, moved)) in superblocks.iter().zip(moved).enumerate() {
         let wear = Wear {
             sequence: 1,
@@ -142,7 +142,7 @@ fn make_store(
     Ok(())
 }
 
-/// All devices at once: that is how they are used, and two seconds are enough for any number of them.
+/// Measures all devices at once: they are used together, and it takes two seconds for any number of them.
 fn measure_together(
     devices: &[Device],
     engine: EngineChoice,

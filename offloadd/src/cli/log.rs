@@ -1,8 +1,8 @@
-//! The log to stderr, through a thread of its own: whoever reads it may be slow or stuck (a full pipe, a service manager that
-//! hangs), and nobody who moves tiles waits for that. What does not fit is left out, and how much is said.
+//! The log on stderr, written by a thread of its own: a slow or stuck reader (a full pipe, a hung service manager) must not delay
+//! threads that move tiles. Lines that do not fit into the queue are dropped and counted in the log.
 //!
-//! Lines about one user (events with a field `uid`) are limited, as any user can cause thousands a second: [`BURST`] at once and
-//! one a second from then on, which says how many were left out.
+//! Lines of INFO and above about one user (events with a field `uid`) are limited, because any user can cause thousands per second:
+//! [`BURST`] at once, then one per second, which tells how many were dropped.
 
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
@@ -15,16 +15,16 @@ use tracing::field::{Field, Visit};
 use tracing_subscriber::layer::{Context, SubscriberExt};
 use tracing_subscriber::util::SubscriberInitExt;
 
-/// Lines that may wait: some hundred kilobytes at most.
+/// Capacity of the queue: a few hundred kilobytes at most.
 const WAITING_MAX: usize = 1024;
 
-/// Lines of one user that are written at once: the ranks of a node begin and end together.
+/// Lines about one user that are written at once: the ranks of a node start and end together.
 const BURST: u64 = 16;
 
-/// Between two lines of a user who causes more.
+/// Interval of further lines about that user.
 const PERIOD: Duration = Duration::from_secs(1);
 
-/// How long the end of the program waits for lines to be taken.
+/// How long the end of the program waits for the queue to drain.
 const END: Duration = Duration::from_secs(1);
 
 #[derive(Default)]
@@ -34,7 +34,7 @@ struct Counts {
     left_out: AtomicU64,
 }
 
-/// What is logged goes to stderr from now on. The lines that wait are written when this is dropped.
+/// Installs the log. Queued lines are written when the returned value is dropped.
 pub(super) fn to_stderr() -> LastLines {
     let filter = tracing_subscriber::EnvFilter::try_from_default_env()
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
@@ -59,13 +59,13 @@ pub(super) fn to_stderr() -> LastLines {
             .finish()
             .with(PerUser(users))
             .init(),
-        // No thread is to be had: what else goes wrong is worth waiting for.
+        // Without a thread, write directly: errors are worth the wait.
         Err(_) => log.with_writer(std::io::stderr).init(),
     }
     last_lines
 }
 
-/// One event: the subscriber writes it whole.
+/// Writer of one event; the subscriber writes it in one call.
 struct Line {
     sender: SyncSender<Vec<u8>>,
     counts: Arc<Counts>,
@@ -95,9 +95,10 @@ fn write_all(waiting: &Receiver<Vec<u8>>, counts: &Counts, users: &Users) {
             Ok(mut line) => {
                 let left_out = counts.left_out.swap(0, Ordering::Relaxed);
                 if left_out > 0 {
-                    let told =
-                        format!("{left_out} lines of the log were left out: nobody took them\n");
-                    line.extend(told.bytes());
+                    line.extend(
+                        format!("{left_out} log lines were dropped: the reader is too slow\n")
+                            .bytes(),
+                    );
                 }
                 write(&line);
                 counts.written.fetch_add(1, Ordering::Release);
@@ -108,37 +109,37 @@ fn write_all(waiting: &Receiver<Vec<u8>>, counts: &Counts, users: &Users) {
         if told_at.elapsed() >= PERIOD {
             told_at = Instant::now();
             for (uid, count) in users.left_out(told_at) {
-                write(format!("{count} more lines about uid {uid} were left out\n").as_bytes());
+                write(format!("{count} more log lines about uid {uid} were dropped\n").as_bytes());
             }
         }
     }
 }
 
 fn write(mut line: &[u8]) {
-    // Not by the locked stderr: a panic elsewhere must not wait for this.
+    // Without locking stderr: a panic elsewhere must not wait for this.
     while !line.is_empty() {
         match rustix::io::write(std::io::stderr(), line) {
             Ok(written) => line = &line[written..],
             Err(rustix::io::Errno::INTR) => {}
-            // Nobody is left to be told that nobody reads.
+            // There is no other place to report this.
             Err(_) => break,
         }
     }
 }
 
-/// Lines that users have left, by uid. One without lines of late is forgotten.
+/// Lines that users may still cause, by uid. Users without recent lines are forgotten.
 #[derive(Default)]
 struct Users(Mutex<HashMap<u64, Lines>>);
 
 struct Lines {
     left: u64,
-    /// One more for each period since.
+    /// `left` grows by one for each period since.
     since: Instant,
     left_out: u64,
 }
 
 impl Users {
-    /// Whether a line about `uid` may be written; counted if not.
+    /// Whether a line about `uid` may be written; counts it if not.
     fn may_write(&self, uid: u64, now: Instant) -> bool {
         let mut users = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let lines = users.entry(uid).or_insert(Lines {
@@ -154,7 +155,7 @@ impl Users {
         lines.left_out == 0
     }
 
-    /// What was left out since the last time, which is that user's line of this period.
+    /// Returns the users and counts of lines dropped since the last call. The line about that is the user's line of this period.
     fn left_out(&self, now: Instant) -> Vec<(u64, u64)> {
         let mut users = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let mut left_out = Vec::new();
@@ -182,11 +183,14 @@ impl Lines {
     }
 }
 
-/// Leaves out what [`Users`] does not let through.
+/// Drops lines over the limit of [`Users`].
 struct PerUser(Arc<Users>);
 
 impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for PerUser {
     fn event_enabled(&self, event: &tracing::Event<'_>, _: Context<'_, S>) -> bool {
+        if *event.metadata().level() > tracing::Level::INFO {
+            return true;
+        }
         let mut uid = Uid(None);
         event.record(&mut uid);
         uid.0
@@ -206,7 +210,7 @@ impl Visit for Uid {
     fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
 }
 
-/// Lines that wait to be written.
+/// Waits on drop until queued lines are written.
 pub(super) struct LastLines(Arc<Counts>);
 
 impl Drop for LastLines {
@@ -225,15 +229,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_user_has_some_lines_at_once_and_then_one_a_period_and_what_is_left_out_is_counted() {
+    fn a_user_has_a_burst_of_lines_then_one_per_period_and_dropped_lines_are_counted() {
         let users = Users::default();
         let start = Instant::now();
         let written = |uid, count, now| (0..count).filter(|_| users.may_write(uid, now)).count();
         assert_eq!(written(7, 1000, start), BURST as usize);
-        assert_eq!(written(8, 3, start), 3, "another's are not his");
+        assert_eq!(written(8, 3, start), 3, "limits are per user");
         let mut now = start + PERIOD;
         assert_eq!(users.left_out(now), [(7, 1000 - BURST)]);
-        // While it goes on, the count is the one line.
+        // While it continues, the count is the one line.
         for _ in 0..5 {
             assert_eq!(written(7, 500, now + PERIOD / 2), 0);
             now += PERIOD;
@@ -243,6 +247,9 @@ mod tests {
         now += (BURST as u32 + 2) * PERIOD;
         users.left_out(now);
         users.left_out(now + (BURST as u32 + 2) * PERIOD);
-        assert!(users.0.lock().unwrap().is_empty(), "nothing is kept");
+        assert!(
+            users.0.lock().unwrap().is_empty(),
+            "quiet users are forgotten"
+        );
     }
 }

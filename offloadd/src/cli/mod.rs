@@ -1,15 +1,13 @@
-//! What each command does, from its arguments to its output.
+//! The commands, one module each.
 
 pub(crate) mod check_config;
 mod connection;
 pub(crate) mod device;
-pub(crate) mod discard_unreadable;
 pub(crate) mod doctor;
 pub(crate) mod documents;
-pub(crate) mod drop;
 mod findings;
 pub(crate) mod format;
-pub(crate) mod inspect;
+pub(crate) mod job;
 mod log;
 mod reload;
 pub(crate) mod serve;
@@ -18,8 +16,6 @@ mod store_access;
 pub(crate) mod supervise;
 pub(crate) mod top;
 pub(crate) mod verify;
-
-pub(crate) use store_access::At;
 
 use anyhow::{Context, Result, bail};
 use offload_support::console;
@@ -31,21 +27,21 @@ use offloadd::store::wear::Wear;
 use offloadd::store_devices::StoreDevices;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
 
-/// Opens and locks all devices of the settings' store, and tells of those that the settings lack.
+/// Opens and locks all devices of the settings' store. Prints those that the settings do not list.
 fn open_all(config: &Config) -> Result<Vec<Device>, DeviceError> {
     let opened = StoreDevices::open(&config.devices)?;
     for unlisted in &opened.unlisted {
         eprintln!("offloadd: device {unlisted}");
     }
     if let Some(line) = opened.line_to_write() {
-        eprintln!("offloadd: write into the settings: {line}");
+        eprintln!("offloadd: add to the settings: {line}");
     }
     Ok(opened.devices)
 }
 
-/// How far each device of the store is worn, in the store's order.
-fn worn(store: &RecoveredStore, devices: &[Device]) -> Vec<WearCount> {
-    let worn = store.devices.iter().map(|device| WearCount {
+/// Wear of each device, in the store's order.
+fn wear_counts(store: &RecoveredStore, devices: &[Device]) -> Vec<WearCount> {
+    let counts = store.devices.iter().map(|device| WearCount {
         path: device.path.clone(),
         number: device.superblock.number,
         before: Wear::read(
@@ -55,10 +51,10 @@ fn worn(store: &RecoveredStore, devices: &[Device]) -> Vec<WearCount> {
             device.superblock.number,
         ),
     });
-    worn.collect()
+    counts.collect()
 }
 
-/// What the settings say that drives may take.
+/// Rated endurance of the drives, from the settings.
 fn ratings(config: &Config) -> Ratings {
     let paths = config.devices.iter().map(|path| path.display().to_string());
     Ratings {
@@ -67,18 +63,18 @@ fn ratings(config: &Config) -> Ratings {
     }
 }
 
-/// Seven descriptors a session, and one a device: the usual soft limit of 1024 would be reached first.
+/// Raises the soft limit of file descriptors: a session needs seven, so the usual 1024 would not do for `sessions_max`.
 fn raise_descriptor_limit() {
     let limit = rustix::process::getrlimit(Resource::Nofile);
     let raised = Rlimit {
         current: limit.maximum,
         maximum: limit.maximum,
     };
-    // Then opening refuses by name, later.
+    // If this fails, opening a session may fail later, with an error that names the limit.
     let _ = rustix::process::setrlimit(Resource::Nofile, raised);
 }
 
-/// Asks the kernel for a signal when the parent ends, and finds out who it is. `None`: it has ended already.
+/// Asks the kernel for a signal when the parent ends, and returns the parent. `None`: in another PID namespace.
 fn follow_parent() -> Result<Option<Pid>> {
     let parent = rustix::process::getppid();
     rustix::process::set_parent_process_death_signal(Some(Signal::HUP))
@@ -89,7 +85,7 @@ fn follow_parent() -> Result<Option<Pid>> {
     Ok(parent)
 }
 
-/// Prints `text`, and ends the program when nobody reads it any more (`offloadd top --json | head -1`).
+/// Prints to stdout, and exits with success if the reader has closed the pipe, as in `offloadd top --json | head -1`.
 fn print(text: &str) -> Result<()> {
     console::out(format_args!("{text}"));
     let written = console::finish();
@@ -99,18 +95,18 @@ fn print(text: &str) -> Result<()> {
     Ok(written?)
 }
 
-/// An error and what lies beneath it, each once: many name their cause themselves, for those who print nothing else.
+/// Joins an error and its causes. Leaves out a cause that the text before it contains already.
 pub(crate) fn whole(error: &anyhow::Error) -> String {
-    let mut said = String::new();
-    for one in error.chain().map(ToString::to_string) {
-        if said.is_empty() {
-            said = one;
-        } else if !said.contains(&one) {
-            said += ": ";
-            said += &one;
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text += ": ";
+            text += &cause;
         }
     }
-    said
+    text
 }
 
 #[cfg(test)]
@@ -124,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_error_says_itself_is_not_said_again() {
+    fn a_cause_that_an_error_names_itself_is_not_repeated() {
         let source = std::io::Error::from_raw_os_error(libc::EINVAL);
         let once = format!("device 1: opening it: {source}");
         let error = Err::<(), _>(NamesItsCause { source }).context("device 1");

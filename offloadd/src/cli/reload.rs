@@ -1,4 +1,4 @@
-//! SIGHUP: what of changed settings a running daemon takes up, and what it says takes a restart.
+//! SIGHUP: which changed settings a running daemon applies, and which need a restart.
 
 use std::path::{Path, PathBuf};
 
@@ -10,35 +10,35 @@ use offloadd::findings::Severity;
 
 use super::ratings;
 
-/// What is to be told to the owner thread, and what was changed in the file and is not taken up.
+/// Settings to apply, and messages about changed settings that need a restart.
 #[derive(Debug)]
 pub(super) struct Reload {
     pub(super) change: Change,
     pub(super) refused: Vec<String>,
 }
 
-/// A device of the store as it is now.
+/// A device of the store.
 #[derive(Debug)]
 pub(super) struct Served {
     pub(super) path: PathBuf,
-    /// Its tiles move to the others: it is of the store until they have.
+    /// It is being drained.
     pub(super) leaving: bool,
 }
 
-/// Reads `path` again. `started` is what the daemon started with, `served` what it has now.
+/// Reads `path` again. `started` are the settings at the start, `served` the current devices.
 pub(super) fn read(path: &Path, started: &Config, served: &[Served]) -> Result<Reload> {
     let config = Config::read(path)?;
     let problem = check(&config)
         .into_iter()
         .find(|finding| finding.severity == Severity::Problem);
     if let Some(problem) = problem {
-        bail!("{}: {}", problem.what, problem.message);
+        bail!("{}: {}", problem.subject, problem.message);
     }
     Ok(compare(started, served, &config))
 }
 
-/// Whether the list names a device that is not served, or lacks one that is. Devices come and go while the daemon runs, and the
-/// list is to follow them: what it takes up of that is no change. Nor is one that still has a device that has left.
+/// Whether the list names a device that is not served, or no longer names one that is. Devices are added and drained while the daemon
+/// runs, and a list that follows them, or still names a device that has left, needs no restart.
 fn wants_other_devices(started: &Config, served: &[Served], new: &Config) -> bool {
     let is_served = |path: &PathBuf| served.iter().any(|device| device.path == *path);
     let comes = |path: &PathBuf| !started.devices.contains(path) && !is_served(path);
@@ -50,7 +50,7 @@ fn wants_other_devices(started: &Config, served: &[Served], new: &Config) -> boo
 }
 
 fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
-    let restart = |key: &str| format!("`{key}` takes a restart");
+    let restart = |key: &str| format!("`{key}` needs a restart");
     let mut refused = Vec::new();
     let fixed = [
         ("socket", started.socket != new.socket),
@@ -76,7 +76,7 @@ fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
             .map(|(key, _)| restart(key)),
     );
     let mut limits = new.limits();
-    // Tables were made for so many.
+    // Tables were allocated for these limits at the start.
     for (key, limit, started) in [
         (
             "sessions_max",
@@ -87,7 +87,7 @@ fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
     ] {
         if *limit > started {
             refused.push(format!(
-                "`{key}` above the {started} it started with takes a restart"
+                "`{key}` above {started}, its value at the start, needs a restart"
             ));
             *limit = started;
         }
@@ -129,7 +129,7 @@ mod tests {
     }
 
     #[test]
-    fn what_can_change_changes() {
+    fn settings_that_can_change_are_applied() {
         let reload = compared("1GiB", "2GiB");
         assert_eq!(reload.change.limits.arena_bytes_max, 2 << 30);
         assert!(reload.refused.is_empty(), "{:?}", reload.refused);
@@ -157,7 +157,7 @@ mod tests {
             ["/a", "/late"].map(|path| rated(&reload, path)),
             [Some(5), Some(5)]
         );
-        // One that is not of the store: the list waits for a restart, its rating does not.
+        // A device that is not in the store: the list needs a restart, the rating applies.
         let reload = compared(
             "\"/b\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tbw = [1, 2]",
             "\"/b\", \"/late\"]\n        arena_bytes_max = \"1GiB\"\n        sessions_max = 8\n        iodepth_max = 16\n        rated_tbw = [1, 2, 6]",
@@ -166,13 +166,13 @@ mod tests {
             ["/a", "/late"].map(|path| rated(&reload, path)),
             [Some(1), Some(6)]
         );
-        assert_eq!(reload.refused, ["`devices` takes a restart"]);
+        assert_eq!(reload.refused, ["`devices` needs a restart"]);
         let reload = compared("sessions_max = 8", "sessions_max = 2");
         assert_eq!(reload.change.limits.sessions_max, 2);
     }
 
     #[test]
-    fn what_cannot_is_named_and_stays() {
+    fn settings_that_need_a_restart_are_named_and_stay() {
         for (from, to, key) in [
             ("/run/offloadd/", "/run/other/", "socket"),
             ("\"/a\", \"/b\"", "\"/a\", \"/c\"", "devices"),
@@ -203,11 +203,11 @@ mod tests {
         let listening = format!("{STARTED}\n[metrics]\nlisten = \"127.0.0.1:9464\"");
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
         let reload = compare(&parse(STARTED), &serving(&["/a", "/b"]), &parse(&listening));
-        assert_eq!(reload.refused, ["`metrics.listen` takes a restart"]);
+        assert_eq!(reload.refused, ["`metrics.listen` needs a restart"]);
     }
 
     #[test]
-    fn a_list_that_follows_the_store_takes_no_restart() {
+    fn a_list_that_follows_the_store_needs_no_restart() {
         let parse = |text: &str| Config::parse(text, Path::new("offloadd.toml")).unwrap();
         let started = STARTED.replace("rated_tbw = [1, 2]", "");
         let refused = |served: &[Served], list: &str| {
@@ -216,7 +216,7 @@ mod tests {
             assert!(reload.refused.iter().all(|one| one.contains("`devices`")));
             !reload.refused.is_empty()
         };
-        // /c came and /b was drained.
+        // /c was added and /b was drained.
         let moved = serving(&["/a", "/c"]);
         for list in [
             "\"/a\", \"/c\"",
@@ -229,7 +229,7 @@ mod tests {
         for list in ["\"/c\"", "\"/a\", \"/d\"", "\"/a\", \"/c\", \"/d\""] {
             assert!(refused(&moved, list), "{list}");
         }
-        // One that is still leaving may be listed or not; one that stays may not be left out.
+        // A device that is being drained may be listed or not; others must be listed.
         let mut leaving = serving(&["/a", "/b"]);
         assert!(refused(&leaving, "\"/a\""));
         leaving[1].leaving = true;

@@ -1,10 +1,10 @@
-//! `offloadd serve`: from settings to a serving daemon, and its end in order.
+//! `offloadd serve`: starts the daemon from its settings, and stops it in order.
 //!
 //! ```text
 //!   settings ─▶ lock devices ─▶ recover ─▶ sockets ─▶ owner thread ─▶ calls ─▶ READY
-//!   SIGHUP ─▶ settings read again (of a private daemon: its parent ended)
-//!   SIGTERM, SIGINT ─▶ no more calls ─▶ I/O in flight ends ─▶ sockets removed ─▶ exit 0
-//!   SIGTERM where a service manager listens: the sessions are given to it, for the daemon that it starts next
+//!   SIGHUP ─▶ reload the settings (in a private daemon: the parent has ended)
+//!   SIGTERM, SIGINT ─▶ refuse calls ─▶ I/O in flight ends ─▶ remove sockets ─▶ exit 0
+//!   SIGTERM with a service manager ─▶ the same, and the manager keeps the sessions for the next daemon
 //! ```
 
 use std::io::Write;
@@ -15,6 +15,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
 use offload_api::ring::Reached;
+use offload_support::progress::{Audience, Progress, Unit};
 use offload_support::units::ApproxBytes;
 use offloadd::arena::{LockPolicy, lock_outlook};
 use offloadd::blocks::BlockError;
@@ -22,7 +23,9 @@ use offloadd::config::Config;
 use offloadd::core::{Core, Viewer};
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::doctor::{Roots, huge_pages};
-use offloadd::driver::{self, DriverError, DriverHandle, LeftToUs, Parts, Running, TakenUp};
+use offloadd::driver::{
+    self, DriverError, DriverHandle, InheritedSession, InheritedSessions, Parts, Running,
+};
 use offloadd::handover::inherited::{self, Inherited};
 use offloadd::handover::{self, Found, HandedOver, SESSIONS_MAX};
 use offloadd::memory;
@@ -44,19 +47,19 @@ use tokio::sync::watch;
 use super::log;
 use super::reload::{self, Served};
 use super::service_manager::{
-    forget_kept, keep, keep_watchdog_quiet, report_progress, say_ready, say_reloading, say_status,
-    say_stopping, somebody_keeps,
+    feed_watchdog, forget_kept, has_manager, keep, report_progress, say_ready, say_reloading,
+    say_status, say_stopping,
 };
-use super::{follow_parent, raise_descriptor_limit, ratings, whole, worn};
-use offload_support::progress::{Audience, Progress, Unit};
+use super::{follow_parent, raise_descriptor_limit, ratings, wear_counts, whole};
 
-/// A private daemon looks this often whether its parent still lives, besides the kernel's signal.
+/// Interval at which a private daemon checks that its parent is alive, in addition to the kernel's signal.
 const PARENT_CHECK: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let given = match private {
         true => {
-            inherited::close_all().context("closing what the parent process left open")?;
+            inherited::close_all()
+                .context("closing descriptors inherited from the parent process")?;
             inherited::Inherited::new()
         }
         false => inherited::take(),
@@ -71,7 +74,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         && total_bytes < config.arena_bytes_max
     {
         bail!(
-            "`arena_bytes_max` is {}, and there are {} of memory here: leave some for the processes and the system",
+            "`arena_bytes_max` is {}, but this machine has {} of memory; leave some for processes and the system",
             ApproxBytes(config.arena_bytes_max),
             ApproxBytes(total_bytes)
         );
@@ -85,7 +88,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     }
     if let Some(word @ ("never" | "deny")) = huge_pages(&Roots::default()).as_deref() {
         tracing::info!(
-            "arenas are in small pages, as shmem_enabled is {word}: `offloadd doctor` says how to get huge ones"
+            "arenas use small pages, because shmem_enabled is {word}; `offloadd doctor` tells how to enable huge pages"
         );
     }
     let policy = if config.require_locked {
@@ -93,7 +96,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     } else {
         LockPolicy::Try
     };
-    // Locked before the first byte is read: a predecessor's last writes may still be under way.
+    // Lock the devices before reading: the previous daemon may still be writing.
     let opened = StoreDevices::open(&config.devices)?;
     for unlisted in &opened.unlisted {
         tracing::warn!("device {unlisted}");
@@ -105,17 +108,17 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     }
     for device in devices.iter().filter(|device| device.has_holes()) {
         tracing::warn!(
-            "device {} has holes: its space is not reserved, and a full file system would fail writes. Was it copied? `cp \
-             --sparse=never` fills them",
+            "device {} has holes, so writes fail when the file system is full; if it was copied, copy it again with `cp \
+             --sparse=never`",
             device.path()
         );
     }
     let (mut store, unwritable) = recover_store(&devices, handover::has_sessions(&given))?;
-    // Not where a device is missing: the line would lack it.
+    // After recovery, which fails if a device is missing: the line would lack that device.
     if let Some(line) = to_write {
-        tracing::warn!("write into {}: {line}", file.display());
+        tracing::warn!("add to {}: {line}", file.display());
     }
-    // Sessions may hold room that the store does not know of.
+    // Inherited sessions may have reserved space that the store does not know of.
     if unwritable.is_none() && !handover::has_sessions(&given) {
         let what = "moving the store's catalog and records";
         let mut work = Progress::new(what, Unit::Bytes, Audience::Service(report_progress));
@@ -130,14 +133,14 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         match moved? {
             MetadataMove::NotDue => {}
             MetadataMove::Moved { from, to } => {
-                tracing::info!("the store's catalog and records moved from {from} to {to}");
+                tracing::info!("moved the store's catalog and records from {from} to {to}");
             }
             MetadataMove::Failed(why) => {
-                tracing::warn!("the store's catalog and records stay where they are: {why}");
+                tracing::warn!("cannot move the store's catalog and records: {why}");
             }
         }
     }
-    let endurance = Endurance::new(store.id, ratings(&config), worn(&store, &devices));
+    let endurance = Endurance::new(store.id, ratings(&config), wear_counts(&store, &devices));
     for note in &store.notes {
         tracing::warn!("{note}");
     }
@@ -155,7 +158,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     for (device, limits) in store.devices.iter().zip(&device_limits) {
         let [reads, writes] = limits.window_bytes.map(ApproxBytes);
         tracing::info!(
-            "device {}: tiles move in pieces of {}, at most {reads} of reads and {writes} of writes at a time",
+            "device {}: I/O in pieces of {}, at most {reads} of reads and {writes} of writes in flight",
             device.path,
             ApproxBytes(limits.piece_bytes.into()),
         );
@@ -164,7 +167,7 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     server::prepare_dir(&config.socket, private)?;
     server::clear_socket(&config.socket)?;
     server::clear_socket(&descriptor_socket)?;
-    // Both sockets for user and group, from the moment they exist.
+    // The sockets must be accessible to user and group only from the moment they exist.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o117));
 
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -172,14 +175,14 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         .enable_all()
         .build()
         .context("starting the threads that answer calls")?;
-    // Before the sockets exist, and before sessions are taken up: a signal that comes at once must end us in order.
+    // Before the sockets exist and sessions are adopted: an early signal must stop the daemon in order.
     let signals = {
         let _guard = runtime.enter();
         Signals::listen()?
     };
     let store_id = store.id;
     let mut core = Core::new(store, draw_epoch()?, config.limits());
-    // All that can fail comes before a state is claimed, which can be done once: sockets here, the engine in `start`.
+    // Sessions can be claimed only once, so everything that can fail precedes that: sockets here, the engine in `start`.
     let page = (config.metrics_listen.as_ref())
         .map(|address| runtime.block_on(Page::bind(address)))
         .transpose()?;
@@ -192,8 +195,8 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         listener,
         page,
     };
-    say_sessions_max(&config);
-    let (left_to_us, given) = take_up(&mut core, given);
+    warn_about_sessions_max(&config);
+    let (inherited, given) = adopt(&mut core, given);
     let epoch = core.epoch();
     let running = driver::start(Parts {
         core,
@@ -208,9 +211,9 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
         endurance,
         policy,
         descriptor_socket: descriptor_socket.clone(),
-        left_to_us,
+        inherited,
     })?;
-    // The keeper's copies would keep a life line from hanging up when its session ends.
+    // The service manager's copies would keep a life line open after its session ends.
     forget_kept(&given);
     let about = About {
         engine: running.engine,
@@ -223,8 +226,8 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     };
     let metrics = (config.metrics_listen.as_ref())
         .map_or_else(String::new, |address| format!(", metrics at {address}"));
-    let limited = (running.reading_only.as_ref())
-        .map_or_else(String::new, |why| format!(", for reading only: {why}"));
+    let limited =
+        (running.read_only.as_ref()).map_or_else(String::new, |why| format!(", read-only: {why}"));
     let ready = format!(
         "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}{metrics}{limited}",
         env!("CARGO_PKG_VERSION"),
@@ -237,23 +240,20 @@ pub(crate) fn run(config: &Path, private: bool) -> Result<()> {
     let started = Started {
         file: file.to_owned(),
         config: config.clone(),
-        serving: match &running.reading_only {
+        serving: match &running.read_only {
             None => format!("serving at {}", config.socket.display()),
-            Some(why) => format!(
-                "serving for reading only at {}: {why}",
-                config.socket.display()
-            ),
+            Some(why) => format!("serving read-only at {}: {why}", config.socket.display()),
         },
     };
     let serving = serve(sockets, running, about, parent, started, signals, &ready);
     let result = runtime.block_on(serving);
-    // Somebody's device may still be measured: nothing waits for it, and it can be brought again.
+    // A device may still be being measured to be added. Do not wait: the add can be repeated.
     runtime.shutdown_background();
     result
 }
 
-/// The store as its devices have it, mended; or what a device did not take: then it is only read, which is more than
-/// nothing. But not to sessions that wait: the next start may take them up.
+/// Recovers and repairs the store. If a device fails a write of the repair, returns its error too, and the store is served
+/// read-only. With sessions to adopt, that is an error instead: the next start may be able to adopt them.
 fn recover_store(
     devices: &[Device],
     sessions_wait: bool,
@@ -276,24 +276,24 @@ fn recover_store(
     } else {
         &retry::WAITS
     };
-    let mended = retry::retry(waits.iter().copied(), || {
-        // Of what was read before a flush that failed nothing is known any more.
+    let repaired = retry::retry(waits.iter().copied(), || {
+        // After a failed flush, the state on the devices is unknown: read it again.
         if !std::mem::replace(&mut is_fresh, false) {
             store = read()?;
         }
         recover::repair(&mut DeviceBlocks(devices), &mut store).map_err(StoreError::from)
     });
-    match mended {
+    match repaired {
         Ok(()) => Ok((store, None)),
         Err(error) if sessions_wait => Err(error).context(
-            "making the store ready; the sessions of the daemon before are left to the next start",
+            "repairing the store; the sessions of the previous daemon remain for the next start",
         ),
         Err(StoreError::Device(error)) => Ok((store, Some(error))),
         Err(error) => Err(error.into()),
     }
 }
 
-/// What ends the daemon or makes it look at its settings.
+/// Signals that stop the daemon or reload its settings.
 struct Signals {
     terminate: Signal,
     interrupt: Signal,
@@ -303,8 +303,8 @@ struct Signals {
 
 impl Signals {
     fn listen() -> std::io::Result<Self> {
-        // Ends a process that has no handler for it: with one, a write beyond a limit of file sizes (`ulimit -f`) fails with
-        // EFBIG instead. The handler stays when this value goes.
+        // Without a handler, a write beyond `ulimit -f` kills the process; with one, it fails with EFBIG. The handler stays
+        // installed when this value is dropped.
         drop(signal(SignalKind::from_raw(libc::SIGXFSZ))?);
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
@@ -315,40 +315,42 @@ impl Signals {
     }
 }
 
-/// Where people and processes come to ask.
 struct Sockets {
-    /// Removes the socket at the end, before the listener goes.
+    /// Removes the socket on drop. Drop it before the listener.
     place: server::Place,
     listener: UnixListener,
     page: Option<Page>,
 }
 
-/// What a reload compares with.
+/// Settings at the start, with which a reload compares.
 struct Started {
     file: PathBuf,
     config: Config,
-    /// What `systemctl status` shows while it does nothing else.
+    /// Status shown by `systemctl status`.
     serving: String,
 }
 
 impl Started {
-    /// Settings that are wrong, or changed where nothing can change, are told and leave everything as it was.
+    /// Applies changed settings. Invalid settings change nothing; settings that need a restart are logged.
     fn reload(&self, owner: &DriverHandle) {
         say_reloading();
         let read = served(owner).and_then(|served| reload::read(&self.file, &self.config, &served));
         let done = match read {
             Err(error) => {
-                tracing::error!("the settings stay as they were: {}", whole(&error));
-                "the changed settings are wrong and were not taken up".to_owned()
+                tracing::error!("the settings stay unchanged: {}", whole(&error));
+                "the changed settings are invalid and were not applied".to_owned()
             }
             Ok(reload) => {
                 for refused in &reload.refused {
                     tracing::warn!("{}: {refused}", self.file.display());
                 }
                 match owner.change(reload.change) {
-                    Err(fault) => format!("the changed settings were not taken up: {fault}"),
-                    Ok(()) if reload.refused.is_empty() => "changed settings taken up".to_owned(),
-                    Ok(()) => format!("settings taken up but for: {}", reload.refused.join(", ")),
+                    Err(fault) => format!("the changed settings were not applied: {fault}"),
+                    Ok(()) if reload.refused.is_empty() => "changed settings applied".to_owned(),
+                    Ok(()) => format!(
+                        "changed settings applied, except: {}",
+                        reload.refused.join(", ")
+                    ),
                 }
             }
         };
@@ -358,10 +360,9 @@ impl Started {
     }
 }
 
-/// The store's devices at this moment.
 fn served(owner: &DriverHandle) -> Result<Vec<Served>> {
     let asked = "asking which devices are served";
-    let snapshot = owner.look(Viewer::All).context(asked)?;
+    let snapshot = owner.snapshot(Viewer::All).context(asked)?;
     let snapshot = snapshot.blocking_recv().context(asked)?.context(asked)?;
     let devices = snapshot.devices.iter().map(|view| Served {
         path: (&view.state.path).into(),
@@ -370,9 +371,9 @@ fn served(owner: &DriverHandle) -> Result<Vec<Served>> {
     Ok(devices.collect())
 }
 
-/// One reload after the other, beside everything else: looking at a device that hangs must not keep SIGTERM waiting.
+/// Runs reloads one after the other on a thread of their own, because checking a device that hangs must not delay SIGTERM.
 fn start_reloads(started: Started, owner: DriverHandle) -> Result<SyncSender<()>> {
-    // One that waits reads what is there when its turn comes: more say nothing new.
+    // One waiting request is enough: it reads the file when its turn comes.
     let (ask, asked) = sync_channel(1);
     std::thread::Builder::new()
         .name("reload".into())
@@ -381,7 +382,7 @@ fn start_reloads(started: Started, owner: DriverHandle) -> Result<SyncSender<()>
                 started.reload(&owner);
             }
         })
-        .context("starting the thread that reads changed settings")?;
+        .context("starting the thread that reloads settings")?;
     Ok(ask)
 }
 
@@ -409,16 +410,16 @@ async fn serve(
     let (stop, stopped) = watch::channel(false);
     let page = page.map(|page| tokio::spawn(page.serve(handle.clone(), stopped.clone())));
     let calls = tokio::spawn(server::serve(listener, handle.clone(), about, stopped));
-    tokio::spawn(keep_watchdog_quiet(handle.clone()));
+    tokio::spawn(feed_watchdog(handle.clone()));
     let mut owner = tokio::task::spawn_blocking(move || match thread.join() {
         Ok(result) => result,
         Err(panic) => std::panic::resume_unwind(panic),
     });
 
     let told = say(ready);
-    // Who started another one may have closed its end since.
+    // Only a private daemon needs its reader; a service may have closed stdout.
     if parent.is_some() {
-        told.context("the parent process no longer listens")?;
+        told.context("printing READY: the parent process has closed the pipe")?;
     }
     say_ready();
     say_status(&started.serving);
@@ -427,7 +428,7 @@ async fn serve(
     let mut parent_check = tokio::time::interval(PARENT_CHECK);
     let ended: Result<Option<HandedOver>, DriverError> = loop {
         let why = tokio::select! {
-            // A terminal or systemd signals a whole group. The parent has a step to finish first, and ends us then.
+            // A terminal or systemd signals the whole process group. The parent finishes its step and then sends SIGQUIT.
             _ = terminate.recv() => match parent {
                 Some(_) => continue,
                 None => "SIGTERM",
@@ -437,7 +438,7 @@ async fn serve(
                 None => "SIGINT",
             },
             _ = quit.recv() => "SIGQUIT",
-            // The kernel's word that the thread of our parent that started us has ended; perhaps not all of it.
+            // The kernel sends this when the parent's thread that started the daemon ends; its process may live on.
             _ = hang_up.recv() => match parent {
                 Some(parent) if rustix::process::getppid() == Some(parent) => continue,
                 Some(_) => "its parent process ended",
@@ -454,15 +455,15 @@ async fn serve(
             },
             result = &mut owner => break result.context("the owner thread")?,
         };
-        let handing = why == "SIGTERM" && parent.is_none() && somebody_keeps();
-        tracing::info!(why, handing, "offloadd stops");
+        let handing = why == "SIGTERM" && parent.is_none() && has_manager();
+        tracing::info!(why, handing_over = handing, "offloadd stops");
         say_stopping();
         if handing {
-            handle.stop_for_the_next();
+            handle.hand_over_and_stop();
         } else {
             handle.stop();
         }
-        // Whoever cannot wait for the end of a handover says so.
+        // A second signal stops without the hand-over.
         break tokio::select! {
             result = &mut owner => result.context("the owner thread")?,
             _ = async { tokio::select! { _ = interrupt.recv() => {}, _ = quit.recv() => {} } } => {
@@ -474,25 +475,25 @@ async fn serve(
     if let Ok(Some(handed)) = &ended {
         give(handed);
     }
-    // While its listener is there: see `Place`.
+    // While the listener exists: see `Place`.
     drop(place);
     let _ = stop.send(true);
     calls.await.context("the threads that answer calls")??;
     if let Some(page) = page {
-        page.await.context("the threads that answer Prometheus")?;
+        page.await.context("the task of the metrics endpoint")?;
     }
     ended?;
     Ok(())
 }
 
-/// The sessions of the daemon before that go on, and the names of all that came with this process.
-fn take_up(core: &mut Core, given: Inherited) -> (Option<LeftToUs>, Vec<String>) {
+/// Adopts the sessions of the previous daemon. Returns them and the names of all descriptors that this process inherited.
+fn adopt(core: &mut Core, given: Inherited) -> (Option<InheritedSessions>, Vec<String>) {
     let names: Vec<String> = given.iter().map(|(name, _)| name.clone()).collect();
     let mut found = match Found::among(given) {
         Ok(None) => return (None, names),
         Ok(Some(found)) => found,
         Err(refused) => {
-            tracing::warn!(%refused, "what a daemon before handed over is not taken up: its sessions end");
+            tracing::warn!(%refused, "cannot adopt the sessions of the previous daemon; they end");
             return (None, names);
         }
     };
@@ -509,21 +510,23 @@ fn take_up(core: &mut Core, given: Inherited) -> (Option<LeftToUs>, Vec<String>)
         Err(why) => {
             tracing::warn!(
                 why,
-                "what a daemon before handed over is not taken up: its sessions end"
+                "cannot adopt the sessions of the previous daemon; they end"
             );
             return (None, names);
         }
     };
     for why in left_out {
-        tracing::warn!("a daemon before handed over a job whose sessions end: {why}");
+        tracing::warn!(
+            "the previous daemon handed over sessions that cannot be adopted; they end: {why}"
+        );
     }
     if adopted.is_empty() {
         return (None, names);
     }
-    tracing::info!("{} sessions of the daemon before go on", adopted.len());
-    let taken_up = adopted.into_iter().map(|adopted| {
+    tracing::info!("adopted {} sessions of the previous daemon", adopted.len());
+    let sessions = adopted.into_iter().map(|adopted| {
         let session = &state.sessions[adopted.index];
-        TakenUp {
+        InheritedSession {
             descriptors: descriptors[adopted.index].take().expect("asked for"),
             reached: Reached {
                 submission_head: session.submission_head,
@@ -532,18 +535,18 @@ fn take_up(core: &mut Core, given: Inherited) -> (Option<LeftToUs>, Vec<String>)
             adopted,
         }
     });
-    let left_to_us = LeftToUs {
+    let inherited = InheritedSessions {
         claim: found.claim,
-        sessions: taken_up.collect(),
+        sessions: sessions.collect(),
     };
-    (Some(left_to_us), names)
+    (Some(inherited), names)
 }
 
-/// Better heard now than at a restart.
-fn say_sessions_max(config: &Config) {
-    if somebody_keeps() && config.sessions_max as usize > SESSIONS_MAX {
+/// Warns at the start, so that the limit is known before a restart.
+fn warn_about_sessions_max(config: &Config) {
+    if has_manager() && config.sessions_max as usize > SESSIONS_MAX {
         tracing::warn!(
-            "`sessions_max` is {}: a restart ends those beyond {SESSIONS_MAX}, as more descriptors cannot be kept",
+            "`sessions_max` is {}, but a restart can hand over only {SESSIONS_MAX} sessions; further ones would end",
             config.sessions_max
         );
     }
@@ -553,21 +556,20 @@ fn give(handed: &HandedOver) {
     let count = handed.state.sessions.len();
     match keep(handed) {
         Ok(()) if count == 0 => {}
-        Ok(()) => tracing::info!("{count} sessions wait for the next daemon"),
+        Ok(()) => tracing::info!("handed {count} sessions over to the next daemon"),
         Err(error) => {
-            tracing::warn!(%error, "the service manager keeps no descriptors: {count} sessions end")
+            tracing::warn!(%error, "the service manager does not keep descriptors, so {count} sessions end")
         }
     }
 }
 
-/// On standard output.
 fn say(line: &str) -> std::io::Result<()> {
     let mut out = std::io::stdout().lock();
     writeln!(out, "{line}")?;
     out.flush()
 }
 
-/// A broken invariant in any thread ends the daemon: half of one would keep processes waiting for ever.
+/// Makes a panic in any thread end the daemon: with a thread missing, processes would wait for ever.
 fn abort_on_panic() {
     let tell = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
@@ -576,10 +578,10 @@ fn abort_on_panic() {
     }));
 }
 
-/// So that no two lives of a daemon share one. Never 0, which a blank entry has.
+/// Draws an epoch at random, so that no two incarnations share one. Never 0, the epoch of a blank entry.
 fn draw_epoch() -> Result<Epoch> {
     let mut random = [0; 8];
     rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
-        .context("random bytes for the epoch")?;
+        .context("drawing random bytes for the epoch")?;
     Ok(Epoch(u64::from_le_bytes(random) | 1))
 }

@@ -1,5 +1,5 @@
-//! What systemd is told: that the daemon serves, what it does, that it still lives; and what it keeps for the next daemon.
-//! `offloadd supervise` listens as systemd does. Without either there is nobody to tell.
+//! Messages to the service manager (systemd or `offloadd supervise`): readiness, status, watchdog, and descriptors to keep for the next
+//! daemon. Without a service manager they do nothing.
 
 use std::io::{self, IoSlice};
 use std::mem::MaybeUninit;
@@ -17,85 +17,83 @@ use rustix::net::{
 };
 use sd_notify::NotifyState;
 
-/// A word about work that goes on asks for so much more time, should the start take longer than the unit allows.
+/// Time by which each progress message extends the unit's start timeout.
 const MORE_TIME: Duration = Duration::from_secs(60);
 
-/// For what is said once.
+/// Limit for sending a message.
 const WAIT: Duration = Duration::from_secs(1);
 
-/// For all descriptors to be taken.
+/// Limit for the manager to take all descriptors.
 const KEEP_WAIT: Duration = Duration::from_secs(10);
 
-/// For those that are kept no longer: a manager may read nothing until it has heard that the daemon serves.
+/// Limit for asking the manager at the start to forget descriptors. It may read nothing until the daemon is ready.
 const FORGET_WAIT: Duration = Duration::from_secs(1);
 
-/// What it has not heard then is said beside everything else: so often, each time for [`WAIT`].
+/// Attempts to ask again in the background after that, of [`WAIT`] each.
 const FORGET_TRIES: usize = 600;
 
-/// Calls are taken.
 pub(super) fn say_ready() {
     tell(&[NotifyState::Ready], WAIT);
 }
 
-/// Settings are read again; [`say_ready`] follows.
+/// Tells that settings are being reloaded. Call [`say_ready`] afterwards.
 pub(super) fn say_reloading() {
     if let Ok(now) = NotifyState::monotonic_usec_now() {
         tell(&[NotifyState::Reloading, now], WAIT);
     }
 }
 
-/// No calls are taken any more.
 pub(super) fn say_stopping() {
     tell(&[NotifyState::Stopping], WAIT);
 }
 
-/// What `systemctl status` shows.
-pub(super) fn say_status(words: &str) {
-    tell(&[NotifyState::Status(words)], WAIT);
+/// Sets the status that `systemctl status` shows.
+pub(super) fn say_status(text: &str) {
+    tell(&[NotifyState::Status(text)], WAIT);
 }
 
-/// Logs `line`, shows it as systemd's status, and extends the start's time limit, as long as the work makes progress.
+/// Logs `line`, sets it as the status, and extends the start timeout, for long work that makes progress.
 pub(super) fn report_progress(line: &str) {
     tracing::info!("{line}");
     let more = NotifyState::ExtendTimeoutUsec(MORE_TIME.as_micros() as u32);
     tell(&[NotifyState::Status(line), more], WAIT);
 }
 
-/// Tells again and again that the daemon lives, as often as the unit's `WatchdogSec` asks for: each time after a whole
-/// turn of the owner thread, so that one that is stuck falls silent and systemd starts another daemon.
-pub(super) async fn keep_watchdog_quiet(owner: DriverHandle) {
+/// Sends watchdog messages as often as the unit's `WatchdogSec` demands, each after a full turn of the owner thread. If that thread
+/// is stuck, the messages stop and systemd restarts the daemon.
+pub(super) async fn feed_watchdog(owner: DriverHandle) {
     let Some(limit) = sd_notify::watchdog_enabled() else {
         return;
     };
     let mut tick = tokio::time::interval(limit / 3);
     loop {
         tick.tick().await;
-        // Refused: so many messages wait for the owner thread that it has been stuck for a while, or will soon have time.
+        // Refused because the inbox is full: the owner thread is stuck, or will soon catch up.
         let Ok(turn) = owner.turn() else { continue };
         if turn.await.is_err() {
             return;
         }
-        // The next one comes soon.
+        // Without waiting: the next message follows soon.
         tell(&[NotifyState::Watchdog], Duration::ZERO);
     }
 }
 
-/// Whether there is somebody who may keep descriptors for the next daemon.
-pub(super) fn somebody_keeps() -> bool {
+/// Whether there is a service manager that may keep descriptors for the next daemon.
+pub(super) fn has_manager() -> bool {
     std::env::var_os("NOTIFY_SOCKET").is_some()
 }
 
-/// Gives everything to be kept, and waits until it has been taken.
+/// Passes the descriptors to the manager and waits until it has taken them.
 ///
 /// # Errors
-/// As the system names them; then the next daemon gets nothing that it can use.
+/// Of the system; then the next daemon inherits nothing that it can use.
 pub(super) fn keep(handed: &HandedOver) -> io::Result<()> {
     if handed.state.sessions.is_empty() {
         return Ok(());
     }
     let end = Instant::now() + KEEP_WAIT;
     handed.give(|name, fd| {
-        // Hang-ups are ours to see: whoever gives a session up must know of it.
+        // FDPOLL=0: the manager must not drop a descriptor on hang-up, because the next daemon must see the hang-up.
         send(
             &format!("FDSTORE=1\nFDNAME={name}\nFDPOLL=0"),
             Some(fd),
@@ -109,14 +107,14 @@ pub(super) fn keep(handed: &HandedOver) -> io::Result<()> {
     let limit = Timespec::try_from(left_until(end)?).expect("some seconds");
     match poll(&mut fds, Some(&limit)) {
         Ok(1..) => Ok(()),
-        // Interrupted, which is as rare as it is harmless: what was sent is taken before our end is noticed.
+        // Interrupted: harmless, because the manager reads the messages before it notices the daemon's end.
         Err(Errno::INTR) => Ok(()),
         Ok(0) => Err(io::ErrorKind::TimedOut.into()),
         Err(errno) => Err(errno.into()),
     }
 }
 
-/// What was kept is here now, and is not to be given to anybody again.
+/// Asks the manager to forget descriptors that this process now has.
 pub(super) fn forget_kept(names: &[String]) {
     let mut waiting: Vec<String> = (names.iter())
         .filter(|name| handover::is_ours(name))
@@ -137,7 +135,7 @@ pub(super) fn forget_kept(names: &[String]) {
     let started = (std::thread::Builder::new().name("forget".into()))
         .spawn(move || forget_patiently(waiting, FORGET_TRIES));
     if let Err(error) = started {
-        tracing::warn!(%error, "{count} descriptors stay with the service manager: ends of sessions may not be seen");
+        tracing::warn!(%error, "{count} descriptors remain with the service manager, so ends of sessions may go unnoticed");
     }
 }
 
@@ -153,7 +151,7 @@ fn forget_patiently(mut waiting: Vec<String>, tries: usize) {
                 }
             }
         }
-        // It waits; anything else says that nobody is there.
+        // A full socket may be read later; any other error means that there is no manager.
         let may_read = |error: &io::Error| {
             let kind = error.kind();
             kind == io::ErrorKind::WouldBlock || kind == io::ErrorKind::TimedOut
@@ -163,7 +161,7 @@ fn forget_patiently(mut waiting: Vec<String>, tries: usize) {
         }
     }
     if let (Some(name), Some(error)) = (waiting.last(), last) {
-        tracing::warn!(%error, "the service manager still keeps {name} and {} more: their processes may not see their sessions end", waiting.len() - 1);
+        tracing::warn!(%error, "the service manager still keeps {name} and {} other descriptors, so their processes may not notice when sessions end", waiting.len() - 1);
     }
 }
 
@@ -171,7 +169,7 @@ fn forget(name: &str, wait: Duration) -> io::Result<()> {
     send(&format!("FDSTOREREMOVE=1\nFDNAME={name}"), None, wait)
 }
 
-/// An error when nothing is left.
+/// Time until `end`; an error if it has passed.
 fn left_until(end: Instant) -> io::Result<Duration> {
     let left = end.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -180,15 +178,14 @@ fn left_until(end: Instant) -> io::Result<Duration> {
     Ok(left)
 }
 
-/// Who does not take what is said must not keep the daemon from serving, nor from ending.
-fn tell(words: &[NotifyState], wait: Duration) {
-    let told: Vec<String> = words.iter().map(ToString::to_string).collect();
-    // Nobody there, or nobody who listens: there is nobody to tell that.
-    let _: io::Result<()> = send(&told.join("\n"), None, wait);
+/// Sends states; failures are ignored, because a stuck manager must not keep the daemon from serving or stopping.
+fn tell(states: &[NotifyState], wait: Duration) {
+    let lines: Vec<String> = states.iter().map(ToString::to_string).collect();
+    let _: io::Result<()> = send(&lines.join("\n"), None, wait);
 }
 
-/// Gives up after the time allowed.
-fn send(words: &str, fd: Option<BorrowedFd<'_>>, wait: Duration) -> io::Result<()> {
+/// Sends a message with an optional descriptor; fails after `wait`.
+fn send(message: &str, fd: Option<BorrowedFd<'_>>, wait: Duration) -> io::Result<()> {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else {
         return Err(io::ErrorKind::NotConnected.into());
     };
@@ -207,10 +204,10 @@ fn send(words: &str, fd: Option<BorrowedFd<'_>>, wait: Duration) -> io::Result<(
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
         let room = control.push(SendAncillaryMessage::ScmRights(&fds));
-        assert!(room, "the buffer is made for one descriptor");
+        assert!(room, "the buffer holds one descriptor");
     }
     let flags = SendFlags::NOSIGNAL;
-    let bytes = [IoSlice::new(words.as_bytes())];
+    let bytes = [IoSlice::new(message.as_bytes())];
     sendmsg_addr(&socket, &address, &bytes, &mut control, flags)?;
     Ok(())
 }

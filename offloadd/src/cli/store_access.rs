@@ -1,66 +1,75 @@
-//! Where a command finds a store: at the daemon that has it, or on its devices when nobody has.
+//! Finds the store a command works on: through the daemon that serves it, or on its devices when no daemon does.
 
 use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use clap::Args;
 use offload_api::proto;
-use offload_api::proto::offload_client::OffloadClient;
 use offloadd::config::{Config, SOCKET_DEFAULT};
-use tonic::transport::Channel;
 
-use super::connection::{connect, refusal};
+use super::connection::{Daemon, refusal};
 
 /// Who has the store.
 pub(super) enum Holder {
-    /// A daemon, at this socket.
-    Daemon(PathBuf, OffloadClient<Channel>),
-    /// Nobody: it may be locked.
-    Nobody(Config),
+    Daemon(Box<Daemon>),
+    /// The devices of these settings may be locked.
+    Nobody(Box<Config>),
 }
 
-// Which store people mean. (A doc comment would be taken for the command's.)
+// A doc comment on a flattened struct would replace the command's own.
 #[derive(Args, Clone, Debug)]
-pub(crate) struct At {
-    /// Of the store of these settings
+pub(crate) struct WhichStore {
+    /// Use the store of this settings file, served by a daemon or not
     #[arg(long, value_name = "FILE", conflicts_with = "socket")]
-    pub(crate) config: Option<PathBuf>,
-    /// Of the daemon that answers here
+    config: Option<PathBuf>,
+    /// Use the daemon at this socket [default: the installed service]
     #[arg(long, value_name = "SOCKET")]
-    pub(crate) socket: Option<PathBuf>,
+    socket: Option<PathBuf>,
 }
 
-/// A daemon at the socket, or, for these settings, the one that answers at theirs and has one of their devices.
-pub(super) async fn holder(at: &At) -> Result<Holder> {
-    let Some(config) = &at.config else {
-        let socket = at.socket.clone().unwrap_or_else(|| SOCKET_DEFAULT.into());
-        let client = connect(&socket).await?;
-        return Ok(Holder::Daemon(socket, client));
+impl WhichStore {
+    /// Returns the socket at which the store's daemon answers, if it runs.
+    ///
+    /// # Errors
+    /// If the settings cannot be read.
+    pub(super) fn socket(&self) -> Result<PathBuf> {
+        Ok(match (&self.config, &self.socket) {
+            (Some(config), _) => Config::read(config)?.socket,
+            (None, Some(socket)) => socket.clone(),
+            (None, None) => SOCKET_DEFAULT.into(),
+        })
+    }
+}
+
+/// Connects to the daemon at the socket. With settings, returns them if no daemon answers at their socket.
+///
+/// # Errors
+/// If there are no settings and no daemon answers, or if the daemon serves other devices than the settings list.
+pub(super) async fn holder(which: &WhichStore) -> Result<Holder> {
+    let Some(config) = &which.config else {
+        let daemon = Daemon::connect(&which.socket()?).await?;
+        return Ok(Holder::Daemon(Box::new(daemon)));
     };
     let config = Config::read(config)?;
     if !config.socket.exists() {
-        return Ok(Holder::Nobody(config));
+        return Ok(Holder::Nobody(Box::new(config)));
     }
-    match connect(&config.socket).await {
-        Ok(mut client) => {
-            let about = client.describe(proto::DescribeRequest {}).await;
-            let about = about.map_err(|status| refusal(&config.socket, &status))?;
-            let devices = about.into_inner().devices;
-            let ours = |device: &proto::Device| {
-                config
-                    .devices
-                    .iter()
-                    .any(|path| path == Path::new(&device.path))
-            };
-            if devices.iter().any(ours) {
-                return Ok(Holder::Daemon(config.socket, client));
-            }
-            bail!(
-                "the daemon at {} has none of the devices of these settings: it serves another store",
-                config.socket.display()
-            );
-        }
-        // A dead daemon's.
-        Err(_) => Ok(Holder::Nobody(config)),
+    // A daemon that was killed leaves its socket behind. The locks of the devices tell whether a daemon has them.
+    let Ok(mut daemon) = Daemon::connect(&config.socket).await else {
+        return Ok(Holder::Nobody(Box::new(config)));
+    };
+    let about = daemon.client.describe(proto::DescribeRequest {}).await;
+    let about = about.map_err(|status| refusal(&config.socket, &status))?;
+    let served = about.into_inner().devices;
+    let listed = |device: &proto::Device| {
+        let mut devices = config.devices.iter();
+        devices.any(|path| path == Path::new(&device.path))
+    };
+    if !served.iter().any(listed) {
+        bail!(
+            "the daemon at {} serves another store: it has none of the devices of these settings",
+            config.socket.display()
+        );
     }
+    Ok(Holder::Daemon(Box::new(daemon)))
 }

@@ -1,11 +1,10 @@
-//! `offloadd supervise`: keeps a daemon running where there is no systemd, and its sessions over a restart, by systemd's own
-//! protocol: it reads what the daemon sends to `NOTIFY_SOCKET`, keeps the descriptors among it, and starts the next daemon
-//! with them.
+//! `offloadd supervise`: runs a daemon where there is no systemd, and keeps its sessions over a restart. It speaks systemd's protocol:
+//! it reads the messages that the daemon sends to `NOTIFY_SOCKET`, keeps the descriptors in them, and passes them to the next daemon.
 //!
 //! ```text
-//!   SIGUSR2 ─▶ SIGTERM to the daemon ─▶ it hands over and ends ─▶ the next one, of the program that lies there now
-//!   it fails, or cannot be started ─▶ the next one after a second, five times in five minutes
-//!   SIGTERM, SIGINT ─▶ the daemon ends, and so does this; sessions end with it
+//!   SIGUSR2 ─▶ SIGTERM to the daemon ─▶ it hands over and ends ─▶ start the installed program
+//!   the daemon fails, or cannot be started ─▶ retry after a second, at most five times in five minutes
+//!   SIGTERM, SIGINT ─▶ SIGINT to the daemon ─▶ it ends its sessions and ends ─▶ exit
 //! ```
 
 use std::collections::VecDeque;
@@ -31,25 +30,25 @@ use tokio::signal::unix::{SignalKind, signal};
 
 use super::{log, raise_descriptor_limit, whole};
 
-/// As the unit has it.
+/// The same limits as in the systemd unit.
 const FAILURES_MAX: usize = 5;
 const FAILURES_WITHIN: Duration = Duration::from_secs(300);
 const RESTART_AFTER: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(config: &Path) -> Result<()> {
     let _last_lines = log::to_stderr();
-    // What is kept is open here, and once more while a daemon is started with it.
+    // Kept descriptors are open here, and twice while a daemon is being started with them.
     raise_descriptor_limit();
     let socket = Config::read(config)?.socket;
     server::prepare_dir(&socket, false)?;
-    // Found once: the next daemon is of the program that lies there then.
-    let program = std::env::current_exe().context("finding this program")?;
+    // A path, so that the next daemon is the program installed there by then.
+    let program = std::env::current_exe().context("finding the path of this program")?;
     let (notify, path) = listen(&socket)?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
         .build()
-        .context("starting a thread")?;
+        .context("starting the async runtime")?;
     let mut supervisor = Supervisor {
         program,
         config: config.to_owned(),
@@ -73,14 +72,14 @@ struct Supervisor {
     failures: VecDeque<Instant>,
 }
 
-/// A socket that this user alone may write to, beside the daemon's.
+/// Binds a socket beside the daemon's that only this user can write to.
 fn listen(socket: &Path) -> Result<(net::UnixDatagram, PathBuf)> {
     let mut name = socket.as_os_str().to_owned();
     name.push(".sup");
     let path = PathBuf::from(name);
     if net::UnixDatagram::unbound()?.connect(&path).is_ok() {
         bail!(
-            "another `offloadd supervise` listens at {}: end it first",
+            "another `offloadd supervise` listens at {}; end it first",
             path.display()
         );
     }
@@ -102,7 +101,7 @@ impl Supervisor {
         loop {
             let (child, daemon) = match self.start() {
                 Ok(started) => started,
-                // The program is just being replaced, the machine is out of processes: what is kept waits.
+                // For example while the program is being replaced. Kept descriptors stay for the next attempt.
                 Err(error) => {
                     self.count_failure(format!("could not be started: {}", whole(&error)))?;
                     tokio::select! {
@@ -113,7 +112,7 @@ impl Supervisor {
                 }
             };
             let tell = |signal: Signal| {
-                // It has ended: that is heard of below.
+                // Fails only if the daemon has ended, which is handled below.
                 let _ = pidfd_send_signal(&daemon, signal);
             };
             let mut ended = tokio::task::spawn_blocking(move || wait(child));
@@ -131,17 +130,17 @@ impl Supervisor {
                     _ = renew.recv() => { renewing = true; tell(Signal::TERM); }
                 }
             };
-            // What it said last.
+            // Its last messages.
             self.read(notify);
-            // Somebody may have asked the daemon itself to end for the next one.
-            let goes_on = renewing || self.kept.iter().any(|(name, _)| is_state(name));
-            if ending || (status.success() && !goes_on) {
+            // The daemon may also have been asked directly to hand over.
+            let continues = renewing || self.kept.iter().any(|(name, _)| is_state(name));
+            if ending || (status.success() && !continues) {
                 return match status.success() {
                     true => Ok(()),
                     false => bail!("the daemon ended with {status}"),
                 };
             }
-            // One that was asked to end before it could listen is no failure.
+            // A daemon that was asked to end before it handled signals is not a failure.
             if !status.success() && !renewing {
                 self.count_failure(format!("ended with {status}"))?;
                 tokio::select! {
@@ -153,16 +152,16 @@ impl Supervisor {
         }
     }
 
-    /// With everything that is kept, and goes on being kept until it says that it has it. And the way to signal it: by
-    /// descriptor, as a number may become another process's.
+    /// Starts the daemon with the kept descriptors, which stay kept until the daemon confirms them. Returns a pidfd to signal it,
+    /// because its pid may be reused.
     fn start(&self) -> Result<(Child, OwnedFd)> {
         let mut command = Command::new(&self.program);
         command.args(["serve", "--config"]).arg(&self.config);
         command
             .env("NOTIFY_SOCKET", &self.path)
             .env_remove("WATCHDOG_USEC");
-        let _numbers =
-            inherited::pass(&mut command, &self.kept).context("passing descriptors on")?;
+        let _numbers = inherited::pass(&mut command, &self.kept)
+            .context("passing descriptors to the daemon")?;
         let mut child = command
             .spawn()
             .with_context(|| format!("starting {}", self.program.display()))?;
@@ -172,7 +171,7 @@ impl Supervisor {
             Err(errno) => {
                 let _ = child.kill();
                 let _ = child.wait();
-                Err(errno).context("watching the daemon")
+                Err(errno).context("opening a pidfd of the daemon")
             }
         }
     }
@@ -189,42 +188,44 @@ impl Supervisor {
         }
         if self.failures.len() > FAILURES_MAX {
             bail!(
-                "the daemon {how}: failure {} in {} minutes",
+                "the daemon {how}; giving up after {} failures in {} minutes",
                 self.failures.len(),
                 FAILURES_WITHIN.as_secs() / 60
             );
         }
-        tracing::warn!("the daemon {how}: another one is started in a second");
+        tracing::warn!("the daemon {how}; starting it again in a second");
         Ok(())
     }
 
-    /// All that the daemon has said.
+    /// Reads the daemon's messages.
     fn read(&mut self, notify: &UnixDatagram) {
         loop {
             match notify.try_io(Interest::READABLE, || receive(notify)) {
-                Ok((words, fds)) => self.hear(&words, fds),
+                Ok((message, fds)) => self.handle(&message, fds),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(error) => {
-                    tracing::warn!(%error, "a word of the daemon was lost");
+                    tracing::warn!(%error, "cannot receive a message of the daemon");
                     return;
                 }
             }
         }
     }
 
-    fn hear(&mut self, words: &str, fds: Vec<OwnedFd>) {
-        let says = |word: &str| words.lines().any(|line| line == word);
-        let name = words.lines().find_map(|line| line.strip_prefix("FDNAME="));
+    fn handle(&mut self, message: &str, fds: Vec<OwnedFd>) {
+        let has = |line: &str| message.lines().any(|other| other == line);
+        let name = message
+            .lines()
+            .find_map(|line| line.strip_prefix("FDNAME="));
         let Some(name) = name.filter(|name| is_ours(name)) else {
-            // A barrier's descriptor is closed here, which is its answer. The rest is for systemd.
+            // Closing the descriptor of a barrier is its answer. Other messages are for systemd only.
             return;
         };
-        if says("FDSTOREREMOVE=1") {
+        if has("FDSTOREREMOVE=1") {
             self.kept.retain(|(kept, _)| kept != name);
-        } else if says("FDSTORE=1") {
+        } else if has("FDSTORE=1") {
             if self.kept.len() + fds.len() > DESCRIPTORS_MAX {
                 tracing::warn!(
-                    "{DESCRIPTORS_MAX} descriptors are kept already: the session of {name} will end"
+                    "{DESCRIPTORS_MAX} descriptors are already kept, so the session of {name} will end at the next restart"
                 );
                 return;
             }
@@ -250,7 +251,7 @@ fn receive(notify: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
     )?;
     if received.flags.contains(ReturnFlags::CTRUNC) {
         tracing::error!(
-            "a descriptor of the daemon could not be taken: its session will end. Too many are open here: `ulimit -Hn`"
+            "too many open files to receive a descriptor of the daemon, so its session will end at the next restart; raise `ulimit -Hn`"
         );
     }
     let mut fds = Vec::new();
@@ -259,6 +260,6 @@ fn receive(notify: &UnixDatagram) -> io::Result<(String, Vec<OwnedFd>)> {
             fds.extend(rights);
         }
     }
-    let words = String::from_utf8_lossy(&bytes[..received.bytes]).into_owned();
-    Ok((words, fds))
+    let message = String::from_utf8_lossy(&bytes[..received.bytes]).into_owned();
+    Ok((message, fds))
 }

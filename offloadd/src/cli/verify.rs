@@ -1,36 +1,41 @@
-//! `offloadd verify`: everything a store holds is read and compared, on its devices or, while a daemon has it, by the daemon.
+//! `offloadd verify`: reads everything a store contains and compares checksums, through its daemon or on its devices.
 
-use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
+use clap::Args;
 use offload_api::proto;
-use offload_api::proto::offload_client::OffloadClient;
+use offload_support::progress::{Audience, Progress, Unit};
 use offload_support::units::{ApproxBytes, parse_rate};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
 use offloadd::store::verify::verify_watched;
 use serde_json::{Value, json};
-use tonic::transport::Channel;
 
-use super::connection::{refusal, runtime};
-use super::store_access::{At, Holder, holder};
+use super::connection::{Daemon, refusal, runtime};
+use super::store_access::{Holder, WhichStore, holder};
 use super::{open_all, ratings};
-use offload_support::progress::{Audience, Progress, Unit};
 
-/// What a daemon reads besides its work, if nothing else is said: felt by nobody on an NVMe drive.
+/// Default rate of a scrub by a daemon; an NVMe drive reads this beside training without a noticeable delay.
 pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
 
-/// What people may choose.
-pub(crate) struct Choice {
-    pub(crate) at: At,
-    pub(crate) bytes_per_s: Option<u64>,
-    pub(crate) job: Option<String>,
-    pub(crate) json: bool,
+#[derive(Args)]
+pub(crate) struct Options {
+    #[command(flatten)]
+    store: WhichStore,
+    /// Read at most this many bytes per second, for example 200MB/s
+    #[arg(long, value_name = "RATE", value_parser = rate)]
+    rate: Option<u64>,
+    /// Verify only this job; needs a running daemon
+    #[arg(long, value_name = "NAME")]
+    job: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
 }
 
-/// What was found, in the words of the daemon, whoever found it.
+/// Findings, by a daemon or on the devices.
 #[derive(Default)]
 struct Found {
     by_daemon: bool,
@@ -38,10 +43,10 @@ struct Found {
     tile_count: u64,
     tile_bytes: u64,
     damaged: Vec<proto::DamagedTile>,
-    /// More than are named.
+    /// May exceed the length of `damaged`.
     damaged_count: u64,
     notes: Vec<offloadd::store::dual_copy::Note>,
-    /// Tiles that nobody could look at, and why.
+    /// Tiles on devices that could not be opened.
     unread_count: u64,
     unread: Vec<String>,
     unclean: Vec<proto::JobName>,
@@ -68,13 +73,15 @@ impl Found {
             (true, _) => "sound",
             (false, 0) if self.damaged_count == 0 && self.notes.is_empty() => "undecided",
             (false, 0) => "damaged",
-            (false, _) if self.damaged_count == 0 && self.notes.is_empty() => "not all was read",
-            (false, _) => "damaged, and not all was read",
+            (false, _) if self.damaged_count == 0 && self.notes.is_empty() => {
+                "not everything could be read"
+            }
+            (false, _) => "damaged, and not everything could be read",
         }
     }
 }
 
-/// Reads the rate of a scrub, in bytes a second. A slower one never ends, and no machine reads faster.
+/// Parses the rate of a scrub or a move in bytes per second. A slower one would take years, and no machine is faster.
 pub(crate) fn rate(text: &str) -> Result<u64, String> {
     let rate = parse_rate(text).map_err(|error| error.to_string())?;
     match (1 << 20..=10_000_000_000_000).contains(&rate) {
@@ -83,18 +90,18 @@ pub(crate) fn rate(text: &str) -> Result<u64, String> {
     }
 }
 
-pub(crate) fn run(choice: Choice) -> Result<ExitCode> {
-    let listener = match choice.json {
+pub(crate) fn run(options: &Options) -> Result<ExitCode> {
+    let audience = match options.json {
         true => Audience::Nobody,
         false => Audience::Person,
     };
     let found = runtime()?.block_on(async {
-        match holder(&choice.at).await? {
-            Holder::Daemon(socket, client) => scrub(&socket, client, &choice, listener).await,
-            Holder::Nobody(config) => read(&config, &choice, listener),
+        match holder(&options.store).await? {
+            Holder::Daemon(mut daemon) => scrub(&mut daemon, options, audience).await,
+            Holder::Nobody(config) => read(&config, options, audience),
         }
     })?;
-    super::print(&match choice.json {
+    super::print(&match options.json {
         true => format!("{}\n", to_json(&found)),
         false => text(&found),
     })?;
@@ -104,17 +111,16 @@ pub(crate) fn run(choice: Choice) -> Result<ExitCode> {
     })
 }
 
-/// Under the store's lock.
-fn read(config: &Config, choice: &Choice, listener: Audience) -> Result<Found> {
-    if choice.job.is_some() {
-        bail!("--job is for a running daemon; without one all of the store is verified");
+fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found> {
+    if options.job.is_some() {
+        bail!("--job needs a running daemon; without one, verify the whole store");
     }
     let devices = open_all(config)?;
-    let mut work = Progress::new("verifying", Unit::Bytes, listener);
+    let mut work = Progress::new("verifying", Unit::Bytes, audience);
     let started = Instant::now();
     let report = verify_watched(&mut DeviceBlocks(&devices), &mut |done, total| {
         work.set(done, total);
-        if let Some(rate) = choice.bytes_per_s {
+        if let Some(rate) = options.rate {
             let due = Duration::from_secs_f64(done as f64 / rate as f64);
             std::thread::sleep(due.saturating_sub(started.elapsed()));
         }
@@ -151,20 +157,15 @@ fn read(config: &Config, choice: &Choice, listener: Audience) -> Result<Found> {
     })
 }
 
-/// Beside everything else a daemon does.
-async fn scrub(
-    socket: &Path,
-    mut client: OffloadClient<Channel>,
-    choice: &Choice,
-    listener: Audience,
-) -> Result<Found> {
+async fn scrub(daemon: &mut Daemon, options: &Options, audience: Audience) -> Result<Found> {
+    let Daemon { socket, client } = daemon;
     let failed = |status: tonic::Status| refusal(socket, &status);
     let request = proto::ScrubRequest {
-        bytes_per_s: choice.bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S),
-        job: choice.job.clone().unwrap_or_default(),
+        bytes_per_s: options.rate.unwrap_or(SCRUB_BYTES_PER_S),
+        job: options.job.clone().unwrap_or_default(),
     };
     let mut answers = client.scrub(request).await.map_err(failed)?.into_inner();
-    let mut work = Progress::new("scrubbing", Unit::Bytes, listener);
+    let mut work = Progress::new("scrubbing", Unit::Bytes, audience);
     let mut found = Found {
         by_daemon: true,
         ..Found::default()
@@ -184,11 +185,11 @@ async fn scrub(
                 found.undecided = progress.undecided_jobs;
                 found.unread_count = progress.unread_count;
                 found.unread = progress.unread;
-                let wished = choice.bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S);
+                let wished = options.rate.unwrap_or(SCRUB_BYTES_PER_S);
                 let less = progress.bytes_per_s > 0 && progress.bytes_per_s < wished;
-                if less && !std::mem::replace(&mut told_less, true) && !choice.json {
+                if less && !std::mem::replace(&mut told_less, true) && !options.json {
                     eprintln!(
-                        "offloadd: {} a second is read: the daemon's `scrub_bytes_per_s_max` is for all users together",
+                        "offloadd: reading {} per second: `scrub_bytes_per_s_max` of the daemon limits all users together",
                         ApproxBytes(progress.bytes_per_s)
                     );
                 }
@@ -200,7 +201,7 @@ async fn scrub(
     drop(work);
     if !ended {
         bail!(
-            "the daemon at {} stopped before all was read",
+            "the daemon at {} ended before everything was read",
             socket.display()
         );
     }
@@ -225,7 +226,7 @@ fn damaged_line(tile: &proto::DamagedTile) -> String {
     let spec = tile.tile.unwrap_or_default();
     let wrong = match tile.unreadable.as_str() {
         "" => format!(
-            "checksum {:08x}, committed was {:08x}",
+            "checksum {:08x}, expected {:08x}",
             tile.found, tile.expected
         ),
         why => why.to_owned(),
@@ -237,7 +238,7 @@ fn damaged_line(tile: &proto::DamagedTile) -> String {
         tile.device,
         tile.index,
         spec.unit,
-        super::inspect::kind_name(spec.kind),
+        super::job::kind_name(spec.kind),
         spec.elem_offset,
         tile.generation,
         tile.job,
@@ -250,7 +251,7 @@ fn text(found: &Found) -> String {
     let mut text: String = found.damaged.iter().map(damaged_line).collect();
     if found.damaged_count > found.damaged.len() as u64 {
         let more = found.damaged_count - found.damaged.len() as u64;
-        text += &format!("DAMAGED {more} tiles more\n");
+        text += &format!("DAMAGED {more} more tiles\n");
     }
     for note in &found.notes {
         text += &format!("DAMAGED {note}\n");
@@ -260,18 +261,19 @@ fn text(found: &Found) -> String {
     }
     if found.unread_count > 0 {
         text += &format!(
-            "NOT READ {} tiles lie on devices that could not be opened: nothing is known of them\n",
+            "NOT READ {} tiles on devices that could not be opened\n",
             found.unread_count
         );
     }
     for proto::JobName { uid, job } in &found.unclean {
         text += &format!(
-            "UNCLEAN job {job} of uid {uid}: written in place (durability none) and not ended in order; its tiles were not compared\n"
+            "UNCLEAN job {job} of uid {uid}: it writes in place (durability none) and was not closed in order; its tiles were not compared\n"
         );
     }
     for one in &found.undecided {
         text += &format!(
-            "UNDECIDED job {} of uid {}: {}; start the daemon again if the device gives its record now, or `offloadd give-up {}`\n",
+            "UNDECIDED job {} of uid {}: one of its records cannot be read; {}. Restart the daemon to read it again, or run `offloadd job \
+             discard-unreadable {}`\n",
             one.job,
             one.uid,
             beside(one),
@@ -281,7 +283,7 @@ fn text(found: &Found) -> String {
     for device in &found.wear {
         let rated = device.rated_bytes.map_or_else(String::new, |rated| {
             let share = 100.0 * device.worn_bytes as f64 / rated as f64;
-            format!(", {share:.1} % of what it is rated for")
+            format!(", {share:.1} % of its rated endurance")
         });
         text += &format!(
             "{}: {} written since it was formatted{rated}\n",
@@ -304,13 +306,13 @@ fn text(found: &Found) -> String {
     text
 }
 
-/// What is left of a job beside the record that its device does not give.
+/// State of the newest generation that can still be read.
 fn beside(one: &proto::UndecidedJob) -> String {
     match (one.generation, one.differing_count) {
-        (0, _) => "no other generation of it can be read".into(),
-        (generation, 0) => format!("no tile of generation {generation} that was compared differs"),
+        (0, _) => "no other generation can be read".into(),
+        (generation, 0) => format!("the tiles of generation {generation} match their checksums"),
         (generation, count) => format!(
-            "{count} tiles of generation {generation} are not what it wrote: written over by a later one, or damaged"
+            "{count} tiles of generation {generation} were overwritten by a later generation or are damaged"
         ),
     }
 }

@@ -1,27 +1,39 @@
-//! `[quota.default]`, `[quota.uid.1000]`, `[quota.job]` and `[quota.uid.1000.job.llama]` of the settings.
+//! The sections `[quota.default]`, `[quota.uid.1000]`, `[quota.job]` and `[quota.uid.1000.job.llama]` of the settings.
 
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
 
 use super::Size;
-use crate::quota::{Quota, Quotas, SHARE_MAX};
+use crate::quota::{Quota, Quotas, WEIGHT_MAX};
 use crate::store::definition::JobName;
 
+/// Keys of `[quota]`.
+pub(super) const SECTIONS: [&str; 3] = ["default", "job", "uid"];
+
+/// Keys of `[quota.default]` and of every other quota; `job` only of a user's.
+pub(super) const KEYS: [&str; 7] = [
+    "host_bytes_max",
+    "device_bytes_max",
+    "jobs_max",
+    "sessions_max",
+    "inflight_max",
+    "weight",
+    "job",
+];
+
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub(super) struct QuotasToml {
     #[serde(default)]
     default: QuotaToml,
     #[serde(default)]
     job: QuotaToml,
-    /// Keys of a TOML table are words.
+    /// By user ID; the keys of a TOML table are strings.
     #[serde(default)]
     uid: BTreeMap<String, QuotaToml>,
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
 struct QuotaToml {
     /// Most pinned host memory of the sessions together.
     ///
@@ -46,8 +58,8 @@ struct QuotaToml {
     /// Bandwidth of a drive relative to the other users, or to the user's other jobs, while several want more than it gives; 1 to 10000.
     ///
     /// Default: `100`. Example: `300`.
-    share: Option<u32>,
-    /// Of a user: his jobs' own, by name.
+    weight: Option<u32>,
+    /// Quotas of a user's jobs, by name.
     #[serde(default)]
     job: BTreeMap<String, QuotaToml>,
 }
@@ -58,10 +70,10 @@ impl QuotasToml {
         let mut jobs = BTreeMap::new();
         for (word, quota) in &self.uid {
             let uid = (word.parse())
-                .map_err(|_| format!("uid.{word}: a user's number, like [quota.uid.1000]"))?;
+                .map_err(|_| format!("uid.{word}: expected a user ID, as in [quota.uid.1000]"))?;
             let name = format!("uid.{word}");
             if uids.insert(uid, quota.check(&name)?).is_some() {
-                return Err(format!("{name}: uid {uid} has a quota already"));
+                return Err(format!("{name}: uid {uid} already has a quota"));
             }
             let own = quota.check_jobs(&name)?;
             if !own.is_empty() {
@@ -86,10 +98,12 @@ impl QuotaToml {
             let bytes = size.as_ref().map(Size::bytes).transpose();
             bytes.map_err(|message| format!("{name}.{key}: {message}"))
         };
-        if let Some(share) = self.share
-            && !(1..=SHARE_MAX).contains(&share)
+        if let Some(weight) = self.weight
+            && !(1..=WEIGHT_MAX).contains(&weight)
         {
-            return Err(format!("{name}.share: {share}; from 1 to {SHARE_MAX}"));
+            return Err(format!(
+                "{name}.weight: {weight} is not from 1 to {WEIGHT_MAX}"
+            ));
         }
         Ok(Quota {
             host_bytes_max: size("host_bytes_max", &self.host_bytes_max)?,
@@ -97,15 +111,15 @@ impl QuotaToml {
             jobs_max: self.jobs_max,
             sessions_max: self.sessions_max,
             inflight_max: self.inflight_max,
-            share: self.share,
+            weight: self.weight,
         })
     }
 
-    /// Of a job, which has no jobs.
+    /// Checks the quota of a job, for which `jobs_max` means nothing.
     fn check_job(&self, name: &str) -> Result<Quota, String> {
         match self.jobs_max {
             Some(_) => Err(format!(
-                "{name}.jobs_max: jobs are a user's: set it in [quota.default] or [quota.uid.1000]"
+                "{name}.jobs_max: applies to users only; set it in [quota.default] or [quota.uid.1000]"
             )),
             None => self.check(name),
         }
@@ -125,15 +139,15 @@ impl QuotaToml {
     fn check_has_no_jobs(&self, name: &str) -> Result<(), String> {
         match self.job.keys().next() {
             Some(job) => Err(format!(
-                "{name}.job: a job is one user's: [quota.uid.1000.job.{job:?}]"
+                "{name}.job: a job belongs to one user; use [quota.uid.1000.job.{job:?}]"
             )),
             None => Ok(()),
         }
     }
 }
 
-/// As they would be read again; nothing where there are none.
-pub fn words(quotas: &Quotas) -> String {
+/// Formats quotas as TOML that parses to the same quotas; empty if there are none.
+pub fn to_toml(quotas: &Quotas) -> String {
     let table = |name: &str, quota: &Quota| {
         let Quota {
             host_bytes_max,
@@ -141,7 +155,7 @@ pub fn words(quotas: &Quotas) -> String {
             jobs_max,
             sessions_max,
             inflight_max,
-            share,
+            weight,
         } = *quota;
         let line = |key: &str, value: Option<u64>| {
             value.map_or_else(String::new, |value| format!("{key} = {value}\n"))
@@ -152,7 +166,7 @@ pub fn words(quotas: &Quotas) -> String {
             line("jobs_max", jobs_max.map(u64::from)),
             line("sessions_max", sessions_max.map(u64::from)),
             line("inflight_max", inflight_max.map(u64::from)),
-            line("share", share.map(u64::from)),
+            line("weight", weight.map(u64::from)),
         ]
         .concat();
         match lines.is_empty() {
@@ -164,7 +178,7 @@ pub fn words(quotas: &Quotas) -> String {
     let uids = uids.map(|(uid, quota)| table(&format!("uid.{uid}"), quota));
     let jobs = quotas.jobs.iter().flat_map(|(uid, jobs)| {
         let names = jobs.iter();
-        // A name may have dots.
+        // Quoted, because a name may contain dots.
         names.map(move |(job, quota)| (format!("uid.{uid}.job.\"{job}\""), quota))
     });
     let jobs = jobs.map(|(name, quota)| table(&name, quota));
@@ -188,12 +202,12 @@ mod tests {
             .map_err(|error| error.to_string())
     }
 
-    const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\nshare = 50\n\
-                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\njobs_max = 3\nshare = 300\n\
-                         [quota.uid.1000.job.\"llama.7b\"]\nshare = 200\nsessions_max = 2\n";
+    const WHOLE: &str = "[quota.default]\nhost_bytes_max = \"4GiB\"\nsessions_max = 8\n[quota.job]\ninflight_max = 16\nweight = 50\n\
+                         [quota.uid.1000]\nhost_bytes_max = \"8GiB\"\ndevice_bytes_max = 4096\njobs_max = 3\nweight = 300\n\
+                         [quota.uid.1000.job.\"llama.7b\"]\nweight = 200\nsessions_max = 2\n";
 
     #[test]
-    fn a_users_own_quota_goes_before_the_default_key_by_key() {
+    fn a_users_own_quota_overrides_the_default_key_by_key() {
         let quotas = parse(WHOLE).unwrap();
         assert_eq!(quotas.of(7).host_bytes_max, Some(4 << 30));
         let own = quotas.of(1000);
@@ -201,43 +215,43 @@ mod tests {
             (own.host_bytes_max, own.device_bytes_max),
             (Some(8 << 30), Some(4096))
         );
-        assert_eq!((own.sessions_max, own.share), (Some(8), Some(300)));
+        assert_eq!((own.sessions_max, own.weight), (Some(8), Some(300)));
         assert_eq!((own.jobs_max, quotas.of(7).jobs_max), (Some(3), None));
         let job = |uid, name| quotas.of_job(uid, &JobName::new(name).unwrap());
         let own = job(1000, "llama.7b");
         assert_eq!(
-            (own.share, own.sessions_max, own.inflight_max),
+            (own.weight, own.sessions_max, own.inflight_max),
             (Some(200), Some(2), Some(16))
         );
         for other in [job(1000, "llama"), job(7, "llama.7b")] {
             assert_eq!(other, quotas.job);
-            assert_eq!((other.share, other.inflight_max), (Some(50), Some(16)));
+            assert_eq!((other.weight, other.inflight_max), (Some(50), Some(16)));
         }
         assert_eq!(parse("").unwrap(), Quotas::default());
     }
 
     #[test]
-    fn they_are_printed_as_they_are_read() {
+    fn quotas_are_printed_as_they_are_read() {
         let quotas = parse(WHOLE).unwrap();
-        assert_eq!(parse(&words(&quotas)).unwrap(), quotas);
-        assert_eq!(words(&Quotas::default()), "");
+        assert_eq!(parse(&to_toml(&quotas)).unwrap(), quotas);
+        assert_eq!(to_toml(&Quotas::default()), "");
     }
 
     #[test]
-    fn what_means_nothing_is_refused_by_name() {
-        for (text, said) in [
+    fn invalid_quotas_are_refused_by_name() {
+        for (text, expected) in [
             (
                 "[quota.uid.alice]\nsessions_max = 1",
-                "uid.alice: a user's number",
+                "uid.alice: expected a user ID",
             ),
             ("[quota.uid.-1]\nsessions_max = 1", "uid.-1"),
             (
                 "[quota.default]\nhost_bytes = 1",
-                "unknown field `host_bytes`",
+                "[quota.default]: unknown key `host_bytes`; did you mean `host_bytes_max`?",
             ),
             (
                 "[quota.defaults]\nsessions_max = 1",
-                "unknown field `defaults`",
+                "[quota]: unknown key `defaults`; did you mean `default`?",
             ),
             (
                 "[quota.uid.1]\nhost_bytes_max = \"1Gb\"",
@@ -245,44 +259,54 @@ mod tests {
             ),
             ("[quota.uid.1]\nsessions_max = -1", "sessions_max"),
             (
-                "[quota.uid.1]\nshare = 0",
-                "uid.1.share: 0; from 1 to 10000",
+                "[quota.uid.1]\nweight = 0",
+                "uid.1.weight: 0 is not from 1 to 10000",
             ),
-            ("[quota.default]\nshare = 10001", "default.share: 10001"),
+            ("[quota.default]\nweight = 10001", "default.weight: 10001"),
             (
                 "[quota.job]\njobs_max = 1",
-                "job.jobs_max: jobs are a user's",
+                "job.jobs_max: applies to users only",
             ),
             (
                 "[quota.uid.1.job.x]\njobs_max = 1",
-                "uid.1.job.x.jobs_max: jobs are a user's",
+                "uid.1.job.x.jobs_max: applies to users only",
             ),
-            ("[quota.job]\nshare = 0", "job.share: 0; from 1 to"),
+            ("[quota.job]\nweight = 0", "job.weight: 0 is not from 1 to"),
             (
-                "[quota.uid.1.job.x]\nshare = 10001",
-                "uid.1.job.x.share: 10001",
+                "[quota.uid.1.job.x]\nweight = 10001",
+                "uid.1.job.x.weight: 10001",
             ),
-            ("[quota.uid.1.job.x]\nshares = 1", "unknown field `shares`"),
             (
-                "[quota.uid.1.job.\"a b\"]\nshare = 1",
+                "[quota.uid.1.job.x]\nweigth = 1",
+                "[quota.uid.1.job.x]: unknown key `weigth`; did you mean `weight`?",
+            ),
+            (
+                "[quota.uid.1]\nshare = 1",
+                "[quota.uid.1]: unknown key `share`; did you mean `weight`?",
+            ),
+            (
+                "[quota.uid.1.job.\"a b\"]\nweight = 1",
                 "uid.1.job.a b: job name \"a b\"",
             ),
             (
-                "[quota.default.job.x]\nshare = 1",
-                "default.job: a job is one user's: [quota.uid.1000.job.\"x\"]",
-            ),
-            ("[quota.job.job.x]\nshare = 1", "job.job: a job is one"),
-            (
-                "[quota.uid.1.job.x.job.y]\nshare = 1",
-                "uid.1.job.x.job: a job is one user's",
+                "[quota.default.job.x]\nweight = 1",
+                "default.job: a job belongs to one user; use [quota.uid.1000.job.\"x\"]",
             ),
             (
-                "[quota.uid.1]\nshare = 1\n[quota.uid.01]\nshare = 2",
-                "uid 1 has a quota already",
+                "[quota.job.job.x]\nweight = 1",
+                "job.job: a job belongs to one",
+            ),
+            (
+                "[quota.uid.1.job.x.job.y]\nweight = 1",
+                "uid.1.job.x.job: a job belongs to one user",
+            ),
+            (
+                "[quota.uid.1]\nweight = 1\n[quota.uid.01]\nweight = 2",
+                "uid 1 already has a quota",
             ),
         ] {
             let message = parse(text).unwrap_err();
-            assert!(message.contains(said), "{text}: {message}");
+            assert!(message.contains(expected), "{text}: {message}");
         }
     }
 }

@@ -48,7 +48,7 @@ use offload_api::ring::entry::Sqe;
 use crate::blocks::BlockError;
 use crate::handover::message;
 use crate::io::{AlignedBytes, IoId, IoOp, IoResult, SessionId};
-use crate::quota::{Limits, Shares};
+use crate::quota::{Limits, Weights};
 use crate::store::catalog::Catalog;
 use crate::store::content::JobContent;
 use crate::store::definition::{JobDefinition, JobName};
@@ -305,17 +305,17 @@ impl Core {
     }
 
     /// What is to be durable before this incarnation serves anybody, and the position of the device where it goes. Then
-    /// [`Self::begin_life`].
+    /// [`Self::begin_incarnation`].
     pub fn first_catalog(&self) -> (usize, Catalog) {
         self.admin.first_catalog()
     }
 
     /// Its first catalog is durable: what was handed over before is refused from now on.
-    pub fn begin_life(&mut self, first: Catalog) {
-        self.admin.begin_life(first);
+    pub fn begin_incarnation(&mut self, first: Catalog) {
+        self.admin.begin_incarnation(first);
     }
 
-    /// In place of [`Core::begin_life`], which could not be: `error` says why.
+    /// In place of [`Core::begin_incarnation`], which could not be: `error` says why.
     pub fn begin_reading(&mut self, error: &BlockError) {
         self.admin.begin_reading(error, &mut self.data);
     }
@@ -356,7 +356,7 @@ impl Core {
     }
 
     /// Why nothing is written in this incarnation.
-    pub fn reading_only(&self) -> Option<&Fault> {
+    pub fn read_only(&self) -> Option<&Fault> {
         self.admin.read_only()
     }
 
@@ -414,8 +414,8 @@ impl Core {
     }
 
     /// What a job's turns at a drive weigh, and its user's.
-    pub fn shares_of(&self, uid: u32, name: &JobName) -> Shares {
-        self.data.shares_of(uid, name)
+    pub fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
+        self.data.weights_of(uid, name)
     }
 
     /// The jobs in the store that `viewer` may see, by owner and name.

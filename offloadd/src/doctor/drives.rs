@@ -1,6 +1,6 @@
-//! The drives beneath the devices: their links, caches, schedulers, nodes; and the file systems between.
+//! Checks the drives below the devices (link, cache, scheduler, NUMA node) and the file systems between.
 //!
-//! A partition, an LVM volume, an encrypted or RAID device is followed down to what it lies on, as far as the kernel tells.
+//! A partition, LVM volume, encrypted device or RAID is followed down to its drives, as far as the kernel tells.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
@@ -12,10 +12,10 @@ use super::{Roots, chosen, line};
 use crate::device::{Device, DeviceError};
 use crate::findings::Finding;
 
-/// Devices made of devices made of devices: more is a loop.
+/// Limit of stacked devices; deeper is a loop.
 const DEPTH_MAX: usize = 8;
 
-/// Looks at each place, and at each drive beneath them once.
+/// Checks each place, and each drive below them once.
 pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
     let mut findings = Vec::new();
     let mut beneath: BTreeMap<PathBuf, Vec<&Path>> = BTreeMap::new();
@@ -24,8 +24,12 @@ pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
         let (there, metadata) = match nearest(place) {
             Some(found) => found,
             None => {
-                let mend = format!("mkdir -p {}", place.display());
-                findings.push(Finding::problem(what, "there is nothing", mend));
+                let fix = format!("mkdir -p {}", place.display());
+                findings.push(Finding::problem(
+                    what,
+                    "does not exist, nor does its directory",
+                    fix,
+                ));
                 continue;
             }
         };
@@ -33,11 +37,11 @@ pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
             findings.push(Finding::hint(
                 what,
                 format!(
-                    "there is none: looked at {}, where a file of that name would be made",
+                    "does not exist; checked {} instead, where the file would be created",
                     there.display()
                 ),
                 format!(
-                    "mount its drive at {}, or none if offloadd is to make that file",
+                    "mount its drive at {}; nothing to do if `offloadd format` is to create the file",
                     place.display()
                 ),
             ));
@@ -63,10 +67,10 @@ pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
             findings.push(Finding::hint(
                 name_of(drive),
                 format!(
-                    "{} lie on it together: one drive's bandwidth for all of them",
+                    "{} are on this drive and share its bandwidth",
                     names.join(" and ")
                 ),
-                "one device on each drive",
+                "put one device on each drive",
             ));
         }
     }
@@ -74,21 +78,21 @@ pub(super) fn examine(roots: &Roots, places: &[PathBuf]) -> Vec<Finding> {
     findings
 }
 
-/// `place`, or the directory in which it would be made.
+/// Returns `place`, or its directory if it does not exist.
 fn nearest(place: &Path) -> Option<(PathBuf, std::fs::Metadata)> {
     let look = |path: &Path| Some((path.to_owned(), std::fs::metadata(path).ok()?));
     look(place).or_else(|| look(place.parent()?))
 }
 
-/// Of the mount that holds `there`, which is absolute.
+/// Checks the file system that contains `there`, an absolute path.
 fn file_system(roots: &Roots, there: &Path) -> Finding {
     let what = format!("file system of {}", there.display());
     let there = std::fs::canonicalize(there).unwrap_or_else(|_| there.to_owned());
     let mounts = roots.proc("self/mountinfo").unwrap_or_default();
-    // `36 35 98:0 /root /mnt/nvme0 rw,noatime shared:1 - ext4 /dev/nvme0n1 rw`: the last one over a point counts.
+    // `36 35 98:0 /root /mnt/nvme0 rw,noatime shared:1 - ext4 /dev/nvme0n1 rw`: the last mount over a point counts.
     let kind = mounts.lines().filter_map(|mount| {
         let (before, after) = mount.split_once(" - ")?;
-        // A blank in a path is written \040.
+        // A space in a path is written \040.
         let point = before.split(' ').nth(4)?.replace("\\040", " ");
         let kind = after.split(' ').next()?;
         there
@@ -101,24 +105,26 @@ fn file_system(roots: &Roots, there: &Path) -> Finding {
         Some(kind @ ("ext4" | "xfs")) => Finding::fine(what, kind),
         Some("tmpfs" | "ramfs") => Finding::problem(
             what,
-            "it is memory: nothing survives a restart of the machine",
-            "a directory on a drive",
+            "stores its files in memory: they do not survive a reboot",
+            "use a directory on a drive",
         ),
         Some(kind @ ("btrfs" | "zfs" | "bcachefs")) => Finding::hint(
             what,
             format!(
-                "{kind} copies what is overwritten and checks it again: slower, and space is not reserved: a full file system fails writes"
+                "{kind} is copy-on-write: overwriting is slower, and writes fail when the file system is full"
             ),
-            "ext4 or XFS on the drive, or the drive itself; on btrfs at least `chattr +C` on the empty directory",
+            "use ext4 or XFS, or the block device itself; on btrfs at least `chattr +C` on the empty directory",
         ),
         Some(kind @ ("nfs" | "nfs4" | "cifs" | "ceph" | "lustre")) => Finding::hint(
             what,
-            format!("{kind} is on other machines: their failures and the network's stop training"),
-            "a directory on a drive of this machine",
+            format!(
+                "{kind} is a network file system: failures of other machines and of the network stop training"
+            ),
+            "use a directory on a local drive",
         ),
         Some("overlay") => Finding::hint(
             what,
-            "overlay is a container's own, and gone with it",
+            "overlay belongs to the container and is deleted with it",
             "mount a directory of the drive into the container: --volume /mnt/nvme0:/mnt/nvme0",
         ),
         Some(kind) => Finding::fine(what, kind),
@@ -135,19 +141,19 @@ fn room(there: &Path) -> Finding {
     match Device::open_readonly(there) {
         Ok(device) if device.has_holes() => Finding::hint(
             what,
-            format!("{message}; the device has holes: a full file system would fail writes"),
+            format!("{message}; the device has holes, so writes fail when the file system is full"),
             format!("fallocate --length {} {}", device.bytes(), there.display()),
         ),
         _ => Finding::fine(what, message),
     }
 }
 
-/// A directory is tried with a file without a name.
+/// Tries direct I/O; in a directory, with an unnamed temporary file.
 fn direct(there: &Path, metadata: &std::fs::Metadata) -> Finding {
     let what = format!("direct I/O at {}", there.display());
     let uid = rustix::process::geteuid().as_raw();
     let owned = format!("chown {uid} {}", there.display());
-    let other = "ext4 or XFS on the drive".to_owned();
+    let other = "use ext4 or XFS on the drive".to_owned();
     if !metadata.is_dir() {
         return match Device::open_readonly(there) {
             Ok(_) => Finding::fine(what, "works"),
@@ -165,13 +171,13 @@ fn direct(there: &Path, metadata: &std::fs::Metadata) -> Finding {
     match opened {
         Ok(_) => Finding::fine(what, "works"),
         Err(error) if error.kind() == std::io::ErrorKind::PermissionDenied => {
-            Finding::problem(what, format!("uid {uid} may not make files there"), owned)
+            Finding::problem(what, format!("uid {uid} may not create files here"), owned)
         }
         Err(error) => Finding::problem(what, error.to_string(), other),
     }
 }
 
-/// The whole drives, as directories of sysfs, that a device number lies on.
+/// Returns the sysfs directories of the whole drives below a device number.
 fn drives_of(roots: &Roots, number: u64) -> Vec<PathBuf> {
     let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
     let link = roots.sys.join(format!("dev/block/{major}:{minor}"));
@@ -186,7 +192,7 @@ fn descend(device: &Path, depth: usize, found: &mut BTreeSet<PathBuf>) {
     if depth == 0 {
         return;
     }
-    // A partition's directory lies in its disk's.
+    // The directory of a partition is inside that of its disk.
     if device.join("partition").exists()
         && let Some(disk) = device.parent()
     {
@@ -222,22 +228,22 @@ fn one_drive(drive: &Path) -> Vec<Finding> {
         .to_string_lossy()
         .into_owned();
     let queue = |file: &str| line(&drive.join("queue").join(file));
-    // Virtual disks say so, whatever they are.
+    // Virtual disks always report that they are rotational.
     if queue("rotational").as_deref() == Some("1") && !name.contains("vd") {
         findings.push(Finding::hint(
             what.clone(),
-            "it says that it spins: some hundred MB/s",
-            "an NVMe drive",
+            "is a rotational drive, with at most a few hundred MB/s",
+            "use an NVMe drive",
         ));
     }
     match queue("write_cache").as_deref() {
         Some("write back") => findings.push(Finding::fine(
             what.clone(),
-            "its write cache is volatile: each commit waits for a flush of it",
+            "has a volatile write cache, so each commit waits for a flush",
         )),
         Some("write through") => findings.push(Finding::fine(
             what.clone(),
-            "no volatile write cache, as far as the kernel was told: flushes cost nothing",
+            "has no volatile write cache according to the kernel, so flushes are free",
         )),
         _ => {}
     }
@@ -247,7 +253,7 @@ fn one_drive(drive: &Path) -> Vec<Finding> {
     {
         findings.push(Finding::hint(
             what.clone(),
-            format!("its scheduler is {one}: it orders again what is in order"),
+            format!("uses the scheduler {one}, which costs processor time without benefit"),
             format!("echo none > /sys/block/{name}/queue/scheduler"),
         ));
     }
@@ -255,20 +261,20 @@ fn one_drive(drive: &Path) -> Vec<Finding> {
     findings
 }
 
-/// An NVMe drive's controller and the link it hangs on.
+/// Checks an NVMe drive's controller and its PCIe link.
 fn controller(drive: &Path, what: &str) -> Vec<Finding> {
     let mut findings = Vec::new();
-    // The namespace's `device` is the controller, the controller's is the PCI function.
+    // `device` of the namespace is the controller; `device` of the controller is the PCI function.
     let controller = drive.join("device");
     if let Some(state) = line(&controller.join("state"))
         && state != "live"
-        // Of a SCSI disk.
+        // The state of a SCSI disk that works.
         && state != "running"
     {
         findings.push(Finding::problem(
             what,
-            format!("its controller is {state}"),
-            "dmesg | grep nvme; seat it anew or replace it",
+            format!("its controller is in state {state}"),
+            "check `dmesg | grep nvme`; reseat or replace the drive",
         ));
     }
     let port = controller.join("device");
@@ -276,7 +282,7 @@ fn controller(drive: &Path, what: &str) -> Vec<Finding> {
     let widths = [link("current_link_width"), link("max_link_width")];
     let speeds = [link("current_link_speed"), link("max_link_speed")];
     let number = |text: &str| text.split(' ').next()?.parse::<f64>().ok();
-    for (words, [now, best]) in [("lanes", &widths), ("a lane's speed", &speeds)] {
+    for (words, [now, best]) in [("lanes", &widths), ("speed per lane", &speeds)] {
         let (Some(now), Some(best)) = (now, best) else {
             continue;
         };
@@ -286,9 +292,9 @@ fn controller(drive: &Path, what: &str) -> Vec<Finding> {
         if has < can {
             findings.push(Finding::hint(
                 what,
-                format!("its link has {now} of {best} ({words}): its bandwidth is less in the same proportion"),
-                "another slot, or the slot's settings in the firmware (lanes shared with others, PCIe generation); lspci -vv \
-                 shows LnkSta",
+                format!("its PCIe link runs at {now} of {best} ({words}), which reduces its bandwidth in proportion"),
+                "use another slot, or change the slot's firmware settings (shared lanes, PCIe generation); LnkSta in `lspci -vv` shows \
+                 the link",
             ));
         }
     }
@@ -299,13 +305,13 @@ fn controller(drive: &Path, what: &str) -> Vec<Finding> {
     {
         findings.push(Finding::fine(
             what,
-            format!("link of {width} lanes at {speed}"),
+            format!("PCIe link of {width} lanes at {speed}"),
         ));
     }
     findings
 }
 
-/// One thread moves all bytes, near one node.
+/// Checks that all drives are at one NUMA node, because one thread submits all I/O.
 fn nodes<'a>(drives: impl Iterator<Item = &'a PathBuf>) -> Option<Finding> {
     let mut nodes: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for drive in drives {
@@ -318,16 +324,16 @@ fn nodes<'a>(drives: impl Iterator<Item = &'a PathBuf>) -> Option<Finding> {
     if nodes.len() < 2 {
         return None;
     }
-    let said: Vec<_> = (nodes.iter())
+    let by_node: Vec<_> = (nodes.iter())
         .map(|(node, drives)| format!("{} at node {node}", drives.join(", ")))
         .collect();
     Some(Finding::hint(
         "NUMA",
         format!(
-            "the drives hang on several nodes ({}): some bytes cross between processors",
-            said.join("; ")
+            "the drives are at several NUMA nodes ({}), so some data crosses between processors",
+            by_node.join("; ")
         ),
-        "a store, and a daemon, for the drives of each node",
+        "use one store and one daemon per node",
     ))
 }
 
@@ -396,10 +402,10 @@ mod tests {
             "{narrow:?}"
         );
         assert!(narrow[0].message.contains("2 of 4 (lanes)"), "{narrow:?}");
-        assert_eq!(link("2", "8.0 GT/s PCIe").len(), 2, "both are said");
+        assert_eq!(link("2", "8.0 GT/s PCIe").len(), 2, "both are reported");
         assert!(
             link("", "Unknown").is_empty(),
-            "what is not said is nothing"
+            "an unknown speed is not reported"
         );
     }
 
@@ -412,7 +418,7 @@ mod tests {
         let scheduler = format!("{NVME}/queue/scheduler");
         let wrong = found(&[(&scheduler, "none [mq-deadline] bfq")]);
         assert_eq!(
-            wrong[0].mend.as_deref(),
+            wrong[0].fix.as_deref(),
             Some("echo none > /sys/block/nvme0n1/queue/scheduler")
         );
         assert!(found(&[(&scheduler, "[none] mq-deadline")]).is_empty());
@@ -482,7 +488,7 @@ mod tests {
         assert_eq!(found[0].severity, Problem);
         let absent = |found: &[Finding]| {
             let hints = found.iter().filter(|one| one.severity == Hint);
-            (hints.filter(|one| one.message.starts_with("there is none"))).count()
+            (hints.filter(|one| one.message.starts_with("does not exist; checked"))).count()
         };
         let dir = tempfile::tempdir().unwrap();
         let here = examine(&roots, &[dir.path().to_owned()]);
@@ -490,14 +496,14 @@ mod tests {
         let places = ["a", "b"].map(|name| dir.path().join(name));
         let number = std::fs::metadata(dir.path()).unwrap().dev();
         let found = examine(&roots, &places);
-        assert_eq!(absent(&found), 2, "what is not there is said: {found:?}");
+        assert_eq!(absent(&found), 2, "missing devices are reported: {found:?}");
         let shared = found
             .iter()
-            .any(|one| one.message.contains("lie on it together"));
+            .any(|one| one.message.contains("share its bandwidth"));
         assert_eq!(shared, !drives_of(&roots, number).is_empty());
         assert!(
             std::fs::read_dir(dir.path()).unwrap().next().is_none(),
-            "nothing is left"
+            "no file remains"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! What the kernel can do, and what it was told not to.
+//! Checks the kernel's version, its I/O interfaces and huge pages.
 
 use std::sync::Arc;
 
@@ -6,47 +6,45 @@ use super::Roots;
 use crate::engine::{Engine, EngineChoice};
 use crate::findings::Finding;
 
-/// Registered buffers that come and go, and one thread's ring without interrupts: what the engine is fastest with.
+/// First version with everything the engine is fastest with: sparse registered buffers, and deferred task runs of a single thread.
 const BEST: (u32, u32) = (6, 1);
 
-/// Where io_uring became usable for direct I/O with registered buffers.
+/// First version in which io_uring is usable for direct I/O with registered buffers.
 const LEAST: (u32, u32) = (5, 6);
 
 pub(super) fn version(roots: &Roots) -> Finding {
     let what = "kernel";
     let Some(release) = roots.proc("sys/kernel/osrelease") else {
-        return Finding::hint(
-            what,
-            "it does not say its version",
-            "mount -t proc proc /proc",
-        );
+        return Finding::hint(what, "its version is unknown", "mount -t proc proc /proc");
     };
     let mut numbers = release.split(['.', '-']).map(|part| part.parse().ok());
     let (Some(Some(major)), Some(Some(minor))) = (numbers.next(), numbers.next()) else {
         return Finding::hint(what, format!("unknown version {release}"), "uname -r");
     };
-    let mend = "install a newer kernel: 6.1 or later";
+    let fix = "install a newer kernel: 6.1 or later";
     match (major, minor) {
         found if found < LEAST => {
-            let message = format!("{release} is too old for io_uring: kernel AIO or threads serve");
-            Finding::hint(what, message, mend)
+            let message = format!(
+                "{release} is too old for io_uring; kernel AIO or threads are used instead"
+            );
+            Finding::hint(what, message, fix)
         }
         found if found < BEST => {
-            let message = format!("{release} lacks what makes io_uring fastest here");
-            Finding::hint(what, message, mend)
+            let message = format!("{release} lacks features with which io_uring is faster");
+            Finding::hint(what, message, fix)
         }
         _ => Finding::fine(what, release),
     }
 }
 
-/// Each engine is tried; what forbids io_uring is found out.
+/// Tries each engine, and finds out what forbids io_uring.
 pub(super) fn engines(roots: &Roots) -> Vec<Finding> {
     let tried = tempfile().map(Arc::new);
     let probe = |engine: EngineChoice| match &tried {
         Ok(file) => Engine::open(engine, std::slice::from_ref(file), 16)
             .map(|_| ())
             .map_err(|error| error.to_string()),
-        Err(error) => Err(format!("no file to try it with: {error}")),
+        Err(error) => Err(format!("cannot create a file to try it: {error}")),
     };
     vec![
         io_uring(roots, probe(EngineChoice::Uring)),
@@ -64,7 +62,7 @@ fn io_uring(roots: &Roots, tried: Result<(), String>) -> Finding {
     let Err(why) = tried else {
         return Finding::fine(what, "works");
     };
-    let slower = "kernel AIO or threads serve instead";
+    let slower = "kernel AIO or threads are used instead";
     let disabled = roots.proc("sys/kernel/io_uring_disabled");
     let filtered = (roots.proc("self/status"))
         .is_some_and(|status| status.lines().any(|line| line == "Seccomp:\t2"));
@@ -72,17 +70,19 @@ fn io_uring(roots: &Roots, tried: Result<(), String>) -> Finding {
         Some("2") => Finding::hint(
             what,
             format!("kernel.io_uring_disabled is 2: {slower}"),
-            "sysctl -w kernel.io_uring_disabled=0, and the same in /etc/sysctl.d",
+            "sysctl -w kernel.io_uring_disabled=0, and set it in /etc/sysctl.d",
         ),
         Some("1") => Finding::hint(
             what,
-            format!("kernel.io_uring_disabled is 1, for all but one group and root: {slower}"),
+            format!(
+                "kernel.io_uring_disabled is 1, which allows it to root and one group only: {slower}"
+            ),
             "sysctl -w kernel.io_uring_group=$(getent group offloadd | cut -d: -f3)",
         ),
         _ if filtered => Finding::hint(
             what,
-            format!("a filter of system calls forbids it ({why}): {slower}"),
-            "a container: --security-opt seccomp=FILE with io_uring_setup, io_uring_enter, io_uring_register allowed; a \
+            format!("a seccomp filter forbids it ({why}): {slower}"),
+            "in a container: --security-opt seccomp=FILE that allows io_uring_setup, io_uring_enter and io_uring_register; in a \
              service: SystemCallFilter=@aio",
         ),
         _ => Finding::hint(what, format!("{why}: {slower}"), "engine = \"auto\""),
@@ -96,7 +96,7 @@ fn kernel_aio(roots: &Roots, tried: Result<(), String>) -> Finding {
         (Ok(()), ..) => Finding::fine(what, "works"),
         (Err(_), Some(used), Some(max)) if used >= max => Finding::hint(
             what,
-            format!("all {max} requests that the machine allows are taken by other programs"),
+            format!("other programs use all {max} requests that the machine allows"),
             format!("sysctl -w fs.aio-max-nr={}", max.saturating_mul(4)),
         ),
         (Err(why), ..) => Finding::hint(what, why, "engine = \"auto\""),
@@ -105,24 +105,28 @@ fn kernel_aio(roots: &Roots, tried: Result<(), String>) -> Finding {
 
 pub(super) const SHMEM_ENABLED: &str = "kernel/mm/transparent_hugepage/shmem_enabled";
 
-/// Arenas are shared memory; in huge pages they are touched, locked and registered faster, and bytes moved with less processor
-/// time: `bench-io/measured/README.md`.
+/// Checks huge pages for shared memory, which arenas are. With huge pages, allocating, locking and registering arenas is faster, and
+/// I/O takes less processor time: `bench-io/measured/README.md`.
 pub(super) fn huge_pages(roots: &Roots) -> Finding {
     let what = "huge pages";
-    let mend = format!("echo advise > /sys/{SHMEM_ENABLED}");
+    let fix = format!("echo advise > /sys/{SHMEM_ENABLED}");
     match super::huge_pages(roots).as_deref() {
-        None => Finding::fine(what, "the kernel has none"),
+        None => Finding::fine(what, "not supported by the kernel"),
         Some(word @ ("never" | "deny")) => Finding::hint(
             what,
             format!(
-                "shmem_enabled is {word}: arenas get small pages, which take longer to make and more processor time to move"
+                "shmem_enabled is {word}, so arenas use small pages, which take longer to allocate and more processor time for I/O"
             ),
-            mend,
+            fix,
         ),
         Some(word @ ("always" | "within_size" | "advise" | "force")) => {
             Finding::fine(what, format!("shmem_enabled is {word}"))
         }
-        Some(words) => Finding::hint(what, format!("shmem_enabled says `{words}`"), mend),
+        Some(words) => Finding::hint(
+            what,
+            format!("shmem_enabled has the unknown value `{words}`"),
+            fix,
+        ),
     }
 }
 
@@ -152,17 +156,17 @@ mod tests {
     #[test]
     fn what_forbids_io_uring_is_told_apart() {
         let refused = || Err("io_uring is forbidden".to_owned());
-        let mend = |files: &[(&str, &str)]| {
+        let fix = |files: &[(&str, &str)]| {
             let found = io_uring(&Machine::new(files, &[]).roots, refused());
             assert_eq!(found.severity, Hint);
-            found.mend.unwrap()
+            found.fix.unwrap()
         };
         let disabled = "proc/sys/kernel/io_uring_disabled";
-        assert!(mend(&[(disabled, "2")]).contains("io_uring_disabled=0"));
-        assert!(mend(&[(disabled, "1")]).contains("io_uring_group"));
+        assert!(fix(&[(disabled, "2")]).contains("io_uring_disabled=0"));
+        assert!(fix(&[(disabled, "1")]).contains("io_uring_group"));
         let filtered = ("proc/self/status", "Name:\tx\nSeccomp:\t2\n");
-        assert!(mend(&[(disabled, "0"), filtered]).contains("seccomp="));
-        assert!(mend(&[]).contains("auto"));
+        assert!(fix(&[(disabled, "0"), filtered]).contains("seccomp="));
+        assert!(fix(&[]).contains("auto"));
         let machine = Machine::new(&[(disabled, "2")], &[]);
         assert_eq!(
             io_uring(&machine.roots, Ok(())).severity,
@@ -178,7 +182,7 @@ mod tests {
             ("proc/sys/fs/aio-max-nr", "65536"),
         ];
         let found = kernel_aio(&Machine::new(&full, &[]).roots, Err("EAGAIN".into()));
-        assert_eq!(found.mend.unwrap(), "sysctl -w fs.aio-max-nr=262144");
+        assert_eq!(found.fix.unwrap(), "sysctl -w fs.aio-max-nr=262144");
         let found = kernel_aio(&Machine::new(&[], &[]).roots, Err("EPERM".into()));
         assert_eq!((found.severity, &found.message[..]), (Hint, "EPERM"));
     }

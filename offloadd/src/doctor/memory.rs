@@ -1,4 +1,4 @@
-//! How much memory may be taken, locked, and described.
+//! Checks the limits of memory, locked memory and file descriptors.
 
 use rustix::process::{Resource, getrlimit};
 
@@ -8,16 +8,16 @@ use crate::config::Config;
 use crate::findings::Finding;
 use crate::memory;
 
-/// What one session's arena easily has.
+/// Size of a usual session's arena.
 const ARENA_BYTES: u64 = 1 << 30;
 
 /// A session's rings, doorbells, memory and sockets.
 const DESCRIPTORS_A_SESSION: u64 = 8;
 
-/// Of the program itself, its devices and engines.
+/// Descriptors of the program itself, its devices and engines.
 const DESCRIPTORS_BESIDES: u64 = 256;
 
-/// Limits of the control groups we run in: one that is less than the machine's memory surprises people.
+/// Compares `arena_bytes_max` with the limits of the control groups.
 pub(super) fn groups(roots: &Roots, config: Option<&Config>) -> Vec<Finding> {
     let what = "control group";
     let asked = config.map(|config| config.arena_bytes_max);
@@ -33,9 +33,9 @@ pub(super) fn groups(roots: &Roots, config: Option<&Config>) -> Vec<Finding> {
             match asked {
                 Some(asked) if asked > limit.bytes => Finding::problem(
                     what,
-                    format!("{said}, `arena_bytes_max` {} MiB", asked >> 20),
+                    format!("{said}, but `arena_bytes_max` is {} MiB", asked >> 20),
                     format!(
-                        "arena_bytes_max = \"{}MiB\", or of the service: systemctl set-property offloadd MemoryMax={}M",
+                        "arena_bytes_max = \"{}MiB\", or for the service: systemctl set-property offloadd MemoryMax={}M",
                         (limit.bytes / 4 * 3) >> 20,
                         (asked / 2 * 3) >> 20
                     ),
@@ -45,12 +45,12 @@ pub(super) fn groups(roots: &Roots, config: Option<&Config>) -> Vec<Finding> {
         })
         .collect();
     if findings.is_empty() {
-        findings.push(Finding::fine(what, "no limit of memory"));
+        findings.push(Finding::fine(what, "no memory limit"));
     }
     findings
 }
 
-/// Where no settings say how much must be locked.
+/// Checks whether a usual arena can be locked; used without settings.
 pub(super) fn locking() -> Finding {
     let what = "memlock";
     let outlook = lock_outlook(ARENA_BYTES);
@@ -71,11 +71,11 @@ pub(super) fn descriptors(config: Option<&Config>) -> Finding {
     match getrlimit(Resource::Nofile).maximum {
         Some(limit) if limit < needed => Finding::hint(
             what,
-            format!("{limit} at most; {sessions} sessions take {needed}"),
+            format!("limit of {limit}, but {sessions} sessions need {needed}"),
             format!("LimitNOFILE={needed} in the unit, or `ulimit -Hn {needed}`"),
         ),
-        Some(limit) => Finding::fine(what, format!("{limit} at most")),
-        None => Finding::fine(what, "any number"),
+        Some(limit) => Finding::fine(what, format!("limit of {limit}")),
+        None => Finding::fine(what, "no limit"),
     }
 }
 
@@ -122,7 +122,7 @@ mod tests {
         );
         assert!(
             found
-                .mend
+                .fix
                 .as_ref()
                 .unwrap()
                 .contains("arena_bytes_max = \"3072MiB\"")

@@ -1,11 +1,11 @@
-//! What of a machine keeps the daemon from running, from running safely, or from running fast; each with the line that mends it.
+//! Checks what on a machine keeps the daemon from running, from running safely, or from running fast; each finding comes with a fix.
 //!
 //! ```text
-//!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── limits of control groups, locking, descriptors
-//!   drives ── the drive beneath each device: link, cache, scheduler, NUMA node, file system, direct I/O
+//!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── control group limits, memlock, descriptors
+//!   drives ── the drive below each device: link, cache, scheduler, NUMA node, file system, direct I/O
 //! ```
 //!
-//! Nothing is changed. What the kernel says of the machine is read below [`Roots`], so that tests describe machines.
+//! Nothing is changed. Files of the kernel are read below [`Roots`], so that tests can describe machines.
 
 use std::path::{Path, PathBuf};
 
@@ -16,7 +16,7 @@ mod drives;
 mod kernel;
 mod memory;
 
-/// Where the kernel describes the machine.
+/// Directories in which the kernel describes the machine.
 #[derive(Clone, Debug)]
 pub struct Roots {
     /// `/proc`
@@ -35,7 +35,7 @@ impl Default for Roots {
 }
 
 impl Roots {
-    /// A file's one line; `None` where the kernel has none.
+    /// Reads a file of one line; `None` if it does not exist.
     fn proc(&self, path: &str) -> Option<String> {
         line(&self.proc.join(path))
     }
@@ -50,18 +50,18 @@ fn line(path: &Path) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// Of "always [advise] never": advise.
+/// Returns the choice in brackets: "advise" for "always [advise] never".
 fn chosen(words: &str) -> Option<&str> {
     Some(words.split_once('[')?.1.split_once(']')?.0)
 }
 
-/// Whether shared memory, which arenas are, gets huge pages: the kernel's word for it, as "advise" or "never". `None`: it has none.
+/// The kernel's setting of huge pages for shared memory, which arenas are: "advise", "never" and others. `None` if it has none.
 pub fn huge_pages(roots: &Roots) -> Option<String> {
     let words = roots.sys(kernel::SHMEM_ENABLED)?;
     Some(chosen(&words).unwrap_or(&words).to_owned())
 }
 
-/// Everything about the machine, and about the drives beneath `places`: devices, or directories that are to hold some.
+/// Checks the machine, and the drives below `places`, which are devices or directories for them.
 pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel::version(roots)];
     findings.extend(kernel::engines(roots));

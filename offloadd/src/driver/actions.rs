@@ -1,13 +1,14 @@
-//! What the core says, done: operations given to the queue, entries put into rings, calls answered, memory made and freed.
+//! Performs the core's actions: queues operations, puts completions into rings, answers calls, makes and frees memory.
 
 use std::time::Instant;
 
 use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
 use tokio::sync::oneshot;
+use tracing::Span;
 
-use super::Driver;
 use super::session::{Session, State};
+use super::{Driver, trace};
 use crate::core::{Action, Reply};
 use crate::engine::{Io, Memory};
 use crate::io::Buffer;
@@ -15,26 +16,29 @@ use crate::metrics::ledger::JobPlace;
 use crate::queue::Owner;
 use crate::store::definition::JobName;
 
-/// A call that the core has not answered.
+/// A call that waits for the core's answer.
 pub(super) struct Waiting {
     pub(super) answer: oneshot::Sender<Result<Reply, Fault>>,
     pub(super) counted: Counted,
 }
 
-/// What a call's answer changes in the ledger.
+/// What the answer to a call changes in the ledger.
 pub(super) enum Counted {
     Nothing,
-    Commit(JobPlace),
+    Commit(JobPlace, Span),
     Drop(u32, JobName),
     AddDevice(DeviceIndex),
     Measured,
 }
 
 impl Driver {
-    /// Tells the core what happened and does what it says, until both are quiet.
+    /// Passes events to the core and performs its actions until there are no more events.
     pub(super) fn decide(&mut self) {
         let mut actions = std::mem::take(&mut self.actions);
         while let Some(event) = self.events.pop_front() {
+            // Lines about the actions of an event carry its fields.
+            let span = self.event_span(&event);
+            let _entered = span.enter();
             self.core.on_event(event, &mut actions);
             for action in actions.drain(..) {
                 self.perform(action);
@@ -54,17 +58,18 @@ impl Driver {
                 buffer,
                 priority,
             } => {
+                self.spans.queued(io, &buffer, &self.sessions);
                 let (mut job, mut owner) = (None, Owner::Daemon);
                 let memory = match buffer {
                     Buffer::Slot { session: id, place } => {
                         let session = self.sessions.get_mut(&id).expect("a live session");
                         job = Some(session.job);
                         let uid = session.peer.uid;
-                        let shares = self.core.shares_of(uid, self.ledger.name(session.job));
+                        let weights = self.core.weights_of(uid, self.ledger.name(session.job));
                         owner = Owner::Session {
                             uid,
-                            user_share: shares.user,
-                            job_share: shares.job,
+                            user_weight: weights.user,
+                            job_weight: weights.job,
                             job: session.job.number(),
                             session: id,
                         };
@@ -80,6 +85,10 @@ impl Driver {
                 };
                 let now = Instant::now();
                 self.ledger.started(io, device, op, bytes, job, now);
+                if let Some(span) = self.spans.operation(io) {
+                    let (io, device) = (io.0, device.0);
+                    tracing::debug!(parent: span, io, device, ?op, offset, bytes, "operation queued");
+                }
                 let io = Io {
                     id: io,
                     device,
@@ -92,6 +101,7 @@ impl Driver {
             }
             Action::Promote { io, priority } => self.queue.promote(io, priority),
             Action::Complete { session, entry } => {
+                self.spans.completed(session, &entry);
                 let Some(found) = self.sessions.get_mut(&session) else {
                     return;
                 };
@@ -102,7 +112,8 @@ impl Driver {
             Action::Reply { call, reply } => {
                 if let Some(waiting) = self.calls.remove(&call) {
                     match (waiting.counted, &reply) {
-                        (Counted::Commit(job), reply) => {
+                        (Counted::Commit(job, span), reply) => {
+                            trace::commit_answered(&span, reply);
                             let now = Instant::now();
                             self.ledger.commit_answered(job, reply.is_ok(), now);
                         }
@@ -111,11 +122,11 @@ impl Driver {
                             self.device_answered(device, reply.as_ref().ok());
                         }
                         (Counted::Measured, Ok(Reply::EndMeasuring { device, .. })) => {
-                            self.device_measured(*device);
+                            self.device_calibrated(*device);
                         }
                         (Counted::Drop(..) | Counted::Measured | Counted::Nothing, _) => {}
                     }
-                    // An error means that the caller no longer listens.
+                    // Fails only if the caller has gone.
                     let _ = waiting.answer.send(reply);
                 }
             }
@@ -126,9 +137,13 @@ impl Driver {
                 job,
                 geometry,
                 ring_entries,
-                iodepth: _,
+                iodepth,
             } => {
+                let span = trace::session(session, peer.uid, &job);
+                let (pid, arena_bytes) = (peer.pid, geometry.arena_bytes());
+                tracing::debug!(parent: &span, pid, arena_bytes, iodepth, "opened");
                 let new = Session {
+                    span,
                     token,
                     peer,
                     job: self.ledger.session_begins(peer.uid, &job),
@@ -145,8 +160,9 @@ impl Driver {
             Action::ForgetDevice { device } => self.forget_device(device),
             Action::DropArena { session } => self.drop_arena(session),
             Action::Evict { session, why } => {
-                let uid = self.sessions.get(&session).map(|s| s.peer.uid);
-                tracing::warn!(session = session.0, uid, %why, "evicted a process");
+                if let Some(Session { span, peer, .. }) = self.sessions.get(&session) {
+                    tracing::warn!(parent: span, uid = peer.uid, pid = peer.pid, %why, "evicted a process");
+                }
                 self.detach(session);
             }
         }

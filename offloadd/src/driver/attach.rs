@@ -1,5 +1,5 @@
-//! The descriptor socket: connections say whose they are within a time, get their session's descriptors once, and become
-//! its life line. Those that say nothing are bounded a user, known when a connection is made: no user's keep another's out.
+//! The descriptor socket: a connection shows its session's token within a time limit, gets the session's descriptors once, and becomes
+//! its life line. Connections that have not shown a token are limited per user, so that one user cannot keep out another.
 
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
@@ -9,27 +9,27 @@ use offload_api::handoff;
 use rustix::event::epoll::{self, EventFlags};
 
 use super::Driver;
-use super::incarnations::ATTACH_WAIT;
 use super::keeper::Made;
+use super::lifecycle::ATTACH_WAIT;
 use super::process;
 use super::session::{Session, State};
 use super::source::Source;
 use crate::core::Event;
 use crate::io::SessionId;
 
-/// How long a connection to the descriptor socket may stay without a word.
+/// How long a connection may wait before it shows its token.
 const HELLO_WAIT: Duration = Duration::from_secs(2);
 
-/// Connections to the descriptor socket that have not shown their token, of one user: all ranks of a node may come at once.
+/// Limit of a user's connections without a token: all ranks of a node may connect at once.
 const HELLOS_A_USER: usize = 64;
 
-/// The same, of all users: it takes this many users with [`HELLOS_A_USER`] each to keep another waiting.
+/// Limit of all users' connections without a token: 16 users at their limit keep another user waiting.
 const HELLOS_MAX: usize = 16 * HELLOS_A_USER;
 
-/// Connections taken before rings and devices have their turn: whoever connects without end keeps nobody else waiting.
+/// Connections accepted before rings and devices have their turn.
 const ACCEPTS_A_TURN: usize = 64;
 
-/// How soon a connection that could not be accepted is tried again.
+/// When to retry after a connection could not be accepted.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// A connection to the descriptor socket that has not shown its token.
@@ -37,14 +37,13 @@ const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 pub(super) struct Hello {
     socket: OwnedFd,
     uid: u32,
-    /// Asked for when the connection was made: the number of a process that has ended may be given to another one.
+    /// Pidfd, opened when the connection was accepted, because a pid may be reused later.
     process: Option<OwnedFd>,
     pub(super) deadline: Instant,
 }
 
 impl Driver {
-    /// Takes the connections that wait, some a turn, as long as there is room: one that does not speak makes room within
-    /// HELLO_WAIT.
+    /// Accepts waiting connections, a limited number per turn, up to the limits above.
     pub(super) fn accept(&mut self) {
         let now = Instant::now();
         if self.accept_at.is_none_or(|at| at > now) {
@@ -62,21 +61,21 @@ impl Driver {
                     return;
                 }
                 Err(error) => {
-                    // Out of descriptors, mostly.
+                    // Usually out of file descriptors.
                     tracing::error!(%error, "cannot accept on the descriptor socket");
                     return;
                 }
             };
             let uid = peer.uid.as_raw();
             let mine = || self.hellos.iter().filter(|(_, hello)| hello.uid == uid);
-            // Whoever means it sends its token at once: the one that is silent longest makes room.
+            // A client sends its token at once, so the oldest connection without one is closed first.
             if mine().count() >= HELLOS_A_USER
                 && let Some((&oldest, _)) = mine().min_by_key(|(key, _)| **key)
             {
                 let hello = self.hellos.remove(&oldest).expect("just seen");
                 let _ = epoll::delete(&self.epoll, &hello.socket);
                 let what = format!(
-                    "{HELLOS_A_USER} later connections of uid {uid} to the descriptor socket have not shown their token either"
+                    "uid {uid} has {HELLOS_A_USER} newer connections to the descriptor socket that have not shown a token"
                 );
                 let fault = Fault::new(FaultKind::TooMany, what);
                 tracing::warn!(uid, %fault, "refused descriptors");
@@ -88,7 +87,7 @@ impl Driver {
                 tracing::error!(%error, "cannot watch a connection");
                 return;
             }
-            // 0 for a process of another pid namespace.
+            // The pid is 0 for a process of another PID namespace.
             let pid = rustix::process::Pid::from_raw(peer.pid.as_raw_pid());
             let hello = Hello {
                 process: process::of_peer(&socket, pid),
@@ -98,7 +97,7 @@ impl Driver {
             };
             self.hellos.insert(key, hello);
         }
-        // More may wait, when rings and devices have had their turn.
+        // More connections may wait: continue after rings and devices have had their turn.
         self.accept_at = Some(now);
     }
 
@@ -117,8 +116,8 @@ impl Driver {
             let found = self.sessions.iter().find(|(_, s)| s.token == token);
             let (id, session) = found.ok_or_else(|| {
                 let what = format!(
-                    "no session has this token: it was never given, its session has ended, or its process came for it more than {} \
-                     s after it was opened",
+                    "no session has this token: the token is wrong, its session has ended, or the descriptors were fetched more than {} s \
+                     after the session was opened",
                     ATTACH_WAIT.as_secs()
                 );
                 Fault::new(FaultKind::NotFound, what)
@@ -132,7 +131,7 @@ impl Driver {
             }
             let State::Offered { made, .. } = &session.state else {
                 let what =
-                    "the session's descriptors were handed out already, or are not there yet";
+                    "the session's descriptors have already been handed out, or do not exist yet";
                 return Err(Fault::new(FaultKind::Busy, what));
             };
             handoff::send(&hello.socket, Session::offered(made)).map_err(|error| {
@@ -156,11 +155,12 @@ impl Driver {
         else {
             unreachable!("just seen");
         };
+        tracing::debug!(parent: &session.span, pid = session.peer.pid, "attached");
         self.events.push_back(Event::Attached { session: id });
         self.begin(id, made, hello.socket, hello.process);
     }
 
-    /// Serves a session whose process has its descriptors.
+    /// Starts to serve a session whose process has the descriptors.
     pub(super) fn begin(
         &mut self,
         id: SessionId,
@@ -168,7 +168,7 @@ impl Driver {
         life_line: OwnedFd,
         process: Option<OwnedFd>,
     ) {
-        // Edges: each ring of the bell is one, and nothing needs to be read.
+        // Edge-triggered: each write to the doorbell is an event, and the eventfd need not be read.
         let edge = EventFlags::IN | EventFlags::ET;
         let doorbell = self.watch(&made.submission_doorbell, Source::Doorbell(id), edge);
         let line = self.watch(&life_line, Source::LifeLine(id), EventFlags::IN);
@@ -186,11 +186,11 @@ impl Driver {
             self.gone(id, &error.to_string());
             return;
         }
-        // What was submitted before the bell was watched.
+        // Entries may have been submitted before the doorbell was watched.
         self.busy.push_back(id);
     }
 
-    /// Closes what waited too long.
+    /// Closes connections and sessions whose time limit has passed.
     pub(super) fn expire(&mut self) {
         let now = Instant::now();
         let epoll = &self.epoll;
@@ -208,7 +208,7 @@ impl Driver {
             .map(|(id, _)| *id)
             .collect();
         for id in late {
-            self.gone(id, "its process never came for its descriptors");
+            self.gone(id, "its process did not fetch the descriptors");
         }
     }
 }

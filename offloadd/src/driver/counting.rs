@@ -1,4 +1,4 @@
-//! What the driver counts and tells: commits, damage, wear, drives that became slow, and answers for those who look.
+//! What the driver counts and logs: commits, damage, wear, slow drives; and snapshots for metrics.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
 
-use super::{Counted, Driver, WEAR_IO};
+use super::{Counted, Driver, WEAR_IO, trace};
 use crate::core::{Call, Damage, Peer, Viewer};
 use crate::engine::{Io, Memory};
 use crate::io::{IoId, IoOp};
@@ -16,38 +16,40 @@ use crate::metrics::slowness::Change;
 use crate::metrics::{DeviceView, Snapshot, ledger::JobPlace};
 use crate::queue::Owner;
 
-/// Between two looks at everything; each takes up to some milliseconds when there are a thousand jobs.
-const LOOKS_APART: Duration = Duration::from_millis(20);
+/// Minimum time between two snapshots; one takes a few milliseconds with a thousand jobs.
+const SNAPSHOT_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Damaged tiles of one job that are told in the log; all are counted.
-const DAMAGE_TOLD_MAX: u64 = 16;
+/// Damaged tiles of one job that are logged; all are counted.
+const DAMAGE_LOGGED_MAX: u64 = 16;
 
 impl Driver {
-    /// What the answer to `request` will change in the ledger.
+    /// Returns what the answer to `request` will change in the ledger.
     pub(super) fn count_call(&mut self, request: &Call, peer: Peer) -> Counted {
-        let token = match request {
-            Call::Commit { token, .. } => token,
+        let (token, generation) = match request {
+            Call::Commit {
+                token, generation, ..
+            } => (token, generation),
             Call::EndMeasuring { rates: Some(_), .. } => return Counted::Measured,
             Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
             _ => return Counted::Nothing,
         };
         let mut sessions = self.sessions.values();
-        let found = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid);
-        let Some(job) = found.map(|session| session.job) else {
+        let Some(session) = sessions.find(|s| s.token == *token && s.peer.uid == peer.uid) else {
             return Counted::Nothing;
         };
+        let (job, span) = (session.job, trace::commit(&session.span, *generation));
         self.ledger.commit_called(job, Instant::now());
-        Counted::Commit(job)
+        Counted::Commit(job, span)
     }
 
-    /// Someone must look at that drive. A process that reports without end fills no log.
-    pub(super) fn hear_damage(&mut self, job: JobPlace, uid: u32, damage: Damage) {
-        if self.ledger.damaged(job, damage.device) > DAMAGE_TOLD_MAX {
+    /// Counts and logs a damaged tile. The log is limited, because a process may report without end.
+    pub(super) fn report_damage(&mut self, job: JobPlace, uid: u32, damage: Damage) {
+        if self.ledger.damaged(job, damage.device) > DAMAGE_LOGGED_MAX {
             return;
         }
         tracing::error!(
-            "a damaged tile on device {} at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum {:08x}, \
-             committed was {:08x}; `offloadd verify` finds what else is damaged",
+            "device {} has a damaged tile at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum {:08x}, \
+             expected {:08x}; run `offloadd verify` to find further damage",
             self.core.device_states()[damage.device.0 as usize].path,
             damage.offset,
             damage.tile,
@@ -58,28 +60,28 @@ impl Driver {
         );
     }
 
-    /// Answers those who look, if some do and it is time: all who see the same get one copy, so that no number of them
-    /// takes the owner thread from those who move tiles.
-    pub(super) fn answer_lookers(&mut self) {
+    /// Answers metrics calls, if any wait and the interval has passed. All callers with the same view get one snapshot, so that many
+    /// callers do not slow down the owner thread.
+    pub(super) fn answer_metrics(&mut self) {
         let now = Instant::now();
-        if now < self.look_at {
+        if now < self.snapshot_at {
             return;
         }
         let Some(&(viewer, _)) = self.metrics_waiters.first() else {
             return;
         };
-        self.look_at = now + LOOKS_APART;
-        let snapshot = Arc::new(self.look(viewer));
+        self.snapshot_at = now + SNAPSHOT_INTERVAL;
+        let snapshot = Arc::new(self.snapshot(viewer));
         let same = self
             .metrics_waiters
             .extract_if(.., |(other, _)| *other == viewer);
         for (_, answer) in same {
-            // An error means that nobody looks any more.
+            // Fails only if the caller has gone.
             let _ = answer.send(Ok(snapshot.clone()));
         }
     }
 
-    /// Those that left are of no interest to anybody.
+    /// Devices of the store, without those that have left it.
     fn devices_of_store(&self) -> Vec<DeviceView> {
         let mut views = self.ledger.devices(self.core.device_states());
         for (index, view) in views.iter_mut().enumerate() {
@@ -89,7 +91,7 @@ impl Driver {
         views
     }
 
-    /// Why an administrator must look at a device now.
+    /// Returns a problem of a device that needs an administrator.
     fn trouble(&self, device: DeviceIndex) -> Option<String> {
         if let Some(hanging) = self.ledger.hanging(device, Instant::now()) {
             return Some(hanging.to_string());
@@ -101,20 +103,20 @@ impl Driver {
         deleted.then(|| {
             let descriptor = file.as_raw_fd();
             format!(
-                "its file was deleted: what is in it is lost when offloadd ends. Stop the jobs and copy it first: cp \
-                 --sparse=always /proc/{}/fd/{descriptor} NEW",
+                "its file was deleted, and its data is lost when offloadd ends; stop the jobs and copy it first: cp --sparse=always \
+                 /proc/{}/fd/{descriptor} NEW",
                 std::process::id()
             )
         })
     }
 
-    /// Why nothing is written in this life, in words.
-    pub(super) fn reading_only(&self) -> Option<String> {
-        let why = self.core.reading_only();
+    /// Returns the reason why the store is read-only, if it is.
+    pub(super) fn read_only(&self) -> Option<String> {
+        let why = self.core.read_only();
         why.map(|fault| fault.message.clone())
     }
 
-    fn look(&self, viewer: Viewer) -> Snapshot {
+    fn snapshot(&self, viewer: Viewer) -> Snapshot {
         let (arena_used_bytes, session_count) = self.core.arena_used();
         let jobs = self.core.look(viewer).into_iter();
         Snapshot {
@@ -123,13 +125,13 @@ impl Driver {
             arena_bytes_max: self.limits.arena_bytes_max,
             session_count,
             rebalance_bytes_per_s_max: self.core.rebalance_bytes_per_s_max(),
-            reading_only: self.reading_only(),
+            read_only: self.read_only(),
             devices: self.devices_of_store(),
             jobs: jobs.map(|job| self.ledger.job(job)).collect(),
         }
     }
 
-    /// Writes how far the devices are worn to them, if it is time or `immediate`. A device's next one waits for its last to end.
+    /// Writes each device's wear counters to it, if they are due or `at_once` is set. A device has one such write at a time.
     pub(super) fn keep_wear(&mut self, at_once: bool) {
         let now = Instant::now();
         let due = (self.ledger.keep_wear_at()).is_some_and(|at| at_once || at <= now);
@@ -150,13 +152,13 @@ impl Driver {
         }
     }
 
-    /// Says which devices have become slow or fast again, which are in trouble or no longer, and which are nearly worn out.
+    /// Logs which devices have become slow, have recovered, or approach their rated endurance.
     pub(super) fn judge_devices(&mut self) {
-        for (device, share) in self.ledger.newly_worn() {
+        for (device, fraction) in self.ledger.newly_worn() {
             tracing::warn!(
-                "device {} has taken {:.0} % of the bytes it is rated for (`rated_tbw`): plan to replace it",
+                "device {} has reached {:.0} % of its rated endurance (`rated_tbw`): plan to replace it",
                 self.core.device_states()[device.0 as usize].path,
-                100.0 * share
+                100.0 * fraction
             );
         }
         let Some(changes) = self.ledger.judge(Instant::now()) else {
@@ -164,28 +166,28 @@ impl Driver {
         };
         for (index, state) in self.core.device_states().iter().enumerate() {
             let trouble = self.trouble(DeviceIndex(index as u32));
-            let told = &mut self.in_trouble[index];
-            match (&trouble, *told) {
+            let logged = &mut self.in_trouble[index];
+            match (&trouble, *logged) {
                 (Some(trouble), false) => tracing::error!("device {}: {trouble}", state.path),
                 (None, true) => tracing::info!("device {}: its trouble has ended", state.path),
                 _ => {}
             }
-            *told = trouble.is_some();
+            *logged = trouble.is_some();
         }
         for (device, change) in changes {
             let DeviceIndex(index) = device;
             let state = &self.core.device_states()[index as usize];
             match change {
                 Change::Slow { bytes_per_s, times } => tracing::warn!(
-                    "device {} has become slow: it moves {:.0} MB/s while it is busy and was measured with {:.0} read and \
-                     {:.0} written ({times:.0} times slower): look at its temperature, its health, and who else uses it",
+                    "device {} has become slow: {:.0} MB/s while busy, measured {:.0} MB/s read and {:.0} MB/s written ({times:.0} times \
+                     slower): check its temperature, its health and other users of it",
                     state.path,
                     bytes_per_s / 1e6,
                     state.read_bytes_per_s as f64 / 1e6,
                     state.write_bytes_per_s as f64 / 1e6,
                 ),
                 Change::Well => {
-                    tracing::info!("device {} is as fast as it was measured", state.path);
+                    tracing::info!("device {} is as fast as measured again", state.path);
                 }
             }
         }

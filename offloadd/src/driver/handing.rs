@@ -1,4 +1,4 @@
-//! Sessions that outlive the daemon: taken up at the start, given away at the end.
+//! Sessions that outlive the daemon: adopted at the start, handed over at the end.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -7,55 +7,62 @@ use offload_api::ring::Reached;
 
 use super::keeper::Made;
 use super::session::{Session, State};
-use super::{Driver, DriverError, system};
+use super::{Driver, DriverError, system, trace};
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
 use crate::core::{Adopted, Core, Event};
 use crate::device::{Device, DeviceBlocks};
 use crate::handover::{Claim, Descriptors, HandedOver};
 
-/// A session of the daemon before, with its descriptors.
+/// A session of the previous daemon, with its descriptors.
 #[derive(Debug)]
-pub struct TakenUp {
-    /// As the core has it.
+pub struct InheritedSession {
+    /// The session as the core has adopted it.
     pub adopted: Adopted,
-    /// What both sides have.
+    /// Descriptors that both sides share.
     pub descriptors: Descriptors,
-    /// How far its rings were.
+    /// Positions in its rings.
     pub reached: Reached,
 }
 
-/// What the daemon before left to this one.
+/// Sessions that the previous daemon handed over.
 #[derive(Debug)]
-pub struct LeftToUs {
-    /// Spent when nothing can fail any more.
+pub struct InheritedSessions {
+    /// Right to adopt the sessions, used up once nothing can fail any more.
     pub claim: Claim,
-    /// Those that go on.
-    pub sessions: Vec<TakenUp>,
+    /// Sessions to adopt.
+    pub sessions: Vec<InheritedSession>,
 }
 
-/// Writes what tells this life from the one before.
+/// Writes a catalog that tells this incarnation from the previous one.
 ///
 /// # Errors
-/// The home did not take it.
-pub fn begin_life(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
+/// If the metadata device fails the write.
+pub fn begin_incarnation(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
     let (position, catalog) = core.first_catalog();
     catalog.write(&mut DeviceBlocks(devices), position)?;
-    core.begin_life(catalog);
+    core.begin_incarnation(catalog);
     Ok(())
 }
 
 impl Driver {
-    /// Takes up all that is left to this daemon, if nobody else has.
-    pub(super) fn take_up_all(&mut self, left: LeftToUs, epoch: Epoch, policy: LockPolicy) {
-        let LeftToUs { claim, sessions } = left;
+    /// Adopts the inherited sessions, unless another daemon has.
+    pub(super) fn adopt_all(
+        &mut self,
+        inherited: InheritedSessions,
+        epoch: Epoch,
+        policy: LockPolicy,
+    ) {
+        let InheritedSessions { claim, sessions } = inherited;
         let ours = claim.spend();
         if !ours {
-            tracing::error!("another daemon took up the sessions of the one before: they end here");
+            tracing::error!(
+                "another daemon has adopted the sessions of the previous one; they end here"
+            );
         }
         for session in sessions {
             if ours {
-                self.take_up(session, epoch, policy);
+                self.adopt(session, epoch, policy);
             } else {
                 let session = session.adopted.session;
                 self.events.push_back(Event::PeerGone { session });
@@ -63,13 +70,13 @@ impl Driver {
         }
     }
 
-    /// Serves a session as if it had just attached. Its process may have gone meanwhile: its life line says so at once.
-    fn take_up(&mut self, taken: TakenUp, epoch: Epoch, policy: LockPolicy) {
-        let TakenUp {
+    /// Serves a session as if it had just attached. If its process has ended in the meantime, its life line reports that at once.
+    fn adopt(&mut self, inherited: InheritedSession, epoch: Epoch, policy: LockPolicy) {
+        let InheritedSession {
             adopted,
             descriptors,
             reached,
-        } = taken;
+        } = inherited;
         let id = adopted.session;
         let made = Made::adopt(
             descriptors,
@@ -82,7 +89,7 @@ impl Driver {
         let (made, life_line, process) = match made {
             Ok(made) => made,
             Err(fault) => {
-                tracing::warn!(job = %adopted.job, %fault, "a session is not taken up");
+                tracing::warn!(session = id.0, job = %adopted.job, %fault, "cannot adopt a session; it ends");
                 self.events.push_back(Event::PeerGone { session: id });
                 return;
             }
@@ -90,6 +97,7 @@ impl Driver {
         self.engine.register(&made.arena);
         self.keeper.adopted(&made);
         let session = Session {
+            span: trace::session(id, adopted.peer.uid, &adopted.job),
             token: adopted.token,
             peer: adopted.peer,
             job: (self.ledger).session_begins(adopted.peer.uid, &adopted.job),
@@ -100,7 +108,7 @@ impl Driver {
         self.begin(id, Box::new(made), life_line, process);
     }
 
-    /// What goes to the next daemon, after the last operation has ended.
+    /// Returns the state and descriptors for the next daemon. Call after the last operation has ended.
     pub(super) fn give(&mut self) -> Result<Option<HandedOver>, DriverError> {
         if !self.handing {
             return Ok(None);
@@ -122,7 +130,7 @@ impl Driver {
                 process,
             } = &session.state
             else {
-                unreachable!("at rest all sessions that the core has live are attached");
+                unreachable!("at rest all sessions of the core are attached");
             };
             let reached = made.rings.reached();
             message.submission_head = reached.submission_head;
@@ -133,7 +141,7 @@ impl Driver {
         let handed = HandedOver::new(state, descriptors);
         handed
             .map(Some)
-            .map_err(system("a number for the hand-over"))
+            .map_err(system("creating the claim of the hand-over"))
     }
 }
 

@@ -1,4 +1,4 @@
-//! How other threads reach the owner thread: a bounded queue and an eventfd that wakes it.
+//! The owner thread's inbox: a bounded queue, and an eventfd that wakes the thread.
 
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
@@ -17,24 +17,23 @@ use crate::metrics::{MovedBeside, Ratings, Snapshot};
 use crate::quota::{Limits, Quotas};
 use crate::store::definition::JobName;
 
-/// Messages that wait for the owner thread. It takes microseconds for each, so this is generous.
+/// Limit of waiting messages. The owner thread handles one in microseconds.
 const WAITING_MAX: usize = 1024;
 
-/// Where a look's answer goes.
-pub(super) type LookAnswer = oneshot::Sender<Result<Arc<Snapshot>, Fault>>;
+pub(super) type SnapshotAnswer = oneshot::Sender<Result<Arc<Snapshot>, Fault>>;
 
-/// What a running daemon takes up of changed settings.
+/// Changed settings that a running daemon can apply.
 #[derive(Clone, Debug)]
 pub struct Change {
-    /// Of sessions and operations not more than it started with.
+    /// Limits; those of sessions and operations are at most the values at the start.
     pub limits: Limits,
-    /// Of each user and job.
+    /// Quotas of users and jobs.
     pub quotas: Quotas,
-    /// Of the drives.
+    /// Rated endurance of the drives.
     pub ratings: Ratings,
 }
 
-/// What somebody wants to know of the core, and its own way to the answer.
+/// A closure that reads the core and sends its answer.
 pub(super) struct Question(pub(super) Box<dyn FnOnce(&Core) + Send>);
 
 impl std::fmt::Debug for Question {
@@ -43,42 +42,44 @@ impl std::fmt::Debug for Question {
     }
 }
 
-/// What the owner thread is told.
 #[derive(Debug)]
 pub(super) enum Message {
-    /// A checked call and where its answer goes.
+    /// A checked call.
     Call {
         peer: Peer,
         request: Call,
         answer: oneshot::Sender<Result<Reply, Fault>>,
     },
-    /// A device that is to come to the store.
+    /// Adds a device to the store.
     AddDevice {
         peer: Peer,
         file: Arc<File>,
         device: NewDevice,
-        /// As it was measured.
+        /// Bytes moved while it was measured.
         moved: MovedBeside,
         answer: oneshot::Sender<Result<Reply, Fault>>,
     },
-    /// Somebody reads or writes a device beside the queue.
+    /// Bytes were read or written without the queue.
     MovedBeside {
         device: DeviceIndex,
         moved: MovedBeside,
     },
-    /// Somebody is to measure a device.
+    /// Asks for an open device, to measure it.
     File {
         device: DeviceIndex,
         answer: oneshot::Sender<Option<Arc<File>>>,
     },
-    /// What goes on.
-    Look { viewer: Viewer, answer: LookAnswer },
-    /// The keeper made a session's memory, or could not.
+    /// Asks for metrics.
+    Snapshot {
+        viewer: Viewer,
+        answer: SnapshotAnswer,
+    },
+    /// The keeper made a session's memory, or failed.
     Made {
         session: SessionId,
         made: Result<Box<Made>, Fault>,
     },
-    /// Somebody wants to know something of the core.
+    /// Reads the core.
     Ask(Question),
     /// A scrub found a damaged tile.
     Damaged {
@@ -96,13 +97,13 @@ pub(super) enum Message {
     Change(Change),
     /// Answered after the turn in which it was read.
     Turn(oneshot::Sender<()>),
-    /// End in order.
+    /// Stops in order.
     Stop,
-    /// The same, but sessions go on in the next daemon.
+    /// Stops in order and hands the sessions over to the next daemon.
     HandOver,
 }
 
-/// The way to the owner thread. Cheap to clone.
+/// Sends messages to the owner thread. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct DriverHandle {
     queue: SyncSender<Message>,
@@ -110,10 +111,10 @@ pub struct DriverHandle {
 }
 
 impl DriverHandle {
-    /// Hands a call over; its answer comes later.
+    /// Sends a call and returns the receiver of its answer.
     ///
     /// # Errors
-    /// [`FaultKind::TooMany`] when the owner thread is that far behind, [`FaultKind::Stopping`] when it has ended.
+    /// [`FaultKind::TooMany`] if the queue is full, [`FaultKind::Stopping`] if the owner thread has ended.
     pub fn call(
         &self,
         peer: Peer,
@@ -125,11 +126,11 @@ impl DriverHandle {
             request,
             answer,
         };
-        self.hand_over(message)?;
+        self.try_send(message)?;
         Ok(receiver)
     }
 
-    /// Brings a device to the store; `moved` as it was measured.
+    /// Adds a device to the store; `moved` was counted while it was measured.
     ///
     /// # Errors
     /// As [`Self::call`].
@@ -141,7 +142,7 @@ impl DriverHandle {
         moved: MovedBeside,
     ) -> Result<oneshot::Receiver<Result<Reply, Fault>>, Fault> {
         let (answer, receiver) = oneshot::channel();
-        self.hand_over(Message::AddDevice {
+        self.try_send(Message::AddDevice {
             peer,
             file,
             device,
@@ -151,7 +152,7 @@ impl DriverHandle {
         Ok(receiver)
     }
 
-    /// A device as it is opened here, under the store's lock; `None`: it has left the store.
+    /// Returns an open device; `None` if it has left the store.
     ///
     /// # Errors
     /// As [`Self::call`].
@@ -160,24 +161,24 @@ impl DriverHandle {
         device: DeviceIndex,
     ) -> Result<oneshot::Receiver<Option<Arc<File>>>, Fault> {
         let (answer, receiver) = oneshot::channel();
-        self.hand_over(Message::File { device, answer })?;
+        self.try_send(Message::File { device, answer })?;
         Ok(receiver)
     }
 
-    /// What goes on, as far as `viewer` may see it.
+    /// Asks for the metrics that `viewer` may see.
     ///
     /// # Errors
     /// As [`Self::call`].
-    pub fn look(
+    pub fn snapshot(
         &self,
         viewer: Viewer,
     ) -> Result<oneshot::Receiver<Result<Arc<Snapshot>, Fault>>, Fault> {
         let (answer, receiver) = oneshot::channel();
-        self.hand_over(Message::Look { viewer, answer })?;
+        self.try_send(Message::Snapshot { viewer, answer })?;
         Ok(receiver)
     }
 
-    /// Asks the core something that is answered in microseconds.
+    /// Runs `question` on the core; it must take microseconds only.
     ///
     /// # Errors
     /// As [`Self::call`].
@@ -187,24 +188,24 @@ impl DriverHandle {
     ) -> Result<oneshot::Receiver<R>, Fault> {
         let (answer, receiver) = oneshot::channel();
         let question = Question(Box::new(move |core| {
-            // An error means that nobody wants to know any more.
+            // Fails only if the caller has gone.
             let _ = answer.send(question(core));
         }));
-        self.hand_over(Message::Ask(question))?;
+        self.try_send(Message::Ask(question))?;
         Ok(receiver)
     }
 
-    /// Counts what passed the queue by. Waits for room: for threads that may block.
+    /// Counts bytes that were moved without the queue. May block.
     pub(crate) fn moved_beside(&self, device: DeviceIndex, moved: MovedBeside) {
         self.send(Message::MovedBeside { device, moved });
     }
 
-    /// A tile is not what was committed.
+    /// Reports a damaged tile.
     ///
     /// # Errors
     /// As [`Self::call`].
     pub(crate) fn damaged(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
-        self.hand_over(Message::Damaged { uid, job, damage })
+        self.try_send(Message::Damaged { uid, job, damage })
     }
 
     /// A process's report of a damaged tile was confirmed. It counts if the tile still has that version and its damage was not
@@ -213,28 +214,28 @@ impl DriverHandle {
     /// # Errors
     /// As [`Self::call`].
     pub(crate) fn reported(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
-        self.hand_over(Message::Reported { uid, job, damage })
+        self.try_send(Message::Reported { uid, job, damage })
     }
 
-    /// Takes changed settings up.
+    /// Applies changed settings.
     ///
     /// # Errors
     /// As [`Self::call`].
     pub fn change(&self, change: Change) -> Result<(), Fault> {
-        self.hand_over(Message::Change(change))
+        self.try_send(Message::Change(change))
     }
 
-    /// Answered when the owner thread has gone once through all it has to do: it is not stuck.
+    /// Answered after one turn of the owner thread, as a sign that it is not stuck.
     ///
     /// # Errors
     /// As [`Self::call`].
     pub fn turn(&self) -> Result<oneshot::Receiver<()>, Fault> {
         let (answer, receiver) = oneshot::channel();
-        self.hand_over(Message::Turn(answer))?;
+        self.try_send(Message::Turn(answer))?;
         Ok(receiver)
     }
 
-    fn hand_over(&self, message: Message) -> Result<(), Fault> {
+    fn try_send(&self, message: Message) -> Result<(), Fault> {
         match self.queue.try_send(message) {
             Ok(()) => {
                 self.ring();
@@ -242,36 +243,36 @@ impl DriverHandle {
             }
             Err(TrySendError::Full(_)) => Err(Fault::new(
                 FaultKind::TooMany,
-                format!("{WAITING_MAX} calls wait already: try again in a second"),
+                format!("{WAITING_MAX} calls already wait; retry in a second"),
             )),
             Err(TrySendError::Disconnected(_)) => Err(stopping()),
         }
     }
 
-    /// Asks the owner thread to end in order. Safe to repeat.
+    /// Asks the owner thread to stop in order. May be repeated.
     pub fn stop(&self) {
         self.send(Message::Stop);
     }
 
-    /// Asks the owner thread to end in order and to leave its sessions to the next daemon. Safe to repeat.
-    pub fn stop_for_the_next(&self) {
+    /// Asks the owner thread to stop in order and to hand its sessions over to the next daemon. May be repeated.
+    pub fn hand_over_and_stop(&self) {
         self.send(Message::HandOver);
     }
 
-    /// Waits for room; for our own threads only.
+    /// Sends a message; blocks while the queue is full.
     pub(super) fn send(&self, message: Message) {
-        // An error means that the owner thread has ended: nobody needs the message.
+        // Fails only if the owner thread has ended; then nobody needs the message.
         let _ = self.queue.send(message);
         self.ring();
     }
 
     fn ring(&self) {
-        // Fails only at 2^64 - 2 unread wake-ups: then it is awake.
+        // Fails only with 2^64 - 2 unread wake-ups.
         let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
     }
 }
 
-/// The owner thread's end.
+/// Receiving end.
 #[derive(Debug)]
 pub(super) struct Inbox {
     queue: Receiver<Message>,
@@ -279,7 +280,6 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
-    /// Both ends.
     pub(super) fn new() -> std::io::Result<(Self, DriverHandle)> {
         let (sender, queue) = sync_channel(WAITING_MAX);
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
@@ -291,31 +291,31 @@ impl Inbox {
         Ok((Self { queue, wake }, handle))
     }
 
-    /// Readable when something waits.
+    /// Readable when a message waits.
     pub(super) fn wake(&self) -> impl AsFd + '_ {
         &*self.wake
     }
 
-    /// Call before taking: what comes afterwards wakes again.
+    /// Resets the eventfd. Call before [`Self::take`], so that later messages wake the thread again.
     pub(super) fn drain(&self) {
         let _ = rustix::io::read(&*self.wake, &mut [0u8; 8]);
     }
 
-    /// More may be there than was taken.
+    /// Wakes the thread again, because messages are left.
     pub(super) fn ring(&self) {
         let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
     }
 
-    /// The oldest message.
+    /// Takes the oldest message.
     pub(super) fn take(&self) -> Option<Message> {
         self.queue.try_recv().ok()
     }
 }
 
-/// What a call gets while the daemon ends, whether or not another one will go on.
+/// Answer to calls while the daemon stops.
 pub(super) fn stopping() -> Fault {
     Fault::new(
         FaultKind::Stopping,
-        "offloadd is stopping: what was committed is safe; start again when it is back",
+        "offloadd is stopping; everything committed is safe; start again when it is back",
     )
 }

@@ -1,8 +1,8 @@
 //! Threads that make and free sessions' memory, so that the owner thread never waits for it.
 //!
-//! One thread for each user with something to do: 200 GiB take minutes, and nobody waits for another user's. Memory that a user
-//! gave back is really free before another arena takes its room, so the bound of the settings holds for the machine and not only
-//! in our books: an arena that would go beyond it waits for what ends, and only for that.
+//! Each user with work has a thread of their own: 200 GiB take minutes, and users must not wait for each other. An arena that would
+//! exceed `arena_bytes_max` waits until the kernel has freed ended arenas, so the limit holds for the machine's memory and not only
+//! for the counters.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::PipeReader;
@@ -23,24 +23,23 @@ use crate::handover::Descriptors;
 use crate::io::SessionId;
 use crate::memory;
 
-/// What a session shares with its process.
+/// Memory and descriptors that a session shares with its process.
 #[derive(Debug)]
 pub(super) struct Made {
     pub(super) arena: Arc<Arena>,
     pub(super) rings: DaemonRings,
     pub(super) ring_fd: OwnedFd,
-    /// Rung by the process. We only watch for edges and never read it: a process may make any read of a shared eventfd
+    /// Eventfd that the process writes. The daemon watches it for edges and never reads it, because the process could make a read
     /// block.
     pub(super) submission_doorbell: OwnedFd,
-    /// Rung by us. A pipe and not an eventfd: whether a write blocks is a property of our end alone, so that no process
-    /// can make it.
+    /// Pipe that the daemon writes. Not an eventfd: only the daemon's end decides whether a write blocks.
     pub(super) completion_doorbell: PipeWriter,
-    /// The process's end of it.
+    /// The process's end of the pipe.
     pub(super) completion_reader: PipeReader,
 }
 
 impl Made {
-    /// What a daemon before this one made, and its process still has.
+    /// Adopts what a previous daemon made.
     pub(super) fn adopt(
         descriptors: Descriptors,
         geometry: &Geometry,
@@ -55,7 +54,7 @@ impl Made {
             .map_err(|error| broken(error.to_string()))?;
         let completion_doorbell = PipeWriter::from(descriptors.completion_doorbell);
         rustix::fs::fcntl_setfl(&completion_doorbell, OFlags::NONBLOCK)
-            .map_err(|errno| broken(format!("its doorbell: {errno}")))?;
+            .map_err(|errno| broken(format!("setting O_NONBLOCK on its doorbell: {errno}")))?;
         let made = Self {
             arena,
             rings: DaemonRings::resume(map, reached),
@@ -68,7 +67,7 @@ impl Made {
     }
 }
 
-/// A session's memory that is to be made.
+/// Request to make a session's memory.
 #[derive(Debug)]
 struct Make {
     session: SessionId,
@@ -76,7 +75,7 @@ struct Make {
     ring_entries: u32,
 }
 
-/// Memory that its session does not need any more, and that counts until it is really free.
+/// Memory of an ended session; it counts until the kernel has freed it.
 #[derive(Debug)]
 pub(super) struct Ending(Box<Made>);
 
@@ -86,29 +85,28 @@ impl Ending {
     }
 }
 
-/// What one user's thread has to do.
+/// Work of one user's thread.
 #[derive(Debug, Default)]
 struct Jobs {
     make: VecDeque<Make>,
     free: VecDeque<Ending>,
 }
 
-/// What is held, and who waits.
 #[derive(Debug, Default)]
 struct Books {
-    /// Of arenas that are being made, are there, or end.
+    /// Arenas that are being made, exist, or are ending.
     held_bytes: u64,
-    /// Of those that end.
+    /// Arenas that are ending.
     ending_bytes: u64,
     bytes_max: u64,
-    /// A thread runs for each.
+    /// Users with a running thread.
     users: HashMap<u32, Jobs>,
-    /// Nothing more is made.
+    /// Whether to make no more memory.
     ended: bool,
 }
 
 impl Books {
-    /// What a user's thread does next; `None`: it waits for memory.
+    /// Takes the next work of a user's thread; `None` if it must wait for memory.
     fn next(&mut self, uid: u32) -> Option<Next> {
         let jobs = self.users.get_mut(&uid).expect("its thread runs");
         if let Some(ending) = jobs.free.pop_front() {
@@ -124,7 +122,7 @@ impl Books {
         let bytes = make.geometry.arena_bytes();
         let too_much = self.held_bytes.saturating_add(bytes) > self.bytes_max
             || memory::available_bytes().is_some_and(|available| available < bytes);
-        // The core has found room: it is what ends. Nothing else is worth waiting for.
+        // The core has checked the limit, so only ending arenas are worth waiting for.
         if too_much && self.ending_bytes > 0 {
             return None;
         }
@@ -149,11 +147,11 @@ struct Shared {
     changed: Condvar,
 }
 
-/// The owner thread's end.
+/// The owner thread's handle.
 #[derive(Debug)]
 pub(super) struct Keeper {
     shared: Arc<Shared>,
-    /// Its end waits for memory to be free.
+    /// Whether drop waits until all memory is freed.
     waits: bool,
 }
 
@@ -181,21 +179,21 @@ impl Keeper {
         }
     }
 
-    /// All arenas together are to have at most this much from now on.
+    /// Changes the limit of all arenas together.
     pub(super) fn limit(&self, bytes_max: u64) {
         self.shared.books().bytes_max = bytes_max;
         self.shared.changed.notify_all();
     }
 
-    /// Memory that a daemon before this one made.
+    /// Counts memory that a previous daemon made.
     pub(super) fn adopted(&self, made: &Made) {
         self.shared.books().held_bytes += made.arena.bytes() as u64;
     }
 
-    /// Answers with [`Message::Made`].
+    /// Makes memory; the result arrives as [`Message::Made`].
     ///
     /// # Errors
-    /// No thread is to be had.
+    /// If no thread can be started.
     pub(super) fn make(
         &self,
         uid: u32,
@@ -210,12 +208,12 @@ impl Keeper {
         };
         let given = self.give(uid, |jobs| jobs.make.push_back(make));
         given.map_err(|error| {
-            let what = format!("starting a thread that makes a session's memory: {error}");
+            let what = format!("starting a thread to make a session's memory: {error}");
             Fault::new(FaultKind::NoMemory, what)
         })
     }
 
-    /// Its session is over. What is made next waits for it, and [`Self::free`] is to follow.
+    /// Marks memory as ending, so that new arenas wait for it. Call [`Self::free`] next.
     pub(super) fn ends(&self, made: Box<Made>) -> Ending {
         self.shared.books().ending_bytes += made.arena.bytes() as u64;
         Ending(made)
@@ -228,12 +226,12 @@ impl Keeper {
         if given.is_err()
             && let Some(ending) = ending
         {
-            // No thread is to be had: here, which is slow and not wrong.
+            // No thread can be started: free it here, which is slow but correct.
             self.shared.free(ending);
         }
     }
 
-    /// Lets the threads end by themselves: what they are making ends with the process, and nobody waits for it.
+    /// Makes drop not wait for the threads; what they are making ends with the process.
     pub(super) fn leave(&mut self) {
         self.waits = false;
     }
@@ -242,7 +240,7 @@ impl Keeper {
         let mut books = self.shared.books();
         if !books.users.contains_key(&uid) {
             let shared = self.shared.clone();
-            // It finds what is added below: the books are ours until then.
+            // The thread sees the work added below, because the lock is held until then.
             std::thread::Builder::new()
                 .name("keeper".into())
                 .spawn(move || shared.work(uid))?;
@@ -259,7 +257,7 @@ impl Shared {
         self.books.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Until nothing is left to do for this user.
+    /// Runs until no work is left for this user.
     fn work(&self, uid: u32) {
         loop {
             let mut books = self.books();
@@ -373,7 +371,7 @@ mod tests {
         }
     }
 
-    /// User 1 has all memory but a little, ends it and asks for it anew; it is not free yet.
+    /// User 1 has almost all memory, ends its session and opens another before the memory is freed.
     #[test]
     fn a_users_arena_waits_for_memory_that_ends_and_for_no_other_users_arena() {
         let (inbox, owner) = Inbox::new().unwrap();
@@ -386,8 +384,8 @@ mod tests {
         keeper.make(1, SessionId(2), large.clone(), 8).unwrap();
         keeper.make(2, SessionId(3), small, 8).unwrap();
         let (session, _small) = next_made(&inbox);
-        assert_eq!(session, 3, "it waits for nobody");
-        assert!(inbox.take().is_none(), "there is no room yet");
+        assert_eq!(session, 3, "a small arena of another user does not wait");
+        assert!(inbox.take().is_none(), "the limit is still reached");
         keeper.free(1, ending);
         let (session, second) = next_made(&inbox);
         assert_eq!(session, 2);

@@ -1,4 +1,4 @@
-//! The owner thread: waits for everything at once, tells the core, does what the core says.
+//! The owner thread: waits for events, passes them to the core, and performs the actions that the core returns.
 //!
 //! ```text
 //!   inbox (calls, memory made) ─┐                      ┌─▶ queue ─▶ engine
@@ -8,9 +8,8 @@
 //!   life lines, pidfds ─────────┘                      └─▶ evict
 //! ```
 //!
-//! Promises: never waits for a process, a device or memory; takes a bounded number of entries from each ring in turn, so
-//! that a busy or hostile process delays nobody else; a session's memory is freed only when the core says that its I/O
-//! has ended.
+//! The thread never blocks on a process, a device or memory. It takes a limited number of entries from each ring in turn, so that a
+//! busy or hostile process does not delay others. It frees a session's memory only when the core reports that its I/O has ended.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -47,115 +46,116 @@ mod attach;
 mod counting;
 mod handing;
 mod inbox;
-mod incarnations;
 mod keeper;
+mod lifecycle;
 mod moving;
 mod process;
 mod session;
 mod sleep;
 mod source;
 mod stop;
+mod trace;
 
 use actions::{Counted, Waiting};
 use attach::Hello;
-pub use handing::begin_life;
-pub use handing::{LeftToUs, TakenUp};
+pub use handing::{InheritedSession, InheritedSessions, begin_incarnation};
 pub use inbox::{Change, DriverHandle};
-use inbox::{Inbox, LookAnswer, Message, stopping};
+use inbox::{Inbox, Message, SnapshotAnswer, stopping};
 use keeper::{Ending, Keeper};
 use moving::Pacing;
 use session::Session;
 use source::Source;
+use trace::Spans;
 
-/// Calls that wait for the core's answer; a commit waits for the slowest local rank.
+/// Limit of calls that wait for the core's answer; a commit waits for the slowest local rank.
 const CALLS_MAX: usize = 4096;
 
-/// Submissions taken from one ring before the next one's turn.
+/// Submissions taken from one ring before the next ring has its turn.
 const ENTRIES_A_TURN: usize = 64;
 
-/// Messages taken before rings and devices have their turn: what others send meanwhile wakes us again.
+/// Messages taken before rings and devices have their turn.
 const MESSAGES_A_TURN: usize = 256;
 
 /// Events taken from the kernel at a time.
 const EVENTS_A_TURN: usize = 64;
 
-/// Room in the engine beyond the sessions' own operations: records, catalog, flushes of commits.
+/// Engine operations per session beyond its tiles: records, catalog, flushes of commits.
 const META_A_SESSION: usize = 64 + 16;
 
-/// Marks the driver's own operations; the core counts its up from 1.
+/// Flag in the ids of the driver's own operations; the core counts its ids up from 1.
 const WEAR_IO: u64 = 1 << 63;
 
-/// How long in-flight I/O may take when the daemon ends; a dead drive must not keep it for ever.
+/// How long a stop waits for I/O in flight; a dead drive must not keep the daemon from ending.
 const STOP_WAIT: Duration = Duration::from_secs(60);
 
-/// What the owner thread needs.
+/// Parts of the owner thread.
 pub struct Parts {
-    /// Decides.
+    /// State and decisions.
     pub core: Core,
-    /// In the settings' order, until this life has begun.
+    /// Devices in the settings' order, locked; closed when the driver has started.
     pub opened: Vec<Device>,
-    /// What a device did not take as the store was opened: then it is only read.
+    /// Error of a device on which the store could not be repaired; the store is then read-only.
     pub unwritable: Option<BlockError>,
-    /// In the store's order.
+    /// Files of the devices in the store's order.
     pub devices: Vec<Arc<File>>,
-    /// Of each of them.
+    /// Limits of each device, in the same order.
     pub device_limits: Vec<DeviceLimits>,
-    /// Which engine.
+    /// Engine to open.
     pub engine: EngineChoice,
-    /// As the core got them.
+    /// Limits, the same as the core's.
     pub limits: Limits,
-    /// Of each user and job.
+    /// Quotas of users and jobs.
     pub quotas: Quotas,
-    /// Of this life, for the rings.
+    /// Epoch of this incarnation, for the rings.
     pub epoch: Epoch,
-    /// How far the devices are worn.
+    /// Wear of the devices.
     pub endurance: Endurance,
     /// Whether arenas must be locked.
     pub policy: LockPolicy,
-    /// Where descriptors are handed out; nothing exists there.
+    /// Path of the descriptor socket; no file exists there.
     pub descriptor_socket: PathBuf,
-    /// Sessions of the daemon before, which `core` has taken up.
-    pub left_to_us: Option<LeftToUs>,
+    /// Sessions of the previous daemon, which `core` has adopted.
+    pub inherited: Option<InheritedSessions>,
 }
 
 /// A running owner thread.
 #[derive(Debug)]
 pub struct Running {
-    /// The way to it.
+    /// Sends messages to the thread.
     pub handle: DriverHandle,
     /// "uring", "aio" or "psync".
     pub engine: &'static str,
-    /// Why that one.
+    /// Reason for this engine.
     pub engine_reason: String,
-    /// Why nothing is written in this life, if nothing is.
-    pub reading_only: Option<String>,
-    /// Ends with the daemon, with what is for the next one; an error means that nothing can be done any more.
+    /// Reason why the store is read-only, if it is.
+    pub read_only: Option<String>,
+    /// Returns what is handed over to the next daemon, or an error after which the daemon cannot continue.
     pub thread: JoinHandle<Result<Option<HandedOver>, DriverError>>,
 }
 
-/// The owner thread cannot start or go on.
+/// Reason why the owner thread cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum DriverError {
-    /// No engine, or a broken one.
+    /// An engine could not be opened, or failed.
     #[error(transparent)]
     Engine(#[from] EngineError),
-    /// The device with the store's catalog, and sessions wait for a daemon that writes.
+    /// The metadata device failed a write, and sessions wait to be adopted by a daemon that can write.
     #[error(
-        "beginning to serve the store: {0}; the sessions of the daemon before are left to the next start"
+        "starting to serve the store: {0}; the sessions of the previous daemon remain for the next start"
     )]
     Store(#[from] BlockError),
-    /// A system call it cannot do without.
+    /// A system call failed.
     #[error("{action}: {source}")]
     System {
-        /// What failed.
+        /// The attempted action.
         action: String,
-        /// The errno.
+        /// Error of the system.
         source: std::io::Error,
     },
-    /// In-flight I/O does not end.
-    #[error("{} operations have not ended {} s after the stop: a device hangs", inflight_count, STOP_WAIT.as_secs())]
+    /// I/O did not end within the time limit of a stop.
+    #[error("a device hangs: {} operations have not ended within {} s of the stop", inflight_count, STOP_WAIT.as_secs())]
     Hanging {
-        /// Still in flight.
+        /// Operations in flight.
         inflight_count: usize,
     },
 }
@@ -177,13 +177,13 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
         .name("owner".into())
         .spawn(move || {
             let place = numa::stay_near(&parts.devices);
-            // Here and not before: io_uring belongs to the thread that made it.
+            // On this thread, because io_uring belongs to the thread that creates it.
             let mut driver = match Driver::new(parts, inbox, to_keeper) {
                 Ok((driver, mut reason)) => {
                     if let Some(place) = place {
                         reason = format!("{reason}; {place}");
                     }
-                    let _ = ready.send(Ok((driver.engine.name(), reason, driver.reading_only())));
+                    let _ = ready.send(Ok((driver.engine.name(), reason, driver.read_only())));
                     driver
                 }
                 Err(error) => {
@@ -195,13 +195,14 @@ pub fn start(parts: Parts) -> Result<Running, DriverError> {
             driver.give()
         })
         .map_err(system("starting the owner thread"))?;
-    let (engine, engine_reason, reading_only) =
-        started.recv().expect("the owner thread says how it went")?;
+    let (engine, engine_reason, read_only) = started
+        .recv()
+        .expect("the owner thread reports whether it started")?;
     Ok(Running {
         handle,
         engine,
         engine_reason,
-        reading_only,
+        read_only,
         thread,
     })
 }
@@ -210,10 +211,10 @@ struct Driver {
     core: Core,
     queue: Queue,
     engine: Engine,
-    /// Of each device; `None`: it has left.
+    /// By device index; `None` if the device has left the store.
     files: Vec<Option<Arc<File>>>,
     keeper: Keeper,
-    /// Memory of sessions that are over, which the kernel still holds, by user.
+    /// Memory of ended sessions that the kernel still uses, with the user ID.
     ending: Vec<(u32, Ending)>,
     epoll: OwnedFd,
     inbox: Inbox,
@@ -221,39 +222,40 @@ struct Driver {
     descriptor_socket: PathBuf,
     hellos: HashMap<u64, Hello>,
     hellos_made: u64,
-    /// When connections are taken next; `None`: none wait.
+    /// When to accept connections next; `None` if none wait.
     accept_at: Option<Instant>,
     sessions: HashMap<SessionId, Session>,
-    /// Whose rings may hold more than was taken.
+    /// Sessions whose rings may hold more entries.
     busy: VecDeque<SessionId>,
     calls: HashMap<CallId, Waiting>,
     calls_made: u64,
     limits: Limits,
     ledger: Ledger,
-    metrics_waiters: Vec<(Viewer, LookAnswer)>,
-    /// Who waits for the end of this turn.
+    metrics_waiters: Vec<(Viewer, SnapshotAnswer)>,
+    /// Answered at the end of this turn.
     turn_waiters: Vec<oneshot::Sender<()>>,
-    /// When the next look may be.
-    look_at: Instant,
+    /// Time of the next snapshot for `metrics_waiters`.
+    snapshot_at: Instant,
     /// Devices that left the store and are still open.
     left: Vec<DeviceIndex>,
-    /// Devices whose trouble is in the log.
+    /// Devices whose trouble has been logged.
     in_trouble: [bool; DEVICES_MAX as usize],
-    /// The last time is over.
+    /// Whether the last write of the wear counters has been started.
     wear_kept: bool,
     pacing: Pacing,
+    spans: Spans,
     events: VecDeque<Event>,
     actions: Vec<Action>,
     pieces: Vec<Io>,
     ended: Vec<IoDone>,
     entries: Vec<Sqe>,
     stop_deadline: Option<Instant>,
-    /// The stop leaves sessions to the next daemon.
+    /// Whether the stop hands the sessions over to the next daemon.
     handing: bool,
-    /// What they wrote is flushed for it, or is being flushed.
+    /// Whether the flush of the sessions' writes before the hand-over has been started.
     handing_flushed: bool,
-    /// When a stop that lasts is told next.
-    tell_stop_at: Option<Instant>,
+    /// Time of the next log line about a stop that takes long.
+    report_stop_at: Option<Instant>,
 }
 
 impl Driver {
@@ -275,10 +277,10 @@ impl Driver {
             endurance,
             policy,
             descriptor_socket,
-            left_to_us,
+            inherited,
         } = parts;
         let a_session = limits.iodepth_max as usize + META_A_SESSION;
-        // A write of its wear to each device besides. More devices may come.
+        // Plus one write of the wear counters per device. Devices may be added later.
         let devices_max = devices.len().max(DEVICES_MAX as usize);
         let operations_max = limits.sessions_max as usize * a_session + devices_max;
         let inflight_max = Queue::inflight_max(devices_max, operations_max);
@@ -313,11 +315,12 @@ impl Driver {
             ledger,
             metrics_waiters: Vec::new(),
             turn_waiters: Vec::new(),
-            look_at: Instant::now(),
+            snapshot_at: Instant::now(),
             left: Vec::new(),
             in_trouble: [false; DEVICES_MAX as usize],
             wear_kept: false,
             pacing: Pacing::new(Instant::now()),
+            spans: Spans::default(),
             events: VecDeque::from([Event::Quotas(quotas)]),
             actions: Vec::new(),
             pieces: Vec::new(),
@@ -326,40 +329,39 @@ impl Driver {
             stop_deadline: None,
             handing: false,
             handing_flushed: false,
-            tell_stop_at: None,
+            report_stop_at: None,
         };
         driver.watch(driver.inbox.wake(), Source::Inbox, EventFlags::IN)?;
         driver.watch(driver.engine.wake(), Source::Engine, EventFlags::IN)?;
-        // Edges: while there is no room, a connection that waits must not keep us awake.
+        // Edge-triggered: a connection that cannot be accepted yet must not wake the thread again and again.
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
-        // All that can fail has been done: what is left to us is spent from here on.
+        // Inherited sessions can be claimed only once, so everything that can fail precedes this point.
         let begun = match unwritable {
             None => {
-                // Who waits is left to the next start at once.
-                let waits = match left_to_us {
+                // With sessions to adopt, fail at once: the next start may adopt them.
+                let waits = match inherited {
                     None => &retry::WAITS[..],
                     Some(_) => &[],
                 };
                 retry::retry(waits.iter().copied(), || {
-                    begin_life(&mut driver.core, &opened)
+                    begin_incarnation(&mut driver.core, &opened)
                 })
             }
             Some(error) => Err(error),
         };
         if let Err(error) = begun {
-            // What fails now may not fail in a second; to be read from is nothing that they could go on with.
-            if left_to_us.is_some() {
+            // The sessions need a store that can be written, and the next start may have one.
+            if inherited.is_some() {
                 return Err(error.into());
             }
             driver.core.begin_reading(&error);
-            let why = driver.core.reading_only().expect("just begun");
-            tracing::error!("nothing is written: {}", why.message);
+            let why = driver.core.read_only().expect("just begun");
+            tracing::error!("the store is read-only: {}", why.message);
         }
-        // The engine has what it needs.
         drop(opened);
-        if let Some(left) = left_to_us {
-            driver.take_up_all(left, epoch, policy);
+        if let Some(inherited) = inherited {
+            driver.adopt_all(inherited, epoch, policy);
         }
         Ok((driver, reason))
     }
@@ -380,7 +382,8 @@ impl Driver {
                             self.busy.push_back(session);
                         }
                     }
-                    // Nothing is ever sent over it, so anything is its end. A pidfd is readable when the process is gone.
+                    // Nothing is ever sent over a life line, so an event means that it was closed. A pidfd is readable when its
+                    // process has ended.
                     Source::LifeLine(session) => self.gone(session, "its process ended"),
                 }
             }
@@ -394,12 +397,12 @@ impl Driver {
             self.accept();
             self.decide();
             self.close_left();
-            self.hand_over()?;
+            self.submit_queued()?;
             self.free_ended();
             for session in self.sessions.values_mut() {
                 session.ring();
             }
-            self.answer_lookers();
+            self.answer_metrics();
             if self.ended_in_order()? {
                 return Ok(());
             }
@@ -429,7 +432,7 @@ impl Driver {
                         continue;
                     }
                     if self.calls.len() >= CALLS_MAX {
-                        let what = format!("{CALLS_MAX} calls wait for their answer already");
+                        let what = format!("{CALLS_MAX} calls already wait for an answer");
                         let _ = answer.send(Err(Fault::new(FaultKind::TooMany, what)));
                         continue;
                     }
@@ -452,14 +455,14 @@ impl Driver {
                 } => self.add_device(peer, file, device, moved, answer),
                 Message::MovedBeside { device, moved } => self.ledger.moved_beside(device, moved),
                 Message::File { device, answer } => {
-                    // An error means that nobody waits for it any more.
+                    // Fails only if the caller has gone.
                     let _ = answer.send(self.files[device.0 as usize].clone());
                 }
-                Message::Look { viewer, answer } => {
+                Message::Snapshot { viewer, answer } => {
                     if self.metrics_waiters.len() < CALLS_MAX {
                         self.metrics_waiters.push((viewer, answer));
                     } else {
-                        let what = format!("{CALLS_MAX} look at the metrics already");
+                        let what = format!("{CALLS_MAX} metrics calls already wait for an answer");
                         let _ = answer.send(Err(Fault::new(FaultKind::TooMany, what)));
                     }
                 }
@@ -467,7 +470,7 @@ impl Driver {
                 Message::Ask(question) => (question.0)(&self.core),
                 Message::Damaged { uid, job, damage } => {
                     let place = self.ledger.place(uid, &job);
-                    self.hear_damage(place, uid, damage);
+                    self.report_damage(place, uid, damage);
                 }
                 Message::Reported { uid, job, damage } => {
                     if self.core.confirm_damage(uid, &job, &damage) {
@@ -506,7 +509,7 @@ impl Driver {
                         Ok(moved) => format!("only {moved} bytes moved"),
                     };
                     tracing::warn!(
-                        "how far device {} is worn could not be kept on it, tried again later: {why}",
+                        "device {}: writing its wear counters failed, will retry: {why}",
                         self.core.device_states()[device.0 as usize].path
                     );
                 }
@@ -528,8 +531,8 @@ impl Driver {
         Ok(())
     }
 
-    /// Gives the engine what its devices have room for.
-    fn hand_over(&mut self) -> Result<(), DriverError> {
+    /// Submits queued operations as far as the devices' limits allow.
+    fn submit_queued(&mut self) -> Result<(), DriverError> {
         self.queue.start(Instant::now(), &mut self.pieces);
         for piece in self.pieces.drain(..) {
             self.engine.submit(piece);
@@ -537,7 +540,7 @@ impl Driver {
         Ok(self.engine.start()?)
     }
 
-    /// One turn of the ring that has waited longest.
+    /// Takes submissions from the ring that has waited longest.
     fn serve_ring(&mut self) {
         let Some(id) = self.busy.pop_front() else {
             return;

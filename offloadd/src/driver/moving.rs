@@ -1,5 +1,5 @@
-//! Devices that come and go, and when their tiles move: as fast as it goes while nobody else is there, otherwise a quarter
-//! of the time, so that jobs keep their share; and never faster than the ceiling that came with them.
+//! Devices that are added and drained, and the pace at which tiles move: at full speed without sessions, a quarter of the time with
+//! them, so that jobs keep their bandwidth; and never faster than the configured limit.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -17,31 +17,30 @@ use crate::queue::DeviceLimits;
 use crate::rate_limiter::RateLimiter;
 use crate::store::format::MeasuredRates;
 
-/// While sessions are open, moving rests so many times as long as it took.
+/// While sessions are open, a batch is followed by a pause of this many times its duration.
 const RESTS: u32 = 3;
 
-/// However long it took.
+/// Limit of that pause.
 const REST_MAX: Duration = Duration::from_secs(10);
 
-/// Where all that is left waits for its job's next write or commit, it is asked so often.
-const ASK_AGAIN: Duration = Duration::from_millis(200);
+/// Interval of checks while all remaining tiles wait for their job's next write or commit.
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// After that it is copied, whether its job will write it or not.
+/// After this time without progress, tiles are copied even if their job may write them soon.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What failed is tried again so often.
+/// Interval of retries after a failure.
 const RETRY: Duration = Duration::from_secs(60);
 
-/// When tiles move next.
 #[derive(Debug)]
 pub(super) struct Pacing {
     next: Instant,
-    /// When those that move began, and what was copied before them.
+    /// Start of the current batch, and the bytes copied before it.
     began: Option<(Instant, u64)>,
     rate_limiter: RateLimiter,
-    /// When some moved last, or may again.
+    /// When tiles last moved, or will be allowed to by the limit.
     progress: Instant,
-    told_stopped: bool,
+    logged_stopped: bool,
 }
 
 impl Pacing {
@@ -51,13 +50,13 @@ impl Pacing {
             began: None,
             rate_limiter: RateLimiter::default(),
             progress: now,
-            told_stopped: false,
+            logged_stopped: false,
         }
     }
 }
 
 impl Driver {
-    /// When [`Self::move_tiles`] is wanted next.
+    /// When to call [`Self::move_tiles`] next.
     pub(super) fn move_at(&self) -> Option<Instant> {
         match self.core.moves() {
             Moves::Waiting if self.stop_deadline.is_none() => Some(self.may_move_at()),
@@ -66,18 +65,18 @@ impl Driver {
         }
     }
 
-    /// Nothing more is copied before.
+    /// When the next batch may start.
     fn may_move_at(&self) -> Instant {
-        let paid = self.paid_at();
-        paid.map_or(self.pacing.next, |paid| paid.max(self.pacing.next))
+        let allowed = self.allowed_at();
+        allowed.map_or(self.pacing.next, |at| at.max(self.pacing.next))
     }
 
-    /// When what was copied last has the time that the ceiling gives it.
-    fn paid_at(&self) -> Option<Instant> {
+    /// When the rate limit allows the next batch.
+    fn allowed_at(&self) -> Option<Instant> {
         (self.pacing.rate_limiter).next(self.core.rebalance_bytes_per_s_max())
     }
 
-    /// Lets the next tiles move, if some are to and it is time.
+    /// Starts the next batch of moves, if tiles are to move and it is time.
     pub(super) fn move_tiles(&mut self) {
         if self.stop_deadline.is_some() {
             return;
@@ -87,11 +86,11 @@ impl Driver {
             Moves::Moving => {}
             Moves::None => self.pacing.progress = now,
             Moves::Stopped => {
-                if !std::mem::replace(&mut self.pacing.told_stopped, true) {
+                if !std::mem::replace(&mut self.pacing.logged_stopped, true) {
                     let states = self.core.device_states();
                     let why = states.into_iter().find_map(|state| state.status.stuck);
                     tracing::error!(
-                        "tiles do not move to or from a device: {}; tried again every {} s",
+                        "tiles cannot be moved to or from a device: {}; will retry every {} s",
                         why.unwrap_or_default(),
                         RETRY.as_secs()
                     );
@@ -109,9 +108,9 @@ impl Driver {
                     let took = now.saturating_duration_since(began);
                     let rests = if self.sessions.is_empty() { 0 } else { RESTS };
                     self.pacing.next = now + (took * rests).min(REST_MAX);
-                    // Who waits for the ceiling is not kept waiting by a job.
-                    self.pacing.progress = self.paid_at().map_or(now, |paid| paid.max(now));
-                    self.pacing.told_stopped = false;
+                    // Waiting for the rate limit does not count as missing progress.
+                    self.pacing.progress = self.allowed_at().map_or(now, |at| at.max(now));
+                    self.pacing.logged_stopped = false;
                 }
                 if now < self.may_move_at() {
                     return;
@@ -122,13 +121,13 @@ impl Driver {
                 self.decide();
                 match self.core.moves() {
                     Moves::Moving => self.pacing.began = Some((now, copied_bytes)),
-                    _ => self.pacing.next = now + ASK_AGAIN,
+                    _ => self.pacing.next = now + CHECK_INTERVAL,
                 }
             }
         }
     }
 
-    /// The engine, the queue and the counts have it before the core does; its index is taken whatever the core says.
+    /// Adds a device to engine, queue and ledger, then to the core. Its index stays used even if the core refuses it.
     pub(super) fn add_device(
         &mut self,
         peer: Peer,
@@ -145,7 +144,7 @@ impl Driver {
         let room = if self.calls.len() < CALLS_MAX {
             self.core.check_growth()
         } else {
-            let what = format!("{CALLS_MAX} calls wait for their answer already");
+            let what = format!("{CALLS_MAX} calls already wait for an answer");
             Err(Fault::new(FaultKind::TooMany, what))
         };
         let added = room.and_then(|()| {
@@ -180,7 +179,7 @@ impl Driver {
         if let Some(Reply::AddDevice { number }) = reply {
             self.ledger.device_came(device, *number);
             tracing::info!(
-                "device {} came to the store; tiles move to it. Add it to `devices` in the settings before the next start",
+                "added device {} to the store; tiles move to it. Add it to `devices` in the settings before the next start",
                 path(self)
             );
         } else {
@@ -188,8 +187,8 @@ impl Driver {
         }
     }
 
-    /// What goes to it at a time, and what is slow of it, goes by its new rates.
-    pub(super) fn device_measured(&mut self, device: DeviceIndex) {
+    /// Applies new rates to the queue's limits and to the detection of slow devices.
+    pub(super) fn device_calibrated(&mut self, device: DeviceIndex) {
         let state = self.core.device_states().swap_remove(device.0 as usize);
         let rates = MeasuredRates {
             read_bytes_per_s: state.read_bytes_per_s,
@@ -200,7 +199,7 @@ impl Driver {
         }
         self.ledger.device_measured(device, &rates);
         tracing::info!(
-            "device {} was measured again: it reads {:.2} GB/s and writes {:.2} GB/s",
+            "calibrated device {}: reads {:.2} GB/s, writes {:.2} GB/s",
             state.path,
             rates.read_bytes_per_s as f64 / 1e9,
             rates.write_bytes_per_s as f64 / 1e9
@@ -210,14 +209,14 @@ impl Driver {
     pub(super) fn forget_device(&mut self, device: DeviceIndex) {
         let state = self.core.device_states().swap_remove(device.0 as usize);
         tracing::info!(
-            "device {} was drained and is of the store no more: take it from `devices` in the settings",
+            "drained device {}, which is not part of the store any more: remove it from `devices` in the settings",
             state.path
         );
         self.ledger.device_left(device);
         self.left.push(device);
     }
 
-    /// Closes devices that left, once nothing on its way is for them: how worn they are is written until then.
+    /// Closes devices that have left the store, once their last write of wear counters has ended.
     pub(super) fn close_left(&mut self) {
         let ledger = &self.ledger;
         let idle = (self.left).extract_if(.., |device| !ledger.is_keeping_wear(*device));
@@ -229,7 +228,7 @@ impl Driver {
     fn close_device(&mut self, device: DeviceIndex) {
         self.files[device.0 as usize] = None;
         if let Err(error) = self.engine.remove(device) {
-            tracing::warn!(%error, "a device that left stays open until offloadd ends");
+            tracing::warn!(%error, "cannot close a device that left the store; it stays open until offloadd ends");
         }
     }
 }

@@ -1,18 +1,18 @@
-//! The process at the other end of a unix socket, as a descriptor that is readable once the process has ended.
+//! A pidfd of the process at the other end of a unix socket, which is readable once the process has ended.
 //!
-//! `SO_PEERPIDFD` (Linux 6.5) names the process that connected. Older kernels that we support (5.15 and 6.1) only give its
-//! number, which may be another process's by the time it is opened, if the first one ended in between: then its socket hangs up
-//! all the same, unless a child holds a copy. Holds the `unsafe` of a socket option that rustix does not have.
+//! `SO_PEERPIDFD` (Linux 6.5) returns the process that connected. Older supported kernels (5.15 and 6.1) return only its pid, which
+//! may have been reused before it is opened. Then the hang-up of the socket still reports the end, unless a child holds a copy.
+//! Contains `unsafe` for this socket option, which rustix lacks.
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use rustix::process::{Pid, PidfdFlags};
 
-/// Of `asm-generic/socket.h`.
+/// From `asm-generic/socket.h`.
 const SO_PEERPIDFD: libc::c_int = 77;
 
-/// The process that connected to `socket`; `pid` is its number, `None` in another pid namespace. `None` where the kernel gives
-/// none: then the socket alone tells of its end.
+/// Returns a pidfd of the process that connected to `socket`. `pid` is `None` for a process in another PID namespace. Returns `None`
+/// if the kernel provides none; then only the socket reports the end of the process.
 pub(super) fn of_peer(socket: impl AsFd, pid: Option<Pid>) -> Option<OwnedFd> {
     connected(&socket).or_else(|| rustix::process::pidfd_open(pid?, PidfdFlags::empty()).ok())
 }
@@ -20,7 +20,7 @@ pub(super) fn of_peer(socket: impl AsFd, pid: Option<Pid>) -> Option<OwnedFd> {
 fn connected(socket: impl AsFd) -> Option<OwnedFd> {
     let mut fd: RawFd = -1;
     let mut bytes = size_of::<RawFd>() as libc::socklen_t;
-    // SAFETY: both pointers are to locals of the sizes that are named, and live over the call.
+    // SAFETY: both pointers are to locals of the sizes passed, which outlive the call.
     let failed = unsafe {
         libc::getsockopt(
             socket.as_fd().as_raw_fd(),
@@ -30,7 +30,7 @@ fn connected(socket: impl AsFd) -> Option<OwnedFd> {
             &raw mut bytes,
         )
     } != 0;
-    // SAFETY: the kernel has just made this descriptor for us.
+    // SAFETY: the kernel has just created this descriptor for us.
     (!failed && fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
@@ -52,7 +52,7 @@ mod tests {
         poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&limit)).unwrap() == 1
     }
 
-    /// A number that is another process's by now must not be believed.
+    /// A reused pid must not be taken for the process.
     #[test]
     fn the_process_that_connected_is_watched_whatever_has_its_number() {
         let dir = tempfile::tempdir().unwrap();
@@ -79,7 +79,7 @@ mod tests {
             );
             return;
         }
-        // Our own number, as if it had been given to us since.
+        // Our own pid, as if it had been reused for us.
         let process = of_peer(&socket, Some(rustix::process::getpid())).unwrap();
         assert!(!has_ended(&process, 0));
         child.kill().unwrap();

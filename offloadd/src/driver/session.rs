@@ -1,4 +1,4 @@
-//! One process as the driver sees it: its memory, rings, doorbells and life line.
+//! The driver's part of a session: memory, rings, doorbells and life line.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
@@ -17,35 +17,36 @@ use crate::metrics::ledger::JobPlace;
 pub(super) struct Session {
     pub(super) token: SessionToken,
     pub(super) peer: Peer,
-    /// Where it is counted.
+    /// Index of its job in the ledger.
     pub(super) job: JobPlace,
     pub(super) state: State,
-    /// Completions were put since the doorbell was last rung.
+    /// Whether completions were put since the doorbell was last rung.
     pub(super) unrung: bool,
+    /// Fields of its log lines.
+    pub(super) span: tracing::Span,
 }
 
-/// How far a session has come.
 #[derive(Debug)]
 pub(super) enum State {
-    /// The keeper makes its memory.
+    /// The keeper is making its memory.
     Making,
-    /// The core dropped it meanwhile.
+    /// The core dropped it while its memory was being made.
     Dropped,
-    /// Its process has not come for the descriptors yet.
+    /// Its process has not fetched the descriptors yet.
     Offered { made: Box<Made>, deadline: Instant },
-    /// Both sides have them.
+    /// Its process has the descriptors.
     Attached {
         made: Box<Made>,
         life_line: OwnedFd,
-        /// Of the process, where the kernel gives one: it also ends when a child still holds the life line.
+        /// Pidfd, if the kernel provides one: reports the end of the process even if a child holds the life line.
         process: Option<OwnedFd>,
     },
-    /// Its process is gone or thrown out; its I/O has not ended.
+    /// Its process has ended or was evicted; its I/O has not ended.
     Gone { made: Box<Made> },
 }
 
 impl Session {
-    /// What both sides share, once it exists.
+    /// Memory and rings, once they exist.
     pub(super) fn made(&mut self) -> Option<&mut Made> {
         match &mut self.state {
             State::Making | State::Dropped => None,
@@ -55,13 +56,13 @@ impl Session {
         }
     }
 
-    /// Up to `entries_max` submissions, copied out. An error: the process broke the protocol.
+    /// Copies up to `entries_max` submissions. An error means that the process broke the protocol.
     pub(super) fn take(
         &mut self,
         entries_max: usize,
         entries: &mut Vec<Sqe>,
     ) -> Result<(), RingError> {
-        // Before it attached nobody can have written; after it is gone nobody wants to know.
+        // Nothing can be written before the process attaches, and nothing is taken after it has gone.
         let State::Attached { made, .. } = &mut self.state else {
             return Ok(());
         };
@@ -74,7 +75,7 @@ impl Session {
         Ok(())
     }
 
-    /// Puts a completion in. An error: the process does not reap what it asked for.
+    /// Puts a completion into the ring. An error means that the process does not reap completions.
     pub(super) fn put(&mut self, entry: &Cqe) -> Result<(), RingError> {
         let State::Attached { made, .. } = &mut self.state else {
             return Ok(());
@@ -84,7 +85,7 @@ impl Session {
         Ok(())
     }
 
-    /// Wakes the process, once for all completions put since the last time.
+    /// Wakes the process if completions were put since the last call.
     pub(super) fn ring(&mut self) {
         if !std::mem::take(&mut self.unrung) {
             return;
@@ -92,14 +93,14 @@ impl Session {
         let State::Attached { made, .. } = &mut self.state else {
             return;
         };
-        // A byte that waits wakes it as well as two. Neither call blocks: the write end is ours alone.
+        // One unread byte is enough. Neither call blocks: the write end is not shared with the process.
         let waiting = rustix::io::ioctl_fionread(&made.completion_reader);
         if !matches!(waiting, Ok(1..)) {
             let _ = rustix::io::write(&made.completion_doorbell, &[1]);
         }
     }
 
-    /// What the process gets.
+    /// Descriptors for the process.
     pub(super) fn offered(made: &Made) -> Offered<'_> {
         Offered {
             arena: made.arena.as_fd(),

@@ -1,4 +1,4 @@
-//! How long the owner thread sleeps.
+//! When the owner thread wakes up.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::session::State;
 use super::{Driver, DriverError, system};
 
 impl Driver {
-    /// Waits until something has happened or is to be done; what happened is in `ready`.
+    /// Waits for events, which are returned in `ready`, or until the next deadline.
     pub(super) fn sleep(&mut self, ready: &mut Vec<Event>) -> Result<(), DriverError> {
         ready.clear();
         let left = self.left();
@@ -22,7 +22,7 @@ impl Driver {
         }
     }
 
-    /// How long nothing needs to be done; `None` for ever.
+    /// Time until the next deadline; `None` if there is none.
     fn left(&self) -> Option<Duration> {
         if !self.busy.is_empty() || self.engine.has_work() {
             return Some(Duration::ZERO);
@@ -39,11 +39,11 @@ impl Driver {
             .map(|hello| hello.deadline)
             .chain(offers)
             .chain(self.stop_deadline)
-            .chain(self.tell_stop_at)
+            .chain(self.report_stop_at)
             .chain(self.ledger.judge_at())
             .chain(self.ledger.keep_wear_at())
             .chain(self.move_at())
-            .chain((!self.metrics_waiters.is_empty()).then_some(self.look_at))
+            .chain((!self.metrics_waiters.is_empty()).then_some(self.snapshot_at))
             .chain(self.accept_at)
             .chain(engine_again)
             .min()?;

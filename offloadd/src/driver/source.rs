@@ -1,10 +1,10 @@
-//! Who woke the owner thread: what epoll keeps with each descriptor and gives back.
+//! Sources of epoll events.
 
 use rustix::event::epoll::EventData;
 
 use crate::io::SessionId;
 
-/// What epoll reports, packed into the 64 bits it keeps: kind above, number below.
+/// Source of an event, packed into the 64 bits that epoll stores per descriptor: kind in the high bits, number below.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Source {
     Inbox,
@@ -27,7 +27,7 @@ impl Source {
             Self::Doorbell(session) => (4, session.0),
             Self::LifeLine(session) => (5, session.0),
         };
-        assert!(number >> NUMBER_BITS == 0, "numbers are counted from 0");
+        assert!(number >> NUMBER_BITS == 0, "numbers count up from 0");
         EventData::new_u64(kind << NUMBER_BITS | number)
     }
 

@@ -1,5 +1,5 @@
-//! A stop in order: sessions end, what is in flight ends, what sessions wrote that are handed over is flushed, wear is kept, and
-//! only then the owner thread ends.
+//! An orderly stop: sessions end, I/O in flight ends, the writes of sessions to hand over are flushed, wear counters are written, and
+//! then the owner thread ends.
 
 use std::time::{Duration, Instant};
 
@@ -9,18 +9,20 @@ use super::session::{Session, State};
 use super::{Driver, DriverError, STOP_WAIT};
 use crate::core::Event;
 
-/// Nobody wonders before that why a stop lasts; and between two words about it.
+/// A stop that takes longer than this is logged.
 const STOP_QUIET: Duration = Duration::from_secs(2);
-const STOP_TOLD_EVERY: Duration = Duration::from_secs(10);
+
+/// Interval of the log lines about a stop that takes long.
+const STOP_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 impl Driver {
     pub(super) fn stop(&mut self) {
-        // Whoever ends it in a hurry waits for no handover.
+        // A second signal ends the daemon without a hand-over.
         self.handing = false;
         self.begin_to_end();
     }
 
-    /// No new work: what is in the rings stays there for the next daemon.
+    /// Takes no more entries from the rings: they stay for the next daemon.
     pub(super) fn begin_to_hand_over(&mut self) {
         if self.stop_deadline.is_none() {
             self.handing = true;
@@ -34,13 +36,13 @@ impl Driver {
             return;
         }
         self.stop_deadline = Some(Instant::now() + STOP_WAIT);
-        self.tell_stop_at = Some(Instant::now() + STOP_QUIET);
+        self.report_stop_at = Some(Instant::now() + STOP_QUIET);
         let _ = epoll::delete(&self.epoll, &self.listener);
         let _ = std::fs::remove_file(&self.descriptor_socket);
         self.end_sessions();
     }
 
-    /// Those that the next daemon will not have.
+    /// Ends the sessions that are not handed over.
     fn end_sessions(&mut self) {
         let handing = self.handing;
         let ending = (self.sessions.iter())
@@ -51,9 +53,9 @@ impl Driver {
         }
     }
 
-    /// Nothing is left, or nothing but what the next daemon will have.
+    /// Whether no I/O is left, and no sessions except those to hand over.
     fn is_at_rest(&self) -> bool {
-        // One whose memory is still being made is not handed over: the others need not wait for that.
+        // A session whose memory is still being made is not handed over, so do not wait for it.
         let settled = |session: &Session| {
             !matches!(session.state, State::Offered { .. } | State::Gone { .. })
         };
@@ -65,21 +67,21 @@ impl Driver {
         sessions && self.queue.count() == 0
     }
 
-    /// Whether a stop was asked for and everything has ended. Calls that still wait are told by closing their channels.
+    /// Whether a stop was requested and everything has ended. Pending calls fail when their channels are dropped.
     pub(super) fn ended_in_order(&mut self) -> Result<bool, DriverError> {
         let Some(deadline) = self.stop_deadline else {
             return Ok(false);
         };
-        // Made after the stop began.
+        // Sessions that were opened after the stop began.
         self.end_sessions();
         self.decide();
-        self.hand_over()?;
+        self.submit_queued()?;
         let inflight_count = self.queue.count();
         if self.is_at_rest() {
             if self.handing && !std::mem::replace(&mut self.handing_flushed, true) {
                 self.events.push_back(Event::HandOver);
                 self.decide();
-                self.hand_over()?;
+                self.submit_queued()?;
                 if !self.is_at_rest() {
                     return Ok(false);
                 }
@@ -88,18 +90,18 @@ impl Driver {
                 return Ok(true);
             }
             self.keep_wear(true);
-            self.hand_over()?;
+            self.submit_queued()?;
             return Ok(self.queue.count() == 0);
         }
         let now = Instant::now();
         if now >= deadline {
             return Err(DriverError::Hanging { inflight_count });
         }
-        if self.tell_stop_at.is_some_and(|at| at <= now) {
-            self.tell_stop_at = Some(now + STOP_TOLD_EVERY);
+        if self.report_stop_at.is_some_and(|at| at <= now) {
+            self.report_stop_at = Some(now + STOP_LOG_INTERVAL);
             let left = deadline.saturating_duration_since(now);
             tracing::info!(
-                "the stop waits for {inflight_count} operations of devices to end, {} s more at most",
+                "the stop waits for {inflight_count} operations on devices, for at most {} s more",
                 left.as_secs()
             );
         }

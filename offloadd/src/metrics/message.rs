@@ -7,7 +7,7 @@ use offload_api::proto;
 
 use super::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
 use crate::core::{CommitState, DeviceState, DeviceStatus, JobState};
-use crate::quota::Shares;
+use crate::quota::Weights;
 use crate::store::catalog::Phase;
 use crate::store::definition::JobName;
 
@@ -19,7 +19,7 @@ impl From<Snapshot> for proto::MetricsReply {
             arena_bytes_max: snapshot.arena_bytes_max,
             session_count: snapshot.session_count,
             rebalance_bytes_per_s_max: snapshot.rebalance_bytes_per_s_max,
-            reading_only: snapshot.reading_only,
+            read_only: snapshot.read_only,
             devices: snapshot.devices.into_iter().map(Into::into).collect(),
             jobs: snapshot.jobs.into_iter().map(Into::into).collect(),
         }
@@ -93,8 +93,8 @@ impl From<JobView> for proto::JobMetrics {
             arena_bytes: state.arena_bytes,
             slot_count: state.slot_count,
             slot_used_count: state.slot_used_count,
-            user_share: state.shares.user,
-            share: state.shares.job,
+            user_weight: state.weights.user,
+            weight: state.weights.job,
             reading_count: state.reading_count,
             writing_count: state.writing_count,
             commit: commit as i32,
@@ -164,7 +164,7 @@ impl TryFrom<proto::MetricsReply> for Snapshot {
             arena_bytes_max: message.arena_bytes_max,
             session_count: message.session_count,
             rebalance_bytes_per_s_max: message.rebalance_bytes_per_s_max,
-            reading_only: message.reading_only,
+            read_only: message.read_only,
             devices: devices.collect::<Result<_, _>>()?,
             jobs: jobs.collect::<Result<_, _>>()?,
         })
@@ -239,9 +239,9 @@ impl TryFrom<proto::JobMetrics> for JobView {
                 arena_bytes: message.arena_bytes,
                 slot_count: message.slot_count,
                 slot_used_count: message.slot_used_count,
-                shares: Shares {
-                    user: message.user_share,
-                    job: message.share,
+                weights: Weights {
+                    user: message.user_weight,
+                    job: message.weight,
                 },
                 reading_count: message.reading_count,
                 writing_count: message.writing_count,
@@ -305,7 +305,7 @@ mod tests {
             arena_bytes_max: 6,
             session_count: 2,
             rebalance_bytes_per_s_max: Some(0),
-            reading_only: Some("a device".into()),
+            read_only: Some("a device".into()),
             devices: vec![DeviceView {
                 state: DeviceState {
                     path: "/mnt/a".into(),
@@ -341,7 +341,7 @@ mod tests {
                     arena_bytes: 20,
                     slot_count: 21,
                     slot_used_count: 22,
-                    shares: Shares { user: 300, job: 38 },
+                    weights: Weights { user: 300, job: 38 },
                     reading_count: 23,
                     writing_count: 24,
                     commit: CommitState::Gathering {

@@ -71,7 +71,7 @@ pub struct Snapshot {
     /// While tiles move under a ceiling: what may be copied.
     pub rebalance_bytes_per_s_max: Option<u64>,
     /// Why nothing is written in this life of the daemon, if nothing is.
-    pub reading_only: Option<String>,
+    pub read_only: Option<String>,
     /// In the store's order.
     pub devices: Vec<DeviceView>,
     /// Those that may be seen, by owner and name.

@@ -1,8 +1,6 @@
-//! A [`Snapshot`] as Prometheus reads it (OpenMetrics text; [`plain`]: what came before it). `configs/grafana.json` draws these names.
+//! A [`Snapshot`] as OpenMetrics text for Prometheus. `configs/grafana.json` draws these metrics.
 //!
-//! Jobs that have no session and moved nothing since the start are left out: a store may hold a thousand.
-
-pub mod plain;
+//! Leaves out jobs without a session that moved nothing since the start, because a store may hold a thousand jobs.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,10 +13,10 @@ use prometheus_client::registry::{Registry, Unit};
 use super::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
 use crate::core::CommitState;
 
-/// What the text is, for HTTP.
+/// Value of the HTTP header `Content-Type`.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// The whole text.
+/// Encodes a snapshot as OpenMetrics text.
 pub fn text(snapshot: Snapshot) -> String {
     let mut registry = Registry::default();
     registry.register_collector(Box::new(Page(snapshot)));
@@ -32,7 +30,7 @@ struct Page(Snapshot);
 
 type Labels = Vec<(&'static str, String)>;
 
-/// One line each of a metric: its labels and what it counts.
+/// Samples of a metric: labels and value.
 type Lines<V> = Vec<(Labels, V)>;
 
 impl Collector for Page {
@@ -43,39 +41,39 @@ impl Collector for Page {
         let build = vec![("version", env!("CARGO_PKG_VERSION").into())];
         page.gauge(
             "offloadd_build_info",
-            "Which offloadd this is",
+            "Version of offloadd",
             None,
             vec![(build, 1.0)],
         )?;
         page.gauge(
             "offloadd_uptime",
-            "Since the daemon started; everything is counted from there",
+            "Time since the daemon started, when its counters began at 0",
             Some(&Unit::Seconds),
             alone(snapshot.uptime.as_secs_f64()),
         )?;
         page.gauge(
             "offloadd_arena_used",
-            "Host memory of all sessions",
+            "Host memory in use by all sessions",
             Some(&Unit::Bytes),
             alone(snapshot.arena_used_bytes as f64),
         )?;
         page.gauge(
             "offloadd_arena_max",
-            "Host memory that sessions may take together",
+            "Limit of the host memory of all sessions together",
             Some(&Unit::Bytes),
             alone(snapshot.arena_bytes_max as f64),
         )?;
         page.gauge(
             "offloadd_sessions",
-            "Processes that are served",
+            "Open sessions, one per process",
             None,
             alone(snapshot.session_count as f64),
         )?;
         page.gauge(
-            "offloadd_reading_only",
-            "1 when a device did not take what the start writes: nothing is written until it starts again",
+            "offloadd_read_only",
+            "1 if a device failed a write while the daemon started: the store is read-only until a restart",
             None,
-            alone(f64::from(u8::from(snapshot.reading_only.is_some()))),
+            alone(f64::from(u8::from(snapshot.read_only.is_some()))),
         )?;
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
@@ -89,7 +87,6 @@ fn is_shown(job: &JobView) -> bool {
     job.state.session_count > 0 || job.counts != Counts::default() || job.commits.count() > 0
 }
 
-/// Writes metrics one after the other.
 struct Encoder<'a, 'b>(&'a mut DescriptorEncoder<'b>);
 
 impl Encoder<'_, '_> {
@@ -102,31 +99,31 @@ impl Encoder<'_, '_> {
         let bytes = Some(&Unit::Bytes);
         self.gauge(
             "offloadd_device_queue_depth",
-            "Operations the device has, and those that wait in the daemon until it has room",
+            "Operations on the device and in the daemon's queue for it",
             None,
             lines(|d| d.queue_depth as f64),
         )?;
         self.gauge(
             "offloadd_device_queue_depth_max",
-            "Most there ever were of them",
+            "Maximum of the queue depth since the daemon started",
             None,
             lines(|d| d.queue_depth_max as f64),
         )?;
         self.counter(
             "offloadd_device_busy",
-            "Time in which there was something to read or write",
+            "Time with at least one operation on the device",
             Some(&Unit::Seconds),
             lines(|d| d.busy.as_secs_f64()),
         )?;
         self.gauge(
             "offloadd_device_slow",
-            "1 while it is much slower than format measured it",
+            "1 while the device is much slower than its measured rates",
             None,
             lines(|d| f64::from(u8::from(d.slow))),
         )?;
         self.counter(
             "offloadd_device_worn",
-            "Ever written to it since it was formatted",
+            "Bytes written to the device since it was formatted",
             bytes,
             lines(|d| d.worn_bytes as f64),
         )?;
@@ -135,31 +132,31 @@ impl Encoder<'_, '_> {
             .filter_map(|d| Some((labels(d), d.rated_bytes? as f64)));
         self.gauge(
             "offloadd_device_rated_written",
-            "What it is rated for, where the settings say",
+            "Rated endurance (rated_tbw in the settings)",
             bytes,
             rated.collect(),
         )?;
         self.counter(
             "offloadd_device_tiles_damaged",
-            "Tiles that were read and were not what was written",
+            "Tiles whose checksum did not match when they were read",
             None,
             lines(|d| d.damaged_count as f64),
         )?;
         self.gauge(
             "offloadd_device_data",
-            "Of the store",
+            "Space for tiles on the device",
             bytes,
             lines(|d| d.state.data_bytes as f64),
         )?;
         self.gauge(
             "offloadd_device_free",
-            "That no job holds",
+            "Space for tiles that no job has reserved",
             bytes,
             lines(|d| d.state.free_bytes as f64),
         )?;
         self.gauge(
             "offloadd_device_to_move",
-            "Of tiles that are still to come to a device that was added, or to leave one that is drained",
+            "Bytes still to be moved to the device after it was added, or from it while it is drained",
             bytes,
             lines(|d| d.state.status.left_bytes as f64),
         )?;
@@ -173,59 +170,58 @@ impl Encoder<'_, '_> {
         });
         self.gauge(
             "offloadd_device_phase",
-            "1 of the phase it is in: settled, filling since it came or was measured again, draining",
+            "1 for the current phase: settled, filling (added or calibrated, tiles move to it), draining",
             None,
             phases.collect(),
         )?;
         self.gauge(
             "offloadd_device_stuck",
-            "1 while what is to come to it or to leave it does not move: offloadd top says why",
+            "1 while tiles that should move to or from the device do not; offloadd top shows the reason",
             None,
             lines(|d| f64::from(u8::from(d.state.status.is_stuck()))),
         )?;
         self.gauge(
             "offloadd_device_trouble",
-            "1 while it hangs or its file is deleted: offloadd top says why",
+            "1 while the device hangs or its file is deleted; offloadd top shows the reason",
             None,
             lines(|d| f64::from(u8::from(d.trouble.is_some()))),
         )?;
         self.gauge(
             "offloadd_device_unlisted",
-            "1 while it is of the store and the list `devices` of the settings lacks it",
+            "1 while the device belongs to the store but is not in `devices` of the settings",
             None,
             lines(|d| f64::from(u8::from(d.unlisted))),
         )?;
         self.gauge(
             "offloadd_device_waits_for_start",
-            "1 while it is drained but for what leaves it when offloadd is started next",
+            "1 while a drained device holds only what moves at the next start of offloadd",
             None,
             lines(|d| f64::from(u8::from(d.state.status.waits_for_start))),
         )?;
         self.gauge(
             "offloadd_device_measured_read_bytes_per_second",
-            "Measured at format, 0 = unknown",
+            "Read rate measured by format or calibrate; 0 if unknown",
             None,
             lines(|d| d.state.read_bytes_per_s as f64),
         )?;
         self.gauge(
             "offloadd_device_measured_written_bytes_per_second",
-            "Measured at format, 0 = unknown",
+            "Write rate measured by format or calibrate; 0 if unknown",
             None,
             lines(|d| d.state.write_bytes_per_s as f64),
         )
     }
 
-    /// Whose jobs these are.
     fn users(&mut self, jobs: &[&JobView]) -> fmt::Result {
-        let shares = jobs
+        let weights = jobs
             .iter()
-            .map(|job| (job.state.uid, job.state.shares.user));
-        let shares: BTreeMap<u32, u32> = shares.collect();
-        let lines = shares.into_iter();
-        let lines = lines.map(|(uid, share)| (vec![("uid", uid.to_string())], f64::from(share)));
+            .map(|job| (job.state.uid, job.state.weights.user));
+        let weights: BTreeMap<u32, u32> = weights.collect();
+        let lines = weights.into_iter();
+        let lines = lines.map(|(uid, weight)| (vec![("uid", uid.to_string())], f64::from(weight)));
         self.gauge(
-            "offloadd_user_share",
-            "Its part of what a drive moves, beside other users",
+            "offloadd_user_weight",
+            "Weight of the user's bandwidth relative to other users",
             None,
             lines.collect(),
         )
@@ -245,54 +241,54 @@ impl Encoder<'_, '_> {
         };
         self.histogram(
             "offloadd_job_commit",
-            "From the last rank's call until a generation was durable",
+            "Time from the last rank's commit call until the generation was durable",
             jobs.iter().map(|job| (labels(job), &job.commits)).collect(),
         )?;
         self.counter(
             "offloadd_job_commits_failed",
-            "Calls to commit that were answered with a fault",
+            "Commit calls that failed",
             None,
             lines(|job| job.commit_failed_count as f64),
         )?;
         self.counter(
             "offloadd_job_worn",
-            "Written by it since it was defined, to devices that left the store too",
+            "Bytes written by the job since it was defined, including to devices that have left the store",
             Some(&Unit::Bytes),
             lines(|job| job.worn_bytes as f64),
         )?;
         self.counter(
             "offloadd_job_tiles_damaged",
-            "Tiles that were read and were not what was written",
+            "Tiles whose checksum did not match when they were read",
             None,
             lines(|job| job.damaged_count as f64),
         )?;
         self.gauge(
-            "offloadd_job_share",
-            "Its part of its user's, beside his other jobs",
+            "offloadd_job_weight",
+            "Weight of the job's bandwidth relative to its user's other jobs",
             None,
-            lines(|job| f64::from(job.state.shares.job)),
+            lines(|job| f64::from(job.state.weights.job)),
         )?;
         self.gauge(
             "offloadd_job_sessions",
-            "Processes",
+            "Open sessions of the job",
             None,
             lines(|job| job.state.session_count as f64),
         )?;
         self.gauge(
             "offloadd_job_arena",
-            "Host memory of its sessions",
+            "Host memory of the job's sessions",
             Some(&Unit::Bytes),
             lines(|job| job.state.arena_bytes as f64),
         )?;
         self.gauge(
             "offloadd_job_reserved",
-            "Over all devices",
+            "Space reserved for the job on all devices",
             Some(&Unit::Bytes),
             lines(|job| job.state.reserved_bytes as f64),
         )?;
         self.gauge(
             "offloadd_job_slots",
-            "Slots of its arenas",
+            "Slots in the arenas of the job's sessions",
             None,
             lines(|job| job.state.slot_count as f64),
         )?;
@@ -304,37 +300,36 @@ impl Encoder<'_, '_> {
         )?;
         self.gauge(
             "offloadd_job_tiles_reading",
-            "Tiles on their way in",
+            "Tiles being read",
             None,
             lines(|job| job.state.reading_count as f64),
         )?;
         self.gauge(
             "offloadd_job_tiles_writing",
-            "Tiles on their way out",
+            "Tiles being written",
             None,
             lines(|job| job.state.writing_count as f64),
         )?;
         self.gauge(
             "offloadd_job_committing",
-            "1 while ranks wait for a generation to become durable",
+            "1 while a commit is in progress",
             None,
             lines(|job| f64::from(u8::from(job.state.commit != CommitState::None))),
         )?;
         self.gauge(
             "offloadd_job_generation",
-            "The newest that is durable",
+            "Newest durable generation",
             None,
             lines(|job| job.state.newest_generation as f64),
         )?;
         self.gauge(
             "offloadd_job_poisoned",
-            "1 after a failed flush or record, until it resumes, and while nothing at all is written",
+            "1 after a failed flush or record until the job resumes, and while the store is read-only",
             None,
             lines(|job| f64::from(u8::from(job.state.poisoned))),
         )
     }
 
-    /// Which job wears which device out.
     fn jobs_on(&mut self, jobs: &[&JobView], devices: &[DeviceView]) -> fmt::Result {
         let path = |number| {
             let mut devices = devices.iter();
@@ -353,13 +348,13 @@ impl Encoder<'_, '_> {
         });
         self.counter(
             "offloadd_job_device_worn",
-            "Ever written by it to a device since it was defined",
+            "Bytes written by the job to the device since the job was defined",
             Some(&Unit::Bytes),
             lines.collect(),
         )
     }
 
-    /// What devices and jobs count alike.
+    /// Metrics that devices and jobs have in common.
     fn counts<T>(
         &mut self,
         of: &str,
@@ -376,13 +371,13 @@ impl Encoder<'_, '_> {
         let unit = Some(&Unit::Bytes);
         self.counter(
             &format!("offloadd_{of}_read"),
-            "Read",
+            "Bytes read",
             unit,
             bytes(|c| &c.read),
         )?;
         self.counter(
             &format!("offloadd_{of}_written"),
-            "Written",
+            "Bytes written",
             unit,
             bytes(|c| &c.written),
         )?;
@@ -394,7 +389,7 @@ impl Encoder<'_, '_> {
                     flushed,
                 } = counts(one);
                 let ops = [("read", read), ("write", written), ("flush", flushed)];
-                // A job flushes nothing that is its alone.
+                // A flush covers the writes of all jobs on a device.
                 let ops = ops
                     .into_iter()
                     .filter(|(op, _)| of == "device" || *op != "flush");
@@ -414,19 +409,19 @@ impl Encoder<'_, '_> {
         };
         self.counter(
             &format!("offloadd_{of}_operations_failed"),
-            "Errors and short transfers",
+            "Operations that ended with an error or a short transfer",
             None,
             lines(|traffic| traffic.failed_count),
         )?;
         self.counter(
             &format!("offloadd_{of}_operations_retried"),
-            "Times the kernel put an operation back and it was tried again",
+            "Times an operation was retried after the kernel returned it unfinished",
             None,
             lines(|traffic| traffic.retried_count),
         )?;
         self.histogram(
             &format!("offloadd_{of}_operation"),
-            "From when its first piece goes to the device until its last one has ended",
+            "Time from handing the first piece to the device until the last piece has ended",
             ops.iter()
                 .map(|(labels, traffic)| (labels.clone(), &traffic.latencies))
                 .collect(),

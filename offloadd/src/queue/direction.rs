@@ -267,8 +267,8 @@ mod tests {
     fn session(number: u64) -> Owner {
         Owner::Session {
             uid: number as u32,
-            user_share: 100,
-            job_share: 100,
+            user_weight: 100,
+            job_weight: 100,
             job: number,
             session: SessionId(number),
         }
@@ -295,8 +295,8 @@ mod tests {
         let (flood, other) = (session(1), session(2));
         let same_job = Owner::Session {
             uid: 1,
-            user_share: 100,
-            job_share: 100,
+            user_weight: 100,
+            job_weight: 100,
             job: 1,
             session: SessionId(3),
         };

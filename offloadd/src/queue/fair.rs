@@ -129,7 +129,7 @@ impl<K: Copy + Ord> Fair<K> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::quota::SHARE_MAX;
+    use crate::quota::WEIGHT_MAX;
 
     /// What each of those who want `wants` bytes again and again got when `bytes` were moved in pieces of that length.
     fn served(bytes: u64, wants: &[(u32, u32)]) -> Vec<u64> {
@@ -152,7 +152,7 @@ mod tests {
             [(300, 1 << 20), (100, 1 << 20)],
             [(300, 4096), (100, 1 << 20)],
             [(300, 1 << 20), (100, 4096)],
-            [(8 * SHARE_MAX, 4096), (8 * SHARE_MAX / 3, 65_536)],
+            [(8 * WEIGHT_MAX, 4096), (8 * WEIGHT_MAX / 3, 65_536)],
         ] {
             let got = served(1 << 30, &wants);
             let ratio = got[0] as f64 / got[1] as f64;

@@ -2,7 +2,7 @@
 
 use super::direction::TURNS;
 use crate::io::SessionId;
-use crate::quota::{SHARE_DEFAULT, SHARE_MAX};
+use crate::quota::{WEIGHT_DEFAULT, WEIGHT_MAX};
 
 /// Owner of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,10 +13,10 @@ pub enum Owner {
     Session {
         /// User of the process.
         uid: u32,
-        /// Share of the user beside other users, 1 to [`SHARE_MAX`](crate::quota::SHARE_MAX).
-        user_share: u32,
+        /// Share of the user beside other users, 1 to [`WEIGHT_MAX`](crate::quota::WEIGHT_MAX).
+        user_weight: u32,
         /// Share of the job beside the user's other jobs, in the same range.
-        job_share: u32,
+        job_weight: u32,
         /// Any number that identifies the job.
         job: u64,
         /// The session.
@@ -41,7 +41,7 @@ pub(super) type Job = (User, u64);
 pub(super) type Line = (Job, SessionId);
 
 /// Weight of tiles that move while no user waits. Beside users it is lower, see [`Direction`](super::direction::Direction).
-pub(super) const BACKGROUND_WEIGHT: u32 = SHARE_DEFAULT;
+pub(super) const BACKGROUND_WEIGHT: u32 = WEIGHT_DEFAULT;
 
 /// Weights of turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,27 +58,27 @@ impl Owner {
         let daemon = |user, weight| {
             let weights = Weights {
                 user: weight,
-                job: SHARE_DEFAULT,
+                job: WEIGHT_DEFAULT,
             };
             (((user, 0), SessionId(0)), weights)
         };
         match self {
             Self::Daemon if background => daemon(User::Background, BACKGROUND_WEIGHT),
             // Records and the catalog are short and few, and somebody waits for each.
-            Self::Daemon => daemon(User::Daemon, SHARE_MAX * TURNS),
+            Self::Daemon => daemon(User::Daemon, WEIGHT_MAX * TURNS),
             Self::Session {
                 uid,
-                user_share,
-                job_share,
+                user_weight,
+                job_weight,
                 job,
                 session,
             } => {
-                for share in [user_share, job_share] {
-                    assert!((1..=SHARE_MAX).contains(&share), "a share of {share}");
+                for share in [user_weight, job_weight] {
+                    assert!((1..=WEIGHT_MAX).contains(&share), "a share of {share}");
                 }
                 let weights = Weights {
-                    user: user_share * TURNS,
-                    job: job_share,
+                    user: user_weight * TURNS,
+                    job: job_weight,
                 };
                 (((User::Uid(uid), job), session), weights)
             }

@@ -1,4 +1,4 @@
-//! Messages to checked calls. Everything a peer can get wrong in a message is refused here, by name.
+//! Converts messages to checked calls. Invalid fields of a message are refused here, by name.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotClass;
@@ -9,10 +9,10 @@ use offload_api::{IODEPTH_MAX, PROTOCOL_VERSION};
 use crate::core::{Call, OpenSession};
 use crate::store::definition::{Durability, JobDefinition, JobName, Tile};
 
-/// Slot classes of one session: a few sizes of tiles.
+/// Limit of slot classes per session; tiles have a few sizes.
 const CLASSES_MAX: usize = 64;
 
-/// Ranks of a job, over all nodes.
+/// Limit of a job's ranks on all nodes.
 const RANKS_MAX: u32 = 1 << 20;
 
 pub(super) fn invalid(message: String) -> Fault {
@@ -21,7 +21,7 @@ pub(super) fn invalid(message: String) -> Fault {
 
 pub(super) fn token(bytes: &[u8]) -> Result<SessionToken, Fault> {
     SessionToken::from_bytes(bytes)
-        .ok_or_else(|| invalid(format!("a token of {} bytes; a token has 16", bytes.len())))
+        .ok_or_else(|| invalid(format!("token of {} bytes: a token has 16", bytes.len())))
 }
 
 pub(super) fn open(message: proto::OpenSessionRequest) -> Result<Call, Fault> {
@@ -44,21 +44,24 @@ pub(super) fn open(message: proto::OpenSessionRequest) -> Result<Call, Fault> {
         ));
     }
     if rank >= RANKS_MAX {
-        return Err(invalid(format!("rank {rank}; at most {}", RANKS_MAX - 1)));
+        return Err(invalid(format!(
+            "rank {rank} exceeds the limit of {}",
+            RANKS_MAX - 1
+        )));
     }
     if local_ranks == 0 || local_ranks > RANKS_MAX {
         return Err(invalid(format!(
-            "{local_ranks} local ranks; from 1 to {RANKS_MAX}"
+            "{local_ranks} local ranks is not from 1 to {RANKS_MAX}"
         )));
     }
     if iodepth == 0 || iodepth > IODEPTH_MAX {
         return Err(invalid(format!(
-            "iodepth {iodepth}; from 1 to {IODEPTH_MAX}"
+            "iodepth {iodepth} is not from 1 to {IODEPTH_MAX}"
         )));
     }
     if classes.is_empty() || classes.len() > CLASSES_MAX {
         return Err(invalid(format!(
-            "{} slot classes; from 1 to {CLASSES_MAX}",
+            "{} slot classes is not from 1 to {CLASSES_MAX}",
             classes.len()
         )));
     }
@@ -68,7 +71,7 @@ pub(super) fn open(message: proto::OpenSessionRequest) -> Result<Call, Fault> {
         .ok()
         .filter(|bytes| *bytes == random.len())
         .ok_or_else(|| {
-            let what = "the kernel gives no random bytes for a token";
+            let what = "cannot get random bytes for a token";
             Fault::new(FaultKind::Stopping, what)
         })?;
     Ok(Call::Open(OpenSession {

@@ -1,4 +1,4 @@
-//! What a store holds, and what is damaged in it, as messages; also for a command that reads the store itself.
+//! Conversions of a store's contents and damage to messages; also used by commands that read the store themselves.
 
 use offload_api::proto;
 

@@ -1,4 +1,4 @@
-//! The service: each call's way from its checked message to the owner thread and back into a reply.
+//! The gRPC service: checks each message, passes the call to the owner thread, and turns the answer into a reply.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -25,36 +25,34 @@ use crate::engine::EngineChoice;
 use crate::store::definition::JobName;
 use crate::store::superblock::StoreId;
 
-/// What the daemon says about itself that the core does not know.
+/// Facts about the daemon that the core does not know.
 #[derive(Clone, Debug)]
 pub struct About {
-    /// "uring", "aio" or "psync".
+    /// Engine: "uring", "aio" or "psync".
     pub engine: &'static str,
-    /// Why that one.
+    /// Reason for this engine.
     pub engine_reason: String,
     /// Whether memory can be locked.
     pub lock: LockOutlook,
-    /// Where processes fetch their descriptors.
+    /// Socket from which processes fetch descriptors.
     pub descriptor_socket: PathBuf,
-    /// Which one it serves.
+    /// ID of the store.
     pub store: StoreId,
-    /// The settings' own.
+    /// `sessions_max` of the settings.
     pub sessions_max: u32,
-    /// What users' scrubs may read together.
+    /// `scrub_bytes_per_s_max` of the settings.
     pub scrub_bytes_per_s_max: u64,
 }
 
-/// A part of a job's record.
 type Part = Result<proto::JobRecord, Status>;
 
-/// The service.
 #[derive(Debug)]
 pub(super) struct Service {
     pub(super) driver: DriverHandle,
     pub(super) about: About,
     pub(super) scrubs: Scrubs,
     pub(super) reports: Reports,
-    /// One device at a time is measured, one that comes or one that is there: two would take each other for slow.
+    /// Lets one device at a time be measured: two measurements would slow down each other.
     pub(super) measuring: Arc<Mutex<()>>,
 }
 
@@ -65,7 +63,7 @@ impl Service {
     }
 }
 
-/// One call's way: check, ask, put the reply into its message.
+/// Handles a call: checks the message, asks the owner thread, builds the reply.
 macro_rules! call {
     ($self:ident, $request:ident, $check:expr, $pattern:pat => $message:expr) => {{
         let peer = peer_of(&$request)?;
@@ -176,7 +174,7 @@ impl proto::offload_server::Offload for Service {
         let check = |message: proto::CommitRequest| {
             if message.blob.len() > BLOB_BYTES_MAX {
                 return Err(invalid(format!(
-                    "a blob of {} bytes; at most {BLOB_BYTES_MAX}",
+                    "blob of {} bytes exceeds the limit of {BLOB_BYTES_MAX}",
                     message.blob.len()
                 )));
             }
@@ -260,7 +258,7 @@ impl proto::offload_server::Offload for Service {
         let peer = peer_of(&request)?;
         let uid = request.get_ref().uid.unwrap_or(peer.uid);
         check_owner(peer, uid)?;
-        // From here on it is as if its owner called.
+        // From here on, the call is made as the owner.
         request.extensions_mut().insert(Peer { uid, ..peer });
         let check = |message: proto::DropJobRequest| {
             Ok::<_, Fault>(Call::DropJob {
@@ -377,7 +375,7 @@ impl proto::offload_server::Offload for Service {
         request: Request<proto::MetricsRequest>,
     ) -> Result<Response<proto::MetricsReply>, Status> {
         let viewer = viewer(peer_of(&request)?);
-        let answer = self.driver.look(viewer)?;
+        let answer = self.driver.snapshot(viewer)?;
         let snapshot = answer.await.map_err(|_| ended_unanswered())??;
         let mut reply = proto::MetricsReply::from(Arc::unwrap_or_clone(snapshot));
         for device in reply.devices.iter_mut().filter_map(|d| d.device.as_mut()) {
@@ -391,11 +389,9 @@ impl proto::offload_server::Offload for Service {
         request: Request<proto::InspectRequest>,
     ) -> Result<Response<proto::InspectReply>, Status> {
         let viewer = viewer(peer_of(&request)?);
-        let answer =
-            (self.driver).ask(move |core| (core.device_states(), core.contents(viewer)))?;
-        let (states, jobs) = answer.await.map_err(|_| ended_unanswered())?;
+        let answer = (self.driver).ask(move |core| core.contents(viewer))?;
+        let jobs = answer.await.map_err(|_| ended_unanswered())?;
         Ok(Response::new(proto::InspectReply {
-            devices: devices(viewer, states),
             jobs: jobs.iter().map(proto::JobContent::from).collect(),
         }))
     }
@@ -409,7 +405,7 @@ impl proto::offload_server::Offload for Service {
         let peer = peer_of(&request)?;
         let proto::ScrubRequest { bytes_per_s, job } = request.into_inner();
         if bytes_per_s < RATE_MIN {
-            let what = format!("{bytes_per_s} bytes a second; at least {RATE_MIN}");
+            let what = format!("{bytes_per_s} bytes per second is less than {RATE_MIN}");
             return Err(invalid(what).into());
         }
         let wish = Wish {
@@ -424,13 +420,13 @@ impl proto::offload_server::Offload for Service {
 }
 
 impl Service {
-    /// Making and measuring a device takes seconds and blocks: not on the threads that answer calls, nor on the owner's.
+    /// Adds a device. Creating and measuring it takes seconds, so a thread that may block does it.
     async fn add(
         &self,
         peer: Peer,
         request: proto::AddDeviceRequest,
     ) -> Result<proto::AddDeviceReply, Fault> {
-        // One at a time: two of one path would take each other for a stranger.
+        // One at a time: two adds of one path would each find the other's device.
         let _turn = self.measuring.lock().await;
         let proto::AddDeviceRequest {
             path,
@@ -445,8 +441,8 @@ impl Service {
             let of_store = devices.filter(|device| device.status.phase.is_some());
             refuse_known(&path, of_store.collect()).await?;
         }
-        // Before anything on the device is written over.
-        let only_read = self.driver.ask(|core| core.reading_only().cloned())?;
+        // Before anything on the device is overwritten.
+        let only_read = self.driver.ask(|core| core.read_only().cloned())?;
         if let Some(why) = only_read.await.map_err(|_| ended_unanswered())? {
             return Err(why);
         }
@@ -480,7 +476,7 @@ impl Service {
                 write_bytes_per_s: rates.write_bytes_per_s,
             }),
             Ok(other) => unreachable!("the core answered another call: {other:?}"),
-            // Unless the catalog may list it.
+            // With any other fault, the catalog may already list the device.
             Err(fault) if made && fault.kind == FaultKind::TooMany => {
                 let _ = std::fs::remove_file(path);
                 Err(fault)
@@ -490,10 +486,10 @@ impl Service {
     }
 }
 
-/// One that is of the store already, by this name or by another that leads to it. `devices`: of the store.
+/// Refuses a path that leads to one of `devices`, which are the store's.
 async fn refuse_known(path: &Path, devices: Vec<DeviceState>) -> Result<(), Fault> {
     let asked = path.to_owned();
-    // A path may lead to a drive that answers no more.
+    // Blocking: the path may lead to a drive that hangs.
     let known = tokio::task::spawn_blocking(move || {
         let mut devices = devices.into_iter();
         devices.find(|device| device_admission::is_known(&asked, device))
@@ -504,11 +500,11 @@ async fn refuse_known(path: &Path, devices: Vec<DeviceState>) -> Result<(), Faul
     }
 }
 
-/// Below the least, moves would not end.
+/// Refuses rates with which moving would take years.
 fn checked_rate(bytes_per_s: Option<u64>) -> Result<Option<u64>, Fault> {
     match bytes_per_s {
         Some(rate) if rate < RATE_MIN => Err(invalid(format!(
-            "{rate} bytes a second for tiles that move; at least {RATE_MIN}"
+            "rate limit of {rate} bytes per second is less than {RATE_MIN}"
         ))),
         rate => Ok(rate),
     }
@@ -519,19 +515,19 @@ fn may_administer(peer: Peer) -> Result<(), Fault> {
         return Ok(());
     }
     let what = format!(
-        "uid {}: devices come and go by root's word, or that of the user who runs offloadd",
+        "uid {} may not change devices: only root and the user who runs offloadd may",
         peer.uid
     );
     Err(Fault::new(FaultKind::Denied, what))
 }
 
-/// The owner thread ended with the call unanswered.
+/// Answer to a call that the owner thread left unanswered when it ended.
 pub(super) fn ended_unanswered() -> Fault {
-    let what = "offloadd stopped before it answered; what was committed is safe";
+    let what = "offloadd stopped before it answered; everything committed is safe";
     Fault::new(FaultKind::Stopping, what)
 }
 
-/// Devices as `viewer` may see them.
+/// Converts devices, without what `viewer` may not see.
 fn devices(viewer: Viewer, states: Vec<DeviceState>) -> Vec<proto::Device> {
     let seen = |state| {
         let mut device = proto::Device::from(state);
@@ -541,14 +537,14 @@ fn devices(viewer: Viewer, states: Vec<DeviceState>) -> Vec<proto::Device> {
     states.into_iter().map(seen).collect()
 }
 
-/// Why tiles stay names jobs, which are nobody else's business.
+/// Replaces a reason that names other users' jobs.
 fn hide_names(viewer: Viewer, device: &mut proto::Device) {
     if let (Viewer::Uid(_), Some(stuck)) = (viewer, &mut device.stuck) {
-        *stuck = "tiles of it do not move; whoever runs the daemon is told which".into();
+        *stuck = "some of its tiles cannot be moved; the administrator sees which".into();
     }
 }
 
-/// What a caller may see.
+/// Root and the daemon's user see everything, others their own jobs.
 fn viewer(peer: Peer) -> Viewer {
     let runs_it = peer.uid == rustix::process::geteuid().as_raw();
     match peer.uid == 0 || runs_it {
@@ -557,19 +553,22 @@ fn viewer(peer: Peer) -> Viewer {
     }
 }
 
-/// A job of `uid` is changed by its owner, by root, and by who runs the daemon.
+/// Checks that the caller may change a job of `uid`: its owner, root and the daemon's user may.
 fn check_owner(peer: Peer, uid: u32) -> Result<(), Fault> {
     if uid != peer.uid && viewer(peer) != Viewer::All {
-        let what = format!("uid {}: the job is of uid {uid}", peer.uid);
+        let what = format!(
+            "uid {} may not change this job: it belongs to uid {uid}",
+            peer.uid
+        );
         return Err(Fault::new(FaultKind::Denied, what));
     }
     Ok(())
 }
 
-/// Who calls, as the kernel said when the connection was made.
+/// Returns the caller, as reported by the kernel when the connection was accepted.
 fn peer_of<T>(request: &Request<T>) -> Result<Peer, Fault> {
     request.extensions().get::<Peer>().copied().ok_or_else(|| {
-        let what = "the connection's user is unknown; call over the daemon's unix socket";
+        let what = "unknown user; call over the daemon's unix socket";
         Fault::new(FaultKind::Denied, what)
     })
 }

@@ -1,17 +1,17 @@
-//! A job's record as a stream of small messages, made one at a time: a record may have 50 MB and more, and a process that does not
-//! read it must not make the daemon hold copies of it.
+//! A job's record as a stream of small messages, made one at a time: a record may exceed 50 MB, and a process that does not read it must
+//! not make the daemon hold copies.
 
 use offload_api::proto;
 
 use crate::core::JobRecord;
 
-/// Bytes of the layout in one message.
+/// Bytes of the layout per message.
 const LAYOUT_BYTES: usize = 32 << 10;
 
-/// Tiles in one message, of some 20 bytes each.
+/// Tiles per message, of about 20 bytes each.
 const TILES: usize = 1024;
 
-/// The messages; [`proto::JobRecord::append`] puts them together again. A blob is never divided.
+/// Makes the messages, which [`proto::JobRecord::append`] joins again. A blob is never split.
 pub(super) fn parts(record: JobRecord) -> impl Iterator<Item = proto::JobRecord> {
     let JobRecord {
         definition,

@@ -1,7 +1,7 @@
-//! A device of a served store is measured again, beside whatever it does.
+//! Measures a device of a served store again (`offloadd device calibrate`).
 //!
-//! The core lends free room on it, which is written and read here, on a thread that may block, and flushes the device when that
-//! is asked for; then the core keeps what was found. Whoever asked may have gone meanwhile: what was lent is given back all the same, unless it may still be written.
+//! The core lends free space on the device, which is written and read here on a thread that may block. The core flushes the device and
+//! stores the result. If the caller disconnects, the space is returned all the same, unless writes to it may still be under way.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::measure::{Flusher, MeasureError, measure_in};
 use crate::metrics::MovedBeside;
 use crate::store::format::MeasuredRates;
 
-/// Much waits, of the driver or of the catalog: it is told again after that.
+/// Interval of retries while the inbox or the catalog's queue is full.
 const AGAIN: Duration = Duration::from_millis(50);
 
-/// What came of it.
+/// The result.
 #[derive(Debug)]
 pub(super) struct Measured {
     pub(super) was: Measuring,
@@ -28,14 +28,14 @@ pub(super) struct Measured {
     pub(super) busy: bool,
 }
 
-/// Why there are no figures.
+/// Reason why a measurement failed.
 struct Failed {
     fault: Fault,
-    /// As of [`Call::EndMeasuring`].
+    /// Whether all operations have ended; see [`Call::EndMeasuring`].
     all_ended: bool,
 }
 
-/// Before anything is written.
+/// A fault before anything was written.
 impl From<Fault> for Failed {
     fn from(fault: Fault) -> Self {
         let all_ended = true;
@@ -43,7 +43,7 @@ impl From<Fault> for Failed {
     }
 }
 
-/// Measures the device at `path`, after whatever else is measured under `turns`.
+/// Measures the device at `path`. `turns` lets one measurement run at a time.
 pub(super) async fn measure_again(
     driver: DriverHandle,
     turns: Arc<Mutex<()>>,
@@ -71,12 +71,12 @@ pub(super) async fn measure_again(
         };
         Ok(Measured { was, now, busy })
     };
-    // Of its own: a caller that goes away ends his call, not this.
+    // In a task of its own, which continues if the caller disconnects.
     let done = tokio::spawn(work).await;
     done.unwrap_or_else(|_| Err(ended_unanswered()))
 }
 
-/// What was lent stays lent until the core has heard of it: nobody else will tell.
+/// Repeats a call until the inbox accepts it: the space stays lent until the core is told.
 async fn until_taken<F>(mut ask: impl FnMut() -> F) -> Result<Reply, Fault>
 where
     F: Future<Output = Result<Reply, Fault>>,
@@ -127,9 +127,9 @@ fn failed(error: &MeasureError) -> Failed {
     let mut what = error.to_string();
     if !all_ended {
         what.push_str(
-            "; that room stays taken, and its device in the store, until offloadd is started again",
+            "; this space stays reserved, and its device in the store, until offloadd is restarted",
         );
-        // Whoever asked may have gone.
+        // The caller may have disconnected.
         tracing::error!("{what}");
     }
     let kind = match error {
@@ -195,7 +195,7 @@ mod tests {
             "no answer in 60 s",
             "3 operations",
             "from 4096 to 8192",
-            "started again",
+            "restarted",
         ] {
             assert!(told.contains(said), "{said}: {told}");
         }

@@ -1,7 +1,7 @@
-//! Calls over the unix socket: the one async part of the daemon. It checks messages and waits for the owner thread.
+//! Calls over the unix socket. This is the only async part of the daemon: it checks messages and waits for the owner thread.
 //!
-//! Bounded: connections a user, calls of a connection, bytes of a message, answers that a user has not taken, calls that wait
-//! for the owner thread.
+//! Limited: connections per user, calls per connection, bytes per message, unread answers per user, calls that wait for the owner
+//! thread.
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -36,59 +36,61 @@ use reported::Reports;
 use scrub::Scrubs;
 use sizes::Sizes;
 
-/// Calls of one connection at a time: a commit that waits for other ranks, and some besides.
+/// Concurrent calls per connection: a commit that waits for other ranks, and a few more.
 const CALLS_A_CONNECTION: usize = 8;
 
-/// How long connections may take to end once nothing will be answered any more.
+/// How long connections may take to end when the server stops.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
-/// The socket cannot be had.
+/// Reason why the socket cannot be bound.
 #[derive(Debug, thiserror::Error)]
 pub enum SocketError {
-    /// A living daemon answers there.
+    /// Another daemon serves at this path.
     #[error(
-        "socket {path}: another offloadd (pid {pid}) serves here, and still did after {} s: stop it, or give this one another `socket`",
+        "socket {path}: another offloadd (pid {pid}) still serves here after {} s: stop it, or set another `socket`",
         place::LEAVING.as_secs()
     )]
     Taken {
-        /// Of the socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Of the other.
+        /// Process of the other daemon.
         pid: i32,
     },
-    /// Something lies there that is no socket.
-    #[error("socket {path}: a file that is no socket lies there; it stays as it is")]
+    /// Another kind of file exists at the path.
+    #[error(
+        "socket {path}: a file that is not a socket exists there; remove it, or set another `socket`"
+    )]
     NoSocket {
-        /// Of the file.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// Others could reach a private daemon.
+    /// Other users could reach a private daemon.
     #[error(
-        "socket {path}: its directory must belong to uid {uid} with mode 0700, it has uid {found_uid} and mode {found_mode:o}"
+        "socket {path}: its directory must belong to uid {uid} with mode 0700, but belongs to uid {found_uid} with mode {found_mode:o}"
     )]
     Open {
-        /// Of the socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// Ours.
+        /// User ID of the daemon.
         uid: u32,
-        /// The directory's.
+        /// User ID of the directory.
         found_uid: u32,
-        /// The directory's.
+        /// Mode of the directory.
         found_mode: u32,
     },
     /// A system call failed.
     #[error("socket {path}: {action}: {source}")]
     System {
-        /// Of the socket.
+        /// Path of the socket.
         path: PathBuf,
-        /// What failed.
+        /// The attempted action.
         action: &'static str,
-        /// The errno.
+        /// Error of the system.
         source: io::Error,
     },
 }
 
-/// Sees to the socket's directory: made if missing; of a private daemon nobody else may enter it.
+/// Creates the socket's directory if it is missing, and checks that only this user may enter that of a private daemon.
 ///
 /// # Errors
 /// [`SocketError`].
@@ -105,12 +107,12 @@ pub fn prepare_dir(socket: &Path, private: bool) -> Result<(), SocketError> {
     match std::fs::DirBuilder::new().mode(mode).create(dir) {
         Ok(()) => {}
         Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-        Err(e) => return Err(failed("making its directory")(e)),
+        Err(e) => return Err(failed("creating its directory")(e)),
     }
     if !private {
         return Ok(());
     }
-    let found = std::fs::metadata(dir).map_err(failed("looking at its directory"))?;
+    let found = std::fs::metadata(dir).map_err(failed("checking its directory"))?;
     let uid = rustix::process::geteuid().as_raw();
     let found_mode = found.mode() & 0o777;
     if found.uid() != uid || found_mode & 0o077 != 0 {
@@ -124,7 +126,7 @@ pub fn prepare_dir(socket: &Path, private: bool) -> Result<(), SocketError> {
     Ok(())
 }
 
-/// Binds the socket for calls. `path` is free (see [`clear_socket`]); its mode is what the umask leaves.
+/// Binds the socket for calls, with a mode according to the umask. Call [`clear_socket`] first.
 ///
 /// # Errors
 /// [`SocketError::System`].
@@ -136,10 +138,10 @@ pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
     })
 }
 
-/// Answers calls until `stop` turns true (or its sender is gone) and the last answers are out.
+/// Answers calls until `stop` is true (or its sender is dropped) and the last answers have been sent.
 ///
 /// # Errors
-/// What the transport says.
+/// Of the transport.
 pub async fn serve(
     listener: UnixListener,
     driver: DriverHandle,
@@ -168,12 +170,12 @@ pub async fn serve(
     };
     tokio::select! {
         result = serving => result,
-        // A peer that never reads its answer must not keep us.
+        // A peer that does not read its answer must not delay the stop.
         () = timeouts => Ok(()),
     }
 }
 
 async fn stopped(mut stop: watch::Receiver<bool>) {
-    // An error means that the sender is gone, which is a stop as well.
+    // Fails if the sender was dropped, which is a stop as well.
     let _ = stop.wait_for(|stop| *stop).await;
 }

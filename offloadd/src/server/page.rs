@@ -1,9 +1,8 @@
-//! Counts for Prometheus: `GET /metrics` over HTTP/1.1, on a unix socket or on loopback; OpenMetrics, or the text of before it for
-//! who asks for that.
+//! The metrics endpoint for Prometheus: `GET /metrics` over HTTP/1.1, as OpenMetrics text, on a unix socket or on loopback.
 //!
-//! Whoever reaches the socket sees all jobs' names and counts, so that it is never bound to anything but this machine.
-//! Bounded: connections at a time, bytes of a request's head, seconds of a connection; a peer that is slow or sends
-//! nonsense keeps one place for that long and delays nobody else.
+//! Anyone who can connect sees the names and counters of all jobs, so the endpoint never listens on a public address. Connections,
+//! the bytes of a request's head and the duration of a connection are limited: a slow or malformed peer holds one connection for a
+//! few seconds and does not delay others.
 
 use std::convert::Infallible;
 use std::io;
@@ -14,7 +13,7 @@ use std::time::Duration;
 
 use http_body_util::Full;
 use hyper::body::{Bytes, Incoming};
-use hyper::header::{ACCEPT, ALLOW, CONTENT_TYPE, VARY};
+use hyper::header::{ALLOW, CONTENT_TYPE, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
@@ -28,55 +27,55 @@ use crate::core::Viewer;
 use crate::driver::DriverHandle;
 use crate::metrics::text;
 
-/// Connections at a time. One asks every few seconds; others wait in the kernel's queue.
+/// Concurrent connections. Further ones wait in the kernel's queue.
 const CONNECTIONS_MAX: usize = 32;
 
-/// From the first byte to the last of a request's head.
+/// Time to receive the head of a request.
 const HEAD_WAIT: Duration = Duration::from_secs(2);
 
-/// Of one connection, the answer included.
+/// Duration of a connection, including the answer.
 const CONNECTION_WAIT: Duration = Duration::from_secs(5);
 
-/// A scraper's head has some hundred bytes. The least that hyper takes.
+/// Limit of a request's head, which has a few hundred bytes: the smallest that hyper allows.
 const HEAD_BYTES_MAX: usize = 8 << 10;
 
-/// Where Prometheus comes to ask.
+/// Address of the metrics endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PageAddress {
-    /// A socket of this machine's file system.
+    /// Path of a unix socket.
     Unix(PathBuf),
-    /// On loopback.
+    /// Address on a loopback interface.
     Loopback(SocketAddr),
 }
 
 impl PageAddress {
-    /// "unix:/run/offloadd/metrics.sock" or "127.0.0.1:9464".
+    /// Parses "unix:/run/offloadd/metrics.sock" or "127.0.0.1:9464".
     ///
     /// # Errors
-    /// What is wrong with the words.
-    pub fn parse(words: &str) -> Result<Self, String> {
-        if let Some(path) = words.strip_prefix("unix:") {
+    /// Text for people, for anything else and for an address that other machines can reach.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        if let Some(path) = text.strip_prefix("unix:") {
             return match Path::new(path) {
                 path if path.is_absolute() => Ok(Self::Unix(path.to_owned())),
-                _ => Err(format!("`{words}`: the socket's path must be absolute")),
+                _ => Err(format!("`{text}`: the path of the socket must be absolute")),
             };
         }
-        let address: SocketAddr = words.parse().map_err(|_| {
-            format!("`{words}` is neither \"unix:/PATH\" nor an address like \"127.0.0.1:9464\"")
+        let address: SocketAddr = text.parse().map_err(|_| {
+            format!("`{text}` is neither \"unix:/PATH\" nor an address like \"127.0.0.1:9464\"")
         })?;
         if address.ip().is_loopback() {
             return Ok(Self::Loopback(address));
         }
         Err(format!(
-            "{address} can be reached from other machines, and the counts name every user's jobs: listen at 127.0.0.1, ::1 or \
-             a unix socket, and let an agent or a proxy that asks for a password pass them on"
+            "{address} can be reached from other machines, and the metrics name every user's jobs: use 127.0.0.1, ::1 or a unix \
+             socket, and forward it through an agent or an authenticating proxy"
         ))
     }
 }
 
 impl PageAddress {
-    /// What [`Self::parse`] takes.
-    pub fn words(&self) -> String {
+    /// Formats the address as [`Self::parse`] takes it.
+    pub fn to_toml(&self) -> String {
         match self {
             Self::Unix(_) => self.to_string(),
             Self::Loopback(address) => address.to_string(),
@@ -93,17 +92,17 @@ impl std::fmt::Display for PageAddress {
     }
 }
 
-/// A bound address.
+/// The endpoint, bound to its address.
 #[derive(Debug)]
 pub enum Page {
-    /// Removed when dropped.
+    /// Listener and path of a socket, which is removed on drop.
     Unix(UnixListener, PathBuf),
-    /// On loopback.
+    /// Listener on a loopback interface.
     Loopback(TcpListener),
 }
 
 impl Page {
-    /// Binds the address; a dead daemon's socket goes, a living one's is an error.
+    /// Binds the address. Replaces the socket of a dead daemon; the socket of a running one is an error.
     ///
     /// # Errors
     /// [`SocketError`].
@@ -118,7 +117,7 @@ impl Page {
                 let listener = TcpListener::bind(at).await;
                 let listener = listener.map_err(|source| SocketError::System {
                     path: at.to_string().into(),
-                    action: "binding it for metrics",
+                    action: "binding it for the metrics endpoint",
                     source,
                 })?;
                 Ok(Self::Loopback(listener))
@@ -126,7 +125,7 @@ impl Page {
         }
     }
 
-    /// Answers until `stop` turns true or its sender is gone.
+    /// Answers requests until `stop` is true or its sender is dropped.
     pub async fn serve(self, driver: DriverHandle, stop: watch::Receiver<bool>) {
         let places = Arc::new(Semaphore::new(CONNECTIONS_MAX));
         let serving = async {
@@ -141,8 +140,8 @@ impl Page {
                     }),
                 };
                 if let Err(error) = accepted {
-                    // Out of descriptors, mostly. At once again it would burn a CPU.
-                    tracing::error!(%error, "cannot accept a connection for metrics");
+                    // Usually out of file descriptors. Retrying at once would keep a CPU busy.
+                    tracing::error!(%error, "cannot accept a connection to the metrics endpoint");
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             }
@@ -162,7 +161,7 @@ impl Drop for Page {
     }
 }
 
-/// One connection, one answer: nothing is kept between two questions.
+/// Answers one request and closes the connection.
 async fn answer<P: Send>(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     driver: DriverHandle,
@@ -177,9 +176,9 @@ async fn answer<P: Send>(
         .serve_connection(TokioIo::new(stream), service);
     match tokio::time::timeout(CONNECTION_WAIT, connection).await {
         Ok(Ok(())) => {}
-        // Its own mistake, and it has been told where it could be.
-        Ok(Err(error)) => tracing::debug!(%error, "a connection for metrics"),
-        Err(_) => tracing::debug!("a connection for metrics was too slow"),
+        // The peer's mistake; hyper has answered if it could.
+        Ok(Err(error)) => tracing::debug!(%error, "failed connection to the metrics endpoint"),
+        Err(_) => tracing::debug!("timeout of a connection to the metrics endpoint"),
     }
 }
 
@@ -187,42 +186,33 @@ async fn respond(
     request: Request<Incoming>,
     driver: &DriverHandle,
 ) -> Result<Response<Full<Bytes>>, Infallible> {
-    let plain = |status, words: &'static str| {
-        let mut response = Response::new(Full::from(words));
+    let refusal = |status, text: &'static str| {
+        let mut response = Response::new(Full::from(text));
         *response.status_mut() = status;
         response
     };
     if request.uri().path() != "/metrics" {
-        return Ok(plain(StatusCode::NOT_FOUND, "only /metrics is here\n"));
+        return Ok(refusal(StatusCode::NOT_FOUND, "not found: try /metrics\n"));
     }
     if request.method() != Method::GET && request.method() != Method::HEAD {
-        let mut refusal = plain(StatusCode::METHOD_NOT_ALLOWED, "GET it\n");
-        let allowed = hyper::header::HeaderValue::from_static("GET, HEAD");
-        refusal.headers_mut().insert(ALLOW, allowed);
-        return Ok(refusal);
+        let mut response = refusal(StatusCode::METHOD_NOT_ALLOWED, "use GET\n");
+        let allowed = HeaderValue::from_static("GET, HEAD");
+        response.headers_mut().insert(ALLOW, allowed);
+        return Ok(response);
     }
-    let looked = match driver.look(Viewer::All) {
+    let snapshot = match driver.snapshot(Viewer::All) {
         Ok(answer) => answer.await.ok().and_then(Result::ok),
         Err(_) => None,
     };
-    let Some(snapshot) = looked else {
-        return Ok(plain(
+    let Some(snapshot) = snapshot else {
+        return Ok(refusal(
             StatusCode::SERVICE_UNAVAILABLE,
-            "offloadd stops or is very busy\n",
+            "offloadd is stopping or overloaded\n",
         ));
     };
-    let accept = request.headers().get_all(ACCEPT).into_iter();
-    let older = text::plain::is_wanted(accept.filter_map(|header| header.to_str().ok()));
     let page = text::text(Arc::unwrap_or_clone(snapshot));
-    let (page, content_type) = match older {
-        true => (text::plain::plain(&page), text::plain::CONTENT_TYPE),
-        false => (page, text::CONTENT_TYPE),
-    };
     let mut response = Response::new(Full::from(page));
-    let content_type = hyper::header::HeaderValue::from_static(content_type);
+    let content_type = HeaderValue::from_static(text::CONTENT_TYPE);
     response.headers_mut().insert(CONTENT_TYPE, content_type);
-    response
-        .headers_mut()
-        .insert(VARY, hyper::header::HeaderValue::from_static("accept"));
     Ok(response)
 }

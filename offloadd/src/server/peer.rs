@@ -1,12 +1,12 @@
-//! Who calls: connections with the kernel's word on their user, a bounded number a user, closed when their peer does nothing.
+//! Connections: identified by the kernel, limited per user, and closed when the peer does not make progress.
 //!
 //! ```text
 //!   accepted ─▶ no call within 30 s ───────────────────────────┐
-//!   an answer ─▶ the peer takes no part of it for 30 s ─────────┼─▶ the connection ends, and with it all it holds
-//!   the socket ─▶ it takes no byte of what is written for 30 s ─┘
+//!   an answer ─▶ the peer reads no part of it for 30 s ─────────┼─▶ close the connection and free its memory
+//!   the socket ─▶ accepts no byte for 30 s ─────────────────────┘
 //! ```
 //!
-//! A connection that has called and has its answers may stay: a process calls once a step, or once a day.
+//! A connection without open answers may stay idle: a process may call once per step or once a day.
 
 use std::collections::HashMap;
 use std::io;
@@ -23,17 +23,17 @@ use tonic::transport::server::Connected;
 
 use crate::core::Peer;
 
-/// Connections of one user beside those of its sessions: commands, and whoever looks.
+/// Connections of one user beyond those of sessions, for commands and monitoring.
 const CONNECTIONS_BESIDE: usize = 64;
 
-/// A session has one, and its process may have another to look at the daemon.
+/// Connections per session: the session's own, and one for monitoring by its process.
 const CONNECTIONS_A_SESSION: usize = 2;
 
-/// How long a peer may take for its first call, or for the next part of an answer. A process on a busy machine that does not
-/// read for so long is stopped or hostile; if it goes on later, it connects again.
+/// Time limit for a peer's first call and for reading the next part of an answer. A process that takes longer is stopped or hostile;
+/// it can connect again.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A connection's user, and what its peer keeps waiting.
+/// Caller of a connection, and the state of its answers.
 #[derive(Clone, Debug)]
 pub(super) struct Caller {
     pub(super) peer: Peer,
@@ -48,7 +48,7 @@ pub(super) struct Pending {
     answers_made: AtomicU64,
 }
 
-/// An answer on its way to a peer, from its making until the peer has it.
+/// An answer that the peer has not read completely.
 #[derive(Debug)]
 pub(super) struct Untaken {
     pending: Arc<Pending>,
@@ -76,13 +76,13 @@ impl Untaken {
         untaken
     }
 
-    /// A part of the answer is there: from now on the peer is waited for.
+    /// A part of the answer is ready: the time limit of the peer starts.
     pub(super) fn peer_has_turn(&self) {
         let mut answers = (self.pending.answers.lock()).unwrap_or_else(|e| e.into_inner());
         answers.insert(self.number, Instant::now());
     }
 
-    /// The peer would take more than there is.
+    /// The peer has read all that is ready: its time limit is suspended.
     pub(super) fn we_have_turn(&self) {
         let mut answers = (self.pending.answers.lock()).unwrap_or_else(|e| e.into_inner());
         answers.remove(&self.number);
@@ -95,27 +95,27 @@ impl Drop for Untaken {
     }
 }
 
-/// A connection and whose it is.
+/// A connection with its caller.
 #[derive(Debug)]
 pub(super) struct PeerStream {
     stream: UnixStream,
     caller: Caller,
     timeouts: Duration,
     accepted: Instant,
-    /// Since when the socket takes nothing of what is written.
+    /// Since when the socket accepts no bytes.
     blocked: Option<Instant>,
     clock: Interval,
     _place: Place,
 }
 
-/// Connections by user.
+/// Counts connections by user.
 #[derive(Clone, Debug)]
 pub(super) struct Places {
     most: usize,
     counts: Arc<Mutex<HashMap<u32, usize>>>,
 }
 
-/// One connection's share of its user's bound; given back when dropped.
+/// One of a user's permitted connections; released on drop.
 #[derive(Debug)]
 struct Place {
     places: Places,
@@ -123,7 +123,7 @@ struct Place {
 }
 
 impl Places {
-    /// All `sessions_max` sessions may be one user's.
+    /// Sized so that all `sessions_max` sessions may belong to one user.
     pub(super) fn new(sessions_max: u32) -> Self {
         Self {
             most: CONNECTIONS_A_SESSION * sessions_max as usize + CONNECTIONS_BESIDE,
@@ -131,13 +131,13 @@ impl Places {
         }
     }
 
-    /// The connection, unless its user has too many already: then it is closed.
+    /// Admits a connection, or closes it if its user has too many.
     pub(super) fn admit(&self, accepted: io::Result<UnixStream>) -> Option<io::Result<PeerStream>> {
         let admitted = accepted.and_then(|stream| {
             let cred = stream.peer_cred()?;
             let peer = Peer {
                 uid: cred.uid(),
-                // Absent for a process of another pid namespace.
+                // Absent for a process of another PID namespace.
                 pid: cred.pid().map_or(0, i32::unsigned_abs),
             };
             Ok((stream, peer))
@@ -150,15 +150,16 @@ impl Places {
                     tracing::warn!(
                         uid,
                         pid,
-                        "closed a connection: this user has {} already, which is {CONNECTIONS_A_SESSION} for each of `sessions_max` \
-                         and {CONNECTIONS_BESIDE} more",
+                        "closed a connection: this user already has {}, the limit ({CONNECTIONS_A_SESSION} for each of `sessions_max`, plus \
+                         {CONNECTIONS_BESIDE})",
                         self.most
                     );
                     None
                 }
             },
             Err(error) => {
-                // Out of descriptors, mostly. Handed on it would end the server; at once again it would burn a CPU.
+                // Usually out of file descriptors. Returning the error would end the server; retrying at once would keep a CPU
+                // busy.
                 tracing::error!(%error, "cannot accept a connection");
                 std::thread::sleep(std::time::Duration::from_millis(10));
                 None
@@ -207,18 +208,16 @@ impl PeerStream {
         }
     }
 
-    /// What the peer has kept waiting for too long. Polled wherever the connection's task may wait, so that the clock wakes it.
+    /// Returns an error if the peer has exceeded a time limit. Polled wherever the connection's task may wait, so that the clock wakes
+    /// the task.
     fn overdue(&mut self, context: &mut Context<'_>) -> Option<io::Error> {
         while self.clock.poll_tick(context).is_ready() {}
         let pending = &self.caller.pending;
         let first_call = (!pending.called.load(Ordering::Relaxed)).then_some(self.accepted);
         let waits = [
-            (first_call, "the peer makes no call"),
-            (
-                pending.longest(),
-                "the peer takes nothing more of an answer",
-            ),
-            (self.blocked, "the peer reads nothing"),
+            (first_call, "no call was made"),
+            (pending.longest(), "an answer is not being read"),
+            (self.blocked, "nothing is being read"),
         ];
         let what = waits
             .into_iter()
@@ -336,7 +335,7 @@ mod tests {
         run(async {
             let (ours, _theirs) = connection(Duration::from_millis(50));
             let error = end_of(ours).await;
-            assert_eq!(error.to_string(), "the peer makes no call");
+            assert_eq!(error.to_string(), "no call was made");
         });
     }
 
@@ -348,7 +347,7 @@ mod tests {
             let answer = Untaken::new(&ours.caller.pending);
             assert_eq!(
                 end_of(ours).await.to_string(),
-                "the peer takes nothing more of an answer"
+                "an answer is not being read"
             );
             drop(answer);
 
@@ -370,7 +369,7 @@ mod tests {
             let (mut ours, _theirs) = connection(Duration::from_millis(50));
             ours.caller.pending.called();
             let written = ours.write_all(&vec![0; 16 << 20]).await;
-            assert_eq!(written.unwrap_err().to_string(), "the peer reads nothing");
+            assert_eq!(written.unwrap_err().to_string(), "nothing is being read");
         });
     }
 }

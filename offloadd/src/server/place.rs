@@ -1,8 +1,7 @@
-//! Where the daemon's socket lies: taken over from a predecessor that is going, given up while it is ours.
+//! Ownership of the socket's path, when one daemon replaces another.
 //!
-//! A daemon that ends gives its store's lock back first, so that its successor can start recovering, and its socket last.
-//! Without a wait here the successor would be refused for as long as that takes. A predecessor removes its socket while it still
-//! listens: later it might be the successor's.
+//! A daemon that stops releases the store's lock first, so that its successor can start recovery, and removes its socket last. The
+//! successor waits here for that. A daemon removes its socket while it still listens, because later the path may be the successor's.
 
 use std::fs::Metadata;
 use std::io;
@@ -13,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use super::SocketError;
 
-/// How long one that listens may take to go. Whoever does not serves another store: this one's lock is ours already.
+/// How long to wait for a daemon that listens. One that stays serves another store, because this store is already locked.
 pub(super) const LEAVING: Duration = Duration::from_secs(10);
 
 const LOOK_AGAIN: Duration = Duration::from_millis(10);
 
-/// Makes `path` free to be bound: a dead daemon's socket goes, a living one's is an error.
+/// Frees `path` to be bound: removes the socket of a dead daemon; the socket of a running one is an error.
 ///
 /// # Errors
 /// [`SocketError`].
@@ -34,7 +33,7 @@ pub fn clear_socket(path: &Path) -> Result<(), SocketError> {
     loop {
         match std::fs::symlink_metadata(path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(e) => return Err(failed("looking for a predecessor's")(e)),
+            Err(e) => return Err(failed("checking for an existing socket")(e)),
             Ok(found) if !found.file_type().is_socket() => {
                 return Err(SocketError::NoSocket {
                     path: path.to_owned(),
@@ -52,20 +51,20 @@ pub fn clear_socket(path: &Path) -> Result<(), SocketError> {
                     pid,
                 });
             }
-            // ECONNREFUSED: nobody listens. EPROTOTYPE: a socket of the other kind; its daemon is told apart by the first one.
+            // ECONNREFUSED: no listener. EPROTOTYPE: the descriptor socket, whose daemon was checked through the other socket.
             Err(_) => {
                 return match std::fs::remove_file(path) {
-                    // Its daemon was quicker.
+                    // Its daemon has removed it.
                     Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
-                    removed => removed.map_err(failed("removing a dead daemon's")),
+                    removed => removed.map_err(failed("removing the socket of a dead daemon")),
                 };
             }
         }
     }
 }
 
-/// The place of a socket that was bound, given up when this is dropped, unless another socket lies there by then. To be
-/// dropped while its listener is there: so long no other file has its number, and a successor that can connect waits.
+/// Path of a bound socket. Removes the socket on drop, unless another file is at the path by then. Drop it before the listener: until
+/// then no other file has the same inode, and a successor that can connect waits.
 #[derive(Debug)]
 pub struct Place {
     path: PathBuf,
@@ -73,7 +72,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Of the socket that was bound at `path` just now.
+    /// Call right after the socket was bound at `path`.
     pub fn of(path: &Path) -> Self {
         Self {
             ours: number(path),
@@ -85,7 +84,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         if self.ours.is_some() && number(&self.path) == self.ours {
-            // What is left then is cleared by the next start.
+            // A socket that is left is removed by the next start.
             let _ = std::fs::remove_file(&self.path);
         }
     }
@@ -108,21 +107,21 @@ mod tests {
         let path = dir.path().join("socket");
         let bind = || (UnixListener::bind(&path).unwrap(), Place::of(&path));
         let (old, place) = bind();
-        // As an administrator may, for who is to connect.
+        // An administrator may change the owner.
         std::fs::set_permissions(&path, PermissionsExt::from_mode(0o666)).unwrap();
         drop(place);
         assert!(!path.exists());
-        // Somebody may have put another daemon there by hand.
+        // Another daemon may have been started by hand.
         let (other, place) = bind();
         std::fs::remove_file(&path).unwrap();
         let (others, others_place) = bind();
         drop(place);
-        UnixStream::connect(&path).expect("another's socket stays");
+        UnixStream::connect(&path).expect("the socket of another daemon stays");
         drop((others_place, others, other));
         clear_socket(&path).unwrap();
         let (_successor, place) = bind();
         drop(old);
-        UnixStream::connect(&path).expect("the successor is there");
+        UnixStream::connect(&path).expect("the successor listens");
         drop(place);
         assert!(!path.exists());
     }
@@ -136,7 +135,7 @@ mod tests {
             let path = path.clone();
             move || clear_socket(&path)
         });
-        // It has asked: it would have been refused by now.
+        // It has connected, so it would have been refused by now.
         drop(going.accept().unwrap());
         drop(going);
         successor.join().unwrap().unwrap();

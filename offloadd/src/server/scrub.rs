@@ -1,14 +1,13 @@
-//! Reads what is committed while the daemon serves, slowly, and names what is damaged.
+//! Reads committed tiles at a limited rate while the daemon serves, and reports damage.
 //!
 //! ```text
-//!   owner thread ──"these tiles lie there now"──▶ scrub thread ──read, compare──▶ the caller's stream
-//!        ▲────────"is it still so?"────────────────┘ before anything is called damaged
+//!   owner thread ──── places of some tiles ────▶ scrub thread ──read, compare──▶ the caller's stream
+//!        ▲──── still at this place? ────────────────┘ before a tile is reported as damaged
 //! ```
 //!
-//! The owner thread is asked for some tiles at a time and never waits. Tiles are read beside the queues, by a file of our own,
-//! at a bounded rate, and a device that cannot be opened for that says nothing about what lies on it. A tile that was written,
-//! moved or dropped meanwhile reads as something else: only what does not fit while the owner thread says that it must is
-//! damaged.
+//! The owner thread answers questions about a few tiles at a time and never waits. Tiles are read past the queues, through a file
+//! opened for this, at a limited rate; if it cannot be opened, the tiles count as unread. A tile that was written, moved or deleted in
+//! the meantime has another checksum, so a mismatch is damage only if the owner thread confirms that the tile is still there.
 
 use std::collections::{BTreeSet, HashMap};
 use std::os::unix::fs::FileExt;
@@ -35,45 +34,47 @@ use crate::store::superblock::{self, Superblock};
 use crate::store::verify::{Damage as Wrong, DamagedTile};
 use crate::store::{BLOCK, SUPERBLOCK_OFFSETS};
 
-/// Least rate: below it a scrub would not end.
+/// Lower limit of the rate: with less, a scrub would take years.
 pub(super) const RATE_MIN: u64 = 1 << 20;
 
-/// Read at a time, so that others' reads come between.
+/// Bytes per read, so that other reads are not delayed.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Between two words to the caller.
-const TOLD_EVERY: Duration = Duration::from_millis(500);
+/// Interval of progress messages to the caller.
+const PROGRESS_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A caller who reads nothing for so long is not waiting for it.
-const HEARD_WITHIN: Duration = Duration::from_secs(30);
-const HEARD_POLL: Duration = Duration::from_millis(20);
+/// A scrub ends if its caller reads nothing for this long.
+const READ_WAIT: Duration = Duration::from_secs(30);
 
-/// Slept at a time: so soon a caller who has gone is noticed, however slowly is read for him.
+/// Interval of checks whether the caller has read.
+const READ_POLL: Duration = Duration::from_millis(20);
+
+/// Longest sleep, after which a disconnected caller is noticed.
 const SLEEP_MAX: Duration = Duration::from_millis(200);
 
-/// Damaged tiles that are named; all are counted.
+/// Limit of damaged tiles that are listed; all are counted.
 const NAMED_MAX: u64 = 10_000;
 
-/// Users' scrubs at a time: each is a thread.
+/// Limit of users' concurrent scrubs; each has a thread.
 const SCRUBS_MAX: usize = 16;
 
-/// Scrubs of this daemon: one of each user, so that nobody keeps another from looking after his own.
+/// Running scrubs, at most one per user.
 #[derive(Clone, Debug)]
 pub(super) struct Scrubs {
     running: Arc<Mutex<BTreeSet<(Class, u32)>>>,
-    /// Of all users' together.
+    /// Limit of all users' scrubs together.
     bytes_per_s_max: u64,
 }
 
-/// Whose rate has a ceiling.
+/// Whether the rate is limited.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Class {
-    /// Root, and who runs the daemon.
+    /// Root and the daemon's user: not limited.
     Administrator,
     User,
 }
 
-/// One running scrub; over when dropped.
+/// Registration of a running scrub; removed on drop.
 #[derive(Debug)]
 struct Place {
     scrubs: Scrubs,
@@ -87,7 +88,7 @@ impl Drop for Place {
 }
 
 impl Place {
-    /// What a scrub that wants `wished` may read a second now.
+    /// Rate at which a scrub that asked for `wished` may read now.
     fn bytes_per_s(&self, wished: u64) -> u64 {
         if self.who.0 == Class::Administrator {
             return wished;
@@ -98,12 +99,12 @@ impl Place {
     }
 }
 
-/// What is asked for, checked.
+/// A checked request.
 #[derive(Clone, Debug)]
 pub(super) struct Wish {
     pub(super) uid: u32,
     pub(super) viewer: Viewer,
-    /// One job's name; of all otherwise.
+    /// Name of one job; all jobs if `None`.
     pub(super) job: Option<String>,
     pub(super) bytes_per_s: u64,
 }
@@ -119,7 +120,7 @@ impl Scrubs {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, BTreeSet<(Class, u32)>> {
-        self.running.lock().expect("nobody panics while holding it")
+        self.running.lock().expect("no panic while locked")
     }
 
     fn place(&self, viewer: Viewer, uid: u32) -> Result<Place, Fault> {
@@ -131,14 +132,14 @@ impl Scrubs {
         let busy = |what: String| Err(Fault::new(FaultKind::TooMany, what));
         if running.contains(&(class, uid)) {
             return busy(format!(
-                "a scrub of uid {uid} runs already: one at a time, so that training keeps the drives"
+                "a scrub of uid {uid} is already running; only one at a time is allowed, so that training keeps its bandwidth"
             ));
         }
-        // Of administrators there are two, and no user is in their way or they in his.
+        // Administrators do not count: at most two can run.
         let users_count = running.range((Class::User, 0)..).count();
         if class == Class::User && users_count >= SCRUBS_MAX {
             return busy(format!(
-                "{SCRUBS_MAX} users' scrubs run, as many as may: try again later"
+                "{SCRUBS_MAX} scrubs of users are already running; retry later"
             ));
         }
         running.insert((class, uid));
@@ -148,7 +149,7 @@ impl Scrubs {
         })
     }
 
-    /// Starts one; it ends when nobody listens any more.
+    /// Starts a scrub, which ends early if the receiver is dropped.
     pub(super) fn start(&self, owner: DriverHandle, wish: Wish) -> Result<Answers, Fault> {
         let place = self.place(wish.viewer, wish.uid)?;
         let (answers, receiver) = mpsc::channel(16);
@@ -161,14 +162,14 @@ impl Scrubs {
             uncounted: HashMap::new(),
             buffer: AlignedBytes::zeroed(0),
             pace_from: Instant::now(),
-            told_at: Instant::now(),
+            reported_at: Instant::now(),
             done: proto::ScrubProgress::default(),
         };
         std::thread::Builder::new()
             .name("scrub".into())
             .spawn(move || scrub.run())
             .map_err(|error| {
-                let what = format!("starting the thread that scrubs: {error}");
+                let what = format!("starting a thread for the scrub: {error}");
                 Fault::new(FaultKind::NoMemory, what)
             })?;
         Ok(receiver)
@@ -180,20 +181,20 @@ struct Scrub {
     wish: Wish,
     place: Place,
     answers: mpsc::Sender<Result<proto::ScrubReply, Status>>,
-    /// By index: a path may be another device's by now. `None`: it cannot be opened.
+    /// By index, because a path may belong to another device by now. `None` if it cannot be opened.
     files: HashMap<DeviceIndex, Option<Device>>,
-    /// Bytes that were read and the owner thread does not know of.
+    /// Bytes read that have not been reported to the owner thread.
     uncounted: HashMap<DeviceIndex, u64>,
     buffer: AlignedBytes,
     pace_from: Instant,
-    told_at: Instant,
+    reported_at: Instant,
     done: proto::ScrubProgress,
 }
 
-/// Why it ends before its end.
+/// Reason why a scrub ends early.
 enum Ended {
-    /// The caller has gone.
-    Unheard,
+    /// The caller has disconnected.
+    Disconnected,
     Failed(Fault),
 }
 
@@ -208,7 +209,7 @@ impl Scrub {
         let ended = self.all();
         self.count();
         match ended {
-            Ok(()) | Err(Ended::Unheard) => {}
+            Ok(()) | Err(Ended::Disconnected) => {}
             Err(Ended::Failed(fault)) => {
                 let _ = self.answers.blocking_send(Err(fault.into()));
             }
@@ -221,13 +222,13 @@ impl Scrub {
         if let Some(name) = &self.wish.job {
             jobs.retain(|job| job.name.as_str() == name);
             if jobs.is_empty() {
-                let what = format!("no job {name} of yours is in the store");
+                let what = format!("you have no job {name} in the store");
                 return Err(Fault::new(FaultKind::NotFound, what).into());
             }
         }
         self.done.job_count = jobs.len() as u64;
         self.done.total_bytes = jobs.iter().map(JobContent::comparable_bytes).sum();
-        self.tell()?;
+        self.report_progress()?;
         for job in jobs {
             if job.generations.iter().any(|one| one.overwriting) {
                 self.done.unclean_jobs.push(proto::JobName {
@@ -252,7 +253,7 @@ impl Scrub {
             };
             loop {
                 let asked = at.clone();
-                // Dropped since.
+                // Deleted in the meantime.
                 let Some(found) = self.ask(move |core| core.committed_tiles(&asked))? else {
                     break;
                 };
@@ -260,7 +261,7 @@ impl Scrub {
                     let spec = found.definition.tiles()[tile.tile.0 as usize];
                     let wrong = self.compare(&at, tile, spec.tile_bytes)?;
                     if undecided && matches!(wrong, Some(Wrong::Checksum { .. })) {
-                        // Written over since, if the record that the device does not give is the newest.
+                        // Overwritten, if the unreadable record is the newest.
                         let told = self.done.undecided_jobs.last_mut();
                         told.expect("told above").differing_count += 1;
                     } else if let Some(wrong) = wrong {
@@ -288,10 +289,10 @@ impl Scrub {
             }
         }
         self.done.ended = true;
-        self.tell()
+        self.report_progress()
     }
 
-    /// What is wrong with a tile that must be right, if anything is.
+    /// Checks a tile and confirms a mismatch with the owner thread.
     fn compare(
         &mut self,
         at: &At,
@@ -328,7 +329,7 @@ impl Scrub {
         Ok(still.then_some(wrong))
     }
 
-    /// The file of a device, looked for once.
+    /// Opens the device of a tile, once per scrub.
     fn open(&mut self, tile: &CommittedTile) -> Result<(), Ended> {
         let index = tile.extent.device;
         if self.files.contains_key(&index) {
@@ -337,7 +338,7 @@ impl Scrub {
         let ours = self.ask(move |core| core.superblock_of(index))?;
         let looked = match Device::open_readonly(Path::new(&*tile.path)) {
             Ok(device) if is_another(&device, &ours) => Err(format!(
-                "device {}: another than the daemon has open lies there",
+                "device {}: another device is at this path than the daemon has open",
                 tile.path
             )),
             Ok(device) => Ok(device),
@@ -348,7 +349,7 @@ impl Scrub {
         Ok(())
     }
 
-    /// `None`: nobody could look.
+    /// Reads a tile; `None` if its device could not be opened.
     fn read(
         &mut self,
         tile: &CommittedTile,
@@ -378,21 +379,21 @@ impl Scrub {
             self.done.done_bytes += (end - at) as u64;
             self.keep_pace(end - at)?;
             at = end;
-            if self.told_at.elapsed() >= TOLD_EVERY {
-                self.tell()?;
+            if self.reported_at.elapsed() >= PROGRESS_INTERVAL {
+                self.report_progress()?;
             }
         }
         Ok(Some(result))
     }
 
-    /// Not faster than was asked for and may be, over the last seconds: what was not used before is not made up for.
+    /// Sleeps to keep the rate, averaged over about a second.
     fn keep_pace(&mut self, bytes: usize) -> Result<(), Ended> {
         let rate = self.place.bytes_per_s(self.wish.bytes_per_s);
         let piece = Duration::from_secs_f64(bytes as f64 / rate as f64);
         let now = Instant::now();
         let due = self.pace_from + piece;
         if !pause_until(due, || !self.answers.is_closed()) {
-            return Err(Ended::Unheard);
+            return Err(Ended::Disconnected);
         }
         self.pace_from = due.max(now.checked_sub(Duration::from_secs(1)).unwrap_or(now));
         Ok(())
@@ -425,7 +426,7 @@ impl Scrub {
         self.send(message)
     }
 
-    /// Now and then, not for each of small tiles.
+    /// Reports bytes read to the owner thread, now and then.
     fn count(&mut self) {
         for (device, read_bytes) in self.uncounted.drain() {
             let moved = MovedBeside {
@@ -436,24 +437,24 @@ impl Scrub {
         }
     }
 
-    fn tell(&mut self) -> Result<(), Ended> {
+    fn report_progress(&mut self) -> Result<(), Ended> {
         self.count();
-        self.told_at = Instant::now();
+        self.reported_at = Instant::now();
         self.done.bytes_per_s = self.place.bytes_per_s(self.wish.bytes_per_s);
         self.send(proto::scrub_reply::What::Progress(self.done.clone()))
     }
 
-    /// Waits for a caller who does not read, the daemon not for us; not for ever, as others want to scrub too.
+    /// Sends a message; waits a limited time for a caller that does not read.
     fn send(&self, what: proto::scrub_reply::What) -> Result<(), Ended> {
         let mut reply = Ok(proto::ScrubReply { what: Some(what) });
-        let limit = Instant::now() + HEARD_WITHIN;
+        let limit = Instant::now() + READ_WAIT;
         loop {
             match self.answers.try_send(reply) {
                 Ok(()) => return Ok(()),
                 Err(TrySendError::Full(unsent)) if Instant::now() < limit => reply = unsent,
-                Err(_) => return Err(Ended::Unheard),
+                Err(_) => return Err(Ended::Disconnected),
             }
-            std::thread::sleep(HEARD_POLL);
+            std::thread::sleep(READ_POLL);
         }
     }
 
@@ -469,18 +470,18 @@ impl Scrub {
     }
 }
 
-/// Sleeps until `due`, or as long as somebody listens: whether that is so.
-fn pause_until(due: Instant, listens: impl Fn() -> bool) -> bool {
+/// Sleeps until `due` and returns true, or returns false when `is_connected` turns false.
+fn pause_until(due: Instant, is_connected: impl Fn() -> bool) -> bool {
     loop {
         let left = due.saturating_duration_since(Instant::now());
-        if left.is_zero() || !listens() {
+        if left.is_zero() || !is_connected() {
             return left.is_zero();
         }
         std::thread::sleep(left.min(SLEEP_MAX));
     }
 }
 
-/// Whether no copy of the superblock is that of `ours`. One that the device withholds may be: its tiles tell.
+/// Whether no copy of the superblock matches `ours`. A copy that cannot be read counts as matching: the checksums of tiles decide.
 pub(super) fn is_another(device: &Device, ours: &Superblock) -> bool {
     let mut blocks = DeviceBlocks(std::slice::from_ref(device));
     SUPERBLOCK_OFFSETS.into_iter().all(|offset| {
@@ -499,14 +500,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_user_has_one_and_users_share_their_ceiling() {
+    fn each_user_has_one_scrub_and_users_share_the_limit() {
         let scrubs = Scrubs::new(100 << 20);
         let user = |uid| scrubs.place(Viewer::Uid(uid), uid);
         let root = scrubs.place(Viewer::All, 0).unwrap();
         let first = user(1000).unwrap();
         assert_eq!(first.bytes_per_s(1 << 40), 100 << 20);
         let second = user(1001).unwrap();
-        // Half each; who wants less has what he wants, and an administrator what he asks for.
+        // Half each; a user who asks for less gets that, and an administrator is not limited.
         assert_eq!(first.bytes_per_s(1 << 40), 50 << 20);
         assert_eq!(second.bytes_per_s(7), 7);
         assert_eq!(root.bytes_per_s(1 << 40), 1 << 40);
@@ -518,7 +519,7 @@ mod tests {
         assert_eq!(second.bytes_per_s(1 << 40), 100 << 20);
         let places: Vec<_> = (2000..).map_while(|uid| user(uid).ok()).collect();
         assert_eq!(places.len() + 1, SCRUBS_MAX);
-        // An administrator is not in their number.
+        // An administrator does not count.
         assert!(scrubs.place(Viewer::All, 7).is_ok());
     }
     #[test]

@@ -1,11 +1,11 @@
-//! How much memory messages may take: one kind of call is large, all others are small, and a user has few large ones at a
-//! time. Without this, connections times calls times the largest message would be more memory than a machine has.
+//! Limits the memory of messages: one kind of call is large, all others are small, and a user may have few large ones at a time.
+//! Without this, connections times calls times the largest message would exceed a machine's memory.
 //!
-//! Questions: a user's connections x calls x [`SMALL_BYTES_MAX`] = 128 MiB, and [`LARGE_A_USER`] x 64 MiB besides.
+//! Requests: a user's connections x calls x [`SMALL_BYTES_MAX`] = 128 MiB, plus [`LARGE_A_USER`] x 64 MiB.
 //!
-//! Answers: whoever reads slowly or not at all has at most [`LISTS_A_USER`] answers that grow with the number of jobs (1 MiB at
-//! 1,024 jobs), each until the process has taken it; all others are some kilobytes, and a job's record is made a message of
-//! 64 KiB at a time. A connection whose peer takes nothing is ended (`peer`).
+//! Answers: a user has at most [`LISTS_A_USER`] unread answers whose size grows with the number of jobs (1 MiB at 1,024 jobs). All
+//! others have a few kilobytes, and a job's record is sent in messages of 64 KiB. A connection whose peer does not read is closed
+//! (`peer`).
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -25,22 +25,22 @@ use tonic::server::NamedService;
 use super::grpc;
 use super::peer::{Caller, Pending, Untaken};
 
-/// All but a definition of tiles: a commit's blob is the largest of them.
+/// Limit of all requests except definitions of tiles; the largest is a commit with its blob.
 const SMALL_BYTES_MAX: usize = 4 * BLOB_BYTES_MAX;
 
-/// Definitions of one user at a time. Others of the same user wait.
+/// Concurrent definitions per user; further ones wait.
 const LARGE_A_USER: usize = 2;
 
-/// From the first byte of a definition to its answer; a process that stops in the middle must not block its user's others.
+/// Time limit of a definition, so that a process that stops halfway does not block its user's other processes.
 const LARGE_WAIT: Duration = Duration::from_secs(120);
 
-/// Calls whose answers grow with what the store holds.
+/// Calls whose answers grow with the contents of the store.
 const LISTS: [&str; 4] = ["/DescribeJob", "/Inspect", "/Metrics", "/ListJobs"];
 
-/// Answers to these that one user has not taken. Others of the same user wait.
+/// Unread answers to these per user; further calls wait.
 const LISTS_A_USER: usize = 16;
 
-/// The service behind two bounds.
+/// The service with two limits of request size.
 #[derive(Clone, Debug)]
 pub(super) struct Sizes {
     small: OffloadServer<grpc::Service>,
@@ -48,7 +48,7 @@ pub(super) struct Sizes {
     users: Arc<Mutex<HashMap<u32, Gates>>>,
 }
 
-/// What one user's calls wait for.
+/// Semaphores of one user.
 #[derive(Clone, Debug)]
 struct Gates {
     definitions: Arc<Semaphore>,
@@ -58,7 +58,7 @@ struct Gates {
 impl Sizes {
     pub(super) fn new(service: grpc::Service) -> Self {
         let service = Arc::new(service);
-        // What we send is as large as a job's tiles are.
+        // Answers may be as large as a definition of tiles.
         let sized = |bytes_max| {
             OffloadServer::from_arc(service.clone())
                 .max_decoding_message_size(bytes_max)
@@ -95,7 +95,7 @@ impl Service<http::Request<Body>> for Sizes {
     }
 
     fn call(&mut self, mut request: http::Request<Body>) -> Self::Future {
-        // Without a known user the call itself refuses.
+        // The service refuses a call of an unknown user.
         let Some(Caller { peer, pending }) = request.extensions().get::<Caller>().cloned() else {
             return self.small.call(request);
         };
@@ -110,8 +110,10 @@ impl Service<http::Request<Body>> for Sizes {
                 match tokio::time::timeout(LARGE_WAIT, large.call(request)).await {
                     Ok(answer) => answer,
                     Err(_) => {
-                        let what =
-                            format!("a definition took more than {} s", LARGE_WAIT.as_secs());
+                        let what = format!(
+                            "receiving the definition of tiles took more than {} s",
+                            LARGE_WAIT.as_secs()
+                        );
                         Ok(tonic::Status::deadline_exceeded(what).into_http())
                     }
                 }
@@ -134,7 +136,7 @@ impl Service<http::Request<Body>> for Sizes {
     }
 }
 
-/// The body of an answer, which knows whether its peer is waited for, and keeps its place until the peer has it or is gone.
+/// Body of an answer. Tracks whether the peer is expected to read, and holds its permit until the peer has read it or is gone.
 struct Answer {
     body: Body,
     untaken: Untaken,
@@ -151,7 +153,7 @@ impl Answer {
     }
 }
 
-/// The transport asks for a frame when the peer has room for it.
+/// The transport polls for a frame when the peer's window has space.
 impl hyper::body::Body for Answer {
     type Data = <Body as hyper::body::Body>::Data;
     type Error = <Body as hyper::body::Body>::Error;

@@ -45,7 +45,7 @@ impl std::fmt::Display for Note {
                 "a commit was interrupted before it was acknowledged, or both copies were changed in place; the generation before it is used"
             }
             Consequence::Undecided => {
-                "it may be the newest generation, so its job cannot be resumed and keeps its tiles until the record can be read or is discarded (`offloadd give-up`)"
+                "it may be the newest generation, so its job cannot be resumed and keeps its tiles until the record can be read or is discarded (`offloadd job discard-unreadable`)"
             }
         };
         let Self {

@@ -150,13 +150,15 @@ pub struct ApproxBytes(pub u64);
 impl fmt::Display for ApproxBytes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = self.0 as f64;
-        match self.0 {
-            0..1024 => write!(f, "{} bytes", self.0),
-            1024..0x10_0000 => write!(f, "{:.1} KiB", bytes / 1024.0),
-            0x10_0000..0x4000_0000 => write!(f, "{:.1} MiB", bytes / f64::from(1 << 20)),
-            0x4000_0000..0x100_0000_0000 => write!(f, "{:.1} GiB", bytes / f64::from(1 << 30)),
-            _ => write!(f, "{:.1} TiB", bytes / (1_u64 << 40) as f64),
-        }
+        let text = match self.0 {
+            0..1024 => format!("{} bytes", self.0),
+            1024..0x10_0000 => format!("{:.1} KiB", bytes / 1024.0),
+            0x10_0000..0x4000_0000 => format!("{:.1} MiB", bytes / f64::from(1 << 20)),
+            0x4000_0000..0x100_0000_0000 => format!("{:.1} GiB", bytes / f64::from(1 << 30)),
+            _ => format!("{:.1} TiB", bytes / (1_u64 << 40) as f64),
+        };
+        // With the width of the format string: tables align sizes.
+        f.pad(&text)
     }
 }
 
@@ -254,6 +256,7 @@ mod tests {
             sizes,
             ["5 bytes", "2.0 KiB", "3.0 MiB", "12.0 GiB", "3.0 TiB"]
         );
+        assert_eq!(format!("{:>8}|", ApproxBytes(5)), " 5 bytes|");
         assert_eq!(ApproxRate(620e6).to_string(), "620.0 MB/s");
         assert_eq!(ApproxRate(6.2e9).to_string(), "6.20 GB/s");
         let times = [5, 65, 3725, 90_000].map(|s| ApproxTime(Duration::from_secs(s)).to_string());

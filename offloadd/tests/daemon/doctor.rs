@@ -28,7 +28,7 @@ fn a_good_store_has_no_problems_and_json_says_so() {
     assert!(
         found
             .iter()
-            .all(|one| one["severity"] == "fine" || one["mend"].is_string())
+            .all(|one| one["severity"] == "fine" || one["fix"].is_string())
     );
     assert_eq!(json["worst"] == "problem", in_memory, "{json}");
 }
@@ -40,7 +40,7 @@ fn a_place_that_is_not_there_is_said_beside_what_was_looked_at() {
     let output = program().arg("doctor").arg(&place).output().unwrap();
     let said = words(&output);
     let expected = format!(
-        "device {}: there is none: looked at {}",
+        "device {}: does not exist; checked {} instead",
         place.display(),
         dir.path().display()
     );

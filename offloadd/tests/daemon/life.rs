@@ -123,7 +123,7 @@ fn a_living_daemons_socket_is_not_taken() {
     two.write_config(&file, "psync");
     assert!(
         two.refusal()
-            .contains("a file that is no socket lies there")
+            .contains("a file that is not a socket exists there")
     );
     assert_eq!(std::fs::read_to_string(&file).unwrap(), "mine");
 }

@@ -159,7 +159,7 @@ fn a_user_who_is_refused_without_end_does_not_fill_the_log() {
         rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
     }
     let uid = rustix::process::geteuid().as_raw();
-    let more = format!(" more lines about uid {uid} were left out");
+    let more = format!(" more log lines about uid {uid} were dropped");
     let told = || {
         let lines = lines.lock().unwrap();
         let whole = lines.iter().filter(|l| l.contains("refused descriptors"));

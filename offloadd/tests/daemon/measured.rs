@@ -46,7 +46,7 @@ fn a_device_with_wrong_rates_gets_its_share_while_a_job_runs() {
     let working = session.commit(&mut control, working, b"");
     let before = view(&mut control, slow).unwrap();
     assert!(tiles_held(&before) <= ROUNDING_TILES, "{before:?}");
-    let output = device(&store, "measure", slow, &[]);
+    let output = device(&store, "calibrate", slow, &[]);
     let told = words(&output);
     assert!(output.status.success(), "{told}");
     for said in [
@@ -118,7 +118,7 @@ fn a_store_at_rest_is_measured_and_its_tiles_move_at_once() {
     daemon.signal(rustix::process::Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));
     let mut measure = program();
-    measure.args(["device", "measure"]).arg(slow);
+    measure.args(["device", "calibrate"]).arg(slow);
     measure.arg("--config").arg(&store.config);
     let output = measure.env("OFFLOADD_PACE", PACE).output().unwrap();
     let told = words(&output);
@@ -149,12 +149,12 @@ fn what_cannot_be_measured_is_named() {
     };
     let nobody = store.dir.path().join("nobody");
     refused(
-        device(&store, "measure", &nobody, &[]),
+        device(&store, "calibrate", &nobody, &[]),
         "the store has no device",
     );
     let daemon = store.serve();
     refused(
-        device(&store, "measure", &nobody, &[]),
+        device(&store, "calibrate", &nobody, &[]),
         "the store has no device",
     );
     let mut control = daemon.control();
@@ -162,13 +162,13 @@ fn what_cannot_be_measured_is_named() {
     let output = device(&store, "drain", &store.devices[1], &[]);
     assert!(output.status.success(), "{}", words(&output));
     refused(
-        device(&store, "measure", &store.devices[1], &[]),
+        device(&store, "calibrate", &store.devices[1], &[]),
         "is drained: no tiles go there any more",
     );
     // Neither a daemon nor a store.
     let mut measure = program();
     measure
-        .args(["device", "measure"])
+        .args(["device", "calibrate"])
         .arg(&nobody)
         .arg("--socket");
     refused(measure.arg(&nobody).output().unwrap(), "nobody");
@@ -180,7 +180,7 @@ fn what_cannot_be_measured_is_named() {
     std::fs::write(&config, text).unwrap();
     let mut measure = program();
     measure
-        .args(["device", "measure"])
+        .args(["device", "calibrate"])
         .arg(&nobody)
         .arg("--config");
     refused(measure.arg(&config).output().unwrap(), "none0");

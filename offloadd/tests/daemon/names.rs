@@ -14,7 +14,7 @@ fn a_device_by_another_name_is_named_as_the_store_has_it() {
     symlink(&store.devices[1], &link).unwrap();
     std::fs::hard_link(&store.devices[1], &hard).unwrap();
     let expected = format!(
-        "is device 1 of the store already: there it is called {}",
+        "is already device 1 of the store, under the name {}",
         store.devices[1].display()
     );
     let add = |path: &Path| {

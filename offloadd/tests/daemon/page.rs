@@ -27,7 +27,7 @@ pub(crate) fn listen(store: &Store, address: &str) {
     let mut text = std::fs::read_to_string(&store.config).unwrap();
     text.push_str("rated_tbw = 600\n");
     text.push_str(&format!("[metrics]\nlisten = {address:?}\n"));
-    text.push_str("[quota.default]\nshare = 300\n[quota.job]\nshare = 250\n");
+    text.push_str("[quota.default]\nweight = 300\n[quota.job]\nweight = 250\n");
     std::fs::write(&store.config, text).unwrap();
 }
 
@@ -148,7 +148,7 @@ fn the_text_parses_and_says_what_was_moved() {
         ("offloadd_job_generation", 1.0),
         ("offloadd_job_slots", 4.0),
         ("offloadd_job_slots_used", 0.0),
-        ("offloadd_job_share", 250.0),
+        ("offloadd_job_weight", 250.0),
         ("offloadd_job_sessions", 1.0),
     ] {
         assert_eq!(
@@ -157,7 +157,7 @@ fn the_text_parses_and_says_what_was_moved() {
             "{name}"
         );
     }
-    let of_user = format!("offloadd_user_share{{uid=\"{uid}\"}}");
+    let of_user = format!("offloadd_user_weight{{uid=\"{uid}\"}}");
     assert_eq!(samples[&of_user], 300.0);
     let device = |name: &str| -> f64 {
         let of = store.devices.iter();
@@ -210,64 +210,6 @@ fn the_text_parses_and_says_what_was_moved() {
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
     assert!(!page.exists(), "its socket goes with it");
-}
-
-#[test]
-fn a_scraper_of_before_openmetrics_is_answered_in_its_own_form() {
-    let (store, page) = with_page();
-    let daemon = store.serve();
-    let mut control = daemon.control();
-    let mut session = control.session("tiny");
-    let working = session.begin(&mut control, 2);
-    fill_tiles(&mut session, 2, working, 10);
-    let get_as = |accept: &str| {
-        let stream = UnixStream::connect(&page).unwrap();
-        stream.set_read_timeout(Some(SOON)).unwrap();
-        let head = format!("GET /metrics HTTP/1.1\r\nHost: here\r\n{accept}\r\n");
-        ask(stream, &head)
-    };
-    let (newer_head, newer) = get_as(
-        "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3,*/*;q=0.1\r\n",
-    );
-    let (head, older) = get_as("Accept: text/plain; version=0.0.4\r\n");
-    let form = |head: &str, form: &str| {
-        let head = head.to_ascii_lowercase();
-        assert!(head.starts_with("http/1.1 200 "), "{head}");
-        assert!(head.contains(&format!("content-type: {form}")), "{head}");
-    };
-    form(&newer_head, "application/openmetrics-text; version=1.0.0");
-    form(&head, "text/plain; version=0.0.4");
-    // The same samples, each of which belongs to a type by its own name.
-    let names = |text: &str| -> Vec<String> {
-        let samples = text.lines().filter(|line| !line.starts_with('#'));
-        samples
-            .map(|line| line.rsplit_once(' ').unwrap().0.to_owned())
-            .collect()
-    };
-    assert_eq!(names(&older), names(&newer));
-    assert!(names(&older).len() > 40, "{older}");
-    assert!(
-        !older.contains("# EOF") && !older.contains("# UNIT"),
-        "{older}"
-    );
-    let kinds: HashMap<_, _> = (older.lines())
-        .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
-        .collect();
-    for name in names(&older) {
-        let name = name.split('{').next().unwrap();
-        let of_histogram = ["_bucket", "_sum", "_count"].iter().any(|suffix| {
-            let base = name.strip_suffix(suffix);
-            base.is_some_and(|base| kinds.get(base) == Some(&"histogram"))
-        });
-        let expected = match name.ends_with("_total") {
-            true => "counter",
-            false => "gauge",
-        };
-        assert!(
-            of_histogram || kinds.get(name) == Some(&expected),
-            "{name} has no type: {older}"
-        );
-    }
 }
 
 #[test]

@@ -165,18 +165,18 @@ fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
 }
 
 /// A user's and a job's, as somebody who looks sees them.
-fn shares(control: &mut Control) -> Vec<(String, u32, u32)> {
+fn weights(control: &mut Control) -> Vec<(String, u32, u32)> {
     let jobs = control.metrics(proto::MetricsRequest {}).unwrap().jobs;
-    let of = |job: proto::JobMetrics| (job.job, job.user_share, job.share);
+    let of = |job: proto::JobMetrics| (job.job, job.user_weight, job.weight);
     jobs.into_iter().map(of).collect()
 }
 
 #[test]
-fn shares_of_users_and_jobs_are_seen_and_change_while_jobs_run() {
+fn weights_of_users_and_jobs_are_seen_and_change_while_jobs_run() {
     let uid = own_uid();
     let quota = format!(
-        "[quota.uid.{uid}]\nshare = 300\n[quota.uid.{uid}.job.\"large.7b\"]\nshare = 200\ninflight_max = 2\n\
-         [quota.uid.{}.job.small]\nshare = 7\n",
+        "[quota.uid.{uid}]\nweight = 300\n[quota.uid.{uid}.job.\"large.7b\"]\nweight = 200\ninflight_max = 2\n\
+         [quota.uid.{}.job.small]\nweight = 7\n",
         uid + 1
     );
     let (store, daemon) = with(&quota);
@@ -189,13 +189,13 @@ fn shares_of_users_and_jobs_are_seen_and_change_while_jobs_run() {
         let of = |name: &str, (user, own)| (name.to_owned(), user, own);
         vec![of("large.7b", large), of("small", small)]
     };
-    assert_eq!(shares(&mut control), named((300, 200), (300, 100)));
+    assert_eq!(weights(&mut control), named((300, 200), (300, 100)));
     let text = std::fs::read_to_string(&store.config).unwrap();
-    let text = text.replace("share = 200", "share = 50") + "[quota.job]\nshare = 10\n";
+    let text = text.replace("weight = 200", "weight = 50") + "[quota.job]\nweight = 10\n";
     std::fs::write(&store.config, text).unwrap();
     daemon.signal(Signal::HUP);
-    eventually("the shares are others", Duration::from_secs(60), || {
-        shares(&mut control) == named((300, 50), (300, 10))
+    eventually("the weights have changed", Duration::from_secs(60), || {
+        weights(&mut control) == named((300, 50), (300, 10))
     });
     let working = small.begin(&mut control, 2);
     fill_tiles(&mut small, 2, working, 1);

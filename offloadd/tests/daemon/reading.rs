@@ -115,7 +115,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     });
     for (arguments, said) in [
         (&["verify"][..], "sound"),
-        (&["inspect"], "tiny"),
+        (&["job", "list"], "tiny"),
         (&["device", "list"], "the store is only read since"),
     ] {
         let mut command = program();
@@ -132,7 +132,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     stderr.read_to_string(&mut said).unwrap();
     let error = said.lines().find(|line| line.contains("ERROR"));
     let error = error.unwrap_or_else(|| panic!("{said}"));
-    assert!(error.contains("nothing is written") && error.contains(&path));
+    assert!(error.contains("the store is read-only") && error.contains(&path));
 
     // Another drive, or the same one mended: nothing is lost, and it goes on.
     let daemon = store.serve();
@@ -157,7 +157,7 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     let mut control = daemon.control();
     control.session("tiny").begin(&mut control, TILES);
     let (_, text) = page::get(&prometheus, "/metrics");
-    assert!(text.contains("\noffloadd_reading_only 0.0\n"), "{text}");
+    assert!(text.contains("\noffloadd_read_only 0.0\n"), "{text}");
     drop(control);
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
@@ -173,7 +173,7 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
         let said = words.contains("the store is only read") && words.contains(&path);
         assert!(said, "{words}");
     };
-    let limited = daemon.ready.split_once(", for reading only: ");
+    let limited = daemon.ready.split_once(", read-only: ");
     why(limited.expect(&daemon.ready).1);
     let status = |end: &str| loop {
         let mut bytes = [0; 2048];
@@ -183,22 +183,22 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
             && status.ends_with(end)
         {
             why(status);
-            break assert!(status.starts_with(" for reading only at "), "{status}");
+            break assert!(status.starts_with(" read-only at "), "{status}");
         }
     };
     status("");
     daemon.signal(Signal::HUP);
-    status("; changed settings taken up");
+    status("; changed settings applied");
 
     let (_, text) = page::get(&prometheus, "/metrics");
-    assert!(text.contains("\noffloadd_reading_only 1.0\n"), "{text}");
+    assert!(text.contains("\noffloadd_read_only 1.0\n"), "{text}");
     let mut control = daemon.control();
     let _session = control.session("tiny");
     let mut top = program();
     top.args(["top", "--once", "--interval", "0.1", "--config"]);
     let shown = words(&top.arg(&store.config).output().unwrap());
     why(shown.lines().nth(1).expect(&shown));
-    assert!(shown.contains("\nREADING ONLY: "), "{shown}");
+    assert!(shown.contains("\nREAD-ONLY: "), "{shown}");
     assert!(
         shown.contains("  a start of offloadd that can write\n"),
         "{shown}"
@@ -219,7 +219,7 @@ fn what_fails_but_once_at_the_start_is_tried_again() {
         assert!(!daemon.ready.contains("reading only"), "{}", daemon.ready);
         // No more than that: strace counts for each thread, and the engine's are still to come.
         let seen = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
-        assert_eq!(seen.reading_only, None);
+        assert_eq!(seen.read_only, None);
         daemon.signal(Signal::TERM);
         assert_eq!(daemon.wait(SOON), Some(0));
         let mut said = String::new();

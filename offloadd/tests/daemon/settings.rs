@@ -77,11 +77,11 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
         ("64MiB", "4000TiB", "arena_bytes_max = \""),
         ("socket = ", "sockets = ", "did you mean `socket`"),
         ("device1", "device9", "offloadd format"),
-        ("/run/offloadd.sock", "/device0", "no socket lies at"),
+        ("/run/offloadd.sock", "/device0", "not a socket exists at"),
         (
             "/run/offloadd.sock",
             "/no/such/run/offloadd.sock",
-            "its directory cannot be made",
+            "cannot create its directory",
         ),
         ("/device1", "", "neither a regular file nor a block device"),
         (
@@ -204,7 +204,7 @@ fn a_device_that_came_and_was_added_to_the_list_takes_no_restart() {
         control.arena_free_bytes() == 128 << 20
     });
     let said = last_words(daemon);
-    assert!(said.contains("changed settings taken up"), "{said}");
+    assert!(said.contains("changed settings applied"), "{said}");
     assert!(!said.contains("takes a restart"), "{said}");
 }
 
@@ -220,7 +220,7 @@ fn wrong_settings_change_nothing_in_a_running_daemon() {
     change(&store, "64MiB", "64MB");
     daemon.signal(Signal::HUP);
     let mut heard = String::new();
-    while !heard.contains("were not taken up") {
+    while !heard.contains("were not applied") {
         let mut bytes = [0; 512];
         let length = manager.recv(&mut bytes).expect(&heard);
         heard += &String::from_utf8_lossy(&bytes[..length]);
@@ -229,6 +229,6 @@ fn wrong_settings_change_nothing_in_a_running_daemon() {
     assert!(reloading.is_some() && reloading < ready, "{heard}");
     assert_eq!(daemon.control().arena_free_bytes(), 64 << 20);
     let said = last_words(daemon);
-    assert!(said.contains("the settings stay as they were"), "{said}");
+    assert!(said.contains("the settings stay unchanged"), "{said}");
     assert!(said.contains("the unit `MB`"), "{said}");
 }

@@ -77,7 +77,10 @@ fn a_daemon_that_is_not_there_and_an_output_that_is_no_terminal_are_told() {
     assert!(!output.status.success());
     let message = words(&output);
     assert!(message.contains("no daemon at "), "{message}");
-    assert!(message.contains("does `offloadd serve` run"), "{message}");
+    assert!(
+        message.contains("check that `offloadd serve` runs"),
+        "{message}"
+    );
     assert!(message.contains("refused"), "{message}");
 }
 

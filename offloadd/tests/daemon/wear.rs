@@ -162,7 +162,7 @@ fn what_measuring_and_verify_move_beside_the_queue_is_counted_and_who_comes_is_r
 
     let measured = &store.devices[1];
     let before = view(&mut control, measured).unwrap();
-    let output = device(&store, "measure", measured, &[]);
+    let output = device(&store, "calibrate", measured, &[]);
     assert!(output.status.success(), "{}", words(&output));
     let now = view(&mut control, measured).unwrap();
     assert!(now.worn_bytes - before.worn_bytes >= MEASURED_MIN);
@@ -196,7 +196,7 @@ fn what_measuring_and_verify_move_beside_the_queue_is_counted_and_who_comes_is_r
         kept[1] >= now.worn_bytes && kept[2] >= came.worn_bytes,
         "{kept:?}"
     );
-    let output = device(&store, "measure", measured, &[]);
+    let output = device(&store, "calibrate", measured, &[]);
     assert!(output.status.success(), "{}", words(&output));
     let later = worn();
     assert!(later[1] - kept[1] >= MEASURED_MIN, "{kept:?} {later:?}");

@@ -11,7 +11,7 @@ main_pid() { systemctl show -p MainPID --value offloadd; }
 status() { grep "^$1:" "/proc/$(main_pid)/status" | tr -s ' \t' ' '; }
 # What the daemon said may still be on its way into the journal.
 ready() { journalctl --sync; journalctl -u offloadd -o cat | grep '^READY' | tail -n 1; }
-held() { offloadd inspect --config $config --json | tr -d ' \n'; }
+held() { offloadd job list --config $config --json | tr -d ' \n'; }
 
 say "FACT $(systemctl --version | head -n 1), Linux $(uname -r)"
 must "the package installs" dpkg -i /payload/offloadd.deb

@@ -264,7 +264,7 @@ fn a_withheld_record_keeps_the_home() {
     }
     let outcome = opened(&mut disks).unwrap();
     assert!(
-        matches!(&outcome, MetadataMove::Failed(why) if why.contains("give-up one")),
+        matches!(&outcome, MetadataMove::Failed(why) if why.contains("discard-unreadable one")),
         "{outcome:?}"
     );
     // The device gives it again.

@@ -76,7 +76,7 @@ fn expect_both(world: &mut World) -> Process {
 
 /// All that is read, and nothing that is written.
 fn only_reads(world: &mut World) {
-    let reason = world.core.reading_only().expect("nothing is written");
+    let reason = world.core.read_only().expect("nothing is written");
     let reason = reason.clone();
     told(&reason);
     // Nothing is given up by who goes back, nor confirmed by who goes on.
@@ -142,7 +142,7 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
         });
         let mut world = World::start_all_the_same(disks, random);
         world.engine.disks.mend();
-        if world.core.reading_only().is_none() {
+        if world.core.read_only().is_none() {
             // That operation was none of a start's, or none that fails so.
             continue;
         }

@@ -144,7 +144,13 @@ fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
     for generation in [0, 1, 2] {
         let fault = world.resume(process, generation).unwrap_err();
         assert_eq!(fault.kind, FaultKind::Damaged);
-        for word in ["job one", "slot 0", "sim0", "offloadd give-up one", "drop"] {
+        for word in [
+            "job one",
+            "slot 0",
+            "sim0",
+            "offloadd job discard-unreadable one",
+            "drop",
+        ] {
             assert!(fault.message.contains(word), "{word}: {fault}");
         }
     }
@@ -184,7 +190,7 @@ fn its_jobs_tiles_stay_while_others_move() {
     let states = world.core.device_states();
     let why = states[1].status.stuck.clone().unwrap();
     assert!(why.contains("job one of uid 1000"), "{why}");
-    assert!(why.contains("offloadd give-up one"), "{why}");
+    assert!(why.contains("offloadd job discard-unreadable one"), "{why}");
     assert!(states[1].status.left_bytes > 0);
     let (mut disks, random) = world.crash(true);
     assert_eq!(extents(&mut disks), before);

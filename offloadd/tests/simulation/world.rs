@@ -167,7 +167,7 @@ impl World {
         let mut core = Core::new(store, Epoch(random.number()), LIMITS);
         let (home, catalog) = core.first_catalog();
         match mended.and_then(|()| catalog.write(&mut disks, home)) {
-            Ok(()) => core.begin_life(catalog),
+            Ok(()) => core.begin_incarnation(catalog),
             Err(error) => core.begin_reading(&error),
         }
         Self::of(core, MetadataMove::NotDue, disks, random)
@@ -194,7 +194,7 @@ impl World {
         if let Err(error) = catalog.write(&mut disks, home) {
             return Err(Box::new((error.into(), disks)));
         }
-        core.begin_life(catalog);
+        core.begin_incarnation(catalog);
         Ok(Self::of(core, home_move, disks, random))
     }
 

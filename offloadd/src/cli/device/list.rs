@@ -1,4 +1,4 @@
-//! `offloadd device list`: the devices of a store as a table for people and as JSON for programs.
+//! `offloadd device list`: the devices of a store as a table or as JSON.
 
 use std::time::Duration;
 
@@ -10,30 +10,29 @@ use offloadd::store::catalog::Phase;
 use serde_json::{Value, json};
 
 use super::{at_most, open_stopped};
+use crate::cli::connection::Daemon;
 use crate::cli::ratings;
-use crate::cli::top::Daemon;
 
-/// How long two looks at tiles that move are apart.
-const LOOKS_APART: Duration = Duration::from_secs(1);
+/// Time between the two snapshots that give the rate of moving tiles.
+const INTERVAL: Duration = Duration::from_secs(1);
 
-/// A device as people see it.
 pub(super) struct Line {
     state: DeviceState,
     worn_bytes: u64,
     rated_bytes: Option<u64>,
-    /// The settings do not have it.
+    /// Not in `devices` of the settings.
     unlisted: bool,
-    /// Why an administrator must look at it now.
+    /// A problem that needs an administrator.
     trouble: Option<String>,
-    /// That move, a second; `None`: nobody looked.
+    /// Rate at which tiles move; `None` if not measured.
     moving_bytes_per_s: Option<u64>,
-    /// The ceiling of what moves to or from it.
+    /// Limit of that rate.
     rebalance_bytes_per_s_max: Option<u64>,
 }
 
 impl Line {
-    fn left(&self) -> Option<Duration> {
-        // Under a ceiling a batch may come but once in several looks, and then more than a second's worth.
+    fn time_left(&self) -> Option<Duration> {
+        // With a limit, tiles may move in one batch every few seconds, so a single interval can show too high a rate.
         let rates = [self.moving_bytes_per_s, self.rebalance_bytes_per_s_max];
         let rate = rates.into_iter().flatten().filter(|rate| *rate > 0).min()?;
         Some(Duration::from_secs(self.state.status.left_bytes / rate))
@@ -41,24 +40,24 @@ impl Line {
 }
 
 pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
-    let mut before = daemon.look().await?;
+    let mut before = daemon.snapshot().await?;
     let settled = |d: &DeviceState| matches!(d.status.phase, None | Some(Phase::Settled));
     let moving = before.devices.iter().any(|view| !settled(&view.state));
     let mut now = before.clone();
     if moving {
-        (before, now) = daemon.look_twice(LOOKS_APART).await?;
+        (before, now) = daemon.two_snapshots(INTERVAL).await?;
     }
-    let apart = now.uptime.saturating_sub(before.uptime).as_secs_f64();
-    let rate_limiter = now.rebalance_bytes_per_s_max;
+    let seconds = now.uptime.saturating_sub(before.uptime).as_secs_f64();
+    let limit = now.rebalance_bytes_per_s_max;
     let lines = now.devices.into_iter().enumerate();
     let lines = lines.map(|(index, view)| {
         let earlier = (before.devices.get(index)).map(|d| d.state.status.left_bytes);
         let moved_bytes = earlier.map(|left| left.saturating_sub(view.state.status.left_bytes));
         Line {
             moving_bytes_per_s: moved_bytes
-                .filter(|_| apart > 0.0)
-                .map(|bytes| (bytes as f64 / apart) as u64),
-            rebalance_bytes_per_s_max: rate_limiter.filter(|_| !settled(&view.state)),
+                .filter(|_| seconds > 0.0)
+                .map(|bytes| (bytes as f64 / seconds) as u64),
+            rebalance_bytes_per_s_max: limit.filter(|_| !settled(&view.state)),
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
             unlisted: view.unlisted,
@@ -114,7 +113,7 @@ pub(super) fn table(lines: &[Line]) -> String {
     }
     for line in lines {
         let status = &line.state.status;
-        if let Some(left) = line.left() {
+        if let Some(left) = line.time_left() {
             text += &format!(
                 "device {}: about {} s left{}\n",
                 status.number,
@@ -130,7 +129,7 @@ pub(super) fn table(lines: &[Line]) -> String {
         }
         if line.unlisted {
             text += &format!(
-                "device {}: not in the list `devices` of the settings: add {:?}\n",
+                "device {}: not listed in the settings: add {:?} to `devices`\n",
                 status.number, line.state.path
             );
         }
@@ -162,7 +161,7 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             "unlisted": line.unlisted,
             "trouble": line.trouble,
             "left_bytes": status.left_bytes,
-            "left_s": line.left().map(|left| left.as_secs() + 1),
+            "left_s": line.time_left().map(|left| left.as_secs() + 1),
             "rebalance_bytes_per_s_max": line.rebalance_bytes_per_s_max,
             "stuck": status.stuck,
             "waits_for_start": status.waits_for_start,

@@ -1,15 +1,16 @@
-//! `offloadd device`: devices come to a store and leave it, with a daemon that serves it or without.
+//! `offloadd device`: adds devices to a store and removes them, with a running daemon or without.
 
+mod calibrate;
 mod list;
-mod measure;
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, anyhow, bail};
-use clap::{Args, Subcommand};
+use clap::Subcommand;
 use offload_api::proto;
 use offload_support::outln;
+use offload_support::progress::{Audience, Progress, Unit};
 use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
 use offloadd::core::Reply;
@@ -20,111 +21,94 @@ use offloadd::store::metadata_device::MetadataMove;
 use offloadd::store::recover;
 use offloadd::store_devices::StoreDevices;
 
-use super::connection::{refusal, runtime};
+use super::connection::{Daemon, refusal, runtime};
 use super::open_all;
-use super::top::Daemon;
-use offload_support::progress::{Audience, Progress, Unit};
+use super::store_access::{Holder, WhichStore, holder};
 
 #[derive(Subcommand)]
 pub(crate) enum DeviceCommand {
-    /// Bring a device into a store; tiles of the jobs that are there move to it, in proportion to its rate
+    /// Add a device to a store; tiles of existing jobs move to it in proportion to its rate
     #[command(after_help = "Examples:
   offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd.toml
   offloadd device add /dev/disk/by-id/nvme-SERIAL2 --socket /run/offloadd/offloadd.sock
 
-Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
-belongs into `devices` of the settings: the store opens with all its devices or not at all. Until it is there, a start opens it
-where the store has it, and warns. What is cut off can be run again. With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
-`rebalance_bytes_per_s_max` in the settings says.")]
+A daemon that serves the store adds the device while jobs run; only root and the daemon's user may ask for it. Afterwards add the
+device to `devices` in the settings. Until then, each start of the daemon warns and opens the device at the path that the store
+remembers. An interrupted add can be repeated.")]
     Add {
-        /// A file to make, or a block device
+        /// File to create, or block device
         #[arg(value_name = "DEVICE")]
         path: PathBuf,
-        /// Of the file, like 500GiB; a block device is taken whole
+        /// Size of the file, for example 500GiB; a block device is used whole
         #[arg(long, value_name = "SIZE", value_parser = offload_support::units::parse_bytes)]
         size: Option<u64>,
-        /// Overwrite what is on it
+        /// Overwrite an existing file or store
         #[arg(long)]
         force: bool,
-        /// Copy tiles no faster than that, like 200MB/s: until they have moved or the daemon is started again
+        /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default: `rebalance_bytes_per_s_max` of the settings
         #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
         rate: Option<u64>,
         #[command(flatten)]
         store: WhichStore,
     },
-    /// Move all tiles of a device to the others, after which it is of the store no more
+    /// Move all tiles of a device to the others, and remove it from the store
     #[command(after_help = "Examples:
   offloadd device drain /mnt/nvme0/offloadd.tiles --config /etc/offloadd.toml
-  offloadd device list --config /etc/offloadd.toml        # how far it is
+  offloadd device list --config /etc/offloadd.toml        # shows the progress
 
-Through the daemon where one serves the store, while jobs run; only root and who runs the daemon may. Afterwards the device
-is to be taken from `devices` of the settings. Refused when the others have no room. What is cut off can be run again.
-With --rate no more is copied a second, on the average; `offloadd device rate` changes it. Without it what
-`rebalance_bytes_per_s_max` in the settings says. The device with the store's catalog and records (the first one) leaves when offloadd is started next with no session to take up; without a daemon, at once.")]
+A daemon that serves the store drains the device while jobs run; only root and the daemon's user may ask for it. Refused if the
+other devices do not have enough space. When the device is empty, remove it from `devices` in the settings. An interrupted drain
+can be repeated. The first device, which holds the store's catalog and records, leaves at the next start of the daemon without
+sessions to adopt, or at once if no daemon runs.")]
     Drain {
-        /// As the settings name it
+        /// Device, as named in the settings
         #[arg(value_name = "DEVICE")]
         path: PathBuf,
-        /// Copy tiles no faster than that, like 200MB/s: until they have moved or the daemon is started again
+        /// Copy at most this many bytes per second, for example 200MB/s, until the tiles have moved or the daemon restarts; default: `rebalance_bytes_per_s_max` of the settings
         #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
         rate: Option<u64>,
         #[command(flatten)]
         store: WhichStore,
     },
-    /// Measure a device of a store again: tiles of all jobs move as its new rates say
+    /// Measure the rates of a device again; tiles of all jobs move to match
     #[command(after_help = "Examples:
-  offloadd device measure /mnt/nvme2/offloadd.tiles --config /etc/offloadd.toml
-  offloadd device list --json                             # the rates that are kept
+  offloadd device calibrate /mnt/nvme2/offloadd.tiles --config /etc/offloadd.toml
+  offloadd device list --json                             # shows the stored rates
 
-A device that came while processors or drives were busy may have been measured too slow, and so have too few tiles. Writes for
-a second into free room on it, half of its largest piece and 2 GiB at most, and reads that again. Through the daemon where one
-serves the store, while jobs run: then the figures are what they leave, and whoever uses that device waits longer for two seconds,
-behind 16 MiB at a time that take no turns. Only root and who runs the daemon may.")]
-    Measure {
-        /// As the settings name it
+Use this for a device that was added while processors or drives were busy: its rates may be too low, and then it gets too few
+tiles. Writes to free space for one second (at most half of the largest free piece, and 2 GiB) and reads it back. A daemon does
+this while jobs run: the result is the bandwidth that the jobs leave, and for about two seconds their I/O on this device is
+delayed by up to 16 MiB at a time. Only root and the daemon's user may ask for it.")]
+    Calibrate {
+        /// Device, as named in the settings
         #[arg(value_name = "DEVICE")]
         path: PathBuf,
         #[command(flatten)]
         store: WhichStore,
     },
-    /// Change how fast the tiles that move now may be copied
-    #[command(after_help = "Example:
-  offloadd device rate 100MB/s --socket /run/offloadd/offloadd.sock    # 10000GB/s: as fast as it goes beside the jobs")]
+    /// Change the rate limit of the tiles that are moving now
+    #[command(after_help = "Examples:
+  offloadd device rate 100MB/s
+  offloadd device rate 10000GB/s                          # in effect no limit")]
     Rate {
-        /// Of what is copied, on the average
+        /// Bytes copied per second, on average
         #[arg(value_name = "RATE", value_parser = super::verify::rate)]
         rate: u64,
         #[command(flatten)]
         store: WhichStore,
     },
-    /// Show the devices of a store, what is on them, and how far tiles that move are
+    /// List the devices of a store with their space, wear and the progress of moving tiles
+    #[command(after_help = "Examples:
+  offloadd device list
+  offloadd device list --config /etc/offloadd.toml        # with a daemon or without
+  offloadd device list --json | jq '.devices[].free_bytes'")]
     List {
-        /// For programs
+        /// Print JSON
         #[arg(long)]
         json: bool,
         #[command(flatten)]
         store: WhichStore,
     },
-}
-
-#[derive(Args)]
-pub(crate) struct WhichStore {
-    /// The store of these settings, with its daemon or without
-    #[arg(long, value_name = "FILE", conflicts_with = "socket")]
-    config: Option<PathBuf>,
-    /// The store of the daemon that answers there
-    #[arg(
-        long,
-        value_name = "SOCKET",
-        default_value = offloadd::config::SOCKET_DEFAULT
-    )]
-    socket: PathBuf,
-}
-
-/// How a store is reached.
-enum StoreAccess {
-    Served(Box<Daemon>),
-    Stopped(Box<Config>),
 }
 
 pub(crate) fn run(command: DeviceCommand) -> Result<()> {
@@ -138,8 +122,8 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
             store,
         } => {
             let path = std::path::absolute(path)?;
-            match runtime.block_on(access(&store))? {
-                StoreAccess::Served(mut daemon) => {
+            match runtime.block_on(holder(&store))? {
+                Holder::Daemon(mut daemon) => {
                     let request = proto::AddDeviceRequest {
                         path: utf8(&path)?,
                         file_bytes: size,
@@ -148,7 +132,7 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
                     };
                     runtime.block_on(add_served(&mut daemon, &path, request))
                 }
-                StoreAccess::Stopped(config) => {
+                Holder::Nobody(config) => {
                     let rate = rate.or(config.rebalance_bytes_per_s_max);
                     add_stopped(&config, &path, size, force, rate)
                 }
@@ -156,38 +140,36 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
         }
         DeviceCommand::Drain { path, rate, store } => {
             let path = std::path::absolute(path)?;
-            match runtime.block_on(access(&store))? {
-                StoreAccess::Served(mut daemon) => {
+            match runtime.block_on(holder(&store))? {
+                Holder::Daemon(mut daemon) => {
                     runtime.block_on(drain_served(&mut daemon, &path, rate))
                 }
-                StoreAccess::Stopped(config) => {
+                Holder::Nobody(config) => {
                     let rate = rate.or(config.rebalance_bytes_per_s_max);
                     drain_stopped(&config, &path, rate)
                 }
             }
         }
-        DeviceCommand::Measure { path, store } => {
+        DeviceCommand::Calibrate { path, store } => {
             let path = std::path::absolute(path)?;
-            match runtime.block_on(access(&store))? {
-                StoreAccess::Served(mut daemon) => {
-                    runtime.block_on(measure::served(&mut daemon, &path))
+            match runtime.block_on(holder(&store))? {
+                Holder::Daemon(mut daemon) => {
+                    runtime.block_on(calibrate::served(&mut daemon, &path))
                 }
-                StoreAccess::Stopped(config) => measure::stopped(&config, &path),
+                Holder::Nobody(config) => calibrate::stopped(&config, &path),
             }
         }
-        DeviceCommand::Rate { rate, store } => match runtime.block_on(access(&store))? {
-            StoreAccess::Served(mut daemon) => runtime.block_on(limit_served(&mut daemon, rate)),
-            StoreAccess::Stopped(config) => bail!(
-                "no daemon answers at {}, so no tiles move: `offloadd device drain --rate` and `add --rate` say how fast they are to",
+        DeviceCommand::Rate { rate, store } => match runtime.block_on(holder(&store))? {
+            Holder::Daemon(mut daemon) => runtime.block_on(limit_served(&mut daemon, rate)),
+            Holder::Nobody(config) => bail!(
+                "no daemon at {}, so no tiles are moving; `device add --rate` and `device drain --rate` limit a new move",
                 config.socket.display()
             ),
         },
         DeviceCommand::List { json, store } => {
-            let lines = match runtime.block_on(access(&store))? {
-                StoreAccess::Served(mut daemon) => {
-                    runtime.block_on(list::lines_served(&mut daemon))?
-                }
-                StoreAccess::Stopped(config) => list::lines_stopped(&config)?,
+            let lines = match runtime.block_on(holder(&store))? {
+                Holder::Daemon(mut daemon) => runtime.block_on(list::lines_served(&mut daemon))?,
+                Holder::Nobody(config) => list::lines_stopped(&config)?,
             };
             match json {
                 true => outln!("{}", list::to_json(&lines)),
@@ -198,26 +180,8 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
     }
 }
 
-/// Through the daemon, if one answers at the settings' socket.
-async fn access(store: &WhichStore) -> Result<StoreAccess> {
-    let Some(config) = &store.config else {
-        return Ok(StoreAccess::Served(Box::new(
-            Daemon::connect(&store.socket).await?,
-        )));
-    };
-    let config = Config::read(config)?;
-    if !config.socket.exists() {
-        return Ok(StoreAccess::Stopped(Box::new(config)));
-    }
-    // A daemon that was killed leaves its socket: the devices' locks say whether one is there.
-    Ok(match Daemon::connect(&config.socket).await {
-        Ok(daemon) => StoreAccess::Served(Box::new(daemon)),
-        Err(_) => StoreAccess::Stopped(Box::new(config)),
-    })
-}
-
 fn utf8(path: &Path) -> Result<String> {
-    let text = path.to_str().context("a device's path must be UTF-8")?;
+    let text = path.to_str().context("the device's path must be UTF-8")?;
     Ok(text.to_owned())
 }
 
@@ -226,23 +190,23 @@ async fn add_served(
     path: &Path,
     request: proto::AddDeviceRequest,
 ) -> Result<()> {
-    let rate_limiter = at_most(request.rebalance_bytes_per_s_max);
+    let limit = at_most(request.rebalance_bytes_per_s_max);
     let asked = daemon.client.add_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
     let reply = reply.into_inner();
-    say_added(
+    print_added(
         path,
         reply.number,
         reply.data_bytes,
         [reply.read_bytes_per_s, reply.write_bytes_per_s],
     );
     outln!(
-        "Tiles move to it while jobs run{rate_limiter}; `offloadd device list` shows how far they are."
+        "Tiles are moving to it while jobs run{limit}; `offloadd device list` shows the progress."
     );
     Ok(())
 }
 
-fn say_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
+fn print_added(path: &Path, number: u32, data_bytes: u64, rates: [u64; 2]) {
     let [read, write] = rates.map(|rate| rate as f64 / 1e9);
     outln!(
         "device {number}: {}, {} for tiles, reads {read:.2} GB/s, writes {write:.2} GB/s",
@@ -263,12 +227,12 @@ async fn drain_served(daemon: &mut Daemon, path: &Path, rate: Option<u64>) -> Re
     let asked = daemon.client.drain_device(request).await;
     let reply = asked.map_err(|status| refusal(&daemon.socket, &status))?;
     outln!(
-        "{} leave {} while jobs run{}; `offloadd device list` shows how far they are.",
+        "{} move away from {} while jobs run{}; `offloadd device list` shows the progress.",
         ApproxBytes(reply.into_inner().left_bytes),
         path.display(),
         at_most(rate)
     );
-    say_drained(path);
+    print_drained(path);
     Ok(())
 }
 
@@ -277,33 +241,33 @@ async fn limit_served(daemon: &mut Daemon, bytes_per_s_max: u64) -> Result<()> {
     let asked = daemon.client.limit_moves(request).await;
     asked.map_err(|status| refusal(&daemon.socket, &status))?;
     outln!(
-        "Tiles move{} from now on; `offloadd device list` shows how far they are.",
+        "Tiles now move{}; `offloadd device list` shows the progress.",
         at_most(Some(bytes_per_s_max))
     );
     Ok(())
 }
 
-/// ", at most 95.4 MiB a second"; nothing where there is no ceiling.
+/// Formats a rate limit: ", at most 95.4 MiB per second"; empty without one.
 fn at_most(bytes_per_s_max: Option<u64>) -> String {
     bytes_per_s_max.map_or_else(String::new, |rate| {
-        format!(", at most {} a second", ApproxBytes(rate))
+        format!(", at most {} per second", ApproxBytes(rate))
     })
 }
 
-fn say_drained(path: &Path) {
+fn print_drained(path: &Path) {
     outln!(
-        "When it is of the store no more, take it from `devices` in the settings: \"{}\"",
+        "When it has left the store, remove it from `devices` in the settings: \"{}\"",
         path.display()
     );
 }
 
 fn open_stopped(config: &Config) -> Result<Stopped> {
     let stopped = Stopped::open(open_all(config)?)?;
-    say_outsiders(&stopped);
+    print_foreign_devices(&stopped);
     Ok(stopped)
 }
 
-/// The same, to change it; if the store's home is to move, it does.
+/// Opens the store to change it, and moves its catalog and records to another device first if that is due.
 fn open_settled(config: &Config) -> Result<Stopped> {
     let what = "moving the store's catalog and records";
     let mut work = Progress::new(what, Unit::Bytes, Audience::Person);
@@ -312,18 +276,18 @@ fn open_settled(config: &Config) -> Result<Stopped> {
     });
     drop(work);
     let (stopped, moved) = opened?;
-    say_outsiders(&stopped);
+    print_foreign_devices(&stopped);
     match moved {
         MetadataMove::NotDue => {}
-        MetadataMove::Moved { to, .. } => outln!("the store's catalog and records moved to {to}"),
+        MetadataMove::Moved { to, .. } => outln!("moved the store's catalog and records to {to}"),
         MetadataMove::Failed(why) => {
-            eprintln!("offloadd: the store's catalog and records cannot move: {why}");
+            eprintln!("offloadd: cannot move the store's catalog and records: {why}");
         }
     }
     Ok(stopped)
 }
 
-fn say_outsiders(stopped: &Stopped) {
+fn print_foreign_devices(stopped: &Stopped) {
     for foreign_device in stopped.foreign_devices() {
         eprintln!("offloadd: device {foreign_device}");
     }
@@ -336,10 +300,9 @@ fn add_stopped(
     force: bool,
     rate: Option<u64>,
 ) -> Result<()> {
-    // An add that was cut off may be listed already: what is not of the store yet is opened below.
+    // After an interrupted add, the settings may list the device before the store has it. It is opened below.
     let mut config = config.clone();
-    let begun = cut_off(&config, path);
-    if begun {
+    if is_interrupted_add(&config, path) {
         config.devices.retain(|listed| listed != path);
     }
     let mut stopped = open_settled(&config)?;
@@ -364,7 +327,7 @@ fn add_stopped(
     )?;
     let (data_bytes, rates) = (new.data_bytes, new.rates);
     match stopped.add(device, new, moved) {
-        Ok(Reply::AddDevice { number }) => say_added(
+        Ok(Reply::AddDevice { number }) => print_added(
             path,
             number,
             data_bytes,
@@ -372,7 +335,7 @@ fn add_stopped(
         ),
         Ok(other) => unreachable!("the core answered another call: {other:?}"),
         Err(fault) => {
-            // With its locks: whether the store opens without the new file is to be seen.
+            // Releases the locks, so that the store can be opened below to see whether it needs the new file.
             drop(stopped);
             if made {
                 let again = open_all(&config).ok().map(Stopped::open);
@@ -387,7 +350,7 @@ fn add_stopped(
     move_all(&mut stopped, rate)
 }
 
-/// A file that root made belongs to whom the store's other files belong to: his daemon could not open it otherwise.
+/// Owner of the store's other files, for a file that root creates: the daemon's user must be able to open it.
 fn owner(config: &Config) -> Option<FileOwner> {
     let found = (config.devices.iter())
         .filter_map(|device| std::fs::metadata(device).ok())
@@ -399,8 +362,8 @@ fn owner(config: &Config) -> Option<FileOwner> {
     })
 }
 
-/// Whether the settings list a device that is not of the store yet, as after an add that was cut off.
-fn cut_off(config: &Config, path: &Path) -> bool {
+/// Whether the settings list the device but the store does not have it yet.
+fn is_interrupted_add(config: &Config, path: &Path) -> bool {
     let listed = config.devices.iter().any(|device| device == path);
     if !listed || !path.exists() {
         return listed;
@@ -409,11 +372,11 @@ fn cut_off(config: &Config, path: &Path) -> bool {
     let others: Vec<PathBuf> = others.cloned().collect();
     !others.is_empty()
         && StoreDevices::open(&others).is_ok_and(|opened| {
-            let of_store = opened
+            let in_store = opened
                 .unlisted
                 .iter()
                 .any(|one| Path::new(one.path()) == path);
-            !of_store && recover::identify(&mut DeviceBlocks(&opened.devices)).is_ok()
+            !in_store && recover::identify(&mut DeviceBlocks(&opened.devices)).is_ok()
         })
 }
 
@@ -425,31 +388,33 @@ fn drain_stopped(config: &Config, path: &Path, rate: Option<u64>) -> Result<()> 
         .iter()
         .any(|foreign_device| foreign_device.path == name)
     {
-        outln!("{name} is of the store no more");
+        outln!("{name} is not part of the store any more");
         return Ok(());
     }
     match stopped.drain(&name) {
         Ok(Reply::DrainDevice { left_bytes }) => {
-            outln!("{} leave {name}", ApproxBytes(left_bytes));
+            outln!("{} to move away from {name}", ApproxBytes(left_bytes));
         }
         Ok(other) => unreachable!("the core answered another call: {other:?}"),
         Err(fault) => bail!("{}", fault.message),
     }
     move_all(&mut stopped, rate)?;
     if !has_left(&stopped, &name) {
-        // The home goes in two steps: tiles first, then catalog and records as the store is opened.
+        // The metadata device leaves in two steps: its tiles first, then the catalog and records when the store is opened.
         drop(stopped);
         stopped = open_settled(config)?;
         move_all(&mut stopped, rate)?;
     }
     if !has_left(&stopped, &name) {
         let states = stopped.devices().into_iter();
-        let mut standings = states.filter(|state| state.path == name);
-        let why = standings.find_map(|state| state.status.stuck);
-        let why = why.unwrap_or_else(|| "run the same again".into());
+        let mut found = states.filter(|state| state.path == name);
+        let why = found.find_map(|state| state.status.stuck);
+        let why = why.unwrap_or_else(|| "run the command again".into());
         bail!("{name} is not empty yet: {why}");
     }
-    outln!("{name} is empty and of the store no more: take it from `devices` in the settings");
+    outln!(
+        "{name} is empty and not part of the store any more: remove it from `devices` in the settings"
+    );
     Ok(())
 }
 
@@ -470,7 +435,7 @@ fn move_all(stopped: &mut Stopped, rate: Option<u64>) -> Result<()> {
     });
     drop(work);
     if let Err(error) = stopped.keep_wear() {
-        eprintln!("offloadd: how far a device is worn could not be kept on it: {error}");
+        eprintln!("offloadd: the wear of a device could not be recorded on it: {error}");
     }
     moved.map_err(|fault| anyhow!("{}", fault.message))
 }

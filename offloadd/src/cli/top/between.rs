@@ -1,9 +1,9 @@
-//! What happened between two looks at a daemon.
+//! Differences between two snapshots of a daemon.
 
 use offloadd::metrics::{Counts, DeviceView, JobView, Latencies, Snapshot, Traffic};
 
-/// The look before, and how long ago it was. Another daemon may have started in between: then everything counts from its
-/// start.
+/// Returns the earlier snapshot and the seconds since. If the daemon restarted in between, returns no snapshot and the seconds
+/// since its start.
 pub(super) fn continued<'a>(before: &'a Snapshot, now: &Snapshot) -> (Option<&'a Snapshot>, f64) {
     match now.uptime.checked_sub(before.uptime) {
         Some(between) => (Some(before), between.as_secs_f64().max(1e-3)),
@@ -27,7 +27,6 @@ pub(super) fn before_of_job<'a>(
     jobs.find(|other| other.state.uid == job.state.uid && other.state.job == job.state.job)
 }
 
-/// What was moved between two looks.
 pub(super) struct Moved {
     pub(super) read_bytes_per_s: f64,
     pub(super) written_bytes_per_s: f64,

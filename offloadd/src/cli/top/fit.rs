@@ -1,31 +1,28 @@
-//! A table in as many rows as a terminal has: its headings, of drives and jobs the busiest, and how much there is besides.
+//! Cuts a table down to the rows of a terminal: keeps the headings and the busiest drives and jobs, and counts the rest.
 
-/// A table for people.
 pub(super) struct Table {
-    /// About the daemon.
+    /// Lines about the daemon.
     pub(super) head: Vec<String>,
-    /// The most wanted first to be given rows.
+    /// In order of preference when rows are short.
     pub(super) parts: Vec<Part>,
-    /// About what has no line.
+    /// Lines about what is not in the table.
     pub(super) foot: Vec<String>,
 }
 
-/// Lines of one kind.
 pub(super) struct Part {
-    /// An empty line and what stands above the columns.
+    /// An empty line and the names of the columns.
     pub(super) heading: [String; 2],
     pub(super) lines: Vec<Line>,
 }
 
-/// About one drive, user or job.
+/// One drive, user or job.
 pub(super) struct Line {
     pub(super) text: String,
-    /// What is looked at first when not all fits: bytes a second, without end for one that someone must look at.
+    /// Lines with a larger weight are kept first: bytes per second, or infinity for a line that needs attention.
     pub(super) weight: f64,
 }
 
 impl Table {
-    /// All of it.
     pub(super) fn whole(self) -> Vec<String> {
         let parts = self.parts.into_iter().flat_map(|part| {
             let lines = part.lines.into_iter().map(|line| line.text);
@@ -42,7 +39,7 @@ impl Table {
         self.head.len() + parts.sum::<usize>() + self.foot.len()
     }
 
-    /// Of it what fits in `rows`, at least one; the last one then says how many drives and jobs are left out.
+    /// Returns at most `rows` lines, at least one. If lines are left out, the last one says how many.
     pub(super) fn fitting(mut self, rows: usize) -> Vec<String> {
         if self.line_count() <= rows {
             return self.whole();
@@ -53,7 +50,7 @@ impl Table {
         self.parts.retain(|part| !part.lines.is_empty());
         let headings: usize = self.parts.iter().map(|part| part.heading.len()).sum();
         let mut free = rows.saturating_sub(self.head.len() + headings);
-        // In turn, so that many drives leave room for jobs and the other way round.
+        // Parts take rows in turn, so that many drives leave rows for jobs, and many jobs for drives.
         let mut counts = vec![0; self.parts.len()];
         while free > 0 {
             let before = free;
@@ -75,7 +72,7 @@ impl Table {
         let left_out = entry_count - shown_count - self.foot.len();
         let mut shown = self.whole();
         shown.truncate(rows);
-        // None, when all that went was a heading with nothing under it.
+        // Zero if only a heading without lines was removed.
         if left_out > 0 {
             shown.push(format!("and {left_out} more: offloadd top --once"));
         }
@@ -84,7 +81,6 @@ impl Table {
 }
 
 impl Part {
-    /// Nothing yet under its columns' names.
     pub(super) fn under(columns: String) -> Self {
         Self {
             heading: [String::new(), columns],
@@ -99,7 +95,7 @@ impl Part {
         });
     }
 
-    /// In the order they have.
+    /// Keeps the order.
     fn keep_weightiest(&mut self, count: usize) {
         let mut order: Vec<usize> = (0..self.lines.len()).collect();
         order.sort_by(|a, b| self.lines[*b].weight.total_cmp(&self.lines[*a].weight));
@@ -149,7 +145,7 @@ mod tests {
             "and 38 more: offloadd top --once",
         ];
         assert_eq!(shown, expected);
-        // One that someone must look at comes before all.
+        // A line that needs attention comes before all others.
         let mut sick = table();
         sick.parts[1].lines[5].weight = f64::INFINITY;
         assert_eq!(sick.fitting(12)[8..11], ["job5", "job38", "job39"]);

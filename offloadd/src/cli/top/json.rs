@@ -1,4 +1,4 @@
-//! Two looks at a daemon as JSON: what the table shows and more, for programs.
+//! Two snapshots of a daemon as JSON: what the table shows and more.
 
 use std::time::Duration;
 
@@ -6,10 +6,9 @@ use offloadd::metrics::{Counts, Latencies, Snapshot, Traffic};
 use serde_json::{Value, json};
 
 use super::between::{Moved, before_of_device, before_of_job, continued};
-use super::table::waits_for;
+use super::table::blocked_on;
 use super::users;
 
-/// The same and more, for programs.
 pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
     let (before, seconds) = continued(before, now);
     let devices = now.devices.iter().map(|device| {
@@ -21,7 +20,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             .saturating_sub(earlier.map_or(Duration::ZERO, |d| d.busy));
         let more = json!({
             "device": device.state.path,
-            "busy_share": busy.as_secs_f64() / seconds,
+            "busy_fraction": busy.as_secs_f64() / seconds,
             "queue_depth": device.queue_depth,
             "queue_depth_max": device.queue_depth_max,
             "flushed": traffic(&device.counts.flushed),
@@ -63,12 +62,12 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "damaged_count": job.damaged_count,
             "slot_count": state.slot_count,
             "slot_used_count": state.slot_used_count,
-            "user_share": state.shares.user,
-            "share": state.shares.job,
-            "got_of_user": users::part_of(&users, state.uid, &moved),
+            "user_weight": state.weights.user,
+            "weight": state.weights.job,
+            "actual": users::fraction_of(&users, state.uid, &moved),
             "reading_count": state.reading_count,
             "writing_count": state.writing_count,
-            "waits_for": waits_for(job, now),
+            "blocked_on": blocked_on(job, now),
             "newest_generation": state.newest_generation,
             "working_generation": state.working_generation,
             "commit_count": job.commits.count(),
@@ -87,7 +86,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "arena_bytes_max": now.arena_bytes_max,
         "session_count": now.session_count,
         "rebalance_bytes_per_s_max": now.rebalance_bytes_per_s_max,
-        "reading_only": now.reading_only,
+        "read_only": now.read_only,
         "devices": devices.collect::<Vec<_>>(),
         "users": users.iter().map(users::User::json).collect::<Vec<_>>(),
         "jobs": jobs.collect::<Vec<_>>(),
@@ -115,7 +114,7 @@ impl Moved {
     }
 }
 
-/// Since the daemon started.
+/// Counters since the daemon started.
 fn traffic(traffic: &Traffic) -> Value {
     json!({
         "bytes": traffic.bytes,
@@ -134,7 +133,7 @@ fn merge(value: &mut Value, more: Value) {
     value.extend(more);
 }
 
-fn ns(latencies: &Latencies, share: f64) -> Option<u64> {
-    let time = latencies.quantile(share)?;
+fn ns(latencies: &Latencies, quantile: f64) -> Option<u64> {
+    let time = latencies.quantile(quantile)?;
     Some(time.as_nanos() as u64)
 }

@@ -1,4 +1,4 @@
-//! Two looks at a daemon as a table for people.
+//! Two snapshots of a daemon as a table.
 
 use std::time::Duration;
 
@@ -11,7 +11,6 @@ use super::between::{Moved, before_of_device, before_of_job, continued, since};
 use super::fit::{Part, Table};
 use super::users;
 
-/// The table, lines of plain text.
 pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     let (before, seconds) = continued(before, now);
     let (sessions, s) = plural(now.session_count);
@@ -21,12 +20,19 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
         ApproxBytes(now.arena_used_bytes),
         ApproxBytes(now.arena_bytes_max)
     )];
-    if let Some(why) = &now.reading_only {
-        head.push(format!("READING ONLY: {why}"));
+    if let Some(why) = &now.read_only {
+        head.push(format!("READ-ONLY: {why}"));
     }
     let mut drives = Part::under(format!(
         "{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}",
-        "device", "read", "write", "busy", "queue", "read p50/p99", "write p50/p99", "written ever"
+        "device",
+        "read",
+        "write",
+        "busy",
+        "queue",
+        "read p50/p99",
+        "write p50/p99",
+        "total written"
     ));
     for device in &now.devices {
         let earlier = before_of_device(before, device);
@@ -51,8 +57,16 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     }
     let users = users::users(before, now, seconds);
     let mut jobs = Part::under(format!(
-        "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9} {:>7} {:>6} {:>12}  waits for",
-        "job", "read", "write", "share", "got", "slots", "commit", "step", "written ever"
+        "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9} {:>7} {:>10} {:>13}  blocked on",
+        "job",
+        "read",
+        "write",
+        "weight",
+        "actual",
+        "slots",
+        "commit",
+        "generation",
+        "total written"
     ));
     let mut idle_count = 0;
     for job in &now.jobs {
@@ -63,7 +77,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
         let earlier = before_of_job(before, job);
         let moved = Moved::between(earlier.map(|j| &j.counts), &job.counts, seconds);
         let commits = since(earlier.map(|j| &j.commits), &job.commits);
-        // Commits are rare: those since the start say more than none of this second.
+        // Commits are rare: without one in this interval, the median is over all since the daemon's start.
         let commits = if commits.count() > 0 {
             &commits
         } else {
@@ -71,24 +85,24 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
         };
         let name = format!("{} (uid {})", job.state.job, job.state.uid);
         let line = format!(
-            "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9} {:>7} {:>6} {:>12}  {}",
+            "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9} {:>7} {:>10} {:>13}  {}",
             tail(&name, 32),
             rate(moved.read_bytes_per_s),
             rate(moved.written_bytes_per_s),
-            job.state.shares.job,
-            got(users::part_of(&users, job.state.uid, &moved)),
+            job.state.weights.job,
+            actual(users::fraction_of(&users, job.state.uid, &moved)),
             format!("{}/{}", job.state.slot_used_count, job.state.slot_count),
             commits.quantile(0.5).map_or("-".into(), time),
             job.state.newest_generation,
             worn(job.worn_bytes, None),
-            waits_for(job, now)
+            blocked_on(job, now)
         );
         jobs.push(&line, weight(job.state.poisoned, moved.bytes_per_s()));
     }
     let mut foot = Vec::new();
     if idle_count > 0 {
         let (count, s) = plural(idle_count);
-        foot.push(format!("{count} job{s} in the store without a process"));
+        foot.push(format!("{count} job{s} in the store without a session"));
     }
     Table {
         head,
@@ -181,15 +195,15 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
     notes
 }
 
-/// What a job's processes cannot go on without; "-" when the daemon has nothing of theirs.
-pub(super) fn waits_for(job: &JobView, now: &Snapshot) -> String {
+/// What a job's sessions wait for; "-" if the daemon has no request of theirs.
+pub(super) fn blocked_on(job: &JobView, now: &Snapshot) -> String {
     let state = &job.state;
     let mut waits = Vec::new();
-    if now.reading_only.is_some() {
-        // No resume mends that, and reads go on.
-        waits.push("a start of offloadd that can write".into());
+    if now.read_only.is_some() {
+        // Reads continue. Resuming the job does not help.
+        waits.push("a restart of offloadd: the store is read-only".into());
     } else if state.poisoned {
-        return "a new resume: a flush or a record FAILED".into();
+        return "resuming: a flush or a record FAILED".into();
     }
     if state.reading_count > 0 {
         let (count, s) = plural(state.reading_count);
@@ -205,7 +219,7 @@ pub(super) fn waits_for(job: &JobView, now: &Snapshot) -> String {
             ranks_called,
             ranks,
         } => waits.push(format!("commit ({ranks_called} of {ranks} ranks)")),
-        CommitState::Writing => waits.push("commit (its record)".into()),
+        CommitState::Writing => waits.push("commit (writing the record)".into()),
     }
     match waits.is_empty() {
         true => "-".into(),
@@ -223,7 +237,7 @@ pub(super) fn rate(bytes_per_s: f64) -> String {
     }
 }
 
-/// "12.3 TB 2%": as the makers of drives count.
+/// "12.3 TB 2%": decimal units, as vendors rate drives, and the percentage of the rated endurance.
 fn worn(bytes: u64, rated_bytes: Option<u64>) -> String {
     let bytes = bytes as f64;
     let written = match bytes {
@@ -253,16 +267,16 @@ fn time(time: Duration) -> String {
     format!("{value:.digits$}{unit}")
 }
 
-pub(super) fn percent(part: f64) -> String {
-    format!("{:.0}%", 100.0 * part.clamp(0.0, 1.0))
+pub(super) fn percent(fraction: f64) -> String {
+    format!("{:.0}%", 100.0 * fraction.clamp(0.0, 1.0))
 }
 
-/// "75%", "-" where nothing was moved.
-pub(super) fn got(part: Option<f64>) -> String {
-    part.map_or("-".into(), percent)
+/// "75%", or "-" if no bytes were moved.
+pub(super) fn actual(fraction: Option<f64>) -> String {
+    fraction.map_or("-".into(), percent)
 }
 
-/// The end of a long name: paths differ there.
+/// Shortens a long name to its end, where paths differ.
 fn tail(name: &str, chars_max: usize) -> String {
     let count = name.chars().count();
     if count <= chars_max {

@@ -1,11 +1,11 @@
-//! One pair of looks as a table and as JSON.
+//! A pair of snapshots as a table and as JSON.
 
 use std::time::Duration;
 
 use offload_api::BLOCK_BYTES;
 use offloadd::core::{CommitState, DeviceState, DeviceStatus, JobState};
 use offloadd::metrics::{Counts, DeviceView, DeviceWear, JobView, Latencies, Snapshot, Traffic};
-use offloadd::quota::Shares;
+use offloadd::quota::Weights;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::JobName;
 use serde_json::{Value, json};
@@ -27,7 +27,7 @@ fn traffic_of(bytes: u64, count: u64, ns: u64) -> Traffic {
     }
 }
 
-/// After so many seconds of 6.2 GB/s read and 320 MB/s written on the first device, of one job.
+/// After `seconds` in which one job read 6.2 GB/s and wrote 320 MB/s on the first device.
 fn look(seconds: u64) -> Snapshot {
     let device = |path: &str, counts: Counts, slow| DeviceView {
         state: DeviceState {
@@ -65,7 +65,7 @@ fn look(seconds: u64) -> Snapshot {
             arena_bytes: 1 << 30,
             slot_count: 64,
             slot_used_count: 9,
-            shares: Shares {
+            weights: Weights {
                 user: 300,
                 job: 200,
             },
@@ -103,7 +103,7 @@ fn look(seconds: u64) -> Snapshot {
         arena_bytes_max: 64 << 30,
         session_count: 1,
         rebalance_bytes_per_s_max: None,
-        reading_only: None,
+        read_only: None,
         devices: vec![
             device("/mnt/nvme0/offloadd.tiles", counts.clone(), false),
             device(
@@ -117,17 +117,17 @@ fn look(seconds: u64) -> Snapshot {
 }
 
 #[test]
-fn the_table_shows_rates_latencies_trouble_and_what_jobs_wait_for() {
+fn the_table_shows_rates_latencies_trouble_and_what_jobs_are_blocked_on() {
     let expected = "\
 offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
 
-device                                read     write  busy queue      read p50/p99     write p50/p99  written ever
+device                                read     write  busy queue      read p50/p99     write p50/p99  total written
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
 ..ng/directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
-job                                   read     write share  got     slots  commit   step written ever  waits for
-llama (uid 1000)                 6.20 GB/s 320.0 MB/s   200  50%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
-1 job in the store without a process
+job                                   read     write weight actual     slots  commit generation total written  blocked on
+llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+1 job in the store without a session
 ";
     let drawn = draw(&look(10), &look(12));
     assert_eq!(drawn, expected, "\n{drawn}");
@@ -136,31 +136,28 @@ llama (uid 1000)                 6.20 GB/s 320.0 MB/s   200  50%      9/64  23.1
 #[test]
 fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
     let mut now = look(12);
-    now.reading_only = Some("the store is only read: /mnt/a takes no writes".into());
+    now.read_only = Some("the store is only read: /mnt/a takes no writes".into());
     now.jobs[0].state.poisoned = true;
     let drawn = draw(&look(10), &now);
     let second = drawn.lines().nth(1).unwrap();
     assert_eq!(
         second,
-        "READING ONLY: the store is only read: /mnt/a takes no writes"
+        "READ-ONLY: the store is only read: /mnt/a takes no writes"
     );
     let job = drawn.lines().find(|line| line.starts_with("llama"));
     let job = job.unwrap();
     assert!(
         job.ends_with(
-            "  a start of offloadd that can write, 8 reads, 1 write, commit (3 of 8 ranks)"
+            "  a restart of offloadd: the store is read-only, 8 reads, 1 write, commit (3 of 8 ranks)"
         ),
         "{drawn}"
     );
-    assert_eq!(
-        json(&look(10), &now)["reading_only"],
-        json!(now.reading_only)
-    );
-    // In any other life it is the job's own.
-    now.reading_only = None;
+    assert_eq!(json(&look(10), &now)["read_only"], json!(now.read_only));
+    // With a store that takes writes, the job itself failed.
+    now.read_only = None;
     let drawn = draw(&look(10), &now);
-    assert!(drawn.contains("a new resume"), "{drawn}");
-    assert!(!drawn.contains("READING ONLY"), "{drawn}");
+    assert!(drawn.contains("  resuming: "), "{drawn}");
+    assert!(!drawn.contains("READ-ONLY"), "{drawn}");
 }
 
 #[test]
@@ -214,14 +211,14 @@ fn json_says_the_same_in_numbers() {
     assert_eq!(device["read_bytes_per_s"], 6.2e9);
     assert_eq!(device["read"]["bytes"], 6_200_000_000u64 * 12);
     assert_eq!(device["read"]["count"], 1200);
-    assert_eq!(device["busy_share"], 0.75);
+    assert_eq!(device["busy_fraction"], 0.75);
     let p50 = device["written_latency_ns_p50"].as_u64().unwrap();
     assert!((85_000..96_000).contains(&p50), "{p50}");
     assert_eq!(value["devices"][1]["slow"], true);
     assert_eq!(value["devices"][1]["read"]["failed_count"], 2);
     assert_eq!(value["devices"][1]["read_latency_ns_p50"], Value::Null);
     let job = &value["jobs"][0];
-    assert_eq!(job["waits_for"], "8 reads, 1 write, commit (3 of 8 ranks)");
+    assert_eq!(job["blocked_on"], "8 reads, 1 write, commit (3 of 8 ranks)");
     assert_eq!(
         (&job["newest_generation"], &job["commit_count"]),
         (&json!(41), &json!(41))
@@ -233,16 +230,16 @@ fn json_says_the_same_in_numbers() {
     assert_eq!(value["jobs"].as_array().unwrap().len(), 2);
 }
 
-/// Two users: of what the drive moved one got three quarters with two jobs, the other a quarter.
+/// Two users: one moved three quarters of the bytes with two jobs, the other one quarter.
 fn shared(seconds: u64) -> Snapshot {
     let mut look = look(seconds);
     look.session_count = 3;
-    let job = |uid, name: &str, shares: [u32; 2], bytes_per_s: u64| {
+    let job = |uid, name: &str, weights: [u32; 2], bytes_per_s: u64| {
         let mut job = look.jobs[0].clone();
         job.state.uid = uid;
         job.state.job = JobName::new(name).unwrap();
-        let [user, own] = shares;
-        job.state.shares = Shares { user, job: own };
+        let [user, own] = weights;
+        job.state.weights = Weights { user, job: own };
         job.counts = Counts {
             read: traffic_of(bytes_per_s * seconds, seconds, 1_200_000),
             ..Counts::default()
@@ -260,36 +257,35 @@ fn shared(seconds: u64) -> Snapshot {
 }
 
 #[test]
-fn who_got_what_stands_beside_the_shares_where_there_are_several() {
+fn several_users_are_shown_with_weight_and_actual_fraction() {
     let drawn = draw(&shared(10), &shared(12));
     let (_, users) = drawn.split_once("\nuser").unwrap();
     let expected = "
-user                                  read     write share  got  sessions
-uid 1000                         6.00 GB/s         -   300  75%         2
-uid 1001                         2.00 GB/s         -   100  25%         1
+user                                  read     write weight actual  sessions
+uid 1000                         6.00 GB/s         -    300    75%         2
+uid 1001                         2.00 GB/s         -    100    25%         1
 
-job                                   read     write share  got     slots  commit   step written ever  waits for
-llama (uid 1000)                 4.00 GB/s         -   200  67%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
-trial (uid 1000)                 2.00 GB/s         -   100  33%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
-gpt (uid 1001)                   2.00 GB/s         -   100 100%      9/64  23.1ms     41       1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+job                                   read     write weight actual     slots  commit generation total written  blocked on
+llama (uid 1000)                 4.00 GB/s         -    200    67%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+trial (uid 1000)                 2.00 GB/s         -    100    33%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
+gpt (uid 1001)                   2.00 GB/s         -    100   100%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 ";
     assert_eq!(format!("\nuser{users}"), expected, "\n{drawn}");
     let value = json(&shared(10), &shared(12));
     let user = &value["users"][0];
-    assert_eq!((&user["uid"], &user["share"]), (&json!(1000), &json!(300)));
+    assert_eq!((&user["uid"], &user["weight"]), (&json!(1000), &json!(300)));
     assert_eq!(
-        (&user["got"], &user["session_count"]),
+        (&user["actual"], &user["session_count"]),
         (&json!(0.75), &json!(2))
     );
     let trial = &value["jobs"][1];
     assert_eq!(
-        (&trial["share"], &trial["user_share"]),
+        (&trial["weight"], &trial["user_weight"]),
         (&json!(100), &json!(300))
     );
-    assert_eq!(trial["got_of_user"], 1.0 / 3.0);
-    // Nothing was moved: nobody got anything of it.
+    assert_eq!(trial["actual"], 1.0 / 3.0);
     let value = json(&shared(10), &shared(10));
-    assert_eq!(value["users"][0]["got"], Value::Null);
+    assert_eq!(value["users"][0]["actual"], Value::Null);
 }
 
 #[test]
@@ -325,7 +321,7 @@ fn a_small_terminal_shows_who_must_be_looked_at_and_counts_the_rest() {
 
 #[test]
 fn the_screen_is_never_fuller_than_the_terminal() {
-    let looks = super::Shown::Looks(Box::new((look(10), look(12))));
+    let looks = super::Shown::Snapshots(Box::new((look(10), look(12))));
     let trouble = super::Shown::Trouble("one\n\nthree".into());
     for rows in 1..30 {
         for columns in [1, 2, 79, 300] {

@@ -1,7 +1,6 @@
-//! Who got which part of what the drives moved between two looks, beside the shares of the settings.
+//! The fraction of the moved bytes that each user and each job had between two snapshots.
 //!
-//! A user's part is one of all bytes, so that it is the same for whoever looks; a job's is one of its user's. Who wants less than
-//! his share gets less: the rest is the others'.
+//! A user's fraction is of the bytes of all users, so that every caller sees the same number; a job's is of its user's bytes.
 
 use std::collections::BTreeMap;
 
@@ -10,25 +9,24 @@ use serde_json::{Value, json};
 
 use super::between::{Moved, before_of_device, before_of_job};
 use super::fit::Part;
-use super::table::{got, rate};
+use super::table::{actual, rate};
 
-/// A user who has jobs.
 pub(super) struct User {
     uid: u32,
-    share: u32,
+    weight: u32,
     session_count: u64,
     read_bytes_per_s: f64,
     written_bytes_per_s: f64,
-    /// `None`: nothing was moved.
-    got: Option<f64>,
+    /// `None` if no bytes were moved.
+    actual: Option<f64>,
 }
 
 impl User {
     pub(super) fn json(&self) -> Value {
         json!({
             "uid": self.uid,
-            "share": self.share,
-            "got": self.got,
+            "weight": self.weight,
+            "actual": self.actual,
             "session_count": self.session_count,
             "read_bytes_per_s": self.read_bytes_per_s,
             "written_bytes_per_s": self.written_bytes_per_s,
@@ -36,7 +34,7 @@ impl User {
     }
 }
 
-/// All whose jobs are seen, by number.
+/// Users of the visible jobs, ordered by user ID.
 pub(super) fn users(before: Option<&Snapshot>, now: &Snapshot, seconds: f64) -> Vec<User> {
     let devices = now.devices.iter().map(|device| {
         let earlier = before_of_device(before, device);
@@ -50,16 +48,16 @@ pub(super) fn users(before: Option<&Snapshot>, now: &Snapshot, seconds: f64) -> 
         let uid = job.state.uid;
         let user = users.entry(uid).or_insert(User {
             uid,
-            share: job.state.shares.user,
+            weight: job.state.weights.user,
             session_count: 0,
             read_bytes_per_s: 0.0,
             written_bytes_per_s: 0.0,
-            got: None,
+            actual: None,
         });
         user.session_count += job.state.session_count;
         user.read_bytes_per_s += moved.read_bytes_per_s;
         user.written_bytes_per_s += moved.written_bytes_per_s;
-        user.got = part(
+        user.actual = fraction(
             user.read_bytes_per_s + user.written_bytes_per_s,
             all_bytes_per_s,
         );
@@ -67,36 +65,36 @@ pub(super) fn users(before: Option<&Snapshot>, now: &Snapshot, seconds: f64) -> 
     users.into_values().collect()
 }
 
-/// What a job got of what its user's jobs did.
-pub(super) fn part_of(users: &[User], uid: u32, moved: &Moved) -> Option<f64> {
+/// Fraction of its user's bytes that a job moved.
+pub(super) fn fraction_of(users: &[User], uid: u32, moved: &Moved) -> Option<f64> {
     let user = users.iter().find(|user| user.uid == uid)?;
     let all = user.read_bytes_per_s + user.written_bytes_per_s;
-    part(moved.bytes_per_s(), all)
+    fraction(moved.bytes_per_s(), all)
 }
 
-fn part(of: f64, all: f64) -> Option<f64> {
-    // A device that left meanwhile is not among all.
+fn fraction(of: f64, all: f64) -> Option<f64> {
+    // The sum of all lacks a device that was removed in between, so the quotient may exceed 1.
     (all > 0.0).then(|| (of / all).min(1.0))
 }
 
-/// A table, where there are several with processes: of a single one the jobs say all.
+/// Table of the users with sessions. `None` for a single user, about whom the table of jobs says the same.
 pub(super) fn table(users: &[User]) -> Option<Part> {
     let shown: Vec<_> = users.iter().filter(|user| user.session_count > 0).collect();
     if shown.len() < 2 {
         return None;
     }
     let mut part = Part::under(format!(
-        "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9}",
-        "user", "read", "write", "share", "got", "sessions"
+        "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
+        "user", "read", "write", "weight", "actual", "sessions"
     ));
     for user in shown {
         let line = format!(
-            "{:<32} {:>9} {:>9} {:>5} {:>4} {:>9}",
+            "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
             format!("uid {}", user.uid),
             rate(user.read_bytes_per_s),
             rate(user.written_bytes_per_s),
-            user.share,
-            got(user.got),
+            user.weight,
+            actual(user.actual),
             user.session_count
         );
         part.push(&line, user.read_bytes_per_s + user.written_bytes_per_s);

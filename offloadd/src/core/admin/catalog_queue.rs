@@ -105,14 +105,14 @@ impl CatalogQueue {
 
 impl Admin {
     /// What is to be durable before this life serves anybody, and the position of the device where it goes. Then
-    /// [`Self::begin_life`].
+    /// [`Self::begin_incarnation`].
     pub(in crate::core) fn first_catalog(&self) -> (usize, Catalog) {
         let home = &self.devices[self.home.0 as usize];
         (home.position, self.catalog.catalog.of_next_life())
     }
 
     /// Its first catalog is durable: what was handed over before is refused from now on.
-    pub(in crate::core) fn begin_life(&mut self, first: Catalog) {
+    pub(in crate::core) fn begin_incarnation(&mut self, first: Catalog) {
         assert!(self.catalog.is_idle(), "before anybody has come");
         self.catalog.catalog = first;
     }
@@ -235,7 +235,7 @@ impl Admin {
                 let fault = Fault::new(
                     FaultKind::NoSpace,
                     format!(
-                        "job {} needs {} bytes ({} extents a tile and its records){in_pieces}; free: {}; drop a job (`offloadd drop`) or add a device",
+                        "job {} needs {} bytes ({} extents a tile and its records){in_pieces}; free: {}; delete a job (`offloadd job delete`) or add a device",
                         key.name,
                         no_room.needed_bytes,
                         definition.durability().extents_a_tile(),

@@ -56,7 +56,7 @@ impl Admin {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "{path} can be measured in free space only: that takes {bytes} bytes in one piece, and its largest one has {free_bytes}; drop a job (`offloadd drop`) or let tiles move away first"
+                    "{path} can be measured in free space only: that takes {bytes} bytes in one piece, and its largest one has {free_bytes}; delete a job (`offloadd job delete`) or let tiles move away first"
                 ),
             ));
         }

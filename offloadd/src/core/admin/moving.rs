@@ -444,7 +444,7 @@ impl Admin {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "{} holds the store's catalog and {} bytes of its jobs' records, which need space on one other device, those of each job in one piece, and there is none: drop a job (`offloadd drop`) or add a device first",
+                    "{} holds the store's catalog and {} bytes of its jobs' records, which need space on one other device, those of each job in one piece, and there is none: delete a job (`offloadd job delete`) or add a device first",
                     self.path(self.home),
                     sizes.iter().sum::<u64>()
                 ),
@@ -486,7 +486,7 @@ impl Admin {
         Err(Fault::new(
             FaultKind::NoSpace,
             format!(
-                "{} bytes lie on {}; free: {}; drop a job (`offloadd drop`) or add a device first",
+                "{} bytes lie on {}; free: {}; delete a job (`offloadd job delete`) or add a device first",
                 self.bytes_on(device),
                 self.path(device),
                 free.join(", ")
@@ -514,7 +514,7 @@ fn left_bytes(
 fn stays(key: &JobKey, why: &str) -> Fault {
     let JobKey { uid, name } = key;
     let what = format!(
-        "job {name} of uid {uid}: {why}; its tiles stay until the record can be read when offloadd starts, or `offloadd give-up {name}` forgets it"
+        "job {name} of uid {uid}: {why}; its tiles stay until the record can be read when offloadd starts, or `offloadd job discard-unreadable {name}` forgets it"
     );
     Fault::new(FaultKind::Damaged, what)
 }

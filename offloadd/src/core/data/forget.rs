@@ -27,7 +27,7 @@ impl Data {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "job {} has no record that could not be read: there is nothing to give up",
+                    "job {} has no unreadable record, so there is nothing to discard",
                     key.name
                 ),
             ));

@@ -8,7 +8,7 @@ use offload_api::fault::{Fault, FaultKind};
 
 use super::{Data, JobKey};
 use crate::core::{OpenSession, Peer};
-use crate::quota::{JOBS_A_USER_DEFAULT, Quota, SHARE_DEFAULT, Shares};
+use crate::quota::{JOBS_A_USER_DEFAULT, Quota, WEIGHT_DEFAULT, Weights};
 use crate::store::definition::JobName;
 
 /// Holders that are named in a refusal.
@@ -80,11 +80,11 @@ impl Data {
     }
 
     /// What a job's turns at a drive weigh, and its user's.
-    pub(in crate::core) fn shares_of(&self, uid: u32, name: &JobName) -> Shares {
-        let user = self.quotas.of(uid).share;
-        let job = self.quotas.of_job(uid, name).share;
-        let [user, job] = [user, job].map(|share| share.unwrap_or(SHARE_DEFAULT));
-        Shares { user, job }
+    pub(in crate::core) fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
+        let user = self.quotas.of(uid).weight;
+        let job = self.quotas.of_job(uid, name).weight;
+        let [user, job] = [user, job].map(|weight| weight.unwrap_or(WEIGHT_DEFAULT));
+        Weights { user, job }
     }
 
     /// Host memory that `peer` may still take for a session.
@@ -174,7 +174,7 @@ impl Data {
         Err(Fault::new(
             FaultKind::TooMany,
             format!(
-                "{what}: drop one (`offloadd drop`), or have the administrator raise `jobs_max` of this user's quota"
+                "{what}: delete one (`offloadd job delete`), or have the administrator raise `jobs_max` of this user's quota"
             ),
         ))
     }

@@ -136,7 +136,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::Damaged,
                 format!(
-                    "job {name}: {why}; it may be its newest generation, so nobody goes on from another one: start offloadd again if the device gives it now; `offloadd give-up {name}` goes on without it; or drop the job"
+                    "job {name}: {why}; it may be its newest generation, so nobody goes on from another one: start offloadd again if the device gives it now; `offloadd job discard-unreadable {name}` goes on without it; or drop the job"
                 ),
             ));
         }

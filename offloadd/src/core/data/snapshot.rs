@@ -7,7 +7,7 @@ use offload_api::ring::entry::Verb;
 use super::job::Job;
 use super::{Data, JobKey};
 use crate::core::{JobSummary, Peer};
-use crate::quota::Shares;
+use crate::quota::Weights;
 use crate::store::definition::JobName;
 
 /// Whose jobs somebody may see.
@@ -31,7 +31,7 @@ pub struct JobState {
     /// Over all devices.
     pub reserved_bytes: u64,
     /// Its part of what a drive moves.
-    pub shares: Shares,
+    pub weights: Weights,
     /// Processes.
     pub session_count: u64,
     /// Their host memory.
@@ -78,8 +78,8 @@ impl Data {
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
             .filter(|(key, _)| seen(key))
             .map(|(key, job)| {
-                let shares = self.shares_of(key.uid, &key.name);
-                (key, state(key, job, shares, self.read_only.is_some()))
+                let weights = self.weights_of(key.uid, &key.name);
+                (key, state(key, job, weights, self.read_only.is_some()))
             })
             .collect();
         for session in self.sessions.values() {
@@ -125,7 +125,7 @@ impl Data {
     }
 }
 
-fn state(key: &JobKey, job: &Job, shares: Shares, read_only: bool) -> JobState {
+fn state(key: &JobKey, job: &Job, weights: Weights, read_only: bool) -> JobState {
     let stored = job.stored.as_ref();
     let commit = match &job.round {
         None => CommitState::None,
@@ -140,7 +140,7 @@ fn state(key: &JobKey, job: &Job, shares: Shares, read_only: bool) -> JobState {
         job: key.name.clone(),
         job_id: stored.map(|stored| stored.entry.job_id),
         reserved_bytes: stored.map_or(0, |stored| stored.entry.reserved_bytes),
-        shares,
+        weights,
         session_count: 0,
         arena_bytes: 0,
         slot_count: 0,

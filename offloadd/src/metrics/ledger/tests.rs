@@ -35,7 +35,7 @@ fn state(uid: u32, job: &JobName) -> JobState {
         arena_bytes: 0,
         slot_count: 0,
         slot_used_count: 0,
-        shares: crate::quota::Shares {
+        weights: crate::quota::Weights {
             user: 100,
             job: 100,
         },

@@ -110,7 +110,7 @@ fn tiles_move_no_faster_than_their_ceiling() {
         assert!(output.status.success(), "{}", words(&output));
         if served {
             assert!(
-                words(&output).contains(", at most 1.0 MiB a second;"),
+                words(&output).contains(", at most 1.0 MiB per second;"),
                 "{}",
                 words(&output)
             );
@@ -194,7 +194,10 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
     assert!(output.status.success(), "{}", words(&output));
     assert_eq!(rate_limiter(), Some(2 << 20));
     let told = list(&[]);
-    assert!(told.contains(" s left, at most 2.0 MiB a second"), "{told}");
+    assert!(
+        told.contains(" s left, at most 2.0 MiB per second"),
+        "{told}"
+    );
     drop(session);
     eventually("it is drained", LIMIT, || {
         view(&mut control, &old).is_none()

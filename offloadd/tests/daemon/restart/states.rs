@@ -30,7 +30,10 @@ fn stopped() -> (Manager, Session, Kept) {
     let scratch = proto::ReserveScratchRequest { token, tile_bytes };
     control.reserve_scratch(scratch).unwrap();
     let (kept, log) = manager.stop(daemon);
-    assert!(log.contains("1 sessions wait for the next daemon"), "{log}");
+    assert!(
+        log.contains("handed 1 sessions over to the next daemon"),
+        "{log}"
+    );
     assert!(kept.len() >= 8, "{kept:?}");
     (manager, session, kept)
 }
@@ -159,7 +162,7 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
         let log = manager.log_with(told);
         assert!(log.contains(words), "{words:?} is not in: {log}");
         assert!(log.contains("session"), "{log}");
-        assert!(!log.contains("go on"), "{words:?}: {log}");
+        assert!(!log.contains("adopted "), "{words:?}: {log}");
     }
     // As they were they still fit.
     let mut told = copies(&kept);

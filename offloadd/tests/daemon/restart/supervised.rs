@@ -72,7 +72,7 @@ fn sessions_wait_while_the_program_cannot_be_started() {
     assert!(said.unwrap().contains("another one is started in a second"));
     assert!(!session.hung_up(Duration::ZERO));
     std::fs::rename(&away, &here).unwrap();
-    assert!(lines.any(|line| line.contains("sessions of the daemon before go on")));
+    assert!(lines.any(|line| line.contains("sessions of the previous daemon")));
     eventually("it listens", LONG, || {
         std::os::unix::net::UnixStream::connect(store.socket()).is_ok()
     });

@@ -253,7 +253,7 @@ fn run_seed(seed: u64, mix: &mut Mix) {
             // Jobs came after it was drained, and no other device has room for all records.
             let why = status.stuck.as_deref().unwrap_or_default();
             assert!(
-                why.contains("drop a job (`offloadd drop`) or add"),
+                why.contains("delete a job (`offloadd job delete`) or add"),
                 "{status:?}"
             );
         }

@@ -1,6 +1,6 @@
-//! Two jobs of one user that both keep a drive busy get of it what the settings say, through the whole daemon. What could go
-//! wrong: settings, sessions and queue each know of shares and one of them does not tell the next; reads or writes have
-//! none. The queue alone is tried in virtual time (`tests/turns.rs`).
+//! Two jobs of one user that keep a drive busy get its bandwidth in proportion to their weights, through the whole daemon. What
+//! could go wrong: the weights get lost between settings, sessions and queue, or apply only to reads or only to writes. The queue
+//! alone is tested in virtual time (`tests/turns.rs`).
 //!
 //! All that a job wants of a pass is submitted before it is looked at, and what has ended is counted by the owner thread
 //! itself, of both jobs at once: how late this process looks changes nothing but when it looks.
@@ -16,13 +16,13 @@ use crate::common::{Control, Daemon, Session, Store, open, program, swap_in, swa
 
 const TILE_BYTES: u32 = 64 << 10;
 
-/// Of the job with three shares, and of the other one.
+/// Tiles of the job with weight 300, and of the one with weight 100.
 const TILES: [u32; 2] = [768, 512];
 
 /// Bytes a second each way: slow enough that every machine is faster, and that a pass is looked at often.
 const PACE: &str = "40000000,40000000";
 
-/// In flight on the device before the other job has come: they had no share.
+/// In flight on the device before the other job has come: they had no competitor.
 const BEFORE_BYTES: u64 = 2 << 20;
 
 /// While so much of it is left a job still waits for turns: the queue hands no more to a device at a time.
@@ -153,10 +153,10 @@ fn ratio(
 }
 
 #[test]
-fn of_two_jobs_with_shares_of_three_and_one_each_gets_its_part_of_reads_and_of_writes() {
+fn two_jobs_with_weights_3_and_1_get_reads_and_writes_in_that_proportion() {
     let uid = rustix::process::geteuid().as_raw();
     let quotas = format!(
-        "[quota.uid.{uid}.job.three]\nshare = 300\n[quota.uid.{uid}.job.one]\nshare = 100\n"
+        "[quota.uid.{uid}.job.three]\nweight = 300\n[quota.uid.{uid}.job.one]\nweight = 100\n"
     );
     let (_store, daemon) = serve(&quotas);
     let mut control = daemon.control();

@@ -1,6 +1,6 @@
-//! What a store holds, and what is damaged in it, while a daemon has it. What could go wrong: a daemon that says something else
-//! than its devices, another user's jobs, damage that is overlooked, tiles called damaged because they were written meanwhile, a
-//! scrub that takes the drives from training, or goes on when nobody listens.
+//! `offloadd job` and `offloadd verify`. What could go wrong: a daemon that reports something else than its devices hold, access
+//! to another user's jobs, damage that is overlooked, tiles reported as damaged because they were written meanwhile, a scrub that
+//! takes bandwidth from training or continues after its caller has gone.
 
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -22,7 +22,8 @@ const SOON: Duration = Duration::from_secs(60);
 fn command(name: &str, store: &Store, more: &[&str]) -> Command {
     let mut command = program();
     command
-        .args([name, "--config"])
+        .args(name.split(' '))
+        .arg("--config")
         .arg(&store.config)
         .args(more);
     command
@@ -51,7 +52,7 @@ fn filled(count: u32) -> (Store, Daemon) {
 #[test]
 fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
     let (store, mut daemon) = filled(6);
-    let online = json(&command("inspect", &store, &["--json"]).output().unwrap());
+    let online = json(&command("job list", &store, &["--json"]).output().unwrap());
     let job = &online["jobs"][0];
     assert_eq!(
         (&job["job"], &job["uid"]),
@@ -69,23 +70,39 @@ fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
         (&generation["bytes"], &generation["new_bytes"]),
         (&24576.into(), &24576.into())
     );
-    let table = words(&command("inspect", &store, &[]).output().unwrap());
+    let shown = words(&command("job show", &store, &["tiny"]).output().unwrap());
     assert!(
-        table.contains("generation 2, confirmed: step 8 of 1 ranks; 24.0 KiB in 6 tiles"),
-        "{table}"
+        shown.contains("generation 2, confirmed: step 8 of 1 ranks; 24.0 KiB in 6 tiles"),
+        "{shown}"
     );
+    let shown = json(
+        &command("job show", &store, &["tiny", "--json"])
+            .output()
+            .unwrap(),
+    );
+    assert_eq!(shown, *job);
+    let none = command("job show", &store, &["other"]).output().unwrap();
+    assert!(!none.status.success());
+    assert!(words(&none).contains("has no job other in this store"));
+    let table = words(&command("job list", &store, &[]).output().unwrap());
+    let line = table.lines().find(|line| line.starts_with("tiny "));
+    let columns: Vec<_> = line.expect(&table).split_whitespace().collect();
+    assert_eq!(columns[2..4], ["2", "8"], "generation and step: {table}");
+    assert_eq!(columns.last(), Some(&"confirmed"), "{table}");
 
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
-    let offline = json(&command("inspect", &store, &["--json"]).output().unwrap());
+    let offline = json(&command("job list", &store, &["--json"]).output().unwrap());
     assert_eq!(offline, online);
 }
 
 #[test]
-fn a_job_whose_records_can_be_read_has_nothing_to_give_up() {
+fn a_job_whose_records_can_be_read_has_none_to_discard() {
     let (store, mut daemon) = filled(2);
     let told = |arguments: &[&str]| {
-        let output = command("give-up", &store, arguments).output().unwrap();
+        let output = command("job discard-unreadable", &store, arguments)
+            .output()
+            .unwrap();
         assert!(!output.status.success(), "{}", words(&output));
         words(&output)
     };
@@ -93,7 +110,7 @@ fn a_job_whose_records_can_be_read_has_nothing_to_give_up() {
     assert_eq!(daemon.wait(SOON), Some(0));
     for daemon in [Some(store.serve()), None] {
         let said = told(&["tiny"]);
-        assert!(said.contains("nothing to give up"), "{said}");
+        assert!(said.contains("nothing to discard"), "{said}");
         let said = told(&["other"]);
         assert!(said.contains("has no job other"), "{said}");
         let said = told(&["a/b"]);
@@ -106,10 +123,10 @@ fn a_job_whose_records_can_be_read_has_nothing_to_give_up() {
 }
 
 #[test]
-fn a_job_is_dropped_by_its_name_and_not_by_mistake() {
+fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     let (store, mut daemon) = filled(2);
     let told = |arguments: &[&str]| {
-        let output = command("drop", &store, arguments).output().unwrap();
+        let output = command("job delete", &store, arguments).output().unwrap();
         assert!(!output.status.success(), "{}", words(&output));
         words(&output)
     };
@@ -122,16 +139,21 @@ fn a_job_is_dropped_by_its_name_and_not_by_mistake() {
     assert!(said.contains("open or being dropped"), "{said}");
     drop((session, control));
     let said = told(&["tiny"]);
-    assert!(said.contains("holds generation 2 of step 8"), "{said}");
+    assert!(
+        said.contains("can be resumed from generation 2 of step 8"),
+        "{said}"
+    );
     assert!(told(&["other"]).contains("has no job other"));
     assert!(told(&["a/b"]).contains("job name"));
     if let Some(another) = another_user(&store, &daemon) {
         // Of root's job another one knows nothing; what it asks for by number is refused.
-        let refused = words(&another(&["drop", "tiny", "--force"]));
+        let refused = words(&another(&["job", "delete", "tiny", "--force"]));
         assert!(refused.contains("has no job tiny"), "{refused}");
-        let refused = words(&another(&["drop", "tiny", "--force", "--uid", "0"]));
+        let refused = words(&another(&[
+            "job", "delete", "tiny", "--force", "--uid", "0",
+        ]));
         assert!(
-            refused.contains("has no job tiny") || refused.contains("the job is of uid 0"),
+            refused.contains("has no job tiny") || refused.contains("it belongs to uid 0"),
             "{refused}"
         );
         let mut control = daemon.control();
@@ -143,21 +165,21 @@ fn a_job_is_dropped_by_its_name_and_not_by_mistake() {
     }
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
-    let output = command("drop", &store, &["tiny", "--force"])
+    let output = command("job delete", &store, &["tiny", "--force"])
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", words(&output));
-    let left = json(&command("inspect", &store, &["--json"]).output().unwrap());
+    let left = json(&command("job list", &store, &["--json"]).output().unwrap());
     assert_eq!(left["jobs"].as_array().unwrap().len(), 0, "{left}");
     // A daemon starts with what is left, and drops as well.
     let (store, daemon) = filled(1);
     drop(daemon);
     let _daemon = store.serve();
-    let output = command("drop", &store, &["tiny", "--force"])
+    let output = command("job delete", &store, &["tiny", "--force"])
         .output()
         .unwrap();
     assert!(
-        words(&output).contains("tiny dropped: "),
+        words(&output).contains("deleted job tiny: "),
         "{}",
         words(&output)
     );
@@ -200,7 +222,7 @@ fn users_read_not_more_than_they_may_together() {
     let Some(other) = another_user(&store, &daemon) else {
         return;
     };
-    let less = "1.0 MiB a second is read: the daemon's `scrub_bytes_per_s_max`";
+    let less = "reading 1.0 MiB per second: `scrub_bytes_per_s_max` of the daemon";
     let told = words(&other(&["verify", "--rate", "1GB/s"]));
     assert!(told.contains(less), "{told}");
     let told = words(&other(&["verify", "--rate", "1MiB/s"]));
@@ -216,13 +238,13 @@ fn another_user_sees_and_scrubs_none_of_our_jobs() {
         return;
     };
     assert_eq!(
-        json(&other(&["inspect", "--json"]))["jobs"],
+        json(&other(&["job", "list", "--json"]))["jobs"],
         Value::Array(Vec::new())
     );
-    let refused = words(&other(&["give-up", "tiny"]));
+    let refused = words(&other(&["job", "discard-unreadable", "tiny"]));
     assert!(refused.contains("uid 65534 has no job tiny"), "{refused}");
-    let refused = words(&other(&["give-up", "tiny", "--uid", "0"]));
-    assert!(refused.contains("the job is of uid 0"), "{refused}");
+    let refused = words(&other(&["job", "discard-unreadable", "tiny", "--uid", "0"]));
+    assert!(refused.contains("it belongs to uid 0"), "{refused}");
     let scrubbed = json(&other(&["verify", "--json"]));
     assert_eq!(
         (&scrubbed["job_count"], &scrubbed["tile_count"]),
@@ -230,7 +252,7 @@ fn another_user_sees_and_scrubs_none_of_our_jobs() {
     );
     let named = other(&["verify", "--job", "tiny"]);
     assert!(
-        words(&named).contains("no job tiny of yours"),
+        words(&named).contains("you have no job tiny"),
         "{}",
         words(&named)
     );
@@ -315,7 +337,7 @@ fn a_device_that_cannot_be_looked_at_is_not_called_damaged() {
     let why = found["unread"][0].as_str().unwrap();
     assert!(why.contains(&device.display().to_string()), "{why}");
     let said = words(&command("verify", &store, &[]).output().unwrap());
-    for word in ["NOT READ device ", "not all was read"] {
+    for word in ["NOT READ device ", "not everything could be read"] {
         assert!(said.contains(word) && !said.contains("DAMAGED"), "{said}");
     }
     // Nor is what lies at its path now.
@@ -324,7 +346,10 @@ fn a_device_that_cannot_be_looked_at_is_not_called_damaged() {
     assert_eq!(found["damaged_count"], 0, "{found}");
     assert_eq!(found["unread_count"], unread, "{found}");
     let why = found["unread"][0].as_str().unwrap();
-    assert!(why.contains("another than the daemon has open"), "{why}");
+    assert!(
+        why.contains("another device is at this path than the daemon has open"),
+        "{why}"
+    );
     let metrics = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
     assert!(metrics.devices.iter().all(|one| one.damaged_count == 0));
     std::fs::rename(&aside, device).unwrap();
@@ -409,7 +434,10 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
         )
     };
     let said = other();
-    assert!(said.contains("runs already: one at a time"), "{said}");
+    assert!(
+        said.contains("is already running; only one at a time"),
+        "{said}"
+    );
     let output = first.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", words(&output));
     let took = started.elapsed();
@@ -429,9 +457,10 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
 
 #[test]
 fn without_a_daemon_and_settings_it_says_where_it_looked() {
-    for name in ["inspect", "verify"] {
+    for name in ["job list", "verify", "device list", "top --once"] {
         let output = program()
-            .args([name, "--socket", "/no/such/socket"])
+            .args(name.split(' '))
+            .args(["--socket", "/no/such/socket"])
             .output()
             .unwrap();
         assert!(!output.status.success());

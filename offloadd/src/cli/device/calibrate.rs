@@ -1,4 +1,4 @@
-//! `offloadd device measure`: one device again, and what that changes.
+//! `offloadd device calibrate`: measures the rates of one device again.
 
 use std::path::Path;
 
@@ -8,8 +8,7 @@ use offload_support::outln;
 use offloadd::config::Config;
 use offloadd::store::format::MeasuredRates;
 
-use super::super::connection::refusal;
-use super::super::top::Daemon;
+use super::super::connection::{Daemon, refusal};
 use super::{move_all, open_settled, utf8};
 
 pub(super) async fn served(daemon: &mut Daemon, path: &Path) -> Result<()> {
@@ -27,18 +26,18 @@ pub(super) async fn served(daemon: &mut Daemon, path: &Path) -> Result<()> {
     );
     if reply.busy {
         outln!(
-            "Jobs run or tiles move: these are the figures of a busy device. Alone it may be faster; measure it again then."
+            "The device was busy with jobs or moving tiles, so it may be faster than this; calibrate it again when it is idle."
         );
     }
     outln!(
-        "New jobs go by it, and tiles of others move while they run; `offloadd device list` shows how far they are."
+        "New jobs are placed by these rates, and tiles of existing jobs move to match; `offloadd device list` shows the progress."
     );
     Ok(())
 }
 
 fn say(path: &Path, before: [u64; 2], now: [u64; 2]) {
-    let words = |[read, write]: [u64; 2]| match read.min(write) {
-        0 => "was never measured".to_owned(),
+    let text = |[read, write]: [u64; 2]| match read.min(write) {
+        0 => "not measured".to_owned(),
         _ => format!(
             "reads {:.2} GB/s, writes {:.2} GB/s",
             read as f64 / 1e9,
@@ -46,8 +45,8 @@ fn say(path: &Path, before: [u64; 2], now: [u64; 2]) {
         ),
     };
     outln!("{}", path.display());
-    outln!("  before  {}", words(before));
-    outln!("  now     {}", words(now));
+    outln!("  before  {}", text(before));
+    outln!("  now     {}", text(now));
 }
 
 pub(super) fn stopped(config: &Config, path: &Path) -> Result<()> {

@@ -1,4 +1,4 @@
-//! How sessions come and go: memory that was made, a process that is gone, memory that is given back.
+//! Sessions between `MakeArena` and `DropArena`: memory that was made, processes that ended, memory that is freed.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +11,7 @@ use super::session::State;
 use crate::core::Event;
 use crate::io::SessionId;
 
-/// How long a new session may wait for its process to fetch the descriptors.
+/// How long a new session waits for its process to fetch the descriptors.
 pub(super) const ATTACH_WAIT: Duration = Duration::from_secs(10);
 
 impl Driver {
@@ -47,7 +47,7 @@ impl Driver {
         });
     }
 
-    /// A session whose process ended or broke the rules: no more of it, its I/O is waited for.
+    /// Ends a session whose process ended or broke the protocol. Its memory stays until its I/O has ended.
     pub(super) fn gone(&mut self, id: SessionId, why: &str) {
         let Some(session) = self.sessions.get(&id) else {
             return;
@@ -59,17 +59,17 @@ impl Driver {
             return;
         }
         tracing::info!(
-            session = id.0,
+            parent: &session.span,
             uid = session.peer.uid,
             pid = session.peer.pid,
             why,
-            "a session ends"
+            "session ends"
         );
         self.detach(id);
         self.events.push_back(Event::PeerGone { session: id });
     }
 
-    /// Closes the life line and stops listening to the process. The memory stays.
+    /// Closes the life line and stops watching the process. The memory stays.
     pub(super) fn detach(&mut self, id: SessionId) {
         let Some(session) = self.sessions.get_mut(&id) else {
             return;
@@ -80,7 +80,7 @@ impl Driver {
                 life_line,
                 process,
             } => {
-                // The process holds its copies, so that closing ours would not end the watching.
+                // The process has copies of the descriptors, so closing ours does not remove them from epoll.
                 let _ = epoll::delete(&self.epoll, &made.submission_doorbell);
                 let _ = epoll::delete(&self.epoll, &life_line);
                 if let Some(process) = process {
@@ -95,12 +95,12 @@ impl Driver {
 
     pub(super) fn drop_arena(&mut self, id: SessionId) {
         self.detach(id);
-        // One of the daemon before whose memory could not be had.
+        // Missing if the session was inherited and its memory could not be adopted.
         let Some(session) = self.sessions.get_mut(&id) else {
             return;
         };
         match std::mem::replace(&mut session.state, State::Dropped) {
-            // Its memory is on its way: `made` will find it dropped.
+            // Its memory is being made: `made` will see that it was dropped.
             State::Making | State::Dropped => {}
             State::Offered { made, .. } | State::Attached { made, .. } | State::Gone { made } => {
                 let uid = session.peer.uid;
@@ -111,7 +111,7 @@ impl Driver {
         }
     }
 
-    /// Gives memory back that the kernel has let go of.
+    /// Frees memory that the kernel no longer uses.
     pub(super) fn free_ended(&mut self) {
         let engine = &self.engine;
         let free = (self.ending).extract_if(.., |(_, ending)| engine.is_forgotten(ending.arena()));
@@ -122,6 +122,8 @@ impl Driver {
 
     fn remove(&mut self, id: SessionId) {
         let session = self.sessions.remove(&id).expect("a session");
+        tracing::debug!(parent: &session.span, "ended");
+        self.spans.forget(id);
         self.ledger.session_ends(session.job);
     }
 }

@@ -1,0 +1,138 @@
+//! What a store says about its jobs, as text and as JSON.
+
+use std::fmt::Write;
+
+use anyhow::Result;
+use offload_api::proto;
+use offload_support::units::ApproxBytes;
+use offloadd::device::{Device, DeviceBlocks};
+use offloadd::store::content::JobContent;
+use offloadd::store::recover;
+use serde_json::{Value, json};
+
+/// Reads the jobs from the devices of a store that no daemon serves; prints structures that are damaged to stderr.
+pub(super) fn read(devices: &[Device]) -> Result<Vec<proto::JobContent>> {
+    let store = recover::read(&mut DeviceBlocks(devices))?;
+    for note in &store.notes {
+        eprintln!("DAMAGED {note}");
+    }
+    let jobs = store.jobs.iter();
+    Ok(jobs
+        .map(|job| proto::JobContent::from(&JobContent::from(job)))
+        .collect())
+}
+
+/// Step that the ranks have recorded: "8", or "7-8" if they differ.
+pub(super) fn steps(ranks: &[proto::RankContent]) -> String {
+    let steps = || ranks.iter().filter_map(|rank| rank.step);
+    match (steps().min(), steps().max()) {
+        (Some(least), Some(most)) if least == most => least.to_string(),
+        (Some(least), Some(most)) => format!("{least}-{most}"),
+        _ => "-".into(),
+    }
+}
+
+pub(super) fn state(generation: &proto::GenerationContent) -> &'static str {
+    match (generation.overwriting, generation.confirmed) {
+        (true, _) => "overwritten",
+        (false, true) => "confirmed",
+        (false, false) => "prepared",
+    }
+}
+
+pub(in crate::cli) fn kind_name(kind: i32) -> &'static str {
+    match proto::TileKind::try_from(kind) {
+        Ok(proto::TileKind::Param) => "param",
+        Ok(proto::TileKind::State) => "state",
+        Ok(proto::TileKind::Grad) => "grad",
+        _ => "unknown",
+    }
+}
+
+fn durability_name(durability: i32) -> &'static str {
+    match proto::Durability::try_from(durability) {
+        Ok(proto::Durability::Committed) => "committed",
+        Ok(proto::Durability::None) => "none",
+        _ => "unknown",
+    }
+}
+
+pub(super) fn text(job: &proto::JobContent) -> String {
+    let kinds = job.kinds.iter().map(|kind| {
+        let (bytes, name) = (ApproxBytes(kind.bytes), kind_name(kind.kind));
+        format!("{bytes} {name} in {} tiles", kind.tile_count)
+    });
+    let mut text = format!(
+        "{} (uid {}): {}; {} reserved, durability {}, {} node{}\n",
+        job.job,
+        job.uid,
+        kinds.collect::<Vec<_>>().join(", "),
+        ApproxBytes(job.reserved_bytes),
+        durability_name(job.durability),
+        job.nodes,
+        if job.nodes == 1 { "" } else { "s" }
+    );
+    for record in &job.unreadable {
+        let _ = writeln!(
+            text,
+            "  DAMAGED {record}; it may be the newest generation: restart offloadd to read it again, or run `offloadd job \
+             discard-unreadable {}`",
+            job.job
+        );
+    }
+    if job.generations.is_empty() && job.unreadable.is_empty() {
+        text += "  nothing committed\n";
+    }
+    for generation in &job.generations {
+        let _ = writeln!(
+            text,
+            "  generation {}, {}: step {} of {} ranks; {} in {} tiles, {} of them new",
+            generation.generation,
+            state(generation),
+            steps(&generation.ranks),
+            generation.ranks.len(),
+            ApproxBytes(generation.bytes),
+            generation.tile_count,
+            ApproxBytes(generation.new_bytes)
+        );
+    }
+    text
+}
+
+pub(super) fn jobs_to_json(jobs: &[proto::JobContent]) -> Value {
+    json!({ "jobs": jobs.iter().map(to_json).collect::<Vec<_>>() })
+}
+
+pub(super) fn to_json(job: &proto::JobContent) -> Value {
+    let kinds = job.kinds.iter().map(|kind| {
+        json!({
+            "kind": kind_name(kind.kind),
+            "tile_count": kind.tile_count,
+            "bytes": kind.bytes,
+        })
+    });
+    let generations = job.generations.iter().map(|generation| {
+        let ranks = generation.ranks.iter().map(
+            |rank| json!({ "rank": rank.rank, "blob_bytes": rank.blob_bytes, "step": rank.step }),
+        );
+        json!({
+            "generation": generation.generation,
+            "state": state(generation),
+            "tile_count": generation.tile_count,
+            "bytes": generation.bytes,
+            "new_bytes": generation.new_bytes,
+            "ranks": ranks.collect::<Vec<_>>(),
+        })
+    });
+    json!({
+        "job": job.job,
+        "uid": job.uid,
+        "job_id": job.job_id,
+        "reserved_bytes": job.reserved_bytes,
+        "durability": durability_name(job.durability),
+        "nodes": job.nodes,
+        "kinds": kinds.collect::<Vec<_>>(),
+        "generations": generations.collect::<Vec<_>>(),
+        "unreadable": job.unreadable,
+    })
+}

@@ -1,0 +1,159 @@
+//! `offloadd job discard-unreadable`: lets a job resume without a record that its device cannot read or that was overwritten.
+//!
+//! The record may be the newest. Then the previous generation was being overwritten when the daemon ended, so its tiles are
+//! compared with their checksums first.
+
+use anyhow::{Result, anyhow, bail};
+use offload_api::ids::Generation;
+use offload_api::proto;
+use offload_support::outln;
+use offload_support::progress::{Audience, Progress, Unit};
+use offloadd::device::{Device, DeviceBlocks};
+use offloadd::offline::Stopped;
+use offloadd::store::definition::JobName;
+use offloadd::store::verify::verify_one;
+
+use super::WhichJob;
+use crate::cli::connection::{Daemon, refusal, runtime};
+use crate::cli::open_all;
+use crate::cli::store_access::{Holder, WhichStore, holder};
+use crate::cli::verify::SCRUB_BYTES_PER_S;
+
+const COMPARING: &str = "comparing the remaining tiles";
+
+/// `bytes_per_s` limits what a daemon reads; without a daemon, tiles are read at full speed.
+pub(super) fn run(
+    which: &WhichJob,
+    force: bool,
+    bytes_per_s: Option<u64>,
+    store: &WhichStore,
+) -> Result<()> {
+    let job = &which.job;
+    let newest = runtime()?.block_on(async {
+        match holder(store).await? {
+            Holder::Daemon(mut daemon) => {
+                if !force {
+                    compare(&mut daemon, which, bytes_per_s).await?;
+                }
+                let request = proto::DiscardUnreadableRequest {
+                    job: job.clone(),
+                    uid: which.uid,
+                };
+                let answer = daemon.client.discard_unreadable(request).await;
+                let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
+                Ok(Generation(reply.into_inner().newest_generation))
+            }
+            Holder::Nobody(config) => {
+                let name = JobName::new(job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
+                let devices = open_all(&config)?;
+                if !force {
+                    compare_stopped(&devices, which)?;
+                }
+                let mut stopped = Stopped::open_to_change(devices)?;
+                (stopped.discard_unreadable(which.owner(), name))
+                    .map_err(|fault| anyhow!("{}", fault.message))
+            }
+        }
+    })?;
+    match (newest.0, force) {
+        (0, _) => outln!(
+            "job {job} has no complete generation left: delete it, or start it again from the beginning"
+        ),
+        (newest, false) => outln!(
+            "job {job} resumes from generation {newest}, the newest that can be read; its tiles match their checksums"
+        ),
+        (newest, true) => outln!(
+            "job {job} resumes from generation {newest}; its tiles were not compared: run `offloadd verify`"
+        ),
+    }
+    Ok(())
+}
+
+fn compare_stopped(devices: &[Device], which: &WhichJob) -> Result<()> {
+    let mut work = Progress::new(COMPARING, Unit::Bytes, Audience::Person);
+    let mut blocks = DeviceBlocks(devices);
+    let watch = &mut |done, total| work.set(done, total);
+    let report = verify_one(&mut blocks, which.owner(), &which.job, watch)?;
+    drop(work);
+    for one in report.undecided_jobs {
+        let wrong_count = one.differing_count + report.damaged_tiles.len() as u64;
+        judge(&which.job, one.generation.0, wrong_count)?;
+    }
+    Ok(())
+}
+
+/// Compares through the daemon. The daemon itself refuses a job that has no unreadable record.
+async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>) -> Result<()> {
+    let socket = &daemon.socket;
+    let failed = |status: tonic::Status| refusal(socket, &status);
+    let stored = daemon.client.inspect(proto::InspectRequest {}).await;
+    let stored = stored.map_err(failed)?.into_inner().jobs;
+    let asked = |uid, job: &str| uid == which.owner() && job == which.job;
+    if !(stored.iter()).any(|job| asked(job.uid, &job.job) && !job.unreadable.is_empty()) {
+        return Ok(());
+    }
+    let request = proto::ScrubRequest {
+        bytes_per_s: bytes_per_s.unwrap_or(SCRUB_BYTES_PER_S),
+        job: which.job.clone(),
+    };
+    let answers = daemon.client.scrub(request).await;
+    let mut answers = answers.map_err(failed)?.into_inner();
+    let mut work = Progress::new(COMPARING, Unit::Bytes, Audience::Person);
+    let mut damaged_count = 0;
+    let mut last = proto::ScrubProgress::default();
+    while let Some(reply) = answers.message().await.map_err(failed)? {
+        match reply.what {
+            Some(proto::scrub_reply::What::Damaged(tile)) if asked(tile.uid, &tile.job) => {
+                damaged_count += 1;
+            }
+            Some(proto::scrub_reply::What::Progress(progress)) => {
+                work.set(progress.done_bytes, progress.total_bytes);
+                last = progress;
+            }
+            _ => {}
+        }
+    }
+    drop(work);
+    if !last.ended {
+        bail!(
+            "the daemon at {} ended before all remaining tiles were compared; no record was discarded",
+            socket.display()
+        );
+    }
+    let left = (last.undecided_jobs.iter()).find(|one| asked(one.uid, &one.job));
+    left.map_or(Ok(()), |left| {
+        let wrong_count = left.differing_count + damaged_count + last.unread_count;
+        judge(&which.job, left.generation, wrong_count)
+    })
+}
+
+/// Refuses if tiles of `generation`, from which the job would resume, are not what it wrote.
+fn judge(job: &str, generation: u64, wrong_count: u64) -> Result<()> {
+    if wrong_count == 0 {
+        return Ok(());
+    }
+    bail!(
+        "generation {generation} of job {job} is incomplete: {wrong_count} of its tiles were overwritten by a later generation, \
+         are damaged or could not be read. No record was discarded. Restart the daemon, as the device may be able to read the \
+         record then; or delete the job; or discard the record all the same with --force"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_incomplete_generation_is_refused() {
+        assert!(judge("tiny", 4, 0).is_ok());
+        let refused = judge("tiny", 4, 3).unwrap_err().to_string();
+        for word in [
+            "generation 4 of job tiny",
+            "3 of its tiles",
+            "No record was discarded",
+            "--force",
+        ] {
+            assert!(refused.contains(word), "{word}: {refused}");
+        }
+    }
+}

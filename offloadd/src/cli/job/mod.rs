@@ -1,0 +1,161 @@
+//! `offloadd job`: the jobs of a store, through the daemon that serves it or on its devices.
+
+mod content;
+mod delete;
+mod discard_unreadable;
+mod list;
+
+use anyhow::{Context, Result};
+use clap::{Args, Subcommand};
+use offload_api::proto;
+
+use super::connection::{refusal, runtime};
+use super::open_all;
+use super::store_access::{Holder, WhichStore, holder};
+
+pub(super) use content::kind_name;
+
+#[derive(Subcommand)]
+pub(crate) enum JobCommand {
+    /// List your jobs, or all jobs for root, with owner, newest generation and space
+    #[command(after_help = "Examples:
+  offloadd job list                                           # the service's store
+  offloadd job list --config runs/mine/offloadd/offloadd.toml # a run with a private daemon, running or not
+  offloadd job list --json | jq '.jobs[].generations'")]
+    List {
+        #[command(flatten)]
+        store: WhichStore,
+        /// Print JSON, with everything that `job show` prints
+        #[arg(long)]
+        json: bool,
+    },
+    /// Show one job in detail: its tiles and its generations
+    #[command(after_help = "Examples:
+  offloadd job show qwen
+  offloadd job show qwen --uid 1000                           # another user's job, as root
+  offloadd job show qwen --json | jq .generations")]
+    Show {
+        #[command(flatten)]
+        which: WhichJob,
+        #[command(flatten)]
+        store: WhichStore,
+        /// Print JSON
+        #[arg(long)]
+        json: bool,
+    },
+    /// Delete a job and free its space; refuses a job that can still be resumed unless --force is given
+    #[command(after_help = "Examples:
+  offloadd job delete qwen
+  offloadd job delete qwen --force                            # with its generations
+  offloadd job delete qwen --uid 1000 --force                 # another user's job, as root or as the daemon's user
+  offloadd job delete qwen --config runs/mine/offloadd/offloadd.toml
+
+A job that a process has open cannot be deleted.")]
+    Delete {
+        #[command(flatten)]
+        which: WhichJob,
+        /// Delete a job that can still be resumed
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+    /// Discard the commit records of a job that cannot be read, so that it can be resumed from an older generation
+    #[command(after_help = "Examples:
+  offloadd job discard-unreadable qwen
+  offloadd job discard-unreadable qwen --rate 1GB/s           # compares tiles faster than the default of 200 MB/s
+  offloadd job discard-unreadable qwen --uid 1000             # another user's job, as root or as the daemon's user
+  offloadd job discard-unreadable qwen --config runs/mine/offloadd/offloadd.toml
+
+A job with an unreadable record cannot be resumed, because the record may be the newest generation. Restart the daemon first: the
+device may be able to read the record then. Parts of the previous generation may have been overwritten since, so its tiles are
+compared with their checksums before the record is discarded. If any differ, the command refuses; --force discards the record
+without the comparison, and the job may then have no complete generation left.")]
+    DiscardUnreadable {
+        #[command(flatten)]
+        which: WhichJob,
+        /// Discard the records without comparing the remaining tiles
+        #[arg(long)]
+        force: bool,
+        /// Compare at most this many bytes per second through a daemon, for example 200MB/s
+        #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
+        rate: Option<u64>,
+        #[command(flatten)]
+        store: WhichStore,
+    },
+}
+
+// A doc comment on a flattened struct would replace the command's own.
+#[derive(Args)]
+pub(crate) struct WhichJob {
+    /// Name of the job
+    #[arg(value_name = "JOB")]
+    job: String,
+    /// User ID of the job's owner; default: yours
+    #[arg(long)]
+    uid: Option<u32>,
+}
+
+impl WhichJob {
+    fn owner(&self) -> u32 {
+        let own = rustix::process::geteuid().as_raw();
+        self.uid.unwrap_or(own)
+    }
+
+    fn find<'a>(&self, jobs: &'a [proto::JobContent]) -> Result<&'a proto::JobContent> {
+        let uid = self.owner();
+        let mut jobs = jobs.iter();
+        let found = jobs.find(|job| job.uid == uid && job.job == self.job);
+        found.with_context(|| {
+            format!(
+                "uid {uid} has no job {} in this store; `offloadd job list` lists the jobs, --uid selects another owner",
+                self.job
+            )
+        })
+    }
+}
+
+pub(crate) fn run(command: JobCommand) -> Result<()> {
+    match command {
+        JobCommand::List { store, json } => {
+            let jobs = jobs(&store)?;
+            super::print(&match json {
+                true => format!("{}\n", content::jobs_to_json(&jobs)),
+                false => list::table(&jobs),
+            })
+        }
+        JobCommand::Show { which, store, json } => {
+            let jobs = jobs(&store)?;
+            let job = which.find(&jobs)?;
+            super::print(&match json {
+                true => format!("{}\n", content::to_json(job)),
+                false => content::text(job),
+            })
+        }
+        JobCommand::Delete {
+            which,
+            force,
+            store,
+        } => delete::run(&which, force, &store),
+        JobCommand::DiscardUnreadable {
+            which,
+            force,
+            rate,
+            store,
+        } => discard_unreadable::run(&which, force, rate, &store),
+    }
+}
+
+/// Jobs of the store that the caller may see.
+fn jobs(store: &WhichStore) -> Result<Vec<proto::JobContent>> {
+    runtime()?.block_on(async {
+        match holder(store).await? {
+            Holder::Daemon(mut daemon) => {
+                let answer = daemon.client.inspect(proto::InspectRequest {}).await;
+                let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
+                Ok(reply.into_inner().jobs)
+            }
+            Holder::Nobody(config) => content::read(&open_all(&config)?),
+        }
+    })
+}
