@@ -1,6 +1,6 @@
 #!/bin/sh
-# Makes a Debian package of a built offloadd:  offloadd/packaging/deb.sh target/release/offloadd target
-# Prints the package's path. Needs dpkg-deb and gzip; nothing is installed.
+# Builds a Debian package of a built offloadd:  offloadd/packaging/deb.sh target/release/offloadd target
+# Prints the path of the package. Needs dpkg-deb and gzip; installs nothing.
 set -eu
 binary=$1
 out=$2

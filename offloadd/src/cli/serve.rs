@@ -349,7 +349,7 @@ impl Started {
                     Ok(()) if reload.refused.is_empty() => "changed settings applied".to_owned(),
                     Ok(()) => format!(
                         "changed settings applied, except: {}",
-                        reload.refused.join(", ")
+                        reload.refused.join("; ")
                     ),
                 }
             }

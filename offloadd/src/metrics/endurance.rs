@@ -1,6 +1,6 @@
-//! How far each device is worn: what was written before this life of the daemon and in it, against what it is rated for.
+//! Wear of each device: bytes written before and in this incarnation of the daemon, compared with the rated endurance.
 //!
-//! Bytes as the store writes them: other files on the drive, and what a drive writes again by itself, are not in it.
+//! Counts the store's writes only, not other files on the drive or a drive's internal rewrites.
 
 use std::collections::BTreeMap;
 
@@ -11,43 +11,43 @@ use crate::io::AlignedBytes;
 use crate::store::superblock::StoreId;
 use crate::store::wear::{Wear, totals};
 
-/// A drive this far through its rating is to be replaced soon.
+/// Fraction of the rated endurance at which a warning is logged.
 const WARN_SHARE: f64 = 0.8;
 
-/// The devices' wear. Belongs to the ledger.
+/// Wear of all devices; part of the ledger.
 #[derive(Debug)]
 pub struct Endurance {
     store: StoreId,
     ratings: Ratings,
     devices: Vec<Device>,
-    /// Of jobs, by `job_id`: what they wrote before to devices that are not here any more.
+    /// By `job_id`: bytes that jobs wrote earlier to devices that have left.
     left: BTreeMap<u64, u64>,
 }
 
-/// What drives may take in their lives, as the settings say. By path, as a device may come while the daemon runs.
+/// Rated endurance of drives from the settings. By path, because a device may be added while the daemon runs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ratings {
-    /// Those that the settings list, and what of them.
+    /// Listed devices and their ratings.
     pub listed: BTreeMap<String, Option<u64>>,
-    /// What was said of all.
+    /// Rating of other devices, if one number is set for all.
     pub others: Option<u64>,
 }
 
 impl Ratings {
-    /// What the device at `path` is rated for, if the settings say.
+    /// Rated endurance of the device at `path`, if set.
     pub fn of(&self, path: &str) -> Option<u64> {
         *self.listed.get(path).unwrap_or(&self.others)
     }
 }
 
-/// What is known of a device when the daemon starts, or when it comes.
+/// Wear of a device when the daemon starts or the device is added.
 #[derive(Clone, Debug, Default)]
 pub struct WearCount {
-    /// As the settings name it.
+    /// Path in the settings.
     pub path: String,
-    /// In the store.
+    /// Number in the store.
     pub number: u32,
-    /// As it was kept last.
+    /// Wear stored on the device.
     pub before: Wear,
 }
 
@@ -55,48 +55,48 @@ pub struct WearCount {
 struct Device {
     worn: WearCount,
     rated_bytes: Option<u64>,
-    /// The newest sequence, and how much was written when it was kept.
+    /// Newest sequence number, and the bytes written when it was stored.
     sequence: u64,
     kept_bytes: u64,
-    /// What is on its way to it.
+    /// Write of the counters in flight.
     keeping: Option<Keeping>,
-    /// A device has left since it was kept: the jobs' totals alone still say what was written to that one.
+    /// Whether a device has left since the last write: only the jobs' totals still include the bytes written to it.
     totals_wanted: bool,
     warned: bool,
 }
 
-/// A device's wear on its way.
+/// Write of a device's counters in flight.
 #[derive(Debug)]
 struct Keeping {
     written_bytes: u64,
-    /// Of the write itself.
+    /// Bytes of the write itself.
     blocks_bytes: u64,
 }
 
-/// What a job wrote.
+/// Bytes written by a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobWritten {
-    /// Which.
+    /// ID of the job or device.
     pub job_id: u64,
-    /// In this life, to the device that is kept.
+    /// In this incarnation, to the device whose counters are written.
     pub here_bytes: u64,
-    /// In all lives, to all devices.
+    /// In all incarnations, to all devices.
     pub ever_bytes: u64,
 }
 
-/// A device's wear, to be written to it.
+/// Counters to write to a device.
 #[derive(Debug)]
 pub struct ToKeep {
-    /// Which.
+    /// ID of the job or device.
     pub device: DeviceIndex,
-    /// Where.
+    /// Offset on the device.
     pub offset: u64,
-    /// What.
+    /// Encoded counters.
     pub blocks: AlignedBytes,
 }
 
 impl Endurance {
-    /// `devices` in the store's order.
+    /// `devices` are in the store's order.
     pub fn new(store: StoreId, ratings: Ratings, devices: Vec<WearCount>) -> Self {
         let wears = devices.iter().map(|worn| &worn.before);
         let here = |job_id: &u64| {
@@ -115,7 +115,7 @@ impl Endurance {
         endurance
     }
 
-    /// One more device, behind the others.
+    /// Adds a device.
     pub fn add(&mut self, worn: WearCount) {
         self.devices.push(Device {
             sequence: worn.before.sequence,
@@ -128,17 +128,17 @@ impl Endurance {
         });
     }
 
-    /// It has a number now.
+    /// Sets the number of an added device.
     pub fn number(&mut self, device: usize, number: u32) {
         self.devices[device].worn.number = number;
     }
 
-    /// Ever written to a device, of which `now_bytes` in this life.
+    /// Bytes ever written to a device, of which `now_bytes` in this incarnation.
     pub fn written_bytes(&self, device: usize, now_bytes: u64) -> u64 {
         self.devices[device].worn.before.written_bytes + now_bytes
     }
 
-    /// What it is rated for, if the settings say.
+    /// Rated endurance, if set.
     pub fn rated_bytes(&self, device: usize) -> Option<u64> {
         self.devices[device].rated_bytes
     }
@@ -150,7 +150,7 @@ impl Endurance {
             .contains_key(&self.devices[device].worn.path)
     }
 
-    /// The settings say something else now. A device that was warned of is judged anew.
+    /// Applies changed ratings; a device may be warned about again.
     pub fn rate(&mut self, ratings: Ratings) {
         for device in &mut self.devices {
             let rated_bytes = ratings.of(&device.worn.path);
@@ -162,7 +162,7 @@ impl Endurance {
         self.ratings = ratings;
     }
 
-    /// Ever written by a job to a device, of which `now_bytes` in this life.
+    /// Bytes ever written by a job to a device, of which `now_bytes` in this incarnation.
     pub fn job_bytes_on(&self, job_id: u64, device: usize, now_bytes: u64) -> DeviceWear {
         let worn = &self.devices[device].worn;
         let before = worn.before.jobs.get(&job_id).unwrap_or(&0);
@@ -172,31 +172,31 @@ impl Endurance {
         }
     }
 
-    /// Ever written by a job, of which `now_bytes` in this life to each device.
+    /// Bytes ever written by a job, of which `now_bytes` in this incarnation to each device.
     pub fn job_bytes(&self, job_id: u64, now_bytes: &[u64]) -> u64 {
         let before = self.devices.iter().map(|d| d.worn.before.jobs.get(&job_id));
         let left = self.left.get(&job_id).unwrap_or(&0);
         before.flatten().sum::<u64>() + left + now_bytes.iter().sum::<u64>()
     }
 
-    /// A device has left: what jobs wrote to it is in their totals, which the others are to have soon.
+    /// Notes that a device has left: the jobs' totals, which include its bytes, must soon be written to the others.
     pub fn one_left(&mut self) {
         for device in &mut self.devices {
             device.totals_wanted = true;
         }
     }
 
-    /// Whether the jobs' totals are to be kept on a device though nothing was written to it.
+    /// Whether the jobs' totals must be written to a device although no tiles were written to it.
     pub fn wants_totals(&self, device: usize) -> bool {
         self.devices[device].totals_wanted
     }
 
-    /// Written to a device and not kept: what a kill would forget.
+    /// Bytes written to a device since its counters were stored; a killed daemon forgets them.
     pub fn behind_bytes(&self, device: usize, now_bytes: u64) -> u64 {
         self.written_bytes(device, now_bytes) - self.devices[device].kept_bytes
     }
 
-    /// The device's wear as it is now. `jobs`: those of the store.
+    /// Encodes the device's current counters. `jobs` are those of the store.
     pub fn keep(&mut self, index: usize, now_bytes: u64, jobs: &[JobWritten]) -> ToKeep {
         let written_bytes = self.written_bytes(index, now_bytes);
         let device = &mut self.devices[index];
@@ -213,14 +213,14 @@ impl Endurance {
             jobs: here.filter(|(_, bytes)| *bytes > 0).collect(),
             totals: ever.filter(|(_, bytes)| *bytes > 0).collect(),
         };
-        // Since it was tried: one that fails is not asked without end.
+        // Since the last attempt, so that a failing device is not written all the time.
         device.totals_wanted = false;
         let (offset, blocks) = wear.encode(self.store, number);
         let before = device.keeping.replace(Keeping {
             written_bytes,
             blocks_bytes: blocks.len() as u64,
         });
-        assert!(before.is_none(), "one at a time to each device");
+        assert!(before.is_none(), "one write at a time per device");
         ToKeep {
             device: DeviceIndex(index as u32),
             offset,
@@ -228,16 +228,16 @@ impl Endurance {
         }
     }
 
-    /// Whether a device's wear is on its way to it.
+    /// Whether a write of the device's counters is in flight.
     pub fn is_keeping(&self, device: usize) -> bool {
         self.devices[device].keeping.is_some()
     }
 
-    /// What became of it: `moved_bytes` were written. If that is not all, the next one goes to the same place: the copy in the
-    /// other one is sound.
+    /// Ends the write, of which `moved_bytes` were written. After an incomplete one, the next goes to the same place, because the copy at
+    /// the other place is intact.
     pub fn kept(&mut self, device: usize, moved_bytes: Option<u64>) -> bool {
         let device = &mut self.devices[device];
-        let keeping = device.keeping.take().expect("it was on its way");
+        let keeping = device.keeping.take().expect("a write was in flight");
         let whole = moved_bytes == Some(keeping.blocks_bytes);
         if whole {
             device.sequence += 1;
@@ -246,7 +246,7 @@ impl Endurance {
         whole
     }
 
-    /// The share of its rating that a device has reached, told once when it is worth a warning.
+    /// Returns the fraction of the rated endurance that a device has reached, once it exceeds the limit for a warning.
     pub fn newly_worn(&mut self, index: usize, now_bytes: u64) -> Option<f64> {
         let written_bytes = self.written_bytes(index, now_bytes);
         let device = &mut self.devices[index];

@@ -1,20 +1,20 @@
-//! How long operations took, as counts in fixed buckets: eight to a doubling, from a microsecond to half a minute.
+//! Histogram of durations with fixed buckets: eight per power of two, from a microsecond to half a minute.
 //!
-//! Fixed, so that memory is known, nothing is allocated when a drive becomes slow, and two looks can be subtracted from
-//! each other. A percentile is the upper end of its bucket: never too small, at most an eighth too large.
+//! The buckets are fixed, so that memory is known and histograms can be subtracted. A percentile is the upper bound of its bucket:
+//! never too small, and at most an eighth too large.
 
 use std::time::Duration;
 
-/// Everything up to two to this many nanoseconds (1 µs) is one bucket.
+/// Logarithm of the first bucket's upper bound in nanoseconds (1 µs).
 const FIRST_OCTAVE: u32 = 10;
 
-/// Everything above two to this many nanoseconds (34 s) is in the last bucket.
+/// Logarithm of the last bucket's lower bound in nanoseconds (34 s).
 const LAST_OCTAVE: u32 = 35;
 
-/// Buckets to a doubling, as a power of two.
+/// Logarithm of the buckets per power of two.
 const SUB_BITS: u32 = 3;
 
-/// Buckets of every [`Latencies`].
+/// Number of buckets.
 pub const BUCKETS: usize = 2 + ((LAST_OCTAVE - FIRST_OCTAVE) << SUB_BITS) as usize;
 
 /// Counts by duration.
@@ -34,25 +34,25 @@ impl Default for Latencies {
 }
 
 impl Latencies {
-    /// One more that took this long.
+    /// Adds a duration.
     pub fn record(&mut self, ns: u64) {
         self.buckets[bucket_of(ns)] += 1;
         self.sum_ns = self.sum_ns.saturating_add(ns);
     }
 
-    /// How many were recorded.
+    /// Number of durations.
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// Of all together.
+    /// Sum of the durations.
     pub fn sum_ns(&self) -> u64 {
         self.sum_ns
     }
 
-    /// What `share` of them took at most; `None` when there are none. Of what is beyond the last bound: that bound.
-    pub fn quantile(&self, share: f64) -> Option<Duration> {
-        let rank = ((self.count() as f64 * share).ceil() as u64).max(1);
+    /// Returns a quantile, from 0 to 1; `None` without durations. Durations beyond the last bound count as that bound.
+    pub fn quantile(&self, quantile: f64) -> Option<Duration> {
+        let rank = ((self.count() as f64 * quantile).ceil() as u64).max(1);
         let mut seen = 0;
         let found = self.buckets.iter().position(|count| {
             seen += count;
@@ -61,7 +61,7 @@ impl Latencies {
         Some(Duration::from_nanos(bound_ns(found.min(BUCKETS - 2))))
     }
 
-    /// What came after `earlier`, a look at the same latencies.
+    /// Returns the durations added since `earlier`, a copy of the same histogram.
     pub fn since(&self, earlier: &Self) -> Self {
         let mut later = self.clone();
         for (count, before) in later.buckets.iter_mut().zip(earlier.buckets) {
@@ -71,7 +71,7 @@ impl Latencies {
         later
     }
 
-    /// Both together.
+    /// Adds another histogram.
     pub fn add(&mut self, other: &Self) {
         for (count, more) in self.buckets.iter_mut().zip(other.buckets) {
             *count += more;
@@ -79,7 +79,7 @@ impl Latencies {
         self.sum_ns = self.sum_ns.saturating_add(other.sum_ns);
     }
 
-    /// For Prometheus: the bound of each doubling in seconds, with the count up to the bound before it left out.
+    /// Buckets for Prometheus: the bound of each power of two in seconds, and the count since the previous bound.
     pub fn octaves(&self) -> Vec<(f64, u64)> {
         let (inner, beyond) = self.buckets.split_at(BUCKETS - 1);
         let mut octaves = vec![(seconds(bound_ns(0)), inner[0])];
@@ -91,17 +91,21 @@ impl Latencies {
         octaves
     }
 
-    /// For a message: the number of the first bucket that is not empty, and the counts from there to the last that is not.
+    /// Packs for a message: the index of the first non-empty bucket, and the counts up to the last non-empty one.
     pub fn pack(&self) -> (u32, Vec<u64>) {
         let filled = |count: &u64| *count > 0;
         let Some(first) = self.buckets.iter().position(filled) else {
             return (0, Vec::new());
         };
-        let last = self.buckets.iter().rposition(filled).expect("one is");
+        let last = self
+            .buckets
+            .iter()
+            .rposition(filled)
+            .expect("a bucket is filled");
         (first as u32, self.buckets[first..=last].to_vec())
     }
 
-    /// What [`Self::pack`] packed; `None` when no latencies pack so.
+    /// Reverses [`Self::pack`]; `None` if the input is not valid.
     pub fn unpack(first: u32, counts: &[u64], sum_ns: u64) -> Option<Self> {
         let first = first as usize;
         let mut unpacked = Self {
@@ -121,7 +125,7 @@ fn seconds(ns: u64) -> f64 {
     ns as f64 / 1e9
 }
 
-/// A bucket holds what is above the bound before it and at most its own.
+/// Index of a duration's bucket, whose upper bound is inclusive.
 fn bucket_of(ns: u64) -> usize {
     let below = ns.saturating_sub(1);
     let octave = below.checked_ilog2().unwrap_or(0);
@@ -135,7 +139,7 @@ fn bucket_of(ns: u64) -> usize {
     1 + (((octave - FIRST_OCTAVE) as usize) << SUB_BITS) + sub
 }
 
-/// The longest a bucket holds; the last one has no bound.
+/// Upper bound of a bucket; the last one has none.
 fn bound_ns(bucket: usize) -> u64 {
     let Some(inner) = bucket.checked_sub(1) else {
         return 1 << FIRST_OCTAVE;

@@ -1,4 +1,4 @@
-//! Counts what the driver starts and what ends, for the device and for the job it is of.
+//! Counts the operations that the driver starts and completes, by device and by job.
 
 mod keeping;
 #[cfg(test)]
@@ -18,20 +18,20 @@ use crate::io::{IoId, IoOp};
 use crate::store::definition::JobName;
 use crate::store::format::MeasuredRates;
 
-/// Jobs that are counted at a time: as many as a store holds, and as many that hold nothing yet.
+/// Limit of counted jobs: as many as a store holds, and as many again that have no data yet.
 pub const JOBS_MAX: usize = 2048;
 
-/// An operation that takes so long hangs: a drive that collects garbage or retries within itself takes some seconds.
+/// An operation of this duration hangs; garbage collection and internal retries of a drive take a few seconds.
 pub const HANGS_AFTER: Duration = Duration::from_secs(10);
 
-/// A device that does not end what it was given.
+/// A device whose oldest operation does not end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Hanging {
-    /// The oldest operation.
+    /// Kind of the oldest operation.
     pub op: IoOp,
-    /// How long it has taken.
+    /// Its duration so far.
     pub took: Duration,
-    /// Operations in flight, this one too.
+    /// Operations in flight, including this one.
     pub inflight_count: u64,
 }
 
@@ -51,18 +51,18 @@ impl std::fmt::Display for Hanging {
     }
 }
 
-/// A job's place in the ledger, as long as a session of it is open.
+/// Index of a job in the ledger, valid while a session of the job is open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JobPlace(usize);
 
 impl JobPlace {
-    /// This job's alone, as long as a session of it is open.
+    /// Number of the job, unique while a session of it is open.
     pub fn number(self) -> u64 {
         self.0 as u64
     }
 }
 
-/// The daemon's counts. Belongs to the owner thread.
+/// Counters of the daemon, used by the owner thread only.
 #[derive(Debug)]
 pub struct Ledger {
     started: Instant,
@@ -70,7 +70,7 @@ pub struct Ledger {
     devices: Vec<Device>,
     jobs: Vec<Job>,
     places: HashMap<(u32, JobName), usize>,
-    /// Places whose job was dropped, for those that come.
+    /// Free places of deleted jobs.
     free: Vec<usize>,
     inflight: HashMap<IoId, InFlight>,
     endurance: Endurance,
@@ -84,7 +84,7 @@ struct Device {
     damaged_count: u64,
     slowness: Slowness,
     of_store: bool,
-    /// When its wear was begun to be kept last, and how much had been written in this life.
+    /// When its wear counters were last written, and the bytes written in this incarnation by then.
     wear_kept: Instant,
     wear_kept_bytes: u64,
 }
@@ -94,12 +94,12 @@ struct Job {
     uid: u32,
     name: JobName,
     session_count: usize,
-    /// It and what it wrote are gone; its last operations end here still.
+    /// Whether the job was deleted; its last operations are still counted here.
     dropped: bool,
     counts: Counts,
-    /// To each device.
+    /// Bytes written to each device.
     written_bytes: Vec<u64>,
-    /// When the last rank called.
+    /// When the last rank called commit.
     called: Option<Instant>,
     commits: Latencies,
     commit_failed_count: u64,
@@ -116,7 +116,7 @@ struct InFlight {
 }
 
 impl Ledger {
-    /// Counts for these devices from now on.
+    /// Makes a ledger for these devices.
     pub fn new(devices: &[DeviceState], endurance: Endurance, now: Instant) -> Self {
         let device =
             |state: &DeviceState| Device::new(state.read_bytes_per_s, state.write_bytes_per_s, now);
@@ -132,7 +132,7 @@ impl Ledger {
         }
     }
 
-    /// One more device comes, behind the others.
+    /// Adds a device.
     pub fn add_device(&mut self, path: &str, rates: &MeasuredRates, now: Instant) {
         let (read, write) = (rates.read_bytes_per_s, rates.write_bytes_per_s);
         let mut device = Device::new(read, write, now);
@@ -147,38 +147,38 @@ impl Ledger {
         }
     }
 
-    /// It is of the store: its wear is kept on it.
+    /// Notes that an added device belongs to the store, so that its wear counters are written.
     pub fn device_came(&mut self, device: DeviceIndex, number: u32) {
         let index = device.0 as usize;
         self.devices[index].of_store = true;
         self.endurance.number(index, number);
     }
 
-    /// It was measured again: slow is what is slower than that.
+    /// Applies new rates to the detection of slowness.
     pub fn device_measured(&mut self, device: DeviceIndex, rates: &MeasuredRates) {
         let slowness = &mut self.devices[device.0 as usize].slowness;
         slowness.measured(rates.read_bytes_per_s, rates.write_bytes_per_s);
     }
 
-    /// It is of no store any more: nothing is kept on it.
+    /// Notes that a device has left, so that nothing more is written to it.
     pub fn device_left(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].of_store = false;
         self.endurance.one_left();
     }
 
-    /// When it began.
+    /// When counting began.
     pub fn started_at(&self) -> Instant {
         self.started
     }
 
-    /// A session of a job begins; its operations are counted at the place given back.
+    /// Counts a session of a job. Its operations are counted under the returned index.
     pub fn session_begins(&mut self, uid: u32, name: &JobName) -> JobPlace {
         let place = self.place(uid, name);
         self.jobs[place.0].session_count += 1;
         place
     }
 
-    /// Where a job is counted, whether somebody uses it or not.
+    /// Finds or makes the index of a job.
     pub fn place(&mut self, uid: u32, name: &JobName) -> JobPlace {
         let key = (uid, name.clone());
         JobPlace(match self.places.get(&key) {
@@ -205,8 +205,8 @@ impl Ledger {
         place
     }
 
-    /// The place of which what is counted is lost. Not of a job that wrote: its bytes would be missing in its wear for good, and
-    /// a store holds fewer jobs than there are places, so that there is another as long as few hold nothing and are in use.
+    /// Chooses a place to reuse. Never one of a job that wrote, whose bytes would be lost from its wear. Another exists, because a store
+    /// holds fewer jobs than there are places.
     fn least_missed(&self) -> usize {
         let jobs = self.jobs.iter().enumerate();
         let unused = jobs.filter(|(_, job)| job.session_count == 0);
@@ -217,7 +217,7 @@ impl Ledger {
         least.expect("fewer sessions than places").0
     }
 
-    /// It has ended, with its last operation.
+    /// Counts the end of a session, after its last operation.
     pub fn session_ends(&mut self, place: JobPlace) {
         let job = &mut self.jobs[place.0];
         job.session_count -= 1;
@@ -226,7 +226,7 @@ impl Ledger {
         }
     }
 
-    /// The driver hands an operation to the engine. `job`: of a tile.
+    /// Counts the start of an operation; `job` is set for a tile.
     pub fn started(
         &mut self,
         io: IoId,
@@ -254,7 +254,7 @@ impl Ledger {
         self.inflight.insert(io, one);
     }
 
-    /// The engine gave it back.
+    /// Counts the end of an operation.
     pub fn ended(&mut self, done: &IoDone, now: Instant) {
         let InFlight {
             device,
@@ -285,19 +285,19 @@ impl Ledger {
         }
     }
 
-    /// Bytes that did not pass the queue: they wear the device out too. Of their operations nothing is known.
+    /// Counts bytes that were moved without the queue, which are wear too. Their operations are not counted.
     pub fn moved_beside(&mut self, device: DeviceIndex, moved: MovedBeside) {
         let counts = &mut self.devices[device.0 as usize].counts;
         counts.read.bytes += moved.read_bytes;
         counts.written.bytes += moved.written_bytes;
     }
 
-    /// A rank's call to commit has come in.
+    /// Counts a rank's call to commit.
     pub fn commit_called(&mut self, place: JobPlace, now: Instant) {
         self.jobs[place.0].called = Some(now);
     }
 
-    /// A rank's call is answered. The ranks of a round are answered together: the round is counted once.
+    /// Counts the answer to a rank. The ranks of a commit are answered together, and the commit is counted once.
     pub fn commit_answered(&mut self, place: JobPlace, durable: bool, now: Instant) {
         let job = &mut self.jobs[place.0];
         if !durable {
@@ -308,7 +308,7 @@ impl Ledger {
         }
     }
 
-    /// A process found a tile of a device damaged. How many its job has found now.
+    /// Counts a damaged tile. Returns the number found by the job.
     pub fn damaged(&mut self, place: JobPlace, device: DeviceIndex) -> u64 {
         self.devices[device.0 as usize].damaged_count += 1;
         let job = &mut self.jobs[place.0];
@@ -316,12 +316,12 @@ impl Ledger {
         job.damaged_count
     }
 
-    /// What the job at a place is called.
+    /// Returns the name of a job.
     pub fn name(&self, place: JobPlace) -> &JobName {
         &self.jobs[place.0].name
     }
 
-    /// A job and what it wrote are gone; the next of its name is another.
+    /// Forgets a deleted job; a later one of the same name is another job.
     pub fn job_dropped(&mut self, uid: u32, name: &JobName) {
         let Some(place) = self.places.remove(&(uid, name.clone())) else {
             return;
@@ -333,12 +333,12 @@ impl Ledger {
         }
     }
 
-    /// What may be written to each device, from now on.
+    /// Applies changed ratings.
     pub fn rate(&mut self, ratings: Ratings) {
         self.endurance.rate(ratings);
     }
 
-    /// Devices that have newly come near the end of their rating, and how near.
+    /// Returns devices that have newly exceeded the limit for a warning, with the fraction of their rating.
     pub fn newly_worn(&mut self) -> Vec<(DeviceIndex, f64)> {
         let devices = self.devices.iter().enumerate();
         let worn = devices.filter_map(|(index, device)| {
@@ -348,13 +348,13 @@ impl Ledger {
         worn.collect()
     }
 
-    /// When [`Self::judge`] is wanted next; `None` while nothing is in flight.
+    /// When to call [`Self::judge`] next; `None` while nothing is in flight.
     pub fn judge_at(&self) -> Option<Instant> {
         let busy = self.devices.iter().any(|device| device.depth > 0);
         busy.then(|| self.judged + JUDGED_EVERY)
     }
 
-    /// What has changed about the devices' speed; `None`: a second is not over.
+    /// Returns devices that became slow or recovered; `None` before a second has passed.
     pub fn judge(&mut self, now: Instant) -> Option<Vec<(DeviceIndex, Change)>> {
         if now < self.judged + JUDGED_EVERY {
             return None;
@@ -368,7 +368,7 @@ impl Ledger {
         Some(changes.collect())
     }
 
-    /// The oldest operation of a device, if it takes so long that the device hangs.
+    /// Returns the oldest operation of a device, if it hangs.
     pub fn hanging(&self, device: DeviceIndex, now: Instant) -> Option<Hanging> {
         let inflight = self.inflight.values().filter(|one| one.device == device);
         let oldest = inflight.min_by_key(|one| one.since)?;
@@ -380,7 +380,7 @@ impl Ledger {
         })
     }
 
-    /// Devices with what the core says of them.
+    /// Combines counters with the core's states of the devices.
     pub fn devices(&self, states: Vec<DeviceState>) -> Vec<DeviceView> {
         let views = states.into_iter().zip(&self.devices).enumerate();
         let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
@@ -404,7 +404,7 @@ impl Ledger {
         Some(&self.jobs[*place])
     }
 
-    /// A job with what the core says of it.
+    /// Combines counters with the core's state of a job.
     pub fn job(&self, state: JobState) -> JobView {
         let counted = self.counted(&state);
         let now_bytes = counted.map_or(&[][..], |job| &job.written_bytes);

@@ -143,9 +143,9 @@ impl From<Latencies> for proto::Latencies {
     }
 }
 
-/// The message is not of a daemon like this one.
+/// A message of an incompatible daemon.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the daemon's answer has {0}: use offloadd of the same build as the daemon")]
+#[error("the daemon's answer has {0}; use offloadd of the same build as the daemon")]
 pub struct Misunderstood(String);
 
 fn misunderstood(what: impl Into<String>) -> Misunderstood {

@@ -1,14 +1,14 @@
-//! What a person can see of the daemon: counts and latencies of devices and jobs, and what each job waits for.
+//! Metrics of the daemon: counters and latencies of devices and jobs, and what each job is blocked on.
 //!
 //! ```text
 //!   driver ──started, ended──▶ Ledger ─┐
-//!   core ───── who is there ───────────┴─▶ Snapshot ──▶ gRPC call, Prometheus text, `offloadd top`
+//!   core ───── state of devices, jobs ─┴─▶ Snapshot ──▶ gRPC call, OpenMetrics text, `offloadd top`
 //! ```
 //!
-//! The owner thread counts, so that there is no lock; a look copies. All of it begins at 0 when the daemon starts, but for
-//! wear, which is kept in the store.
+//! The owner thread counts, so there is no lock; a snapshot copies. Counters start at 0 with the daemon, except wear, which is stored
+//! on the devices.
 //!
-//! Memory: 5 KiB a device, 7 KiB a job, at most [`ledger::JOBS_MAX`] of them. Nothing is allocated for an operation.
+//! Memory: 5 KiB per device and 7 KiB per job, for at most [`ledger::JOBS_MAX`] jobs. An operation allocates nothing.
 
 use std::time::Duration;
 
@@ -26,118 +26,118 @@ pub use latencies::Latencies;
 pub use ledger::Ledger;
 pub use message::Misunderstood;
 
-/// Operations of one kind that have ended.
+/// Completed operations of one kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// That moved bytes; 0 of flushes.
+    /// Bytes moved; 0 for flushes.
     pub bytes: u64,
-    /// Errors and short transfers.
+    /// Operations with an error or a short transfer.
     pub failed_count: u64,
-    /// Times the kernel put one back and it was tried again.
+    /// Retries of operations that the kernel returned unfinished.
     pub retried_count: u64,
-    /// Of all, failed ones too: from when its first piece goes to the device until its last one has ended.
+    /// Time from handing the first piece to the device until the last piece has ended, including failed operations.
     pub latencies: Latencies,
 }
 
 impl Traffic {
-    /// How many have ended, well or not.
+    /// Number of completed operations, including failed ones.
     pub fn count(&self) -> u64 {
         self.latencies.count()
     }
 }
 
-/// Everything that has ended on a device, or of a job's tiles.
+/// Completed operations on a device, or of a job's tiles.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Device to memory.
+    /// Reads.
     pub read: Traffic,
-    /// Memory to device.
+    /// Writes.
     pub written: Traffic,
-    /// Of a device: nothing of a job's flushes is its alone.
+    /// Flushes of a device; empty for a job, because a flush covers all jobs.
     pub flushed: Traffic,
 }
 
-/// The daemon at one moment.
+/// Metrics of the daemon at one moment.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Snapshot {
-    /// Since the owner thread started: the clock that rates are computed with.
+    /// Time since the owner thread started; rates are computed with this clock.
     pub uptime: Duration,
-    /// Host memory of all sessions.
+    /// Host memory in use by all sessions.
     pub arena_used_bytes: u64,
-    /// At most.
+    /// Limit of `arena_used_bytes`.
     pub arena_bytes_max: u64,
-    /// Sessions that are open or end.
+    /// Sessions that are open or ending.
     pub session_count: u64,
-    /// While tiles move under a ceiling: what may be copied.
+    /// Rate limit of the tiles that are moving, if there is one.
     pub rebalance_bytes_per_s_max: Option<u64>,
-    /// Why nothing is written in this life of the daemon, if nothing is.
+    /// Reason why the store is read-only, if it is.
     pub read_only: Option<String>,
     /// In the store's order.
     pub devices: Vec<DeviceView>,
-    /// Those that may be seen, by owner and name.
+    /// Jobs that the viewer may see, ordered by owner and name.
     pub jobs: Vec<JobView>,
 }
 
-/// A device at one moment.
+/// Metrics of a device.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceView {
-    /// What the core knows.
+    /// State in the core.
     pub state: DeviceState,
-    /// All that has ended.
+    /// Completed operations.
     pub counts: Counts,
-    /// Operations it has, and those that wait in the daemon until it has room.
+    /// Operations on the device and in the daemon's queue for it.
     pub queue_depth: u64,
-    /// Most there ever were.
+    /// Maximum of `queue_depth`.
     pub queue_depth_max: u64,
-    /// How long it had something to read or write.
+    /// Time with at least one operation on the device.
     pub busy: Duration,
-    /// It is much slower than it was measured.
+    /// Whether it is much slower than measured.
     pub slow: bool,
-    /// Why an administrator must look at it now: it hangs, or its file was deleted.
+    /// A problem that needs an administrator: it hangs, or its file was deleted.
     pub trouble: Option<String>,
-    /// Ever written to it since it was formatted.
+    /// Bytes written since it was formatted.
     pub worn_bytes: u64,
-    /// What it is rated for, if the settings say.
+    /// Rated endurance, if set.
     pub rated_bytes: Option<u64>,
-    /// It is of the store and the settings do not list it: it came since they were read, or they lack it.
+    /// Whether the settings do not list it.
     pub unlisted: bool,
-    /// Tiles read from it that were not what was written, as processes found.
+    /// Damaged tiles found on it.
     pub damaged_count: u64,
 }
 
-/// A job at one moment.
+/// Metrics of a job.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobView {
-    /// What the core knows.
+    /// State in the core.
     pub state: JobState,
-    /// All that has ended.
+    /// Completed operations.
     pub counts: Counts,
-    /// From the last rank's call until a generation was durable.
+    /// Time from the last rank's commit call until the generation was durable.
     pub commits: Latencies,
-    /// Calls that were answered with a fault.
+    /// Commit calls that failed.
     pub commit_failed_count: u64,
-    /// Ever written by it since it was defined, to devices that left too.
+    /// Bytes written since the job was defined, including to devices that have left the store.
     pub worn_bytes: u64,
-    /// The same by device, of those that are of the store and to which it wrote.
+    /// Bytes written by device of the store.
     pub worn: Vec<DeviceWear>,
-    /// Tiles that were not what was written, as its processes found.
+    /// Damaged tiles found by its sessions.
     pub damaged_count: u64,
 }
 
-/// Bytes that somebody moves to and from a device beside the queue: who measures it, who looks for damage.
+/// Bytes that a measurement or a scrub moves without the queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MovedBeside {
-    /// Device to memory.
+    /// Bytes read.
     pub read_bytes: u64,
-    /// Memory to device.
+    /// Bytes written.
     pub written_bytes: u64,
 }
 
-/// What a job has ever written to one device.
+/// Bytes a job has written to one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DeviceWear {
-    /// The device's, in the store.
+    /// Number of the device in the store.
     pub number: u32,
-    /// In all lives of the daemon.
+    /// Bytes written in all incarnations of the daemon.
     pub bytes: u64,
 }

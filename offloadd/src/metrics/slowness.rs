@@ -1,59 +1,55 @@
-//! Whether a device still does what it was measured to do: one that has become much slower is named within ten seconds.
+//! Detects devices that have become much slower than measured, within ten seconds.
 //!
-//! Only the time in which it had something to do counts, so that a job that asks for little is no slow drive. That time is
-//! compared with the time that the bytes would have taken at the measured rates; what is in flight is counted as done. A drive
-//! reads and writes at the same time: the way that should have taken longer counts. One that cannot takes twice as long then,
-//! which is not slow yet. Many drives give one way little while the other fills them, so one that is slow in one way beside the
-//! other at its full rate is not named: alone, or beside less, it is.
+//! Compares the time in which a device was busy with the time that its bytes would have taken at the measured rates. Operations in
+//! flight count as done. Reads and writes run concurrently, so the direction that should take longer counts; a drive that cannot do both
+//! at once takes twice as long, which is not slow yet. Many drives slow down one direction while the other runs at its full rate, so a
+//! direction counts as slow only if the other is below its full rate.
 
 use std::time::{Duration, Instant};
 
-/// How often a device is judged.
+/// Interval of judgements.
 pub const JUDGED_EVERY: Duration = Duration::from_secs(1);
 
-/// So many times slower than measured is slow: a drive at a tenth of its speed is, one that shares its bus is not.
+/// Factor from which a device is slow: more than by sharing a bus, less than a tenth of the speed.
 const SLOW: f64 = 5.0;
 
-/// Less than so many times slower is well again.
+/// Factor below which a device has recovered.
 const WELL: f64 = 2.5;
 
-/// Busy time before anything is said: a drive that cleans up for a second is not slow.
+/// Busy time before a judgement: a drive may collect garbage for a second.
 const SLOW_AFTER: Duration = Duration::from_secs(3);
 
-/// Good seconds after which it is well again.
+/// Good seconds after which a device has recovered.
 const WELL_AFTER: u32 = 3;
 
-/// A second with less busy time says nothing.
+/// A second with less busy time is ignored.
 const BUSY_LEAST: Duration = Duration::from_millis(100);
 
-/// Operations smaller than this measure the way to the drive, not its rate.
+/// Smaller operations are ignored: they measure the latency, not the rate.
 const OPERATION_BYTES_LEAST: u64 = 512 << 10;
 
-/// What a judgement changed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Change {
-    /// It has become slow.
+    /// The device has become slow.
     Slow {
-        /// While it was busy.
+        /// Rate while it was busy.
         bytes_per_s: f64,
-        /// Time it took over the time it should have taken.
+        /// Time taken divided by the time expected.
         times: f64,
     },
-    /// It is as fast as it was.
+    /// The device is as fast as measured again.
     Well,
 }
 
-/// What happened in some time.
 #[derive(Clone, Copy, Debug, Default)]
 struct Work {
     busy: Duration,
-    /// At the measured rates: read, written.
+    /// Expected time of reads and writes at the measured rates.
     expected: [Duration; 2],
     bytes: u64,
     count: u64,
 }
 
-/// Of both ways at the same time.
 fn longer(expected: [Duration; 2]) -> Duration {
     expected[0].max(expected[1])
 }
@@ -74,27 +70,27 @@ fn known(read_bytes_per_s: u64, write_bytes_per_s: u64) -> Option<[f64; 2]> {
     known.then_some([read_bytes_per_s as f64, write_bytes_per_s as f64])
 }
 
-/// Watches one device.
+/// Detector of one device.
 #[derive(Clone, Debug)]
 pub struct Slowness {
-    /// Read and written, where both are known.
+    /// Rates of reads and writes, if both are known.
     bytes_per_s: Option<[f64; 2]>,
-    /// Reads and writes in flight, and how long they should take.
+    /// Reads and writes in flight, and their expected time.
     inflight_count: u32,
     inflight_expected: [Duration; 2],
-    /// A flush takes what it takes, and everything else waits for it.
+    /// Flushes in flight; their time does not count, because other operations wait for them.
     flush_count: u32,
     seen: Instant,
     busy_total: Duration,
     second: Work,
-    /// Since the last good second.
+    /// Bad time since the last good second.
     run: Work,
     good_seconds: u32,
     slow: bool,
 }
 
 impl Slowness {
-    /// Of a device that was measured so, 0 = unknown.
+    /// Makes a detector for a device with these rates; 0 if unknown.
     pub fn new(read_bytes_per_s: u64, write_bytes_per_s: u64, now: Instant) -> Self {
         Self {
             bytes_per_s: known(read_bytes_per_s, write_bytes_per_s),
@@ -110,7 +106,7 @@ impl Slowness {
         }
     }
 
-    /// It was measured again. What was seen until now was held against other rates.
+    /// Starts again with new rates.
     pub fn measured(&mut self, read_bytes_per_s: u64, write_bytes_per_s: u64) {
         self.bytes_per_s = known(read_bytes_per_s, write_bytes_per_s);
         self.inflight_expected = [Duration::ZERO; 2];
@@ -118,29 +114,29 @@ impl Slowness {
         self.run = Work::default();
     }
 
-    /// Whether it is slow now.
+    /// Whether the device is slow.
     pub fn is_slow(&self) -> bool {
         self.slow
     }
 
-    /// How long it had something to do, flushes apart.
+    /// Time with an operation in flight, without flushes.
     pub fn busy(&self) -> Duration {
         self.busy_total
     }
 
-    /// Whether time passes for it.
+    /// Whether time counts now.
     pub fn is_busy(&self) -> bool {
         self.inflight_count > 0
     }
 
-    /// A read or write of this many bytes was handed to the device.
+    /// Counts a read or write handed to the device.
     pub fn started(&mut self, write: bool, bytes: u64, now: Instant) {
         self.pass(now);
         self.inflight_count += 1;
         self.inflight_expected[usize::from(write)] += self.time_of(write, bytes);
     }
 
-    /// It has ended, well or not.
+    /// Counts its end.
     pub fn ended(&mut self, write: bool, bytes: u64, now: Instant) {
         self.pass(now);
         let expected = self.time_of(write, bytes);
@@ -152,19 +148,19 @@ impl Slowness {
         self.second.count += 1;
     }
 
-    /// A flush was handed to the device.
+    /// Counts a flush handed to the device.
     pub fn flush_started(&mut self, now: Instant) {
         self.pass(now);
         self.flush_count += 1;
     }
 
-    /// A flush has ended.
+    /// Counts the end of a flush.
     pub fn flush_ended(&mut self, now: Instant) {
         self.pass(now);
         self.flush_count -= 1;
     }
 
-    /// To be called every [`JUDGED_EVERY`] while it is busy.
+    /// Judges the device. Call every [`JUDGED_EVERY`] while it is busy.
     pub fn judge(&mut self, now: Instant) -> Option<Change> {
         self.pass(now);
         let second = std::mem::take(&mut self.second);
@@ -183,7 +179,7 @@ impl Slowness {
         }
         self.good_seconds = 0;
         self.run.add(&second);
-        // What is in flight may end all at once, in time.
+        // Operations in flight may all end at once, in time.
         let expected = [0, 1]
             .map(|direction| self.run.expected[direction] + self.inflight_expected[direction]);
         let times = self.run.busy.as_secs_f64() / longer(expected).as_secs_f64().max(1e-9);

@@ -123,7 +123,7 @@ fn come_and_go(engine: &str) {
     );
     let again = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(
-        words(&again).contains("of the store already"),
+        words(&again).contains("is already device 2 of the store"),
         "{}",
         words(&again)
     );

@@ -183,7 +183,7 @@ fn a_private_daemon_has_its_socket_where_nobody_else_gets() {
     std::fs::set_permissions(&run, std::fs::Permissions::from_mode(0o755)).unwrap();
     let output = store.serve_command().arg("--private").output().unwrap();
     assert!(
-        words(&output).contains("mode 0700, it has uid"),
+        words(&output).contains("mode 0700, but belongs to uid"),
         "{}",
         words(&output)
     );
@@ -457,7 +457,7 @@ fn more_memory_than_there_is_is_refused_before_the_devices_are_touched() {
     std::fs::write(&store.config, text).unwrap();
     let message = store.refusal();
     assert!(
-        message.contains("`arena_bytes_max` is 4000.0 TiB, and there are "),
+        message.contains("`arena_bytes_max` is 4000.0 TiB, but this machine has "),
         "{message}"
     );
 }

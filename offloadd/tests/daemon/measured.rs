@@ -52,7 +52,7 @@ fn a_device_with_wrong_rates_gets_its_share_while_a_job_runs() {
     for said in [
         "before  reads 0.00 GB/s, writes 0.00 GB/s",
         "now     reads 0.0",
-        "busy device",
+        "was busy",
     ] {
         assert!(told.contains(said), "{said}: {told}");
     }

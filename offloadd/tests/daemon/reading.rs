@@ -200,10 +200,10 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     why(shown.lines().nth(1).expect(&shown));
     assert!(shown.contains("\nREAD-ONLY: "), "{shown}");
     assert!(
-        shown.contains("  a start of offloadd that can write\n"),
+        shown.contains("  a restart of offloadd: the store is read-only\n"),
         "{shown}"
     );
-    assert!(!shown.contains("a new resume"), "{shown}");
+    assert!(!shown.contains("resuming:"), "{shown}");
 }
 
 #[test]

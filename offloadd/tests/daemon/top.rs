@@ -178,7 +178,9 @@ fn the_live_view_outlasts_its_daemon_and_ends_beside_one_that_hangs() {
     daemon.child.kill().unwrap();
     daemon.wait(SOON);
     eventually("that it waits", SOON, || {
-        terminal.drawn().contains("waiting for a daemon there")
+        terminal
+            .drawn()
+            .contains("waiting for the daemon to return")
     });
     let tables = || terminal.drawn().matches("offloadd up ").count();
     let before = tables();

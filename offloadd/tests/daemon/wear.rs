@@ -125,7 +125,7 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
         .output()
         .unwrap();
     let told = words(&verify);
-    assert!(told.contains("90.0 % of what it is rated for"), "{told}");
+    assert!(told.contains("90.0 % of its rated endurance"), "{told}");
 
     let mut daemon = store.serve();
     let seen = look(&mut daemon.control());

@@ -121,9 +121,9 @@ fn the_table_shows_rates_latencies_trouble_and_what_jobs_are_blocked_on() {
     let expected = "\
 offloadd up 1h01m, 1 session, host memory 1.5 GiB of 64.0 GiB
 
-device                                read     write  busy queue      read p50/p99     write p50/p99  total written
+device                                read     write  busy queue      read p50/p99     write p50/p99 total written
 /mnt/nvme0/offloadd.tiles        6.20 GB/s 320.0 MB/s   75%    12     1.31ms/1.31ms     90.1us/90.1us       12.3 TB
-..ng/directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
+..directory/nvme1/offloadd.tiles         -         -   75%    12                 -                 -    12.3 TB 2%  SLOW (measured 6.20 GB/s read, 3.20 GB/s written), 2 FAILED, 1 DAMAGED tile
 
 job                                   read     write weight actual     slots  commit generation total written  blocked on
 llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)

@@ -1,4 +1,4 @@
-//! When what was written is to be kept on the devices, so that the next life of the daemon knows how far they are worn.
+//! When to write the wear counters to the devices, so that the next incarnation of the daemon knows them.
 
 use std::time::{Duration, Instant};
 
@@ -8,20 +8,20 @@ use super::Ledger;
 use crate::core::JobState;
 use crate::metrics::endurance::{JobWritten, ToKeep};
 
-/// How often wear is kept while something is written: what a killed daemon forgets.
+/// Interval of writing wear counters; a killed daemon forgets the bytes since.
 pub(super) const WEAR_KEPT_EVERY: Duration = Duration::from_secs(60);
 
-/// And not more than this of a device, however fast it is: a ten-thousandth of what a drive of a terabyte is rated for.
+/// Bytes written to a device after which its counters are written early: a ten-thousandth of the rated endurance of a 1 TB drive.
 pub(super) const WEAR_KEPT_BYTES: u64 = 64 << 30;
 
 impl Ledger {
-    /// When [`Self::keep_wear`] is wanted next; `None` while nothing new was written.
+    /// When to call [`Self::keep_wear`] next; `None` if nothing was written since.
     pub fn keep_wear_at(&self) -> Option<Instant> {
         let devices = 0..self.devices.len();
         devices.filter_map(|index| self.wear_due(index)).min()
     }
 
-    /// The same of one device. Never while its wear is on its way: one that hangs keeps no other from it.
+    /// When a device's counters are due; `None` while a write of them is in flight, so that a device that hangs does not delay others.
     fn wear_due(&self, index: usize) -> Option<Instant> {
         let device = &self.devices[index];
         let now_bytes = device.counts.written.bytes;
@@ -33,15 +33,15 @@ impl Ledger {
         if wants_totals {
             return Some(device.wear_kept);
         }
-        // Since it was tried, not since it was kept: one that fails is not asked without end.
+        // Since the last attempt, so that a failing device is not written all the time.
         Some(match now_bytes - device.wear_kept_bytes {
             WEAR_KEPT_BYTES.. => device.wear_kept,
             _ => device.wear_kept + WEAR_KEPT_EVERY,
         })
     }
 
-    /// What is to be written to the devices so that their wear is known later, of those for which it is time or of all.
-    /// `jobs`: all of the store. [`Self::wear_kept`] follows for each.
+    /// Returns the counters to write, of the devices that are due or of all. `jobs` are all of the store. Call [`Self::wear_kept`] for
+    /// each.
     pub fn keep_wear(&mut self, jobs: &[JobState], now: Instant, at_once: bool) -> Vec<ToKeep> {
         let mut to_keep = Vec::new();
         for index in 0..self.devices.len() {
@@ -67,12 +67,12 @@ impl Ledger {
         to_keep
     }
 
-    /// A device's wear was written to it, or not all of it. Whether it was.
+    /// Ends a write of a device's counters. Returns whether it was complete.
     pub fn wear_kept(&mut self, device: DeviceIndex, moved_bytes: Option<u64>) -> bool {
         self.endurance.kept(device.0 as usize, moved_bytes)
     }
 
-    /// Whether a device's wear is on its way to it.
+    /// Whether a write of the device's counters is in flight.
     pub fn is_keeping_wear(&self, device: DeviceIndex) -> bool {
         self.endurance.is_keeping(device.0 as usize)
     }

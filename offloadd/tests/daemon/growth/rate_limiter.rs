@@ -173,7 +173,7 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
         rebalance_bytes_per_s_max: Some(1000),
     };
     let fault = control.drain_device(request).unwrap_err();
-    assert!(fault.message.contains("at least 1048576"), "{fault}");
+    assert!(fault.message.contains("is less than 1048576"), "{fault}");
 
     let output = device(&store, "drain", &old, &["--rate", "3MiB/s"]);
     assert!(output.status.success(), "{}", words(&output));

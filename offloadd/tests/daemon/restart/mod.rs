@@ -81,7 +81,7 @@ fn a_start_that_cannot_write_leaves_sessions_to_the_next() {
             return;
         };
         let said = manager.start_in_vain(command, &mut kept);
-        assert!(said.contains("left to the next start"), "{said}");
+        assert!(said.contains("remain for the next start"), "{said}");
         assert_eq!(kept.len(), kept_count, "nothing is taken: {said}");
     }
     let daemon = manager.start(&mut kept);

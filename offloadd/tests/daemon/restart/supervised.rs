@@ -69,7 +69,7 @@ fn sessions_wait_while_the_program_cannot_be_started() {
     let log = BufReader::new(supervisor.child.stderr.take().unwrap());
     let mut lines = log.lines().map(Result::unwrap);
     let said = lines.find(|line| line.contains("could not be started"));
-    assert!(said.unwrap().contains("another one is started in a second"));
+    assert!(said.unwrap().contains("starting it again in a second"));
     assert!(!session.hung_up(Duration::ZERO));
     std::fs::rename(&away, &here).unwrap();
     assert!(lines.any(|line| line.contains("sessions of the previous daemon")));
