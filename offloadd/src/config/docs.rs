@@ -10,7 +10,7 @@ const HEAD: &str = "# Configuration of the daemon
 
 Generated from the doc comments of the settings by `make docs`; a test keeps it current.
 
-The settings of `offloadd` are one TOML file. An unknown key is an error that names the nearest known one. Sizes are bytes, or text with
+The settings of `offloadd` are one TOML file. An unknown key is an error that suggests the nearest known one. Sizes are bytes, or text with
 KiB, MiB, GiB or TiB. `offloadd check-config FILE` checks a file and prints all settings as they would be served; `systemctl reload offloadd` (or
 SIGHUP) applies a changed file and says which changes need a restart.
 [offloadd/packaging/offloadd.toml](../offloadd/packaging/offloadd.toml) is the commented file that the package installs.
@@ -99,14 +99,19 @@ fn the_page_has_every_key_and_its_true_default() {
     let source = include_str!("../config.rs");
     let top = settings(source, "ConfigToml");
     let metrics = settings(source, "MetricsToml");
-    let names: Vec<String> = (top.iter().map(|setting| setting.name.clone()))
-        .chain(
-            metrics
-                .iter()
-                .map(|setting| format!("metrics.{}", setting.name)),
-        )
-        .collect();
-    assert_eq!(names, KEYS);
+    let names = |settings: &[Setting]| -> Vec<String> {
+        settings
+            .iter()
+            .map(|setting| setting.name.clone())
+            .collect()
+    };
+    let tables = KEYS.len() - 2;
+    assert_eq!(KEYS[tables..], ["metrics", "quota"]);
+    assert_eq!(names(&top), KEYS[..tables]);
+    assert_eq!(names(&metrics), METRICS_KEYS);
+    let jobs = quota::KEYS.len() - 1;
+    assert_eq!(quota::KEYS[jobs], "job");
+    assert_eq!(names(&quota_settings()), quota::KEYS[..jobs]);
     let left_out = parse(&with_devices("")).unwrap();
     let mut compared = 0;
     for Setting { name, default, .. } in &top {

@@ -22,7 +22,8 @@ use tracing::{Level, Span, debug, debug_span, info_span};
 
 use super::actions::Counted;
 use super::{Driver, Session};
-use crate::core::{Buffer, Event, IoId, Reply, SessionId};
+use crate::core::{Event, Reply};
+use crate::io::{Buffer, IoId, SessionId};
 use crate::store::definition::JobName;
 
 /// Span of a session. Its fields are in every line about the session, INFO and above included.
