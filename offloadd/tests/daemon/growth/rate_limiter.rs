@@ -152,10 +152,10 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
     };
     refused(rate("2MiB/s"), "no tiles are to move");
     for (nonsense, said) in [
-        ("0MiB/s", "from 1MiB/s"),
-        ("-1MB/s", "unit"),
-        ("fast", "unit"),
-        ("1kB/s", "from 1MiB/s"),
+        ("0MiB/s", "between 1MiB/s"),
+        ("-1MB/s", "number"),
+        ("fast", "number"),
+        ("1kB/s", "between 1MiB/s"),
     ] {
         refused(
             device(&store, "drain", &old, &[&format!("--rate={nonsense}")]),
