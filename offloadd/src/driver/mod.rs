@@ -475,7 +475,7 @@ impl Driver {
                 Message::Reported { uid, job, damage } => {
                     if self.core.confirm_damage(uid, &job, &damage) {
                         let place = self.ledger.place(uid, &job);
-                        self.hear_damage(place, uid, damage);
+                        self.report_damage(place, uid, damage);
                     }
                 }
                 Message::Change(change) => {
