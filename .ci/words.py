@@ -33,18 +33,30 @@ RETIRED = {
     r"\btrainer digest\b": "trainer fingerprint",
     r"\bbench-io paced\b": "bench-io testdrives",
     r"--last-half\b": "--slow-last",
+    r"\boffloadd drop\b": "offloadd job delete",
+    r"\boffloadd inspect\b": "offloadd job list",
+    r"\bgive-up\b": "job discard-unreadable",
+    r"\bdevice measure\b": "device calibrate",
     # Words
     r"\bfolders?\b": "directory",
     r"\bnewcomers?\b": "device that is being added",
     r"\blookouts?\b": "peer watchdog",
     r"\ba life of the daemon\b": "an incarnation",
+    r"\bmishaps?\b": "injected fault",
+    r"\bwhat came of\b": "the result",
+    r"\bwritten ever\b": "total written",
+    r"\bgo(es|ne)? on from\b": "resume from",
+    r"\bmends?\b": "fix",
 }
 
 # Files in which they may stand, and why.
-ALLOWED = {"trainer/src/config/keys/suggest.rs": "answers an old key with the new one"}
+ALLOWED = {
+    "trainer/src/config/keys/suggest.rs": "answers an old key with the new one",
+    "offloadd/src/config.rs": "answers an old key with the new one",
+}
 
 PAGES = [
-    "README.md", "Makefile", "docs/**/*.md", "configs/*.toml", "configs/*.json", "configs/*.sh", "offloadd/*.md", "offloadd/packaging/**/*",
+    "README.md", "Makefile", "docs/**/*.md", "configs/*.toml", "configs/*.json", "configs/*.sh", "offloadd/packaging/**/*",
     "bench-io/measured/*.md", "bench-io/measured/*.toml", "trainer/bench/*.md",
 ]
 SOURCES = ["*/src/**/*.rs", "*/*/src/**/*.rs"]

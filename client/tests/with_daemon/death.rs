@@ -12,7 +12,7 @@ use crate::real::*;
 
 const VICTIM: &str = "OFFLOAD_TEST_VICTIM_SOCKET";
 
-/// RELIABILITY.md: so soon a dead process's memory is another's.
+/// docs/reliability.md: so soon a dead process's memory is another's.
 const PROMISED: Duration = Duration::from_secs(1);
 
 /// The whole of the daemon's memory.

@@ -116,7 +116,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     for (arguments, said) in [
         (&["verify"][..], "sound"),
         (&["job", "list"], "tiny"),
-        (&["device", "list"], "the store is only read since"),
+        (&["device", "list"], "the store is read-only since"),
     ] {
         let mut command = program();
         command.args(arguments).arg("--config").arg(&store.config);
@@ -170,7 +170,7 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     let daemon = Daemon::start(command, store.socket());
     let path = store.devices[0].display().to_string();
     let why = |words: &str| {
-        let said = words.contains("the store is only read") && words.contains(&path);
+        let said = words.contains("the store is read-only") && words.contains(&path);
         assert!(said, "{words}");
     };
     let limited = daemon.ready.split_once(", read-only: ");

@@ -136,13 +136,13 @@ llama (uid 1000)                 6.20 GB/s 320.0 MB/s    200    50%      9/64  2
 #[test]
 fn a_daemon_that_only_reads_says_why_and_no_job_is_told_to_resume() {
     let mut now = look(12);
-    now.read_only = Some("the store is only read: /mnt/a takes no writes".into());
+    now.read_only = Some("the store is read-only: /mnt/a takes no writes".into());
     now.jobs[0].state.poisoned = true;
     let drawn = draw(&look(10), &now);
     let second = drawn.lines().nth(1).unwrap();
     assert_eq!(
         second,
-        "READ-ONLY: the store is only read: /mnt/a takes no writes"
+        "READ-ONLY: the store is read-only: /mnt/a takes no writes"
     );
     let job = drawn.lines().find(|line| line.starts_with("llama"));
     let job = job.unwrap();

@@ -45,7 +45,7 @@ impl Data {
                 return Err(Fault::new(
                     FaultKind::WrongGeneration,
                     format!(
-                        "another rank of job {} goes on from generation {chosen}, this one wants {generation}",
+                        "another rank of job {} resumes from generation {chosen}, this one wants {generation}",
                         key.name
                     ),
                 ));
@@ -136,7 +136,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::Damaged,
                 format!(
-                    "job {name}: {why}; it may be its newest generation, so nobody goes on from another one: start offloadd again if the device gives it now; `offloadd job discard-unreadable {name}` goes on without it; or drop the job"
+                    "job {name}: {why}; it may be its newest generation, so no other one is resumed from: start offloadd again if the device gives it now, or run `offloadd job discard-unreadable {name}` to continue without it, or delete the job"
                 ),
             ));
         }
@@ -160,7 +160,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::WrongGeneration,
                 format!(
-                    "job {name} cannot go on from generation {generation}: the store has {numbers:?} (drop the job to start from nothing)"
+                    "job {name} cannot resume from generation {generation}: the store has {numbers:?}; delete the job to start from nothing"
                 ),
             ));
         }
