@@ -272,7 +272,7 @@ fn values_out_of_range_name_their_key() {
         ),
         (
             "offload.staging_bytes",
-            json!("64MB"),
+            json!("64 tiles"),
             "offload.staging_bytes: expected a number of bytes",
         ),
         (
