@@ -6,7 +6,6 @@
 use std::time::{Duration, Instant};
 
 use offload_client::{RESTART_WAIT, WaitTimer};
-use test_hooks::stall_limit::stall_limit;
 
 use crate::SwapperError;
 
@@ -24,7 +23,7 @@ pub(crate) struct Stall {
 
 impl Default for Stall {
     fn default() -> Self {
-        Self::new(stall_limit().unwrap_or(LIMIT_DEFAULT))
+        Self::new(LIMIT_DEFAULT)
     }
 }
 

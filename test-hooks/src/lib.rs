@@ -7,7 +7,6 @@
 //! | `OFFLOADD_FAULT_FLUSH` | [`injected_fault`] | lets flushes of a daemon fail while a file exists |
 //! | `OFFLOADD_KILL` | [`kill_point`] | kills a training process at a named point |
 //! | `OFFLOADD_PACE` | [`rate_limit`] | limits the speed of devices |
-//! | `OFFLOADD_STALL_LIMIT_MS` | [`stall_limit`] | shortens the time after which tiles that do not move end a run |
 //!
 //! The hooks exist only with the feature `active`, which only test builds have. Without it every question is a constant and no
 //! code is left.
@@ -20,4 +19,3 @@ pub mod kill_point;
 pub mod random;
 pub mod rate_limit;
 pub mod safeguard;
-pub mod stall_limit;

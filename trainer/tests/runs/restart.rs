@@ -1,13 +1,9 @@
-//! The daemon restarted under a run, and a run that is suspended with its daemon. What could go wrong: the run ends, waits for
-//! ever, or trains on with other bits.
+//! The daemon restarted under a run. What could go wrong: the run ends, waits for ever, or trains on with other bits.
 
 use std::process::Child;
-use std::time::Duration;
-
-use rustix::process::{Pid, Signal, kill_process};
 
 use crate::daemon::Daemon;
-use crate::harness::{Harness, children, finish, spawn, until};
+use crate::harness::{Harness, finish, spawn, until};
 
 const NVME: &str = "zero_optimization.offload_optimizer.device=nvme";
 
@@ -51,41 +47,6 @@ fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
         (1..=RESTARTS).contains(&(taken_up as u64)),
         "in the middle of the run: {log}"
     );
-    assert_eq!(run.bits("loss"), plain.bits("loss"));
-    assert_eq!(run.fingerprint(), plain.fingerprint());
-}
-
-#[test]
-fn a_run_suspended_with_its_daemon_for_longer_than_tiles_may_stall_goes_on_with_the_same_bits() {
-    let harness = Harness::new();
-    let steps = ["train.steps=5"];
-    let plain = harness.run("plain", &steps);
-    plain.train();
-
-    let run = harness.run("suspended", &steps).with(&harness.nvme());
-    let mut command = run.command("train");
-    command.env("OFFLOADD_STALL_LIMIT_MS", "4000");
-    // A step writes for a tenth of a second: operations are under way whenever the daemon is suspended.
-    command.env("OFFLOADD_PACE", "1000000000,5000000");
-    let child = until(spawn(command), "a step", || run.steps_written() >= 2);
-    let trainer = Pid::from_child(&child);
-    let [daemon] = children(child.id())[..] else {
-        panic!("one private daemon: {:?}", children(child.id()));
-    };
-    // The daemon first, and the trainer waits for its tiles.
-    for process in [daemon, trainer] {
-        kill_process(process, Signal::STOP).unwrap();
-        std::thread::sleep(Duration::from_millis(300));
-    }
-    std::thread::sleep(Duration::from_secs(5));
-    // The trainer first: it judges before anything has moved.
-    for process in [trainer, daemon] {
-        kill_process(process, Signal::CONT).unwrap();
-        std::thread::sleep(Duration::from_millis(300));
-    }
-    let output = finish(child);
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{said}");
     assert_eq!(run.bits("loss"), plain.bits("loss"));
     assert_eq!(run.fingerprint(), plain.fingerprint());
 }
