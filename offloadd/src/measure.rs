@@ -358,7 +358,7 @@ mod tests {
             "/dev/lost",
             "no answer",
             "2 operations have not ended",
-            "from 1048576 to 3145728",
+            "bytes 1048576 to 3145728",
         ] {
             assert!(told.contains(said), "{said}: {told}");
         }

@@ -145,8 +145,8 @@ mod tests {
         assert!(near.why.contains("NUMA node 1"), "{}", near.why);
         for (drives, why) in [
             (&["0\n", "1\n"][..], "several"),
-            (&["-1\n"], "tells"),
-            (&[], "tells"),
+            (&["-1\n"], "reports"),
+            (&[], "reports"),
         ] {
             let any = chosen(drives);
             assert_eq!(any.cpus, [0; 0]);

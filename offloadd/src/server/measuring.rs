@@ -194,7 +194,7 @@ mod tests {
             "/dev/slow",
             "no answer in 60 s",
             "3 operations",
-            "from 4096 to 8192",
+            "bytes 4096 to 8192",
             "restarted",
         ] {
             assert!(told.contains(said), "{said}: {told}");

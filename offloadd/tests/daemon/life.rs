@@ -213,7 +213,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
     );
     refused_with(
         &whole.replace("device1", "device9"),
-        &["device9: there is no such file", "offloadd format"],
+        &["device9: no such file", "offloadd format"],
     );
     let one = whole.replace(&format!(", {:?}", store.devices[1]), "");
     let away = store.dir.path().join("away");
@@ -553,7 +553,7 @@ fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
     let full = under("fallocate:error=ENOSPC", &new, &format);
     assert!(!full.status.success());
     assert!(
-        words(&full).contains("9437184 bytes asked for, "),
+        words(&full).contains("9437184 are needed"),
         "{}",
         words(&full)
     );

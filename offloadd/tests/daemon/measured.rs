@@ -92,7 +92,7 @@ fn a_flush_that_fails_while_a_device_is_measured_poisons_the_jobs_that_wrote_the
     let working = session.begin(&mut control, TILES);
     fill_tiles(&mut session, TILES, working, 1);
     std::fs::write(&failing, []).unwrap();
-    let output = device(&store, "measure", &store.devices[1], &[]);
+    let output = device(&store, "calibrate", &store.devices[1], &[]);
     assert!(!output.status.success(), "{}", words(&output));
     std::fs::remove_file(&failing).unwrap();
     let committed = control.commit(proto::CommitRequest {

@@ -137,7 +137,7 @@ fn a_reload_with_the_device_in_the_list_ends_the_warning() {
 fn what_is_not_the_stores_at_that_path_is_neither_taken_nor_locked() {
     let (store, new, _) = forgotten();
     let missing = format!(
-        "device 1 of the store ({} when it came) is missing from the list `devices`",
+        "device 1 of the store (last seen at {}) is missing from the list `devices`",
         new.display()
     );
     let kept = store.dir.path().join("kept");

@@ -134,7 +134,7 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
     let log = BufReader::new(daemon.child.stderr.take().unwrap());
     let mut lines = log.lines().map(Result::unwrap);
     let line = lines
-        .find(|line| line.contains("90 % of the bytes it is rated for"))
+        .find(|line| line.contains("90 % of its rated endurance"))
         .unwrap();
     assert!(line.contains(store.devices[0].to_str().unwrap()), "{line}");
 }
