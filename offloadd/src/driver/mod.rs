@@ -357,7 +357,7 @@ impl Driver {
             }
             driver.core.begin_reading(&error);
             let why = driver.core.read_only().expect("just begun");
-            tracing::error!("the store is read-only: {}", why.message);
+            tracing::error!("{}", why.message);
         }
         drop(opened);
         if let Some(inherited) = inherited {

@@ -62,7 +62,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     let path = store.devices[0].display().to_string();
     let told = |fault: Fault| {
         assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
-        let said = fault.message.contains("only read") && fault.message.contains(&path);
+        let said = fault.message.contains("read-only") && fault.message.contains(&path);
         assert!(said, "{fault}");
     };
     let mut control = daemon.control();
