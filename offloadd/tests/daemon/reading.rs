@@ -85,7 +85,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     let mut add = program();
     add.args(["device", "add", "--size", "16MiB"]).arg(&new);
     let output = add.arg("--config").arg(&store.config).output().unwrap();
-    assert!(!output.status.success() && words(&output).contains("only read"));
+    assert!(!output.status.success() && words(&output).contains("read-only"));
     assert!(!new.exists(), "refused before anything is made");
     drop(session);
     let reply = control.open_session(open("other")).unwrap();
