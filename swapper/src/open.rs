@@ -300,6 +300,6 @@ mod tests {
         told(|r| r.durability = Durability::None, "durability");
         told(|r| r.nodes = 2, "2 nodes");
         told(|r| r.tiles[1].tile_bytes = 4096, "tile 1");
-        told(|r| r.tiles.truncate(1), "1 tiles, not 2; tile 1");
+        told(|r| r.tiles.truncate(1), "1 tiles instead of 2; tile 1");
     }
 }

@@ -149,7 +149,7 @@ fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
             "slot 0",
             "sim0",
             "offloadd job discard-unreadable one",
-            "drop",
+            "delete the job",
         ] {
             assert!(fault.message.contains(word), "{word}: {fault}");
         }
