@@ -94,7 +94,7 @@ fn a_failed_format_is_reported_and_nothing_is_served() {
     .unwrap_err()
     .to_string();
     assert!(
-        words.contains("formatting") && words.contains("no room"),
+        words.contains("cannot format") && words.contains("no room"),
         "{words}"
     );
 }

@@ -259,7 +259,7 @@ mod tests {
         }
         let cached = after(&figures(1e9, [0.2e9, 0.0])).join("; ");
         assert!(
-            cached.contains("700.0 MB/s came from or went to no drive"),
+            cached.contains("700.0 MB/s did not reach the drives"),
             "{cached}"
         );
     }

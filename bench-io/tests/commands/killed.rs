@@ -90,8 +90,8 @@ esac"#,
         &next.0,
         "1",
         "16m",
-        "1M",
-        "1M",
+        "1MB/s",
+        "1MB/s",
     ]);
     assert!(output.status.success(), "{}", said(&output));
     assert!(said(&output).contains(&name), "{}", said(&output));
@@ -129,8 +129,8 @@ fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
                 &set.0,
                 "2",
                 "16m",
-                "1M",
-                "1M",
+                "1MB/s",
+                "1MB/s",
             ])
             .env("PATH", format!("{}:{path}", dir.path().display()))
             .output()

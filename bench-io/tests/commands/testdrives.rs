@@ -106,8 +106,8 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
         &set.0,
         "1",
         "64m",
-        "1M",
-        "1M",
+        "1MB/s",
+        "1MB/s",
     ]);
     let down = format!(
         "already exists; destroy its drives with `bench-io testdrives destroy --name {}`",
@@ -161,8 +161,8 @@ fn a_create_that_fails_half_way_leaves_nothing() {
             &set.0,
             "2",
             "16m",
-            "1M",
-            "1M",
+            "1MB/s",
+            "1MB/s",
         ])
         .env("PATH", format!("{}:{path}", dir.path().display()))
         .output()

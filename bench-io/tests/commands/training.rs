@@ -221,7 +221,7 @@ fn what_cannot_be_predicted_is_refused() {
         (vec![&file[..], "--tflops=0"], "--tflops 0"),
         (
             vec![&file[..], "--trainer=/no/such/trainer"],
-            "no program at /no/such/trainer",
+            "no trainer at /no/such/trainer",
         ),
         (vec!["--run", &file[..], "--steps=2"], "5..="),
         // What would have no effect is no setting of this run.

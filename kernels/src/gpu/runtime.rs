@@ -267,8 +267,8 @@ mod tests {
                 panic!("{other:?}");
             };
             let name = match vendor {
-                Vendor::Cuda => "libc.so.6: it lacks cuInit",
-                Vendor::Hip => "libc.so.6: it lacks hipInit",
+                Vendor::Cuda => "libc.so.6: it lacks the function cuInit",
+                Vendor::Hip => "libc.so.6: it lacks the function hipInit",
             };
             assert!(tried[0].contains(name), "{tried:?}");
         }

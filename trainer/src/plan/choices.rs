@@ -153,7 +153,7 @@ impl Plan {
             return;
         }
         self.set_compute(settings);
-        if settings.train.activation_checkpointing != None {
+        if settings.train.activation_checkpointing.is_some() {
             return;
         }
         let most_bytes = most_of(&gpu);

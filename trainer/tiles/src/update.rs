@@ -156,7 +156,7 @@ mod tests {
     fn only_the_named_elements_decay() {
         let mut update = CpuUpdate {
             master: Master::Fp32,
-            decay: Decay::new([[64..128]]),
+            decay: Decay::new([std::iter::once(64..128)]),
         };
         let range = TileRange {
             unit: 0,

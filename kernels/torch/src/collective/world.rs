@@ -214,6 +214,6 @@ mod tests {
         let error = world(&[("LOCAL_WORLD_SIZE", Some("9"))]).unwrap_err();
         assert!(error.contains("exceeds WORLD_SIZE"), "{error}");
         let error = world(&[("LOCAL_WORLD_SIZE", Some("8"))]).unwrap_err();
-        assert!(error.contains("not RANK, 5"), "{error}");
+        assert!(error.contains("differs from RANK, 5"), "{error}");
     }
 }

@@ -142,7 +142,7 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(
-            text.contains("libc.so.6: it lacks ncclGetVersion"),
+            text.contains("libc.so.6: it lacks the function ncclGetVersion"),
             "{text}"
         );
     }
