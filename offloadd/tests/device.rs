@@ -39,7 +39,7 @@ fn a_device_of_another_user_is_named_with_what_to_do() {
     if let Some(path) = std::env::var_os(CHILD) {
         let message = refusal(Path::new(&path));
         assert!(
-            message.contains("not readable and writable by uid 65534; chown it"),
+            message.contains("uid 65534 may not read and write it; chown it"),
             "{message}"
         );
         return;

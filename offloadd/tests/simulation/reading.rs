@@ -34,7 +34,7 @@ fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
 
 fn told(fault: &Fault) {
     assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
-    let said = fault.message.contains("only read") && fault.message.contains(" of sim");
+    let said = fault.message.contains("read-only") && fault.message.contains(" of sim");
     assert!(said, "{fault}");
 }
 
