@@ -398,7 +398,7 @@ fn a_full_drive_is_said_and_training_goes_on() {
         for says in [
             "step-00000060.partial/tiles.0 beyond its first ",
             " bytes: File too large",
-            "Training goes on, with the checkpoints before",
+            "training continues, and earlier checkpoints stay",
             " checkpoints could not be made",
         ] {
             assert!(err.contains(says), "{name}: {says:?} is not in {err}");
