@@ -60,7 +60,7 @@ fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
         "at byte ",
         "of unit ",
         "wrote checksum ",
-        "found ",
+        "two reads did not return it",
         "--fresh",
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");

@@ -113,7 +113,7 @@ fn checkpoints_are_planned_with_their_bytes_and_their_cost() {
     run.train();
     let (after, _) = plan(&run, &[]);
     let number = |value: &serde_json::Value| value.as_f64().expect("a number");
-    let bytes = number(&before["checkpoints"]["save_bytes"]);
+    let bytes = number(&before["checkpoints"]["checkpoint_bytes"]);
     let on_drive = run.dir.join("checkpoints/step-00000004/tiles.0");
     let on_drive = std::fs::metadata(on_drive).unwrap().len() as f64;
     assert!(

@@ -105,7 +105,7 @@ fn directories_that_cannot_hold_a_store_are_refused() {
     refused_untouched(
         &harness,
         &harness.run("run", &[&on(&missing)]),
-        &["not-there does not exist: make the directory"],
+        &["not-there does not exist: create the directory"],
     );
     refused_untouched(
         &harness,
@@ -143,7 +143,7 @@ fn a_store_larger_than_the_free_space_is_refused() {
             "nvme_path: the file system of ",
             "drive has ",
             " free, and the store needs ",
-            "GiB there: free some, name directories on more drives",
+            "TiB there: free some, name directories on more drives",
         ],
     );
     let in_memory = harness.run("run", &large);
