@@ -59,7 +59,8 @@ test: libtorch
 	.ci/links.py
 	.ci/words.py
 	$(CARGO) clippy -j$(JOBS) --workspace --all-targets -- -D warnings
-	RUSTDOCFLAGS="-D warnings" $(CARGO) doc -j$(JOBS) --workspace --no-deps
+	RUSTDOCFLAGS="-D warnings -A rustdoc::private-intra-doc-links" \
+		$(CARGO) doc -j$(JOBS) --workspace --no-deps --document-private-items
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
 	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS)

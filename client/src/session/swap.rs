@@ -12,7 +12,7 @@ use crate::in_flight::{Arrived, Checked, InFlight};
 use crate::{ClientError, Done, Slot, Ticket, signal};
 
 impl Session {
-    /// Takes a free slot of class `class`, an index into [`SessionSettings::classes`]; `None` when all are taken or in flight.
+    /// Takes a free slot of class `class`, an index into [`classes`](crate::SessionSettings::classes); `None` when all are taken or in flight.
     pub fn take_slot(&mut self, class: usize) -> Option<Slot> {
         self.pool.take(class)
     }

@@ -3,9 +3,9 @@
 //! - [`assert_page`]: a page that a program generates is what the repository has. `make docs` writes all such pages.
 //! - [`blocks`]: the code blocks of README.md and docs/, each with its place, for the test that checks what is in them.
 //! - [`assert_commands_parse`]: every shell line that calls a program is one that the program understands.
-//! - [`assert_section`]: the same for a part of a page between two comments; [`layout`] makes such parts from stored structs.
-//! - [`reference`]: a program's commands and options as a page.
-//! - [`settings`]: the fields of a settings struct with their doc comments, read from its source.
+//! - [`assert_section`]: the same for a part of a page between two comments; [`mod@layout`] makes such parts from stored structs.
+//! - [`mod@reference`]: a program's commands and options as a page.
+//! - [`mod@settings`]: the fields of a settings struct with their doc comments, read from its source.
 
 #![forbid(unsafe_code)]
 

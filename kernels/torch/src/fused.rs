@@ -98,7 +98,7 @@ impl Fused {
     }
 
     /// Computes `weight * x / rms(x)` for each row of `x` [rows, columns], or of `x + added` if given. The sum is
-    /// rounded before it is normed, and the quotient before the weight [columns] is applied.
+    /// rounded before it is normed, and the quotient before the weight `[columns]` is applied.
     ///
     /// # Errors
     /// Out of memory, or the launch failed.
@@ -312,8 +312,8 @@ impl Fused {
         unsafe { self.launch_pairs(&self.gated_backward, kind, addresses, rows, columns) }
     }
 
-    /// Writes each row's loss to `losses` [rows] (fp32): the cross entropy of `logits` [rows, words] and the row's
-    /// number in `targets` [rows] (i64, less than `words`), 0 where that is negative. With `weight` the logits become
+    /// Writes each row's loss to `losses`, `[rows]` (fp32): the cross entropy of `logits` [rows, words] and the row's
+    /// number in `targets`, `[rows]` (i64, less than `words`), 0 where that is negative. With `weight` the logits become
     /// the gradient of `weight` times the sum of the losses.
     ///
     /// # Errors

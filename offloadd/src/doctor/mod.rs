@@ -50,7 +50,7 @@ fn line(path: &Path) -> Option<String> {
     Some(text.trim().to_owned())
 }
 
-/// Returns the choice in brackets: "advise" for "always [advise] never".
+/// Returns the choice in brackets: "advise" for `always [advise] never`.
 fn chosen(words: &str) -> Option<&str> {
     Some(words.split_once('[')?.1.split_once(']')?.0)
 }

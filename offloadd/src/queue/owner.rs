@@ -13,7 +13,7 @@ pub enum Owner {
     Session {
         /// User of the process.
         uid: u32,
-        /// Share of the user beside other users, 1 to [`WEIGHT_MAX`](crate::quota::WEIGHT_MAX).
+        /// Share of the user beside other users, 1 to [`WEIGHT_MAX`].
         user_weight: u32,
         /// Share of the job beside the user's other jobs, in the same range.
         job_weight: u32,

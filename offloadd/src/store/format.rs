@@ -35,7 +35,7 @@ pub struct MeasuredRates {
     pub write_bytes_per_s: u64,
 }
 
-/// Refuses what [`format`] would refuse, and changes nothing. To be called before a measurement overwrites the devices.
+/// Refuses what [`format()`] would refuse, and changes nothing. To be called before a measurement overwrites the devices.
 pub fn check(blocks: &mut impl Blocks, force: bool) -> Result<(), StoreError> {
     let count = blocks.count();
     if count == 0 || count > DEVICES_MAX as usize {

@@ -565,7 +565,7 @@ impl Engine {
         Ok((norm, projection))
     }
 
-    /// The input as [rows, hidden_size] and the targets as [rows].
+    /// The input as [rows, hidden_size] and the targets as `[rows]`.
     fn head_rows(
         &self,
         input: &Activation,

@@ -50,7 +50,7 @@ pub(super) struct HeadGrads {
 }
 
 /// Loss and gradients of `token_weight` times the sum of the counted tokens' losses. `rows` is [rows, hidden_size],
-/// the norm's parameters are leaves that want gradients, `targets` [rows].
+/// the norm's parameters are leaves that want gradients, `targets`, `[rows]`.
 pub(super) fn loss_and_grads(
     config: &ModelConfig,
     rows: &Tensor,

@@ -9,7 +9,7 @@
 //!
 //! A forward keeps nothing but its output; a backward computes its unit again from the unit's input. So weights are
 //! needed only while their unit runs, and memory is one unit's graph and one activation a unit. A GPU with memory to spare
-//! may keep more of a block ([`Keep`]).
+//! may keep more of a block ([`ActivationCheckpointing`]).
 //!
 //! ```text
 //!   embedding.rs, block.rs, head.rs     the units, back by torch's autograd: how a processor computes

@@ -16,7 +16,7 @@ const HEADER_ALIGN_BYTES: usize = 8;
 pub(super) struct Shards {
     pub(super) element: Element,
     pub(super) units: Vec<UnitLayout>,
-    /// Of each parameter: [unit][parameter].
+    /// Of each parameter: `[unit][parameter]`.
     pub(super) targets: Vec<Vec<Target>>,
     pub(super) files: Vec<ShardFile>,
 }

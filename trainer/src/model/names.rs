@@ -77,7 +77,7 @@ impl Place {
     }
 }
 
-/// The places of all parameters: [unit][parameter], in the order of [`unit_layouts`].
+/// The places of all parameters: `[unit][parameter]`, in the order of [`unit_layouts`].
 pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
     let units = unit_layouts(config).into_iter().enumerate();
     units

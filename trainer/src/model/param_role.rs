@@ -26,9 +26,9 @@ pub enum ParamRole {
     KeyBias,
     /// Bias of the value projection.
     ValueBias,
-    /// Weight of the norm of each query head, [head_dim].
+    /// Weight of the norm of each query head, `[head_dim]`.
     QueryNorm,
-    /// Weight of the norm of each key head, [head_dim].
+    /// Weight of the norm of each key head, `[head_dim]`.
     KeyNorm,
     /// Attention's output projection.
     Out,

@@ -85,7 +85,7 @@ fn names_in(dir: &Path) -> Vec<String> {
 pub struct Weights {
     pub(super) units: Vec<UnitLayout>,
     pub(super) files: Vec<Opened>,
-    /// Where each parameter is: [unit][parameter].
+    /// Where each parameter is: `[unit][parameter]`.
     pub(super) stored: Vec<Vec<Stored>>,
     /// The projection, where the files have one and the model takes its embedding for it.
     pub(super) repeated: Option<Stored>,

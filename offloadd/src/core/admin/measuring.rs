@@ -146,7 +146,7 @@ impl Admin {
         Err(Fault::new(FaultKind::Invalid, what))
     }
 
-    /// As [`Core::device_steps`].
+    /// As [`Admin::device_steps`].
     pub(super) fn measure_steps(
         &mut self,
         call: CallId,

@@ -74,7 +74,7 @@ struct JobPlan {
 pub enum Moves {
     /// No tile is to move.
     None,
-    /// Some are: [`super::Event::RebalanceTick`] begins with the next ones.
+    /// Some are: [`RebalanceTick`](crate::core::Event::RebalanceTick) begins with the next ones.
     Waiting,
     /// Some do.
     Moving,

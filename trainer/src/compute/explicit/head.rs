@@ -33,7 +33,7 @@ pub(crate) struct HeadGrads {
     pub(crate) projection: Tensor,
 }
 
-/// The losses' sum, an fp64 number of the device, for `rows` [rows, hidden_size] and `targets` [rows].
+/// The losses' sum, an fp64 number of the device, for `rows` [rows, hidden_size] and `targets`, `[rows]`.
 pub(crate) fn head_loss(
     ops: &Ops,
     weights: &HeadWeights,

@@ -123,7 +123,7 @@ impl Ops {
         }
     }
 
-    /// Each row's loss, fp32 at least, 0 where the target is ignored, into `losses` [rows]. With `token_weight` the logits
+    /// Each row's loss, fp32 at least, 0 where the target is ignored, into `losses`, `[rows]`. With `token_weight` the logits
     /// [rows, vocab_size] become the gradient of it times the losses' sum.
     pub(super) fn cross_entropy(
         &self,

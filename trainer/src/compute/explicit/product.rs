@@ -10,7 +10,7 @@ pub(super) fn times_transposed(x: &Tensor, weight: &Tensor) -> Result<Tensor, Co
     times(x, &transposed(weight)?)
 }
 
-/// The same, with `bias` [m] added to each row before it is rounded.
+/// The same, with `bias`, `[m]`, added to each row before it is rounded.
 pub(super) fn times_transposed_plus(
     x: &Tensor,
     weight: &Tensor,
