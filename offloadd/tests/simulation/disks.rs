@@ -259,7 +259,7 @@ impl SimDisks {
     }
 
     /// Nothing goes wrong any more.
-    pub(crate) fn mend(&mut self) {
+    pub(crate) fn repair(&mut self) {
         self.plan = None;
         for device in &mut self.devices {
             device.broken = None;

@@ -168,7 +168,7 @@ fn a_store_whose_making_failed_anywhere_is_none_or_whole_and_can_be_made_again()
                 let met = !disks.happened.is_empty();
                 assert_eq!(made.is_err(), met, "{fault:?} at {at}: {made:?}");
                 disks.crash(at, Vec::new());
-                disks.mend();
+                disks.repair();
                 if let Err(error) = made {
                     assert!(error.to_string().contains("sim"), "{error}");
                     // What was begun is in the way of nobody who says so.
@@ -231,7 +231,7 @@ fn a_start_a_resume_and_reads_that_fail_anywhere_lose_nothing() {
                     "{read:?}"
                 );
                 refused += usize::from(read.is_err());
-                disks.mend();
+                disks.repair();
                 assert_eq!(go_on(disks).1, Ok(()), "{fault:?} at {at}");
             }
         }

@@ -50,7 +50,7 @@ fn plan(world: &mut World, skip: u64, fault: SimFault) {
 /// The daemon is killed, and with `power` all else: the next one starts on sound devices.
 fn restart(world: World, power: bool) -> World {
     let (mut disks, random) = world.crash(power);
-    disks.mend();
+    disks.repair();
     World::start(disks, random)
 }
 
@@ -277,7 +277,7 @@ fn a_start_whose_flush_fails_leaves_one_copy_of_the_catalog() {
         };
         refused_count += 1;
         let mut disks = failed.1;
-        disks.mend();
+        disks.repair();
         let mut world = World::start(disks, random);
         assert_eq!(newest_is_whole(&mut world, "one"), 1);
     }

@@ -158,7 +158,7 @@ fn a_life_that_is_cut_off_while_it_begins_leaves_the_store_as_it_was() {
             });
             let failed = World::try_start(disks, SimRandom::new(at)).err();
             let mut disks = failed.expect("an operation failed").1;
-            disks.mend();
+            disks.repair();
             // Killed there: what was handed over is still kept.
             let (mut world, taken_up) =
                 World::start_after(disks.clone(), SimRandom::new(at), &state);
@@ -201,7 +201,7 @@ fn a_start_whose_flush_fails_loses_nothing_that_the_next_one_commits() {
                 continue;
             };
             let mut disks = failed.1;
-            disks.mend();
+            disks.repair();
             let (mut world, taken_up) = World::start_after(disks, SimRandom::new(at), &state);
             let newest = match taken_up {
                 Ok(go_on) => {
@@ -239,7 +239,7 @@ fn a_flush_that_fails_as_sessions_are_handed_over_is_handed_over_with_them() {
             .disks
             .break_for_good(device, SimFault::FlushLost);
         let (state, mut disks, random) = hand_over(world);
-        disks.mend();
+        disks.repair();
         let (mut world, taken_up) = World::start_after(disks, random, &state);
         let process = taken_up.unwrap()[0];
         let fault = world.commit(process, 2).unwrap_err();

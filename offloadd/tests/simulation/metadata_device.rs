@@ -167,7 +167,7 @@ fn a_cut_at_any_operation_leaves_one_whole_store() {
             fault: SimFault::Gone,
         });
         let ended = opened(&mut cut) == Ok(moved());
-        cut.mend();
+        cut.repair();
         for seed in 0..6 {
             let mut after = cut.clone();
             // The power goes, or only the daemon dies.
@@ -202,7 +202,7 @@ fn a_failed_operation_refuses_no_start() {
         });
         let outcome = settle(&mut failing, &mut store);
         let beyond = failing.operation_count() <= first + at;
-        failing.mend();
+        failing.repair();
         match outcome {
             // A copy that the device did not give stands twice.
             Ok(MetadataMove::Moved { .. }) => {}
@@ -268,7 +268,7 @@ fn a_withheld_record_keeps_the_home() {
         "{outcome:?}"
     );
     // The device gives it again.
-    disks.mend();
+    disks.repair();
     assert_eq!(opened(&mut disks), Ok(moved()));
     expect_whole(disks, random);
 }
@@ -310,7 +310,7 @@ fn what_a_lying_drive_lost_keeps_the_old_home() {
             let outcome = settle(&mut lying, &mut store).unwrap();
             outcomes[usize::from(outcome == moved())] += 1;
             let beyond = lying.operation_count() <= first + at;
-            lying.mend();
+            lying.repair();
             opened(&mut lying).unwrap_or_else(|error| panic!("{error}: lost at {at}"));
             expect_whole(lying, random.clone());
             if beyond {

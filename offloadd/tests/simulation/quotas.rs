@@ -78,7 +78,7 @@ fn a_definition_that_failed_counts_no_more() {
     let broken = crate::disks::SimFault::Errno(libc::EIO);
     world.engine.disks.break_for_good(0, broken);
     assert_eq!(world.answer(defining).unwrap_err().kind, FaultKind::Io);
-    world.engine.disks.mend();
+    world.engine.disks.repair();
     let again = world.define(first, definition(6, Durability::Committed, 1));
     assert!(again.is_ok(), "{again:?}");
 }

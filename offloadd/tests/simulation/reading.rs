@@ -141,7 +141,7 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
             fault,
         });
         let mut world = World::start_all_the_same(disks, random);
-        world.engine.disks.mend();
+        world.engine.disks.repair();
         if world.core.read_only().is_none() {
             // That operation was none of a start's, or none that fails so.
             continue;
@@ -185,7 +185,7 @@ fn a_drive_that_takes_no_writes_for_good_is_read_life_after_life() {
         only_reads(&mut world);
         (disks, random) = world.crash(true);
     }
-    disks.mend();
+    disks.repair();
     let mut world = World::start(disks, random);
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
     world.resume(process, 2).unwrap();
@@ -210,7 +210,7 @@ fn tiles_that_were_to_move_stay_until_they_can() {
     assert_eq!(phase(&world), Some(Phase::Filling));
     only_reads(&mut world);
     let (mut disks, random) = world.crash(true);
-    disks.mend();
+    disks.repair();
     let mut world = World::start(disks, random);
     assert_eq!(world.core.moves(), Moves::Waiting);
     let process = expect_both(&mut world);

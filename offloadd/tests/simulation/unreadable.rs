@@ -70,7 +70,7 @@ fn what_was_written_over_beside_it_is_counted_and_not_called_damaged() {
         let other = verify_one(&mut disks, PEER.uid, "two", &mut |_, _| {}).unwrap();
         assert_eq!((other.tile_count, other.undecided_jobs), (0, vec![]));
         // Once it is given again all is as it was committed.
-        disks.mend();
+        disks.repair();
         let report = verify(&mut disks).unwrap();
         assert!(report.is_sound());
     }
@@ -162,7 +162,7 @@ fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
     let seen = world.core.contents(Viewer::All);
     assert_eq!(seen[0].unreadable.len(), 1, "{:?}", seen[0].unreadable);
     let (mut disks, random) = world.crash(true);
-    disks.mend();
+    disks.repair();
     let mut world = World::start(disks, random);
     assert_eq!(goes_on(&mut world, 2), Ok(()));
 }
@@ -194,7 +194,7 @@ fn its_jobs_tiles_stay_while_others_move() {
     assert!(states[1].status.left_bytes > 0);
     let (mut disks, random) = world.crash(true);
     assert_eq!(extents(&mut disks), before);
-    disks.mend();
+    disks.repair();
     let mut world = World::start(disks, random);
     assert_eq!(goes_on(&mut world, 2), Ok(()));
 }
@@ -240,7 +240,7 @@ fn it_stays_where_even_writing_over_it_fails() {
     assert_eq!(fault.kind, FaultKind::Io);
     assert!(fault.message.contains("it stays as it is"), "{fault}");
     assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Damaged));
-    world.engine.disks.mend();
+    world.engine.disks.repair();
     let job = job("one");
     assert!(world.ask(Call::DropJob { job }).is_ok());
 }

@@ -146,12 +146,12 @@ fn start(mut disks: SimDisks, mut random: SimRandom, trouble: Trouble) -> Option
         assert!(trouble != Trouble::None, "{error}");
         let said = error.to_string();
         assert!(said.contains("sim"), "it names no device: {said}");
-        disks.mend();
+        disks.repair();
         World::try_start(disks, random)
     });
     match started {
         Ok(mut world) => {
-            world.engine.disks.mend();
+            world.engine.disks.repair();
             world.trouble = trouble;
             Some(world)
         }
@@ -203,7 +203,7 @@ fn run_seed(seed: u64, mix: &mut Mix) {
         let power = !world.random.one_in(4);
         mix.count(if power { "power cuts" } else { "kills" }, 1);
         (disks, random) = world.crash(power);
-        disks.mend();
+        disks.repair();
         if grows {
             disks = listed(disks);
         }

@@ -233,7 +233,7 @@ fn a_failed_operation_is_told_and_the_store_goes_on() {
                 fault,
             });
             let ended = end(&mut world, Some(rates(900)));
-            world.engine.disks.mend();
+            world.engine.disks.repair();
             refused += usize::from(ended.is_err());
             let (two, _) = world.open(&job("two"), 0, 1).unwrap();
             let defined = world.define(two, definition(2, Durability::Committed, 1));
