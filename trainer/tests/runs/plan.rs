@@ -125,7 +125,7 @@ fn checkpoints_are_planned_with_their_bytes_and_their_cost() {
     let sources = [&before, &after].map(|plan| &plan["checkpoints"]["write_bytes_per_s"]["source"]);
     assert_eq!(sources, ["assumed", "measured"]);
     let rate = number(&after["checkpoints"]["write_bytes_per_s"]["value"]);
-    assert!((number(&after["checkpoints"]["save_s"]) * rate / bytes - 1.0).abs() < 1e-9);
+    assert!((number(&after["checkpoints"]["checkpoint_s"]) * rate / bytes - 1.0).abs() < 1e-9);
     assert!((number(&after["checkpoints"]["step_s"]) * 2.0 * rate / bytes - 1.0).abs() < 1e-9);
     let buffers = number(&after["checkpoints"]["buffer_bytes"]);
     let host = |plan: &serde_json::Value| number(&plan["host"]["process_bytes"]);
