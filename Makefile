@@ -63,8 +63,8 @@ test: libtorch
 		$(CARGO) doc -j$(JOBS) --workspace --no-deps --document-private-items
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
-	.ci/tests.py --cargo $(CARGO) --jobs $(JOBS)
-	CARGO=$(CARGO) trainer/python/test.sh
+	$(CARGO) build -j$(JOBS) --workspace --lib --bins
+	OFFLOADD_BUILT=1 .ci/tests.py --cargo $(CARGO) --jobs $(JOBS) --beside trainer/python/test.sh
 
 # Tests compare the pages with the programs; here they write them.
 docs: libtorch

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import unittest
+import unittest.mock
 
 import licenses
 import links
@@ -18,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 # Test binaries are those of $HOME/built; the tests say what $HOME/said holds and end with $HOME/status.
 CARGO = """#!/bin/sh
 echo "$*" >> "$HOME/calls"
-case "$*" in *--no-run*) cat "$HOME/built"; exit;; esac
+case "$*" in *--no-run*) cat "$HOME/built"; exit;; *--doc*|*"--test daemon"*) exit;; esac
 cat "$HOME/said"; exit "$(cat "$HOME/status")"
 """
 BUILT = [
@@ -53,10 +54,21 @@ class Tests(unittest.TestCase):
             self.counts = (folder / "counts").read_text()
             return done.returncode, done.stdout + done.stderr, (folder / "calls").read_text().splitlines()
 
+    def test_targets_that_wait_run_beside_the_others_with_the_program_named(self):
+        built = [*BUILT, {"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": "daemon"}, "executable": "/r/target/debug/deps/daemon-4"}]
+        with unittest.mock.patch(f"{__name__}.BUILT", built):
+            code, out, calls = self.outcome(target(SIMULATION, "a"), more=["--beside", "/bin/true"])
+            self.assertEqual(code, 0, out)
+            run = [call for call in calls if "--no-run" not in call]
+            self.assertEqual(sorted("--test daemon" in call for call in run), [False, False, True], run)
+            self.assertTrue(any("--lib --bins --test simulation --" in call for call in run), run)
+            code, out, _ = self.outcome(target(SIMULATION, "a"), more=["--beside", "/bin/false"])
+            self.assertEqual(code, 1, out)
+
     def test_each_test_runs_once_and_what_fails_has_failed(self):
         code, out, calls = self.outcome(target(SIMULATION, "a", "b", failed=["b"]), status=101)
         self.assertEqual(code, 1, out)
-        self.assertEqual(len(calls), 2, calls)
+        self.assertEqual(len(calls), 3, calls)
         self.assertEqual(self.outcome(target(SIMULATION, "a", "b"))[0], 0)
 
     def test_what_does_not_compile_failed(self):

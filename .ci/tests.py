@@ -2,6 +2,7 @@
 """Runs every test once and judges the run.
 
     .ci/tests.py --jobs 2 --log target/test.log     runs all tests
+    .ci/tests.py --beside trainer/python/test.sh    runs a program beside them, whose failure fails the run
     .ci/tests.py --record                           writes .ci/test-counts
 
 A run fails when a test fails, when a test is skipped that `.ci/expected-skips` does not expect on this machine, when that file names a
@@ -17,10 +18,14 @@ import pathlib
 import re
 import subprocess
 import sys
+import threading
 import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 SLOWEST_MAX = 10
+
+# Test targets that wait more than they compute: they run in a lane of their own, beside the others.
+WAITING = {"commands", "daemon", "keeper", "rate_limited", "with_daemon"}
 
 
 class Target:
@@ -142,7 +147,8 @@ def test_binaries(cargo):
             place, _, version = message["package_id"].partition("#")
             package = version.partition("@")[0] if "@" in version else place.rpartition("/")[2]
             kind, name = message["target"]["kind"][0], message["target"]["name"]
-            names[os.path.basename(message["executable"])] = f"{package}/{kind if kind in ('lib', 'bin') else name}"
+            target = name if kind == "test" else kind if kind == "bin" else "lib"
+            names[os.path.basename(message["executable"])] = f"{package}/{target}"
     return names if done.returncode == 0 else None
 
 
@@ -155,29 +161,70 @@ def waited_cpu_s(pid):
     return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
 
 
-def run(command, names, log):
-    """Runs cargo, shows and writes what it says. Returns whether it passed, and the targets."""
-    run = Run(names)
-    plain = {**os.environ, "CARGO_TERM_COLOR": "never"}
-    with subprocess.Popen(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
-        since, cpu_s = time.monotonic(), 0.0
+class Lane(threading.Thread):
+    """Commands that run one after the other."""
 
-        def ended():
-            nonlocal since, cpu_s
-            now, now_cpu_s = time.monotonic(), waited_cpu_s(child.pid)
-            if run.targets:
-                run.targets[-1].wall_s, run.targets[-1].cpu_s = now - since, now_cpu_s - cpu_s
-            since, cpu_s = now, now_cpu_s
+    def __init__(self, commands, names, show):
+        super().__init__()
+        self.commands, self.names, self.show = commands, names, show
+        self.passed, self.targets = True, []
 
-        for line in child.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
-            log.write(line)
-            if re.match(r"\s+(Running|Doc-tests) ", line):
-                ended()
-            run.take(line.rstrip("\n"))
-        ended()
-    return child.returncode == 0, run.targets
+    def run(self):
+        plain = {**os.environ, "CARGO_TERM_COLOR": "never"}
+        for command in self.commands:
+            run = Run(self.names)
+            with subprocess.Popen(command, env=plain, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as child:
+                since, cpu_s = time.monotonic(), 0.0
+                for line in self.lines(child):
+                    if line is None or re.match(r"\s+(Running|Doc-tests) ", line):
+                        now, now_cpu_s = time.monotonic(), waited_cpu_s(child.pid)
+                        if run.targets:
+                            run.targets[-1].wall_s, run.targets[-1].cpu_s = now - since, now_cpu_s - cpu_s
+                        since, cpu_s = now, now_cpu_s
+                    if line is not None:
+                        self.show(line)
+                        run.take(line.rstrip("\n"))
+            self.passed &= child.returncode == 0
+            self.targets += run.targets
+
+    @staticmethod
+    def lines(child):
+        """The lines of a process, and None at its end."""
+        yield from child.stdout
+        yield None
+
+
+def lanes(cargo, names, beside):
+    """Commands that run all tests, in two lanes."""
+    tests = sorted({target for name in names.values() if (target := name.rpartition("/")[2]) not in ("lib", "bin")})
+
+    def command(*which):
+        return [*cargo, "--no-fail-fast", *which, "--", "--show-output"]
+
+    def named(chosen):
+        return [word for test in chosen for word in ("--test", test)]
+
+    first = [command("--lib", "--bins", *named(test for test in tests if test not in WAITING)), command("--doc")]
+    waiting = [test for test in tests if test in WAITING]
+    return first, [*([command(*named(waiting))] if waiting else []), *([[beside]] if beside else [])]
+
+
+def run(cargo, names, beside, log):
+    """Runs all tests, shows and writes what they print: the second lane's lines after the first's. Returns whether they passed, and the targets."""
+    later = []
+
+    def show(line):
+        sys.stdout.write(line)
+        sys.stdout.flush()
+        log.write(line)
+
+    first, second = lanes(cargo, names, beside)
+    first, second = Lane(first, names, show), Lane(second, names, later.append)
+    first.start(), second.start()
+    first.join(), second.join()
+    for line in later:
+        show(line)
+    return first.passed and second.passed, first.targets + second.targets
 
 
 def record(cargo, path):
@@ -206,6 +253,7 @@ def main():
     arguments.add_argument("--log", type=pathlib.Path, default=HERE.parent / "target/test.log", help="all that the tests said (default: %(default)s)")
     arguments.add_argument("--expected-skips", type=pathlib.Path, default=HERE / "expected-skips")
     arguments.add_argument("--counts", type=pathlib.Path, default=HERE / "test-counts")
+    arguments.add_argument("--beside", metavar="PROGRAM", help="runs beside the tests; its failure fails the run")
     arguments.add_argument("--record", action="store_true", help="count the tests, write --counts and end")
     arguments = arguments.parse_args()
     cargo = [arguments.cargo, "test", f"-j{arguments.jobs}", "--workspace"]
@@ -216,7 +264,7 @@ def main():
     if names is None:
         return 1
     with open(arguments.log, "w") as log:
-        passed, targets = run([*cargo, "--no-fail-fast", "--", "--show-output"], names, log)
+        passed, targets = run(cargo, names, arguments.beside, log)
     skipped, unexpected = judge_skips(targets, kinds, arguments.expected_skips)
     notes, vanished = judge_counts(targets, recorded, arguments.counts)
     print("\nSkipped, as expected on this machine:", *(skipped or ["nothing"]), sep="\n  ")
