@@ -33,7 +33,7 @@ fn file(dir: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
 
 /// Runs `body` on each engine this machine has; says which it has not.
 fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
-    for choice in [EngineChoice::Uring, EngineChoice::Aio, EngineChoice::Psync] {
+    for choice in EngineChoice::AUTO {
         match Engine::open(choice, devices, 4096) {
             Ok((mut engine, _)) => body(&mut engine),
             Err(error) if choice != EngineChoice::Psync => println!(

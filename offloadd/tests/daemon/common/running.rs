@@ -149,10 +149,9 @@ pub(crate) fn engines() -> Vec<&'static str> {
     let any = std::sync::Arc::new(tempfile::tempfile().unwrap());
     any.set_len(4096).unwrap();
     let mut found = Vec::new();
-    for name in ["uring", "aio", "psync"] {
-        let choice = EngineChoice::from_name(name).unwrap();
+    for choice in EngineChoice::AUTO {
         match Engine::open(choice, std::slice::from_ref(&any), 16) {
-            Ok(_) => found.push(name),
+            Ok(_) => found.push(choice.name()),
             Err(error) => println!(
                 "skipped: {}: {error}",
                 std::thread::current().name().unwrap_or("a test")
