@@ -156,9 +156,11 @@ def test_a_forward_and_a_backward_that_fail_leave_nothing_behind():
         ours.model(torch.randn(4, 8)).backward()
     handle.remove()
     batch = torch.randn(4, 8)
+    assert ours.engine.half_backward, "half a backward is known"
     ours.model(batch)
-    assert ours.engine.broken, "half a backward is known"
+    assert ours.engine.broken
     ours.engine.forget_gradients()
+    assert not ours.engine.broken and not ours.engine.half_backward
     expected, loss = both(plain, ours, batch)
     expected.backward(), loss.backward()
     assert not same_gradients(plain, ours.take_gradients())
@@ -179,3 +181,123 @@ def test_units_are_found_and_can_be_named():
     net.head.float()
     with pytest.raises(offloadd.NotSupported, match="several types"):
         units_of(net, None)
+
+
+def test_an_evaluation_between_backward_and_step_leaves_gradients_and_clipping_alone():
+    plain, ours = pair()
+    expected, loss = both(plain, ours, torch.randn(4, 8))
+    expected.backward(), loss.backward()
+    norms = [torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) for model in (plain, ours.model)]
+    torch.testing.assert_close(*norms)
+    with torch.no_grad():
+        both(plain, ours, torch.randn(4, 8))
+    both(plain, ours, torch.randn(4, 8))
+    grad = ours.model.head.weight.grad
+    assert float(grad.scale) == pytest.approx(0.1 / float(norms[0]), rel=1e-4), "the factor of clipping is kept"
+    batch = torch.randn(4, 8)
+    with pytest.raises(offloadd.NotSupported, match="clip after the last backward"):
+        ours.model(batch).backward()
+
+
+def test_gradients_set_to_none_by_hand_are_forgotten():
+    plain, ours = pair()
+    for _ in range(3):
+        for model in (plain, ours.model):
+            for param in model.parameters():
+                param.grad = None
+        expected, loss = both(plain, ours, torch.randn(4, 8))
+        expected.backward(), loss.backward()
+        assert ours.engine.square_sums.keys() == ours.engine.held.keys()
+    assert not same_gradients(plain, ours.take_gradients())
+    loss = ours.model(torch.randn(4, 8))
+    loss.backward()
+    ours.model.head.weight.grad = None
+    assert [ours.names[key] for key in ours.engine.dropped()] == ["head.weight"]
+    with pytest.raises(offloadd.NotSupported, match="drop all of them"):
+        ours.model(torch.randn(4, 8)).backward()
+    ours.engine.forget_gradients()
+    ours.model(torch.randn(4, 8)).backward()
+    ours.model.head.weight.grad = torch.zeros(1, 8)
+    with pytest.raises(offloadd.NotSupported, match="set by the script"):
+        ours.engine.dropped()
+
+
+def test_a_graph_of_before_a_step_is_refused_as_plain_pytorch_does():
+    plain, ours = pair()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    batch = torch.randn(4, 8)
+    stale = both(plain, ours, batch)
+    for loss in both(plain, ours, batch):
+        loss.backward()
+    optimizer.step()
+    ours.take_gradients()
+    for loss in stale:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_gradients_of_gradients_are_refused_by_name():
+    _, ours = pair()
+    loss = ours.model(torch.randn(4, 8))
+    with pytest.raises(offloadd.NotSupported, match="create_graph"):
+        loss.backward(create_graph=True)
+    ours.engine.forget_gradients()
+    ours.model(torch.randn(4, 8)).backward()
+    assert not ours.live()
+
+
+def test_an_interrupt_in_a_forward_leaves_nothing_behind():
+    plain, ours = pair()
+    batch = torch.randn(4, 8)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = ours.model.blocks[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours.model(batch)
+    handle.remove()
+    expected, loss = both(plain, ours, batch)
+    expected.backward(), loss.backward()
+    assert not same_gradients(plain, ours.take_gradients())
+    assert not ours.live()
+
+
+def test_parts_of_a_model_called_by_themselves_have_plain_pytorchs_bits():
+    plain, ours = pair()
+    for _ in range(3):
+        plain.zero_grad()
+        batch, losses = torch.randn(4, 8), []
+        for model in (plain, ours.model):
+            y = model.blocks[1](model.blocks[3](batch))
+            loss = torch.nn.functional.linear(y, model.head.weight, model.head.bias).sum()
+            loss = loss + model.blocks[0].linear.weight.square().sum() + (y @ model.blocks[2].linear.weight.t()).mean()
+            loss.backward()
+            losses.append(loss.detach())
+        assert torch.equal(*losses)
+        assert not ours.live()
+        assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_the_data_of_a_released_parameter_can_be_read_and_not_changed():
+    plain, ours = pair()
+    data = ours.model.head.weight.data
+    assert torch.equal(data, plain.head.weight.data) and type(data + 0) is torch.Tensor
+    with pytest.raises(offloadd.NotSupported, match="it is a copy"):
+        data.clamp_(-1, 1)
+    with pytest.raises(offloadd.NotSupported, match="it is a copy"):
+        data[0] = 1
+    assert type(copy.deepcopy(data)) is torch.Tensor and type(pickle.loads(pickle.dumps(data))) is torch.Tensor
+
+
+def test_freezing_a_part_during_training_is_seen():
+    plain, ours = pair()
+    for frozen in (False, True, False):
+        for model in (plain, ours.model):
+            model.blocks[1].requires_grad_(not frozen)
+        plain.zero_grad()
+        expected, loss = both(plain, ours, torch.randn(4, 8))
+        expected.backward(), loss.backward()
+        found = ours.take_gradients()
+        assert (found["blocks.1.linear.weight"] is None) == frozen
+        assert all(param.grad is None and found[name] is None or torch.equal(param.grad, found[name]) for name, param in plain.named_parameters())

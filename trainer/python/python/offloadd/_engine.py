@@ -6,8 +6,11 @@ again when backward comes. A unit's backward is over when autograd works on a no
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
-from typing import Any, Optional
+import sys
+from typing import Any, Iterator, Mapping, Optional
 
 import torch
 from torch import nn
@@ -27,6 +30,7 @@ _METADATA = {
     if hasattr(getattr(_Tensor, name, None), "__get__")
 } | {
     _Tensor.requires_grad.__set__,
+    _Tensor.requires_grad_,
     _Tensor.grad.__set__,
     _Tensor.size,
     _Tensor.numel,
@@ -72,6 +76,50 @@ class Released(nn.Parameter):
         return f"Parameter in tiles: {tuple(self.shape)}, {self.dtype}"
 
 
+class Copied(_Tensor):
+    """What `param.data` gives of a released parameter: its values, to read. Changing them would change nothing."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if _in_place(func) and args and isinstance(args[0], Copied):
+            raise NotSupported(f"{func.__name__} on the data of a parameter whose values are in tiles: it is a copy; {_BEFORE}")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo):
+        return self.as_subclass(_Tensor).clone()
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(_Tensor).__reduce_ex__(protocol)
+
+
+_BEFORE = "change parameters and load weights before offloadd.prepare"
+
+
+def _in_place(func) -> bool:
+    name = getattr(func, "__name__", str(func))
+    return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
+
+
+def tensors_in(value: Any, depth: int = 8) -> Iterator[_Tensor]:
+    """The tensors in a module's output, in dataclasses and other plain objects too."""
+    if isinstance(value, _Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif hasattr(value, "__dict__") and not callable(value):
+        parts = vars(value).values()
+    else:
+        return
+    for part in list(parts) if depth else ():
+        yield from tensors_in(part, depth - 1)
+
+
 class Engine:
     """The units of one model and the hooks that move them."""
 
@@ -83,17 +131,21 @@ class Engine:
         self.grad_buffer: Optional[torch.Tensor] = None
         # Modules in forward: their units, units gathered on their behalf, and autograd's number when they began.
         self._stack: list[tuple[list[Unit], list[Unit], int]] = []
-        # Units whose backward has begun: the graph task and the number of the unit's first node.
-        self._active: dict[Unit, tuple[int, int]] = {}
+        # Units whose backward has begun: for each use of them the graph task and the number of the use's first node.
+        self._active: dict[Unit, list[tuple[int, int]]] = {}
         self._in_backward = False
         self.broken = False
         # Sums of squares by parameter, of the gradients that have come in this step.
         self.square_sums: dict[int, float] = {}
+        # What `param.grad` is between backward and step, by parameter.
+        self.held: dict[int, Held] = {}
         self._released = type("Released", (Released,), {"engine": self})
         self.before_pass = lambda: None
         for unit in units:
             unit.elems or unit.place()
             for param in unit.params:
+                # Before the gradient is accumulated: by then no handle may be there to add to.
+                param.register_hook(self._start_backward)
                 param.register_post_accumulate_grad_hook(functools.partial(self._gradient_came, unit))
             self._hook(modules[unit.index], [unit])
         if self.root is None:
@@ -103,28 +155,36 @@ class Engine:
 
     def gather(self, unit: Unit, record: bool = True) -> None:
         """Brings the unit's newest parameters to where they belong."""
-        if unit.here and not self.keep:
-            return
-        if unit.here and unit.fresh:
+        if unit.here and (unit.fresh or not self.keep):
+            self._open(unit)
             return
         storage = unit.flat.untyped_storage()
         if not unit.here:
             storage.resize_(unit.elems * unit.flat.element_size())
         (self.order.next if record else self.order.outside)((False, unit.index))
         self.core.gather(unit.index, storage.data_ptr())
-        unit.fresh = True
-        if not unit.here:
+        unit.fresh = unit.here = True
+        self._open(unit)
+
+    def _open(self, unit: Unit) -> None:
+        if unit.guarded:
             for param in unit.params:
                 param.__class__ = nn.Parameter
-        unit.here = True
+            unit.guarded = False
+
+    def _guard(self, unit: Unit) -> None:
+        """Sees to it that uses of the unit's parameters are noticed."""
+        if not unit.guarded and not self.keep:
+            for param in unit.params:
+                param.__class__ = self._released
+            unit.guarded = True
 
     def release(self, unit: Unit) -> None:
         """Gives the unit's memory back."""
         if not unit.here or self.keep:
             return
         unit.flat.untyped_storage().resize_(0)
-        for param in unit.params:
-            param.__class__ = self._released
+        self._guard(unit)
         unit.here = False
 
     def release_all(self) -> None:
@@ -135,32 +195,34 @@ class Engine:
     def read_released(self, params: list[nn.Parameter], func, args, kwargs):
         """Calls `func`, which takes released parameters."""
         units = list(dict.fromkeys(self.unit_of[id(param)] for param in params))
-        name = getattr(func, "__name__", str(func))
-        in_place = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__iadd__", "__imul__")
-        if in_place and not (torch.is_grad_enabled() and self._stack):
-            raise NotSupported(f"{name} on a parameter whose values are in tiles: change parameters and load weights before offloadd.prepare")
-        if self._stack:
-            for unit in units:
-                if not unit.here:
-                    self.gather(unit)
-                    # Released with the module that used it, and gathered again for that module's backward.
-                    self._stack[-1][1].append(unit)
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if _in_place(func) and not (torch.is_grad_enabled() and self._stack):
+            raise NotSupported(f"{func.__name__} on a parameter whose values are in tiles: {_BEFORE}")
         gathered = [unit for unit in units if not unit.here]
         for unit in gathered:
-            self.gather(unit, record=False)
+            self.gather(unit, record=bool(self._stack))
+        if self._stack:
+            # Released with the module that used them, and gathered again for that module's backward.
+            self._stack[-1][1].extend(gathered)
+        number = torch.autograd._get_sequence_nr()
         try:
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
-            ours = {unit.flat.untyped_storage().data_ptr() for unit in units}
-            shared = lambda one: isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() in ours
-            if shared(result):
-                result = result.clone()
-            return result
+                if self._stack:
+                    return result
+                ours = {unit.flat.untyped_storage().data_ptr() for unit in units}
+                if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in ours:
+                    result = result.clone()
+                if torch.is_grad_enabled():
+                    self._hook_made(result, number, units, 0)
+            return result.as_subclass(Copied) if func == _Tensor.data.__get__ else result
         finally:
-            for unit in gathered:
-                self.release(unit)
+            task = torch._C._current_graph_task_id()
+            for unit in gathered if not self._stack else ():
+                if task == -1:
+                    self.release(unit)
+                else:
+                    # Computed again for this backward, which may need the values.
+                    self._active.setdefault(unit, []).append((task, 0))
 
     # Hooks
 
@@ -172,71 +234,135 @@ class Engine:
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
     def _before_forward(self, units: list[Unit], root: bool, module, args, kwargs):
-        if root and not self._stack and torch._C._current_graph_task_id() == -1:
-            self._begin_pass()
+        if root and self._stack and not self._within_itself():
+            # An interrupt ended the forward before: no hook told.
+            self._stack.clear()
+        begins = not self._stack and torch._C._current_graph_task_id() == -1
         number = torch.autograd._get_sequence_nr()
         # First: the hook after the forward comes even if gathering fails.
         self._stack.append((units, [], number))
+        if begins:
+            self._begin_pass(units[0].index if units else -1)
         for unit in units:
             self.gather(unit)
             unit.start = 0 if unit is self.root else number
         return args, kwargs
 
-    def _begin_pass(self) -> None:
-        if self._in_backward:
-            # The last backward did not end: what it brought is no gradient of anything.
-            self._in_backward, self.broken = False, True
-        self._active.clear()
+    def _within_itself(self) -> bool:
+        """Whether a forward of the model is under way, other than the one that begins."""
+        frame, calls = sys._getframe(), 0
+        while frame is not None:
+            calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self.model
+            frame = frame.f_back
+        return calls > 1
+
+    def _begin_pass(self, first: int) -> None:
+        if self.half_backward:
+            self._drop_half()
+            self.broken = True
         self.release_all()
+        self.before_pass()
+        self.order.begin(("train" if torch.is_grad_enabled() else "read", self.model.training, first))
+
+    @property
+    def half_backward(self) -> bool:
+        """Whether the last backward did not end."""
+        return self._in_backward and torch._C._current_graph_task_id() == -1
+
+    def _drop_half(self) -> None:
+        """Drops what a backward brought that did not end: it is no gradient of anything."""
+        self._in_backward = False
+        self._active.clear()
         for unit in self.units:
             unit.gradients.clear()
-        self._clear_grads()
-        self.before_pass()
-        self.order.begin(("train" if torch.is_grad_enabled() else "read", self.model.training))
+            for param in unit.params:
+                param.grad = None
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
         _, companions, number = self._stack.pop()
         with_grad = torch.is_grad_enabled()
         if with_grad and output is not None:
-            needed = units + companions
-            first = min([number, *(unit.start for unit in units)])
-            for one in tree_flatten(output)[0]:
-                # Only what was made in this forward: what is handed through belongs to an older node.
-                if isinstance(one, torch.Tensor) and one.requires_grad and one.grad_fn is not None:
-                    made = one.grad_fn._sequence_nr()
-                    if made >= number:
-                        one.register_hook(functools.partial(self._before_backward, needed, made, first))
-        if torch._C._current_graph_task_id() == -1:
-            for unit in units:
-                if unit is not self.root or not with_grad:
-                    self.release(unit)
-            for unit in companions:
-                if unit is not self.root:
-                    self.release(unit)
+            self._hook_made(output, number, units + companions, min([number, *(unit.start for unit in units)]))
+        if torch._C._current_graph_task_id() != -1:
+            return output
+        seen = {one.untyped_storage().data_ptr() for one in tensors_in(output) if one.layout is torch.strided}
+        for unit in units + companions:
+            if unit.flat.untyped_storage().data_ptr() in seen and self._stack and unit.here:
+                # The caller computes with a view of the weights.
+                self._stack[-1][1].append(unit)
+            elif unit is not self.root or not with_grad:
+                self.release(unit)
+            elif not self._stack:
+                self._guard(unit)
         return output
 
+    def _hook_made(self, output, number: int, units: list[Unit], first: int) -> None:
+        """Brings `units` for the backward of what was made since `number`: what is handed through belongs to an older node."""
+        for one in tensors_in(output):
+            if one.requires_grad and one.grad_fn is not None:
+                made = one.grad_fn._sequence_nr()
+                if made >= number:
+                    one.register_hook(functools.partial(self._before_backward, units, made, first))
+
     def _before_backward(self, units: list[Unit], made: int, first: int, grad) -> None:
+        if torch.is_grad_enabled() and not self.keep:
+            raise NotSupported("create_graph=True: gradients of gradients need all weights in memory; train this model with offload device none")
         self._start_backward()
         task = torch._C._current_graph_task_id()
-        for unit, (of_task, began) in list(self._active.items()):
-            if unit not in units and unit is not self.root and (of_task != task or made < began):
+        for unit, uses in list(self._active.items()):
+            # A task within this one is over; one that this one is within goes on after it.
+            uses[:] = [(of_task, began) for of_task, began in uses if of_task < task or of_task == task and made >= began]
+            if not uses and unit not in units and unit is not self.root:
                 self._settle(unit)
         for unit in units:
             self.gather(unit)
-            self._active[unit] = (task, first)
+            uses = self._active.setdefault(unit, [])
+            if (task, first) not in uses:
+                uses.append((task, first))
 
-    def _start_backward(self) -> None:
+    def _start_backward(self, grad=None) -> None:
         if not self._in_backward:
             self._in_backward = True
-            self._clear_grads()
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+            self._put_away()
+
+    def _put_away(self) -> None:
+        """Takes handles away: autograd would add to them."""
+        if not self.held:
+            return
+        dropped = self.dropped()
+        if len(dropped) == len(self.held):
+            # Another way to write zero_grad().
+            self.forget_sums()
+        elif dropped:
+            raise NotSupported("some gradients were set to None and more came: drop all of them, as optimizer.zero_grad() does")
+        elif any(held.scaled and float(held.scale) != 1.0 for held in self.held.values()):
+            raise NotSupported("gradients were clipped or scaled and more came: clip after the last backward of a step")
+        for unit in self.units:
+            for param in unit.params:
+                param.grad = None
+        self.held.clear()
+
+    def dropped(self) -> set[int]:
+        """Parameters whose gradients the script has dropped since they came."""
+        found = set()
+        for unit in self.units:
+            for param in unit.params:
+                held = self.held.get(id(param))
+                if held is not None and param.grad is None:
+                    found.add(id(param))
+                elif param.grad is not held:
+                    raise NotSupported("param.grad was set by the script: gradients lie in tiles, and can be scaled, clipped or set to None")
+        return found
 
     def _gradient_came(self, unit: Unit, param: nn.Parameter) -> None:
         if param.grad is None:
             return
-        self._start_backward()
         before = unit.gradients.get(id(param))
-        # In the order autograd accumulates.
+        if before is not None and id(param) in self.square_sums:
+            # In the order autograd accumulates: each is added to the sum of the step.
+            self._hand_over(unit)
+            before = None
         unit.gradients[id(param)] = param.grad if before is None else before + param.grad
         param.grad = None
 
@@ -258,7 +384,7 @@ class Engine:
             for param in unit.params:
                 square_sum = self.square_sums.get(id(param))
                 if square_sum is not None:
-                    param.grad = Held(param, square_sum)
+                    param.grad = self.held[id(param)] = Held(param, square_sum)
 
     def _hand_over(self, unit: Unit) -> None:
         """Takes the unit's gradients to its tiles, adding to those of earlier passes of the step."""
@@ -280,35 +406,44 @@ class Engine:
                 self.square_sums[id(param)] = square_sum
         unit.gradients.clear()
 
-    def _clear_grads(self) -> None:
-        """Takes handles away: autograd would add to them."""
-        for unit in self.units:
-            for param in unit.params:
-                if isinstance(param.grad, Held):
-                    param.grad = None
-
     def forget_gradients(self) -> None:
         """Drops this step's gradients."""
+        self._stack.clear()
+        if self.half_backward:
+            self._drop_half()
+            self.release_all()
+            self.broken = True
+        self.forget_sums()
+        for unit in self.units:
+            for param in unit.params:
+                param.grad = None
+
+    def forget_sums(self) -> None:
+        """Drops the gradients that were handed over in this step."""
         if self.square_sums or self.broken:
             self.core.begin_step()
             self.order.forget_rest()
         self.square_sums.clear()
+        self.held.clear()
         self.broken = False
-        for unit in self.units:
-            unit.gradients.clear()
-            for param in unit.params:
-                param.grad = None
 
     def updated(self) -> None:
         """The step's update was ordered: parameters that are here are stale."""
-        self.square_sums.clear()
-        self.order.forget_rest()
+        self._stack.clear()
         for unit in self.units:
             unit.fresh = False
             for param in unit.params:
-                param.grad = None
+                if param.grad is not None:
+                    # Autograd then refuses graphs that saved the weight of before.
+                    torch.autograd.graph.increment_version(param)
+                    param.grad = None
+        self.square_sums.clear()
+        self.held.clear()
+        self.order.forget_rest()
         if self.keep:
             self.refresh()
+        else:
+            self.release_all()
 
     def refresh(self) -> None:
         """Brings every unit up to date, where nothing is released and a script may look at any parameter."""

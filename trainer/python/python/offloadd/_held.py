@@ -16,12 +16,14 @@ class Held(torch.Tensor):
 
     square_sum: float
     scale: torch.Tensor
+    scaled: bool
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, square_sum: float) -> "Held":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
         held.square_sum = square_sum
         held.scale = torch.ones(())
+        held.scaled = False
         return held
 
     def __repr__(self) -> str:
@@ -30,6 +32,10 @@ class Held(torch.Tensor):
     def norm_2(self) -> torch.Tensor:
         """The 2-norm, scaled."""
         return torch.tensor(math.sqrt(self.square_sum), dtype=torch.float32) * self.scale.abs()
+
+    def multiply(self, factor) -> None:
+        """Scales the gradient."""
+        self.scale, self.scaled = self.scale * factor, True
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
@@ -40,17 +46,17 @@ class Held(torch.Tensor):
             return args[0].norm_2()
         if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
             for one in args[0]:
-                one.scale = one.scale * args[1]
+                one.multiply(args[1])
             return None
         if func in (aten.mul_.Tensor, aten.mul_.Scalar):
-            args[0].scale = args[0].scale * args[1]
+            args[0].multiply(args[1])
             return args[0]
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             grads, found_inf, inverse_scale = args
             for one in grads:
                 if not math.isfinite(one.square_sum):
                     found_inf.fill_(1.0)
-                one.scale = one.scale * inverse_scale.to(one.scale.device)
+                one.multiply(inverse_scale.to(one.scale.device))
             return None
         if func is aten.detach.default:
             return args[0]

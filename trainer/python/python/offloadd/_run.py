@@ -223,11 +223,14 @@ class Run:
 
     def _step(self) -> None:
         engine = self.engine
-        if engine.broken:
+        if engine.broken or engine.half_backward:
             raise Error("the last backward did not end, so the gradients are not whole: call zero_grad() and go on with the next batch")
         if not engine.square_sums:
             raise Error("optimizer.step() without gradients: call backward first")
+        dropped = engine.dropped()
         scales = self._scales()
+        # A script that never calls the whole model begins no pass that would do it.
+        self._seal()
         if not all(math.isfinite(one) for one in engine.square_sums.values()):
             # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
             sys.stderr.write(f"offloadd: step {self.steps_done + 1}: a gradient is not finite\n")
@@ -241,7 +244,7 @@ class Run:
         for unit in engine.units:
             for param in unit.params:
                 key = id(param)
-                if key in engine.square_sums and key in group_of:
+                if key in engine.square_sums and key in group_of and key not in dropped:
                     index = self._index_of[key]
                     self._updates[index] = self._updates.get(index, 0) + 1
                     of_params.append((group_of[key], self._updates[index], scales[key]))

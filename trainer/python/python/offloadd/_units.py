@@ -32,6 +32,8 @@ class Unit:
     elems: int = 0
     flat: Optional[torch.Tensor] = None
     here: bool = True
+    # Whether its parameters are of the class that notices their use.
+    guarded: bool = False
     # Whether what is here is the newest.
     fresh: bool = True
     # Autograd's sequence number when the unit's forward began.
