@@ -10,12 +10,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use crate::core::{DeviceState, NewDevice};
 use crate::device::{Device, DeviceBlocks, DeviceError, FileOwner};
 use crate::engine::EngineChoice;
-use crate::measure::{MeasureError, measure};
+use crate::measure::{MeasureError, measure_blank};
 use crate::metrics::MovedBeside;
 use crate::store::format::{check_size, data_bytes};
 use crate::store::sealed::{self, Unreadable};
 use crate::store::superblock::{self, DeviceId, StoreId, Superblock};
-use crate::store::{BLOCK, DATA_OFFSET, SUPERBLOCK_OFFSETS, StoreError};
+use crate::store::{BLOCK, SUPERBLOCK_OFFSETS, StoreError};
 
 /// Reason why a device cannot be added.
 #[derive(Debug, thiserror::Error)]
@@ -69,7 +69,7 @@ pub fn prepare(
     let made = !path.exists();
     let ready = open(path, file_bytes, force, id, owner).and_then(|device| {
         let mut moved = MovedBeside::default();
-        let rates = measure(&device, DATA_OFFSET, engine, &mut moved)?;
+        let rates = measure_blank(&device, engine, &mut moved)?;
         let mut random = [0; 16];
         rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
             .map_err(AdmissionError::Random)?;

@@ -14,6 +14,7 @@
 
 pub mod arena;
 pub mod blocks;
+pub mod calibrate;
 pub mod check;
 pub mod config;
 pub mod core;

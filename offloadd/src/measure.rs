@@ -1,4 +1,4 @@
-//! Measures how fast a device reads and writes, when it is added and on request; placement uses the rates.
+//! Measures how fast a device reads and writes, when it is added and when it is calibrated; placement uses the rates.
 //!
 //! It writes first and reads what was written, because reading unwritten space would measure memory. For a device smaller than
 //! its own cache the rates mean little and do no harm.
@@ -7,7 +7,6 @@ use std::fs::File;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
@@ -15,6 +14,7 @@ use crate::device::Device;
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::io::{AlignedBytes, IoId, IoOp};
 use crate::metrics::MovedBeside;
+use crate::store::DATA_OFFSET;
 use crate::store::format::{MeasuredArea, MeasuredRates};
 
 /// Size of one operation, with which drives reach their rate.
@@ -50,9 +50,6 @@ pub enum MeasureError {
         /// The error in words, or the bytes moved.
         what: String,
     },
-    /// The daemon that flushes the device could not.
-    #[error("{0}")]
-    Flush(Fault),
     /// The measurement was abandoned with operations in flight, which may still write to the area.
     #[error(
         "{source}; {count} operations have not ended and may still overwrite bytes {offset} to {end}"
@@ -69,57 +66,45 @@ pub enum MeasureError {
     },
 }
 
-impl MeasureError {
-    /// Whether no operation is in flight any more.
-    pub fn all_ended(&self) -> bool {
-        !matches!(self, Self::LeftBehind { .. })
-    }
+/// Measures a device that holds nothing from the start of its data area on. Counts the bytes moved in `moved`, also after a failure.
+///
+/// # Errors
+/// [`MeasureError`].
+pub fn measure_blank(
+    device: &Device,
+    choice: EngineChoice,
+    moved: &mut MovedBeside,
+) -> Result<MeasuredRates, MeasureError> {
+    let area = MeasuredArea {
+        offset: DATA_OFFSET,
+        bytes: device.bytes().saturating_sub(DATA_OFFSET),
+    };
+    measure(device, area, choice, moved)
 }
 
-/// Who flushes the measured device.
-pub enum Flusher<'a> {
-    /// The measurement itself, as nobody else writes to the device.
-    Own,
-    /// The daemon that serves the device: a failed flush concerns all who write there.
-    Daemon(&'a mut dyn FnMut() -> Result<(), Fault>),
-}
-
-/// Measures a device that holds nothing from `offset` on. Counts the bytes moved in `moved`, also after a failure.
+/// Overwrites `area` of a device that nobody else uses for at most a second, and reads it for at most a second. `moved` as for
+/// [`measure_blank`].
 ///
 /// # Errors
 /// [`MeasureError`].
 pub fn measure(
     device: &Device,
-    offset: u64,
+    area: MeasuredArea,
     choice: EngineChoice,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
-    let bytes = device.bytes().saturating_sub(offset);
-    let area = MeasuredArea { offset, bytes };
-    measure_in(
-        device.file(),
-        device.path(),
-        area,
-        choice,
-        Flusher::Own,
-        moved,
-    )
+    measure_file(device.file(), device.path(), area, choice, moved)
 }
 
-/// Overwrites `area` for at most a second, and reads it for at most a second. `moved` as for [`measure`].
-///
-/// # Errors
-/// [`MeasureError`].
-pub fn measure_in(
+fn measure_file(
     file: &Arc<File>,
     path: &str,
     area: MeasuredArea,
     choice: EngineChoice,
-    flusher: Flusher<'_>,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let (engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
-    measure_with(engine, path, area, PATIENCE, flusher, moved)
+    measure_with(engine, path, area, PATIENCE, moved)
 }
 
 fn measure_with(
@@ -127,7 +112,6 @@ fn measure_with(
     path: &str,
     area: MeasuredArea,
     timeout: Duration,
-    flusher: Flusher<'_>,
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let mut pass = Pass {
@@ -137,7 +121,6 @@ fn measure_with(
         engine: &mut engine,
         offset: area.offset,
         timeout,
-        flusher,
         buffers: (0..DEPTH).map(|seed| noise(seed as u64 + 1)).collect(),
     };
     let operations_max = area.bytes.min(MeasuredArea::BYTES_MAX) / OPERATION_BYTES as u64;
@@ -160,7 +143,7 @@ fn measure_with(
     })
 }
 
-struct Pass<'a, 'f> {
+struct Pass<'a> {
     path: &'a str,
     moved: &'a mut MovedBeside,
     /// Kind of the operations in flight.
@@ -169,11 +152,10 @@ struct Pass<'a, 'f> {
     offset: u64,
     /// Time after which an operation is considered lost.
     timeout: Duration,
-    flusher: Flusher<'f>,
     buffers: Vec<AlignedBytes>,
 }
 
-impl Pass<'_, '_> {
+impl Pass<'_> {
     fn both_ways(&mut self, operations_max: u64) -> Result<MeasuredRates, MeasureError> {
         let (written, write_bytes_per_s) = self.run(IoOp::Write, operations_max)?;
         let (_, read_bytes_per_s) = self.run(IoOp::Read, written)?;
@@ -230,20 +212,15 @@ impl Pass<'_, '_> {
         }
         if op == IoOp::Write {
             // Bytes that only reached the drive's cache do not count.
-            match &mut self.flusher {
-                Flusher::Daemon(flush) => flush().map_err(MeasureError::Flush)?,
-                Flusher::Own => {
-                    self.engine.submit(Io {
-                        id: IoId(next),
-                        device: DeviceIndex(0),
-                        op: IoOp::Flush,
-                        offset: 0,
-                        bytes: 0,
-                        memory: Memory::None,
-                    });
-                    self.collect(IoOp::Flush, 0)?;
-                }
-            }
+            self.engine.submit(Io {
+                id: IoId(next),
+                device: DeviceIndex(0),
+                op: IoOp::Flush,
+                offset: 0,
+                bytes: 0,
+                memory: Memory::None,
+            });
+            self.collect(IoOp::Flush, 0)?;
         }
         let bytes = next as f64 * OPERATION_BYTES as f64;
         let rate = bytes / since.elapsed().as_secs_f64().max(1e-9);
@@ -313,7 +290,6 @@ fn noise(seed: u64) -> AlignedBytes {
 
 #[cfg(test)]
 mod tests {
-    use offload_api::fault::FaultKind;
     use test_hooks::rate_limit::Pace;
 
     use super::*;
@@ -350,9 +326,8 @@ mod tests {
         let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
         let timeout = Duration::from_millis(20);
         let mut moved = MovedBeside::default();
-        let error =
-            measure_with(paced, "/dev/lost", AREA, timeout, Flusher::Own, &mut moved).unwrap_err();
-        assert!(!error.all_ended(), "{error}");
+        let error = measure_with(paced, "/dev/lost", AREA, timeout, &mut moved).unwrap_err();
+        assert!(matches!(error, MeasureError::LeftBehind { .. }), "{error}");
         let told = error.to_string();
         for said in [
             "/dev/lost",
@@ -368,16 +343,14 @@ mod tests {
     fn who_fails_has_waited_for_what_he_began() {
         let file = opened(false);
         let mut moved = MovedBeside::default();
-        let found = measure_in(
+        let found = measure_file(
             &file,
             "/dev/readonly",
             AREA,
             EngineChoice::Psync,
-            Flusher::Own,
             &mut moved,
         );
         let error = found.unwrap_err();
-        assert!(error.all_ended(), "{error}");
         assert!(matches!(error, MeasureError::Operation { .. }), "{error}");
         assert_eq!(moved, MovedBeside::default());
     }
@@ -386,15 +359,7 @@ mod tests {
     fn what_it_moves_is_counted() {
         let file = opened(true);
         let mut moved = MovedBeside::default();
-        measure_in(
-            &file,
-            "/dev/here",
-            AREA,
-            EngineChoice::Psync,
-            Flusher::Own,
-            &mut moved,
-        )
-        .unwrap();
+        measure_file(&file, "/dev/here", AREA, EngineChoice::Psync, &mut moved).unwrap();
         // On a slow machine a second may be over after the first of two.
         assert!(
             moved.written_bytes == AREA.bytes || moved.written_bytes == AREA.bytes / 2,
@@ -404,31 +369,5 @@ mod tests {
             (AREA.bytes / 2..=moved.written_bytes).contains(&moved.read_bytes),
             "{moved:?}"
         );
-    }
-
-    #[test]
-    fn whoever_serves_the_device_flushes_it_once_and_its_fault_ends_the_measuring() {
-        let file = opened(true);
-        let mut moved = MovedBeside::default();
-        let mut flush_count = 0;
-        let mut flush = || {
-            flush_count += 1;
-            Err(Fault::new(FaultKind::Io, "the flush of /dev/served failed"))
-        };
-        let found = measure_in(
-            &file,
-            "/dev/served",
-            AREA,
-            EngineChoice::Psync,
-            Flusher::Daemon(&mut flush),
-            &mut moved,
-        );
-        let error = found.unwrap_err();
-        assert!(
-            matches!(&error, MeasureError::Flush(_)) && error.all_ended(),
-            "{error}"
-        );
-        assert_eq!(flush_count, 1);
-        assert_eq!(moved.read_bytes, 0, "it was not measured on");
     }
 }

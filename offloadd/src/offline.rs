@@ -1,6 +1,6 @@
 //! Changes a store that no daemon serves: runs the core without sessions and performs its actions one after the other.
 //!
-//! Used to add, drain and calibrate devices, and to delete jobs and discard records. If the program is killed, the store stays
+//! Used to add and drain devices, and to delete jobs and discard records. If the program is killed, the store stays
 //! consistent, and the change continues with the next daemon or when the command is repeated.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -13,15 +13,12 @@ use crate::blocks::{BlockError, BlockErrorCause, Blocks};
 use crate::core::{Action, Call, CallId, Core, DeviceState, Event, Moves, NewDevice, Peer, Reply};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::begin_incarnation;
-use crate::engine::EngineChoice;
 use crate::io::{AlignedBytes, Buffer, IoOp, IoResult};
-use crate::measure::{Flusher, MeasureError, measure_in};
 use crate::metrics::MovedBeside;
 use crate::quota::Limits;
 use crate::rate_limiter::RateLimiter;
 use crate::store::StoreError;
 use crate::store::definition::JobName;
-use crate::store::format::MeasuredRates;
 use crate::store::metadata_device::{self, MetadataMove};
 use crate::store::recover::{self, ForeignDevice, RecoveredStore};
 use crate::store::superblock::StoreId;
@@ -170,40 +167,6 @@ impl Stopped {
             path: path.to_owned(),
             rebalance_bytes_per_s_max: None,
         })
-    }
-
-    /// Measures the device at `path` again. Returns the previous and the new rates, with which tiles may have to move.
-    ///
-    /// # Errors
-    /// If the core refuses or a device fails.
-    pub fn measure(
-        &mut self,
-        path: &str,
-        engine: EngineChoice,
-    ) -> Result<(MeasuredRates, MeasuredRates), Fault> {
-        let path = path.to_owned();
-        let Reply::BeginMeasuring(was) = self.call(Call::BeginMeasuring { path })? else {
-            unreachable!("the core answered another call");
-        };
-        let index = was.device.0 as usize;
-        let device = self.devices[index].as_ref().expect("a device of the store");
-        let mut moved = MovedBeside::default();
-        let found = measure_in(
-            device.file(),
-            device.path(),
-            was.area,
-            engine,
-            Flusher::Own,
-            &mut moved,
-        );
-        self.written_bytes[index] += moved.written_bytes;
-        let rates = found.as_ref().ok().copied();
-        let all_ended = found
-            .as_ref()
-            .map_or_else(MeasureError::all_ended, |_| true);
-        let ended = self.call(Call::EndMeasuring { rates, all_ended });
-        let now = found.map_err(|error| Fault::new(FaultKind::Io, error.to_string()))?;
-        ended.map(|_| (was.before, now))
     }
 
     /// Discards the unreadable records of a job. Returns the generation from which the job resumes, or 0.

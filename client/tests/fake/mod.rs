@@ -394,10 +394,6 @@ impl Offload for Service {
         Err(Status::unimplemented("the fake has no devices"))
     }
 
-    async fn measure_device(&self, _: Request<MeasureDeviceRequest>) -> Answer<MeasureDeviceReply> {
-        Err(Status::unimplemented("the fake has no devices"))
-    }
-
     async fn limit_moves(&self, _: Request<LimitMovesRequest>) -> Answer<LimitMovesReply> {
         Err(Status::unimplemented("the fake has no devices"))
     }

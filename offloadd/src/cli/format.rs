@@ -11,12 +11,12 @@ use offloadd::blocks::Blocks;
 use offloadd::config::Config;
 use offloadd::device::{Device, DeviceBlocks, unreserved};
 use offloadd::engine::EngineChoice;
-use offloadd::measure::{MeasureError, measure};
+use offloadd::measure::{MeasureError, measure_blank};
 use offloadd::metrics::MovedBeside;
+use offloadd::store;
 use offloadd::store::format::MeasuredRates;
 use offloadd::store::superblock::StoreId;
 use offloadd::store::wear::Wear;
-use offloadd::store::{self, DATA_OFFSET};
 
 use super::follow_parent;
 use offload_support::progress::{Audience, Progress, Unit};
@@ -153,7 +153,7 @@ fn measure_together(
             .map(|device| {
                 scope.spawn(move || {
                     let mut moved = MovedBeside::default();
-                    let rates = measure(device, DATA_OFFSET, engine, &mut moved)?;
+                    let rates = measure_blank(device, engine, &mut moved)?;
                     Ok((rates, moved))
                 })
             })

@@ -7,7 +7,7 @@ use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken, TileI
 
 use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
-use crate::store::format::{MeasuredArea, MeasuredRates};
+use crate::store::format::MeasuredRates;
 use crate::store::superblock::{DeviceId, Superblock};
 
 /// What a peer may ask for.
@@ -99,21 +99,6 @@ pub enum Call {
         path: String,
         /// As [`Call::LimitMoves`].
         rebalance_bytes_per_s_max: Option<u64>,
-    },
-    /// Room on a device is lent to whoever measures it; [`Call::EndMeasuring`] gives it back. One device at a time.
-    BeginMeasuring {
-        /// As the settings name it.
-        path: String,
-    },
-    /// Flushes the device that is being measured. Whoever measures does not do it himself: when a flush fails, the device may
-    /// have lost what others wrote there, and only the core can tell them.
-    FlushMeasured,
-    /// The device was measured again, or could not be: tiles go where its rates say from now on.
-    EndMeasuring {
-        /// `None`: they stay as they were.
-        rates: Option<MeasuredRates>,
-        /// No operation of whoever measured is on its way any more. Otherwise the room stays taken until the next start.
-        all_ended: bool,
     },
     /// A ceiling for what is copied while tiles move now, as long as some are to.
     LimitMoves {
@@ -260,34 +245,8 @@ pub enum Reply {
         /// That must move.
         left_bytes: u64,
     },
-    /// Whoever asked may write there until it says that it has ended.
-    BeginMeasuring(Measuring),
-    /// What was written there is durable.
-    FlushMeasured,
-    /// The rates are kept.
-    EndMeasuring {
-        /// Which.
-        device: DeviceIndex,
-        /// Somebody used devices before or after: the figures are of busy ones.
-        busy: bool,
-    },
     /// Tiles move so from now on.
     LimitMoves,
-}
-
-/// A device that is being measured.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Measuring {
-    /// Which.
-    pub device: DeviceIndex,
-    /// Of the store, for good.
-    pub number: u32,
-    /// Nothing of anybody is there.
-    pub area: MeasuredArea,
-    /// As they were kept until now.
-    pub before: MeasuredRates,
-    /// Sessions were there when it began, or tiles moved.
-    pub busy: bool,
 }
 
 /// What the core knows about the daemon; engine and memory notes are the driver's.

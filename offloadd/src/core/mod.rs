@@ -184,14 +184,12 @@ impl Core {
             self.admin.fail_copies_of(device, fault);
         }
         for waiter in waiters {
-            match (waiter, &failed) {
-                (Waiter::Script(script), _) => {
+            match waiter {
+                Waiter::Script(script) => {
                     self.ops.on_script_io_done(script, failed.clone());
                     self.carry();
                 }
-                (Waiter::Call(call), None) => self.ops.reply(call, Ok(Reply::FlushMeasured)),
-                (Waiter::Call(call), Some(fault)) => self.ops.refuse(call, fault.clone()),
-                (Waiter::HandOver, _) => {}
+                Waiter::HandOver => {}
             }
         }
     }
@@ -260,11 +258,6 @@ impl Core {
                 path,
                 rebalance_bytes_per_s_max,
             } => admin.drain_device(call, &path, rebalance_bytes_per_s_max, data, ops),
-            Call::BeginMeasuring { path } => admin.begin_measuring(&path, data).map(Some),
-            Call::FlushMeasured => admin.flush_measured(call, ops),
-            Call::EndMeasuring { rates, all_ended } => {
-                admin.end_measuring(call, rates, all_ended, data, ops)
-            }
             Call::LimitMoves { bytes_per_s_max } => {
                 admin.limit_moves(bytes_per_s_max, data)?;
                 Ok(Some(Reply::LimitMoves))

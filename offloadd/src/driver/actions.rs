@@ -28,7 +28,6 @@ pub(super) enum Counted {
     Commit(JobPlace, Span),
     Drop(u32, JobName),
     AddDevice(DeviceIndex),
-    Measured,
 }
 
 impl Driver {
@@ -121,10 +120,7 @@ impl Driver {
                         (Counted::AddDevice(device), reply) => {
                             self.device_answered(device, reply.as_ref().ok());
                         }
-                        (Counted::Measured, Ok(Reply::EndMeasuring { device, .. })) => {
-                            self.device_calibrated(*device);
-                        }
-                        (Counted::Drop(..) | Counted::Measured | Counted::Nothing, _) => {}
+                        (Counted::Drop(..) | Counted::Nothing, _) => {}
                     }
                     // Fails only if the caller has gone.
                     let _ = waiting.answer.send(reply);

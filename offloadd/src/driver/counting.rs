@@ -29,7 +29,6 @@ impl Driver {
             Call::Commit {
                 token, generation, ..
             } => (token, generation),
-            Call::EndMeasuring { rates: Some(_), .. } => return Counted::Measured,
             Call::DropJob { job } => return Counted::Drop(peer.uid, job.clone()),
             _ => return Counted::Nothing,
         };

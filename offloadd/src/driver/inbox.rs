@@ -64,11 +64,6 @@ pub(super) enum Message {
         device: DeviceIndex,
         moved: MovedBeside,
     },
-    /// Asks for an open device, to measure it.
-    File {
-        device: DeviceIndex,
-        answer: oneshot::Sender<Option<Arc<File>>>,
-    },
     /// Asks for metrics.
     Snapshot {
         viewer: Viewer,
@@ -149,19 +144,6 @@ impl DriverHandle {
             moved,
             answer,
         })?;
-        Ok(receiver)
-    }
-
-    /// Returns an open device; `None` if it has left the store.
-    ///
-    /// # Errors
-    /// As [`Self::call`].
-    pub(crate) fn file(
-        &self,
-        device: DeviceIndex,
-    ) -> Result<oneshot::Receiver<Option<Arc<File>>>, Fault> {
-        let (answer, receiver) = oneshot::channel();
-        self.try_send(Message::File { device, answer })?;
         Ok(receiver)
     }
 

@@ -454,10 +454,6 @@ impl Driver {
                     answer,
                 } => self.add_device(peer, file, device, moved, answer),
                 Message::MovedBeside { device, moved } => self.ledger.moved_beside(device, moved),
-                Message::File { device, answer } => {
-                    // Fails only if the caller has gone.
-                    let _ = answer.send(self.files[device.0 as usize].clone());
-                }
                 Message::Snapshot { viewer, answer } => {
                     if self.metrics_waiters.len() < CALLS_MAX {
                         self.metrics_waiters.push((viewer, answer));

@@ -15,7 +15,6 @@ use crate::core::{Call, CallId, Event, Moves, NewDevice, Peer, Reply};
 use crate::metrics::MovedBeside;
 use crate::queue::DeviceLimits;
 use crate::rate_limiter::RateLimiter;
-use crate::store::format::MeasuredRates;
 
 /// While sessions are open, a batch is followed by a pause of this many times its duration.
 const RESTS: u32 = 3;
@@ -185,25 +184,6 @@ impl Driver {
         } else {
             self.close_device(device);
         }
-    }
-
-    /// Applies new rates to the queue's limits and to the detection of slow devices.
-    pub(super) fn device_calibrated(&mut self, device: DeviceIndex) {
-        let state = self.core.device_states().swap_remove(device.0 as usize);
-        let rates = MeasuredRates {
-            read_bytes_per_s: state.read_bytes_per_s,
-            write_bytes_per_s: state.write_bytes_per_s,
-        };
-        if let Some(file) = &self.files[device.0 as usize] {
-            (self.queue).set_limits(device, &DeviceLimits::of(file, &rates));
-        }
-        self.ledger.device_measured(device, &rates);
-        tracing::info!(
-            "calibrated device {}: reads {:.2} GB/s, writes {:.2} GB/s",
-            state.path,
-            rates.read_bytes_per_s as f64 / 1e9,
-            rates.write_bytes_per_s as f64 / 1e9
-        );
     }
 
     pub(super) fn forget_device(&mut self, device: DeviceIndex) {

@@ -154,12 +154,6 @@ impl Ledger {
         self.endurance.number(index, number);
     }
 
-    /// Applies new rates to the detection of slowness.
-    pub fn device_measured(&mut self, device: DeviceIndex, rates: &MeasuredRates) {
-        let slowness = &mut self.devices[device.0 as usize].slowness;
-        slowness.measured(rates.read_bytes_per_s, rates.write_bytes_per_s);
-    }
-
     /// Notes that a device has left, so that nothing more is written to it.
     pub fn device_left(&mut self, device: DeviceIndex) {
         self.devices[device.0 as usize].of_store = false;

@@ -106,14 +106,6 @@ impl Slowness {
         }
     }
 
-    /// Starts again with new rates.
-    pub fn measured(&mut self, read_bytes_per_s: u64, write_bytes_per_s: u64) {
-        self.bytes_per_s = known(read_bytes_per_s, write_bytes_per_s);
-        self.inflight_expected = [Duration::ZERO; 2];
-        self.second = Work::default();
-        self.run = Work::default();
-    }
-
     /// Whether the device is slow.
     pub fn is_slow(&self) -> bool {
         self.slow

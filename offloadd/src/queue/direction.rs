@@ -94,10 +94,6 @@ impl Direction {
         }
     }
 
-    pub(super) fn set_limits(&mut self, window_bytes: u64, bytes_per_s: u64) {
-        self.interference.set_limits(window_bytes, bytes_per_s);
-    }
-
     /// Queues an operation of `bytes`.
     pub(super) fn push(&mut self, place: usize, priority: Priority, owner: Owner, bytes: u32) {
         let ((job, _), weights) = owner.line(priority == Priority::Prefetch);

@@ -90,11 +90,6 @@ impl Interference {
         }
     }
 
-    pub(super) fn set_limits(&mut self, window_bytes: u64, bytes_per_s: u64) {
-        self.window_bytes = window_bytes;
-        self.answer = Answer::new(bytes_per_s);
-    }
-
     pub(super) fn asks(&mut self, job: Job, weights: Weights, bytes: u32) {
         let asks = self.jobs.entry(job).or_default();
         asks.weights = weights;

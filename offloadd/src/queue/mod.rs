@@ -158,14 +158,6 @@ impl Queue {
         self.devices.push(Device::new(limits));
     }
 
-    /// Sets newly measured limits, which apply to pieces not yet handed over.
-    pub fn set_limits(&mut self, device: DeviceIndex, limits: &DeviceLimits) {
-        let directions = self.devices[device.0 as usize].directions.iter_mut();
-        for (index, direction) in directions.enumerate() {
-            direction.set_limits(limits.window_bytes[index], limits.bytes_per_s[index]);
-        }
-    }
-
     /// Most operations in an engine at a time, with up to `flushes_max` flushes.
     pub fn inflight_max(device_count: usize, flushes_max: usize) -> usize {
         device_count * 2 * INFLIGHT_COUNT_MAX + flushes_max

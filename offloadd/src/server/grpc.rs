@@ -14,7 +14,6 @@ use tonic::{Request, Response, Status};
 
 use super::checked::{define, invalid, open, token};
 use super::job_record;
-use super::measuring::{Measured, measure_again};
 use super::reported::Reports;
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
@@ -52,8 +51,8 @@ pub(super) struct Service {
     pub(super) about: About,
     pub(super) scrubs: Scrubs,
     pub(super) reports: Reports,
-    /// Lets one device at a time be measured: two measurements would slow down each other.
-    pub(super) measuring: Arc<Mutex<()>>,
+    /// Lets one device at a time be added.
+    pub(super) adding: Mutex<()>,
 }
 
 impl Service {
@@ -337,26 +336,6 @@ impl proto::offload_server::Offload for Service {
             proto::DrainDeviceReply { left_bytes })
     }
 
-    async fn measure_device(
-        &self,
-        request: Request<proto::MeasureDeviceRequest>,
-    ) -> Result<Response<proto::MeasureDeviceReply>, Status> {
-        let peer = peer_of(&request)?;
-        may_administer(peer)?;
-        let engine = EngineChoice::from_name(self.about.engine).unwrap_or_default();
-        let path = request.into_inner().path;
-        let (driver, turns) = (self.driver.clone(), self.measuring.clone());
-        let Measured { was, now, busy } = measure_again(driver, turns, peer, path, engine).await?;
-        Ok(Response::new(proto::MeasureDeviceReply {
-            number: was.number,
-            read_bytes_per_s_before: was.before.read_bytes_per_s,
-            write_bytes_per_s_before: was.before.write_bytes_per_s,
-            read_bytes_per_s: now.read_bytes_per_s,
-            write_bytes_per_s: now.write_bytes_per_s,
-            busy,
-        }))
-    }
-
     async fn limit_moves(
         &self,
         request: Request<proto::LimitMovesRequest>,
@@ -426,8 +405,8 @@ impl Service {
         peer: Peer,
         request: proto::AddDeviceRequest,
     ) -> Result<proto::AddDeviceReply, Fault> {
-        // One at a time: two adds of one path would each find the other's device.
-        let _turn = self.measuring.lock().await;
+        // Two adds of one path would each find the other's device, and two measurements would slow down each other.
+        let _turn = self.adding.lock().await;
         let proto::AddDeviceRequest {
             path,
             file_bytes,

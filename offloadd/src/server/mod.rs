@@ -6,7 +6,6 @@
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::net::UnixListener;
@@ -20,7 +19,6 @@ mod checked;
 mod content;
 mod grpc;
 mod job_record;
-mod measuring;
 pub mod page;
 mod peer;
 mod place;
@@ -161,7 +159,7 @@ pub async fn serve(
             about,
             scrubs,
             reports: Reports::default(),
-            measuring: Arc::default(),
+            adding: tokio::sync::Mutex::default(),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));
     let timeouts = async {

@@ -112,7 +112,7 @@ fn noise(random: &mut SimRandom, below: usize) -> Vec<u8> {
     (0..count).map(|_| random.number() as u8).collect()
 }
 
-const CALLS: [&str; 17] = [
+const CALLS: [&str; 16] = [
     "Describe",
     "OpenSession",
     "DescribeJob",
@@ -127,7 +127,6 @@ const CALLS: [&str; 17] = [
     "ReportDamage",
     "Metrics",
     "LimitMoves",
-    "MeasureDevice",
     "Inspect",
     "NoSuchCall",
 ];

@@ -5,7 +5,7 @@
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
 use offloadd::blocks::Blocks;
-use offloadd::core::{Call, Event, Reply};
+use offloadd::core::{Call, Event};
 use offloadd::store::definition::Durability::Committed;
 use offloadd::store::format::{MeasuredRates, format};
 use offloadd::store::superblock::StoreId;
@@ -138,40 +138,6 @@ fn a_commit_that_fails_after_its_record_was_written_is_not_found_by_a_restart() 
         }
     }
     assert!(failed_count > 50, "{failed_count}");
-}
-
-#[test]
-fn a_flush_that_fails_while_a_device_is_measured_fails_the_commits_of_what_was_written_there() {
-    for seed in 0..40 {
-        let mut world = World::start(roomy(), SimRandom::new(seed));
-        let process = world.begin("one", TILES, Committed);
-        write_all(&mut world, process, 1, TILES);
-        write(&mut world, process, 2);
-        let path = "sim1".to_owned();
-        let Ok(Reply::BeginMeasuring(_)) = world.ask(Call::BeginMeasuring { path }) else {
-            panic!("there is room to measure in");
-        };
-        world.engine.disks.break_for_good(1, SimFault::FlushLost);
-        // The commit may come while the flush is under way, or after it.
-        let flushed = world.call(Call::FlushMeasured);
-        let early = seed % 2 == 0;
-        if !early {
-            let fault = world.answer(flushed).unwrap_err();
-            assert_eq!(fault.kind, FaultKind::Io);
-        }
-        let committed = world.commit(process, 2);
-        assert_eq!(committed.unwrap_err().kind, FaultKind::Poisoned);
-        if early {
-            world.answer(flushed).unwrap_err();
-        }
-        let end = Call::EndMeasuring {
-            rates: None,
-            all_ended: true,
-        };
-        world.ask(end).unwrap();
-        let mut world = restart(world, false);
-        assert_eq!(newest_is_whole(&mut world, "one"), 1);
-    }
 }
 
 #[test]

@@ -108,10 +108,6 @@ fn only_reads(world: &mut World) {
     );
     let drained = world.drain_call("sim1");
     told(&world.answer(drained).unwrap_err());
-    let measured = world.call(Call::BeginMeasuring {
-        path: "sim1".into(),
-    });
-    told(&world.answer(measured).unwrap_err());
     world.event(Event::RebalanceTick { force: true });
     world.event(Event::RetryMoves);
     world.event(Event::RebalanceTick { force: true });

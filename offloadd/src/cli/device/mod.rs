@@ -70,15 +70,17 @@ sessions to adopt, or at once if no daemon runs.")]
         #[command(flatten)]
         store: WhichStore,
     },
-    /// Measure the rates of a device again; tiles of all jobs move to match
+    /// Measure the rates of a device again, while no daemon serves the store; tiles of all jobs move to match
     #[command(after_help = "Examples:
+  systemctl stop offloadd
   offloadd device calibrate /mnt/nvme2/offloadd.tiles --config /etc/offloadd.toml
+  systemctl start offloadd
   offloadd device list --json                             # shows the stored rates
 
 Use this for a device that was added while processors or drives were busy: its rates may be too low, and then it gets too few
-tiles. Writes to free space for one second (at most half of the largest free piece, and 2 GiB) and reads it back. A daemon does
-this while jobs run: the result is the bandwidth that the jobs leave, and for about two seconds their I/O on this device is
-delayed by up to 16 MiB at a time. Only root and the daemon's user may ask for it.")]
+tiles. Writes to free space for one second (at most 2 GiB) and reads it back. Refused while a daemon serves the store, because
+jobs would slow down the measurement. When the daemon is started again, it moves the tiles. Sessions that a daemon handed over
+to the next one end.")]
     Calibrate {
         /// Device, as named in the settings
         #[arg(value_name = "DEVICE")]
@@ -153,10 +155,8 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
         DeviceCommand::Calibrate { path, store } => {
             let path = std::path::absolute(path)?;
             match runtime.block_on(holder(&store))? {
-                Holder::Daemon(mut daemon) => {
-                    runtime.block_on(calibrate::served(&mut daemon, &path))
-                }
-                Holder::Nobody(config) => calibrate::stopped(&config, &path),
+                Holder::Daemon(daemon) => calibrate::served(&daemon),
+                Holder::Nobody(config) => calibrate::unserved(&config, &path),
             }
         }
         DeviceCommand::Rate { rate, store } => match runtime.block_on(holder(&store))? {

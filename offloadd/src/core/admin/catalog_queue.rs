@@ -198,7 +198,7 @@ impl Admin {
                     local_ranks,
                 } => self.start_define(key, definition, local_ranks, data, ops),
                 Work::Drop { key, call } => self.start_drop(key, call, data, ops),
-                Work::Device(change) => self.start_device_change(change, data, ops),
+                Work::Device(change) => self.start_device_change(change, ops),
             }
         }
     }
@@ -295,10 +295,10 @@ impl Admin {
         self.write_catalog(CatalogChange { catalog, what }, steps, ops);
     }
 
-    fn start_device_change(&mut self, change: DeviceChange, data: &mut Data, ops: &mut Operations) {
+    fn start_device_change(&mut self, change: DeviceChange, ops: &mut Operations) {
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
-        if let Some(steps) = self.device_steps(&change, &mut catalog, data, ops) {
+        if let Some(steps) = self.device_steps(&change, &mut catalog, ops) {
             let what = What::Device(change);
             self.write_catalog(CatalogChange { catalog, what }, steps, ops);
         }

@@ -2,7 +2,6 @@
 //!
 //! ```text
 //!   add:    superblock ──▶ catalog (filling) ──▶ tiles move to it ──▶ catalog (settled)
-//!   measure: superblock ──▶ catalog (filling) ──▶ tiles move: see [`super::measuring`]
 //!   drain:  catalog (draining) ──▶ tiles leave it ──▶ catalog without it ──▶ superblock says so
 //! ```
 //!
@@ -21,7 +20,6 @@ use crate::core::operations::{Failed, Operations, Step, in_turn};
 use crate::core::{Action, CallId, NewDevice, Reply};
 use crate::io::AlignedBytes;
 use crate::store::catalog::{Catalog, DeviceEntry, Phase};
-use crate::store::format::MeasuredRates;
 use crate::store::placement::rate;
 use crate::store::recover::RecoveredDevice;
 use crate::store::superblock::Superblock;
@@ -38,13 +36,6 @@ pub(super) enum DeviceChange {
         call: CallId,
         device: DeviceIndex,
     },
-    /// It was measured again.
-    Measure {
-        call: CallId,
-        device: DeviceIndex,
-        rates: MeasuredRates,
-        busy: bool,
-    },
     /// It has its share.
     Settle {
         device: DeviceIndex,
@@ -59,9 +50,7 @@ impl DeviceChange {
     /// Who waits for it.
     pub(super) fn call(&self) -> Option<CallId> {
         match self {
-            Self::Add { call, .. } | Self::Drain { call, .. } | Self::Measure { call, .. } => {
-                Some(*call)
-            }
+            Self::Add { call, .. } | Self::Drain { call, .. } => Some(*call),
             Self::Settle { .. } | Self::Remove { .. } => None,
         }
     }
@@ -70,7 +59,6 @@ impl DeviceChange {
     pub(super) fn steps_before_catalog(&self) -> usize {
         match self {
             Self::Add { .. } => 2,
-            Self::Measure { .. } => 4,
             Self::Drain { .. } | Self::Settle { .. } | Self::Remove { .. } => 0,
         }
     }
@@ -185,7 +173,6 @@ impl Admin {
         &mut self,
         change: &DeviceChange,
         catalog: &mut Catalog,
-        data: &mut Data,
         ops: &mut Operations,
     ) -> Option<Vec<Step>> {
         match *change {
@@ -226,14 +213,8 @@ impl Admin {
                 self.entry_of(catalog, device).phase = Phase::Draining;
                 Some(catalog_steps(self.home, catalog))
             }
-            DeviceChange::Measure {
-                call,
-                device,
-                rates,
-                ..
-            } => self.measure_steps(call, device, &rates, catalog, data, ops),
             DeviceChange::Settle { device } => {
-                // While this waited it may have been drained, or measured again, and lack tiles: then all is planned anew.
+                // While this waited, it may have been drained, or another device may have come: then all is planned anew.
                 let filling = self.devices[device.0 as usize].phase == Some(Phase::Filling);
                 if !filling || !self.mover.is_done() {
                     return None;
@@ -275,26 +256,17 @@ impl Admin {
     ) {
         let (DeviceChange::Add { device, .. }
         | DeviceChange::Drain { device, .. }
-        | DeviceChange::Measure { device, .. }
         | DeviceChange::Settle { device }
         | DeviceChange::Remove { device }) = change;
         if let Err(failed) = result {
             if let DeviceChange::Drain { .. } = change {
                 self.space.open(device);
             }
-            match change {
-                DeviceChange::Measure { .. } => {
-                    self.half_written.insert(device);
-                }
-                _ => self.mover.stop(&failed.fault),
-            }
+            self.mover.stop(&failed.fault);
             if let Some(call) = change.call() {
                 ops.refuse(call, failed.fault);
             }
             return;
-        }
-        if let DeviceChange::Measure { rates, .. } = &change {
-            self.take_measured(device, rates);
         }
         let state = &mut self.devices[device.0 as usize];
         let answer = match change {
@@ -308,9 +280,6 @@ impl Admin {
                 state.phase = Some(Phase::Draining);
                 let left_bytes = self.left_bytes(device, data);
                 Some((call, Reply::DrainDevice { left_bytes }))
-            }
-            DeviceChange::Measure { call, busy, .. } => {
-                Some((call, Reply::EndMeasuring { device, busy }))
             }
             DeviceChange::Settle { .. } => {
                 state.phase = Some(Phase::Settled);

@@ -1,10 +1,10 @@
-//! What the store is made of: its devices and their free space, the catalog, tiles that move to other devices, measuring.
+//! What the store is made of: its devices and their free space, the catalog, tiles that move to other devices.
 //!
 //! Stands above [`super::data`] and asks it by values: never changes a job itself.
 //!
 //! ```text
 //!   AddDevice, DrainDevice  ──▶ devices ──▶ what the store is made of ─┐
-//!   Begin-, EndMeasuring    ──▶ measuring ▶ what its devices are worth ┼─▶ catalog_queue: one change at a time
+//!                                                                      ├─▶ catalog_queue: one change at a time
 //!   Define, DropJob         ──▶ jobs that come and go                  ─┘
 //!   RebalanceTick           ──▶ moving ──▶ copying: some tiles of one job, all together or none
 //!   hand over, adopt        ──▶ handing      begin_reading ──▶ reading: an incarnation in which nothing is written
@@ -14,11 +14,10 @@ mod catalog_queue;
 mod copying;
 mod devices;
 mod handing;
-mod measuring;
 mod moving;
 mod reading;
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 
 use offload_api::BLOCK_BYTES;
 use offload_api::fault::Fault;
@@ -26,7 +25,7 @@ use offload_api::ids::DeviceIndex;
 
 use super::data::{Data, Note, ScratchRequest, ScratchWrite};
 use super::operations::{Operations, ScriptEnd, ScriptId};
-use super::{DeviceState, DeviceStatus, Measuring};
+use super::{DeviceState, DeviceStatus};
 use crate::io::IoId;
 use crate::store::catalog::{Catalog, Phase};
 use crate::store::placement::Space;
@@ -52,9 +51,6 @@ pub(super) struct Admin {
     inflight: HashMap<IoId, CopyIo>,
     /// What our scripts are for.
     scripts: BTreeMap<ScriptId, Purpose>,
-    measuring: Option<Measuring>,
-    /// Devices of which one copy of the superblock may be damaged until the next start mends it: the other must stay.
-    half_written: BTreeSet<DeviceIndex>,
     /// Why nothing is written in this incarnation.
     read_only: Option<Fault>,
     /// What may be copied a second while tiles move, where nobody says otherwise.
@@ -87,8 +83,6 @@ impl Admin {
             mover: Mover::default(),
             inflight: HashMap::new(),
             scripts: BTreeMap::new(),
-            measuring: None,
-            half_written: BTreeSet::new(),
             read_only: None,
             rebalance_bytes_per_s_max,
         }

@@ -181,7 +181,7 @@ impl Admin {
         Ok(())
     }
 
-    /// What a device brings that comes, is drained or was measured. Of moves that have ended nothing is left, and what the
+    /// What a device brings that comes or is drained. Of moves that have ended nothing is left, and what the
     /// settings say holds; those under way keep theirs where nobody says otherwise.
     pub(super) fn limit_next_moves(&mut self, bytes_per_s_max: Option<u64>, data: &Data) {
         if bytes_per_s_max.is_some() || self.moves(data) == Moves::None {

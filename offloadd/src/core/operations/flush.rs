@@ -18,7 +18,6 @@ use offload_api::ring::entry::Priority;
 
 use super::script::ScriptId;
 use super::{Operation, Operations};
-use crate::core::CallId;
 use crate::io::{Buffer, IoOp, IoResult};
 
 /// A flush under way.
@@ -32,8 +31,6 @@ pub(super) struct Flush {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::core) enum Waiter {
     Script(ScriptId),
-    /// Whoever measures the device.
-    Call(CallId),
     /// The next daemon adopts sessions only with what is durable, or with the poison.
     HandOver,
 }

@@ -1,10 +1,11 @@
-//! A device is measured again. What could go wrong: a cut between its superblock and the catalog leaves a store that does not
-//! open, or rates that nothing goes by; room that was lent is used twice or never given back; nothing moves, or what need not.
+//! A device is calibrated while no daemon serves. What could go wrong: a cut between its superblock and the catalog leaves a store
+//! that does not open, or rates that nothing goes by; bytes of a job or of a session are written over; nothing moves, or what need
+//! not.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
-use offload_api::fault::{Fault, FaultKind};
 use offloadd::blocks::Blocks;
-use offloadd::core::{Call, Event, Measuring, Moves, Reply};
+use offloadd::calibrate::{self, CalibrateError};
+use offloadd::core::{Call, Event, Moves};
 use offloadd::io::AlignedBytes;
 use offloadd::store::catalog::Phase;
 use offloadd::store::definition::Durability;
@@ -41,44 +42,22 @@ fn disks() -> SimDisks {
     disks
 }
 
-fn begin(world: &mut World, path: &str) -> Result<Measuring, Fault> {
-    let path = path.to_owned();
-    let call = world.call(Call::BeginMeasuring { path });
-    world.answer(call).map(|reply| match reply {
-        Reply::BeginMeasuring(measuring) => measuring,
-        other => panic!("{other:?}"),
-    })
-}
-
-fn end(world: &mut World, rates: Option<MeasuredRates>) -> Result<bool, Fault> {
-    end_with(world, rates, true)
-}
-
-fn end_with(
-    world: &mut World,
-    rates: Option<MeasuredRates>,
-    all_ended: bool,
-) -> Result<bool, Fault> {
-    let call = world.call(Call::EndMeasuring { rates, all_ended });
-    world.answer(call).map(|reply| match reply {
-        Reply::EndMeasuring { busy, .. } => busy,
-        other => panic!("{other:?}"),
-    })
-}
-
-/// As whoever measures does: it writes all that it was lent.
-fn overwrite(world: &mut World, measuring: &Measuring) {
-    let position = world.positions[measuring.device.0 as usize];
-    let mut noise = AlignedBytes::zeroed(measuring.area.bytes as usize);
+/// Calibrates as the program does: the free space that may be overwritten is.
+fn calibrate(disks: &mut SimDisks, path: &str, bytes_per_s: u64) -> Result<(), CalibrateError> {
+    let mut store = recover::open(disks)?;
+    let (device, area) = calibrate::begin(disks, &mut store, path)?;
+    let mut noise = AlignedBytes::zeroed(area.bytes as usize);
     noise.as_mut_slice().fill(0xa5);
-    let disks = &mut world.engine.disks;
-    (disks.write(position, measuring.area.offset, &noise)).unwrap();
+    disks.write(store[device].position, area.offset, &noise)?;
+    calibrate::finish(disks, &store, device, &rates(bytes_per_s))?;
+    Ok(())
 }
 
-fn measure(world: &mut World, path: &str, bytes_per_s: u64) -> Result<bool, Fault> {
-    let measuring = begin(world, path)?;
-    overwrite(world, &measuring);
-    end(world, Some(rates(bytes_per_s)))
+/// The daemon ends, the device is calibrated, and a daemon starts.
+fn recalibrate(world: World, path: &str, bytes_per_s: u64) -> World {
+    let (mut disks, random) = world.crash(false);
+    calibrate(&mut disks, path, bytes_per_s).unwrap();
+    World::start(disks, random)
 }
 
 fn kept(world: &World) -> Vec<u64> {
@@ -86,10 +65,13 @@ fn kept(world: &World) -> Vec<u64> {
     states.map(|state| state.write_bytes_per_s).collect()
 }
 
-fn job_at_rest(world: &mut World) {
+/// A store with one job, whose tiles lie as the rates say.
+fn job_at_rest(seed: u64) -> World {
+    let mut world = World::start(disks(), SimRandom::new(seed));
     let process = world.begin("one", TILES, Durability::Committed);
-    write_all(world, process, 1, TILES);
+    write_all(&mut world, process, 1, TILES);
     world.close(process).unwrap();
+    world
 }
 
 /// Of all extents, on each disk.
@@ -123,7 +105,7 @@ fn expect_part(bytes: [u64; 2], part: f64) {
     assert!((bytes[1] as f64 - due).abs() <= 24e3, "{bytes:?}: {due}");
 }
 
-fn goes_on(world: &mut World) -> Process {
+fn resumed(world: &mut World) -> Process {
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
     world.resume(process, 1).unwrap();
     expect_all(world, process, 1, TILES);
@@ -132,30 +114,27 @@ fn goes_on(world: &mut World) -> Process {
 
 #[test]
 fn tiles_of_jobs_go_by_the_new_rates_and_so_do_those_that_come() {
-    let mut world = World::start(disks(), SimRandom::new(31));
-    job_at_rest(&mut world);
+    let mut world = job_at_rest(31);
     expect_on_second(&mut world, 0.25);
-    assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
+    let mut world = recalibrate(world, "sim1", 900);
     assert_eq!(kept(&world), [900, 900]);
     expect_on_second(&mut world, 0.5);
     // It gives what it has too much as well, though nobody came.
-    assert_eq!(measure(&mut world, "sim1", 100), Ok(false));
+    let mut world = recalibrate(world, "sim1", 100);
     expect_on_second(&mut world, 0.1);
     // The same again moves nothing.
-    let moved_bytes = world.core.moved_bytes();
-    assert_eq!(measure(&mut world, "sim1", 100), Ok(false));
+    let world = recalibrate(world, "sim1", 100);
     assert_eq!(world.core.moves(), Moves::None);
-    assert_eq!(world.core.moved_bytes(), moved_bytes);
-    assert_eq!(measure(&mut world, "sim0", 300), Ok(false));
+    let mut world = recalibrate(world, "sim0", 300);
     expect_on_second(&mut world, 0.25);
 
     let (mut disks, random) = world.crash(true);
     assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
     let mut world = World::start(disks, random);
     assert_eq!(kept(&world), [300, 100]);
-    let process = goes_on(&mut world);
+    let process = resumed(&mut world);
     world.close(process).unwrap();
-    assert_eq!(measure(&mut world, "sim1", 300), Ok(false));
+    let mut world = recalibrate(world, "sim1", 300);
     let before = bytes_on(&world);
     world.begin("two", TILES, Durability::Committed);
     let after = bytes_on(&world);
@@ -163,11 +142,9 @@ fn tiles_of_jobs_go_by_the_new_rates_and_so_do_those_that_come() {
 }
 
 #[test]
-fn a_running_job_moves_by_what_it_writes_and_the_figure_is_called_busy() {
-    let mut world = World::start(disks(), SimRandom::new(32));
-    let process = world.begin("one", TILES, Durability::Committed);
-    write_all(&mut world, process, 1, TILES);
-    assert_eq!(measure(&mut world, "sim1", 900), Ok(true));
+fn a_running_job_moves_by_what_it_writes() {
+    let mut world = recalibrate(job_at_rest(32), "sim1", 900);
+    let process = resumed(&mut world);
     assert_eq!(world.core.moves(), Moves::Waiting);
     for generation in 2..6 {
         world.event(Event::RebalanceTick { force: false });
@@ -181,34 +158,34 @@ fn a_running_job_moves_by_what_it_writes_and_the_figure_is_called_busy() {
 
 #[test]
 fn a_cut_at_any_operation_keeps_the_rates_of_before_or_the_new_ones() {
+    let (disks, _) = job_at_rest(33).crash(true);
     let mut seen = [0; 3];
-    for steps in 0.. {
-        let mut ended = true;
-        for power in [true, false] {
-            let mut world = World::start(disks(), SimRandom::new(steps));
-            job_at_rest(&mut world);
-            let measuring = begin(&mut world, "sim1").unwrap();
-            overwrite(&mut world, &measuring);
-            let rates = Some(rates(900));
-            let all_ended = true;
-            let call = world.call(Call::EndMeasuring { rates, all_ended });
-            for _ in 0..steps {
-                world.step();
+    for at in 0.. {
+        let mut cut = disks.clone();
+        cut.plan = Some(SimFaultPlan {
+            at: cut.operation_count() + at,
+            for_good: true,
+            fault: SimFault::Gone,
+        });
+        let ended = calibrate(&mut cut, "sim1", 900).is_ok();
+        cut.repair();
+        // The program is killed, or the power goes.
+        for seed in 0..4 {
+            let mut after = cut.clone();
+            if seed > 0 {
+                after.crash(seed, Vec::new());
             }
-            let answered = world.replies.contains_key(&call);
-            ended &= answered;
-            let (disks, random) = world.crash(power);
-            let mut world = World::start(disks, random);
+            let world = World::start(after, SimRandom::new(seed));
             let new = kept(&world) == [900, 900];
             assert!(new || kept(&world) == [900, 300], "{:?}", kept(&world));
-            assert!(new || !answered, "what was answered is kept");
+            assert!(new || !ended, "a calibration that ended is kept");
             let moves = world.core.moves() != Moves::None;
-            assert!(moves || !answered);
+            assert!(moves || !ended);
             seen[usize::from(new) + usize::from(moves)] += 1;
             // Whatever it was, the same again does the rest.
-            assert_eq!(measure(&mut world, "sim1", 900), Ok(moves));
+            let mut world = recalibrate(world, "sim1", 900);
             expect_on_second(&mut world, 0.5);
-            goes_on(&mut world);
+            resumed(&mut world);
         }
         if ended {
             break;
@@ -218,187 +195,92 @@ fn a_cut_at_any_operation_keeps_the_rates_of_before_or_the_new_ones() {
 }
 
 #[test]
-fn a_failed_operation_is_told_and_the_store_goes_on() {
-    let (mut refused, mut broken) = (0, 0);
-    for at in 0..12 {
-        for fault in [SimFault::Errno(libc::EIO), SimFault::Full] {
-            let mut world = World::start(disks(), SimRandom::new(at));
-            job_at_rest(&mut world);
-            let measuring = begin(&mut world, "sim1").unwrap();
-            overwrite(&mut world, &measuring);
-            let disks = &mut world.engine.disks;
-            disks.plan = Some(SimFaultPlan {
-                at: disks.operation_count() + at,
-                for_good: false,
-                fault,
-            });
-            let ended = end(&mut world, Some(rates(900)));
-            world.engine.disks.repair();
-            refused += usize::from(ended.is_err());
-            let (two, _) = world.open(&job("two"), 0, 1).unwrap();
-            let defined = world.define(two, definition(2, Durability::Committed, 1));
-            broken += usize::from(defined.is_err());
-            // One copy of its superblock may be damaged, and the next try would begin with the other.
-            assert_eq!(begin(&mut world, "sim1").is_err(), ended.is_err());
-            let (disks, random) = world.crash(true);
-            let mut world = World::start(disks, random);
-            assert!(ended.is_err() || kept(&world) == [900, 900]);
-            let moves = world.core.moves() != Moves::None;
-            assert_eq!(measure(&mut world, "sim1", 900), Ok(moves));
-            expect_on_second(&mut world, 0.5);
-            goes_on(&mut world);
+fn a_failed_operation_is_told_and_can_be_repeated() {
+    let (disks, random) = job_at_rest(34).crash(true);
+    let mut failed = 0;
+    for at in 0.. {
+        let mut failing = disks.clone();
+        failing.plan = Some(SimFaultPlan {
+            at: failing.operation_count() + at,
+            for_good: false,
+            fault: SimFault::Errno(libc::EIO),
+        });
+        let ended = calibrate(&mut failing, "sim1", 900);
+        let beyond = failing
+            .plan
+            .is_some_and(|plan| plan.at >= failing.operation_count());
+        failed += usize::from(ended.is_err());
+        failing.repair();
+        calibrate(&mut failing, "sim1", 900).unwrap();
+        let mut world = World::start(failing, random.clone());
+        expect_on_second(&mut world, 0.5);
+        resumed(&mut world);
+        if beyond {
+            assert!(ended.is_ok(), "{ended:?}");
+            break;
         }
     }
-    // Four operations of the superblock, and as many of the catalog, which only those break; a full device takes flushes.
-    assert_eq!((refused, broken), (8 + 4, 4 + 2));
+    // A flush and a write of two copies each: the catalog, the superblock, the catalog again. A copy that is not read is repaired.
+    assert!(failed >= 12, "{failed}");
 }
 
 #[test]
-fn room_that_may_still_be_written_is_lent_and_given_to_nobody() {
+fn sessions_handed_over_before_are_not_adopted_after_their_tiles_were_written_over() {
     let mut world = World::start(disks(), SimRandom::new(35));
-    job_at_rest(&mut world);
-    expect_on_second(&mut world, 0.25);
-    let free = |world: &World| world.core.device_states()[1].free_bytes;
-    let before = free(&world);
-    let left_behind = begin(&mut world, "sim1").unwrap();
-    assert_eq!(end_with(&mut world, None, false), Ok(false));
-    assert_eq!(free(&world), before - left_behind.area.bytes);
-    assert_eq!(kept(&world), [900, 300]);
-    // It is measured elsewhere, and that is given back.
-    let lent = begin(&mut world, "sim1").unwrap();
-    let apart = lent.area.offset + lent.area.bytes <= left_behind.area.offset
-        || left_behind.area.offset + left_behind.area.bytes <= lent.area.offset;
-    assert!(apart, "{lent:?} {left_behind:?}");
-    overwrite(&mut world, &lent);
-    assert_eq!(end(&mut world, Some(rates(900))), Ok(false));
-    assert_eq!(free(&world), before - left_behind.area.bytes);
-    // Tiles that come do not lie there: what is written late changes nothing.
-    expect_on_second(&mut world, 0.5);
-    overwrite(&mut world, &left_behind);
-    goes_on(&mut world);
-
-    // Nobody writes there any more when the daemon has ended.
-    let with_it = free(&world);
-    let (disks, random) = world.crash(true);
-    let world = World::start(disks, random);
-    assert_eq!(free(&world), with_it + left_behind.area.bytes);
-}
-
-#[test]
-fn a_ceiling_of_moves_that_have_ended_is_not_of_those_that_come() {
-    let mut world = World::start(disks(), SimRandom::new(37));
-    job_at_rest(&mut world);
-    assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
-    assert_eq!(world.core.rebalance_bytes_per_s_max(), None);
-    let bytes_per_s_max = 1 << 20;
-    world.ask(Call::LimitMoves { bytes_per_s_max }).unwrap();
-    // Those under way keep theirs; and though none moves just now, the device is busy.
-    assert_eq!(world.core.moves(), Moves::Waiting);
-    assert_eq!(measure(&mut world, "sim1", 900), Ok(true));
-    let rate_limiter = Some(bytes_per_s_max);
-    assert_eq!(world.core.rebalance_bytes_per_s_max(), rate_limiter);
-    expect_on_second(&mut world, 0.5);
-    assert_eq!(measure(&mut world, "sim1", 100), Ok(false));
-    assert_eq!(world.core.moves(), Moves::Waiting);
-    assert_eq!(world.core.rebalance_bytes_per_s_max(), None);
-}
-
-/// All its tiles have come to the second disk, and nobody has said so.
-fn all_moved(seed: u64) -> World {
-    let mut world = World::start(disks(), SimRandom::new(seed));
-    job_at_rest(&mut world);
-    assert_eq!(measure(&mut world, "sim1", 900), Ok(false));
-    world.event(Event::RebalanceTick { force: true });
-    world.run();
-    expect_part(bytes_on(&world), 0.5);
-    assert_eq!(world.core.moves(), Moves::Waiting);
-    world
-}
-
-#[test]
-fn tiles_still_move_when_a_device_was_about_to_be_called_settled_meanwhile() {
-    let mut world = all_moved(38);
-    let lent = begin(&mut world, "sim1").unwrap();
-    overwrite(&mut world, &lent);
-    let (rates, all_ended) = (Some(rates(2700)), true);
-    let call = world.call(Call::EndMeasuring { rates, all_ended });
-    // Nothing is left to move by the rates of before: that waits behind the new ones.
-    world.event(Event::RebalanceTick { force: true });
-    assert!(world.answer(call).is_ok());
-    world.run();
-    expect_on_second(&mut world, 0.75);
-}
-
-#[test]
-fn rates_that_are_refused_because_much_waits_can_be_told_again() {
-    let mut world = all_moved(39);
-    let free = |world: &World| world.core.device_states()[1].free_bytes;
-    let lent = begin(&mut world, "sim1").unwrap();
-    overwrite(&mut world, &lent);
-    let while_lent = free(&world);
-    // More than may wait.
-    for _ in 0..300 {
-        world.event(Event::RebalanceTick { force: true });
-    }
-    let refused = end(&mut world, Some(rates(2700))).unwrap_err();
-    assert_eq!(refused.kind, FaultKind::TooMany, "{refused}");
-    assert_eq!(free(&world), while_lent);
-    world.run();
-    assert_eq!(end(&mut world, Some(rates(2700))), Ok(true));
-    assert_eq!(kept(&world), [900, 2700]);
-    expect_on_second(&mut world, 0.75);
-}
-
-#[test]
-fn what_cannot_be_measured_is_refused_and_what_was_lent_is_given_back() {
-    let mut world = World::start(disks(), SimRandom::new(33));
-    let kind = |result: Result<_, Fault>| result.unwrap_err().kind;
-    let free = |world: &World| world.core.device_states()[1].free_bytes;
-    let before = free(&world);
-    let unknown = begin(&mut world, "nobody").unwrap_err();
-    assert_eq!(unknown.kind, FaultKind::NotFound, "{unknown}");
-    assert!(unknown.message.contains("sim0, sim1"), "{unknown}");
-    assert_eq!(kind(end(&mut world, None).map(drop)), FaultKind::Invalid);
-
-    let lent = begin(&mut world, "sim1").unwrap();
-    assert_eq!(lent.area.bytes, before - free(&world));
-    assert_eq!(kind(begin(&mut world, "sim0").map(drop)), FaultKind::Busy);
-    // Jobs that come meanwhile have other room.
     let process = world.begin("one", TILES, Durability::Committed);
     write_all(&mut world, process, 1, TILES);
-    overwrite(&mut world, &lent);
-    expect_all(&mut world, process, 1, TILES);
-    let with_job = free(&world);
-    // It could not be measured.
-    assert_eq!(end(&mut world, None), Ok(true));
-    assert_eq!(free(&world), with_job + lent.area.bytes);
-    assert_eq!(kept(&world), [900, 300]);
-    world.close(process).unwrap();
+    let token = process.token;
+    let tile_bytes = vec![4096; 100];
+    (world.ask(Call::ReserveScratch { token, tile_bytes })).unwrap();
+    world.event(Event::HandOver);
+    world.run();
+    let state = world.core.hand_over();
+    let (disks, random) = world.crash(false);
+    let (_, adopted) = World::start_after(disks.clone(), random.clone(), &state);
+    assert_eq!(adopted.unwrap().len(), 1, "without a calibration they are");
+    // The program is killed before it has measured anything.
+    let mut begun = disks;
+    let mut store = recover::open(&mut begun).unwrap();
+    calibrate::begin(&mut begun, &mut store, "sim1").unwrap();
+    let (_, adopted) = World::start_after(begun, random, &state);
+    let why = adopted.unwrap_err();
+    assert!(why.contains("another daemon has served"), "{why}");
+}
 
-    // It is asked to leave meanwhile, and then it stays as it was.
-    begin(&mut world, "sim1").unwrap();
+#[test]
+fn what_cannot_be_calibrated_is_refused_and_nothing_changes() {
+    let (mut disks, random) = job_at_rest(36).crash(true);
+    let before = disks.bytes(0).to_vec();
+    let unknown = calibrate(&mut disks, "nobody", 900).unwrap_err();
+    assert!(
+        unknown.to_string().contains("it has sim0, sim1"),
+        "{unknown}"
+    );
+    assert!(disks.bytes(0) == before);
+
+    let mut world = World::start(disks, random);
+    let process = resumed(&mut world);
+    let tile_bytes = vec![4096; 10];
+    let token = process.token;
+    (world.ask(Call::ReserveScratch { token, tile_bytes })).unwrap();
     let call = world.drain_call("sim1");
     assert!(world.answer(call).is_ok());
-    let leaving = end(&mut world, Some(rates(900))).unwrap_err();
-    assert_eq!(leaving.kind, FaultKind::Invalid, "{leaving}");
-    assert!(leaving.message.contains("sim1 is drained"), "{leaving}");
-    let leaving = begin(&mut world, "sim1").unwrap_err();
-    assert!(leaving.message.contains("sim1 is drained"), "{leaving}");
-    world.move_all();
-    assert_eq!(world.left, [1]);
-    let gone = begin(&mut world, "sim1").unwrap_err();
-    assert_eq!(gone.kind, FaultKind::NotFound, "{gone}");
-    let (disks, _) = world.crash(true);
-    let mut alone = disks.pick(&[0]);
-    assert_eq!(recover::read(&mut alone).unwrap().devices.len(), 1);
+    let (mut disks, _) = world.crash(true);
+    let leaving = calibrate(&mut disks, "sim1", 900).unwrap_err();
+    assert!(
+        leaving.to_string().contains("sim1 is being drained"),
+        "{leaving}"
+    );
 
     // Too small a piece is free.
-    let mut world = World::start(formatted(), SimRandom::new(34));
-    world.begin("one", TILES, Durability::Committed);
-    let full = begin(&mut world, "sim1").unwrap_err();
-    assert_eq!(full.kind, FaultKind::NoSpace, "{full}");
+    let mut world = World::start(formatted(), SimRandom::new(37));
+    let (process, _) = world.open(&job("one"), 0, 1).unwrap();
+    (world.define(process, definition(TILES, Durability::Committed, 1))).unwrap();
+    let (mut disks, _) = world.crash(true);
+    let full = calibrate(&mut disks, "sim1", 900).unwrap_err();
     assert!(
-        full.message.contains("1048576 bytes in one piece"),
+        full.to_string()
+            .contains("at least 1048576 bytes in one piece"),
         "{full}"
     );
 }
