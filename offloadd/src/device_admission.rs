@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::core::{DeviceState, NewDevice};
-use crate::device::{Device, DeviceBlocks, DeviceError, FileOwner};
+use crate::device::{Device, DeviceBlocks, DeviceError};
 use crate::engine::EngineChoice;
 use crate::measure::{MeasureError, measure_blank};
 use crate::metrics::MovedBeside;
@@ -50,8 +50,8 @@ pub struct AdmittedDevice {
     pub made: bool,
 }
 
-/// Opens or creates the device at `path` for store `id`, and measures it, which takes seconds. A new file has `file_bytes` and belongs
-/// to `owner`. Without `force`, a device that contains data is refused.
+/// Opens or creates the device at `path` for store `id`, and measures it, which takes seconds. A new file has `file_bytes`.
+/// Without `force`, a device that contains data is refused.
 ///
 /// # Errors
 /// [`AdmissionError`]; a file that was created for this is removed again.
@@ -60,14 +60,13 @@ pub fn prepare(
     file_bytes: Option<u64>,
     force: bool,
     id: StoreId,
-    owner: Option<FileOwner>,
     engine: EngineChoice,
 ) -> Result<AdmittedDevice, AdmissionError> {
     if !path.is_absolute() {
         return Err(AdmissionError::NotAbsolute(path.display().to_string()));
     }
     let made = !path.exists();
-    let ready = open(path, file_bytes, force, id, owner).and_then(|device| {
+    let ready = open(path, file_bytes, force, id).and_then(|device| {
         let mut moved = MovedBeside::default();
         let rates = measure_blank(&device, engine, &mut moved)?;
         let mut random = [0; 16];
@@ -131,14 +130,13 @@ fn open(
     file_bytes: Option<u64>,
     force: bool,
     id: StoreId,
-    owner: Option<FileOwner>,
 ) -> Result<Device, AdmissionError> {
     let raw = std::fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
     if let Some(bytes) = file_bytes.filter(|_| !raw) {
         check_size(&path.display().to_string(), bytes)?;
     }
     if !path.exists() {
-        let device = Device::create_for(path, file_bytes, false, owner, &mut |_, _| {})?;
+        let device = Device::create(path, file_bytes, false)?;
         check_size(device.path(), device.bytes())?;
         return Ok(device);
     }
@@ -152,10 +150,6 @@ fn open(
         device = Device::create(path, file_bytes, true)?;
     }
     check_size(device.path(), device.bytes())?;
-    // Interrupted before its owner was changed.
-    if let Some(owner) = owner {
-        device.give_to(owner)?;
-    }
     Ok(device)
 }
 

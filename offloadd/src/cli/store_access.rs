@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use offload_api::proto;
 use offloadd::config::{Config, SOCKET_DEFAULT};
@@ -19,7 +19,7 @@ pub(super) enum Holder {
 // A doc comment on a flattened struct would replace the command's own.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct WhichStore {
-    /// Use the store of this settings file, served by a daemon or not
+    /// Use the store of this settings file
     #[arg(long, value_name = "FILE", conflicts_with = "socket")]
     config: Option<PathBuf>,
     /// Use the daemon at this socket [default: the installed service]
@@ -38,6 +38,20 @@ impl WhichStore {
             (None, Some(socket)) => socket.clone(),
             (None, None) => SOCKET_DEFAULT.into(),
         })
+    }
+}
+
+/// Connects to the daemon that serves the store, for a command that changes the store.
+///
+/// # Errors
+/// As [`holder`], or if no daemon serves the store.
+pub(super) async fn serving(which: &WhichStore) -> Result<Daemon> {
+    match holder(which).await? {
+        Holder::Daemon(daemon) => Ok(*daemon),
+        Holder::Nobody(config) => Err(anyhow!(
+            "no daemon at {} serves this store: start it (`systemctl start offloadd`, or `offloadd serve --config FILE` with these settings) and run this command again",
+            config.socket.display()
+        )),
     }
 }
 

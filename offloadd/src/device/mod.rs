@@ -38,15 +38,6 @@ pub struct Device {
     bytes: u64,
 }
 
-/// Owner of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct FileOwner {
-    /// User.
-    pub uid: u32,
-    /// Group.
-    pub gid: u32,
-}
-
 impl Device {
     /// Opens the device at `path`, locks it, and reads a block to check that direct I/O works.
     ///
@@ -138,20 +129,6 @@ impl Device {
         force: bool,
         watch: &mut dyn FnMut(u64, u64),
     ) -> Result<Self, DeviceError> {
-        Self::create_for(path, file_bytes, force, None, watch)
-    }
-
-    /// Like [`Self::create_watched`]; a created file belongs to `owner` from the start.
-    ///
-    /// # Errors
-    /// As [`Self::create`].
-    pub fn create_for(
-        path: &Path,
-        file_bytes: Option<u64>,
-        force: bool,
-        owner: Option<FileOwner>,
-        watch: &mut dyn FnMut(u64, u64),
-    ) -> Result<Self, DeviceError> {
         let failed = |action| failed(path, action);
         let found = match std::fs::metadata(path) {
             Ok(metadata) => Some(metadata.file_type()),
@@ -196,9 +173,6 @@ impl Device {
                 let mode = rustix::fs::Mode::from_raw_mode(0o600);
                 let closed = rustix::fs::fchmod(&*device.file, mode);
                 closed.map_err(|e| failed("remove other users' access (chmod)")(e.into()))?;
-            }
-            if let Some(owner) = owner {
-                device.give_to(owner)?;
             }
             device.reserve(path, file_bytes, watch)?;
             Ok(device)
@@ -258,29 +232,6 @@ impl Device {
             return refused(format!("it has mode {mode:04o}"), fix);
         }
         Ok(())
-    }
-
-    /// Gives a file of this user to `owner`. Leaves block devices, files of other users and files with a second name unchanged.
-    ///
-    /// # Errors
-    /// [`DeviceError`].
-    pub fn give_to(&self, owner: FileOwner) -> Result<(), DeviceError> {
-        let path = Path::new(&self.path);
-        let failed = |action| failed(path, action);
-        let found = (self.file.metadata()).map_err(failed("read its owner"))?;
-        let ours = found.is_file()
-            && found.nlink() == 1
-            && found.uid() == rustix::process::geteuid().as_raw();
-        // Metadata of the name itself, not of a link's target.
-        let named = std::fs::symlink_metadata(path).map_err(failed("read its owner"))?;
-        let same = (named.dev(), named.ino()) == (found.dev(), found.ino());
-        let FileOwner { uid, gid } = owner;
-        if !ours || !same || (found.uid(), found.gid()) == (uid, gid) {
-            return Ok(());
-        }
-        // By the descriptor, because the path may lead to another file by now.
-        std::os::unix::fs::fchown(&*self.file, Some(uid), Some(gid))
-            .map_err(failed("give it to the owner of the store's other files"))
     }
 
     /// Path in the settings.

@@ -58,7 +58,8 @@ mod trace;
 
 use actions::{Counted, Waiting};
 use attach::Hello;
-pub use handing::{InheritedSession, InheritedSessions, begin_incarnation};
+use handing::begin_incarnation;
+pub use handing::{InheritedSession, InheritedSessions};
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, Message, SnapshotAnswer, stopping};
 use keeper::{Ending, Keeper};

@@ -429,7 +429,7 @@ impl Service {
         let engine = EngineChoice::from_name(engine).unwrap_or_default();
         let named = path.clone();
         let device_admission = tokio::task::spawn_blocking(move || {
-            device_admission::prepare(&named, file_bytes, force, store, None, engine)
+            device_admission::prepare(&named, file_bytes, force, store, engine)
         });
         let device_admission = device_admission.await.map_err(|_| ended_unanswered())?;
         let AdmittedDevice {

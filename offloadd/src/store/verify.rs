@@ -144,27 +144,7 @@ pub fn verify_watched(
     blocks: &mut impl Blocks,
     watch: &mut dyn FnMut(u64, u64),
 ) -> Result<Report, StoreError> {
-    read_jobs(blocks, &|_| true, watch)
-}
-
-/// Like [`verify_watched`], for the tiles of one job.
-pub fn verify_one(
-    blocks: &mut impl Blocks,
-    uid: u32,
-    name: &str,
-    watch: &mut dyn FnMut(u64, u64),
-) -> Result<Report, StoreError> {
-    let asked = |job: &RecoveredJob| job.entry.uid == uid && job.entry.name.as_str() == name;
-    read_jobs(blocks, &asked, watch)
-}
-
-fn read_jobs(
-    blocks: &mut impl Blocks,
-    asked: &dyn Fn(&RecoveredJob) -> bool,
-    watch: &mut dyn FnMut(u64, u64),
-) -> Result<Report, StoreError> {
-    let mut store = recover::read(blocks)?;
-    store.jobs.retain(asked);
+    let store = recover::read(blocks)?;
     let total_bytes = store.jobs.iter().map(job_bytes).sum();
     let watch = &mut |done_bytes| watch(done_bytes, total_bytes);
     let mut report = Report {

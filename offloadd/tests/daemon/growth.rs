@@ -14,7 +14,7 @@ use offloadd::store::placement::rate;
 use rustix::process::Signal;
 
 use crate::common::{
-    Control, Session, Store, engines, expect_tiles, fill_tiles, open, program, words,
+    Control, Session, Store, engines, eventually, expect_tiles, fill_tiles, open, program, words,
 };
 
 pub(crate) const TILES: u32 = 30;
@@ -71,6 +71,13 @@ pub(crate) fn share(control: &mut Control, path: &Path) -> f64 {
         .iter()
         .find(|view| Path::new(&view.state.path) == path);
     f64::from(TILES) * rate(found.expect("it came")) / all
+}
+
+/// Drains a device of a served store, and waits until it has left.
+pub(crate) fn drained(store: &Store, control: &mut Control, path: &Path) {
+    let output = device(store, "drain", path, &[]);
+    assert!(output.status.success(), "{}", words(&output));
+    eventually("it has left", LIMIT, || view(control, path).is_none());
 }
 
 /// Writes and commits generation after generation until `done`; the newest one.
@@ -202,97 +209,40 @@ fn devices_come_and_go_while_a_process_writes() {
     }
 }
 
-/// A daemon served and ended; the generation that it committed, of sevens.
-fn committed_and_stopped(store: &Store) -> u64 {
+#[test]
+fn a_file_of_somebody_is_not_taken_and_a_drained_device_is_warned_of_and_left_alone() {
+    let mut store = Store::new(2, "auto");
+    let new = store.dir.path().join("device2");
+    std::fs::write(&new, [1; 4096]).unwrap();
+    let add = || words(&device(&store, "add", &new, &["--size", "8MiB"]));
+    let told = add();
+    assert!(told.contains("start it"), "{told}");
     let mut daemon = store.serve();
+    let told = add();
+    assert!(told.contains("the file exists"), "{told}");
     let mut control = daemon.control();
-    let reply = control.open_session(open("tiny")).unwrap();
-    let mut session = Session::attach(&reply).unwrap();
-    let working = session.begin(&mut control, TILES);
-    fill_tiles(&mut session, TILES, working, 7);
-    session.commit(&mut control, working, b"");
-    drop(session);
+    let gone = store.devices[1].clone();
+    drained(&store, &mut control, &gone);
+    // Nobody is left to take what is on the other one.
+    let told = words(&device(&store, "drain", &store.devices[0], &[]));
+    assert!(told.contains("there is none"), "{told}");
+    drop(control);
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));
-    working
-}
-
-#[test]
-fn without_a_daemon_devices_come_and_go_too() {
-    let mut store = Store::new(2, "auto");
-    let working = committed_and_stopped(&store);
-
-    let new = store.dir.path().join("device2");
-    // Somebody's file is not taken.
-    std::fs::write(&new, [1; 4096]).unwrap();
-    let output = device(&store, "add", &new, &["--size", "8MiB"]);
-    assert!(
-        words(&output).contains("the file exists"),
-        "{}",
+    let list = |store: &Store| {
+        let mut list = program();
+        list.args(["device", "list", "--config"]).arg(&store.config);
+        let output = list.output().unwrap();
+        assert!(output.status.success(), "{}", words(&output));
         words(&output)
-    );
-    std::fs::remove_file(&new).unwrap();
-    let output = device(&store, "add", &new, &["--size", "8MiB"]);
-    assert!(output.status.success(), "{}", words(&output));
-    store.devices.push(new);
-    store.write_config(&store.socket(), "auto");
-
-    let gone = store.devices[1].clone();
-    let output = device(&store, "drain", &gone, &[]);
-    assert!(output.status.success(), "{}", words(&output));
-    // Still listed, it is warned of and left alone.
-    let list = program()
-        .args(["device", "list", "--config"])
-        .arg(&store.config)
-        .output()
-        .unwrap();
-    let told = words(&list);
-    assert!(
-        told.contains("was drained") && list.status.success(),
-        "{told}"
-    );
+    };
+    let told = list(&store);
+    assert!(told.contains("was drained"), "{told}");
     store.devices.remove(1);
     store.write_config(&store.socket(), "auto");
-    std::fs::remove_file(gone).unwrap();
-    let verify = program()
-        .args(["verify", "--config"])
-        .arg(&store.config)
-        .output()
-        .unwrap();
-    assert!(words(&verify).contains("30 tiles"), "{}", words(&verify));
-    let daemon = store.serve();
-    let mut control = daemon.control();
-    let reply = control.open_session(open("tiny")).unwrap();
-    let mut session = Session::attach(&reply).unwrap();
-    session.resume(&mut control, working);
-    expect_tiles(&mut session, TILES, 7);
-}
-
-#[test]
-fn the_device_with_the_catalog_goes_without_a_daemon() {
-    let mut store = Store::new(2, "auto");
-    let working = committed_and_stopped(&store);
-
-    let home = store.devices[0].clone();
-    let told = words(&device(&store, "drain", &home, &[]));
-    for part in ["catalog and records to ", "not part of the store any more"] {
-        assert!(told.contains(part), "{told}");
-    }
-    store.devices.remove(0);
-    store.write_config(&store.socket(), "auto");
-    std::fs::remove_file(home).unwrap();
-    let daemon = store.serve();
-    let mut control = daemon.control();
-    let reply = control.open_session(open("tiny")).unwrap();
-    let mut session = Session::attach(&reply).unwrap();
-    session.resume(&mut control, working);
-    expect_tiles(&mut session, TILES, 7);
-    drop(session);
-    drop(control);
-    // Nobody is left to take it.
-    let last = store.devices[0].clone();
-    let told = words(&device(&store, "drain", &last, &[]));
-    assert!(told.contains("there is none"), "{told}");
+    std::fs::remove_file(&gone).unwrap();
+    let told = list(&store);
+    assert!(!told.contains(gone.to_str().unwrap()), "{told}");
 }
 
 #[test]
@@ -321,12 +271,7 @@ fn the_device_with_the_catalog_goes_when_the_daemon_starts_again() {
 
     let mut daemon = store.serve();
     let mut control = daemon.control();
-    let gone = |control: &mut Control| view(control, &home).is_none();
-    let end = Instant::now() + LIMIT;
-    while !gone(&mut control) {
-        assert!(Instant::now() < end, "not within {LIMIT:?}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    eventually("it has left", LIMIT, || view(&mut control, &home).is_none());
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));
     store.devices.remove(0);

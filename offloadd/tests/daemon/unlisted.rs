@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
-use crate::growth::{TILES, device};
+use crate::growth::{TILES, device, drained};
 
 const SOON: Duration = Duration::from_secs(60);
 
@@ -184,8 +184,9 @@ fn who_moved_a_store_is_not_given_a_device_of_the_old_place() {
 #[test]
 fn a_device_that_left_is_not_opened() {
     let (store, new, generation) = forgotten();
-    let output = device(&store, "drain", &new, &[]);
-    assert!(output.status.success(), "{}", words(&output));
+    let mut daemon = store.serve();
+    drained(&store, &mut daemon.control(), &new);
+    kill(&mut daemon);
     // Nobody holds it, so nobody may need it.
     std::fs::remove_file(&new).unwrap();
     let daemon = store.serve();
@@ -203,10 +204,9 @@ fn after_a_drain_the_line_to_write_names_the_devices_of_the_store_alone() {
     let mut daemon = store.serve();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
-    kill(&mut daemon);
     // A listed device leaves; the one that came is not listed yet.
-    let output = device(&store, "drain", &store.devices[1], &[]);
-    assert!(output.status.success(), "{}", words(&output));
+    drained(&store, &mut daemon.control(), &store.devices[1]);
+    kill(&mut daemon);
     let line = format!("devices = {:?}", [&store.devices[0], &new]);
     for command in [["check-config"].as_slice(), &["doctor", "--config"]] {
         let output = program().args(command).arg(&store.config).output().unwrap();

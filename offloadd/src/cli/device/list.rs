@@ -3,15 +3,18 @@
 use std::time::Duration;
 
 use anyhow::Result;
+use offload_api::ids::Epoch;
 use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
-use offloadd::core::DeviceState;
+use offloadd::core::{Core, DeviceState};
+use offloadd::device::DeviceBlocks;
 use offloadd::store::catalog::Phase;
+use offloadd::store::recover;
 use serde_json::{Value, json};
 
-use super::{at_most, open_stopped};
+use super::at_most;
 use crate::cli::connection::Daemon;
-use crate::cli::ratings;
+use crate::cli::{open_all, ratings, wear_counts};
 
 /// Time between the two snapshots that give the rate of moving tiles.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -69,11 +72,20 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
     Ok(lines.collect())
 }
 
-pub(super) fn lines_stopped(config: &Config) -> Result<Vec<Line>> {
-    let stopped = open_stopped(config)?;
+/// Reads the devices of a store that no daemon serves.
+pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
+    let opened = open_all(config)?;
+    let store = recover::read(&mut DeviceBlocks(&opened))?;
+    for foreign_device in &store.foreign_devices {
+        eprintln!("offloadd: device {foreign_device}");
+    }
+    let wear = wear_counts(&store, &opened);
     let ratings = ratings(config);
-    let lines = stopped.devices().into_iter().map(|state| Line {
-        worn_bytes: stopped.worn_bytes(&state),
+    // No session has this epoch.
+    let core = Core::new(store, Epoch(1), config.limits());
+    let lines = core.device_states().into_iter().zip(wear);
+    let lines = lines.map(|(state, wear)| Line {
+        worn_bytes: wear.before.written_bytes,
         rated_bytes: ratings.of(&state.path),
         unlisted: !ratings.listed.contains_key(&state.path),
         trouble: None,

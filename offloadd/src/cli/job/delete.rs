@@ -4,38 +4,26 @@ use anyhow::{Result, anyhow, bail};
 use offload_api::proto;
 use offload_support::outln;
 use offload_support::units::ApproxBytes;
-use offloadd::offline::Stopped;
 use offloadd::store::definition::JobName;
 
-use super::{WhichJob, content};
+use super::WhichJob;
 use crate::cli::connection::{refusal, runtime};
-use crate::cli::open_all;
-use crate::cli::store_access::{Holder, WhichStore, holder};
+use crate::cli::store_access::{WhichStore, serving};
 
 pub(super) fn run(which: &WhichJob, force: bool, store: &WhichStore) -> Result<()> {
-    let name = JobName::new(which.job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
+    JobName::new(which.job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
     let freed_bytes = runtime()?.block_on(async {
-        match holder(store).await? {
-            Holder::Daemon(mut daemon) => {
-                let content = daemon.client.inspect(proto::InspectRequest {}).await;
-                let content = content.map_err(|status| refusal(&daemon.socket, &status))?;
-                check(which.find(&content.into_inner().jobs)?, force)?;
-                let request = proto::DropJobRequest {
-                    job: which.job.clone(),
-                    uid: which.uid,
-                };
-                let answer = daemon.client.drop_job(request).await;
-                let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
-                Ok(reply.into_inner().freed_bytes)
-            }
-            Holder::Nobody(config) => {
-                let devices = open_all(&config)?;
-                check(which.find(&content::read(&devices)?)?, force)?;
-                let mut stopped = Stopped::open_to_change(devices)?;
-                (stopped.drop_job(which.owner(), name))
-                    .map_err(|fault| anyhow!("{}", fault.message))
-            }
-        }
+        let mut daemon = serving(store).await?;
+        let content = daemon.client.inspect(proto::InspectRequest {}).await;
+        let content = content.map_err(|status| refusal(&daemon.socket, &status))?;
+        check(which.find(&content.into_inner().jobs)?, force)?;
+        let request = proto::DropJobRequest {
+            job: which.job.clone(),
+            uid: which.uid,
+        };
+        let answer = daemon.client.drop_job(request).await;
+        let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
+        anyhow::Ok(reply.into_inner().freed_bytes)
     })?;
     outln!(
         "deleted job {}: {} freed",

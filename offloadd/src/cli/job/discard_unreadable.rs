@@ -3,25 +3,17 @@
 //! The record may be the newest. Then the previous generation was being overwritten when the daemon ended, so its tiles are
 //! compared with their checksums first.
 
-use anyhow::{Result, anyhow, bail};
-use offload_api::ids::Generation;
+use anyhow::{Result, bail};
 use offload_api::proto;
 use offload_support::outln;
 use offload_support::progress::{Audience, Progress, Unit};
-use offloadd::device::{Device, DeviceBlocks};
-use offloadd::offline::Stopped;
-use offloadd::store::definition::JobName;
-use offloadd::store::verify::verify_one;
 
 use super::WhichJob;
 use crate::cli::connection::{Daemon, refusal, runtime};
-use crate::cli::open_all;
-use crate::cli::store_access::{Holder, WhichStore, holder};
+use crate::cli::store_access::{WhichStore, serving};
 use crate::cli::verify::SCRUB_BYTES_PER_S;
 
-const COMPARING: &str = "comparing the remaining tiles";
-
-/// `bytes_per_s` limits what a daemon reads; without a daemon, tiles are read at full speed.
+/// `bytes_per_s` limits what the daemon reads to compare.
 pub(super) fn run(
     which: &WhichJob,
     force: bool,
@@ -30,32 +22,19 @@ pub(super) fn run(
 ) -> Result<()> {
     let job = &which.job;
     let newest = runtime()?.block_on(async {
-        match holder(store).await? {
-            Holder::Daemon(mut daemon) => {
-                if !force {
-                    compare(&mut daemon, which, bytes_per_s).await?;
-                }
-                let request = proto::DiscardUnreadableRequest {
-                    job: job.clone(),
-                    uid: which.uid,
-                };
-                let answer = daemon.client.discard_unreadable(request).await;
-                let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
-                Ok(Generation(reply.into_inner().newest_generation))
-            }
-            Holder::Nobody(config) => {
-                let name = JobName::new(job.as_str()).map_err(|fault| anyhow!("{fault}"))?;
-                let devices = open_all(&config)?;
-                if !force {
-                    compare_stopped(&devices, which)?;
-                }
-                let mut stopped = Stopped::open_to_change(devices)?;
-                (stopped.discard_unreadable(which.owner(), name))
-                    .map_err(|fault| anyhow!("{}", fault.message))
-            }
+        let mut daemon = serving(store).await?;
+        if !force {
+            compare(&mut daemon, which, bytes_per_s).await?;
         }
+        let request = proto::DiscardUnreadableRequest {
+            job: job.clone(),
+            uid: which.uid,
+        };
+        let answer = daemon.client.discard_unreadable(request).await;
+        let reply = answer.map_err(|status| refusal(&daemon.socket, &status))?;
+        anyhow::Ok(reply.into_inner().newest_generation)
     })?;
-    match (newest.0, force) {
+    match (newest, force) {
         (0, _) => outln!(
             "job {job} has no complete generation left: delete it, or start it again from the beginning"
         ),
@@ -69,20 +48,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn compare_stopped(devices: &[Device], which: &WhichJob) -> Result<()> {
-    let mut work = Progress::new(COMPARING, Unit::Bytes, Audience::Person);
-    let mut blocks = DeviceBlocks(devices);
-    let watch = &mut |done, total| work.set(done, total);
-    let report = verify_one(&mut blocks, which.owner(), &which.job, watch)?;
-    drop(work);
-    for one in report.undecided_jobs {
-        let wrong_count = one.differing_count + report.damaged_tiles.len() as u64;
-        judge(&which.job, one.generation.0, wrong_count)?;
-    }
-    Ok(())
-}
-
-/// Compares through the daemon. The daemon itself refuses a job that has no unreadable record.
+/// Compares the remaining tiles. The daemon refuses a job that has no unreadable record.
 async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>) -> Result<()> {
     let socket = &daemon.socket;
     let failed = |status: tonic::Status| refusal(socket, &status);
@@ -98,7 +64,11 @@ async fn compare(daemon: &mut Daemon, which: &WhichJob, bytes_per_s: Option<u64>
     };
     let answers = daemon.client.scrub(request).await;
     let mut answers = answers.map_err(failed)?.into_inner();
-    let mut work = Progress::new(COMPARING, Unit::Bytes, Audience::Person);
+    let mut work = Progress::new(
+        "comparing the remaining tiles",
+        Unit::Bytes,
+        Audience::Person,
+    );
     let mut damaged_count = 0;
     let mut last = proto::ScrubProgress::default();
     while let Some(reply) = answers.message().await.map_err(failed)? {

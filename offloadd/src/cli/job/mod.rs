@@ -50,7 +50,8 @@ pub(crate) enum JobCommand {
   offloadd job delete qwen --uid 1000 --force                 # another user's job, as root or as the daemon's user
   offloadd job delete qwen --config runs/mine/offloadd/offloadd.toml
 
-A job that a process has open cannot be deleted.")]
+The daemon that serves the store deletes the job; for the store of a run that is not running, start one first with
+`offloadd serve --config FILE`. A job that a process has open cannot be deleted.")]
     Delete {
         #[command(flatten)]
         which: WhichJob,
@@ -70,14 +71,15 @@ A job that a process has open cannot be deleted.")]
 A job with an unreadable record cannot be resumed, because the record may be the newest generation. Restart the daemon first: the
 device may be able to read the record then. Parts of the previous generation may have been overwritten since, so its tiles are
 compared with their checksums before the record is discarded. If any differ, the command refuses; --force discards the record
-without the comparison, and the job may then have no complete generation left.")]
+without the comparison, and the job may then have no complete generation left. The daemon that serves the store does all this; for
+the store of a run that is not running, start one first with `offloadd serve --config FILE`.")]
     DiscardUnreadable {
         #[command(flatten)]
         which: WhichJob,
         /// Discard the records without comparing the remaining tiles
         #[arg(long)]
         force: bool,
-        /// Compare at most this many bytes per second through a daemon, for example 200MB/s
+        /// Compare at most this many bytes per second, for example 200MB/s
         #[arg(long, value_name = "RATE", value_parser = super::verify::rate)]
         rate: Option<u64>,
         #[command(flatten)]

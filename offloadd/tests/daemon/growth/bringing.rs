@@ -1,7 +1,7 @@
 //! Who may bring a device, and what is left of one that does not come. What could go wrong: anybody brings or drains one, a file
 //! that its daemon cannot open, files of devices that were refused, a stop that waits for one that is made ready.
 
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::time::Instant;
@@ -68,41 +68,6 @@ fn only_root_and_who_runs_the_daemon_bring_and_drain_devices() {
 }
 
 #[test]
-fn what_root_makes_for_a_users_store_is_the_users() {
-    if !rustix::process::geteuid().is_root() {
-        println!(
-            "skipped: {}: only root can make files for others",
-            std::thread::current().name().unwrap_or("a test")
-        );
-        return;
-    }
-    let store = Store::new(1, "auto");
-    std::os::unix::fs::chown(&store.devices[0], Some(65534), Some(65533)).unwrap();
-    let new = store.dir.path().join("device1");
-    let output = device(&store, "add", &new, &["--size", "8MiB"]);
-    assert!(output.status.success(), "{}", words(&output));
-    let made = std::fs::metadata(&new).unwrap();
-    assert_eq!((made.uid(), made.gid()), (65534, 65533));
-    // One that was cut off before it was given; and what a link leads to.
-    for (linked, uid) in [(false, 65534), (true, 0)] {
-        let store = Store::new(1, "auto");
-        std::os::unix::fs::chown(&store.devices[0], Some(65534), Some(65533)).unwrap();
-        let new = store.dir.path().join("device1");
-        let begun = store
-            .dir
-            .path()
-            .join(if linked { "elsewhere" } else { "device1" });
-        std::fs::write(&begun, []).unwrap();
-        if linked {
-            std::os::unix::fs::symlink(&begun, &new).unwrap();
-        }
-        let output = device(&store, "add", &new, &["--size", "8MiB"]);
-        assert!(output.status.success(), "{}", words(&output));
-        assert_eq!(std::fs::metadata(&begun).unwrap().uid(), uid);
-    }
-}
-
-#[test]
 fn a_refused_device_leaves_no_file_behind() {
     let store = Store::new(1, "auto");
     let path = &store.devices[0];
@@ -115,6 +80,7 @@ fn a_refused_device_leaves_no_file_behind() {
         blocks.write(0, offset, &catalog.encode()).unwrap();
     }
     drop(opened);
+    let _daemon = store.serve();
     let new = store.dir.path().join("device1");
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     let told = words(&output);
