@@ -9,11 +9,10 @@ use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 
 use crate::arena::lock_outlook;
-use crate::config::Config;
+use crate::config::{Config, PageAddress};
 use crate::device::{Device, DeviceBlocks, unreserved};
 use crate::findings::{Finding, Severity, worst};
 use crate::memory;
-use crate::server::page::PageAddress;
 use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
 

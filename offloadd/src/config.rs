@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
+mod page_address;
 pub mod quota;
 
 use offload_api::{
@@ -14,7 +15,8 @@ use serde::Deserialize;
 
 use crate::engine::EngineChoice;
 use crate::quota::{Limits, Quotas};
-use crate::server::page::PageAddress;
+
+pub use page_address::PageAddress;
 
 /// Default of `socket`: in the runtime directory that systemd creates for the service, and where clients look first.
 pub const SOCKET_DEFAULT: &str = "/run/offloadd/offloadd.sock";

@@ -31,7 +31,6 @@ pub mod measure;
 pub mod memory;
 pub mod metrics;
 pub mod numa;
-mod power_cut_sim;
 pub mod queue;
 pub mod quota;
 mod rate_limiter;

@@ -94,6 +94,29 @@ const TRAINING_STATE_LAYERS: &[&[&str]] = &[
     &["checkpointer"],
 ];
 
+/// The layers inside `offloadd`.
+const OFFLOADD_LAYERS: &[&[&str]] = &[
+    &[
+        "drive_queue",
+        "findings",
+        "io",
+        "memory",
+        "rate_limiter",
+        "retry",
+    ],
+    &["arena", "blocks", "numa"],
+    &["engine", "handover", "store"],
+    &["device", "quota"],
+    &["config", "core", "queue", "store_devices"],
+    &["check", "doctor", "metrics"],
+    &["driver", "measure"],
+    &["calibrate", "device_admission"],
+    &["server"],
+];
+
+/// Parts of the daemon's core, each with those it must not import.
+const CORE_PARTS: &[(&str, &[&str])] = &[("operations", &["data", "admin"]), ("data", &["admin"])];
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
@@ -206,6 +229,49 @@ fn unsafe_stands_only_in_the_files_named_for_it() {
 fn modules_of_the_trainer_import_from_lower_layers_only() {
     assert_layers(&root().join("trainer/src"), TRAINER_LAYERS);
     assert_layers(&root().join("trainer/tiles/src"), TRAINING_STATE_LAYERS);
+}
+
+#[test]
+fn modules_of_the_daemon_import_from_lower_layers_only() {
+    assert_layers(&root().join("offloadd/src"), OFFLOADD_LAYERS);
+    for (part, forbidden) in CORE_PARTS {
+        let mut file_count = 0;
+        each_source(&root().join("offloadd/src/core").join(part), &mut |path| {
+            let text = std::fs::read_to_string(path).expect("a readable source file");
+            for other in *forbidden {
+                assert!(
+                    !names_module(&text, other),
+                    "{} imports core::{other}",
+                    path.display()
+                );
+            }
+            file_count += 1;
+        });
+        assert!(file_count > 0, "core::{part} has files");
+    }
+}
+
+/// Whether code names a path through `module`, as `super::module::Name` does.
+fn names_module(text: &str, module: &str) -> bool {
+    let code = text
+        .lines()
+        .map(|line| line.split("//").next().unwrap_or_default());
+    let is_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    code.into_iter().any(|line| {
+        line.match_indices(&format!("{module}::"))
+            .any(|(at, _)| !line[..at].ends_with(is_name))
+    })
+}
+
+#[test]
+fn paths_through_a_module_are_found_and_others_are_not() {
+    assert!(names_module("use super::admin::Admin;", "admin"));
+    assert!(names_module("use super::{admin::Admin, data};", "admin"));
+    assert!(!names_module(
+        "use super::Data; // see admin::Admin",
+        "admin"
+    ));
+    assert!(!names_module("use crate::metadata::Name;", "data"));
 }
 
 fn assert_layers(src: &Path, layers: &[&[&str]]) {

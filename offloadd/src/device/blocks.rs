@@ -9,8 +9,8 @@ use rustix::io::Errno;
 
 use super::Device;
 use crate::blocks::{BlockError, BlockErrorCause, Blocks};
+use crate::engine::power_cut_sim;
 use crate::io::{AlignedBytes, IoOp};
-use crate::power_cut_sim;
 
 /// Opened devices.
 #[derive(Debug)]

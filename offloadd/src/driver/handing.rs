@@ -38,7 +38,7 @@ pub struct InheritedSessions {
 ///
 /// # Errors
 /// If the metadata device fails the write.
-pub fn begin_incarnation(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
+pub(super) fn begin_incarnation(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
     let (position, catalog) = core.first_catalog();
     catalog.write(&mut DeviceBlocks(devices), position)?;
     core.begin_incarnation(catalog);

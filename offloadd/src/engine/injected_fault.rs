@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use test_hooks::injected_fault::{InjectedFault, Instead, failing_flushes, injected_fault};
 
+use super::power_cut_sim;
 use super::{Io, IoDone, Memory};
-use crate::power_cut_sim;
 
 static STARTED: AtomicU64 = AtomicU64::new(0);
 static ENDED: AtomicU64 = AtomicU64::new(0);

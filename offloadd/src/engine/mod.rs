@@ -26,6 +26,7 @@ pub mod aio;
 mod backlog;
 mod inflight;
 mod injected_fault;
+pub(crate) mod power_cut_sim;
 pub mod psync;
 pub mod rate_limited;
 pub mod uring;
@@ -190,7 +191,7 @@ impl Engine {
         devices: &[Arc<File>],
         inflight_max: usize,
     ) -> Result<(Self, String), EngineError> {
-        crate::power_cut_sim::devices(devices);
+        power_cut_sim::devices(devices);
         let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
         let Some(paces) = test_hooks::rate_limit::paces() else {
             return Ok((engine, reason));

@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use offload_api::ids::DeviceIndex;
 use test_hooks::injected_fault::{Instead, injected_fault};
 
-use crate::engine::{Io, IoDone};
+use super::{Io, IoDone};
 use crate::io::{AlignedBytes, IoId, IoOp};
 use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
