@@ -9,8 +9,7 @@ use offload_api::ring::entry::{Cqe, Priority, Sqe};
 
 use super::call::{Call, Reply};
 use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult, SessionId};
-use crate::quota::Limits;
-use crate::quota::Quotas;
+use crate::quota::{Limits, Quotas, Weights};
 use crate::store::definition::JobName;
 
 /// The driver's number for a call that waits for its reply.
@@ -105,6 +104,8 @@ pub enum Action {
         buffer: Buffer,
         /// What goes before what.
         priority: Priority,
+        /// Weights of the session's user and job; `None` for an operation of the daemon itself.
+        weights: Option<Weights>,
     },
     /// An operation that has not ended goes before others, or no longer.
     Promote {

@@ -48,7 +48,7 @@ use offload_api::ring::entry::Sqe;
 use crate::blocks::BlockError;
 use crate::handover::message;
 use crate::io::{AlignedBytes, IoId, IoOp, IoResult, SessionId};
-use crate::quota::{Limits, Weights};
+use crate::quota::Limits;
 use crate::store::catalog::Catalog;
 use crate::store::content::JobContent;
 use crate::store::definition::{JobDefinition, JobName};
@@ -404,11 +404,6 @@ impl Core {
     /// Host memory of all sessions, and of how many.
     pub fn arena_used(&self) -> (u64, u64) {
         self.data.arena_used()
-    }
-
-    /// What a job's turns at a drive weigh, and its user's.
-    pub fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
-        self.data.weights_of(uid, name)
     }
 
     /// The jobs in the store that `viewer` may see, by owner and name.

@@ -56,6 +56,7 @@ impl Driver {
                 bytes,
                 buffer,
                 priority,
+                weights,
             } => {
                 self.spans.queued(io, &buffer, &self.sessions);
                 let (mut job, mut owner) = (None, Owner::Daemon);
@@ -63,10 +64,9 @@ impl Driver {
                     Buffer::Slot { session: id, place } => {
                         let session = self.sessions.get_mut(&id).expect("a live session");
                         job = Some(session.job);
-                        let uid = session.peer.uid;
-                        let weights = self.core.weights_of(uid, self.ledger.name(session.job));
+                        let weights = weights.expect("an operation of a session has weights");
                         owner = Owner::Session {
-                            uid,
+                            uid: session.peer.uid,
                             user_weight: weights.user,
                             job_weight: weights.job,
                             job: session.job.number(),

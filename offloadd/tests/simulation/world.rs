@@ -305,6 +305,7 @@ impl World {
                 bytes,
                 buffer,
                 priority: _,
+                weights: _,
             } => {
                 let position = self.positions[device.0 as usize];
                 assert!(!self.left.contains(&position), "a device that left is used");

@@ -80,7 +80,7 @@ impl Data {
     }
 
     /// What a job's turns at a drive weigh, and its user's.
-    pub(in crate::core) fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
+    pub(super) fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
         let user = self.quotas.of(uid).weight;
         let job = self.quotas.of_job(uid, name).weight;
         let [user, job] = [user, job].map(|weight| weight.unwrap_or(WEIGHT_DEFAULT));

@@ -228,7 +228,9 @@ impl Data {
         };
         let TileIo { extent, bytes, .. } = tile;
         let part = [extent.offset, u64::from(bytes)];
-        let io = ops.start(extent.device, op, part, buffer, tile.request.priority);
+        let priority = tile.request.priority;
+        let weights = Some(self.weights_of(tile.key.uid, &tile.key.name));
+        let io = ops.start_weighted(extent.device, op, part, buffer, priority, weights);
         if let Some(session) = self.sessions.get_mut(&tile.session) {
             session.tickets.insert(tile.request.ticket.0, io);
         }

@@ -16,6 +16,7 @@ use offload_api::ring::entry::Priority;
 
 use super::{Action, CallId, Reply};
 use crate::io::{Buffer, IoId, IoOp};
+use crate::quota::Weights;
 use flush::Flush;
 use script::Script;
 
@@ -102,14 +103,27 @@ impl Operations {
         self.next_number
     }
 
-    /// Asks the driver for an operation; who asks remembers what it is for.
+    /// Asks the driver for an operation of the daemon itself; who asks remembers what it is for.
     pub(super) fn start(
+        &mut self,
+        device: DeviceIndex,
+        op: IoOp,
+        part: [u64; 2],
+        buffer: Buffer,
+        priority: Priority,
+    ) -> IoId {
+        self.start_weighted(device, op, part, buffer, priority, None)
+    }
+
+    /// As [`Self::start`]; `weights` for an operation of a session.
+    pub(super) fn start_weighted(
         &mut self,
         device: DeviceIndex,
         op: IoOp,
         [offset, bytes]: [u64; 2],
         buffer: Buffer,
         priority: Priority,
+        weights: Option<Weights>,
     ) -> IoId {
         let io = IoId(self.number());
         self.actions.push(Action::Io {
@@ -120,6 +134,7 @@ impl Operations {
             bytes: bytes as u32,
             buffer,
             priority,
+            weights,
         });
         io
     }
