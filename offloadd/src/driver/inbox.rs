@@ -11,11 +11,13 @@ use rustix::event::{EventfdFlags, eventfd};
 use tokio::sync::oneshot;
 
 use super::keeper::Made;
-use crate::core::{Call, Core, Damage, NewDevice, Peer, Reply, Viewer};
+use crate::core::{At, Call, CommittedTiles, Core, Damage, NewDevice, Peer, Reply, Viewer};
 use crate::io::SessionId;
 use crate::metrics::{MovedBeside, Ratings, Snapshot};
 use crate::quota::{Limits, Quotas};
+use crate::store::content::JobContent;
 use crate::store::definition::JobName;
+use crate::store::superblock::Superblock;
 
 /// Limit of waiting messages. The owner thread handles one in microseconds.
 const WAITING_MAX: usize = 1024;
@@ -33,12 +35,28 @@ pub struct Change {
     pub ratings: Ratings,
 }
 
-/// A closure that reads the core and sends its answer.
-pub(super) struct Question(pub(super) Box<dyn FnOnce(&Core) + Send>);
+/// Questions about the core's state, each with where its answer goes. Each takes microseconds.
+#[derive(Debug)]
+pub(super) enum Question {
+    /// Why the store is read-only, if it is.
+    ReadOnly(oneshot::Sender<Option<Fault>>),
+    /// Jobs in the store.
+    Contents(Viewer, oneshot::Sender<Vec<JobContent>>),
+    /// Some of a job's committed tiles.
+    CommittedTiles(At, oneshot::Sender<Option<CommittedTiles>>),
+    /// Superblock of a device.
+    Superblock(DeviceIndex, oneshot::Sender<Superblock>),
+}
 
-impl std::fmt::Debug for Question {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Question")
+impl Question {
+    pub(super) fn answer(self, core: &Core) {
+        // An answer is refused only if the caller has gone.
+        match self {
+            Self::ReadOnly(answer) => drop(answer.send(core.read_only().cloned())),
+            Self::Contents(viewer, answer) => drop(answer.send(core.contents(viewer))),
+            Self::CommittedTiles(at, answer) => drop(answer.send(core.committed_tiles(&at))),
+            Self::Superblock(device, answer) => drop(answer.send(core.superblock_of(device))),
+        }
     }
 }
 
@@ -74,7 +92,7 @@ pub(super) enum Message {
         session: SessionId,
         made: Result<Box<Made>, Fault>,
     },
-    /// Reads the core.
+    /// Asks about the core's state.
     Ask(Question),
     /// A scrub found a damaged tile.
     Damaged {
@@ -160,20 +178,53 @@ impl DriverHandle {
         Ok(receiver)
     }
 
-    /// Runs `question` on the core; it must take microseconds only.
+    /// Asks why the store is read-only; the answer is `None` if it is not.
     ///
     /// # Errors
     /// As [`Self::call`].
-    pub(crate) fn ask<R: Send + 'static>(
+    pub(crate) fn read_only(&self) -> Result<oneshot::Receiver<Option<Fault>>, Fault> {
+        self.ask(Question::ReadOnly)
+    }
+
+    /// Asks for the jobs in the store that `viewer` may see.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn contents(
         &self,
-        question: impl FnOnce(&Core) -> R + Send + 'static,
+        viewer: Viewer,
+    ) -> Result<oneshot::Receiver<Vec<JobContent>>, Fault> {
+        self.ask(|answer| Question::Contents(viewer, answer))
+    }
+
+    /// Asks for some of a job's committed tiles, from `at` on; the answer is `None` if there is no such job.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn committed_tiles(
+        &self,
+        at: At,
+    ) -> Result<oneshot::Receiver<Option<CommittedTiles>>, Fault> {
+        self.ask(|answer| Question::CommittedTiles(at, answer))
+    }
+
+    /// Asks for the superblock of a device.
+    ///
+    /// # Errors
+    /// As [`Self::call`].
+    pub(crate) fn superblock_of(
+        &self,
+        device: DeviceIndex,
+    ) -> Result<oneshot::Receiver<Superblock>, Fault> {
+        self.ask(|answer| Question::Superblock(device, answer))
+    }
+
+    fn ask<R>(
+        &self,
+        question: impl FnOnce(oneshot::Sender<R>) -> Question,
     ) -> Result<oneshot::Receiver<R>, Fault> {
         let (answer, receiver) = oneshot::channel();
-        let question = Question(Box::new(move |core| {
-            // Fails only if the caller has gone.
-            let _ = answer.send(question(core));
-        }));
-        self.try_send(Message::Ask(question))?;
+        self.try_send(Message::Ask(question(answer)))?;
         Ok(receiver)
     }
 

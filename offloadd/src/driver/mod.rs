@@ -464,7 +464,7 @@ impl Driver {
                     }
                 }
                 Message::Made { session, made } => self.made(session, made),
-                Message::Ask(question) => (question.0)(&self.core),
+                Message::Ask(question) => question.answer(&self.core),
                 Message::Damaged { uid, job, damage } => {
                     let place = self.ledger.place(uid, &job);
                     self.report_damage(place, uid, damage);

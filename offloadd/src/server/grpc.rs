@@ -368,7 +368,7 @@ impl proto::offload_server::Offload for Service {
         request: Request<proto::InspectRequest>,
     ) -> Result<Response<proto::InspectReply>, Status> {
         let viewer = viewer(peer_of(&request)?);
-        let answer = (self.driver).ask(move |core| core.contents(viewer))?;
+        let answer = self.driver.contents(viewer)?;
         let jobs = answer.await.map_err(|_| ended_unanswered())?;
         Ok(Response::new(proto::InspectReply {
             jobs: jobs.iter().map(proto::JobContent::from).collect(),
@@ -421,8 +421,8 @@ impl Service {
             refuse_known(&path, of_store.collect()).await?;
         }
         // Before anything on the device is overwritten.
-        let only_read = self.driver.ask(|core| core.read_only().cloned())?;
-        if let Some(why) = only_read.await.map_err(|_| ended_unanswered())? {
+        let read_only = self.driver.read_only()?;
+        if let Some(why) = read_only.await.map_err(|_| ended_unanswered())? {
             return Err(why);
         }
         let (store, engine) = (self.about.store, self.about.engine);

@@ -19,11 +19,11 @@ use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
 use offload_api::proto;
-use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
+use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
-use crate::core::{At, CommittedTile, Core, Damage, Viewer};
+use crate::core::{At, CommittedTile, Damage, Viewer};
 use crate::device::{Device, DeviceBlocks};
 use crate::driver::DriverHandle;
 use crate::io::AlignedBytes;
@@ -217,8 +217,7 @@ impl Scrub {
     }
 
     fn all(&mut self) -> Result<(), Ended> {
-        let viewer = self.wish.viewer;
-        let mut jobs = self.ask(move |core| core.contents(viewer))?;
+        let mut jobs = answered(self.owner.contents(self.wish.viewer))?;
         if let Some(name) = &self.wish.job {
             jobs.retain(|job| job.name.as_str() == name);
             if jobs.is_empty() {
@@ -252,9 +251,8 @@ impl Scrub {
                 tile: 0,
             };
             loop {
-                let asked = at.clone();
-                // Deleted in the meantime.
-                let Some(found) = self.ask(move |core| core.committed_tiles(&asked))? else {
+                // `None` if the job was deleted in the meantime.
+                let Some(found) = answered(self.owner.committed_tiles(at.clone()))? else {
                     break;
                 };
                 for tile in &found.tiles {
@@ -319,7 +317,7 @@ impl Scrub {
             tile: tile.tile.0 as usize,
             ..at.clone()
         };
-        let now = self.ask(move |core| core.committed_tiles(&again))?;
+        let now = answered(self.owner.committed_tiles(again))?;
         let still = now.is_some_and(|now| {
             let same = |other: &CommittedTile| {
                 (other.tile, other.version, other.extent) == (tile.tile, tile.version, tile.extent)
@@ -335,7 +333,7 @@ impl Scrub {
         if self.files.contains_key(&index) {
             return Ok(());
         }
-        let ours = self.ask(move |core| core.superblock_of(index))?;
+        let ours = answered(self.owner.superblock_of(index))?;
         let looked = match Device::open_readonly(Path::new(&*tile.path)) {
             Ok(device) if is_another(&device, &ours) => Err(format!(
                 "device {}: another device is at this path than the daemon has open",
@@ -457,17 +455,14 @@ impl Scrub {
             std::thread::sleep(READ_POLL);
         }
     }
+}
 
-    fn ask<R: Send + 'static>(
-        &self,
-        question: impl FnOnce(&Core) -> R + Send + 'static,
-    ) -> Result<R, Ended> {
-        let answer = self.owner.ask(question)?;
-        answer.blocking_recv().map_err(|_| {
-            let what = "offloadd stopped before the scrub ended";
-            Ended::Failed(Fault::new(FaultKind::Stopping, what))
-        })
-    }
+/// Waits for the owner thread's answer to a question.
+fn answered<R>(asked: Result<oneshot::Receiver<R>, Fault>) -> Result<R, Ended> {
+    asked?.blocking_recv().map_err(|_| {
+        let what = "offloadd stopped before the scrub ended";
+        Ended::Failed(Fault::new(FaultKind::Stopping, what))
+    })
 }
 
 /// Sleeps until `due` and returns true, or returns false when `is_connected` turns false.
