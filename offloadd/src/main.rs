@@ -211,7 +211,7 @@ fn main() -> ExitCode {
         Command::Top(options) => cli::top::run(options).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("offloadd: {}", cli::whole(&error));
+        eprintln!("offloadd: {}", offloadd::error_text::whole(&error));
         ExitCode::FAILURE
     })
 }

@@ -98,6 +98,7 @@ const TRAINING_STATE_LAYERS: &[&[&str]] = &[
 const OFFLOADD_LAYERS: &[&[&str]] = &[
     &[
         "drive_queue",
+        "error_text",
         "findings",
         "io",
         "memory",
@@ -112,6 +113,7 @@ const OFFLOADD_LAYERS: &[&[&str]] = &[
     &["driver", "measure"],
     &["calibrate", "device_admission"],
     &["server"],
+    &["daemon"],
 ];
 
 /// Parts of the daemon's core, each with those it must not import.

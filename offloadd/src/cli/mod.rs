@@ -9,9 +9,7 @@ mod findings;
 pub(crate) mod format;
 pub(crate) mod job;
 mod log;
-mod reload;
 pub(crate) mod serve;
-mod service_manager;
 mod store_access;
 pub(crate) mod supervise;
 pub(crate) mod top;
@@ -20,10 +18,7 @@ pub(crate) mod verify;
 use anyhow::{Context, Result, bail};
 use offload_support::console;
 use offloadd::config::Config;
-use offloadd::device::{Device, DeviceBlocks, DeviceError};
-use offloadd::metrics::{Ratings, WearCount};
-use offloadd::store::recover::RecoveredStore;
-use offloadd::store::wear::Wear;
+use offloadd::device::{Device, DeviceError};
 use offloadd::store_devices::StoreDevices;
 use rustix::process::{Pid, Resource, Rlimit, Signal};
 
@@ -37,30 +32,6 @@ fn open_all(config: &Config) -> Result<Vec<Device>, DeviceError> {
         eprintln!("offloadd: add to the settings: {line}");
     }
     Ok(opened.devices)
-}
-
-/// Wear of each device, in the store's order.
-fn wear_counts(store: &RecoveredStore, devices: &[Device]) -> Vec<WearCount> {
-    let counts = store.devices.iter().map(|device| WearCount {
-        path: device.path.clone(),
-        number: device.superblock.number,
-        before: Wear::read(
-            &mut DeviceBlocks(devices),
-            device.position,
-            store.id,
-            device.superblock.number,
-        ),
-    });
-    counts.collect()
-}
-
-/// Rated endurance of the drives, from the settings.
-fn ratings(config: &Config) -> Ratings {
-    let paths = config.devices.iter().map(|path| path.display().to_string());
-    Ratings {
-        listed: paths.zip(config.rated_bytes.iter().copied()).collect(),
-        others: config.rated_bytes_others,
-    }
 }
 
 /// Raises the soft limit of file descriptors: a session needs seven, so the usual 1024 would not do for `sessions_max`.
@@ -93,39 +64,4 @@ fn print(text: &str) -> Result<()> {
         std::process::exit(0);
     }
     Ok(written?)
-}
-
-/// Joins an error and its causes. Leaves out a cause that the text before it contains already.
-pub(crate) fn whole(error: &anyhow::Error) -> String {
-    let mut text = String::new();
-    for cause in error.chain().map(ToString::to_string) {
-        if text.is_empty() {
-            text = cause;
-        } else if !text.contains(&cause) {
-            text += ": ";
-            text += &cause;
-        }
-    }
-    text
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[derive(Debug, thiserror::Error)]
-    #[error("opening it: {source}")]
-    struct NamesItsCause {
-        source: std::io::Error,
-    }
-
-    #[test]
-    fn a_cause_that_an_error_names_itself_is_not_repeated() {
-        let source = std::io::Error::from_raw_os_error(libc::EINVAL);
-        let once = format!("device 1: opening it: {source}");
-        let error = Err::<(), _>(NamesItsCause { source }).context("device 1");
-        assert_eq!(whole(&error.unwrap_err()), once);
-        let plain = anyhow::anyhow!("no room").context("the store");
-        assert_eq!(whole(&plain), "the store: no room");
-    }
 }

@@ -19,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 use offloadd::config::Config;
+use offloadd::error_text::whole;
 use offloadd::handover::{DESCRIPTORS_MAX, inherited, is_ours, is_state};
 use offloadd::server;
 use rustix::fs::Mode;
@@ -28,7 +29,7 @@ use tokio::io::Interest;
 use tokio::net::UnixDatagram;
 use tokio::signal::unix::{SignalKind, signal};
 
-use super::{log, raise_descriptor_limit, whole};
+use super::{log, raise_descriptor_limit};
 
 /// The same limits as in the systemd unit.
 const FAILURES_MAX: usize = 5;

@@ -10,12 +10,13 @@ use offload_support::progress::{Audience, Progress, Unit};
 use offload_support::units::{ApproxBytes, parse_rate};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
+use offloadd::metrics::Ratings;
 use offloadd::store::verify::verify_watched;
 use serde_json::{Value, json};
 
 use super::connection::{Daemon, refusal, runtime};
+use super::open_all;
 use super::store_access::{Holder, WhichStore, holder};
-use super::{open_all, ratings};
 
 /// Default rate of a scrub by a daemon; an NVMe drive reads this beside training without a noticeable delay.
 pub(super) const SCRUB_BYTES_PER_S: u64 = 200_000_000;
@@ -126,7 +127,7 @@ fn read(config: &Config, options: &Options, audience: Audience) -> Result<Found>
         }
     })?;
     drop(work);
-    let ratings = ratings(config);
+    let ratings = Ratings::of_settings(config);
     let wear = report.wear.iter().map(|device| WearCount {
         path: device.path.clone(),
         worn_bytes: device.wear.written_bytes,

@@ -7,7 +7,10 @@ use std::collections::BTreeMap;
 use offload_api::ids::DeviceIndex;
 
 use super::DeviceWear;
+use crate::blocks::Blocks;
+use crate::config::Config;
 use crate::io::AlignedBytes;
+use crate::store::recover::RecoveredStore;
 use crate::store::superblock::StoreId;
 use crate::store::wear::{Wear, totals};
 
@@ -34,6 +37,15 @@ pub struct Ratings {
 }
 
 impl Ratings {
+    /// Ratings of the settings.
+    pub fn of_settings(config: &Config) -> Self {
+        let paths = config.devices.iter().map(|path| path.display().to_string());
+        Self {
+            listed: paths.zip(config.rated_bytes.iter().copied()).collect(),
+            others: config.rated_bytes_others,
+        }
+    }
+
     /// Rated endurance of the device at `path`, if set.
     pub fn of(&self, path: &str) -> Option<u64> {
         *self.listed.get(path).unwrap_or(&self.others)
@@ -49,6 +61,21 @@ pub struct WearCount {
     pub number: u32,
     /// Wear stored on the device.
     pub before: Wear,
+}
+
+impl WearCount {
+    /// Reads the wear of each device, in the store's order.
+    pub fn read(blocks: &mut impl Blocks, store: &RecoveredStore) -> Vec<Self> {
+        let counts = store.devices.iter().map(|device| {
+            let number = device.superblock.number;
+            Self {
+                path: device.path.clone(),
+                number,
+                before: Wear::read(blocks, device.position, store.id, number),
+            }
+        });
+        counts.collect()
+    }
 }
 
 #[derive(Debug)]

@@ -8,13 +8,14 @@ use offload_support::units::ApproxBytes;
 use offloadd::config::Config;
 use offloadd::core::{Core, DeviceState};
 use offloadd::device::DeviceBlocks;
+use offloadd::metrics::{Ratings, WearCount};
 use offloadd::store::catalog::Phase;
 use offloadd::store::recover;
 use serde_json::{Value, json};
 
 use super::at_most;
 use crate::cli::connection::Daemon;
-use crate::cli::{open_all, ratings, wear_counts};
+use crate::cli::open_all;
 
 /// Time between the two snapshots that give the rate of moving tiles.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -79,8 +80,8 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
     for foreign_device in &store.foreign_devices {
         eprintln!("offloadd: device {foreign_device}");
     }
-    let wear = wear_counts(&store, &opened);
-    let ratings = ratings(config);
+    let wear = WearCount::read(&mut DeviceBlocks(&opened), &store);
+    let ratings = Ratings::of_settings(config);
     // No session has this epoch.
     let core = Core::new(store, Epoch(1), config.limits());
     let lines = core.device_states().into_iter().zip(wear);

@@ -8,8 +8,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::UnixDatagram;
 use std::time::{Duration, Instant};
 
-use offloadd::driver::DriverHandle;
-use offloadd::handover::{self, HandedOver};
+use crate::driver::DriverHandle;
+use crate::handover::{self, HandedOver};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{

@@ -2,13 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::check::check;
+use crate::config::Config;
+use crate::driver::Change;
+use crate::findings::Severity;
+use crate::metrics::Ratings;
 use anyhow::{Result, bail};
-use offloadd::check::check;
-use offloadd::config::Config;
-use offloadd::driver::Change;
-use offloadd::findings::Severity;
-
-use super::ratings;
 
 /// Settings to apply, and messages about changed settings that need a restart.
 #[derive(Debug)]
@@ -95,7 +94,7 @@ fn compare(started: &Config, served: &[Served], new: &Config) -> Reload {
     let change = Change {
         limits,
         quotas: new.quotas.clone(),
-        ratings: ratings(new),
+        ratings: Ratings::of_settings(new),
     };
     Reload { change, refused }
 }
