@@ -59,7 +59,7 @@ struct CheckedTiles {
     committed: Option<Vec<Option<Version>>>,
     /// By index: what was written since, and whether the last write failed.
     working: Vec<(usize, Option<Version>, bool)>,
-    touched: Vec<bool>,
+    unflushed: Vec<bool>,
 }
 
 /// A job with the sessions that go on, all of which fits the store; its room is not taken yet.
@@ -236,13 +236,7 @@ impl Data {
         } = checked;
         let device_count = ops.device_count();
         let into = (self.jobs.entry(key.clone())).or_insert_with(|| Job::new(device_count));
-        into.local_ranks = job.local_ranks;
-        into.resumed = job.resumed.map(Generation);
-        into.working = Generation(job.working);
-        into.awaiting_confirm = job.awaiting_confirm;
-        into.poison = poison;
-        into.gone = gone;
-        into.touched = tiles.touched;
+        into.adopt(job, [poison, gone], tiles.unflushed);
         if let Some(stored) = &mut into.stored {
             if let Some(committed) = tiles.committed {
                 for (tile, version) in stored.tiles.iter_mut().zip(committed) {
@@ -305,14 +299,14 @@ impl Data {
         job: &message::Job,
         devices: &DeviceNumbers,
     ) -> Result<CheckedTiles, String> {
-        let mut touched = vec![false; devices.numbers.len()];
+        let mut unflushed = vec![false; devices.numbers.len()];
         for number in &job.touched {
-            touched[devices.index(*number)?.0 as usize] = true;
+            unflushed[devices.index(*number)?.0 as usize] = true;
         }
         let mut checked = CheckedTiles {
             committed: None,
             working: Vec::new(),
-            touched,
+            unflushed,
         };
         let stored = self.jobs.get(key).and_then(|job| job.stored.as_ref());
         let found = stored.map(status);
@@ -508,11 +502,8 @@ fn session_state(
 }
 
 fn job_state(key: &JobKey, job: &Job, devices: &DeviceNumbers) -> message::Job {
-    let touched = job
-        .touched
-        .iter()
-        .enumerate()
-        .filter(|(device, touched)| **touched && devices.numbers[*device].1);
+    let unflushed = (job.unflushed.iter().enumerate())
+        .filter(|(device, unflushed)| **unflushed && devices.numbers[*device].1);
     let tiles = job.stored.iter().flat_map(|stored| {
         let written = (stored.tiles.iter().enumerate())
             .filter(|(_, tile)| tile.working.is_some() || tile.failed);
@@ -535,7 +526,7 @@ fn job_state(key: &JobKey, job: &Job, devices: &DeviceNumbers) -> message::Job {
         awaiting_confirm: job.awaiting_confirm,
         poison: job.poison.as_ref().map(fault_state),
         gone: job.gone.as_ref().map(fault_state),
-        touched: touched
+        touched: unflushed
             .map(|(device, _)| devices.number(DeviceIndex(device as u32)))
             .collect(),
         tiles: tiles.collect(),

@@ -20,7 +20,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 use super::members::poison;
 use super::{Data, JobKey, Purpose};
 use crate::core::operations::{Failed, Operations, Step};
-use crate::core::{CallId, Reply, next};
+use crate::core::{CallId, Reply};
 use crate::io::SessionId;
 use crate::store::manifest::{Mark, Marked, Record, SlotContent, blob_room_bytes, blobs_bytes_max};
 
@@ -143,10 +143,10 @@ impl Data {
         let sequence = stored.next_sequence();
         let mut steps = Vec::new();
         if !is_disabled(Safeguard::FirstFlush) {
-            let touched = (job.touched.iter().enumerate())
-                .filter(|(_, touched)| **touched)
+            let unflushed = (job.unflushed.iter().enumerate())
+                .filter(|(_, unflushed)| **unflushed)
                 .map(|(device, _)| DeviceIndex(device as u32));
-            steps.push(Step::flush(touched));
+            steps.push(Step::flush(unflushed));
         }
         steps.push(Step::twice(
             ops.home(),
@@ -184,19 +184,14 @@ impl Data {
             *stored.slot_of(generation) = SlotContent::Unknown;
             let writes = stored.voiding(&[Record::slot(generation)]);
             let steps = vec![Step::writes(ops.home(), writes), Step::flush([ops.home()])];
-            job.poison.get_or_insert_with(|| fault.clone());
+            job.poison(fault.clone());
             let purpose = Purpose::Withdraw { generation, fault };
             return self.run_script(key, purpose, steps, ops);
         }
-        for tile in &mut stored.tiles {
-            tile.committed = tile.newest();
-            tile.working = None;
-        }
+        stored.commit_tiles();
         let confirmed = record.born_confirmed;
         *stored.slot_of(generation) = SlotContent::Sound(Marked { record, mark: None });
-        job.touched.fill(false);
-        job.working = next(generation);
-        job.awaiting_confirm = !confirmed;
+        job.commit(generation, confirmed);
         let reply = Reply::Commit {
             generation,
             confirmed,
@@ -294,12 +289,12 @@ impl Data {
                 if let SlotContent::Sound(marked) = stored.slot_of(newest) {
                     marked.mark = Some(Mark::Confirmed);
                 }
-                job.awaiting_confirm = false;
+                job.confirm();
                 Ok(Reply::Confirm)
             }
             Err(failed) => {
                 let fault = poison(&key.name, "confirming", &failed.fault);
-                job.poison = Some(fault.clone());
+                job.poison(fault.clone());
                 Err(fault)
             }
         };

@@ -46,8 +46,8 @@ pub(super) struct Job {
     pub(super) round: Option<Round>,
     pub(super) resume_waiters: Vec<(CallId, SessionId)>,
     pub(super) confirm_waiters: Vec<CallId>,
-    /// Devices written to since the last commit.
-    pub(super) touched: Vec<bool>,
+    /// By device, whether something was written to it since the last commit.
+    pub(super) unflushed: Vec<bool>,
     pub(super) writes_inflight_count: u32,
     /// Writes that wait for the overwriting mark.
     pub(super) parked: VecDeque<ParkedWrite>,
@@ -248,7 +248,7 @@ impl Job {
             round: None,
             resume_waiters: Vec::new(),
             confirm_waiters: Vec::new(),
-            touched: vec![false; device_count],
+            unflushed: vec![false; device_count],
             writes_inflight_count: 0,
             parked: VecDeque::new(),
         }
@@ -453,7 +453,7 @@ impl Data {
 
     /// The catalog loses the job: nobody opens it any more in this incarnation, whatever becomes of that.
     pub(in crate::core) fn begin_drop(&mut self, key: &JobKey) {
-        self.jobs.get_mut(key).expect("it is stored").dropping = true;
+        self.jobs.get_mut(key).expect("it is stored").begin_drop();
     }
 
     /// The catalog has lost the job: what it had.

@@ -125,7 +125,9 @@ impl Data {
             false => Vec::new(),
         };
         let writes = stored.voiding(&slots);
-        job.frozen |= !writes.is_empty();
+        if !writes.is_empty() {
+            job.freeze();
+        }
         Clearing { slots, writes }
     }
 
@@ -175,43 +177,42 @@ impl Data {
                 *extents = [to; 2];
             }
         }
-        job.frozen = true;
         let blocks = stored.table.encode(stored.entry.job_id, numbers);
-        Some((stored.entry.area.definitions(), blocks))
+        let copies = stored.entry.area.definitions();
+        job.freeze();
+        Some((copies, blocks))
     }
 
     /// The job commits again.
     pub(in crate::core) fn thaw(&mut self, key: &JobKey) {
-        self.moving(key).frozen = false;
+        self.moving(key).thaw();
     }
 
     /// Which table the devices hold is not known before the next start.
     pub(in crate::core) fn lose_table(&mut self, key: &JobKey, broken: Fault, cause: &Fault) {
-        let job = self.moving(key);
-        job.broken = Some(broken);
-        job.poison
-            .get_or_insert_with(|| poison(&key.name, "moving its tiles", cause));
+        let poison = poison(&key.name, "moving its tiles", cause);
+        self.moving(key).lose_table(broken, poison);
     }
 
     /// One more device may be written to.
     pub(in crate::core) fn add_device(&mut self) {
         for job in self.jobs.values_mut() {
-            job.touched.push(false);
+            job.unflushed.push(false);
         }
     }
 
     /// The device is empty: what jobs wrote there and have not committed has moved, flushed.
     pub(in crate::core) fn leave_device(&mut self, device: DeviceIndex) {
         for job in self.jobs.values_mut() {
-            job.touched[device.0 as usize] = false;
+            job.leave_device(device);
         }
     }
 
     /// Whether somebody has written to `device` what no flush covers.
     pub(in crate::core) fn has_unflushed(&self, device: DeviceIndex) -> bool {
-        let touched = |job: &Job| job.touched[device.0 as usize];
+        let wrote = |job: &Job| job.unflushed[device.0 as usize];
         let mut sessions = self.sessions.values();
-        self.jobs.values().any(touched) || sessions.any(|session| session.has_scratch_on(device))
+        self.jobs.values().any(wrote) || sessions.any(|session| session.has_scratch_on(device))
     }
 
     fn moving(&mut self, key: &JobKey) -> &mut Job {

@@ -4,9 +4,7 @@ use std::collections::VecDeque;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
-use test_hooks::safeguard::{Safeguard, is_disabled};
 
-use super::job::{Job, TileState};
 use super::{Data, JobKey};
 use crate::core::operations::Operations;
 use crate::io::SessionId;
@@ -28,7 +26,7 @@ impl Data {
                 key.name, job.working
             ),
         );
-        job.gone.get_or_insert_with(|| fault.clone());
+        job.lose_member(fault.clone());
         // A round whose record is being written goes on: it is complete.
         if job.round.as_ref().is_some_and(|round| !round.running) {
             let round = job.round.take().expect("just seen");
@@ -53,21 +51,8 @@ impl Data {
         if !job.members.is_empty() || job.script.is_some() {
             return;
         }
-        let device_count = job.touched.len();
-        let fresh = Job {
-            stored: job.stored.take(),
-            defining: job.defining.take(),
-            dropping: job.dropping,
-            frozen: job.frozen,
-            broken: job.broken.take(),
-            ..Job::new(device_count)
-        };
-        assert!(job.writes_inflight_count == 0 || is_disabled(Safeguard::ReclaimAfterIo));
-        *job = fresh;
-        if let Some(stored) = &mut job.stored {
-            stored.failed_count = 0;
-            stored.tiles.fill(TileState::default());
-        } else if job.defining.is_none() {
+        job.forget_uncommitted();
+        if job.stored.is_none() && job.defining.is_none() {
             self.jobs.remove(key);
         }
     }
@@ -77,13 +62,12 @@ impl Data {
         for session in self.sessions.values() {
             if session.has_scratch_on(device) {
                 let job = self.jobs.get_mut(&session.key).expect("a session's job");
-                job.touched[device.0 as usize] = true;
+                job.mark_unflushed(device);
             }
         }
         for (key, job) in &mut self.jobs {
-            if job.touched[device.0 as usize] {
-                job.poison
-                    .get_or_insert_with(|| poison(&key.name, "a flush", fault));
+            if job.unflushed[device.0 as usize] {
+                job.poison(poison(&key.name, "a flush", fault));
             }
         }
     }

@@ -6,6 +6,7 @@
 //! ```text
 //!   session ──▶ define, resume ──▶ tiles ──▶ commit ──▶ confirm
 //!      └─ scratch, quota              └─ damage       forget: records that could not be read
+//!   transitions: how the state of a job changes
 //!   layout: what the administration asks     adopt: what outlives the daemon     snapshot, inspect: what people see
 //! ```
 
@@ -23,6 +24,7 @@ mod scratch;
 mod session;
 mod snapshot;
 mod tiles;
+mod transitions;
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 

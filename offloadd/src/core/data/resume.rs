@@ -62,8 +62,7 @@ impl Data {
             None => give_up_steps(ops.home(), stored, generation),
             Some(_) => Vec::new(),
         };
-        job.resumed = Some(generation);
-        job.working = next(generation);
+        job.begin_resume(generation);
         job.resume_waiters.push((call, session));
         self.run_script(&key, Purpose::Resume { generation }, steps, ops);
         Ok(None)
@@ -99,14 +98,12 @@ impl Data {
                     }
                     versions = Some(marked.record.versions.clone());
                 }
-                for (index, tile) in stored.tiles.iter_mut().enumerate() {
-                    tile.committed = versions.as_ref().and_then(|versions| versions[index]);
-                }
+                stored.resume_tiles(versions.as_ref());
                 Ok(())
             }
             Err(failed) => {
                 let fault = poison(&key.name, "giving up later generations", &failed.fault);
-                job.poison = Some(fault.clone());
+                job.poison(fault.clone());
                 Err(fault)
             }
         };

@@ -193,7 +193,7 @@ impl Data {
         self.count_in(id, request.slot);
         if request.verb == Verb::SwapOut {
             let job = self.jobs.get_mut(&key).expect("checked");
-            job.writes_inflight_count += 1;
+            job.accept_write();
             let parked = ParkedWrite {
                 session: id,
                 place,
@@ -217,7 +217,7 @@ impl Data {
             which: write.tile.version.which,
         });
         let job = self.jobs.get_mut(&write.tile.key).expect("it writes");
-        job.touched[write.tile.extent.device.0 as usize] = true;
+        job.mark_unflushed(write.tile.extent.device);
         self.issue(write.tile, IoOp::Write, write.place, ops);
     }
 
@@ -282,11 +282,8 @@ impl Data {
                 }
             }
             Err(failed) => {
-                job.poison = Some(poison(
-                    &key.name,
-                    "marking it as being written",
-                    &failed.fault,
-                ));
+                let fault = poison(&key.name, "marking it as being written", &failed.fault);
+                job.poison(fault);
                 for write in parked {
                     self.cancel_write(&write);
                     let ticket = write.tile.request.ticket.0;
@@ -302,7 +299,7 @@ impl Data {
         let TileIo { key, request, .. } = &write.tile;
         self.tile_mut(key, request.tile).expect("it waits").activity = Activity::Idle;
         let job = self.jobs.get_mut(key).expect("it waits");
-        job.writes_inflight_count -= 1;
+        job.end_write();
         self.free_slot(write.session, request.slot);
     }
 
@@ -384,7 +381,7 @@ impl Data {
                 tile.failed = !moved;
                 stored.failed_count += usize::from(tile.failed);
                 tile.working = moved.then_some(io.version).or(tile.working);
-                job.writes_inflight_count -= 1;
+                job.end_write();
             }
         }
     }
