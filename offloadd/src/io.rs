@@ -1,50 +1,50 @@
-//! Names for operations of devices: what the core asks for, engines do, and the queue puts in order.
+//! Operations of devices: the core asks for them, the queue orders them, engines perform them.
 
 use offload_api::geometry::SlotPlace;
 pub use offload_support::aligned::AlignedBytes;
 
 const _: () = assert!(offload_support::aligned::BLOCK_BYTES == offload_api::BLOCK_BYTES as usize);
 
-/// One process's session. Never reused in one life of the daemon.
+/// Session of one process. Never reused in one incarnation of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
-/// One operation of a device. Never reused in one life of the daemon.
+/// One operation of a device. Never reused in one incarnation of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct IoId(pub u64);
 
-/// What a device can do.
+/// Kind of operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoOp {
-    /// Device to memory.
+    /// Moves bytes from the device to memory.
     Read,
-    /// Memory to device.
+    /// Moves bytes from memory to the device.
     Write,
-    /// Everything written to this device survives power loss.
+    /// Makes everything written to the device survive a power loss.
     Flush,
 }
 
-/// The memory of an operation.
+/// Memory of an operation.
 #[derive(Debug)]
 pub enum Buffer {
     /// The first `bytes` of a slot of a session's arena.
     Slot {
-        /// Whose arena.
+        /// Session that has the arena.
         session: SessionId,
-        /// Where in it.
+        /// Place of the slot.
         place: SlotPlace,
     },
-    /// The daemon's own bytes (records, catalog, tiles that move), all of them.
+    /// Bytes of the daemon itself (records, catalog, tiles that move), used whole.
     Meta(AlignedBytes),
-    /// Of a flush.
+    /// No memory, for a flush.
     None,
 }
 
-/// How an operation ended.
+/// Result of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoResult {
-    /// Bytes moved (a flush: 0), or the errno.
+    /// Bytes moved (0 for a flush), or the errno.
     pub outcome: Result<u32, i32>,
-    /// From submission to completion.
+    /// Nanoseconds from submission to completion.
     pub device_ns: u64,
 }

@@ -1,4 +1,4 @@
-//! What processes and people ask of the core, and what it answers.
+//! Calls of processes and people to the core, and its replies.
 //!
 //! Everything here is checked input: the server turns messages into these types and refuses what does not fit.
 
@@ -10,292 +10,292 @@ use crate::store::definition::{JobDefinition, JobName};
 use crate::store::format::MeasuredRates;
 use crate::store::superblock::{DeviceId, Superblock};
 
-/// What a peer may ask for.
+/// A call of a peer.
 #[derive(Debug)]
 pub enum Call {
-    /// Who answers, what is free.
+    /// Asks which daemon answers, for its devices and its free memory.
     Describe,
-    /// Host memory for one process of a job.
+    /// Opens a session: host memory for one process of a job.
     Open(OpenSession),
-    /// What the store knows of the session's job.
+    /// Asks what the store knows of the session's job.
     DescribeJob {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
     },
-    /// Tiles of a job.
+    /// Defines the tiles of a job.
     Define {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
-        /// All of the job's tiles on this node.
+        /// All tiles of the job on this node.
         definition: JobDefinition,
     },
-    /// Tiles of one session alone.
+    /// Reserves tiles of one session alone.
     ReserveScratch {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
-        /// Of each tile.
+        /// Bytes of each tile.
         tile_bytes: Vec<u32>,
     },
-    /// Where to go on from.
+    /// Chooses the generation to resume from.
     Resume {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
-        /// 0: from nothing.
+        /// Generation; 0 starts from nothing.
         generation: Generation,
     },
-    /// One rank's part of a generation.
+    /// Commits one rank's part of a generation.
     Commit {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
         /// The working generation.
         generation: Generation,
-        /// At most `BLOB_BYTES_MAX`.
+        /// Bytes kept beside the tiles, at most `BLOB_BYTES_MAX`.
         blob: Vec<u8>,
     },
-    /// The generation is prepared on every node.
+    /// Confirms a generation that is prepared on every node.
     Confirm {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
-        /// The one that was prepared.
+        /// The prepared generation.
         generation: Generation,
     },
-    /// How far the session is, for a process that lost its connection.
+    /// Asks how far the session is, for a process that lost its connection.
     Reattach {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
     },
-    /// A tile that was read is not what was written. Nothing is decided by it.
+    /// Reports a tile that was read and is not what was written. Nothing is decided by it.
     ReportDamage {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
-        /// What its process found.
+        /// Finding of the process.
         damage: Damage,
     },
     /// Ends the session in order.
     Close {
-        /// Of the session.
+        /// Token of the session.
         token: SessionToken,
     },
-    /// The caller's jobs.
+    /// Asks for the caller's jobs.
     ListJobs,
-    /// Gives a job's space back.
+    /// Deletes a job and frees its space.
     DropJob {
-        /// Of the caller's uid.
+        /// Name among the caller's jobs.
         job: JobName,
     },
-    /// Forgets records of a job that the device did not give at the start: perhaps its newest generation.
+    /// Discards records of a job that could not be read at the start. One of them may be its newest generation.
     DiscardUnreadable {
-        /// Its owner; whether the caller may is the server's to know.
+        /// Owner of the job; the server has checked that the caller may do this.
         uid: u32,
-        /// The job.
+        /// Name of the job.
         job: JobName,
     },
-    /// A device comes to the store. The driver has it already, behind those that were there: whatever the answer, its index
-    /// is taken.
+    /// Adds a device to the store. The driver has it already, behind the others: its index stays used even if the call is
+    /// refused.
     AddDevice(NewDevice),
-    /// All tiles leave a device, and then it leaves the store. Asked again it goes on.
+    /// Moves all tiles off a device and then removes it from the store. May be repeated.
     DrainDevice {
-        /// As the settings name it.
+        /// Path in the settings.
         path: String,
-        /// As [`Call::LimitMoves`].
+        /// Limit as in [`Call::LimitMoves`].
         rebalance_bytes_per_s_max: Option<u64>,
     },
-    /// A ceiling for what is copied while tiles move now, as long as some are to.
+    /// Limits the rate at which tiles are copied now, until all have moved.
     LimitMoves {
-        /// On the average.
+        /// Bytes per second, on average.
         bytes_per_s_max: u64,
     },
 }
 
-/// A device that is to come to the store.
+/// A device to be added to the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NewDevice {
-    /// As the settings will name it.
+    /// Path as the settings will have it.
     pub path: String,
-    /// Random.
+    /// Random ID.
     pub id: DeviceId,
-    /// From the start of data on, whole blocks.
+    /// Bytes of the data area, whole blocks.
     pub data_bytes: u64,
-    /// 0 = unknown.
+    /// Measured rates.
     pub rates: MeasuredRates,
-    /// Now.
+    /// Time of the addition.
     pub created_unix_s: u64,
-    /// As [`Call::LimitMoves`].
+    /// Limit as in [`Call::LimitMoves`].
     pub rebalance_bytes_per_s_max: Option<u64>,
 }
 
-/// A tile that is not what was written, as a process found it.
+/// A tile that a process found to be damaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Damage {
-    /// Where it was read from.
+    /// Device it was read from.
     pub device: DeviceIndex,
-    /// From the device's start.
+    /// First byte on the device.
     pub offset: u64,
-    /// In the job's table.
+    /// Index in the job's table.
     pub tile: TileIndex,
-    /// That wrote it.
+    /// Generation that wrote it.
     pub generation: Generation,
-    /// Checksum.
+    /// Checksum in the record.
     pub expected: u32,
-    /// Checksum.
+    /// Checksum of the bytes that were read.
     pub found: u32,
 }
 
-/// Where the server looks for a tile that a process calls damaged.
+/// Place of a tile that a process reported as damaged, for the server to read.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Reported {
-    /// Of the job.
+    /// Owner of the job.
     pub uid: u32,
-    /// Whose tile it is.
+    /// Name of the job.
     pub job: JobName,
-    /// Of the device.
+    /// Path of the device.
     pub path: String,
-    /// To tell the device from another one at its path.
+    /// Superblock, to tell the device from another one at its path.
     pub superblock: Superblock,
-    /// Of the tile.
+    /// Bytes of the tile.
     pub tile_bytes: u64,
 }
 
-/// What a process asks for when it comes.
+/// Request to open a session.
 #[derive(Clone, Debug)]
 pub struct OpenSession {
-    /// 16 random bytes the driver drew for this session.
+    /// 16 random bytes drawn for this session.
     pub token: SessionToken,
-    /// With the peer's uid it names the job.
+    /// Name of the job among the peer's jobs.
     pub job: JobName,
-    /// Over all nodes.
+    /// Rank of the process among those of all nodes.
     pub rank: Rank,
     /// Ranks of the job on this node, at least 1.
     pub local_ranks: u32,
-    /// Slots of the arena.
+    /// Slots of the arena, by size.
     pub classes: Vec<SlotClass>,
-    /// Operations in flight it wants, at least 1.
+    /// Operations in flight that it wants, at least 1.
     pub iodepth: u32,
 }
 
 /// The answer to a [`Call`] of the same name.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Reply {
-    /// Who answers.
+    /// The daemon that answers.
     Describe(DescribeReply),
     /// The session exists.
     Open(Box<OpenReply>),
-    /// The session's job; `None`: the store does not know it yet.
+    /// The session's job; `None` if the store does not have it yet.
     DescribeJob(Option<Box<JobRecord>>),
     /// The tiles exist.
     Define {
-        /// Of the whole job, over all devices.
+        /// Bytes of the whole job on all devices.
         reserved_bytes: u64,
     },
     /// The session's own tiles exist.
     ReserveScratch {
-        /// Over all devices.
+        /// Their bytes on all devices.
         reserved_bytes: u64,
     },
     /// Tiles can be read and written.
     Resume {
-        /// What writes must name.
+        /// Generation that writes must name.
         working_generation: Generation,
     },
     /// The generation is durable here.
     Commit {
-        /// As called.
+        /// The committed generation.
         generation: Generation,
-        /// False while other nodes must still prepare it.
+        /// Whether no other node must still prepare it.
         confirmed: bool,
-        /// The next one.
+        /// Generation that writes must name from now on.
         working_generation: Generation,
     },
-    /// The one before may be overwritten.
+    /// The generation is confirmed; the one before may be overwritten.
     Confirm,
-    /// The session is there.
+    /// The session continues.
     Reattach {
-        /// The life that gave it.
+        /// Incarnation that opened it.
         epoch: Epoch,
-        /// What writes must name; `None` before it resumed.
+        /// Generation that writes must name; `None` before it resumed.
         working: Option<Generation>,
-        /// Nothing waits for a confirmation.
+        /// Whether no generation waits for a confirmation.
         confirmed: bool,
-        /// Tiles of its own.
+        /// Number of its own tiles.
         scratch_count: u32,
     },
-    /// It fits the job: where to look for it.
+    /// The report fits the job: the place to read.
     ReportDamage(Reported),
     /// The session's I/O has ended.
     Close,
-    /// The caller's jobs, by name.
+    /// The caller's jobs, sorted by name.
     ListJobs(Vec<JobSummary>),
-    /// The job is gone.
+    /// The job is deleted.
     DropJob {
-        /// Over all devices.
+        /// Bytes freed on all devices.
         freed_bytes: u64,
     },
-    /// The records are forgotten.
+    /// The records are discarded.
     DiscardUnreadable {
-        /// What the job can be gone on from; 0 = nothing.
+        /// Newest generation that the job can resume from; 0 if none.
         newest_generation: Generation,
     },
-    /// The device is of the store; tiles will move to it.
+    /// The device belongs to the store; tiles will move to it.
     AddDevice {
-        /// Of the store, for good.
+        /// Number in the store, never reused.
         number: u32,
     },
-    /// Nothing new goes to the device; its tiles will move.
+    /// Nothing new is placed on the device; its tiles will move.
     DrainDevice {
-        /// That must move.
+        /// Bytes that must move.
         left_bytes: u64,
     },
-    /// Tiles move so from now on.
+    /// The limit holds from now on.
     LimitMoves,
 }
 
-/// What the core knows about the daemon; engine and memory notes are the driver's.
+/// Description of the daemon, without engine and memory, which the driver knows.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DescribeReply {
-    /// This life.
+    /// Epoch of this incarnation.
     pub epoch: Epoch,
-    /// In the store's order.
+    /// Devices in the store's order.
     pub devices: Vec<DeviceState>,
-    /// Host memory a new session may still take.
+    /// Bytes of host memory that a new session may take.
     pub arena_free_bytes: u64,
 }
 
 /// A device of the store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DeviceState {
-    /// As the settings name it.
+    /// Path in the settings.
     pub path: String,
     /// Smallest unit of I/O.
     pub block_bytes: u32,
-    /// For tiles and records.
+    /// Bytes for tiles and records.
     pub data_bytes: u64,
-    /// Of them not reserved.
+    /// Bytes of them that are not reserved.
     pub free_bytes: u64,
-    /// Measured at format, 0 = unknown.
+    /// Measured read rate; 0 is unknown.
     pub read_bytes_per_s: u64,
-    /// Measured at format, 0 = unknown.
+    /// Measured write rate; 0 is unknown.
     pub write_bytes_per_s: u64,
-    /// Its place in the store.
+    /// Status in the store.
     pub status: DeviceStatus,
 }
 
-/// A device's place in the store, and what goes on with it.
+/// Status of a device in the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceStatus {
-    /// Of the store, for good.
+    /// Number in the store, never reused.
     pub number: u32,
-    /// `None`: it has left the store, or did not come.
+    /// State; `None` if it has left the store or could not be added.
     pub phase: Option<Phase>,
-    /// Of extents that are still to come to it, or to leave it, as far as is known.
+    /// Bytes of extents that are still to move to it or from it, as far as known.
     pub left_bytes: u64,
-    /// Why they do not move.
+    /// Reason why they do not move.
     pub stuck: Option<String>,
-    /// The next start of the daemon goes on with it, and nothing else is lacking.
+    /// Whether the next start of the daemon continues the move, and nothing else is missing.
     pub waits_for_start: bool,
 }
 
 impl DeviceStatus {
-    /// Of a device on which nothing goes on.
+    /// Status of a device that nothing moves to or from.
     pub fn settled(number: u32) -> Self {
         Self {
             number,
@@ -306,7 +306,7 @@ impl DeviceStatus {
         }
     }
 
-    /// One word for people and programs.
+    /// State as one word.
     pub fn phase_name(&self) -> &'static str {
         match self.phase {
             None => "left",
@@ -316,64 +316,64 @@ impl DeviceStatus {
         }
     }
 
-    /// What is to come to it or to leave it does not, and nobody's start mends that.
+    /// Whether tiles that are to move do not, and the next start would not repair that.
     pub fn is_stuck(&self) -> bool {
         let moves = matches!(self.phase, Some(Phase::Filling | Phase::Draining));
         moves && self.stuck.is_some() && !self.waits_for_start
     }
 }
 
-/// What a new session needs; the server adds where the descriptor socket is.
+/// Description of a new session. The server adds the path of the descriptor socket.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OpenReply {
-    /// For every later call.
+    /// Token for every later call.
     pub token: SessionToken,
-    /// This life.
+    /// Epoch of this incarnation.
     pub epoch: Epoch,
-    /// Of the arena's memory file.
+    /// Bytes of the arena's memory file.
     pub arena_bytes: u64,
-    /// Of each ring.
+    /// Entries of each ring.
     pub ring_entries: u32,
-    /// Granted.
+    /// Operations in flight that are granted.
     pub iodepth: u32,
-    /// Tiles are multiples of this.
+    /// Bytes of which tiles are multiples.
     pub block_bytes: u32,
-    /// In the store's order: a completion's `device` is an index of this list.
+    /// Devices in the store's order; a completion's `device` is an index of this list.
     pub devices: Vec<DeviceState>,
 }
 
-/// A job as the store has it.
+/// A job in the store.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobRecord {
     /// Layout, tiles, durability, nodes.
     pub definition: std::sync::Arc<JobDefinition>,
-    /// That can be resumed from, oldest first, at most two.
+    /// Generations that can be resumed from, oldest first, at most two.
     pub generations: Vec<GenerationRecord>,
-    /// False: written in place and not ended in order.
+    /// Whether the tiles are valid: false if they were written in place and the job did not end in order.
     pub clean: bool,
 }
 
 /// A generation on the devices.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerationRecord {
-    /// Its number.
+    /// Number of the generation.
     pub generation: Generation,
-    /// Prepared on every node.
+    /// Whether it is prepared on every node.
     pub confirmed: bool,
-    /// One a local rank that committed, by rank.
+    /// Blob of each local rank that committed, by rank.
     pub blobs: std::sync::Arc<Vec<(Rank, Vec<u8>)>>,
 }
 
 /// A line of the list of jobs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobSummary {
-    /// With `uid` it names the job.
+    /// Name of the job.
     pub job: JobName,
-    /// Its owner.
+    /// Owner of the job.
     pub uid: u32,
-    /// Over all devices.
+    /// Bytes reserved on all devices.
     pub reserved_bytes: u64,
-    /// 0 = none yet.
+    /// Newest generation; 0 if none.
     pub newest_generation: Generation,
     /// Whether a session of it is open.
     pub open: bool,

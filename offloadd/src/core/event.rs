@@ -1,6 +1,4 @@
-//! What goes into the core and what comes out of it: closed lists, so that a test can make every one of them.
-//!
-//! Everything here is checked input: the server turns messages into these types and refuses what does not fit.
+//! Events and actions of the core: closed lists, so that a test can make every one of them.
 
 use offload_api::fault::Fault;
 use offload_api::geometry::Geometry;
@@ -12,154 +10,154 @@ use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult, SessionId};
 use crate::quota::{Limits, Quotas, Weights};
 use crate::store::definition::JobName;
 
-/// The driver's number for a call that waits for its reply.
+/// Number that the driver gives to a call that waits for its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CallId(pub u64);
 
-/// Who calls, as the kernel says.
+/// Caller, as the kernel reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Owner of the jobs it may see.
+    /// User ID.
     pub uid: u32,
-    /// For messages only: a pid alone is no identity.
+    /// Process ID, for messages only: it may be reused.
     pub pid: u32,
 }
 
-/// Something happened.
+/// An event for the core to decide about.
 #[derive(Debug)]
 pub enum Event {
-    /// A checked call. Its answer is one [`Action::Reply`] with the same number, perhaps much later.
+    /// A checked call. It is answered by one [`Action::Reply`] with the same number, perhaps much later.
     Call {
-        /// Given back in the reply.
+        /// Number of the call, repeated in the reply.
         call: CallId,
-        /// Who calls.
+        /// Caller.
         peer: Peer,
-        /// What is wanted.
+        /// The call.
         request: Call,
     },
-    /// The arena, rings and descriptors of `session` exist; or they do not, and the open is refused with the fault.
+    /// The arena, rings and descriptors of a session were made, or could not be made, and the open is refused.
     ArenaMade {
-        /// Of the [`Action::MakeArena`].
+        /// Session of the [`Action::MakeArena`].
         session: SessionId,
-        /// Whether they exist.
+        /// The fault if they could not be made.
         result: Result<(), Fault>,
     },
     /// The process has taken its descriptors over the second socket.
     Attached {
-        /// Which.
+        /// The session.
         session: SessionId,
     },
-    /// One entry copied out of the submission ring, unchecked.
+    /// One unchecked entry, copied out of the submission ring.
     Submission {
-        /// Whose ring.
+        /// Session of the ring.
         session: SessionId,
-        /// The copy.
+        /// Copy of the entry.
         entry: Sqe,
     },
-    /// An operation has ended. Its buffer is the driver's to free.
+    /// An operation has ended; the driver frees its buffer.
     IoDone {
-        /// Of the [`Action::Io`].
+        /// Operation of the [`Action::Io`].
         io: IoId,
         /// How it ended.
         result: IoResult,
-        /// The daemon's own bytes that were read into ([`Buffer::Meta`]).
+        /// Bytes of the daemon's own buffer ([`Buffer::Meta`]).
         read: Option<AlignedBytes>,
     },
-    /// The next tiles may move, if some are to: see [`Core::moves`](super::Core::moves).
+    /// The next tiles may move, if [`Core::moves`](super::Core::moves) says that some are to.
     RebalanceTick {
-        /// Copy also what jobs will perhaps write again soon.
+        /// Copy also tiles that their job may write again soon.
         force: bool,
     },
-    /// Tiles that could not be moved are tried again.
+    /// Tiles that could not be moved are to be tried again.
     RetryMoves,
-    /// The administrator changed what may be handed out. What is handed out already stays.
+    /// The administrator changed the limits. What is already granted stays.
     Limits(Limits),
-    /// The same of what each user and job may have; the first time when the daemon starts.
+    /// Quotas of users and jobs, when the daemon starts and when the administrator changes them.
     Quotas(Quotas),
-    /// Everything has come to rest, and sessions will be handed over: what they wrote is flushed first.
+    /// No operation is in flight any more, and sessions will be handed over: flush what they wrote.
     HandOver,
     /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
     PeerGone {
-        /// Which.
+        /// The session.
         session: SessionId,
     },
 }
 
-/// What the driver must do, in the order given.
+/// An action for the driver. Actions are performed in order.
 #[derive(Debug)]
 pub enum Action {
-    /// Start an operation. It ends in one [`Event::IoDone`], whatever becomes of it.
+    /// Start an operation. It ends with one [`Event::IoDone`] in any case.
     Io {
-        /// Given back when it ends.
+        /// Number of the operation, repeated when it ends.
         io: IoId,
-        /// In the store's order.
+        /// Device to use.
         device: DeviceIndex,
-        /// What.
+        /// Kind of operation.
         op: IoOp,
-        /// From the device's start; 0 for a flush.
+        /// First byte on the device; 0 for a flush.
         offset: u64,
-        /// A multiple of the block; 0 for a flush.
+        /// Length, a multiple of the block; 0 for a flush.
         bytes: u32,
-        /// From or into which memory.
+        /// Memory to read into or write from.
         buffer: Buffer,
-        /// What goes before what.
+        /// Priority in the device's queue.
         priority: Priority,
         /// Weights of the session's user and job; `None` for an operation of the daemon itself.
         weights: Option<Weights>,
     },
-    /// An operation that has not ended goes before others, or no longer.
+    /// Change the priority of an operation that has not ended.
     Promote {
-        /// Of the [`Action::Io`].
+        /// Operation of the [`Action::Io`].
         io: IoId,
-        /// From now on.
+        /// Priority from now on.
         priority: Priority,
     },
     /// Put an entry into the session's completion ring.
     Complete {
-        /// Whose ring.
+        /// Session of the ring.
         session: SessionId,
-        /// The entry.
+        /// Entry to put.
         entry: Cqe,
     },
     /// Answer a call.
     Reply {
-        /// Of the [`Event::Call`].
+        /// Number of the [`Event::Call`].
         call: CallId,
-        /// The answer.
+        /// Reply or refusal.
         reply: Result<Reply, Fault>,
     },
-    /// Make memory, rings, descriptors; then [`Event::ArenaMade`].
+    /// Make memory, rings and descriptors; then [`Event::ArenaMade`].
     MakeArena {
-        /// For later events.
+        /// The session, for later events.
         session: SessionId,
-        /// Shown by the process on the descriptor socket.
+        /// Token that the process shows on the descriptor socket.
         token: SessionToken,
-        /// Who may take the descriptors.
+        /// Process that may take the descriptors.
         peer: Peer,
-        /// With the peer's uid it names the job.
+        /// Name of the job among the peer's jobs.
         job: JobName,
-        /// Where the slots lie.
+        /// Places of the slots.
         geometry: Geometry,
-        /// Of each ring, a power of two.
+        /// Entries of each ring, a power of two.
         ring_entries: u32,
-        /// Granted.
+        /// Operations in flight that are granted.
         iodepth: u32,
     },
-    /// The device has left the store, and nothing is in flight on it: close it.
+    /// Close a device that has left the store; nothing is in flight on it.
     ForgetDevice {
-        /// Which.
+        /// The device.
         device: DeviceIndex,
     },
-    /// All I/O of the session has ended: unmap, unregister, close.
+    /// Unmap, unregister and close the arena of a session whose I/O has ended.
     DropArena {
-        /// Which. Forgotten after this.
+        /// The session, which does not exist after this.
         session: SessionId,
     },
-    /// The peer broke the protocol: close its descriptor socket. [`Action::DropArena`] follows when its I/O has ended.
+    /// Close the descriptor socket of a peer that broke the protocol. [`Action::DropArena`] follows when its I/O has ended.
     Evict {
-        /// Which.
+        /// The session.
         session: SessionId,
-        /// For the log.
+        /// Reason, for the log.
         why: Fault,
     },
 }

@@ -10,25 +10,24 @@
 //!              └───────────────────┴──▶ Action
 //! ```
 //!
-//! - [`data`] owns sessions and jobs: their tiles, commits, quotas. It knows nothing of free space, of the catalog, or of why
-//!   tiles move.
+//! - [`data`] owns sessions and jobs: their tiles, commits, quotas. It does not know free space, the catalog, or why tiles move.
 //! - [`admin`] owns devices, free space, the catalog, and the tiles that move. It never changes a job: it asks `data` to
 //!   reserve bytes for a job, to freeze it, to exchange extents of its tiles, and to thaw it, and reads where tiles lie.
-//! - [`operations`] owns what is in flight for both: writes and flushes in order, and flushes that are shared. Who runs a script
-//!   is told of its end.
-//! - [`Core`] hands each event to the one that decides, and carries values between them: ends of scripts to their owner, and
-//!   what `data` notes (room given back, an extent written to) to `admin`, before the next event is taken.
+//! - [`operations`] owns what is in flight for both: writes and flushes in order (scripts), and flushes that are shared. The
+//!   owner of a script is told of its end.
+//! - [`Core`] hands each event to the part that decides, and carries values between the parts before it takes the next event:
+//!   ends of scripts to their owner, and notes of `data` (space freed, an extent written to) to `admin`.
 //!
-//! The way of one tile: `Submission` ▶ [`data`] checks session, slot, tile and generation ▶ `Io` of the extent that no record
+//! The path of one tile: `Submission` ▶ [`data`] checks session, slot, tile and generation ▶ `Io` of the extent that no record
 //! names ▶ `IoDone` ▶ `Complete`. `Commit` of the last rank ▶ flush of every device written to ▶ record, twice ▶ flush of the
 //! metadata device ▶ `Reply`.
 //!
-//! Promises: one operation in flight a slot; nothing reads a tile while it is written; a write goes where nothing that
-//! can be resumed from lies; what is acknowledged is flushed; a session's arena is dropped after its last operation.
+//! Invariants: a slot has one operation in flight; nothing reads a tile while it is written; a write goes to an extent that no
+//! record names; what is acknowledged is flushed; a session's arena is dropped after its last operation.
 //!
 //! Bounds: `sessions_max` sessions with at most their iodepth in flight each; one script a job and one for the catalog,
 //! each with at most `script::INFLIGHT_MAX` operations; `catalog_queue::QUEUE_MAX` calls that wait for the catalog.
-//! A few thousand operations a second pass here, so maps and short loops are far from being the wall.
+//! A few thousand operations per second pass here, so maps and short loops are not the bottleneck.
 
 mod admin;
 mod call;
@@ -71,7 +70,7 @@ impl JobKey {
     }
 }
 
-/// All of the daemon's state that decides anything.
+/// State and decisions of the daemon.
 pub struct Core {
     data: Data,
     admin: Admin,
@@ -79,7 +78,7 @@ pub struct Core {
 }
 
 impl Core {
-    /// Begins with what recovery read and mended. `epoch` is random per incarnation of the daemon.
+    /// Starts with the store as recovered and repaired. `epoch` is random for each incarnation of the daemon.
     pub fn new(store: RecoveredStore, epoch: Epoch, limits: Limits) -> Self {
         let paths = store.devices.iter().map(|device| device.path.clone());
         let ops = Operations::new(store.metadata_device, paths.collect());
@@ -94,7 +93,7 @@ impl Core {
         Self { data, admin, ops }
     }
 
-    /// Takes one event; what must be done is pushed to `actions`.
+    /// Handles one event and pushes the actions that follow to `actions`.
     pub fn on_event(&mut self, event: Event, actions: &mut Vec<Action>) {
         self.ops.swap_actions(actions);
         let Self { data, admin, ops } = self;
@@ -108,7 +107,7 @@ impl Core {
                 let devices = admin.device_states(data);
                 data.on_arena_made(session, result, devices, ops);
             }
-            // The driver bounds how long a session may stay unattached; nothing is decided by it here.
+            // The driver limits how long a session may stay unattached; the core decides nothing by it.
             Event::Attached { .. } => {}
             Event::Submission { session, entry } => self.on_submission(session, &entry),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read),
@@ -176,7 +175,7 @@ impl Core {
         }
     }
 
-    /// Everybody with something unflushed on a device whose flush failed is told, then those who waited, one after the other.
+    /// If the flush failed, first tells every job and copy with something unflushed on the device; then the waiters, in order.
     fn on_flush_done(&mut self, device: DeviceIndex, result: IoResult) {
         let (waiters, failed) = self.ops.on_flush_done(device, result);
         if let Some(fault) = &failed {
@@ -202,7 +201,7 @@ impl Core {
         }
     }
 
-    /// The answer to a call; `None`: it comes later.
+    /// Returns the answer to a call; `None` if it comes later.
     fn answer(&mut self, call: CallId, peer: Peer, request: Call) -> Result<Option<Reply>, Fault> {
         let Self { data, admin, ops } = self;
         match request {
@@ -297,27 +296,27 @@ impl Core {
         })))
     }
 
-    /// What is to be durable before this incarnation serves anybody, and the position of the device where it goes. Then
-    /// [`Self::begin_incarnation`].
+    /// Returns the catalog that must be durable before this incarnation serves, and the position of the device to write it to.
+    /// Call [`Self::begin_incarnation`] when it is.
     pub fn first_catalog(&self) -> (usize, Catalog) {
         self.admin.first_catalog()
     }
 
-    /// Its first catalog is durable: what was handed over before is refused from now on.
+    /// The first catalog of this incarnation is durable: state that was handed over earlier is refused from now on.
     pub fn begin_incarnation(&mut self, first: Catalog) {
         self.admin.begin_incarnation(first);
     }
 
-    /// In place of [`Core::begin_incarnation`], which could not be: `error` says why.
+    /// Begins a read-only incarnation, because of `error`, in place of [`Core::begin_incarnation`].
     pub fn begin_reading(&mut self, error: &BlockError) {
         self.admin.begin_reading(error, &mut self.data);
     }
 
-    /// Adopts what the daemon before handed over, at a start and before anything else: the sessions that go on, and one
-    /// line for each job that does not. `has_descriptors`: of the session with this place in the state.
+    /// Adopts the state that the previous daemon handed over, before any other event. Returns the adopted sessions, and one line
+    /// for each job that is not adopted. `has_descriptors` tells whether a session, by its index in the state, has descriptors.
     ///
     /// # Errors
-    /// All of it belongs to another store, or to this one before another daemon served it, or with other devices.
+    /// The state belongs to another store, has other devices, or another daemon has served the store since.
     pub fn adopt(
         &mut self,
         state: &message::State,
@@ -327,46 +326,46 @@ impl Core {
         admin.adopt(state, has_descriptors, data, ops)
     }
 
-    /// Nothing is in flight, nothing is written, nothing waits for either.
+    /// Whether nothing is in flight or waits to be.
     pub fn is_quiet(&self) -> bool {
         self.ops.is_idle() && self.admin.is_quiet() && self.data.is_quiet()
     }
 
-    /// Everything that the next daemon cannot read from the devices.
+    /// Returns the state that the next daemon cannot read from the devices.
     pub fn hand_over(&self) -> message::State {
-        assert!(self.is_quiet(), "handed over at rest");
+        assert!(self.is_quiet(), "operations are in flight at a hand-over");
         self.admin.hand_over(&self.data)
     }
 
-    /// The incarnation that messages must name.
+    /// Epoch that messages must name.
     pub fn epoch(&self) -> Epoch {
         self.data.epoch()
     }
 
-    /// Operations the driver has been asked for and has not reported as done.
+    /// Operations that the driver has not reported as done.
     pub fn inflight_count(&self) -> usize {
         self.ops.inflight_count() + self.data.inflight_count() + self.admin.inflight_count()
     }
 
-    /// Why nothing is written in this incarnation.
+    /// Reason why the store is read-only in this incarnation, if it is.
     pub fn read_only(&self) -> Option<&Fault> {
         self.admin.read_only()
     }
 
-    /// The store's devices, in its order.
+    /// Devices in the store's order.
     pub fn device_states(&self) -> Vec<DeviceState> {
         self.admin.device_states(&self.data)
     }
 
-    /// Whether one more device has room in this incarnation: those that left keep their index until it ends.
+    /// Checks that one more device can be added in this incarnation: a device that left keeps its index until it ends.
     ///
     /// # Errors
-    /// None has.
+    /// All indices are used.
     pub fn check_growth(&self) -> Result<(), Fault> {
         self.admin.check_growth()
     }
 
-    /// What is written on a device of ours, so that its file can be told from another that lies at its path.
+    /// Superblock of a device, to tell it from another device at its path.
     pub fn superblock_of(&self, device: DeviceIndex) -> Superblock {
         self.admin.superblock(device)
     }
@@ -376,42 +375,42 @@ impl Core {
         self.admin.moves(&self.data)
     }
 
-    /// How often all tiles were gone through for those that are to move.
+    /// Number of times that all tiles were searched for those that are to move.
     pub fn plans_made(&self) -> u64 {
         self.admin.plans_made()
     }
 
-    /// Moved since the daemon started, with a copy or without.
+    /// Bytes of tiles moved since the daemon started, copied or not.
     pub fn moved_bytes(&self) -> u64 {
         self.admin.moved_bytes()
     }
 
-    /// Of those, what was copied by the daemon: what counts for a ceiling.
+    /// Bytes of them that the daemon copied, to which the rate limit applies.
     pub fn copied_bytes(&self) -> u64 {
         self.admin.copied_bytes()
     }
 
-    /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
+    /// Limit of bytes copied per second while tiles move; `None` if there is none, or no tiles move.
     pub fn rebalance_bytes_per_s_max(&self) -> Option<u64> {
         self.admin.rebalance_bytes_per_s_max(&self.data)
     }
 
-    /// Jobs of this viewer, by owner and name.
+    /// Jobs that `viewer` may see, sorted by owner and name.
     pub fn look(&self, viewer: Viewer) -> Vec<JobState> {
         self.data.look(viewer)
     }
 
-    /// Host memory of all sessions, and of how many.
+    /// Bytes of host memory of all sessions, and their number.
     pub fn arena_used(&self) -> (u64, u64) {
         self.data.arena_used()
     }
 
-    /// The jobs in the store that `viewer` may see, by owner and name.
+    /// Jobs in the store that `viewer` may see, sorted by owner and name.
     pub fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
         self.data.contents(viewer)
     }
 
-    /// Committed tiles of a job from a place on; `None`: there is no such job (any more).
+    /// Some committed tiles of a job from `at` on; `None` if there is no such job.
     pub fn committed_tiles(&self, at: &At) -> Option<CommittedTiles> {
         self.data.committed_tiles(at, &self.admin.paths())
     }

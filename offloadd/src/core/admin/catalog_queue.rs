@@ -1,4 +1,4 @@
-//! Changes of the catalog, one at a time: a job or a device comes or goes.
+//! Changes of the catalog, one at a time: jobs are defined and deleted, devices added and removed.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,20 +18,20 @@ use crate::store::definition::JobDefinition;
 use crate::store::manifest::{FIRST_SEQUENCE, voiding};
 use crate::store::tile_table::TileTable;
 
-/// Changes that wait for the one being written.
+/// Limit of changes that wait for the one being written.
 pub(super) const QUEUE_MAX: usize = 256;
 
-/// Steps of a definition's script before the catalog is touched.
+/// Steps of a definition's script before the catalog is written.
 const STEPS_BEFORE_CATALOG: usize = 2;
 
-/// Of the catalog itself.
+/// Steps that write the catalog.
 const CATALOG_STEPS: usize = 4;
 
 pub(super) struct CatalogQueue {
     pub(super) catalog: Catalog,
     busy: bool,
     waiting: VecDeque<Work>,
-    /// A write of the catalog failed: which one the devices hold is not known before the next start.
+    /// Set when a write of the catalog failed: which catalog the devices hold is unknown until the next start.
     broken: Option<Fault>,
 }
 
@@ -49,7 +49,7 @@ pub(super) enum Work {
     Device(DeviceChange),
 }
 
-/// What is being written.
+/// A change that is being written.
 #[derive(Debug)]
 pub(super) struct CatalogChange {
     catalog: Catalog,
@@ -82,45 +82,44 @@ impl CatalogQueue {
 }
 
 impl CatalogQueue {
-    /// Nothing is written and nothing waits.
+    /// Whether no change is written or waits.
     pub(super) fn is_idle(&self) -> bool {
         !self.busy && self.waiting.is_empty()
     }
 
-    /// No change is taken in this life.
+    /// Refuses all changes in this incarnation.
     pub(super) fn refuse_all(&mut self, why: Fault) {
         self.broken = Some(why);
     }
 
-    /// Why no change is taken any more.
+    /// Fails if changes are refused.
     pub(super) fn check(&self) -> Result<(), Fault> {
         self.broken.clone().map_or(Ok(()), Err)
     }
 
-    /// The devices may hold the next one: its write failed.
+    /// Whether the devices may hold a newer catalog, because its write failed.
     pub(super) fn is_unsure(&self) -> bool {
         self.broken.is_some()
     }
 }
 
 impl Admin {
-    /// What is to be durable before this life serves anybody, and the position of the device where it goes. Then
-    /// [`Self::begin_incarnation`].
+    /// Returns the catalog that must be durable before this incarnation serves, and the position of the device to write it to.
     pub(in crate::core) fn first_catalog(&self) -> (usize, Catalog) {
         let home = &self.devices[self.home.0 as usize];
         (home.position, self.catalog.catalog.of_next_life())
     }
 
-    /// Its first catalog is durable: what was handed over before is refused from now on.
+    /// The first catalog of this incarnation is durable: state that was handed over earlier is refused from now on.
     pub(in crate::core) fn begin_incarnation(&mut self, first: Catalog) {
-        assert!(self.catalog.is_idle(), "before anybody has come");
+        assert!(self.catalog.is_idle(), "called before the first event");
         self.catalog.catalog = first;
     }
 
-    /// Queues the definition of a job that [`Data::define`] takes for new.
+    /// Queues the definition of a job that [`Data::define`] reports as new.
     ///
     /// # Errors
-    /// The catalog takes no changes, or too many wait.
+    /// Changes of the catalog are refused, or too many wait.
     pub(in crate::core) fn define(
         &mut self,
         key: JobKey,
@@ -141,10 +140,10 @@ impl Admin {
         queued
     }
 
-    /// Queues the end of a job that nobody has open.
+    /// Queues the deletion of a job that nobody has open.
     ///
     /// # Errors
-    /// It is open, or the catalog takes no changes.
+    /// The job is open, or changes of the catalog are refused.
     pub(in crate::core) fn drop_job(
         &mut self,
         call: CallId,
@@ -157,7 +156,10 @@ impl Admin {
         Ok(None)
     }
 
-    /// Queues a change. Refused when too many wait or an earlier one failed.
+    /// Queues a change.
+    ///
+    /// # Errors
+    /// Too many changes wait, or a write of the catalog failed.
     pub(super) fn change_catalog(
         &mut self,
         work: Work,
@@ -168,7 +170,7 @@ impl Admin {
         if self.catalog.waiting.len() == QUEUE_MAX {
             return Err(Fault::new(
                 FaultKind::TooMany,
-                format!("{QUEUE_MAX} definitions and drops of jobs wait already: try again"),
+                format!("{QUEUE_MAX} changes of the store's catalog already wait: try again"),
             ));
         }
         self.catalog.waiting.push_back(work);
@@ -176,7 +178,7 @@ impl Admin {
         Ok(())
     }
 
-    /// The next one, unless tiles move whose job it drops: their copies must not land in space that is given back.
+    /// Starts the next change. The deletion of a job whose tiles move waits: their copies must not land in space that is freed.
     pub(super) fn next_change(&mut self, data: &mut Data, ops: &mut Operations) {
         while !self.catalog.busy {
             if let Some(Work::Drop { key, .. }) = self.catalog.waiting.front()
@@ -214,7 +216,9 @@ impl Admin {
         if self.catalog.catalog.entries.len() == JOBS_MAX {
             let fault = Fault::new(
                 FaultKind::NoSpace,
-                format!("the store has {JOBS_MAX} jobs, as many as it can: drop one"),
+                format!(
+                    "the store has {JOBS_MAX} jobs, which is the limit: delete one (`offloadd job delete`)"
+                ),
             );
             return data.answer_define(&key, &Err(fault), ops);
         }
@@ -245,7 +249,7 @@ impl Admin {
                 return data.answer_define(&key, &Err(fault), ops);
             }
         };
-        // Asked now, when what waited before it has taken its own.
+        // Checked now, after earlier changes have reserved their bytes.
         if let Err(fault) = data.reserve(&key, reservation.bytes) {
             self.space
                 .release(&definition, &reservation.area, &reservation.extents);
@@ -324,7 +328,7 @@ impl Admin {
             What::Drop { .. } => 0,
             What::Device(change) => change.steps_before_catalog(),
         };
-        // After the catalog a device that leaves is only told so.
+        // After the catalog, only the superblock of a device that leaves is written, which decides nothing.
         let result = result.or_else(|failed| match failed.steps_done < before + CATALOG_STEPS {
             true => Err(failed),
             false => Ok(()),
@@ -334,7 +338,7 @@ impl Admin {
                 self.catalog.broken = Some(Fault::new(
                     FaultKind::Poisoned,
                     format!(
-                        "the store's catalog could not be written ({}): no job can be defined or dropped until offloadd is started again on sound devices",
+                        "the store's catalog could not be written ({}): no job can be defined or deleted until offloadd is restarted on sound devices",
                         failed.fault
                     ),
                 ));
@@ -368,7 +372,7 @@ impl Admin {
                 Ok(reserved_bytes)
             }
             Err(failed) => {
-                // Space that a catalog may name stays taken until the next start.
+                // Space that a catalog may name stays reserved until the next start.
                 if self.catalog.broken.is_none() {
                     self.space
                         .release(&table.definition, &entry.area, &table.extents);
@@ -388,7 +392,7 @@ impl Admin {
         ops: &mut Operations,
     ) {
         if let Err(failed) = result {
-            // The devices may not know the job any more: `dropping` stays set, so nobody opens it in this life.
+            // The job may be gone from the devices: `dropping` stays set, so nobody opens it in this incarnation.
             return ops.refuse(call, failed.fault);
         }
         let (entry, table) = data.drop_job(key);
@@ -410,8 +414,8 @@ impl Admin {
     }
 }
 
-/// The definition, twice, and voids in the slots: what was there before was somebody else's, and whatever is found there from
-/// now on that is not this job's was put there by a drive that erred.
+/// Writes both copies of the definition, and voids into the record slots. What was there belonged to another job; anything else
+/// found there later was written by a faulty drive.
 fn first_writes(home: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> Step {
     let Entry { area, job_id, .. } = entry;
     let definitions = area
@@ -421,7 +425,7 @@ fn first_writes(home: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> S
     Step::writes(home, definitions.into_iter().chain(slots))
 }
 
-/// One copy, then the other: a power cut leaves a whole one.
+/// Writes one copy, then the other, so that a power cut leaves a whole one.
 pub(super) fn catalog_steps(home: DeviceIndex, catalog: &Catalog) -> Vec<Step> {
     let steps = in_turn(home, CATALOG_OFFSETS, catalog.encode());
     assert_eq!(steps.len(), CATALOG_STEPS);

@@ -1,13 +1,13 @@
-//! What the store is made of: a device comes, a device goes.
+//! Adding and draining devices.
 //!
 //! ```text
 //!   add:    superblock ──▶ catalog (filling) ──▶ tiles move to it ──▶ catalog (settled)
 //!   drain:  catalog (draining) ──▶ tiles leave it ──▶ catalog without it ──▶ superblock says so
 //! ```
 //!
-//! One write of the catalog decides, so a cut leaves a store with the device or without it; what was begun goes on at the
-//! next start. The home, which has the catalog itself, is left by tiles as any other, and by the catalog and the jobs' areas
-//! at a start: see [`crate::store::metadata_device`].
+//! One write of the catalog decides, so a power cut leaves a store with the device or without it; an interrupted change continues
+//! at the next start. Tiles leave a drained metadata device like any other; the catalog and the jobs' areas leave it at a start:
+//! see [`crate::store::metadata_device`].
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
@@ -36,18 +36,18 @@ pub(super) enum DeviceChange {
         call: CallId,
         device: DeviceIndex,
     },
-    /// It has its share.
+    /// The device has its share of the tiles.
     Settle {
         device: DeviceIndex,
     },
-    /// Nothing is on it any more.
+    /// The device is empty.
     Remove {
         device: DeviceIndex,
     },
 }
 
 impl DeviceChange {
-    /// Who waits for it.
+    /// Call that waits for it.
     pub(super) fn call(&self) -> Option<CallId> {
         match self {
             Self::Add { call, .. } | Self::Drain { call, .. } => Some(*call),
@@ -55,7 +55,7 @@ impl DeviceChange {
         }
     }
 
-    /// Steps of its script before the catalog is touched.
+    /// Steps of its script before the catalog is written.
     pub(super) fn steps_before_catalog(&self) -> usize {
         match self {
             Self::Add { .. } => 2,
@@ -65,13 +65,13 @@ impl DeviceChange {
 }
 
 impl Admin {
-    /// Of the devices, by index: what definitions call them.
+    /// Numbers of the devices by index, as definitions name them.
     pub(super) fn numbers(&self) -> Vec<u32> {
         let numbers = self.devices.iter().map(|d| d.superblock.number);
         numbers.collect()
     }
 
-    /// Whether one more device has room in this life of the daemon: those that left keep their index until it ends.
+    /// Checks that one more device can be added in this incarnation: a device that left keeps its index until it ends.
     pub(in crate::core) fn check_growth(&self) -> Result<(), Fault> {
         if self.devices.len() < DEVICES_MAX as usize {
             return Ok(());
@@ -79,7 +79,7 @@ impl Admin {
         Err(Fault::new(
             FaultKind::TooMany,
             format!(
-                "{} devices are or were of the store since offloadd was started, the limit: drain one, or start it again",
+                "{} devices are or were part of the store since offloadd was started, which is the limit: restart offloadd, or drain a device first",
                 self.devices.len()
             ),
         ))
@@ -102,7 +102,7 @@ impl Admin {
             path: new.path,
             superblock: Superblock {
                 store: self.catalog.catalog.store,
-                // Given when its turn comes.
+                // Assigned when its turn comes.
                 number: u32::MAX,
                 id: new.id,
                 drained: false,
@@ -122,7 +122,7 @@ impl Admin {
         Ok(None)
     }
 
-    /// As the settings name it.
+    /// Finds the device at this path of the settings.
     pub(super) fn device_named(&self, path: &str) -> Result<DeviceIndex, Fault> {
         let found = (self.devices.iter()).position(|d| d.path == path && d.phase.is_some());
         found.map(|index| DeviceIndex(index as u32)).ok_or_else(|| {
@@ -148,7 +148,7 @@ impl Admin {
         let index = device.0 as usize;
         if self.space.is_closed(device) {
             if self.devices[index].phase != Some(Phase::Draining) {
-                let what = format!("{path} is just about to be drained: ask again");
+                let what = format!("{path} is just about to be drained: try again");
                 return Err(Fault::new(FaultKind::Busy, what));
             }
             self.limit_next_moves(rebalance_bytes_per_s_max, data);
@@ -158,7 +158,7 @@ impl Admin {
         }
         self.check_room_without(device, data)?;
         self.limit_next_moves(rebalance_bytes_per_s_max, data);
-        // From now on nothing new comes.
+        // Nothing new is placed on it from now on.
         self.space.close(device);
         let change = DeviceChange::Drain { call, device };
         if let Err(fault) = self.change_catalog(Work::Device(change), data, ops) {
@@ -168,7 +168,7 @@ impl Admin {
         Ok(None)
     }
 
-    /// Writes into `catalog` what changes; the steps that make it so. `None`: it was refused.
+    /// Applies `change` to `catalog` and returns the steps of its script; `None` if it is refused or not due any more.
     pub(super) fn device_steps(
         &mut self,
         change: &DeviceChange,
@@ -178,13 +178,13 @@ impl Admin {
         match *change {
             DeviceChange::Add { call, device } => {
                 if catalog.devices.len() >= DEVICES_MAX as usize {
-                    let what = format!("the store has {DEVICES_MAX} devices, as many as it can");
+                    let what = format!("the store has {DEVICES_MAX} devices, which is the limit");
                     ops.refuse(call, Fault::new(FaultKind::TooMany, what));
                     return None;
                 }
                 let number = catalog.next_number;
                 let Some(next) = number.checked_add(1) else {
-                    let what = "every number that a device can have was given to one, and none is given twice: make a new store of these devices";
+                    let what = "every device number was assigned, and none is given twice: format a new store";
                     ops.refuse(call, Fault::new(FaultKind::TooMany, what));
                     return None;
                 };
@@ -199,7 +199,7 @@ impl Admin {
                 });
                 let blocks = new.superblock.encode();
                 let superblocks = SUPERBLOCK_OFFSETS.map(|offset| (offset, blocks.clone()));
-                // What a store of before left there is nobody's.
+                // An earlier store may have left catalogs there.
                 let zeros = AlignedBytes::zeroed(BLOCK as usize);
                 let catalogs = CATALOG_OFFSETS.map(|offset| (offset, zeros.clone()));
                 let mut steps = vec![
@@ -223,7 +223,7 @@ impl Admin {
                 Some(catalog_steps(self.home, catalog))
             }
             DeviceChange::Remove { device } => {
-                // Asked for twice, while the first waited.
+                // It was queued twice.
                 if self.devices[device.0 as usize].phase != Some(Phase::Draining) {
                     return None;
                 }
@@ -233,8 +233,8 @@ impl Admin {
                 let blocks = superblock.encode();
                 catalog.devices.retain(|entry| entry.number != number);
                 let mut steps = catalog_steps(self.home, catalog);
-                // A device that is drained because it dies may not take it: the catalog has the last word.
-                // One copy after the other, so that a cut leaves a whole one.
+                // The catalog decides: a device that is drained because it fails may refuse this write. One copy after the other,
+                // so that a power cut leaves a whole one.
                 steps.extend(in_turn(device, SUPERBLOCK_OFFSETS, blocks));
                 Some(steps)
             }
@@ -244,7 +244,7 @@ impl Admin {
     fn entry_of<'a>(&self, catalog: &'a mut Catalog, device: DeviceIndex) -> &'a mut DeviceEntry {
         let number = self.devices[device.0 as usize].superblock.number;
         let mut entries = catalog.devices.iter_mut();
-        (entries.find(|entry| entry.number == number)).expect("it is of the store")
+        (entries.find(|entry| entry.number == number)).expect("a device of the store")
     }
 
     pub(super) fn finish_device_change(
@@ -297,13 +297,13 @@ impl Admin {
         }
     }
 
-    /// Whether all that keeps a device from leaving is that it is the store's home.
+    /// Whether the metadata device is drained and holds nothing but the catalog and the jobs' areas.
     pub(super) fn home_waits(&self, data: &Data) -> bool {
         self.devices[self.home.0 as usize].phase == Some(Phase::Draining)
             && self.bytes_on(self.home) == area_bytes(data)
     }
 
-    /// Of extents on `device`: tiles of jobs and of sessions, and areas.
+    /// Bytes on `device`: tiles of jobs and of sessions, and areas.
     pub(super) fn bytes_on(&self, device: DeviceIndex) -> u64 {
         let data_bytes = self.devices[device.0 as usize].superblock.data_bytes;
         data_bytes - self.space.free_bytes(device)

@@ -1,8 +1,8 @@
-//! What outlives the daemon: given out when everything has come to rest, and adopted by the next one if it fits its store.
+//! Hands state over to the next daemon when no operation is in flight, and adopts it from the previous one if it fits the store.
 //!
-//! Nothing of it is believed: whose store it is and which devices it knows is looked at here, each job and session by
-//! [`Data::check_adopted`]. What does not fit is left out with the reason; a job's sessions come all or none, as without one of
-//! them its generation could not be completed.
+//! Nothing of it is trusted: store and devices are checked here, jobs and sessions by [`Data::check_adopted`]. What does not fit is
+//! left out with the reason. The sessions of a job are adopted all or none, because without one of them its generation could not be
+//! completed.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::core::operations::{Operations, Waiter};
 use crate::handover::message::{self, NO_DEVICE};
 
 impl Admin {
-    /// No change of the catalog is written or waits, and no tile moves.
+    /// Whether no change of the catalog is written or waits, and no tile moves.
     pub(in crate::core) fn is_quiet(&self) -> bool {
         self.catalog.is_idle() && self.mover.batch.is_none()
     }
@@ -29,7 +29,7 @@ impl Admin {
         }
     }
 
-    /// Everything that the next daemon cannot read from the devices.
+    /// Returns the state that the next daemon cannot read from the devices.
     pub(in crate::core) fn hand_over(&self, data: &Data) -> message::State {
         let (sessions, jobs) = data.hand_over(&self.device_numbers());
         message::State {
@@ -46,8 +46,8 @@ impl Admin {
         }
     }
 
-    /// Flushes whatever sessions have written, so that a flush that fails while the next daemon starts loses nothing of
-    /// theirs. What fails poisons their jobs, and is handed over with them. Everything else has come to rest.
+    /// Flushes what sessions have written, so that a flush that fails while the next daemon starts loses nothing of theirs. A
+    /// failure poisons their jobs, and is handed over with them. Nothing else is in flight.
     pub(in crate::core) fn flush_for_hand_over(&self, data: &Data, ops: &mut Operations) {
         for (index, device) in self.devices.iter().enumerate() {
             let index = DeviceIndex(index as u32);
@@ -57,7 +57,7 @@ impl Admin {
         }
     }
 
-    /// Whether `state` belongs to this store, and nobody has served the store since.
+    /// Checks that `state` belongs to this store, and that no daemon has served the store since.
     fn check_state(&self, state: &message::State) -> Result<(), String> {
         if state.store != self.catalog.catalog.store.0 {
             return Err(format!(
@@ -70,13 +70,13 @@ impl Admin {
         let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
         if !none_since && !is_disabled(Safeguard::Lives) {
             return Err(format!(
-                "another daemon has served the store since, or devices were added or drained: its catalog has number {found}, \
+                "another daemon has served the store since, or a device was calibrated: its catalog has number {found}, \
                  {} was handed over",
                 state.catalog
             ));
         }
-        // Completions name devices by their place in the list that the process was given. Behind one that left in the last
-        // life the others move up: then they would name another one.
+        // Completions name devices by their index in the list that the process was given. If a device left in the previous
+        // incarnation, later indices have changed.
         let numbers = self.numbers();
         let mut told = state.devices.iter().enumerate();
         if told.any(|(index, number)| *number != NO_DEVICE && numbers.get(index) != Some(number)) {
@@ -91,10 +91,10 @@ impl Admin {
         Ok(())
     }
 
-    /// Adopts the sessions of `state` that go on, and says one line for each job that does not.
+    /// Adopts the sessions of `state` that fit. Returns them, and one line for each job that is not adopted.
     ///
     /// # Errors
-    /// All of it belongs to another store, or to this one before another daemon served it, or with other devices.
+    /// The state belongs to another store, has other devices, or another daemon has served the store since.
     pub(in crate::core) fn adopt(
         &mut self,
         state: &message::State,
@@ -122,7 +122,7 @@ impl Admin {
                 continue;
             };
             let done = if same(job) > 1 {
-                Err("it stands there twice".into())
+                Err("it is listed twice".into())
             } else if indices.iter().all(|index| has_descriptors(*index)) {
                 self.adopt_job(state, job, (&indices, adopted.len()), data, ops)
             } else {
@@ -136,12 +136,12 @@ impl Admin {
             }
         }
         if !adopted.is_empty() {
-            data.go_on_in(Epoch(state.epoch));
+            data.continue_epoch(Epoch(state.epoch));
         }
         Ok((adopted, left_out))
     }
 
-    /// Takes the room that a job's sessions keep for themselves, and adopts them; changes nothing when it fails.
+    /// Reserves the space of the sessions' own tiles and adopts the sessions of a job. Changes nothing if it fails.
     fn adopt_job(
         &mut self,
         state: &message::State,

@@ -1,13 +1,13 @@
-//! What the store is made of: its devices and their free space, the catalog, tiles that move to other devices.
+//! Administration of the store: devices and their free space, the catalog, tiles that move to other devices.
 //!
-//! Stands above [`super::data`] and asks it by values: never changes a job itself.
+//! Above [`super::data`], which it asks by values: it never changes a job itself.
 //!
 //! ```text
-//!   AddDevice, DrainDevice  ──▶ devices ──▶ what the store is made of ─┐
-//!                                                                      ├─▶ catalog_queue: one change at a time
-//!   Define, DropJob         ──▶ jobs that come and go                  ─┘
+//!   AddDevice, DrainDevice  ──▶ devices ─┐
+//!                                        ├─▶ catalog_queue: one change at a time
+//!   Define, DropJob         ─────────────┘
 //!   RebalanceTick           ──▶ moving ──▶ copying: some tiles of one job, all together or none
-//!   hand over, adopt        ──▶ handing      begin_reading ──▶ reading: an incarnation in which nothing is written
+//!   hand over, adopt        ──▶ handing      begin_reading ──▶ reading: a read-only incarnation
 //! ```
 
 mod catalog_queue;
@@ -40,30 +40,30 @@ pub use moving::Moves;
 
 /// Devices, space and catalog.
 pub(super) struct Admin {
-    /// Never fewer: one that left keeps its index for this incarnation.
+    /// By index; a device that left keeps its index for this incarnation.
     devices: Vec<RecoveredDevice>,
-    /// The metadata device: the catalog and the jobs' areas lie there.
+    /// The metadata device, with the catalog and the jobs' areas.
     home: DeviceIndex,
     space: Space,
     catalog: CatalogQueue,
     mover: Mover,
-    /// Pieces of tiles that are copied.
+    /// Pieces of tiles being copied.
     inflight: HashMap<IoId, CopyIo>,
-    /// What our scripts are for.
+    /// Purposes of the scripts.
     scripts: BTreeMap<ScriptId, Purpose>,
-    /// Why nothing is written in this incarnation.
+    /// Reason why the store is read-only in this incarnation.
     read_only: Option<Fault>,
-    /// What may be copied a second while tiles move, where nobody says otherwise.
+    /// Limit of bytes copied per second while tiles move, from the settings.
     rebalance_bytes_per_s_max: Option<u64>,
 }
 
-/// What a script of the administration is for.
+/// Purpose of a script.
 #[derive(Debug)]
 enum Purpose {
     Catalog(Box<CatalogChange>),
-    /// Copies of tiles are durable, and what a cut-off commit left is gone.
+    /// Makes copies of tiles durable, and clears what an interrupted commit left.
     Settle,
-    /// A definition's new revision.
+    /// Writes a new revision of a definition.
     Exchange,
 }
 
@@ -96,7 +96,7 @@ impl Admin {
         self.inflight.len()
     }
 
-    /// What happened to sessions and jobs.
+    /// Handles a note about sessions and jobs.
     pub(super) fn hear(&mut self, note: Note) {
         match note {
             Note::Freed(extents) => {
@@ -118,14 +118,14 @@ impl Admin {
         }
     }
 
-    /// Takes room for the tiles that a session wants for itself.
+    /// Reserves space for a session's own tiles.
     pub(super) fn reserve_scratch(&mut self, asked: &ScratchRequest) -> Result<Vec<Extent>, Fault> {
         (self.space.reserve_tiles(asked.tile_bytes())).map_err(|no_room| {
             asked.no_room(no_room.needed_bytes, &self.free_room(&no_room.free_bytes))
         })
     }
 
-    /// Another place for a session's own tile, if it lies on a device that is drained and another has room.
+    /// Returns another place for a session's own tile that lies on a drained device, if another device has space.
     pub(super) fn move_scratch(&mut self, write: &ScratchWrite) -> Option<Extent> {
         if !self.space.is_closed(write.extent.device) {
             return None;
@@ -146,12 +146,12 @@ impl Admin {
             .collect()
     }
 
-    /// What is written on a device of ours, so that its file can be told from another that lies at its path.
+    /// Superblock of a device, to tell it from another device at its path.
     pub(super) fn superblock(&self, device: DeviceIndex) -> Superblock {
         self.devices[device.0 as usize].superblock
     }
 
-    /// The store's devices, in its order.
+    /// Devices in the store's order.
     pub(super) fn device_states(&self, data: &Data) -> Vec<DeviceState> {
         let state = |(index, device): (usize, &RecoveredDevice)| DeviceState {
             path: device.path.clone(),
@@ -183,7 +183,7 @@ impl Admin {
         }
     }
 
-    /// What a home still holds that tiles have left, and whether the next start takes that away too.
+    /// Describes what a drained metadata device without tiles still holds, and whether the next start moves that too.
     fn waits_for_a_start(&self, device: DeviceIndex, data: &Data) -> Option<(String, bool)> {
         if device != self.home || !self.home_waits(data) {
             return None;
@@ -191,14 +191,14 @@ impl Admin {
         let what = "all tiles have left it; the store's catalog and the jobs' records";
         Some(match self.find_new_home(&self.space, data) {
             Ok(_) => (
-                format!("{what} leave it when offloadd is started next with no session to take up"),
+                format!("{what} leave it when offloadd is started next with no session to adopt"),
                 true,
             ),
             Err(fault) => (format!("{what} are still there: {}", fault.message), false),
         })
     }
 
-    /// What is free where, for people: of the devices that are of the store.
+    /// Lists the free space of the store's devices, for messages.
     fn free_room(&self, free_bytes: &[u64]) -> String {
         let free: Vec<String> = (self.devices.iter().zip(free_bytes))
             .filter(|(device, _)| device.phase.is_some())

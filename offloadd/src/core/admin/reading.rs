@@ -1,7 +1,7 @@
-//! An incarnation in which nothing is written: the store could not be made ready for more, because a device takes no writes.
+//! A read-only incarnation: the store could not be prepared for writes, because a device takes none.
 //!
-//! What is committed can be read. Whatever would write is refused with the device's name; nothing that a daemon before or after
-//! this one relies on changes, so that sessions which one of them handed over still go on.
+//! What is committed can be read. Every call that would write is refused with the device's name. Nothing on the devices changes, so
+//! sessions that an earlier daemon handed over can still be adopted by a later one.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
@@ -25,12 +25,12 @@ impl Admin {
         self.read_only = Some(fault);
     }
 
-    /// Why nothing is written in this incarnation.
+    /// Reason why the store is read-only, if it is.
     pub(in crate::core) fn read_only(&self) -> Option<&Fault> {
         self.read_only.as_ref()
     }
 
-    /// Said of one device for all.
+    /// The reason, reported for the metadata device only.
     pub(super) fn only_read(&self, device: DeviceIndex) -> Option<String> {
         let why = self.read_only.as_ref().filter(|_| device == self.home);
         why.map(|fault| fault.message.clone())

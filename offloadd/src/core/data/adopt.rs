@@ -253,8 +253,8 @@ impl Data {
         sessions.into_iter().map(begin).collect()
     }
 
-    /// Messages name `epoch` from now on, which sessions of the daemon before know.
-    pub(in crate::core) fn go_on_in(&mut self, epoch: Epoch) {
+    /// Uses the epoch of the previous daemon, which adopted sessions know.
+    pub(in crate::core) fn continue_epoch(&mut self, epoch: Epoch) {
         self.epoch = epoch;
     }
 

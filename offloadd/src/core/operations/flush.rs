@@ -1,16 +1,15 @@
-//! Flushes of devices: one at a time each, shared by all that wait for it.
+//! Flushes of devices: each device has one at a time, shared by all that wait for it.
 //!
 //! ```text
 //!   A asks ─▶ flush ───────────────▶ ended: A is answered
 //!        B and C ask meanwhile ─▶ next flush ─▶ ended: B and C are answered
 //! ```
 //!
-//! A flush that is under way may not cover what was written after it began: whoever asks meanwhile waits for the next one.
+//! A flush that is under way may not cover what was written after it began, so a request that comes meanwhile waits for the next one.
 //!
-//! When a flush fails, the device may have lost anything written to it since the last successful flush, and the next one
-//! succeeds and does not say so. Two flushes at the same time would hide it: one fails and the other succeeds, and nobody
-//! knows which of them lost what. With one at a time, everybody with something unflushed on the device is told of the failure
-//! before anybody is told of a later success.
+//! When a flush fails, the device may have lost anything written to it since the last successful flush, and the next flush
+//! succeeds without saying so. With two flushes at a time, one could fail and the other succeed, and it would be unknown which
+//! writes were lost. With one at a time, the failure is reported for everything unflushed on the device before any later success.
 
 use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
@@ -24,7 +23,7 @@ use crate::io::{Buffer, IoOp, IoResult};
 #[derive(Debug)]
 pub(super) struct Flush {
     waiters: Vec<Waiter>,
-    /// Came since it began.
+    /// Waiters that came since it began.
     next: Vec<Waiter>,
 }
 
@@ -51,8 +50,8 @@ impl Operations {
         self.inflight.insert(io, Operation::Flush(device));
     }
 
-    /// Takes the end of a flush: who waited for it, and why it failed. Who came since it began waits for the next one, which
-    /// begins here; if this one failed, it has failed for them as well, as they have written there too.
+    /// Handles the end of a flush. Returns its waiters and the fault if it failed. Waiters that came since it began wait for the
+    /// next flush, which starts here; if this one failed, it has failed for them as well, because they have written there too.
     pub(in crate::core) fn on_flush_done(
         &mut self,
         device: DeviceIndex,

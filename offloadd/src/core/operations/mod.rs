@@ -1,6 +1,6 @@
-//! Operations in flight, and what both cores make of them: writes and flushes in order, and flushes that are shared.
+//! Operations in flight, and what both parts of the core build from them: scripts of writes and flushes, and shared flushes.
 //!
-//! Knows nothing of jobs or of the catalog: who runs a script keeps what it is for, by its [`ScriptId`].
+//! Does not know jobs or the catalog: the owner of a script keeps its purpose, by its [`ScriptId`].
 
 mod flush;
 mod script;
@@ -20,19 +20,19 @@ use crate::quota::Weights;
 use flush::Flush;
 use script::Script;
 
-/// What the cores ask of the devices and of the driver.
+/// Operations and actions asked for by `data` and `admin`.
 pub(super) struct Operations {
-    /// The metadata device: the catalog and the jobs' areas lie there.
+    /// The metadata device, with the catalog and the jobs' areas.
     home: DeviceIndex,
-    /// By device, for messages.
+    /// Paths by device, for messages.
     paths: Vec<String>,
-    /// For the driver, in order.
+    /// Actions for the driver, in order.
     actions: Vec<Action>,
     inflight: HashMap<IoId, Operation>,
     scripts: BTreeMap<ScriptId, Script>,
-    /// Scripts whose end nobody has heard yet.
+    /// Ends of scripts that their owners have not taken yet.
     ended: VecDeque<ScriptEnd>,
-    /// At most one a device.
+    /// At most one per device.
     flushes: BTreeMap<DeviceIndex, Flush>,
     next_number: u64,
 }
@@ -80,7 +80,7 @@ impl Operations {
         self.paths.len()
     }
 
-    /// Actions are appended to `actions` from now on, until it is swapped back.
+    /// Exchanges the list to which actions are appended.
     pub(super) fn swap_actions(&mut self, actions: &mut Vec<Action>) {
         std::mem::swap(&mut self.actions, actions);
     }
@@ -103,7 +103,7 @@ impl Operations {
         self.next_number
     }
 
-    /// Asks the driver for an operation of the daemon itself; who asks remembers what it is for.
+    /// Asks the driver for an operation of the daemon itself. The caller keeps its purpose.
     pub(super) fn start(
         &mut self,
         device: DeviceIndex,
@@ -115,7 +115,7 @@ impl Operations {
         self.start_weighted(device, op, part, buffer, priority, None)
     }
 
-    /// As [`Self::start`]; `weights` for an operation of a session.
+    /// Like [`Self::start`], with the weights of a session's operation.
     pub(super) fn start_weighted(
         &mut self,
         device: DeviceIndex,
@@ -139,7 +139,7 @@ impl Operations {
         io
     }
 
-    /// Takes an operation of a script, or a flush, out of those in flight.
+    /// Removes a write of a script or a flush from those in flight.
     pub(super) fn take(&mut self, io: IoId) -> Option<Operation> {
         self.inflight.remove(&io)
     }
@@ -148,7 +148,7 @@ impl Operations {
         self.inflight.len()
     }
 
-    /// No operation and no script is under way.
+    /// Whether no operation and no script is under way.
     pub(super) fn is_idle(&self) -> bool {
         self.inflight.is_empty() && self.scripts.is_empty()
     }
@@ -160,7 +160,7 @@ impl Operations {
         })
     }
 
-    /// The words for an operation that failed.
+    /// Describes a failed operation.
     pub(super) fn device_fault(
         &self,
         op: IoOp,
@@ -176,7 +176,7 @@ impl Operations {
             ),
             Ok(moved) => (
                 FaultKind::Short,
-                format!("only {moved} bytes moved; a removed drive answers so"),
+                format!("only {moved} bytes moved, as happens when a drive was removed"),
             ),
         };
         let path = self.path(device);

@@ -1,7 +1,7 @@
-//! Writes and flushes of the daemon's own structures, in order: each step ends before the next one starts.
+//! Scripts: writes and flushes of the daemon's own structures in steps, each of which ends before the next one starts.
 //!
-//! The first operation that fails ends the script; nothing of it is tried again. Nor is it after somebody else's flush of a device
-//! that it writes to has failed: see [`super::flush`].
+//! The first failed operation ends the script; nothing is retried. A failed flush of a device that the script writes to ends it
+//! too, whoever asked for that flush: see [`super::flush`].
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -13,10 +13,10 @@ use super::flush::Waiter;
 use super::{Operation, Operations};
 use crate::io::{AlignedBytes, Buffer, IoOp};
 
-/// Operations of one script in flight.
+/// Limit of operations in flight per script.
 const INFLIGHT_MAX: usize = 8;
 
-/// One operation of a script: a megabyte-sized piece of a large structure, as large tiles are.
+/// Largest write of a script: a piece of a large structure, of the size of a large tile.
 const WRITE_BYTES_MAX: usize = 4 << 20;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -26,7 +26,7 @@ pub(in crate::core) struct ScriptId(u64);
 struct MetaIo {
     device: DeviceIndex,
     offset: u64,
-    /// `None`: a flush.
+    /// Bytes to write; `None` for a flush.
     write: Option<AlignedBytes>,
 }
 
@@ -35,7 +35,7 @@ struct MetaIo {
 pub(in crate::core) struct Step(VecDeque<MetaIo>);
 
 impl Step {
-    /// Writes of one device: each is blocks and where they go.
+    /// Writes to one device, each with its offset.
     pub(in crate::core) fn writes(
         device: DeviceIndex,
         writes: impl IntoIterator<Item = (u64, AlignedBytes)>,
@@ -89,19 +89,19 @@ pub(super) struct Script {
     steps_done: usize,
     inflight_count: usize,
     failed: Option<Fault>,
-    /// Where it writes, or what it relies on was written.
+    /// Devices it writes to or flushes.
     devices: BTreeSet<DeviceIndex>,
 }
 
 /// Where and why a script failed.
 #[derive(Debug)]
 pub(in crate::core) struct Failed {
-    /// Steps that ended well before it.
+    /// Steps that succeeded before.
     pub(in crate::core) steps_done: usize,
     pub(in crate::core) fault: Fault,
 }
 
-/// A script has ended: who ran it is to hear of it.
+/// End of a script, for its owner.
 #[derive(Debug)]
 pub(in crate::core) struct ScriptEnd {
     pub(in crate::core) script: ScriptId,
@@ -109,8 +109,8 @@ pub(in crate::core) struct ScriptEnd {
 }
 
 impl Operations {
-    /// Starts `steps`. The end is taken from [`Self::next_end`] when the last operation has ended, or all those in flight
-    /// when one has failed; for a script without any operation at once.
+    /// Starts `steps`. [`Self::next_end`] returns the end when the last operation has ended or, after a failure, all those in
+    /// flight; at once for a script without operations.
     pub(in crate::core) fn run_script(&mut self, steps: Vec<Step>) -> ScriptId {
         let id = ScriptId(self.number());
         let operations = steps.iter().flat_map(|step| &step.0);
@@ -126,12 +126,12 @@ impl Operations {
         id
     }
 
-    /// The oldest script end that nobody has heard.
+    /// Takes the oldest end of a script.
     pub(in crate::core) fn next_end(&mut self) -> Option<ScriptEnd> {
         self.ended.pop_front()
     }
 
-    /// A write or a flush of a script has ended.
+    /// Handles the end of a script's write or flush.
     pub(in crate::core) fn on_script_io_done(&mut self, id: ScriptId, failed: Option<Fault>) {
         let script = self.scripts.get_mut(&id).expect("it waits for this");
         script.inflight_count -= 1;
@@ -141,7 +141,7 @@ impl Operations {
         self.advance(id);
     }
 
-    /// A flush of `device` failed: what a script has written there, or was to make durable, may be lost.
+    /// Fails all scripts that use `device`, because a flush failed and may have lost what they wrote there.
     pub(super) fn fail_scripts_of(&mut self, device: DeviceIndex, fault: &Fault) {
         for script in self.scripts.values_mut() {
             if script.devices.contains(&device) {
@@ -192,7 +192,7 @@ impl Operations {
         };
         let length = bytes.len() as u32;
         let extent = [offset, u64::from(length)];
-        // A call waits for each of them.
+        // A call waits for it.
         let priority = Priority::Demand;
         let io = self.start(device, IoOp::Write, extent, Buffer::Meta(bytes), priority);
         let write = Operation::Write {
@@ -216,7 +216,7 @@ impl Operations {
     }
 }
 
-/// The same blocks at two places, the second when the first is durable: a power cut leaves a whole one.
+/// Writes the same blocks to two places, the second when the first is durable, so that a power cut leaves a whole one.
 pub(in crate::core) fn in_turn(
     device: DeviceIndex,
     offsets: [u64; 2],

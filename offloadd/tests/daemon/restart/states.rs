@@ -119,7 +119,7 @@ const LIES: &[Lie] = &[
     ("descriptors of its sessions", |state| {
         state.sessions[0].number += 1
     }),
-    ("stands there twice", |state| {
+    ("is listed twice", |state| {
         let same = state.jobs[0].clone();
         state.jobs.push(same);
         let same = state.sessions[0].clone();
