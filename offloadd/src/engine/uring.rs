@@ -36,7 +36,7 @@ use super::inflight::Inflight;
 use super::{END_WAIT, EngineError, Io, IoDone, Memory, named};
 use crate::arena::{Arena, ArenaId};
 use crate::io::IoOp;
-use crate::store::DEVICES_MAX;
+use offload_api::DEVICES_MAX;
 
 /// Entries handed to the kernel in one system call; more wait one round.
 const SUBMISSION_ENTRIES: u32 = 256;

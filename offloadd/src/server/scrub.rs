@@ -250,11 +250,8 @@ impl Scrub {
                 name: job.name,
                 tile: 0,
             };
-            loop {
-                // `None` if the job was deleted in the meantime.
-                let Some(found) = answered(self.owner.committed_tiles(at.clone()))? else {
-                    break;
-                };
+            // `None` if the job was deleted in the meantime.
+            while let Some(found) = answered(self.owner.committed_tiles(at.clone()))? {
                 for tile in &found.tiles {
                     let spec = found.definition.tiles()[tile.tile.0 as usize];
                     let wrong = self.compare(&at, tile, spec.tile_bytes)?;
