@@ -1,7 +1,7 @@
 //! The ranks of one job: what they ask for, and what must be true of each answer.
 
 use offload_api::checksum::checksum;
-use offload_api::fault::FaultKind;
+use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, Rank};
 use offloadd::core::{Call, CallId, Event, JobRecord, Reply};
 use offloadd::store::definition::Durability;
@@ -74,6 +74,23 @@ pub(super) fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
     known.confirmed = known.confirmed.min(generation);
 }
 
+/// Bytes that a job which finds no room asks for.
+fn needed_bytes(no_room: &Fault) -> u64 {
+    let text = no_room
+        .message
+        .split_once(" needs ")
+        .and_then(|(_, rest)| rest.split_once(" bytes"));
+    text.and_then(|(bytes, _)| bytes.parse().ok())
+        .expect("the bytes that are needed")
+}
+
+/// Free bytes of all devices that have not left.
+fn free_bytes(world: &World) -> u64 {
+    let states = world.core.device_states().into_iter();
+    let members = states.filter(|device| device.status.phase.is_some());
+    members.map(|device| device.free_bytes).sum()
+}
+
 /// Opens all ranks, compares what the store offers with the oracle, resumes. `None`: a device kept it from that.
 pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
     if known.dropping {
@@ -98,8 +115,11 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             assert!(!known.defined, "an acknowledged job is gone");
             let definition = definition(known.tile_count, known.durability, known.nodes);
             if let Err(fault) = world.define(processes[0], definition) {
-                // Tiles that came home from devices that went may lie where its records would have to.
-                if fault.kind == FaultKind::NoSpace && fault.message.contains("in one piece on ") {
+                // Devices that went may have left the others too small, or their tiles may lie where its records would have to.
+                if fault.kind == FaultKind::NoSpace
+                    && (fault.message.contains("in one piece on ")
+                        || needed_bytes(&fault) > free_bytes(world))
+                {
                     leave(world, &processes);
                     return None;
                 }
