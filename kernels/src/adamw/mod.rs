@@ -26,8 +26,11 @@ mod scalar;
 
 use std::ops::Range;
 
-use layout::Elements;
+use layout::{Elements, Weights};
 use scalar::Scalars;
+
+use crate::cast::view;
+use crate::number;
 
 pub use crate::InstructionSet;
 pub use layout::{Master, Tile, init_tile, read_masters, state_planes, state_tile_bytes};
@@ -100,6 +103,76 @@ pub fn step_range(
     };
     step_range_with(InstructionSet::best(), hyper, tile, range);
 }
+
+/// Like [`step_range`] with fp32 gradients whatever the master, for sums that were never rounded: `grad` has four bytes an
+/// element.
+pub fn step_range_fp32_grad(
+    master: Master,
+    hyper: &Hyper,
+    param: &mut [u8],
+    state: &mut [u8],
+    grad: &[u8],
+    tile_elems: usize,
+    range: Range<usize>,
+) {
+    if master == Master::Fp32 {
+        return step_range(master, hyper, param, state, grad, tile_elems, range);
+    }
+    let (set, scalars) = (InstructionSet::best(), Scalars::new(hyper));
+    let grads: &[f32] = view(&grad[..tile_elems * 4]);
+    // Masters are joined, updated as fp32 parameters and split again, a few pages at a time. The bits are those of an update
+    // of this master's own.
+    let mut masters = [0.0; FP32_GRAD_ELEMS];
+    let mut start = range.start;
+    while start < range.end {
+        let part = start..range.end.min(start + FP32_GRAD_ELEMS);
+        start = part.end;
+        let masters = &mut masters[..part.len()];
+        let tile = Tile {
+            master,
+            param: &mut *param,
+            state: &mut *state,
+            grad,
+            elems: tile_elems,
+        };
+        let Elements {
+            weights,
+            momentum,
+            variance,
+        } = Elements::of(tile, part.clone());
+        let fp32 = |masters| Elements {
+            weights: Weights::Fp32 {
+                param: masters,
+                grad: &grads[part],
+            },
+            momentum,
+            variance,
+        };
+        match weights {
+            Weights::SplitBf16 {
+                param, residual, ..
+            } => {
+                for (at, master) in masters.iter_mut().enumerate() {
+                    *master = number::join(param[at], residual[at]);
+                }
+                step_chunk(set, &scalars, fp32(&mut *masters));
+                for (at, master) in masters.iter().enumerate() {
+                    (param[at], residual[at]) = number::split(*master);
+                }
+            }
+            Weights::Fp16WholeMaster { param, whole, .. } => {
+                step_chunk(set, &scalars, fp32(&mut *whole));
+                for (param, master) in param.iter_mut().zip(whole) {
+                    *param = number::to_fp16(*master);
+                }
+            }
+            Weights::Fp32 { .. } => unreachable!("has its own gradients' type"),
+        }
+    }
+}
+
+/// Elements that [`step_range_fp32_grad`] joins at a time: 8 KiB, which stay in the first-level cache.
+const FP32_GRAD_ELEMS: usize = 2048;
 
 /// Like [`step_range`] with given instructions, for tests and measurements.
 ///

@@ -4,9 +4,12 @@
 //! a wrong place, or writes beyond its range. Each kernel is compared with the definition byte by byte, padding included, on numbers
 //! chosen to break it.
 
-use crate::common::{MASTERS, OwnedTile, Random, available_vector_sets};
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, available_vector_sets};
 use kernels::InstructionSet;
-use kernels::adamw::{Hyper, step_range, step_range_with};
+use kernels::adamw::{
+    Hyper, Master, state_planes, step_range, step_range_fp32_grad, step_range_with,
+};
+use kernels::number;
 use proptest::prelude::*;
 
 const HYPER: Hyper = Hyper {
@@ -134,5 +137,63 @@ fn a_range_leaves_the_rest_of_its_tile_alone() {
             &stepped(InstructionSet::Scalar, &HYPER, &before),
             "each element once",
         );
+    }
+}
+
+#[test]
+fn fp32_gradients_that_16_bits_hold_give_the_bits_of_16_bit_gradients() {
+    for master in MASTERS {
+        let before = OwnedTile::hard(master, 5000, &mut Random(6));
+        let grad: Vec<u8> = before
+            .grad
+            .chunks_exact(master.grad_bytes())
+            .flat_map(|bytes| wide(master, bytes).to_le_bytes())
+            .collect();
+        let grad = AlignedBytes::of(&grad);
+        let mut tile = before.clone();
+        for range in [0..1, 1..4097, 4097..5000] {
+            let t = tile.borrow();
+            step_range_fp32_grad(master, &HYPER, t.param, t.state, &grad, 5000, range);
+        }
+        tile.assert_same_bits(
+            &stepped(InstructionSet::Scalar, &HYPER, &before),
+            "wide and narrow gradients",
+        );
+    }
+}
+
+#[test]
+fn fp32_gradients_are_not_rounded() {
+    let (elems, hyper) = (
+        16,
+        Hyper {
+            grad_scale: 1.0,
+            ..HYPER
+        },
+    );
+    // Half way between two bf16 numbers and a little more.
+    let grad = 1.0f32 + 1.0 / 256.0 + 1.0 / 65536.0;
+    let grads = AlignedBytes::of_f32(&vec![grad; elems]);
+    for master in MASTERS {
+        let mut tile = OwnedTile::zeroed(master, elems);
+        let t = tile.borrow();
+        let range = 0..elems;
+        step_range_fp32_grad(master, &hyper, t.param, t.state, &grads, elems, range);
+        let momentum = &tile.state[state_planes(master, elems)[1].clone()][..4];
+        let expected = (1.0 - f64::from(hyper.beta1)) as f32 * grad;
+        assert_eq!(
+            f32::from_le_bytes(momentum.try_into().unwrap()),
+            expected,
+            "{master:?}"
+        );
+    }
+}
+
+fn wide(master: Master, bytes: &[u8]) -> f32 {
+    let half = || u16::from_le_bytes(bytes.try_into().unwrap());
+    match master {
+        Master::Fp32 => f32::from_le_bytes(bytes.try_into().unwrap()),
+        Master::SplitBf16 => number::from_bf16(half()),
+        Master::Fp16WholeMaster => number::from_fp16(half()),
     }
 }
