@@ -173,11 +173,10 @@ fn lacking_with(
     let mut least_bytes = u64::MAX;
     for job in &store.jobs {
         let definition = &job.table.definition;
-        let copies = definition.durability().extents_a_tile();
         for (tile, extents) in definition.tiles().iter().zip(&job.table.extents) {
             let bytes = u64::from(tile.tile_bytes);
             least_bytes = least_bytes.min(bytes);
-            for extent in &extents[..copies] {
+            for extent in &extents[..definition.extents(tile)] {
                 current[extent.device.0 as usize] += bytes;
             }
         }

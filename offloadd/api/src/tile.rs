@@ -13,12 +13,14 @@ pub enum TileKind {
     State = 2,
     /// Gradients.
     Grad = 3,
+    /// Parameters that are not trained. Such a tile may be written until it is committed, and never after.
+    Frozen = 4,
 }
 
 impl TileKind {
     /// Returns the kind with this number.
     pub fn from_number(number: u32) -> Option<Self> {
-        [Self::Param, Self::State, Self::Grad]
+        [Self::Param, Self::State, Self::Grad, Self::Frozen]
             .into_iter()
             .find(|kind| *kind as u32 == number)
     }
@@ -28,7 +30,7 @@ impl TileKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Durability {
-    /// Two extents a tile, written in turns: the last committed generation survives.
+    /// Two extents a tile, written in turns: the last committed generation survives. One extent a tile that is written once.
     Committed = 1,
     /// One extent a tile, overwritten in place: a crash destroys the job's state.
     None = 2,
@@ -42,11 +44,11 @@ impl Durability {
             .find(|durability| *durability as u32 == number)
     }
 
-    /// Number of extents of each tile.
-    pub fn extents_a_tile(self) -> usize {
-        match self {
-            Self::Committed => 2,
-            Self::None => 1,
+    /// Number of extents of a tile of `kind`.
+    pub fn extents(self, kind: TileKind) -> usize {
+        match (self, kind) {
+            (_, TileKind::Frozen) | (Self::None, _) => 1,
+            (Self::Committed, _) => 2,
         }
     }
 

@@ -175,7 +175,7 @@ fuzz_target!(|bytes: &[u8]| {
         for (extents, tile) in job.table.extents.iter().zip(job.table.definition.tiles()) {
             for extent in extents
                 .iter()
-                .take(job.table.definition.durability().extents_a_tile())
+                .take(job.table.definition.extents(tile))
             {
                 let device = &opened.devices[extent.device.0 as usize];
                 let end = extent.offset + u64::from(tile.tile_bytes);

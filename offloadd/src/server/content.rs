@@ -9,7 +9,13 @@ use crate::store::verify::{Damage, DamagedTile, UndecidedJob};
 impl From<&JobContent> for proto::JobContent {
     fn from(job: &JobContent) -> Self {
         let definition = &job.definition;
-        let kinds = [TileKind::Param, TileKind::State, TileKind::Grad].map(|kind| {
+        let kinds = [
+            TileKind::Param,
+            TileKind::State,
+            TileKind::Grad,
+            TileKind::Frozen,
+        ];
+        let kinds = kinds.map(|kind| {
             let tiles = definition.tiles().iter().filter(|tile| tile.kind == kind);
             let (count, bytes) = tiles.fold((0, 0), |(count, bytes), tile| {
                 (count + 1, bytes + u64::from(tile.tile_bytes))

@@ -86,8 +86,7 @@ pub fn settle_watched(
         return Ok(MetadataMove::NotDue);
     }
     let on_home = store.jobs.iter().any(|job| {
-        let copies = job.table.definition.durability().extents_a_tile();
-        let mut extents = job.table.extents.iter().flat_map(|e| &e[..copies]);
+        let mut extents = job.table.extents.iter().flatten();
         extents.any(|extent| extent.device == metadata_device)
     });
     if on_home {

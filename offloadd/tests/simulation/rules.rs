@@ -6,6 +6,7 @@ use offload_api::ids::{Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Priority, Promote, Request, Verb};
 use offloadd::core::{Call, Event, Peer, Reply};
 use offloadd::store::definition::Durability::{self, Committed};
+use offloadd::store::definition::{JobDefinition, TileKind};
 use test_hooks::random::SimRandom;
 
 use super::world::{PEER, Process, World, definition, formatted, job, outcome};
@@ -79,6 +80,82 @@ fn writes_of_the_next_generation_leave_the_committed_one_alone() {
     let (process, ..) = reopen(&mut world, "a");
     world.resume(process, 1).unwrap();
     expect_all(&mut world, process, 1);
+}
+
+/// Begins a job whose tile 0 is frozen.
+fn begin_frozen(world: &mut World) -> Process {
+    let (process, _) = world.open(&job("a"), 0, 1).unwrap();
+    let plain = definition(TILES, Committed, 1);
+    let mut tiles = plain.tiles().to_vec();
+    tiles[0].kind = TileKind::Frozen;
+    let frozen = JobDefinition::new(plain.layout().to_vec(), tiles, Committed, 1).unwrap();
+    world.define(process, frozen).unwrap();
+    world.resume(process, 0).unwrap();
+    process
+}
+
+fn write_trained(world: &mut World, process: Process, generation: u64) {
+    for tile in 1..TILES {
+        let seed = generation * 100 + u64::from(tile);
+        world.write(process, generation, tile, seed).unwrap();
+    }
+}
+
+fn expect_frozen(world: &mut World, process: Process, generation: u64) {
+    world.expect_tile(process, 0, 200);
+    for tile in 1..TILES {
+        world.expect_tile(process, tile, generation * 100 + u64::from(tile));
+    }
+}
+
+#[test]
+fn a_frozen_tile_is_written_until_it_is_committed_and_never_after() {
+    for seed in 0..20 {
+        let mut world = World::start(formatted(), SimRandom::new(seed));
+        let process = begin_frozen(&mut world);
+        world.write(process, 1, 0, 100).unwrap();
+        world.write(process, 1, 0, 200).unwrap();
+        write_trained(&mut world, process, 1);
+        world.commit(process, 1).unwrap();
+        for generation in 2..5 {
+            assert_eq!(
+                world.write(process, generation, 0, 300),
+                Err(FaultKind::Invalid)
+            );
+            write_trained(&mut world, process, generation);
+            world.commit(process, generation).unwrap();
+        }
+        write_trained(&mut world, process, 5);
+        let (disks, random) = world.crash(true);
+        let mut world = World::start(disks, random);
+        let (process, ..) = reopen(&mut world, "a");
+        world.resume(process, 4).unwrap();
+        expect_frozen(&mut world, process, 4);
+        assert_eq!(world.write(process, 5, 0, 300), Err(FaultKind::Invalid));
+    }
+}
+
+#[test]
+fn a_frozen_tile_moves_with_its_only_extent() {
+    for seed in 0..20 {
+        let mut world = World::start(formatted(), SimRandom::new(seed));
+        let process = begin_frozen(&mut world);
+        world.write(process, 1, 0, 200).unwrap();
+        write_trained(&mut world, process, 1);
+        world.commit(process, 1).unwrap();
+        world.close(process).unwrap();
+        let call = world.drain_call("sim1");
+        world.move_all();
+        world.answer(call).unwrap();
+        let (disks, random) = world.crash(true);
+        let mut world = World::start(disks, random);
+        let (process, ..) = reopen(&mut world, "a");
+        world.resume(process, 1).unwrap();
+        expect_frozen(&mut world, process, 1);
+        write_trained(&mut world, process, 2);
+        world.commit(process, 2).unwrap();
+        expect_frozen(&mut world, process, 2);
+    }
 }
 
 #[test]

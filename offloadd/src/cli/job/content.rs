@@ -45,6 +45,7 @@ pub(in crate::cli) fn kind_name(kind: i32) -> &'static str {
         Ok(proto::TileKind::Param) => "param",
         Ok(proto::TileKind::State) => "state",
         Ok(proto::TileKind::Grad) => "grad",
+        Ok(proto::TileKind::Frozen) => "frozen",
         _ => "unknown",
     }
 }

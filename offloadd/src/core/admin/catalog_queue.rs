@@ -239,10 +239,9 @@ impl Admin {
                 let fault = Fault::new(
                     FaultKind::NoSpace,
                     format!(
-                        "job {} needs {} bytes ({} extents a tile and its records){in_pieces}; free: {}; delete a job (`offloadd job delete`) or add a device",
+                        "job {} needs {} bytes (all extents of its tiles and its records){in_pieces}; free: {}; delete a job (`offloadd job delete`) or add a device",
                         key.name,
                         no_room.needed_bytes,
-                        definition.durability().extents_a_tile(),
                         self.free_room(&no_room.free_bytes)
                     ),
                 );

@@ -276,10 +276,14 @@ impl Admin {
         filling: &[DeviceIndex],
     ) -> VecDeque<(u32, DeviceIndex)> {
         let specs = layout.table.definition.tiles().iter();
-        let tiles: Vec<(u32, [DeviceIndex; 2])> = (specs.zip(&layout.table.extents))
-            .map(|(spec, extents)| (spec.tile_bytes, extents.map(|extent| extent.device)))
+        let definition = &layout.table.definition;
+        let tiles: Vec<(u64, [DeviceIndex; 2])> = (specs.zip(&layout.table.extents))
+            .map(|(spec, extents)| {
+                let devices = extents.map(|extent| extent.device);
+                (definition.reserved_bytes(spec), devices)
+            })
             .collect();
-        let targets = self.space.targets(&tiles, layout.copies(), filling);
+        let targets = self.space.targets(&tiles, filling);
         targets.into()
     }
 
@@ -321,7 +325,7 @@ impl Admin {
             let extents = &layout.table.extents[tile as usize];
             let bytes = layout.tile_bytes(tile as usize);
             let mut stays = false;
-            for which in 0..layout.copies() as u8 {
+            for which in 0..layout.copies(tile as usize) as u8 {
                 let from = extents[usize::from(which)];
                 if from.device == target || stuck.contains(&(job_id, tile, which)) {
                     continue;
@@ -469,9 +473,8 @@ impl Admin {
             .map(|other| (other.0 as usize, trial.free_bytes(other)))
             .collect();
         let fits = data.layouts().all(|layout| {
-            let copies = layout.copies();
             (layout.table.extents.iter().enumerate()).all(|(tile, extents)| {
-                let bytes = layout.tile_bytes(tile);
+                let (copies, bytes) = (layout.copies(tile), layout.tile_bytes(tile));
                 let leaving = extents[..copies].iter().filter(|e| e.device == device);
                 let mut all = leaving.map(|_| trial.take_on(device, bytes, true));
                 all.all(|taken| taken.is_some())
@@ -500,9 +503,9 @@ fn left_bytes(
     layout: &Layout<'_>,
     tiles: &VecDeque<(u32, DeviceIndex)>,
 ) -> BTreeMap<DeviceIndex, u64> {
-    let copies = layout.copies();
     let mut left = BTreeMap::new();
     for &(tile, target) in tiles {
+        let copies = layout.copies(tile as usize);
         let extents = &layout.table.extents[tile as usize][..copies];
         let away = extents.iter().filter(|extent| extent.device != target);
         *left.entry(target).or_default() += away.count() as u64 * layout.tile_bytes(tile as usize);

@@ -9,7 +9,6 @@ use super::members::poison;
 use super::{Data, JobKey};
 use crate::io::AlignedBytes;
 use crate::store::catalog::Entry;
-use crate::store::definition::Durability;
 use crate::store::manifest::{Marked, SlotContent, resumable};
 use crate::store::tile_table::{Extent, TileTable};
 
@@ -56,8 +55,9 @@ pub(in crate::core) struct Clearing {
 
 impl Layout<'_> {
     /// Extents of a tile that count.
-    pub(in crate::core) fn copies(&self) -> usize {
-        self.table.definition.durability().extents_a_tile()
+    pub(in crate::core) fn copies(&self, tile: usize) -> usize {
+        let definition = &self.table.definition;
+        definition.extents(&definition.tiles()[tile])
     }
 
     pub(in crate::core) fn tile_bytes(&self, tile: usize) -> u64 {
@@ -169,11 +169,11 @@ impl Data {
         let job = self.moving(key);
         let stored = job.stored.as_mut().expect("it has tiles");
         stored.table.revision = stored.table.revision.checked_add(1)?;
-        let in_place = stored.durability() == Durability::None;
+        let definition = stored.table.definition.clone();
         for NewExtent { tile, which, to } in extents {
             let extents = &mut stored.table.extents[tile as usize];
             extents[usize::from(which)] = to;
-            if in_place {
+            if definition.extents(&definition.tiles()[tile as usize]) == 1 {
                 *extents = [to; 2];
             }
         }

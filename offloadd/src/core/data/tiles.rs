@@ -13,7 +13,7 @@ use super::{Data, JobKey, Note, Purpose};
 use crate::core::Action;
 use crate::core::operations::{Failed, Operations, Step, errno_kind};
 use crate::io::{Buffer, IoId, IoOp, IoResult, SessionId};
-use crate::store::definition::Durability;
+use crate::store::definition::{Durability, Tile, TileKind};
 use crate::store::manifest::{Mark, Record, SlotContent, Version};
 use crate::store::tile_table::Extent;
 
@@ -139,7 +139,11 @@ impl Data {
         }
         let job = &self.jobs[&key];
         let stored = job.stored.as_ref().expect("it resumed");
-        let bytes = stored.table.definition.tiles()[index].tile_bytes;
+        let Tile {
+            tile_bytes: bytes,
+            kind,
+            ..
+        } = stored.table.definition.tiles()[index];
         if place.bytes < u64::from(bytes) {
             return Err(FaultKind::SlotTooSmall);
         }
@@ -170,6 +174,10 @@ impl Data {
                 }
                 if tile.activity != Activity::Idle {
                     return Err(FaultKind::TileBusy);
+                }
+                // Its only extent holds what is committed.
+                if kind == TileKind::Frozen && tile.committed.is_some() {
+                    return Err(FaultKind::Invalid);
                 }
                 let version = Version {
                     generation: job.working,

@@ -179,9 +179,8 @@ impl Space {
             let largest = metadata_device.free.values().copied().max().unwrap_or(0);
             let in_pieces =
                 (largest < area && area <= metadata_device.free_bytes).then_some((area, largest));
-            let copies = definition.durability().extents_a_tile() as u64;
             for tile in definition.tiles() {
-                area += copies * u64::from(tile.tile_bytes);
+                area += definition.reserved_bytes(tile);
             }
             *self = before;
             NoRoom {
@@ -195,7 +194,7 @@ impl Space {
     /// Reserves one extent for each of `tile_bytes`, or nothing.
     pub fn reserve_tiles(&mut self, tile_bytes: &[u32]) -> Result<Vec<Extent>, NoRoom> {
         let before = self.clone();
-        let mut deal = self.deal(tile_bytes.iter().copied(), 1);
+        let mut deal = self.deal(tile_bytes.iter().map(|&bytes| u64::from(bytes)));
         let mut place = |&bytes: &u32| Some(self.place(u64::from(bytes), 1, &mut deal)?[0]);
         let placed: Option<Vec<Extent>> = tile_bytes.iter().map(&mut place).collect();
         placed.ok_or_else(|| {
@@ -211,7 +210,7 @@ impl Space {
     /// Frees what [`Space::reserve`] took.
     pub fn release(&mut self, definition: &JobDefinition, area: &Area, extents: &[[Extent; 2]]) {
         for (tile, extents) in definition.tiles().iter().zip(extents) {
-            for extent in &extents[..definition.durability().extents_a_tile()] {
+            for extent in &extents[..definition.extents(tile)] {
                 self.give(*extent, u64::from(tile.tile_bytes));
             }
         }
@@ -226,13 +225,13 @@ impl Space {
         area: &Area,
         extents: &[[Extent; 2]],
     ) -> bool {
-        let copies = definition.durability().extents_a_tile();
         self.take(self.area_extent(area), area.bytes())
             && definition
                 .tiles()
                 .iter()
                 .zip(extents)
                 .all(|(tile, extents)| {
+                    let copies = definition.extents(tile);
                     extents[..copies]
                         .iter()
                         .all(|extent| self.take(*extent, u64::from(tile.tile_bytes)))
@@ -244,15 +243,14 @@ impl Space {
         let mut area = area_at(0, definition, local_ranks);
         // Also while it is drained: areas leave a device last, all together.
         area.offset = self.first_free(self.metadata_device.0 as usize, area.bytes())?;
-        let copies = definition.durability().extents_a_tile();
         let mut bytes = area.bytes();
-        let tiles = definition.tiles().iter().map(|tile| tile.tile_bytes);
-        let mut deal = self.deal(tiles, copies);
+        let tiles = definition.tiles().iter();
+        let mut deal = self.deal(tiles.map(|tile| definition.reserved_bytes(tile)));
         let mut extents = Vec::with_capacity(definition.tiles().len());
         for tile in definition.tiles() {
             let tile_bytes = u64::from(tile.tile_bytes);
-            extents.push(self.place(tile_bytes, copies, &mut deal)?);
-            bytes += copies as u64 * tile_bytes;
+            extents.push(self.place(tile_bytes, definition.extents(tile), &mut deal)?);
+            bytes += definition.reserved_bytes(tile);
         }
         Some(Reservation {
             area,
@@ -303,7 +301,7 @@ impl Space {
     fn place(&mut self, tile_bytes: u64, copies: usize, deal: &mut Deal) -> Option<[Extent; 2]> {
         let mut by_load: Vec<usize> = (0..self.devices.len()).collect();
         if !is_disabled(Safeguard::Placement) {
-            by_load.sort_by_key(|&device| (deal.load(device, tile_bytes), device));
+            by_load.sort_by_key(|&device| (deal.load(device, copies as u64 * tile_bytes), device));
         }
         let (device, places) = by_load.into_iter().find_map(|device| {
             let first = self.first_fit(device, tile_bytes)?;
@@ -320,7 +318,7 @@ impl Space {
             };
             Some((device, [at(first), at(second)]))
         })?;
-        deal.dealt[device] += tile_bytes;
+        deal.dealt[device] += copies as u64 * tile_bytes;
         Some(places)
     }
 

@@ -27,12 +27,12 @@ impl Deal {
 }
 
 impl Space {
-    /// Returns each device's share of `tiles`: in proportion to its rate, as far as it has room for `copies` of them.
-    pub(super) fn deal(&self, tiles: impl Iterator<Item = u32>, copies: usize) -> Deal {
-        self.deal_bytes(tiles.map(u128::from).sum(), copies)
+    /// Returns each device's share of `tiles`, bytes with all their extents: in proportion to its rate, as far as it has room.
+    pub(super) fn deal(&self, tiles: impl Iterator<Item = u64>) -> Deal {
+        self.deal_bytes(tiles.map(u128::from).sum())
     }
 
-    fn deal_bytes(&self, mut left_bytes: u128, copies: usize) -> Deal {
+    fn deal_bytes(&self, mut left_bytes: u128) -> Deal {
         let count = self.devices.len();
         let any_unknown = self.devices.iter().any(|d| d.rate == 0);
         let rates: Vec<_> = (self.devices.iter())
@@ -42,7 +42,7 @@ impl Space {
         let mut open: Vec<usize> = (0..count).collect();
         loop {
             let together: u128 = open.iter().map(|&device| rates[device]).sum();
-            let room = |device: usize| self.devices[device].room_bytes() / copies as u64;
+            let room = |device: usize| self.devices[device].room_bytes();
             let share = |device: usize| (left_bytes * rates[device] / together.max(1)) as u64;
             let (full, rest): (Vec<_>, Vec<_>) = open
                 .iter()
@@ -69,7 +69,7 @@ impl Space {
 
     /// Returns the devices that have at least `least_bytes` less than their share, where `current` bytes lie on each.
     pub fn lacking(&self, current: &[u64], least_bytes: u64) -> Vec<DeviceIndex> {
-        let wanted = self.deal_among(current, 1).shares;
+        let wanted = self.deal_among(current).shares;
         let lacks = (current.iter().zip(wanted).enumerate())
             .filter(|(_, (current, wanted))| wanted.saturating_sub(**current) >= least_bytes);
         lacks.map(|(index, _)| DeviceIndex(index as u32)).collect()
@@ -79,19 +79,18 @@ impl Space {
     /// give each device of `filling` its share, evenly over the whole table. Takes no space.
     pub fn targets(
         &self,
-        tiles: &[(u32, [DeviceIndex; 2])],
-        copies: usize,
+        tiles: &[(u64, [DeviceIndex; 2])],
         filling: &[DeviceIndex],
     ) -> Vec<(u32, DeviceIndex)> {
         let count = self.devices.len();
         let mut current = vec![0_u64; count];
         for (bytes, devices) in tiles {
-            // Half of both extents each, which makes one tile.
+            // Half for each place: a tile of one extent has the same place twice.
             for device in devices {
-                current[device.0 as usize] += u64::from(*bytes) / 2;
+                current[device.0 as usize] += bytes / 2;
             }
         }
-        let deal = self.deal_among(&current, copies);
+        let deal = self.deal_among(&current);
         let wanted = &deal.shares;
         let is_filling = |device: usize| filling.iter().any(|f| f.0 as usize == device);
         // Part of a device's tiles that must move, in units of 2^-32.
@@ -113,7 +112,6 @@ impl Space {
         }
         let mut targets = Vec::new();
         for (index, &(bytes, devices)) in tiles.iter().enumerate() {
-            let bytes = u64::from(bytes);
             let [first, second] = devices.map(|device| device.0 as usize);
             let half = |device: usize| is_filling(device) || self.devices[device].closed;
             if first != second && (half(first) || half(second)) {
@@ -153,12 +151,12 @@ impl Space {
     }
 
     /// Shares of tiles that already lie in this order; they take room only where there are too few.
-    fn deal_among(&self, current: &[u64], copies: usize) -> Deal {
+    fn deal_among(&self, current: &[u64]) -> Deal {
         let mut all = self.clone();
         for (device, bytes) in all.devices.iter_mut().zip(current) {
-            device.free_bytes += copies as u64 * bytes;
+            device.free_bytes += bytes;
         }
         let bytes: u64 = current.iter().sum();
-        all.deal_bytes(u128::from(bytes), copies)
+        all.deal_bytes(u128::from(bytes))
     }
 }

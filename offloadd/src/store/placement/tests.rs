@@ -117,10 +117,10 @@ fn many_devices_with_few_tiles_each_give_a_new_one_its_share() {
             space.add(1 << 30, 100);
         }
         let tiles: Vec<_> = (0..old * tiles_each)
-            .map(|tile| (1 << 20, [DeviceIndex(tile % old); 2]))
+            .map(|tile| (2 << 20, [DeviceIndex(tile % old); 2]))
             .collect();
         let new = DeviceIndex(old);
-        let come = space.targets(&tiles, 2, &[new]);
+        let come = space.targets(&tiles, &[new]);
         assert!(come.iter().all(|&(_, target)| target == new));
         let share = tiles.len() as f64 / f64::from(old + 1);
         let found = come.len() as f64;
@@ -162,6 +162,37 @@ fn what_is_given_back_can_be_taken_again_and_nothing_overlaps() {
     assert!(apart);
     space.release(&definition, &one.area, &one.extents);
     space.release(&definition, &two.area, &two.extents);
+    assert_eq!(space, fresh);
+}
+
+#[test]
+fn frozen_tiles_take_one_extent() {
+    let mut space = space([(64 << 20, 0), (64 << 20, 0)]);
+    let fresh = space.clone();
+    let plain = definition(8, 1 << 20);
+    let mut tiles = plain.tiles().to_vec();
+    for tile in &mut tiles[..6] {
+        tile.kind = TileKind::Frozen;
+    }
+    let frozen = JobDefinition::new(Vec::new(), tiles, Durability::Committed, 1).unwrap();
+    let taken = space.reserve(&frozen, 1).unwrap();
+    assert_eq!(taken.bytes - taken.area.bytes(), 10 << 20);
+    for (tile, extents) in taken.extents.iter().enumerate() {
+        assert_eq!(extents[0] == extents[1], tile < 6, "tile {tile}");
+    }
+    // Equal rates: as many bytes on each.
+    let on_first = (taken.extents.iter().zip(frozen.tiles()))
+        .filter(|(extents, _)| extents[0].device.0 == 0)
+        .map(|(_, tile)| frozen.reserved_bytes(tile))
+        .sum::<u64>();
+    assert_eq!(on_first, 5 << 20);
+    let mut again = fresh.clone();
+    assert!(again.retake(&frozen, &taken.area, &taken.extents));
+    assert_eq!(again, space);
+    let mut parted = taken.extents.clone();
+    parted[0][1].offset += 1 << 20;
+    assert!(!fresh.clone().retake(&frozen, &taken.area, &parted));
+    space.release(&frozen, &taken.area, &taken.extents);
     assert_eq!(space, fresh);
 }
 
