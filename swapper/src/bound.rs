@@ -65,13 +65,21 @@ impl SwapperSettings {
                 .sum()
         };
         let [param, state, grad] = Kind::ALL.map(|kind| sum(kind, false));
-        let resident = sum(Kind::Param, true) + sum(Kind::State, true);
+        let untrained = |kept: bool| -> f64 {
+            (0..layout.ranges().len() as u32)
+                .filter(|&range| !layout.has(Kind::State, range))
+                .filter(|&range| residency[Kind::Param as usize][range as usize] == kept)
+                .map(|range| layout.moved_bytes(Kind::Param, range) as f64)
+                .sum()
+        };
+        let updated = param - untrained(false);
+        let resident = sum(Kind::Param, true) + sum(Kind::State, true) - untrained(true);
         let committed = match (&self.backing, self.commit_every) {
             (crate::Backing::Memory, _) | (_, 0) => 0.0,
             (_, every) => resident / every as f64,
         };
         let update = match self.schedule {
-            Schedule::AtOnce => param + state + grad,
+            Schedule::AtOnce => updated + state + grad,
             Schedule::Deferred => 0.0,
         };
         StepBytes {
@@ -81,7 +89,7 @@ impl SwapperSettings {
             },
             backward_read_bytes: param,
             update_read_bytes: update,
-            written_bytes: param + state + committed + grad,
+            written_bytes: updated + state + committed + grad,
             grad_written_bytes: grad,
         }
     }
@@ -247,12 +255,18 @@ mod tests {
 
     fn settings(schedule: Schedule, share: f64, commit_every: u64) -> SwapperSettings {
         SwapperSettings {
-            units: vec![UnitShape { elems: 1 << 20 }; 4],
-            tile_bytes: TileBytes {
-                param_bytes_per_elem: 2,
-                grad_bytes_per_elem: 2,
-                state_tile_bytes: |elems| elems * 10,
-            },
+            units: vec![
+                UnitShape {
+                    elems: 1 << 20,
+                    tile_bytes: TileBytes {
+                        param_bytes_per_elem: 2,
+                        grad_bytes_per_elem: 2,
+                        state_tile_bytes: |elems| elems * 10,
+                    },
+                    trained: true,
+                };
+                4
+            ],
             tile_elems: 1 << 18,
             param_share: share,
             state_share: share,

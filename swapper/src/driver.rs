@@ -77,12 +77,18 @@ impl<H: Clone> Driver<H> {
         let memory = &opened.memory;
         let resident = settings.residency(&layout);
         let mut grad_indices = (layout.table().len() as u32..).map(TileIndex);
-        let grad_tiles = resident[Kind::Grad as usize]
-            .iter()
-            .map(|resident| if *resident { None } else { grad_indices.next() })
+        let trained: Vec<bool> = (0..layout.ranges().len() as u32)
+            .map(|range| layout.has(Kind::Grad, range))
+            .collect();
+        let grad_tiles = (resident[Kind::Grad as usize].iter().zip(&trained))
+            .map(|(resident, trained)| match !resident && *trained {
+                true => grad_indices.next(),
+                false => None,
+            })
             .collect();
         let core = Core::new(CoreSettings {
             units: layout.units().to_vec(),
+            trained,
             resident,
             staging: memory.staging_counts(),
             iodepth: opened.iodepth,
@@ -429,9 +435,8 @@ impl<H: Clone> Driver<H> {
     /// The daemon's index of a tile.
     fn index(&self, tile: TileId) -> TileIndex {
         match tile.kind {
-            Kind::Grad => {
-                self.grad_tiles[tile.range as usize].expect("resident gradients do not move")
-            }
+            Kind::Grad => self.grad_tiles[tile.range as usize]
+                .expect("gradients without a scratch tile do not move"),
             kind => TileIndex(self.layout.table_index(kind, tile.range)),
         }
     }

@@ -6,9 +6,12 @@
 //!   shards | rank 0                      | rank 1                     |        equal in whole ranges, the last ones shorter
 //! ```
 //!
-//! Each range is one `param`, one `state` and one `grad` tile. The job's table lists all param tiles and then all
-//! state tiles, so that neighbours of one kind go to different devices. Gradients are in no table: those not kept in
-//! host memory are scratch tiles of the session.
+//! Each range is one `param`, one `state` and one `grad` tile; a range of a unit that is not trained has its `param` tile
+//! only. The job's table lists all param tiles and then all state tiles, so that neighbours of one kind go to different
+//! devices. Gradients are in no table: those not kept in host memory are scratch tiles of the session.
+//!
+//! Units may have parameters of several sizes. Slots of one kind have one size, so a unit with larger parameters has fewer
+//! elements a tile.
 //!
 //! Ranges do not depend on the number of ranks, and a shard is whole ranges. The table is therefore the same for
 //! every number of ranks, ownership is a rule instead of stored data, and any number of ranks reads what another has
@@ -46,10 +49,14 @@ const RANGES_MAX: u64 = 64 << 10;
 const RANKS_USUAL: [u32; 5] = [1, 2, 3, 4, 8];
 
 /// Parameters gathered together.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub struct UnitShape {
     /// Parameters of the unit, over all ranks.
     pub elems: u64,
+    /// Sizes of its tiles' parts.
+    pub tile_bytes: TileBytes,
+    /// Whether the unit has gradients and state. The others are written once, when they get their first content.
+    pub trained: bool,
 }
 
 /// Sizes of a tile's three parts.
@@ -110,19 +117,20 @@ pub struct Layout {
     units: Vec<Range<u32>>,
     ranges: Vec<TileRange>,
     table: Vec<TableEntry>,
-    /// Index in `table` of each range's tile, by stored kind.
-    table_index: [Vec<u32>; 2],
-    tile_bytes: TileBytes,
-    tile_elems: u64,
+    /// Index in `table` of each range's tile, by stored kind; `None` where the range has no such tile.
+    table_index: [Vec<Option<u32>>; 2],
+    shapes: Vec<UnitShape>,
+    /// Elements of each unit's tiles.
+    tile_elems: Vec<u64>,
     /// Elements of each unit's shard.
     shard_elems: Vec<u64>,
 }
 
 impl Layout {
-    /// Cuts `units` into ranges of `tile_elems` and selects those of `rank` among `ranks`.
+    /// Cuts `units` into ranges of `tile_elems`, fewer where parameters are larger than those of other units, and selects
+    /// those of `rank` among `ranks`.
     pub fn new(
         units: &[UnitShape],
-        tile_bytes: TileBytes,
         tile_elems: u64,
         rank: u32,
         ranks: u32,
@@ -141,17 +149,20 @@ impl Layout {
         if units.iter().all(|unit| unit.elems == 0) {
             return refuse("the model has no parameters".into());
         }
+        let unit_tile_elems: Vec<u64> = param_sizes(units)
+            .map(|size| (tile_elems / size).next_multiple_of(TILE_ELEMS_STEP))
+            .collect();
+        let tiles = units.iter().zip(&unit_tile_elems);
         let mut layout = Self {
             units: Vec::with_capacity(units.len()),
             ranges: Vec::new(),
             table: Vec::new(),
             table_index: [Vec::new(), Vec::new()],
-            tile_bytes,
-            tile_elems,
-            shard_elems: units
-                .iter()
-                .map(|unit| shard_elems(unit.elems, tile_elems, ranks))
+            shapes: units.to_vec(),
+            shard_elems: tiles
+                .map(|(unit, &tile_elems)| shard_elems(unit.elems, tile_elems, ranks))
                 .collect(),
+            tile_elems: unit_tile_elems,
         };
         let largest = layout
             .slot_bytes(Kind::State)
@@ -164,25 +175,30 @@ impl Layout {
         for kind in Kind::STORED {
             for (unit, shape) in units.iter().enumerate() {
                 let first = layout.ranges.len() as u32;
+                let tile_elems = layout.tile_elems[unit];
                 let owned = shard_of(shape.elems, tile_elems, rank, ranks);
                 let mut start = 0;
                 while start < shape.elems {
                     let elems = start..shape.elems.min(start + tile_elems);
                     start = elems.end;
-                    let bytes = layout.bytes_of(kind, elems.end - elems.start);
+                    let bytes = layout.bytes_of(kind, unit, elems.end - elems.start);
+                    let stored = kind == Kind::Param || shape.trained;
                     if owned.contains(&elems.start) {
-                        layout.table_index[kind as usize].push(layout.table.len() as u32);
+                        let index = stored.then_some(layout.table.len() as u32);
+                        layout.table_index[kind as usize].push(index);
                         if kind == Kind::Param {
                             let elems = elems.clone();
                             layout.ranges.push(TileRange { unit, elems });
                         }
                     }
-                    layout.table.push(TableEntry {
-                        unit: unit as u32,
-                        kind,
-                        elem_offset: elems.start,
-                        tile_bytes: bytes.next_multiple_of(BLOCK_BYTES) as u32,
-                    });
+                    if stored {
+                        layout.table.push(TableEntry {
+                            unit: unit as u32,
+                            kind,
+                            elem_offset: elems.start,
+                            tile_bytes: bytes.next_multiple_of(BLOCK_BYTES) as u32,
+                        });
+                    }
                 }
                 if kind == Kind::Param {
                     layout.units.push(first..layout.ranges.len() as u32);
@@ -208,8 +224,21 @@ impl Layout {
     }
 
     /// Position in [`Layout::table`] of a range's tile of a stored `kind`.
+    ///
+    /// # Panics
+    /// The range has no such tile, see [`Layout::has`].
     pub fn table_index(&self, kind: Kind, range: u32) -> u32 {
-        self.table_index[kind as usize][range as usize]
+        self.table_index[kind as usize][range as usize].expect("its unit is trained")
+    }
+
+    /// Whether the unit has gradients and state.
+    pub fn trained(&self, unit: usize) -> bool {
+        self.shapes[unit].trained
+    }
+
+    /// Whether the range has a tile of `kind`.
+    pub fn has(&self, kind: Kind, range: u32) -> bool {
+        kind == Kind::Param || self.trained(self.ranges[range as usize].unit)
     }
 
     /// Elements of a range.
@@ -224,26 +253,26 @@ impl Layout {
         self.shard_elems[unit]
     }
 
-    /// Elements of a tile; the last tile of a unit may have fewer.
-    pub fn tile_elems(&self) -> u64 {
-        self.tile_elems
-    }
-
-    /// Bytes of a tile's content, without padding.
+    /// Bytes of a tile's content, without padding; 0 where the range has no such tile.
     pub fn content_bytes(&self, kind: Kind, range: u32) -> usize {
-        self.bytes_of(kind, self.elems(range)) as usize
+        let unit = self.ranges[range as usize].unit;
+        self.bytes_of(kind, unit, self.elems(range)) as usize
     }
 
     /// Bytes of a tile on a device: its content padded to whole blocks.
     pub fn moved_bytes(&self, kind: Kind, range: u32) -> u64 {
-        self.bytes_of(kind, self.elems(range))
-            .next_multiple_of(BLOCK_BYTES)
+        (self.content_bytes(kind, range) as u64).next_multiple_of(BLOCK_BYTES)
     }
 
     /// Bytes of a slot that fits any tile of `kind`.
     pub fn slot_bytes(&self, kind: Kind) -> u64 {
-        self.bytes_of(kind, self.tile_elems)
+        let tiles = self.tile_elems.iter().enumerate();
+        tiles
+            .map(|(unit, &elems)| self.bytes_of(kind, unit, elems))
+            .max()
+            .unwrap_or(0)
             .next_multiple_of(BLOCK_BYTES)
+            .max(BLOCK_BYTES)
     }
 
     /// Bytes of all ranks' tiles, each counted once.
@@ -254,13 +283,35 @@ impl Layout {
             .sum()
     }
 
-    fn bytes_of(&self, kind: Kind, elems: u64) -> u64 {
+    /// Bytes of all ranks' tiles of units that are not trained.
+    pub fn frozen_bytes(&self) -> u64 {
+        let tiles = self.table.iter();
+        tiles
+            .filter(|tile| !self.trained(tile.unit as usize))
+            .map(|tile| u64::from(tile.tile_bytes))
+            .sum()
+    }
+
+    fn bytes_of(&self, kind: Kind, unit: usize, elems: u64) -> u64 {
+        let UnitShape {
+            tile_bytes,
+            trained,
+            ..
+        } = self.shapes[unit];
         match kind {
-            Kind::Param => elems * self.tile_bytes.param_bytes_per_elem as u64,
-            Kind::State => (self.tile_bytes.state_tile_bytes)(elems as usize) as u64,
-            Kind::Grad => elems * self.tile_bytes.grad_bytes_per_elem as u64,
+            Kind::Param => elems * tile_bytes.param_bytes_per_elem as u64,
+            _ if !trained => 0,
+            Kind::State => (tile_bytes.state_tile_bytes)(elems as usize) as u64,
+            Kind::Grad => elems * tile_bytes.grad_bytes_per_elem as u64,
         }
     }
+}
+
+/// How many times larger each unit's parameters are than the smallest of all units.
+fn param_sizes(units: &[UnitShape]) -> impl Iterator<Item = u64> + '_ {
+    let bytes = |unit: &UnitShape| unit.tile_bytes.param_bytes_per_elem as u64;
+    let smallest = units.iter().map(bytes).min().unwrap_or(1).max(1);
+    units.iter().map(move |unit| bytes(unit) / smallest)
 }
 
 /// Elements of each shard of a padded unit: whole tiles, or the whole unit for one rank.
@@ -283,7 +334,7 @@ pub fn shard_of(unit_elems: u64, tile_elems: u64, rank: u32, ranks: u32) -> Rang
 /// that the last tiles' slots and the shards of [`RANKS_USUAL`] need little padding. The result does not depend on the
 /// number of ranks.
 pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
-    let units = units.iter().map(|unit| unit.elems);
+    let units = (units.iter().zip(param_sizes(units))).map(|(unit, size)| unit.elems * size);
     let units: Vec<u64> = units.filter(|&elems| elems > 0).collect();
     let total: u64 = units.iter().sum();
     let target = (total / RANGES_WANTED)
@@ -332,12 +383,21 @@ mod tests {
     }
 
     fn shapes(elems: &[u64]) -> Vec<UnitShape> {
-        elems.iter().map(|&elems| UnitShape { elems }).collect()
+        let shape = |&elems: &u64| UnitShape {
+            elems,
+            tile_bytes: bytes(),
+            trained: true,
+        };
+        elems.iter().map(shape).collect()
     }
 
     #[test]
     fn every_element_is_in_one_tile_of_one_rank() {
-        let units = shapes(&[10_000, 4096, 0, 50_001]);
+        let mut units = shapes(&[10_000, 4096, 0, 50_001, 20_000, 30_000]);
+        units[1].trained = false;
+        units[4].tile_bytes.param_bytes_per_elem = 4;
+        units[5].tile_bytes.param_bytes_per_elem = 4;
+        units[5].trained = false;
         for ranks in [1, 2, 3, 8] {
             let mut seen: Vec<Vec<bool>> = units
                 .iter()
@@ -345,7 +405,7 @@ mod tests {
                 .collect();
             let mut table_seen = Vec::new();
             for rank in 0..ranks {
-                let layout = Layout::new(&units, bytes(), 8192, rank, ranks).unwrap();
+                let layout = Layout::new(&units, 8192, rank, ranks).unwrap();
                 for (range, tile) in layout.ranges().iter().enumerate() {
                     assert!(layout.units()[tile.unit].contains(&(range as u32)));
                     // Within the rank's shard of the padded unit, where it is gathered to.
@@ -359,6 +419,11 @@ mod tests {
                         ));
                     }
                     for kind in Kind::STORED {
+                        if !layout.has(kind, range as u32) {
+                            assert_eq!(kind, Kind::State, "parameters are stored");
+                            assert!(!units[tile.unit].trained);
+                            continue;
+                        }
                         let index = layout.table_index(kind, range as u32);
                         let entry = &layout.table()[index as usize];
                         assert_eq!((entry.unit as usize, entry.kind), (tile.unit, kind));
@@ -367,13 +432,17 @@ mod tests {
                             u64::from(entry.tile_bytes),
                             layout.moved_bytes(kind, range as u32)
                         );
+                        assert!(
+                            u64::from(entry.tile_bytes) <= layout.slot_bytes(kind),
+                            "a slot holds any tile of its kind"
+                        );
                         table_seen.push(index);
                     }
                 }
             }
             assert!(seen.iter().flatten().all(|&seen| seen), "{ranks} ranks");
             table_seen.sort_unstable();
-            let table = Layout::new(&units, bytes(), 8192, 0, ranks).unwrap();
+            let table = Layout::new(&units, 8192, 0, ranks).unwrap();
             assert_eq!(
                 table_seen,
                 (0..table.table().len() as u32).collect::<Vec<_>>()
@@ -382,11 +451,27 @@ mod tests {
     }
 
     #[test]
+    fn larger_parameters_make_no_larger_slots() {
+        let mut units = shapes(&[1 << 20, 1 << 20]);
+        let small = Layout::new(&units, 1 << 16, 0, 1).unwrap();
+        units[1].tile_bytes.param_bytes_per_elem = 4;
+        let mixed = Layout::new(&units, 1 << 16, 0, 1).unwrap();
+        assert_eq!(mixed.slot_bytes(Kind::Param), small.slot_bytes(Kind::Param));
+        let ranges = |layout: &Layout| layout.units().iter().map(|unit| unit.len()).collect();
+        assert_eq!(
+            (ranges(&small), ranges(&mixed)),
+            (vec![16, 16], vec![16, 32])
+        );
+    }
+
+    #[test]
     fn the_table_is_the_same_for_every_number_of_ranks() {
-        let units = shapes(&[10_000, 4096, 0, 50_001]);
-        let alone = Layout::new(&units, bytes(), 8192, 0, 1).unwrap();
+        let mut units = shapes(&[10_000, 4096, 0, 50_001]);
+        units[3].trained = false;
+        units[1].tile_bytes.param_bytes_per_elem = 4;
+        let alone = Layout::new(&units, 8192, 0, 1).unwrap();
         for (rank, ranks) in [(0, 2), (1, 2), (2, 3), (6, 7)] {
-            let one_of_some = Layout::new(&units, bytes(), 8192, rank, ranks).unwrap();
+            let one_of_some = Layout::new(&units, 8192, rank, ranks).unwrap();
             assert_eq!(alone.table(), one_of_some.table(), "rank {rank} of {ranks}");
         }
     }
@@ -426,7 +511,7 @@ mod tests {
     fn tile_sizes_suit_the_model() {
         let units = shapes(&[200_000; 10]);
         let small = choose_tile_elems(&units);
-        let layout = Layout::new(&units, bytes(), small, 0, 1).unwrap();
+        let layout = Layout::new(&units, small, 0, 1).unwrap();
         assert!(layout.ranges().len() as u64 >= RANGES_WANTED);
         assert!(units[0].elems.next_multiple_of(small) - units[0].elems < small / 8);
         let tiny = choose_tile_elems(&shapes(&[3000]));
@@ -454,10 +539,10 @@ mod tests {
         let units = shapes(&[1000]);
         for (elems, rank, ranks) in [(0, 0, 1), (5000, 0, 1), (4096, 1, 1), (1 << 40, 0, 1)] {
             assert!(matches!(
-                Layout::new(&units, bytes(), elems, rank, ranks),
+                Layout::new(&units, elems, rank, ranks),
                 Err(SwapperError::Settings { .. })
             ));
         }
-        assert!(Layout::new(&shapes(&[0]), bytes(), 4096, 0, 1).is_err());
+        assert!(Layout::new(&shapes(&[0]), 4096, 0, 1).is_err());
     }
 }

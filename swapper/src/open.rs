@@ -167,7 +167,9 @@ fn reserve_gradients(
 ) -> Result<(), SwapperError> {
     let residency = settings.residency(layout);
     let scratch: Vec<u32> = (0..layout.ranges().len() as u32)
-        .filter(|&range| !residency[Kind::Grad as usize][range as usize])
+        .filter(|&range| {
+            layout.has(Kind::Grad, range) && !residency[Kind::Grad as usize][range as usize]
+        })
         .map(|range| layout.moved_bytes(Kind::Grad, range) as u32)
         .collect();
     if !scratch.is_empty() {
@@ -193,6 +195,7 @@ fn tiles(layout: &Layout) -> Vec<Tile> {
         .map(|entry| Tile {
             unit: entry.unit,
             kind: match entry.kind {
+                Kind::Param if !layout.trained(entry.unit as usize) => TileKind::Frozen,
                 Kind::Param => TileKind::Param,
                 Kind::State => TileKind::State,
                 Kind::Grad => panic!("gradients are in no table"),

@@ -53,6 +53,11 @@ pub enum Op {
         /// Index of the unit.
         unit: usize,
     },
+    /// The trainer reads and changes parameters and state.
+    Rewrite {
+        /// Index of the unit.
+        unit: usize,
+    },
     /// The next step is expected to use the unit here: a target for read-ahead.
     Expect {
         /// Index of the unit.
@@ -60,7 +65,7 @@ pub enum Op {
         /// Whether the unit will be updated, or only gathered.
         update: bool,
     },
-    /// All earlier fills and updates become a generation.
+    /// All earlier fills, rewrites and updates become a generation.
     Commit,
 }
 

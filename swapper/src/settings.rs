@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass};
 
-use crate::layout::{Kind, Layout, TileBytes, UnitShape, resident};
+use crate::layout::{Kind, Layout, UnitShape, resident};
 use crate::{Schedule, SwapperError};
 
 /// Fewest staging slots of each kind: one tile is in use while the next one moves.
@@ -15,9 +15,7 @@ pub const STAGING_MIN: u32 = 2;
 pub struct SwapperSettings {
     /// Units of the model, in order.
     pub units: Vec<UnitShape>,
-    /// Bytes of a tile's parts.
-    pub tile_bytes: TileBytes,
-    /// Elements of a tile. [`crate::choose_tile_elems`] picks a good value.
+    /// Elements of a tile of the smallest parameters; of larger ones fewer. [`crate::choose_tile_elems`] picks a good value.
     pub tile_elems: u64,
     /// Fraction of the `param` tiles kept in host memory, 0 to 1.
     pub param_share: f64,
@@ -111,6 +109,8 @@ pub struct MemoryPlan {
     pub grad_slot_bytes: u64,
     /// Bytes of all ranks' tiles, each counted once; a durable store holds two copies.
     pub table_bytes: u64,
+    /// Of them, bytes of units that are not trained. A store holds one copy.
+    pub frozen_bytes: u64,
     /// Tiles of all ranks.
     pub table_count: usize,
     /// Bytes of this rank's gradients that go to devices.
@@ -189,14 +189,16 @@ impl MemoryPlan {
         ]
     }
 
-    /// Bytes that the tiles of all ranks need on devices: one or two extents a tile, and one for gradients that are not
-    /// kept in host memory.
+    /// Bytes that the tiles of all ranks need on devices: one or two extents a tile, one for tiles that are not trained and
+    /// for gradients that are not kept in host memory.
     pub fn device_bytes(&self, durability: offload_client::Durability) -> u64 {
         let extents = match durability {
             offload_client::Durability::Committed => 2,
             offload_client::Durability::None => 1,
         };
-        extents * self.table_bytes + u64::from(self.ranks) * self.scratch_bytes
+        extents * (self.table_bytes - self.frozen_bytes)
+            + self.frozen_bytes
+            + u64::from(self.ranks) * self.scratch_bytes
     }
 }
 
@@ -209,23 +211,24 @@ impl SwapperSettings {
 
     /// Divides the units among the ranks and cuts this rank's part into tiles.
     pub fn cut(&self) -> Result<Layout, SwapperError> {
-        Layout::new(
-            &self.units,
-            self.tile_bytes,
-            self.tile_elems,
-            self.rank,
-            self.ranks,
-        )
+        Layout::new(&self.units, self.tile_elems, self.rank, self.ranks)
     }
 
-    /// Which ranges' tiles stay in host memory, by kind.
+    /// Which ranges' tiles stay in host memory, by kind. A tile that a range does not have stays nowhere.
     pub(crate) fn residency(&self, layout: &Layout) -> [Vec<bool>; 3] {
-        let count = layout.ranges().len();
         let shares = match self.backing {
             Backing::Memory => [1.0; 3],
             Backing::Store(_) => [self.param_share, self.state_share, self.grad_share],
         };
-        shares.map(|share| resident(count, share))
+        Kind::ALL.map(|kind| {
+            let has = |range| layout.has(kind, range);
+            let ranges = 0..layout.ranges().len() as u32;
+            let count = ranges.clone().filter(|&range| has(range)).count();
+            let mut chosen = resident(count, shares[kind as usize]).into_iter();
+            ranges
+                .map(|range| has(range) && chosen.next().expect("one a tile"))
+                .collect()
+        })
     }
 
     pub(crate) fn plan_of(&self, layout: &Layout) -> Result<MemoryPlan, SwapperError> {
@@ -246,6 +249,10 @@ impl SwapperSettings {
             });
         }
         let range_count = layout.ranges().len() as u32;
+        let tile_counts = Kind::ALL.map(|kind| {
+            let ranges = 0..range_count;
+            ranges.filter(|&range| layout.has(kind, range)).count() as u32
+        });
         let residency = self.residency(layout);
         let spilled =
             (0..range_count).filter(|&range| !residency[Kind::Grad as usize][range as usize]);
@@ -271,11 +278,12 @@ impl SwapperSettings {
             state_slot_bytes: layout.slot_bytes(Kind::State),
             grad_slot_bytes: layout.slot_bytes(Kind::Grad),
             table_bytes: layout.table_bytes(),
+            frozen_bytes: layout.frozen_bytes(),
             table_count: layout.table().len(),
             scratch_bytes,
             ranks: self.ranks,
         };
-        let staged = resident_counts.map(|resident| range_count - resident);
+        let staged = [0, 1, 2].map(|kind: usize| tile_counts[kind] - resident_counts[kind]);
         let slot_bytes = Kind::ALL.map(|kind| layout.slot_bytes(kind));
         let unit_max = layout
             .units()
@@ -454,6 +462,7 @@ mod tests {
             state_slot_bytes: 9_052_160,
             grad_slot_bytes: 4096,
             table_bytes: 0,
+            frozen_bytes: 0,
             table_count: 0,
             scratch_bytes: 0,
             ranks: 1,

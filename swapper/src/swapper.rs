@@ -9,6 +9,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvError, TryRecvError};
 use std::time::{Duration, Instant};
 
+use offload_client::Slot;
+
 use crate::core::Request;
 use crate::layout::{Kind, Layout, TileRange};
 use crate::lease::{Lease, Message, Reply};
@@ -62,14 +64,15 @@ impl Canceller {
     }
 }
 
-/// A range without content. Every byte of `param` and `state` must be written; they hold arbitrary bytes before.
+/// A range to write. For a first content every byte of `param` and `state` must be written, which hold arbitrary bytes
+/// before; for another one they hold the present content.
 #[derive(Debug)]
 pub struct UninitTile<'a> {
     /// The range.
     pub range: &'a TileRange,
     /// Parameters to write.
     pub param: &'a mut [u8],
-    /// State to write.
+    /// State to write; empty for a unit that is not trained.
     pub state: &'a mut [u8],
 }
 
@@ -79,7 +82,7 @@ pub type Part<'a> = (Range<u64>, &'a [u8]);
 /// A range of a unit's elements, and the gradients to write.
 pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
 
-/// Reads a range's `param` and `state`.
+/// Reads a range's `param` and `state`; the state of a unit that is not trained is empty.
 pub type TileVisitor<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
 /// Holds all tiles of one rank. `H` is what the updates of one step share, such as the learning rate.
@@ -92,6 +95,8 @@ pub struct Swapper<H: Clone + Send + 'static> {
     schedule: Schedule,
     commit_every: u64,
     initialized: bool,
+    /// Whether [`Swapper::begin_fill`] or [`Swapper::begin_rewrite`] has no [`Swapper::end_fill`] yet.
+    filling: bool,
     owner: Owner<H>,
     inbox: Inbox<H>,
     replies: Receiver<Reply>,
@@ -128,6 +133,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             schedule: settings.schedule,
             commit_every: settings.commit_every,
             initialized: opened.resumed.is_some(),
+            filling: false,
             owner,
             inbox,
             replies,
@@ -160,39 +166,93 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         mut fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
         blob: Vec<u8>,
     ) -> Result<(), E> {
+        self.begin_fill(blob)?;
+        for unit in 0..self.layout.units().len() {
+            self.fill(unit, &mut fill)?;
+        }
+        Ok(self.end_fill()?)
+    }
+
+    /// Begins what [`Swapper::initialize`] does in one call: [`Swapper::fill`] of every unit in order must follow, and then
+    /// [`Swapper::end_fill`], which commits.
+    pub fn begin_fill(&mut self, blob: Vec<u8>) -> Result<(), SwapperError> {
         self.check()?;
-        let layout = self.layout.clone();
-        let units = 0..layout.units().len();
-        let mut ops: Vec<Op> = units.clone().map(|unit| Op::Fill { unit }).collect();
+        let units = 0..self.layout.units().len();
+        let ops = units.map(|unit| Op::Fill { unit }).collect();
+        self.blob = blob;
+        self.plan_fill(ops)
+    }
+
+    /// Drains and begins to give `units` another content. [`Swapper::fill`] of each of them in this order must follow, and
+    /// then [`Swapper::end_fill`], which commits all of them at once with `blob`.
+    ///
+    /// # Errors
+    /// [`SwapperError::Program`] for a unit that is not trained: it is written once.
+    pub fn begin_rewrite(&mut self, units: &[usize], blob: Vec<u8>) -> Result<(), SwapperError> {
+        self.check_initialized()?;
+        if let Some(unit) = units.iter().find(|&&unit| !self.layout.trained(unit)) {
+            return Err(SwapperError::Program {
+                what: format!("unit {unit} is not trained: its parameters are written once"),
+            });
+        }
+        self.drain()?;
+        let ops = units.iter().map(|&unit| Op::Rewrite { unit }).collect();
+        self.blob = blob;
+        self.plan_fill(ops)
+    }
+
+    fn plan_fill(&mut self, mut ops: Vec<Op>) -> Result<(), SwapperError> {
         ops.push(Op::Commit);
-        self.blob = blob.clone();
+        self.filling = true;
         self.send(Message::Plan {
             ops,
             keep: false,
-            blob: Some(blob),
-        })?;
-        for unit in units {
-            self.serve(Op::Fill { unit }, |lent| {
-                let mut blanks: Vec<UninitTile> = lent
-                    .iter_mut()
-                    .map(|lent| {
-                        let range = lent.range;
-                        let [Some(param), Some(state), _] = &mut lent.slots else {
-                            panic!("a fill needs param and state of its range");
-                        };
-                        let bytes = |kind| ..layout.content_bytes(kind, range);
-                        UninitTile {
-                            range: &layout.ranges()[range as usize],
-                            param: &mut param.as_mut_slice()[bytes(Kind::Param)],
-                            state: &mut state.as_mut_slice()[bytes(Kind::State)],
-                        }
-                    })
-                    .collect();
-                fill(&mut blanks)
-            })?;
-        }
+            blob: Some(self.blob.clone()),
+        })
+    }
+
+    /// Calls `fill` to write `unit`'s ranges in order, as many at a time as there are free slots.
+    ///
+    /// # Errors
+    /// The error of `fill`, after which nothing more is served, or one of the swapper.
+    pub fn fill<E: From<SwapperError>>(
+        &mut self,
+        unit: usize,
+        mut fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.check_running()?;
+        let op = match self.initialized {
+            true => Op::Rewrite { unit },
+            false => Op::Fill { unit },
+        };
+        let layout = self.layout.clone();
+        self.serve(op, |lent| {
+            let mut tiles: Vec<UninitTile> = lent
+                .iter_mut()
+                .map(|lent| {
+                    let range = lent.range;
+                    let bytes = |kind| ..layout.content_bytes(kind, range);
+                    let [Some(param), state, _] = &mut lent.slots else {
+                        panic!("a fill needs the parameters of its range");
+                    };
+                    let state = state.as_mut().map(Slot::as_mut_slice);
+                    UninitTile {
+                        range: &layout.ranges()[range as usize],
+                        param: &mut param.as_mut_slice()[bytes(Kind::Param)],
+                        state: &mut state.unwrap_or_default()[bytes(Kind::State)],
+                    }
+                })
+                .collect();
+            fill(&mut tiles)
+        })
+    }
+
+    /// Ends what [`Swapper::begin_fill`] or [`Swapper::begin_rewrite`] began: returns when it is committed.
+    pub fn end_fill(&mut self) -> Result<(), SwapperError> {
+        self.check_running()?;
         self.counted = self.settle(Vec::new(), None)?;
         self.initialized = true;
+        self.filling = false;
         self.uncommitted_count = 0;
         self.pending.clear();
         Ok(())
@@ -218,10 +278,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     fn plan_pass(&mut self, program: StepProgram, keep: bool) -> Result<(), SwapperError> {
-        self.check()?;
-        if !self.initialized {
-            return Err(SwapperError::NotInitialized);
-        }
+        self.check_initialized()?;
         let units = self.layout.units().len();
         for op in program.ops() {
             if let Op::Gather { unit } | Op::Scatter { unit } = *op
@@ -229,6 +286,13 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             {
                 return Err(SwapperError::Program {
                     what: format!("{op:?}: there are only {units} units"),
+                });
+            }
+            if let Op::Scatter { unit } = *op
+                && !self.layout.trained(unit)
+            {
+                return Err(SwapperError::Program {
+                    what: format!("{op:?}: the unit is not trained and has no gradients"),
                 });
             }
         }
@@ -363,14 +427,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         for unit in units {
             self.serve(Op::Visit { unit }, |lent| {
                 for lent in lent {
-                    let [Some(param), Some(state), _] = &lent.slots else {
-                        panic!("a visit needs param and state of its range");
+                    let [Some(param), state, _] = &lent.slots else {
+                        panic!("a visit needs the parameters of its range");
                     };
+                    let state = state.as_ref().map(Slot::as_slice);
                     let bytes = |kind| ..layout.content_bytes(kind, lent.range);
                     visitor(
                         &layout.ranges()[lent.range as usize],
                         &param.as_slice()[bytes(Kind::Param)],
-                        &state.as_slice()[bytes(Kind::State)],
+                        &state.unwrap_or_default()[bytes(Kind::State)],
                     );
                 }
                 Ok::<(), SwapperError>(())
@@ -565,10 +630,28 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })
     }
 
-    fn check(&self) -> Result<(), SwapperError> {
-        if self.stopped {
-            return Err(SwapperError::Stopped);
+    fn check_running(&self) -> Result<(), SwapperError> {
+        match self.stopped {
+            true => Err(SwapperError::Stopped),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    fn check(&self) -> Result<(), SwapperError> {
+        self.check_running()?;
+        match self.filling {
+            true => Err(SwapperError::Program {
+                what: "units are being filled: end that first".into(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    fn check_initialized(&self) -> Result<(), SwapperError> {
+        self.check()?;
+        match self.initialized {
+            true => Ok(()),
+            false => Err(SwapperError::NotInitialized),
+        }
     }
 }

@@ -52,7 +52,7 @@ impl Core {
     pub(super) fn complete(&mut self, position: u32) {
         let one = self.plan.uses[position as usize];
         for kind in Kind::ALL {
-            if one.what.needs(kind) {
+            if one.needs(kind) {
                 assert_eq!(self.tiles(kind).next_use(one.range), position);
                 self.tiles(kind)
                     .set_next_use(one.range, one.next[kind as usize]);
@@ -95,11 +95,11 @@ impl Core {
                 self.tiles(Kind::Grad)
                     .set_dirty(range, staged.then_some(NO_GENERATION));
             }
-            UseKind::Fill => {
+            UseKind::Fill | UseKind::Rewrite => {
                 self.fills_left -= 1;
                 // The plan's own commit is already counted.
                 let generation = working - u64::from(self.plan.commits);
-                for kind in Kind::STORED {
+                for kind in Kind::STORED.into_iter().filter(|&kind| one.needs(kind)) {
                     let dirty = self.durable.then_some(generation);
                     self.tiles(kind).set_dirty(range, dirty);
                 }
@@ -108,7 +108,7 @@ impl Core {
         }
         self.complete(position);
         for kind in Kind::ALL {
-            if one.what.needs(kind) {
+            if one.needs(kind) {
                 self.put_back(kind, range);
             }
         }

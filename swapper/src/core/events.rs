@@ -22,7 +22,9 @@ pub struct SlotNumber(pub u32);
 pub struct CoreSettings {
     /// Ranges of each unit: consecutive, from 0.
     pub units: Vec<Range<u32>>,
-    /// Whether each range's tile stays in host memory, by kind.
+    /// Whether each range has state and gradients. The others are never scattered or updated.
+    pub trained: Vec<bool>,
+    /// Whether each range's tile stays in host memory, by kind; `false` for a tile that a range does not have.
     pub resident: [Vec<bool>; 3],
     /// Slots for the other tiles, by kind. At least 2 where two or more tiles are not resident.
     pub staging: [u32; 3],
@@ -37,7 +39,7 @@ pub struct CoreSettings {
 /// A request for which the trainer waits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
-    /// The trainer's next operation: `Fill`, `Gather`, `Scatter` or `Visit` of a unit.
+    /// The trainer's next operation: `Fill`, `Gather`, `Scatter`, `Visit` or `Rewrite` of a unit.
     Serve(Op),
     /// The step's gradients are complete.
     Finish {

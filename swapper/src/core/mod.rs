@@ -77,6 +77,7 @@ enum Waiting {
 #[derive(Debug)]
 pub struct Core {
     units: Vec<Range<u32>>,
+    trained: Vec<bool>,
     tiles: [Tiles; 3],
     durable: bool,
     updates_max: usize,
@@ -96,7 +97,7 @@ pub struct Core {
     next_served: usize,
     /// Uses before this position belong to the trainer's present or next operation.
     wanted: usize,
-    /// Fills of the plan not done yet: its commit waits for them.
+    /// Fills and rewrites of the plan not done yet: its commit waits for them.
     fills_left: usize,
     /// Ranges with the workers, with their position in this plan.
     updating: BTreeMap<u32, Option<u32>>,
@@ -130,6 +131,7 @@ impl Core {
     pub fn new(settings: CoreSettings) -> Self {
         let CoreSettings {
             units,
+            trained,
             resident,
             staging,
             iodepth,
@@ -139,15 +141,19 @@ impl Core {
         let ranges = units.last().map_or(0, |unit| unit.end) as usize;
         assert!(iodepth >= 2, "one operation each way");
         assert!(workers >= 1, "somebody updates");
+        assert_eq!(trained.len(), ranges, "one mark a range");
         for kind in Kind::ALL {
             let resident = &resident[kind as usize];
             assert_eq!(resident.len(), ranges, "one mark a range");
-            let staged = resident.iter().filter(|&&resident| !resident).count();
+            let staged = (resident.iter().zip(&trained))
+                .filter(|&(resident, trained)| !resident && (*trained || kind == Kind::Param))
+                .count();
             assert!(durable || staged == 0, "without a store all is resident");
             assert!(staging[kind as usize] as usize >= staged.min(2));
         }
         Self {
             units,
+            trained,
             tiles: Kind::ALL
                 .map(|kind| Tiles::new(kind, &resident[kind as usize], staging[kind as usize])),
             durable,
@@ -262,6 +268,7 @@ impl Core {
         self.plan = Plan::new(
             ops,
             &self.units,
+            &self.trained,
             |range| pending[range as usize] && !updating.contains_key(&range),
             self.scattered.clone(),
             &mut first,
@@ -282,7 +289,7 @@ impl Core {
         self.next_served = 0;
         self.wanted = self.plan.uses.len();
         self.want();
-        let fills = |one: &&plan::Use| one.what == UseKind::Fill;
+        let fills = |one: &&plan::Use| matches!(one.what, UseKind::Fill | UseKind::Rewrite);
         self.fills_left = self.plan.uses.iter().filter(fills).count();
         if self.plan.commits {
             self.commits += 1;

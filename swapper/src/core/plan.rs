@@ -20,16 +20,18 @@ pub(super) enum UseKind {
     /// A scatter of a range that has gradients of this step.
     Add,
     Visit,
+    /// A visit that changes what it finds.
+    Rewrite,
     ExpectUpdate,
     ExpectGather,
 }
 
 impl UseKind {
-    /// Whether a tile of `kind` must be in its slot.
-    pub(super) fn needs(self, kind: Kind) -> bool {
+    /// Whether a tile of `kind` must be in its slot, if the range has one.
+    fn needs(self, kind: Kind) -> bool {
         match self {
             Self::Update | Self::ExpectUpdate => true,
-            Self::Fill | Self::Visit => kind != Kind::Grad,
+            Self::Fill | Self::Visit | Self::Rewrite => kind != Kind::Grad,
             Self::Gather | Self::ExpectGather => kind == Kind::Param,
             Self::Scatter | Self::Add => kind == Kind::Grad,
         }
@@ -41,8 +43,17 @@ impl UseKind {
 pub(super) struct Use {
     pub(super) what: UseKind,
     pub(super) range: u32,
+    /// Whether the range has state and gradients.
+    trained: bool,
     /// Next position at which the range's tile of each kind is used, or [`NEVER`].
     pub(super) next: [u32; 3],
+}
+
+impl Use {
+    /// Whether the range's tile of `kind` must be in its slot.
+    pub(super) fn needs(&self, kind: Kind) -> bool {
+        self.what.needs(kind) && (self.trained || kind == Kind::Param)
+    }
 }
 
 /// All uses, in order.
@@ -58,12 +69,14 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Expands `ops`; `first[kind][range]` becomes the position of each tile's first use.
+    /// Expands `ops`; `first[kind][range]` becomes the position of each tile's first use. `trained[range]` says which
+    /// ranges have state and gradients.
     ///
     /// An update is expanded to the ranges `wanted` names; `scattered[range]` says which have gradients of this step.
     pub(super) fn new(
         ops: &[Op],
         units: &[Range<u32>],
+        trained: &[bool],
         mut wanted: impl FnMut(u32) -> bool,
         mut scattered: Vec<bool>,
         first: &mut [Vec<u32>; 3],
@@ -103,6 +116,7 @@ impl Plan {
                 Op::Gather { unit } => plan.serve(op, UseKind::Gather, &units[unit], |_, _| {}),
                 Op::Scatter { unit } => {
                     let positions = units[unit].clone().map(|range| {
+                        assert!(trained[range as usize], "gradients of what is not trained");
                         let what = match std::mem::replace(&mut scattered[range as usize], true) {
                             true => UseKind::Add,
                             false => UseKind::Scatter,
@@ -113,7 +127,11 @@ impl Plan {
                     plan.served.push((op, positions));
                 }
                 Op::Visit { unit } => plan.serve(op, UseKind::Visit, &units[unit], |_, _| {}),
+                Op::Rewrite { unit } => plan.serve(op, UseKind::Rewrite, &units[unit], |_, _| {}),
             }
+        }
+        for one in &mut plan.uses {
+            one.trained = trained[one.range as usize];
         }
         for first in first.iter_mut() {
             first.fill(NEVER);
@@ -123,7 +141,7 @@ impl Plan {
             for kind in Kind::ALL {
                 let first = &mut first[kind as usize][one.range as usize];
                 one.next[kind as usize] = *first;
-                if one.what.needs(kind) {
+                if one.needs(kind) {
                     *first = position as u32;
                 }
             }
@@ -159,6 +177,7 @@ impl Plan {
         self.uses.push(Use {
             what,
             range,
+            trained: true,
             next: [NEVER; 3],
         });
         position
@@ -184,7 +203,9 @@ mod tests {
         let mut first = [(); 3].map(|()| vec![0; 3]);
         // Range 2 is already updated.
         let units = vec![0..1, 1..3];
-        let plan = Plan::new(&ops, &units, |range| range == 1, vec![false; 3], &mut first);
+        let trained = [true; 3];
+        let wanted = |range| range == 1;
+        let plan = Plan::new(&ops, &units, &trained, wanted, vec![false; 3], &mut first);
         use UseKind::*;
         let shape: Vec<_> = plan.uses.iter().map(|u| (u.what, u.range)).collect();
         assert_eq!(

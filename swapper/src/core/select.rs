@@ -19,7 +19,7 @@ impl Core {
             };
             let ready =
                 |tiles: &Tiles| tiles.state(range) == from && tiles.next_use(range) == position;
-            let needed = Kind::ALL.map(|kind| one.what.needs(kind));
+            let needed = Kind::ALL.map(|kind| one.needs(kind));
             if Kind::ALL
                 .iter()
                 .any(|&kind| needed[kind as usize] && !ready(&self.tiles[kind as usize]))
@@ -191,7 +191,7 @@ impl Core {
         let tiles = &self.tiles[kind as usize];
         let ahead = &mut self.ahead[kind as usize];
         while let Some(one) = self.plan.uses.get(*ahead) {
-            if one.what.needs(kind) && tiles.state(one.range) == TileState::Device {
+            if one.needs(kind) && tiles.state(one.range) == TileState::Device {
                 let next_use = tiles.next_use(one.range);
                 assert!(next_use as usize >= *ahead, "a tile was given up too early");
                 // Otherwise the use is over: it found the tile before the cursor reached it.

@@ -5,5 +5,6 @@
 //! A toy model whose every byte depends on all before it is trained in every way and compared with plain vectors.
 
 mod memory;
+mod mixed;
 mod store;
 mod toy;

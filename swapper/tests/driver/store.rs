@@ -21,7 +21,7 @@ fn devices(dir: &Path) -> Vec<PathBuf> {
     vec![dir.join("a.tiles"), dir.join("b.tiles")]
 }
 
-fn start(dir: &Path) -> PrivateDaemon {
+pub(crate) fn start(dir: &Path) -> PrivateDaemon {
     PrivateDaemon::start(PrivateSettings {
         program: None,
         dir: dir.join("daemon"),

@@ -20,8 +20,13 @@ const TILE_BYTES: TileBytes = TileBytes {
 
 pub(crate) fn settings(backing: Backing) -> SwapperSettings {
     SwapperSettings {
-        units: UNITS.map(|elems| UnitShape { elems }).to_vec(),
-        tile_bytes: TILE_BYTES,
+        units: UNITS
+            .map(|elems| UnitShape {
+                elems,
+                tile_bytes: TILE_BYTES,
+                trained: true,
+            })
+            .to_vec(),
         tile_elems: TILE_ELEMS,
         param_share: 0.0,
         state_share: 0.0,
@@ -55,7 +60,7 @@ pub(crate) fn fill(range: &TileRange, param: &mut [u8], state: &mut [u8]) {
     }
 }
 
-fn gradient(step: u64, elems: &Range<u64>, param: &[u8], grad: &mut [u8]) {
+pub(crate) fn gradient(step: u64, elems: &Range<u64>, param: &[u8], grad: &mut [u8]) {
     for (i, (grad, param)) in grad.iter_mut().zip(param).enumerate() {
         *grad = mix(step ^ elems.start, i as u64 ^ u64::from(*param) << 32) as u8;
     }
@@ -94,7 +99,7 @@ pub(crate) fn reference(steps: u64) -> Contents {
 /// What one rank of several comes to.
 pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
     let units = settings(Backing::Memory).units;
-    let layout = swapper::Layout::new(&units, TILE_BYTES, TILE_ELEMS, rank, ranks).unwrap();
+    let layout = swapper::Layout::new(&units, TILE_ELEMS, rank, ranks).unwrap();
     let mut all: Contents = layout
         .ranges()
         .iter()

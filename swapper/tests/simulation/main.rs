@@ -9,7 +9,7 @@ mod rules;
 mod toy;
 mod world;
 
-use swapper::{Op, Schedule, StepProgram, resident};
+use swapper::{Op, Schedule, StepProgram};
 use toy::{Reference, Rng};
 use world::{End, Job, Life, Moves, Setup, Store};
 
@@ -62,21 +62,39 @@ fn draw_job(rng: &mut Rng) -> Job {
         let unit = rng.below(units.len());
         program.retain(|op| *op != Op::Gather { unit });
     }
-    if rng.chance(20) {
-        let frozen = rng.below(units.len());
-        program.retain(|op| *op != Op::Scatter { unit: frozen });
-        for range in units[frozen].clone() {
+    let mut frozen = vec![false; end as usize];
+    let untrained = if rng.chance(30) { 1 + rng.below(3) } else { 0 };
+    for _ in 0..untrained {
+        let unit = rng.below(units.len());
+        // Without gradients in this run, or without any: then it has no state either.
+        let never = rng.chance(60);
+        program.retain(|op| *op != Op::Scatter { unit });
+        for range in units[unit].clone() {
             trained[range as usize] = false;
+            frozen[range as usize] = never;
         }
     }
     let overflows = if rng.chance(30) { 30 } else { 0 };
     let steps = 1 + rng.below(6);
+    let written_again = if rng.chance(30) { 30 } else { 0 };
+    let mut skipped: Vec<bool> = (0..steps).map(|_| rng.chance(overflows)).collect();
+    let mut rewrites = vec![Vec::new(); steps];
+    for step in 0..steps {
+        if rng.chance(written_again) {
+            let may = |&unit: &usize| !frozen[units[unit].start as usize];
+            rewrites[step] = (0..units.len()).filter(may).collect();
+            rewrites[step].retain(|_| rng.chance(60));
+            skipped[step] |= !rewrites[step].is_empty();
+        }
+    }
     let passes_max = if rng.chance(40) { 3 } else { 1 };
     Job {
         units,
         program: StepProgram::new(program).unwrap(),
         trained,
-        skipped: (0..steps).map(|_| rng.chance(overflows)).collect(),
+        frozen,
+        skipped,
+        rewrites,
         passes: (0..steps)
             .map(|_| 1 + rng.below(passes_max) as u64)
             .collect(),
@@ -94,8 +112,9 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
         _ => rng.below(101) as f64 / 100.0,
     };
     let shares = [share(rng), share(rng), share(rng)];
-    let staging = shares.map(|share| {
-        let staged = resident(ranges, share).iter().filter(|&&r| !r).count();
+    let staging = [0, 1, 2].map(|kind: usize| {
+        let residents = job.residents(kind, shares[kind]);
+        let staged = job.with(kind).filter(|&range| !residents[range]).count();
         let more = if rng.chance(50) { 0 } else { rng.below(ranges) };
         (2 + more).min(staged) as u32
     });
@@ -121,7 +140,7 @@ fn training_through_failures_equals_training_in_memory() {
     let lives = std::cell::Cell::new((0, 0));
     for_seeds(|rng| {
         let job = draw_job(rng);
-        let reference = Reference::new(&job.trained, &job.skipped, &job.passes);
+        let reference = Reference::new(&job);
         let mut store = Store::default();
         loop {
             let setup = draw_setup(rng, &job);
@@ -149,30 +168,47 @@ fn training_through_failures_equals_training_in_memory() {
     );
 }
 
+/// Evaluations from step `from` on.
+fn evaluations_of(job: &Job, from: u64) -> u64 {
+    match job.evaluate_every {
+        0 => 0,
+        every => (from..job.skipped.len() as u64)
+            .filter(|step| step % every as u64 == 0)
+            .count() as u64,
+    }
+}
+
 /// A life without failure moves what the design's formula says: never more, and all that is written of it.
 fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     let steps = (from as usize..job.skipped.len())
         .filter(|&step| !job.skipped[step])
         .count() as u64;
     let all_steps = job.skipped.len() as u64 - from;
-    let passes: u64 = job.passes[from as usize..].iter().sum();
+    let rewriting = |step: &usize| !job.rewrites[*step].is_empty();
+    let rewrites = (from as usize..job.skipped.len()).filter(rewriting).count() as u64;
+    let passes: u64 = (from as usize..job.skipped.len())
+        .filter(|step| !rewriting(step))
+        .map(|step| job.passes[step])
+        .sum();
     // Further passes of steps that update: each finds the sum so far.
-    let sums = passes - all_steps;
-    let evaluations = match job.evaluate_every {
-        0 => 0,
-        every => (from..job.skipped.len() as u64)
-            .filter(|step| step % every as u64 == 0)
-            .count() as u64,
-    };
+    let sums = passes - (all_steps - rewrites);
+    let drains = evaluations_of(job, from) + rewrites;
+    let evaluations = evaluations_of(job, from);
     for kind in [0, 1, 2] {
-        let residents = resident(job.ranges(), setup.shares[kind]);
+        let residents = job.residents(kind, setup.shares[kind]);
         let mut reads_max = 0;
         let mut writes_max = 0;
         let mut writes_min = 0;
         for (unit, ranges) in job.units.iter().enumerate() {
             let gathers = job.program.ops().iter();
             let gathers = gathers.filter(|op| **op == Op::Gather { unit }).count() as u64;
+            let rewritten = (from as usize..job.skipped.len())
+                .filter(|&step| job.rewrites[step].contains(&unit))
+                .count() as u64;
             for range in ranges.clone() {
+                if kind > 0 && job.frozen[range as usize] {
+                    continue;
+                }
                 let updates = if job.trained[range as usize] {
                     steps
                 } else {
@@ -186,12 +222,12 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                     }
                     continue;
                 }
-                let fills = u64::from(new);
+                let fills = u64::from(new) + rewritten;
                 writes_max += updates + fills;
                 if residents[range as usize] {
                     // Once a commit, whatever was updated how often.
                     let commits =
-                        evaluations + 1 + all_steps.checked_div(setup.commit_every).unwrap_or(0);
+                        drains + 1 + all_steps.checked_div(setup.commit_every).unwrap_or(0);
                     writes_max -= updates - updates.min(commits);
                     // Read once in a resumed life, or not at all.
                     reads_max += u64::from(!new);
@@ -203,8 +239,9 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 reads_max += match (kind, setup.schedule) {
                     (1, _) | (_, Schedule::AtOnce) => updates,
                     _ if gathers == 0 => updates,
-                    (_, Schedule::Deferred) => updates.min(1 + evaluations),
+                    (_, Schedule::Deferred) => updates.min(1 + drains),
                 };
+                reads_max += rewritten;
                 reads_max += if kind == 0 {
                     passes * gathers + evaluations
                 } else {
@@ -224,7 +261,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
             (reads_max, writes_max, writes_min) = (0, 0, 0);
         }
         // A change of plans nobody could foresee (an evaluation, a skipped step, another order, the end) wastes what was read ahead.
-        let surprises = 2 + 3 * evaluations + 2 * (all_steps - steps) + 2 * moves.further;
+        let surprises = 2 + 3 * drains + 2 * (all_steps - steps) + 2 * moves.further;
         let wasted = surprises * u64::from(setup.staging[kind]);
         assert!(
             moves.reads[kind] <= reads_max + wasted,
@@ -246,7 +283,9 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         units: (0..units).map(|unit| unit..unit + 1).collect(),
         program: StepProgram::training(units as usize),
         trained: vec![true; units as usize],
+        frozen: vec![false; units as usize],
         skipped: vec![false; steps],
+        rewrites: vec![Vec::new(); steps],
         passes: vec![1; steps],
         evaluate_every: 0,
         durable: true,
@@ -263,7 +302,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         speeds: [1, 1, 100_000, 100_000, 100_000],
         fails_at: None,
     };
-    let reference = Reference::new(&job.trained, &job.skipped, &job.passes);
+    let reference = Reference::new(&job);
     let life = Life::new(
         &job,
         &reference,

@@ -31,6 +31,7 @@ impl Bench {
     fn with_staging(ranges: u32, staging: u32) -> Self {
         let core = Core::new(CoreSettings {
             units: std::iter::once(0..ranges).collect(),
+            trained: vec![true; ranges as usize],
             resident: [(); 3].map(|()| vec![false; ranges as usize]),
             staging: [staging; 3],
             iodepth: 2,
@@ -184,6 +185,7 @@ fn parameters_are_written_before_state_so_that_backward_finds_their_slots_free()
 fn four_units() -> Bench {
     let core = Core::new(CoreSettings {
         units: (0..4).map(|unit| unit..unit + 1).collect(),
+        trained: vec![true; 4],
         resident: [(); 3].map(|()| vec![false; 4]),
         staging: [3; 3],
         iodepth: 16,

@@ -1,6 +1,8 @@
 //! A toy model: contents are one number a tile, and every update mixes all it read, so one stale read changes all that
 //! follows. `Reference` computes the same in the plainest way.
 
+use crate::world::Job;
+
 /// Seeded numbers (splitmix64).
 #[derive(Clone, Debug)]
 pub(crate) struct Rng(pub(crate) u64);
@@ -52,6 +54,14 @@ pub(crate) fn gradient(step: u64, range: usize, param: Content, sums: u64) -> u6
     })
 }
 
+/// A tile after a rewrite.
+pub(crate) fn rewritten(step: u64, kind: usize, content: Content) -> Content {
+    Content {
+        value: mix(&[kind as u64, step, content.value, 5]),
+        step,
+    }
+}
+
 /// Param and state after an update.
 pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 2] {
     let [param, state] = contents;
@@ -65,18 +75,25 @@ pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 
 pub(crate) struct Reference(pub(crate) Vec<Vec<[Content; 2]>>);
 
 impl Reference {
-    /// `trained[range]` and `skipped[step - 1]` say what is updated, with the sum of how many gradients `passes[step - 1]`.
-    pub(crate) fn new(trained: &[bool], skipped: &[bool], passes: &[u64]) -> Self {
-        let ranges = trained.len();
+    /// What training `job` comes to.
+    pub(crate) fn new(job: &Job) -> Self {
+        let ranges = job.ranges();
         let mut contents: Vec<_> = (0..ranges)
             .map(|range| [filled(0, range), filled(1, range)])
             .collect();
         let mut all = vec![contents.clone()];
-        for (step, &skip) in (1..).zip(skipped) {
-            for range in (0..ranges).filter(|&range| trained[range] && !skip) {
-                let sums = passes[step as usize - 1];
+        for (step, &skip) in (1..).zip(&job.skipped) {
+            for range in (0..ranges).filter(|&range| job.trained[range] && !skip) {
+                let sums = job.passes[step as usize - 1];
                 let grad = gradient(step, range, contents[range][0], sums);
                 contents[range] = update(step, contents[range], grad);
+            }
+            for &unit in &job.rewrites[step as usize - 1] {
+                for range in job.units[unit].clone() {
+                    let before = contents[range as usize];
+                    contents[range as usize] =
+                        [0, 1].map(|kind| rewritten(step, kind, before[kind]));
+                }
             }
             all.push(contents.clone());
         }

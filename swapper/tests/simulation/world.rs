@@ -8,16 +8,21 @@ use std::ops::Range;
 use swapper::core::{Action, Core, CoreSettings, Event, Kind, Op, Request, SlotNumber, TileId};
 use swapper::{Schedule, StepProgram, resident};
 
-use crate::toy::{Content, Reference, Rng, filled, gradient, update};
+use crate::toy::{Content, Reference, Rng, filled, gradient, rewritten, update};
 
 /// What is trained. It stays the same over all lives.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) units: Vec<Range<u32>>,
     pub(crate) program: StepProgram,
+    /// Whether each range gets gradients.
     pub(crate) trained: Vec<bool>,
-    /// Whether each step's gradients overflow.
+    /// Whether each range has parameters alone, which are never written again.
+    pub(crate) frozen: Vec<bool>,
+    /// Whether each step's gradients overflow. Steps that rewrite have none.
     pub(crate) skipped: Vec<bool>,
+    /// Units that each step rewrites; such a step does nothing else.
+    pub(crate) rewrites: Vec<Vec<usize>>,
     /// Passes of each step, whose gradients add up.
     pub(crate) passes: Vec<u64>,
     pub(crate) evaluate_every: usize,
@@ -27,6 +32,26 @@ pub(crate) struct Job {
 impl Job {
     pub(crate) fn ranges(&self) -> usize {
         self.trained.len()
+    }
+
+    /// Ranges with a tile of `kind`.
+    pub(crate) fn with(&self, kind: usize) -> impl Iterator<Item = usize> + '_ {
+        (0..self.ranges()).filter(move |&range| kind == 0 || !self.frozen[range])
+    }
+
+    /// Which ranges' tiles of `kind` stay in host memory.
+    pub(crate) fn residents(&self, kind: usize, share: f64) -> Vec<bool> {
+        let mut residents = vec![false; self.ranges()];
+        let chosen = resident(self.with(kind).count(), share);
+        for (range, chosen) in self.with(kind).zip(chosen) {
+            residents[range] = chosen;
+        }
+        residents
+    }
+
+    /// Contents of a range as they are stored.
+    fn stored(&self, range: usize, [param, state]: [Content; 2]) -> [Option<Content>; 2] {
+        [Some(param), (!self.frozen[range]).then_some(state)]
     }
 }
 
@@ -94,6 +119,10 @@ enum Call {
     Plan(Vec<Op>, Option<u64>),
     /// A plan that keeps the step's gradients.
     Pass(Vec<Op>, Option<u64>),
+    /// A plan that rewrites units.
+    Rewrite(Vec<Op>, Option<u64>),
+    /// All units are rewritten: a step is over.
+    Rewritten,
     Request(Request, Option<u64>),
 }
 
@@ -155,9 +184,10 @@ impl<'a> Life<'a> {
         rng: &'a mut Rng,
     ) -> Self {
         let ranges = job.ranges();
-        let residents = setup.shares.map(|share| resident(ranges, share));
+        let residents = [0, 1, 2].map(|kind: usize| job.residents(kind, setup.shares[kind]));
         let core = Core::new(CoreSettings {
             units: job.units.clone(),
+            trained: job.frozen.iter().map(|frozen| !frozen).collect(),
             resident: residents.clone(),
             staging: setup.staging,
             iodepth: setup.iodepth,
@@ -468,6 +498,10 @@ impl<'a> Life<'a> {
                 Some(self.reference.0[finished as usize][index][kind]),
                 "{op:?} sees range {range} otherwise than after step {finished}"
             );
+            if let Op::Rewrite { .. } = op {
+                let content = rewritten(finished + 1, kind, content.unwrap());
+                slot.holds = Some((range, Some(content)));
+            }
         }
         if let Some(slot) = slots[Kind::Grad as usize] {
             let param = self.reference.0[self.step as usize][index][0];
@@ -556,7 +590,8 @@ impl<'a> Life<'a> {
             return true;
         }
         for (range, contents) in self.store.working.iter().enumerate() {
-            let expected = self.reference.0[step as usize][range].map(Some);
+            let expected = self.reference.0[step as usize][range];
+            let expected = self.job.stored(range, expected);
             assert_eq!(
                 *contents, expected,
                 "generation of step {step} has range {range} otherwise"

@@ -13,7 +13,6 @@ mod update;
 
 use std::sync::{Mutex, MutexGuard};
 
-use kernels::adamw::Master;
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
@@ -21,7 +20,7 @@ use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
 use swapper::{Op, StepProgram, Swapper, SwapperError, UninitTile};
 
-use crate::open::{Plan, open};
+use crate::open::{Format, ParamPlan, Plan, open};
 use crate::update::StepHyper;
 
 create_exception!(_offloadd, Error, PyException, "offloadd cannot go on.");
@@ -61,9 +60,30 @@ fn failed(error: SwapperError) -> PyErr {
 struct Held {
     swapper: Swapper<StepHyper>,
     plan: Plan,
-    master: Master,
+    formats: Vec<Format>,
     step: u64,
     _daemon: Option<PrivateDaemon>,
+}
+
+impl Held {
+    /// Passes each tile of `unit` to `write`, with its parameters from a unit that lies at `address`.
+    fn write(
+        &mut self,
+        unit: usize,
+        address: usize,
+        mut write: impl FnMut(&[u8], &mut UninitTile<'_>),
+    ) -> Result<(), SwapperError> {
+        let param_bytes = self.formats[unit].param_bytes;
+        self.swapper.fill(unit, |tiles: &mut [UninitTile<'_>]| {
+            for tile in tiles {
+                write(
+                    memory::elements(address, &tile.range.elems, param_bytes),
+                    tile,
+                );
+            }
+            Ok(())
+        })
+    }
 }
 
 /// What Python holds. Every call takes the lock, so calls from several threads come one after the other.
@@ -124,27 +144,53 @@ impl Core {
         Ok((core, blob))
     }
 
-    /// Gives every unit its first content, from units that lie at `addresses`, and commits it with `blob`.
-    fn initialize(&self, py: Python<'_>, addresses: Vec<usize>, blob: Vec<u8>) -> PyResult<()> {
-        self.with(py, move |held| {
-            let master = held.master;
-            let mut masters = Vec::new();
-            held.swapper.initialize(
-                |tiles: &mut [UninitTile<'_>]| {
-                    for tile in tiles {
-                        let from = memory::elements(
-                            addresses[tile.range.unit],
-                            &tile.range.elems,
-                            master.param_bytes(),
-                        );
-                        update::masters(master, from, &mut masters);
-                        kernels::adamw::init_tile(master, &masters, tile.param, tile.state);
-                    }
-                    Ok::<(), SwapperError>(())
-                },
-                blob,
-            )
+    /// Begins to give every unit its first content: `fill` of each in order must follow, then `end_fill`, which commits with
+    /// `blob`.
+    fn begin_fill(&self, py: Python<'_>, blob: Vec<u8>) -> PyResult<()> {
+        self.with(py, |held| held.swapper.begin_fill(blob))
+    }
+
+    /// Applies pending updates, commits, and begins to give trained `units` other parameters: `rewrite` of each in this order
+    /// must follow, then `end_fill`, which commits all of them at once with `blob`.
+    fn begin_rewrite(&self, py: Python<'_>, units: Vec<usize>, blob: Vec<u8>) -> PyResult<()> {
+        self.with(py, |held| held.swapper.begin_rewrite(&units, blob))
+    }
+
+    /// Writes `unit`'s parameters, which lie at `address`, to its tiles.
+    fn fill(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
+        self.with(py, |held| {
+            let format = held.formats[unit];
+            held.write(unit, address, |from, tile| {
+                update::init(&format, from, tile)
+            })
         })
+    }
+
+    /// Writes some of `unit`'s parameters, which lie at `address`, to its tiles. The others and all moments stay.
+    fn rewrite(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        address: usize,
+        params: Vec<usize>,
+    ) -> PyResult<()> {
+        self.with(py, |held| {
+            let format = held.formats[unit];
+            let all = &held.plan.units[unit].params;
+            let whole = |&index: &usize| {
+                let ParamPlan { offset, elems } = all[index];
+                (offset..offset + elems, index)
+            };
+            let params: Vec<_> = params.iter().map(whole).collect();
+            held.write(unit, address, |from, tile| {
+                update::rewrite(&format, &params, from, tile);
+            })
+        })
+    }
+
+    /// Commits what `begin_fill` or `begin_rewrite` began.
+    fn end_fill(&self, py: Python<'_>) -> PyResult<()> {
+        self.with(py, |held| held.swapper.end_fill())
     }
 
     /// Begins a step: gradients of one that was not finished are dropped.
@@ -160,7 +206,7 @@ impl Core {
     /// Writes `unit`'s parameters at `address`, all pending updates applied.
     fn gather(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
         self.with(py, |held| {
-            let bytes = held.master.param_bytes();
+            let bytes = held.formats[unit].param_bytes;
             held.swapper.gather(unit, |parts| {
                 for (elems, param) in parts {
                     memory::write(address, elems, bytes, param);
@@ -177,15 +223,17 @@ impl Core {
             let add = held.swapper.has_gradients(unit);
             let params = &held.plan.units[unit].params;
             let mut squares = vec![0.0; params.len()];
-            let (master, bytes) = (held.master, held.master.grad_bytes());
+            let format = held.formats[unit];
+            let Some(updated) = format.update else {
+                return Err(SwapperError::Program {
+                    what: format!("unit {unit} is not trained and takes no gradients"),
+                });
+            };
             held.swapper.scatter(unit, |parts| {
                 for (elems, grad) in parts {
-                    let from = memory::elements(address, elems, bytes);
-                    match add {
-                        true => update::add(master, from, grad),
-                        false => grad.copy_from_slice(from),
-                    }
-                    update::squares(master, params, elems, grad, &mut squares);
+                    let from = memory::elements(address, elems, format.param_bytes);
+                    update::take(&updated, from, grad, add);
+                    update::squares(updated.grads, params, elems, grad, &mut squares);
                 }
                 Ok::<(), SwapperError>(())
             })?;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kernels::adamw::{Master, state_tile_bytes};
+use kernels::reduce::GradType;
 use pyo3::PyResult;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
@@ -20,8 +21,8 @@ use crate::{Error, Held, failed};
 #[serde(deny_unknown_fields)]
 pub(crate) struct Plan {
     pub(crate) units: Vec<UnitPlan>,
-    /// `float32`, `bfloat16` or `float16`.
-    dtype: String,
+    /// Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
+    fp32_gradients: bool,
     /// Directories of device files; without any, tiles stay in host memory.
     nvme: Vec<PathBuf>,
     /// A running daemon's socket, instead of device files of the run's own.
@@ -43,10 +44,48 @@ pub(crate) struct UnitPlan {
     #[serde(rename = "name")]
     _name: String,
     elems: u64,
+    /// `float32`, `bfloat16` or `float16`; any type where the unit is not trained.
+    dtype: String,
+    elem_bytes: usize,
+    trained: bool,
     pub(crate) params: Vec<ParamPlan>,
 }
 
-#[derive(Debug, Deserialize)]
+/// How a unit's numbers are stored.
+#[derive(Clone, Copy)]
+pub(crate) struct Format {
+    pub(crate) param_bytes: usize,
+    pub(crate) update: Option<Updated>,
+}
+
+/// How a trained unit's masters and gradients are stored.
+#[derive(Clone, Copy)]
+pub(crate) struct Updated {
+    pub(crate) master: Master,
+    /// In tiles; gradients come in the parameters' type.
+    pub(crate) grads: GradType,
+}
+
+impl UnitPlan {
+    fn format(&self, fp32_gradients: bool) -> PyResult<Format> {
+        let update = if self.trained {
+            let master = master(&self.dtype)?;
+            let grads = match fp32_gradients {
+                true => GradType::Fp32,
+                false => master.grad_type(),
+            };
+            Some(Updated { master, grads })
+        } else {
+            None
+        };
+        Ok(Format {
+            param_bytes: self.elem_bytes,
+            update,
+        })
+    }
+}
+
+#[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ParamPlan {
     /// First element within the unit.
@@ -72,15 +111,23 @@ fn master(dtype: &str) -> PyResult<Master> {
     }
 }
 
-fn tile_bytes(master: Master) -> TileBytes {
-    TileBytes {
-        param_bytes_per_elem: master.param_bytes(),
-        grad_bytes_per_elem: master.grad_bytes(),
-        state_tile_bytes: match master {
-            Master::Fp32 => |elems| state_tile_bytes(Master::Fp32, elems),
-            Master::SplitBf16 => |elems| state_tile_bytes(Master::SplitBf16, elems),
-            Master::Fp16WholeMaster => |elems| state_tile_bytes(Master::Fp16WholeMaster, elems),
+fn shape(elems: u64, format: &Format) -> UnitShape {
+    let update = format.update.as_ref();
+    UnitShape {
+        elems,
+        tile_bytes: TileBytes {
+            param_bytes_per_elem: format.param_bytes,
+            grad_bytes_per_elem: update.map_or(0, |update| update.grads.elem_bytes()),
+            state_tile_bytes: match update.map(|update| update.master) {
+                None => |_| 0,
+                Some(Master::Fp32) => |elems| state_tile_bytes(Master::Fp32, elems),
+                Some(Master::SplitBf16) => |elems| state_tile_bytes(Master::SplitBf16, elems),
+                Some(Master::Fp16WholeMaster) => {
+                    |elems| state_tile_bytes(Master::Fp16WholeMaster, elems)
+                }
+            },
         },
+        trained: update.is_some(),
     }
 }
 
@@ -105,16 +152,17 @@ fn start(plan: &Plan, settings: &SwapperSettings) -> PyResult<PrivateDaemon> {
 }
 
 pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
-    let master = master(&plan.dtype)?;
-    let units: Vec<UnitShape> = plan
+    let formats = plan
         .units
         .iter()
-        .map(|unit| UnitShape { elems: unit.elems })
+        .map(|unit| unit.format(plan.fp32_gradients));
+    let formats: Vec<Format> = formats.collect::<PyResult<_>>()?;
+    let units: Vec<UnitShape> = (plan.units.iter().zip(&formats))
+        .map(|(unit, format)| shape(unit.elems, format))
         .collect();
     let mut settings = SwapperSettings {
         tile_elems: choose_tile_elems(&units),
         units,
-        tile_bytes: tile_bytes(master),
         param_share: plan.resident_fraction,
         state_share: plan.resident_fraction,
         grad_share: plan.resident_fraction,
@@ -155,9 +203,9 @@ pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
         };
         params.map(part).collect::<Vec<_>>()
     };
+    let params = plan.units.iter().map(&mut of_unit);
     let update = Update {
-        master,
-        units: Arc::new(plan.units.iter().map(&mut of_unit).collect()),
+        units: Arc::new(formats.iter().copied().zip(params).collect()),
     };
     let optimizers = (0..plan.update_threads.max(1))
         .map(|_| Box::new(update.clone()) as Box<dyn Optimizer<StepHyper>>)
@@ -166,7 +214,7 @@ pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
     let held = Held {
         swapper,
         plan,
-        master,
+        formats,
         step: 0,
         _daemon: daemon,
     };

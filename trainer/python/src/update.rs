@@ -4,10 +4,15 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use kernels::adamw::{Hyper, Master, step_range};
-use swapper::{Optimizer, TileRange};
+use kernels::adamw::{
+    Hyper, Master, init_tile, read_masters, state_planes, state_tile_bytes, step_range,
+    step_range_fp32_grad,
+};
+use kernels::cast::view_mut;
+use kernels::reduce::{GradType, accumulate};
+use swapper::{Optimizer, TileRange, UninitTile};
 
-use crate::open::ParamPlan;
+use crate::open::{Format, ParamPlan, Updated};
 
 /// One step's scalars of every parameter, in the units' order; `None`: no gradient came, the parameter stays as it is.
 #[derive(Clone, Debug)]
@@ -40,8 +45,7 @@ pub(crate) type Params = Vec<(Range<u64>, usize)>;
 /// AdamW over a tile, parameter by parameter.
 #[derive(Clone)]
 pub(crate) struct Update {
-    pub(crate) master: Master,
-    pub(crate) units: Arc<Vec<Params>>,
+    pub(crate) units: Arc<Vec<(Format, Params)>>,
 }
 
 impl Optimizer<StepHyper> for Update {
@@ -54,9 +58,15 @@ impl Optimizer<StepHyper> for Update {
         hyper: &StepHyper,
     ) {
         let elems = (range.elems.end - range.elems.start) as usize;
-        for (within, index) in parts(&range.elems, &self.units[range.unit]) {
+        let (format, params) = &self.units[range.unit];
+        let Updated { master, grads } = format.update.expect("only trained units are updated");
+        let step = match grads {
+            GradType::Fp32 => step_range_fp32_grad,
+            GradType::Bf16 | GradType::Fp16 => step_range,
+        };
+        for (within, index) in parts(&range.elems, params) {
             if let Some(hyper) = &hyper.0[index] {
-                step_range(self.master, hyper, param, state, grad, elems, within);
+                step(master, hyper, param, state, grad, elems, within);
             }
         }
     }
@@ -78,30 +88,76 @@ fn parts<'a>(
     })
 }
 
-/// The fp32 masters of `params`, which are numbers of the master's parameter type.
-pub(crate) fn masters(master: Master, params: &[u8], out: &mut Vec<f32>) {
-    out.clear();
-    match master {
-        Master::Fp32 => out.extend(params.chunks_exact(4).map(f32_of)),
-        Master::SplitBf16 => out.extend(params.chunks_exact(2).map(|b| bf16_of(b).to_f32())),
-        Master::Fp16WholeMaster => out.extend(params.chunks_exact(2).map(|b| f16_of(b).to_f32())),
+/// Gives a tile its first content: the parameters `from`, masters that equal them, and moments of zero.
+pub(crate) fn init(format: &Format, from: &[u8], tile: &mut UninitTile<'_>) {
+    match format.update {
+        Some(Updated { master, .. }) => {
+            init_tile(master, &masters(master, from), tile.param, tile.state);
+        }
+        None => tile.param.copy_from_slice(from),
     }
 }
 
-/// `sum += grad`, rounded once to the gradients' type, as PyTorch accumulates into `param.grad`.
-pub(crate) fn add(master: Master, grad: &[u8], sum: &mut [u8]) {
+/// Gives `params`, whole parameters of a tile's unit, the values they have in `from`. Other parameters and all moments stay.
+pub(crate) fn rewrite(
+    format: &Format,
+    params: &[(Range<u64>, usize)],
+    from: &[u8],
+    tile: &mut UninitTile<'_>,
+) {
+    let Updated { master, .. } = format.update.expect("only trained units are rewritten");
+    let new = masters(master, from);
+    let mut kept = vec![0.0; new.len()];
+    read_masters(master, tile.param, tile.state, &mut kept);
+    for (within, _) in parts(&tile.range.elems, params) {
+        kept[within.clone()].copy_from_slice(&new[within]);
+    }
+    let moments = state_planes(master, kept.len())[1].start..state_tile_bytes(master, kept.len());
+    let before = tile.state[moments.clone()].to_vec();
+    init_tile(master, &kept, tile.param, tile.state);
+    tile.state[moments].copy_from_slice(&before);
+}
+
+/// The fp32 masters of `params`, which are numbers of the master's parameter type.
+fn masters(master: Master, params: &[u8]) -> Vec<f32> {
+    match master {
+        Master::Fp32 => params.chunks_exact(4).map(f32_of).collect(),
+        Master::SplitBf16 => (params.chunks_exact(2).map(|b| bf16_of(b).to_f32())).collect(),
+        Master::Fp16WholeMaster => (params.chunks_exact(2).map(|b| f16_of(b).to_f32())).collect(),
+    }
+}
+
+/// Takes the gradients `grad`, numbers of the parameters' type, into the tile `sum`: over what it holds, or added to it. A
+/// sum of 16-bit numbers is rounded each time, as PyTorch accumulates into `param.grad`; one of fp32 is not.
+pub(crate) fn take(updated: &Updated, grad: &[u8], sum: &mut [u8], adds: bool) {
+    let came = updated.master.grad_type();
+    if came == updated.grads {
+        return match adds {
+            true => add(came, grad, sum),
+            false => sum.copy_from_slice(grad),
+        };
+    }
+    let sum: &mut [f32] = view_mut(sum);
+    if !adds {
+        sum.fill(0.0);
+    }
+    accumulate(sum, grad, came);
+}
+
+/// `sum += grad`, rounded to their type.
+fn add(of: GradType, grad: &[u8], sum: &mut [u8]) {
     fn each<const N: usize>(grad: &[u8], sum: &mut [u8], add: impl Fn(&[u8], &[u8]) -> [u8; N]) {
         for (sum, grad) in sum.chunks_exact_mut(N).zip(grad.chunks_exact(N)) {
             let added = add(sum, grad);
             sum.copy_from_slice(&added);
         }
     }
-    match master {
-        Master::Fp32 => each(grad, sum, |a, b| (f32_of(a) + f32_of(b)).to_ne_bytes()),
-        Master::SplitBf16 => each(grad, sum, |a, b| {
+    match of {
+        GradType::Fp32 => each(grad, sum, |a, b| (f32_of(a) + f32_of(b)).to_ne_bytes()),
+        GradType::Bf16 => each(grad, sum, |a, b| {
             bf16::from_f32(bf16_of(a).to_f32() + bf16_of(b).to_f32()).to_ne_bytes()
         }),
-        Master::Fp16WholeMaster => each(grad, sum, |a, b| {
+        GradType::Fp16 => each(grad, sum, |a, b| {
             f16::from_f32(f16_of(a).to_f32() + f16_of(b).to_f32()).to_ne_bytes()
         }),
     }
@@ -109,13 +165,13 @@ pub(crate) fn add(master: Master, grad: &[u8], sum: &mut [u8]) {
 
 /// Adds to `squares` the squares of `grad`, the gradients of `elems` of a unit with these parameters.
 pub(crate) fn squares(
-    master: Master,
+    grads: GradType,
     params: &[ParamPlan],
     elems: &Range<u64>,
     grad: &[u8],
     squares: &mut [f64],
 ) {
-    let bytes = master.grad_bytes();
+    let bytes = grads.elem_bytes();
     for (param, squares) in params.iter().zip(squares) {
         let start = param.offset.max(elems.start);
         let end = (param.offset + param.elems).min(elems.end);
@@ -125,13 +181,13 @@ pub(crate) fn squares(
         let at = |elem: u64| (elem - elems.start) as usize * bytes;
         let grad = &grad[at(start)..at(end)];
         let square = |value: f32| f64::from(value) * f64::from(value);
-        *squares += match master {
-            Master::Fp32 => grad.chunks_exact(4).map(|b| square(f32_of(b))).sum::<f64>(),
-            Master::SplitBf16 => grad
+        *squares += match grads {
+            GradType::Fp32 => grad.chunks_exact(4).map(|b| square(f32_of(b))).sum::<f64>(),
+            GradType::Bf16 => grad
                 .chunks_exact(2)
                 .map(|b| square(bf16_of(b).to_f32()))
                 .sum(),
-            Master::Fp16WholeMaster => grad
+            GradType::Fp16 => grad
                 .chunks_exact(2)
                 .map(|b| square(f16_of(b).to_f32()))
                 .sum(),

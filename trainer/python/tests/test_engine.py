@@ -81,20 +81,68 @@ def test_two_forwards_before_one_backward_and_a_graph_used_twice():
     assert not same_gradients(plain, ours.take_gradients())
 
 
-def test_frozen_parameters_stay_and_unused_ones_have_no_gradient():
-    def make():
-        net = Net()
-        net.blocks[1].requires_grad_(False)
-        net.unused = nn.Linear(8, 8)
-        return net
+def frozen_block():
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    net.unused = nn.Linear(8, 8)
+    return net
 
+
+def frozen_but_the_head():
+    net = Net()
+    net.blocks.requires_grad_(False)
+    return net
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trained low-rank addition, as LoRA has it."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted():
+    net = Net().requires_grad_(False)
+    for block in net.blocks:
+        block.linear = Adapted(block.linear)
+    return net
+
+
+def norms_in_fp32():
+    net = adapted().to(torch.bfloat16)
+    for block in net.blocks:
+        block.norm.float().requires_grad_(True)
+        block.norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+        block.norm.register_forward_hook(lambda module, args, output: output.bfloat16())
+    return net
+
+
+@pytest.mark.parametrize("make", [frozen_block, frozen_but_the_head, adapted, norms_in_fp32])
+def test_frozen_parameters_and_several_types_come_and_go_with_their_block(make):
     plain, ours = pair(make)
-    expected, loss = both(plain, ours, torch.randn(4, 8))
-    expected.backward(), loss.backward()
-    found = ours.take_gradients()
-    assert found["unused.weight"] is None
-    assert not same_gradients(plain, found)
-    assert ours.model.blocks[1].linear.weight.untyped_storage().size() > 0
+    dtype = plain.head.weight.dtype
+    for order in (None, None, [3, 1, 2, 0]):
+        plain.zero_grad()
+        for _ in range(2):
+            expected, loss = both(plain, ours, torch.randn(4, 8, dtype=dtype), order=order)
+            expected.backward(), loss.backward()
+            assert not ours.live()
+        found = ours.take_gradients()
+        assert not same_gradients(plain, found)
+        assert found.get("unused.weight") is None
+    assert all(param.untyped_storage().size() == 0 for param in ours.model.parameters()), "frozen ones are released too"
+    for unit in ours.engine.units:
+        assert len({(param.dtype, param.requires_grad) for param in unit.params}) == 1
+        assert unit.trained or (True, unit.index) not in ours.core.done, "nothing frozen has gradients"
 
 
 def test_tied_weights_belong_to_the_root():
@@ -104,7 +152,7 @@ def test_tied_weights_belong_to_the_root():
         return net
 
     plain, ours = pair(make)
-    assert ours.names[id(ours.model.blocks[1].linear.weight)] in [ours.names[id(p)] for p in ours.engine.root.params]
+    assert ours.names[id(ours.model.blocks[1].linear.weight)] in [ours.names[id(p)] for unit in ours.engine.units if unit.root for p in unit.params]
     expected, loss = both(plain, ours, torch.randn(4, 8))
     expected.backward(), loss.backward()
     assert not same_gradients(plain, ours.take_gradients())
@@ -178,9 +226,14 @@ def test_units_are_found_and_can_be_named():
     with pytest.raises(offloadd.Error, match="units: no module"):
         names(["Blok"])
     net.half()
-    net.head.float()
-    with pytest.raises(offloadd.NotSupported, match="several types"):
-        units_of(net, None)
+    net.blocks[2].norm.float().requires_grad_(False)
+    found = [unit.name for unit in units_of(net, None)[0]]
+    assert found == ["blocks.0", "blocks.1", "blocks.2 (float16)", "blocks.2 (float32, frozen)", "blocks.3", "(root)"]
+    assert [unit.name for unit in units_of(net, None, frozen=False)[0]] == ["blocks.0", "blocks.1", "blocks.2", "blocks.3", "(root)"]
+    with pytest.raises(offloadd.NotSupported, match="float64"):
+        units_of(net.double(), None)
+    with pytest.raises(offloadd.Error, match="nothing to train"):
+        units_of(net.requires_grad_(False), None)
 
 
 def test_an_evaluation_between_backward_and_step_leaves_gradients_and_clipping_alone():

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import offloadd
+from test_engine import adapted, frozen_block, frozen_but_the_head, norms_in_fp32
 from toy import Net, randomize
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -74,6 +75,62 @@ def test_wherever_the_state_lives_losses_and_weights_have_the_same_bits(tmp_path
                 losses, found = offloaded(tmp_path, name, device, dtype, 2, optimizer_step=step, resident_fraction=fraction)
                 assert losses == expected, name
                 assert all(torch.equal(found[key], value) for key, value in weights.items()), name
+
+
+@needs_daemon
+@pytest.mark.parametrize("make", [frozen_block, frozen_but_the_head, adapted, norms_in_fp32])
+def test_frozen_parameters_and_several_types_have_the_same_bits_wherever_they_live(tmp_path, make):
+    def run(name, device, **own):
+        torch.manual_seed(0)
+        model = randomize(make())
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        (tmp_path / name).mkdir(exist_ok=True)
+        inputs, losses = batches(6), []
+        # The second half is a resumed run of its own.
+        for half in (inputs[:3], inputs[3:]) if device == "nvme" else (inputs,):
+            with offloadd.prepare(model, optimizer, config(device, tmp_path / name, **own), run_dir=tmp_path / name / "run"):
+                losses += train(model, optimizer, half)
+                state = model.state_dict()
+            model = randomize(make(), seed=7)
+            optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        return losses, state
+
+    expected, weights = run("none", "none")
+    assert expected[0] != expected[-1]
+    for device, step, fraction in [("cpu", "deferred", 0.0), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0)]:
+        losses, found = run(f"{device}-{step}", device, optimizer_step=step, resident_fraction=fraction)
+        assert losses == expected, (device, step)
+        assert all(torch.equal(found[key], value) for key, value in weights.items()), (device, step)
+
+
+@pytest.mark.parametrize("wanted, rounds", [({}, False), ({"data_types": {"grad_accum_dtype": "bf16"}}, True), ({"gradient_accumulation_steps": 1}, True)])
+def test_sums_of_bf16_gradients_are_not_rounded_unless_asked_for(tmp_path, wanted, rounds):
+    inputs = batches(8)
+    gradients = []
+    for x in inputs:
+        plain = model_of(torch.bfloat16)
+        plain(x.bfloat16()).square().backward()
+        gradients.append({name: param.grad for name, param in plain.named_parameters()})
+    exact = {name: sum(one[name].float() for one in gradients) for name in gradients[0]}
+    model = model_of(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, {**config("cpu", tmp_path), **wanted}, run_dir=tmp_path / "run"):
+        for x in inputs:
+            model(x.bfloat16()).square().backward()
+        different = 0
+        for name, param in model.named_parameters():
+            norm = float(param.grad.norm())
+            different += abs(norm - float(exact[name].double().norm())) > 1e-6 * norm
+        optimizer.step()
+        optimizer.zero_grad()
+        found = model.state_dict()
+    assert (different > 0) == rounds
+    masters = {name: param.detach().float().requires_grad_() for name, param in model_of(torch.bfloat16).named_parameters()}
+    for name, master in masters.items():
+        master.grad = exact[name]
+    torch.optim.AdamW(masters.values(), lr=1e-2).step()
+    if not rounds:
+        assert all(torch.equal(found[name], master.detach().bfloat16()) for name, master in masters.items())
 
 
 @pytest.mark.parametrize("groups", [False, True])

@@ -20,6 +20,8 @@ pub(super) fn swapper_settings(
         .iter()
         .map(|unit| UnitShape {
             elems: unit.elems as u64,
+            tile_bytes: tile_bytes(master),
+            trained: true,
         })
         .collect();
     let offload = &settings.offload;
@@ -49,7 +51,6 @@ pub(super) fn swapper_settings(
             .tile_elems
             .unwrap_or_else(|| swapper::choose_tile_elems(&shapes)),
         units: shapes,
-        tile_bytes: tile_bytes(master),
         param_share: of(settings.placement.param),
         state_share: of(settings.placement.optimizer),
         grad_share: match offload.gradients {

@@ -49,6 +49,17 @@ impl Life<'_> {
                 self.moves.further += 1;
                 self.event(Event::Pass(ops));
             }
+            Call::Rewrite(ops, blob) => {
+                self.planned(blob);
+                self.moves.passes += 1;
+                self.sums.fill(0);
+                self.generation_of.push(self.generation - 1);
+                self.event(Event::Plan(ops));
+            }
+            Call::Rewritten => {
+                self.step += 1;
+                return self.next_call();
+            }
             Call::Request(request, blob) => {
                 self.planned(blob);
                 self.waiting = true;
@@ -105,6 +116,24 @@ impl Life<'_> {
             let ops = self.plan_ops(&[], false, &program);
             self.calls.push_back(Call::Plan(ops, None));
             program.ops().iter().for_each(|&op| self.serve(op));
+        }
+        let rewrites = self.job.rewrites[self.step as usize].clone();
+        if !rewrites.is_empty() {
+            self.call_drain();
+            let mut ops: Vec<Op> = (rewrites.iter())
+                .map(|&unit| Op::Rewrite { unit })
+                .collect();
+            ops.push(Op::Commit);
+            self.calls
+                .push_back(Call::Rewrite(ops, Some(self.step + 1)));
+            for unit in rewrites {
+                self.serve(Op::Rewrite { unit });
+            }
+            self.calls.push_back(Call::Rewritten);
+            let ops = Vec::new();
+            self.calls
+                .push_back(Call::Request(Request::Drain { ops }, None));
+            return true;
         }
         let program = self.job.program.clone();
         for pass in 0..self.job.passes[self.step as usize] {

@@ -12,5 +12,6 @@ The same script started again resumes after the last committed step.
 
 from ._errors import Damaged, DeviceFailed, Error, LayoutChanged, NotSupported
 from ._run import Run, prepare
+from ._weights import init
 
-__all__ = ["Damaged", "DeviceFailed", "Error", "LayoutChanged", "NotSupported", "Run", "prepare"]
+__all__ = ["Damaged", "DeviceFailed", "Error", "LayoutChanged", "NotSupported", "Run", "init", "prepare"]

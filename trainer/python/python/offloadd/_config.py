@@ -34,6 +34,8 @@ class Settings:
     resident_fraction: float = 0.0
     commit_every: int = 1
     staging_bytes: int = 0
+    # Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
+    fp32_gradients: bool = True
     update_threads: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) // 2)))
     socket: Optional[Path] = None
     program: Optional[Path] = None
@@ -69,11 +71,13 @@ def settings_of(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Settings:
     for path in paths if device == "nvme" else ():
         if not Path(path).is_dir():
             raise Error(f"zero_optimization.offload_param.nvme_path: {path} is no directory: make it, or name another one")
+    fp32_gradients = _fp32_gradients(config)
     clipping = config.get("gradient_clipping", 0.0)
     settings = Settings(
         device=device,
         nvme=tuple(Path(path).absolute() for path in paths) if device == "nvme" and not socket else (),
         gradient_clipping=0.0 if clipping == "auto" else float(clipping),
+        fp32_gradients=fp32_gradients,
         socket=Path(socket) if socket else None,
         program=Path(own.pop("program")) if "program" in own else None,
         units=tuple(own.pop("units", ())),
@@ -86,6 +90,14 @@ def settings_of(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Settings:
     if zero.get("zero_hpz_partition_size", 1) not in (0, 1) or zero.get("zero_quantized_weights"):
         raise NotSupported("zero_optimization: ZeRO++ is not supported; remove zero_hpz_partition_size and zero_quantized_weights")
     return settings
+
+
+def _fp32_gradients(config: Mapping[str, Any]) -> bool:
+    """What `data_types.grad_accum_dtype` says; without it, fp32 unless a step is known to have one backward pass."""
+    wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if wanted not in (None, "fp32", "bf16", "fp16"):
+        raise Error(f"data_types.grad_accum_dtype = {wanted!r}: one of fp32, bf16, fp16")
+    return wanted == "fp32" or wanted is None and config.get("gradient_accumulation_steps") != 1
 
 
 def _known(prefix: str, found: Mapping[str, Any], known: set[str]) -> None:

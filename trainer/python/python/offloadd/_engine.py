@@ -7,6 +7,7 @@ again when backward comes. A unit's backward is over when autograd works on a no
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -93,7 +94,7 @@ class Copied(_Tensor):
         return self.as_subclass(_Tensor).__reduce_ex__(protocol)
 
 
-_BEFORE = "change parameters and load weights before offloadd.prepare"
+_BEFORE = "change parameters before offloadd.prepare, or load weights with the load_state_dict of the whole model"
 
 
 def _in_place(func) -> bool:
@@ -127,7 +128,6 @@ class Engine:
         self.model, self.units, self.core, self.keep = model, units, core, keep
         self.order = Order(core.announce)
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
-        self.root = next((unit for unit in units if modules[unit.index] is model), None)
         self.grad_buffer: Optional[torch.Tensor] = None
         # Modules in forward: their units, units gathered on their behalf, and autograd's number when they began.
         self._stack: list[tuple[list[Unit], list[Unit], int]] = []
@@ -141,15 +141,17 @@ class Engine:
         self.held: dict[int, Held] = {}
         self._released = type("Released", (Released,), {"engine": self})
         self.before_pass = lambda: None
+        of_module: dict[nn.Module, list[Unit]] = {model: []}
         for unit in units:
-            unit.elems or unit.place()
-            for param in unit.params:
+            of_module.setdefault(modules[unit.index], []).append(unit)
+            for param in unit.params if unit.trained else ():
                 # Before the gradient is accumulated: by then no handle may be there to add to.
                 param.register_hook(self._start_backward)
                 param.register_post_accumulate_grad_hook(functools.partial(self._gradient_came, unit))
-            self._hook(modules[unit.index], [unit])
-        if self.root is None:
-            self._hook(model, [])
+        for module, together in of_module.items():
+            self._hook(module, together)
+        # Units by the module with which they come and go, in the units' order.
+        self.together = sorted((units for units in of_module.values() if units), key=lambda units: units[0].index)
 
     # Moving
 
@@ -160,7 +162,7 @@ class Engine:
             return
         storage = unit.flat.untyped_storage()
         if not unit.here:
-            storage.resize_(unit.elems * unit.flat.element_size())
+            storage.resize_(unit.bytes)
         (self.order.next if record else self.order.outside)((False, unit.index))
         self.core.gather(unit.index, storage.data_ptr())
         unit.fresh = unit.here = True
@@ -181,11 +183,39 @@ class Engine:
 
     def release(self, unit: Unit) -> None:
         """Gives the unit's memory back."""
-        if not unit.here or self.keep:
-            return
+        if unit.here and not self.keep:
+            self.take_away(unit)
+
+    def take_away(self, unit: Unit) -> None:
+        """Gives the unit's memory back, whatever is kept."""
         unit.flat.untyped_storage().resize_(0)
         self._guard(unit)
         unit.here = False
+
+    @contextlib.contextmanager
+    def room(self, unit: Unit) -> Iterator[None]:
+        """The unit's memory, for new values; it is released afterwards if it was."""
+        absent = not unit.here
+        if absent:
+            unit.flat.untyped_storage().resize_(unit.bytes)
+            unit.here = True
+            self._open(unit)
+        try:
+            yield
+        finally:
+            if absent:
+                self.release(unit)
+
+    @contextlib.contextmanager
+    def gathered(self, unit: Unit) -> Iterator[None]:
+        """The unit's parameters, outside of passes; they are released afterwards if they were."""
+        absent = not unit.here
+        self.gather(unit, record=False)
+        try:
+            yield
+        finally:
+            if absent:
+                self.release(unit)
 
     def release_all(self) -> None:
         """Gives back what is still here, after a pass that did not end in order too."""
@@ -245,7 +275,7 @@ class Engine:
             self._begin_pass(units[0].index if units else -1)
         for unit in units:
             self.gather(unit)
-            unit.start = 0 if unit is self.root else number
+            unit.start = 0 if unit.root else number
         return args, kwargs
 
     def _within_itself(self) -> bool:
@@ -290,7 +320,7 @@ class Engine:
             if unit.flat.untyped_storage().data_ptr() in seen and self._stack and unit.here:
                 # The caller computes with a view of the weights.
                 self._stack[-1][1].append(unit)
-            elif unit is not self.root or not with_grad:
+            elif not (unit.root and with_grad):
                 self.release(unit)
             elif not self._stack:
                 self._guard(unit)
@@ -312,7 +342,7 @@ class Engine:
         for unit, uses in list(self._active.items()):
             # A task within this one is over; one that this one is within goes on after it.
             uses[:] = [(of_task, began) for of_task, began in uses if of_task < task or of_task == task and made >= began]
-            if not uses and unit not in units and unit is not self.root:
+            if not uses and unit not in units and not unit.root:
                 self._settle(unit)
         for unit in units:
             self.gather(unit)
@@ -389,8 +419,8 @@ class Engine:
     def _hand_over(self, unit: Unit) -> None:
         """Takes the unit's gradients to its tiles, adding to those of earlier passes of the step."""
         if self.grad_buffer is None:
-            self.grad_buffer = torch.empty(max(one.elems for one in self.units), dtype=unit.flat.dtype)
-        buffer = self.grad_buffer[: unit.elems]
+            self.grad_buffer = torch.empty(max(one.bytes for one in self.units if one.trained), dtype=torch.uint8)
+        buffer = self.grad_buffer[: unit.bytes].view(unit.dtype)
         buffer.zero_()
         with torch.no_grad():
             for param, offset in zip(unit.params, unit.offsets):
@@ -431,7 +461,7 @@ class Engine:
         """The step's update was ordered: parameters that are here are stale."""
         self._stack.clear()
         for unit in self.units:
-            unit.fresh = False
+            unit.fresh = unit.fresh and not unit.trained
             for param in unit.params:
                 if param.grad is not None:
                     # Autograd then refuses graphs that saved the weight of before.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import json
 import math
@@ -23,6 +24,7 @@ from ._errors import Error, LayoutChanged, NotSupported
 from ._held import Held
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
+from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
 
 # Slots that tiles of all kinds pass through need at least so much.
 _STAGING_BYTES_MIN = 64 << 20
@@ -36,34 +38,44 @@ def prepare(
     run_dir: Union[str, os.PathLike],
     track: Sequence[Any] = (),
     units: Optional[Sequence] = None,
+    weights: Optional[Union[str, os.PathLike]] = None,
 ) -> "Run":
     """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), both of which are changed in place.
 
     `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory resumes
     it after its last committed step. `track` has objects with `state_dict` and `load_state_dict`, as schedulers, which are
-    committed with each step. `units` names classes or patterns of modules whose parameters move together.
+    committed with each step. `units` names classes or patterns of modules whose parameters move together. `weights` names a
+    safetensors file, or a directory of them, with the values of parameters that were built in `offloadd.init()`.
 
     Raises `Error` for settings that cannot work, `NotSupported` for what this library does not do, `LayoutChanged` for a run
     that was begun with other parameters. Nothing is changed then.
     """
-    return Run(model, optimizer, settings_of(config), Path(run_dir).absolute(), list(track), units)
+    return Run(model, optimizer, settings_of(config), Path(run_dir).absolute(), list(track), units, weights)
 
 
 class Run:
     """What `prepare` returns. `close` ends it in order, as does the interpreter's exit."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, run_dir: Path, track: list, units: Optional[Sequence]) -> None:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, run_dir: Path, track: list, units: Optional[Sequence], weights: Any = None) -> None:
         if getattr(model, "_offloadd_run", None) is not None:
             raise Error("this model is prepared already: close its run first")
         _check_optimizer(optimizer)
         self.settings, self.run_dir = settings, run_dir
         self.model, self.optimizer = model, optimizer
         self.track = [one for one in track if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-        found, modules = units_of(model, units or settings.units or None)
+        on_meta = any(param.is_meta for param in model.parameters())
+        found, modules = units_of(model, units or settings.units or None, frozen=settings.device != "none" or on_meta)
+        if weights is not None and not on_meta:
+            raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
+        source = Weights(weights) if weights is not None else None
         names = {id(param): name for name, param in model.named_parameters()}
         _check_groups(optimizer, found, names)
 
         self.steps_done = 0
+        self._resumed_at = 0
+        self._names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(param), []).append(name)
         self._updates: dict[int, int] = {}
         self._position = _Position()
         self._resumed: Optional[dict[str, Any]] = None
@@ -75,29 +87,77 @@ class Run:
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         layout = [[(names[id(param)], list(param.shape)) for param in unit.params] for unit in found]
         self._check_layout(layout, found)
-        for unit in found:
-            unit.place()
         self._core, blob = _offloadd.Core.open(json.dumps(self._plan(found)))
+        for unit in found:
+            if unit.built_on_meta:
+                unit.place_meta()
         self.engine = Engine(model, found, modules, self._core, keep=settings.device == "none")
         self.engine.before_pass = self._seal
         if blob is None:
             self._note_step()
             state, self._to_seal = self._to_seal, None
-            self._core.initialize([unit.flat.data_ptr() for unit in found], to_blob(state, run_dir))
+            self._core.begin_fill(to_blob(state, run_dir))
+            self._fill(source)
+            self._core.end_fill()
             self._core.begin_step()
             (run_dir / "layout.json").write_text(json.dumps(layout))
         else:
+            for unit in found:
+                if unit.flat is None:
+                    unit.place()
+                unit.fresh = False
+                if not self.engine.keep:
+                    self.engine.take_away(unit)
             self._resume(from_blob(blob, run_dir))
             self._core.begin_step()
-            for unit in found:
-                unit.fresh = False
             if self.engine.keep:
                 self.engine.refresh()
-        self.engine.release_all()
         self._patch_optimizer()
         self._patch_model()
         model._offloadd_run = self
         atexit.register(self.close)
+
+    def _fill(self, weights: Optional[Weights]) -> None:
+        """Gives the tiles their first content, a block at a time."""
+        engine, begun = self.engine, set()
+        for together in engine.together:
+            with contextlib.ExitStack() as rooms:
+                for unit in together:
+                    if unit.flat is None:
+                        unit.place()
+                    else:
+                        rooms.enter_context(engine.room(unit))
+                        unit.flat.zero_()
+                empty = {id(param) for unit in together if unit.built_on_meta for param in unit.params}
+                if empty:
+                    begin(self.model, empty, begun, weights, self._names)
+                for unit in together:
+                    self._core.fill(unit.index, unit.flat.data_ptr())
+                    engine.release(unit)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Gives the model other weights, a unit at a time, and commits them. The optimizer's moments stay. `model.load_state_dict`
+        is the same, but refuses in a run that was resumed and has made no step since."""
+        if self.engine.square_sums or self.engine.broken:
+            raise Error("load_state_dict between backward and step(): call optimizer.step() or zero_grad() first")
+        self._seal()
+        sources, answer = sources_of(self.engine, lambda: self._plain_load(state_dict, strict=strict))
+        self._note_step()
+        state, self._to_seal = self._to_seal, None
+        names = {key: of_one[0] for key, of_one in self._names.items()}
+        rewrite(self.engine, self._core, sources, names, lambda: to_blob(self._complete(state), self.run_dir))
+        return answer
+
+    def save_weights(self, path: Union[str, os.PathLike]) -> None:
+        """Writes the model's state to one file in safetensors' format, under the names of its state_dict, with the weights of
+        one block in memory at a time. Of several names of one parameter the first is written."""
+        blocks = Blocks(self.engine, self.model.state_dict(keep_vars=True))
+        shapes, seen = {}, set()
+        for name, shape in blocks.shapes().items():
+            if id(blocks.tensors[name]) not in seen:
+                seen.add(id(blocks.tensors[name]))
+                shapes[name] = shape
+        write_safetensors(path, shapes, {"format": "pt"}, blocks, lambda state: state)
 
     def batches(self, loader: Iterable) -> Iterator:
         """Yields from `loader` and remembers how far it is: in a resumed run it goes on with the next batch that no committed
@@ -141,7 +201,8 @@ class Run:
         self._core.drain()
         self._core.close()
         self.model._offloadd_run = None
-        del self.model.zero_grad, self.model.state_dict
+        for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained"):
+            self.model.__dict__.pop(name, None)
 
     def __enter__(self) -> "Run":
         return self
@@ -203,10 +264,7 @@ class Run:
             plain(set_to_none)
 
         self.model.zero_grad = zero_grad
-        names: dict[int, list[str]] = {}
-        for name, param in self.model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(param), []).append(name)
-        tied = [of_one for of_one in names.values() if len(of_one) > 1]
+        tied = [of_one for of_one in self._names.values() if len(of_one) > 1]
         whole = self.model.state_dict
 
         def state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -220,6 +278,22 @@ class Run:
             return state
 
         self.model.state_dict = state_dict
+        self._plain_load = self.model.load_state_dict
+
+        def load_state_dict(state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+            """Loads weights, a unit at a time."""
+            if assign:
+                raise NotSupported("load_state_dict(assign=True): parameters are in tiles and keep their place; leave assign out")
+            if self._resumed_at == self.steps_done > 0:
+                raise Error(
+                    f"this run was resumed after step {self.steps_done}, and load_state_dict would replace what was trained: load weights "
+                    "before offloadd.prepare, where a resumed run replaces them by its own; or load them only if run.steps_done == 0; or "
+                    "call run.load_state_dict to replace them all the same"
+                )
+            return self.load_state_dict(state_dict, strict)
+
+        self.model.load_state_dict = load_state_dict
+        stream_save_pretrained(self.model, self.engine)
 
     def _step(self) -> None:
         engine = self.engine
@@ -299,7 +373,7 @@ class Run:
         return {**state, "groups": groups, "buffers": buffers, "track": [one.state_dict() for one in self.track]}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        self.steps_done = state["steps_done"]
+        self.steps_done = self._resumed_at = state["steps_done"]
         self._updates = dict(state["updates"])
         self.resumed_random = state["random"]
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
@@ -329,17 +403,21 @@ class Run:
 
     def _plan(self, units: list[Unit]) -> dict[str, Any]:
         settings = self.settings
-        elems = sum(unit.elems for unit in units)
+        # 14 bytes a trained parameter, or 16; gradients beside them.
+        state_bytes = sum(unit.elems * 16 if unit.trained else unit.bytes for unit in units)
         return {
             "units": [
                 {
                     "name": unit.name,
                     "elems": unit.elems,
+                    "dtype": str(unit.dtype).removeprefix("torch."),
+                    "elem_bytes": unit.dtype.itemsize,
+                    "trained": unit.trained,
                     "params": [{"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)],
                 }
                 for unit in units
             ],
-            "dtype": str(units[0].params[0].dtype).removeprefix("torch."),
+            "fp32_gradients": settings.fp32_gradients,
             "nvme": [str(path) for path in settings.nvme],
             "socket": str(settings.socket) if settings.socket else None,
             "program": _program(settings),
@@ -349,7 +427,7 @@ class Run:
             "resident_fraction": settings.resident_fraction,
             "commit_every": settings.commit_every,
             # An eighth of the state keeps one drive busy; small models get what they need anyway.
-            "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(elems * 16 // 8, 4 << 30)),
+            "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // 8, 4 << 30)),
             "update_threads": settings.update_threads,
         }
 

@@ -1,4 +1,8 @@
-"""Units: the parts of a model whose parameters are moved together, found in its module tree."""
+"""Units: the parts of a model whose parameters are moved together, found in its module tree.
+
+A block's parameters of one type that are trained are one unit, those that are frozen another: units of a block come and go
+together, and a frozen one has parameters only, which are written once.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +27,14 @@ BLOCKS_MIN = 3
 
 @dataclass(eq=False)
 class Unit:
-    """Parameters that lie in one flat tensor and are gathered and released together."""
+    """Parameters of one type that lie in one flat tensor and are gathered and released together."""
 
     index: int
     name: str
     params: list[nn.Parameter]
+    trained: bool = True
+    # Whether it holds what is in no block: it stays from the model's forward to the end of its backward.
+    root: bool = False
     offsets: list[int] = field(default_factory=list)
     elems: int = 0
     flat: Optional[torch.Tensor] = None
@@ -41,21 +48,36 @@ class Unit:
     # Gradients of this backward that are not handed over yet.
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for param in self.params:
+            self.offsets.append(self.elems)
+            self.elems += -(-param.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
+        self.dtype = self.params[0].dtype
+        self.built_on_meta = self.params[0].is_meta
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the parameters, padding included."""
+        return self.elems * self.dtype.itemsize
+
     def place(self) -> None:
         """Moves the parameters into one flat tensor, of which they become views."""
-        at = 0
-        for param in self.params:
-            self.offsets.append(at)
-            at += -(-param.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
-        self.elems = at
-        first = self.params[0]
-        flat = torch.zeros(at, dtype=first.dtype, device=first.device)
+        flat = torch.zeros(self.elems, dtype=self.dtype, device=self.params[0].device)
         with torch.no_grad():
             for param, offset in zip(self.params, self.offsets):
                 view = self.view_of(flat, param, offset)
                 view.copy_(param.data)
                 param.data = view
         self.flat = flat
+
+    def place_meta(self) -> None:
+        """Gives parameters of the meta device a place in a flat tensor that has no memory yet. They stay the same objects."""
+        flat = torch.empty(self.elems, dtype=self.dtype, device="cpu")
+        for param, offset in zip(self.params, self.offsets):
+            view = self.view_of(flat, param, offset)
+            torch.utils.swap_tensors(param, nn.Parameter(view, requires_grad=param.requires_grad))
+        flat.untyped_storage().resize_(0)
+        self.flat, self.here = flat, False
 
     @staticmethod
     def view_of(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
@@ -103,15 +125,18 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
     return kept
 
 
-def units_of(model: nn.Module, wanted: Optional[Sequence]) -> tuple[list[Unit], dict[int, nn.Module]]:
-    """The model's units and the module of each; the last unit, if it belongs to the model itself, holds what is in no block."""
+def units_of(model: nn.Module, wanted: Optional[Sequence], frozen: bool = True) -> tuple[list[Unit], dict[int, nn.Module]]:
+    """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
+    frozen parameters stay where they are, as those of other classes always do.
+    """
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for param in module._parameters.values():
             if param is not None:
                 users.setdefault(id(param), []).append(module)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    _check(trained)
+    params = [param for param in model.parameters() if param.requires_grad or frozen and type(param) is nn.Parameter]
+    _check(params)
+    managed = set(map(id, params))
 
     taken: set[int] = set()
     candidates = []
@@ -121,38 +146,46 @@ def units_of(model: nn.Module, wanted: Optional[Sequence]) -> tuple[list[Unit], 
         own = [
             param
             for param in dict.fromkeys(module.parameters())
-            if param.requires_grad and id(param) not in taken and all(id(user) in inside for user in users[id(param)])
+            if id(param) in managed and id(param) not in taken and all(id(user) in inside for user in users[id(param)])
         ]
         taken.update(map(id, own))
         candidates.append((name, module, own))
-    largest = max((_elems(own) for _, _, own in candidates), default=0)
+    largest = max((_bytes(own) for _, _, own in candidates), default=0)
     units: list[Unit] = []
     modules: dict[int, nn.Module] = {}
     in_blocks: set[int] = set()
-    for name, module, own in candidates:
-        if own and _elems(own) * SMALL_PART >= largest:
+
+    def add(name: str, module: nn.Module, own: list[nn.Parameter]) -> None:
+        groups: dict[tuple[bool, torch.dtype, bool], list[nn.Parameter]] = {}
+        for param in own:
+            groups.setdefault((not param.requires_grad, param.dtype, param.is_meta), []).append(param)
+        for (frozen, dtype, _), of_group in sorted(groups.items(), key=lambda one: (one[0][0], str(one[0][1]), one[0][2])):
+            kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * frozen
             modules[len(units)] = module
-            units.append(Unit(len(units), name, own))
+            label = f"{name} ({', '.join(kind)})" if kind else name
+            units.append(Unit(len(units), label, of_group, trained=not frozen, root=module is model))
+
+    for name, module, own in candidates:
+        if own and _bytes(own) * SMALL_PART >= largest:
+            add(name, module, own)
             in_blocks.update(map(id, own))
-    rest = [param for param in dict.fromkeys(trained) if id(param) not in in_blocks]
+    rest = [param for param in dict.fromkeys(params) if id(param) not in in_blocks]
     if rest:
-        modules[len(units)] = model
-        units.append(Unit(len(units), "(root)", rest))
+        add("(root)", model, rest)
     return units, modules
 
 
-def _elems(params: Iterable[torch.Tensor]) -> int:
-    return sum(param.numel() for param in params)
+def _bytes(params: Iterable[torch.Tensor]) -> int:
+    return sum(param.numel() * param.element_size() for param in params)
 
 
-def _check(trained: list[nn.Parameter]) -> None:
-    if not trained:
+def _check(params: list[nn.Parameter]) -> None:
+    if not any(param.requires_grad for param in params):
         raise Error("no parameter of the model requires a gradient: there is nothing to train")
-    for param in trained:
-        if param.device.type != "cpu":
+    for param in params:
+        if param.device.type not in ("cpu", "meta"):
             raise NotSupported(f"a parameter is on {param.device}: this version trains models in the processor's memory; for GPUs use the trainer")
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
-    types = {str(param.dtype).removeprefix("torch.") for param in trained}
-    if len(types) > 1:
-        raise NotSupported(f"trained parameters have several types ({', '.join(sorted(types))}): bring them to one, as model.to(torch.float32) does")
+        if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise NotSupported(f"a trained parameter is {param.dtype}: it can be float32, bfloat16 or float16")

@@ -1,0 +1,323 @@
+"""Weights out of a prepared model and into it, a block at a time: only the units of one block are in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, Callable, Iterator, Mapping, Optional, Union
+
+import torch
+from torch import nn
+
+from ._engine import Engine
+from ._errors import Error, NotSupported
+from ._units import Unit
+
+# Names of types in safetensors' files.
+_TYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+State = dict[str, torch.Tensor]
+Convert = Callable[[State], State]
+
+
+class Blocks:
+    """A model's state by the units that come together: what is in no unit comes with the last of them."""
+
+    def __init__(self, engine: Engine, state: Mapping[str, Any]) -> None:
+        self.engine = engine
+        self.tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        together = engine.together
+        block_of = {unit: index for index, units in enumerate(together) for unit in units}
+        self.names: list[list[str]] = [[] for _ in together]
+        for name, value in self.tensors.items():
+            unit = engine.unit_of.get(id(value))
+            self.names[block_of[unit] if unit else -1].append(name)
+
+    def shapes(self) -> State:
+        """The whole state on the meta device."""
+        return _shapes(self.tensors)
+
+    @contextlib.contextmanager
+    def values(self, block: int) -> Iterator[State]:
+        """The state of one block, in memory meanwhile."""
+        with contextlib.ExitStack() as stack:
+            for unit in self.engine.together[block]:
+                stack.enter_context(self.engine.gathered(unit))
+            yield {name: self.tensors[name].detach() for name in self.names[block]}
+
+
+def write_safetensors(path: Union[str, os.PathLike], shapes: State, metadata: Mapping[str, str], blocks: Blocks, convert: Convert) -> None:
+    """Writes tensors of a model's state to a file in safetensors' format. `shapes` says which, under the names that `convert` gives
+    them, which takes the state of one block. The file appears when it is whole."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, shape in shapes.items():
+        if shape.dtype not in _TYPES:
+            raise NotSupported(f"{name} is {shape.dtype}, which safetensors does not have")
+        bytes_ = shape.numel() * shape.element_size()
+        header[name] = {"dtype": _TYPES[shape.dtype], "shape": list(shape.shape), "data_offsets": [at, at + bytes_]}
+        at += bytes_
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    part = Path(f"{os.fspath(path)}.part")
+    left = set(shapes)
+    try:
+        with open(part, "wb") as file:
+            file.write(len(encoded).to_bytes(8, "little") + encoded)
+            for block, names in enumerate(_names_by_block(blocks, convert)):
+                if left.isdisjoint(names):
+                    continue
+                with blocks.values(block) as values:
+                    for name, value in convert(values).items():
+                        if name in left:
+                            file.seek(8 + len(encoded) + header[name]["data_offsets"][0])
+                            _write(file, value, shapes[name])
+                            left.discard(name)
+            if left:
+                raise Error(f"{path}: no block of the model has {sorted(left)[0]}")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _names_by_block(blocks: Blocks, convert: Convert) -> list[set[str]]:
+    shapes = blocks.shapes()
+    return [set(convert({name: shapes[name] for name in names})) for names in blocks.names]
+
+
+def _write(file: Any, value: torch.Tensor, shape: torch.Tensor) -> None:
+    if value.shape != shape.shape or value.dtype != shape.dtype:
+        raise Error(f"a tensor of {tuple(value.shape)}, {value.dtype} where the file has {tuple(shape.shape)}, {shape.dtype}")
+    value = value.detach().contiguous().cpu()
+    bytes_ = value.numel() * value.element_size()
+    if bytes_:
+        file.write((ctypes.c_char * bytes_).from_address(value.data_ptr()))
+
+
+def stream_save_pretrained(model: nn.Module, engine: Engine) -> None:
+    """Replaces the `save_pretrained` of a Hugging Face or PEFT model by one that has the weights of one block in memory."""
+    transformers, peft = sys.modules.get("transformers"), sys.modules.get("peft")
+    if peft is not None and isinstance(model, peft.PeftModel):
+        model.save_pretrained = _save_adapters(model, engine, model.save_pretrained)
+    elif transformers is not None and isinstance(model, transformers.PreTrainedModel):
+        model.save_pretrained = _save_by_blocks(model, engine, model.save_pretrained)
+
+
+def _save_adapters(model: nn.Module, engine: Engine, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = trained_state(model, engine)
+        return plain(*args, **kwargs)
+
+    return save_pretrained
+
+
+def trained_state(model: nn.Module, engine: Engine) -> State:
+    """Copies of what is trained, by its names in the model's state, and of what is in no unit."""
+    names: dict[Optional[Unit], list[str]] = {}
+    state = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
+    for name, value in state.items():
+        names.setdefault(engine.unit_of.get(id(value)), []).append(name)
+    found = {name: state[name].detach().clone() for name in names.pop(None, ())}
+    for unit, of_unit in names.items():
+        if unit.trained:
+            with engine.gathered(unit):
+                found.update((name, state[name].detach().clone()) for name in of_unit)
+    return found
+
+
+def _save_by_blocks(model: nn.Module, engine: Engine, plain: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def save_pretrained(save_directory: Union[str, os.PathLike], *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is not None or len(args) > 1 or getattr(model, "_hf_peft_config_loaded", False):
+            return plain(save_directory, *args, **kwargs)
+        from transformers import modeling_utils
+
+        blocks = Blocks(engine, model.state_dict(keep_vars=True))
+        convert = _reverted(model) if kwargs.get("save_original_format", True) else _same
+        write = lambda shapes, path, metadata=None: write_safetensors(path, shapes, metadata or {}, blocks, convert)
+        split = modeling_utils.split_torch_state_dict_into_shards
+        # Parts of a tensor that a conversion took apart count by themselves, not with the whole.
+        apart = lambda state, **settings: split(_shapes(state), **settings)
+        with _replaced(modeling_utils, safe_save_file=write, split_torch_state_dict_into_shards=apart):
+            return plain(save_directory, *args, **{**kwargs, "state_dict": blocks.shapes()})
+
+    return save_pretrained
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, **functions: Any) -> Iterator[None]:
+    """A module with other functions meanwhile."""
+    before = {name: getattr(module, name) for name in functions}
+    try:
+        for name, function in functions.items():
+            setattr(module, name, function)
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+def _shapes(state: Mapping[str, torch.Tensor]) -> State:
+    return {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in state.items()}
+
+
+def _same(state: State) -> State:
+    return state
+
+
+def _reverted(model: nn.Module) -> Convert:
+    """What transformers does to a state before it is written: renames and splits weights as checkpoints on disk have them."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:
+        return _same
+    return lambda state: revert_weight_conversion(model, state)
+
+
+# Weights in
+
+
+class Loading(nn.Parameter):
+    """A parameter to which `load_state_dict` copies: remembers from what."""
+
+    copied: dict[int, torch.Tensor]
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_ and isinstance(args[0], Loading):
+            cls.copied[id(args[0])] = args[1]
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def sources_of(engine: Engine, load: Callable[[], Any]) -> tuple[dict[int, torch.Tensor], Any]:
+    """Runs a plain `load_state_dict`. Returns what it would have copied to each parameter, by id, and its answer; buffers it
+    has copied."""
+    recorder = type("Loading", (Loading,), {"copied": {}})
+    classes = [(param, param.__class__) for unit in engine.units for param in unit.params]
+    try:
+        for param, _ in classes:
+            param.__class__ = recorder
+        answer = load()
+    finally:
+        for param, before in classes:
+            param.__class__ = before
+    return recorder.copied, answer
+
+
+def rewrite(engine: Engine, core: Any, sources: Mapping[int, torch.Tensor], names: Mapping[int, str], blob: Callable[[], bytes]) -> None:
+    """Gives parameters other values, a unit at a time, and commits all of them at once. Moments stay."""
+    for unit in engine.units:
+        changed = [param for param in unit.params if id(param) in sources]
+        if unit.trained or not changed:
+            continue
+        with engine.gathered(unit):
+            for param in changed:
+                if not torch.equal(param.detach(), sources[id(param)].to(param.dtype)):
+                    raise NotSupported(
+                        f"{names[id(param)]} is frozen, and frozen parameters are written once: load other values before offloadd.prepare, "
+                        "with another run_dir"
+                    )
+    units = [unit for unit in engine.units if unit.trained and any(id(param) in sources for param in unit.params)]
+    if not units:
+        return
+    core.begin_rewrite([unit.index for unit in units], blob())
+    engine.order.forget_rest()
+    for unit in units:
+        with engine.room(unit):
+            changed = [index for index, param in enumerate(unit.params) if id(param) in sources]
+            for index in changed:
+                param = unit.params[index]
+                with torch.no_grad():
+                    Unit.view_of(unit.flat, param, unit.offsets[index]).copy_(sources[id(param)])
+            core.rewrite(unit.index, unit.flat.untyped_storage().data_ptr(), changed)
+    core.end_fill()
+    core.begin_step()
+    engine.updated()
+
+
+# Models built without memory
+
+
+@contextlib.contextmanager
+def init() -> Iterator[None]:
+    """Builds modules whose parameters have no memory. `offloadd.prepare` then gives them values, a block at a time: those of
+    `weights`, or what the modules themselves begin with."""
+    plain = nn.Module.register_parameter
+
+    def register_parameter(module: nn.Module, name: str, param: Optional[nn.Parameter]) -> None:
+        plain(module, name, param)
+        if param is not None and type(param) is nn.Parameter:
+            module._parameters[name] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_parameter
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = plain
+
+
+class Weights:
+    """Tensors of safetensors' files, read when they are asked for."""
+
+    def __init__(self, path: Union[str, os.PathLike]) -> None:
+        from safetensors import safe_open
+
+        path = Path(path)
+        files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not files:
+            raise Error(f"weights: {path} has no *.safetensors; name such a file, or a directory of them")
+        self.path = path
+        self._file_of: dict[str, Any] = {}
+        for one in files:
+            try:
+                opened = safe_open(str(one), framework="pt")
+            except OSError as error:
+                raise Error(f"weights: {one}: {error}") from None
+            self._file_of.update(dict.fromkeys(opened.keys(), opened))
+
+    def copy_to(self, param: torch.Tensor, names: list[str]) -> None:
+        """Copies the tensor that has one of `names`."""
+        name = next((name for name in names if name in self._file_of), None)
+        if name is None:
+            raise Error(f"weights: {self.path} has no {names[0]}; its names must be those of the model's state_dict")
+        value = self._file_of[name].get_tensor(name)
+        if value.shape != param.shape:
+            raise Error(f"weights: {self.path} has {name} {tuple(value.shape)} where the model has {tuple(param.shape)}")
+        param.copy_(value)
+
+
+def begin(model: nn.Module, here: set[int], done: set[int], weights: Optional[Weights], names: Mapping[int, list[str]]) -> None:
+    """Gives first values to the parameters `here`, ids of parameters that have memory and no values yet."""
+    with torch.no_grad():
+        if weights is not None:
+            for param in model.parameters():
+                if id(param) in here:
+                    weights.copy_to(param, names[id(param)])
+            return
+        for name, module in model.named_modules():
+            own = [param for param in module._parameters.values() if param is not None]
+            if id(module) in done or not any(id(param) in here for param in own):
+                continue
+            if not all(id(param) in here for param in own):
+                raise NotSupported(f"{name}: its parameters lie in several units, so it cannot begin by itself; pass weights= to offloadd.prepare")
+            done.add(id(module))
+            if hasattr(model, "_init_weights"):
+                model._init_weights(module)
+            elif hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+            else:
+                raise NotSupported(f"{name or type(module).__name__} has no reset_parameters(): pass weights= to offloadd.prepare")
