@@ -105,6 +105,10 @@ pub enum SwapperError {
         /// The caller's reason.
         why: String,
     },
+    /// The function given to [`crate::Swapper::set_interrupt`] ended a wait. The swapper serves on; what was asked still happens,
+    /// except that an interrupted scatter's step can only be begun again.
+    #[error("interrupted while waiting for tiles")]
+    Interrupted,
     /// An earlier failure has ended this swapper.
     #[error("the swapper stopped after an earlier error; committed steps are safe")]
     Stopped,

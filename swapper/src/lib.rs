@@ -45,7 +45,7 @@ pub use layout::{
     choose_tile_elems, resident, shard_elems, shard_of,
 };
 pub use offload_client::{
-    ArenaMemory, ClientError, Daemon, Durability, ENGINES, IODEPTH_DEFAULT, IODEPTH_MAX,
+    ArenaMemory, ClientError, Daemon, Durability, ENGINES, FaultKind, IODEPTH_DEFAULT, IODEPTH_MAX,
     IODEPTH_MIN, TileError, private,
 };
 pub use open::job_layout;

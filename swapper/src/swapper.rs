@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, RecvError, TryRecvError};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, TryRecvError};
 use std::time::{Duration, Instant};
 
 use offload_client::Slot;
@@ -64,6 +64,18 @@ impl Canceller {
     }
 }
 
+/// Longest wait between two calls of an interrupt.
+const INTERRUPT_STEP: Duration = Duration::from_millis(100);
+
+/// Called while the trainer waits; `true` ends the wait.
+struct Interrupt(Box<dyn FnMut() -> bool + Send>);
+
+impl std::fmt::Debug for Interrupt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Interrupt")
+    }
+}
+
 /// A range to write. For a first content every byte of `param` and `state` must be written, which hold arbitrary bytes
 /// before; for another one they hold the present content.
 #[derive(Debug)]
@@ -113,6 +125,11 @@ pub struct Swapper<H: Clone + Send + 'static> {
     counted: StepIo,
     recording: bool,
     spans: Spans,
+    interrupt: Option<Interrupt>,
+    /// A request was interrupted and is still being served.
+    abandoned: bool,
+    /// A scatter was interrupted: the step's gradients are not whole.
+    torn: bool,
     stopped: bool,
 }
 
@@ -146,6 +163,9 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             counted: StepIo::default(),
             recording: false,
             spans: Spans::default(),
+            interrupt: None,
+            abandoned: false,
+            torn: false,
             stopped: false,
         };
         Ok((swapper, opened))
@@ -262,13 +282,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     ///
     /// A step that is never finished changes nothing: its gradients are dropped when the next one begins.
     pub fn begin_step(&mut self, program: StepProgram) -> Result<(), SwapperError> {
+        self.plan_pass(program, false)?;
         self.scattered.clear();
-        self.plan_pass(program, false)
+        self.torn = false;
+        Ok(())
     }
 
     /// Begins another pass of the step, or announces the rest of this one in another order: the gradients that have come
     /// stay, and scatters of their units add to them.
     pub fn begin_pass(&mut self, program: StepProgram) -> Result<(), SwapperError> {
+        self.check_whole()?;
         self.plan_pass(program, true)
     }
 
@@ -372,7 +395,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// As [`Swapper::finish_step`], or [`Swapper::skip_step`] without `hyper`, for a caller that knows the step's blob only
-    /// later: the step is not committed, and the next one must not begin, before [`Swapper::seal`].
+    /// later: the step is not committed, and the next one must not begin, before [`Swapper::seal`]. Returns when the step before
+    /// is committed, so that no more than one finished step can be lost.
     pub fn finish_unsealed(&mut self, hyper: Option<H>) -> Result<StepIo, SwapperError> {
         self.end_step(hyper, None)
     }
@@ -401,6 +425,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     pub fn drain(&mut self) -> Result<(), SwapperError> {
         self.check()?;
         self.scattered.clear();
+        self.torn = false;
         let commit = self.uncommitted_count > 0;
         let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
         let blob = commit.then(|| self.blob.clone());
@@ -453,6 +478,12 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }))
     }
 
+    /// Calls `interrupt` every 100 ms while a call waits; when it returns `true`, the call returns
+    /// [`SwapperError::Interrupted`]. The next call first waits for what was left.
+    pub fn set_interrupt(&mut self, interrupt: impl FnMut() -> bool + Send + 'static) {
+        self.interrupt = Some(Interrupt(Box::new(interrupt)));
+    }
+
     /// Sets how long operations may be in flight without a completion before the swapper gives up; four minutes by
     /// default. Time in which this process was suspended does not count.
     pub fn set_stall_max(&mut self, stall_max: Duration) -> Result<(), SwapperError> {
@@ -495,10 +526,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         blob: Option<Vec<u8>>,
     ) -> Result<StepIo, SwapperError> {
         self.check()?;
+        if hyper.is_some() {
+            self.check_whole()?;
+        }
+        self.torn = false;
         let update = hyper.is_some();
         let updated = std::mem::take(&mut self.scattered);
         let updated: Vec<usize> = updated.into_iter().filter(|_| update).collect();
-        let commit = blob.is_some() && self.counts_to_commit();
+        let settled = blob.is_none();
+        let commit = !settled && self.counts_to_commit();
         let ops = self.plan_ops(&updated, commit, &self.program);
         if let Some(blob) = &blob {
             self.blob = blob.clone();
@@ -508,12 +544,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 ops,
                 update,
                 wait: self.schedule == Schedule::AtOnce,
+                settled,
             },
             hyper,
             blob.filter(|_| commit),
             |lent| -> Result<(), SwapperError> { panic!("a finished step lends {}", lent.len()) },
-        )?;
+        );
+        // An interrupted step ends all the same.
         self.pending = updated;
+        let io = io?;
         let before = std::mem::replace(&mut self.counted, io);
         Ok(io.since(&before))
     }
@@ -566,6 +605,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         blob: Option<Vec<u8>>,
         mut use_them: impl FnMut(&mut [Lease]) -> Result<(), E>,
     ) -> Result<StepIo, E> {
+        let scatters = matches!(request, Request::Serve(Op::Scatter { .. }));
         self.send(Message::Request {
             request,
             hyper,
@@ -573,9 +613,19 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })?;
         let mut lent: Vec<Lease> = Vec::new();
         loop {
-            let reply = match self.replies.try_recv() {
-                Ok(reply) => Ok(reply),
-                Err(TryRecvError::Empty) if !lent.is_empty() => {
+            match self.reply(lent.is_empty()) {
+                Ok(Some(Reply::Lend(one))) => lent.push(one),
+                Ok(Some(Reply::Done { io, spans })) => {
+                    self.spans.append(spans);
+                    let waited_ns = self.waited.as_nanos() as u64;
+                    return Ok(StepIo { waited_ns, ..io });
+                }
+                Ok(Some(Reply::Failed(error))) => {
+                    // An out-of-order request was refused without effect; every other error is final.
+                    self.stopped = !matches!(error, SwapperError::OutOfOrder { .. });
+                    return Err(error.into());
+                }
+                Ok(None) => {
                     if let Err(error) = use_them(&mut lent) {
                         // The pass cannot continue; its slots are freed when the owner ends.
                         self.stopped = true;
@@ -584,37 +634,72 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                     for lent in lent.drain(..) {
                         self.send(Message::Returned(lent))?;
                     }
-                    continue;
                 }
-                Err(TryRecvError::Empty) => {
-                    let since = Instant::now();
-                    let reply = self.replies.recv();
-                    self.waited += since.elapsed();
-                    if self.recording {
-                        self.spans.push(Span::since(SpanKind::Wait, since));
-                    }
-                    reply
-                }
-                Err(TryRecvError::Disconnected) => Err(RecvError),
-            };
-            match reply {
-                Ok(Reply::Lend(one)) => lent.push(one),
-                Ok(Reply::Done { io, spans }) => {
-                    self.spans.append(spans);
-                    let waited_ns = self.waited.as_nanos() as u64;
-                    return Ok(StepIo { waited_ns, ..io });
-                }
-                Ok(Reply::Failed(error)) => {
-                    // An out-of-order request was refused without effect; every other error is final.
-                    self.stopped = !matches!(error, SwapperError::OutOfOrder { .. });
+                Err(error) => {
+                    self.abandoned = true;
+                    self.torn |= scatters;
+                    // What was written in part is no content to go on with.
+                    self.stopped |= self.filling;
                     return Err(error.into());
-                }
-                Err(RecvError) => {
-                    self.stopped = true;
-                    return Err(SwapperError::Stopped.into());
                 }
             }
         }
+    }
+
+    /// The owner's next reply. Waits for it where `wait` is set, otherwise `None` says that there is none yet.
+    ///
+    /// # Errors
+    /// [`SwapperError::Interrupted`], or [`SwapperError::Stopped`] when the owner has ended.
+    fn reply(&mut self, wait: bool) -> Result<Option<Reply>, SwapperError> {
+        match self.replies.try_recv() {
+            Ok(reply) => return Ok(Some(reply)),
+            Err(TryRecvError::Empty) if !wait => return Ok(None),
+            Err(TryRecvError::Empty) => {}
+            Err(TryRecvError::Disconnected) => return Err(self.ended()),
+        }
+        let since = Instant::now();
+        let reply = loop {
+            match self.replies.recv_timeout(INTERRUPT_STEP) {
+                Err(RecvTimeoutError::Timeout) => {
+                    if let Some(Interrupt(interrupt)) = &mut self.interrupt
+                        && interrupt()
+                    {
+                        break Err(SwapperError::Interrupted);
+                    }
+                }
+                Err(RecvTimeoutError::Disconnected) => break Err(self.ended()),
+                Ok(reply) => break Ok(Some(reply)),
+            }
+        };
+        self.waited += since.elapsed();
+        if self.recording {
+            self.spans.push(Span::since(SpanKind::Wait, since));
+        }
+        reply
+    }
+
+    fn ended(&mut self) -> SwapperError {
+        self.stopped = true;
+        SwapperError::Stopped
+    }
+
+    /// Waits for the end of a request that was interrupted. What it lends goes back unused.
+    fn finish_abandoned(&mut self) -> Result<(), SwapperError> {
+        while self.abandoned {
+            match self.reply(true)? {
+                Some(Reply::Lend(one)) => self.send(Message::Returned(one))?,
+                Some(Reply::Done { spans, .. }) => {
+                    self.spans.append(spans);
+                    self.abandoned = false;
+                }
+                Some(Reply::Failed(error)) => {
+                    self.stopped = true;
+                    return Err(error);
+                }
+                None => unreachable!("it waits"),
+            }
+        }
+        Ok(())
     }
 
     fn send(&mut self, message: Message<H>) -> Result<(), SwapperError> {
@@ -630,14 +715,15 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         })
     }
 
-    fn check_running(&self) -> Result<(), SwapperError> {
-        match self.stopped {
-            true => Err(SwapperError::Stopped),
-            false => Ok(()),
+    fn check_running(&mut self) -> Result<(), SwapperError> {
+        if self.stopped {
+            return Err(SwapperError::Stopped);
         }
+        self.finish_abandoned()
     }
 
-    fn check(&self) -> Result<(), SwapperError> {
+    /// Every call begins with this.
+    fn check(&mut self) -> Result<(), SwapperError> {
         self.check_running()?;
         match self.filling {
             true => Err(SwapperError::Program {
@@ -647,11 +733,20 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }
     }
 
-    fn check_initialized(&self) -> Result<(), SwapperError> {
+    fn check_initialized(&mut self) -> Result<(), SwapperError> {
         self.check()?;
         match self.initialized {
             true => Ok(()),
             false => Err(SwapperError::NotInitialized),
         }
+    }
+
+    fn check_whole(&self) -> Result<(), SwapperError> {
+        if self.torn {
+            return Err(SwapperError::Program {
+                what: "a scatter of this step was interrupted: begin the step again".into(),
+            });
+        }
+        Ok(())
     }
 }

@@ -30,7 +30,12 @@ impl Core {
                     lent: VecDeque::new(),
                 })
             }
-            Request::Finish { ops, update, wait } => {
+            Request::Finish {
+                ops,
+                update,
+                wait,
+                settled,
+            } => {
                 if self.pending_count > 0 {
                     // The trainer left its program early: updates behind gathers that never come must not claim slots.
                     let left: Vec<Op> = (0..self.units.len())
@@ -38,7 +43,12 @@ impl Core {
                         .collect();
                     self.set_plan(&left);
                 }
-                Waiting::Finishing { ops, update, wait }
+                Waiting::Finishing {
+                    ops,
+                    update,
+                    wait,
+                    commits_max: if settled { 0 } else { COMMITS_MAX - 1 },
+                }
             }
             Request::Drain { ops } => {
                 self.scattered.fill(false);
@@ -160,9 +170,9 @@ impl Core {
 
     pub(super) fn advance_request(&mut self, actions: &mut Vec<Action>) {
         // Updates of the previous step share one generation and one set of hyperparameters: they go first.
-        if matches!(self.waiting, Waiting::Finishing { .. })
+        if let Waiting::Finishing { commits_max, .. } = self.waiting
             && self.pending_count == 0
-            && self.commits < COMMITS_MAX
+            && self.commits <= commits_max
         {
             self.finish();
         }
@@ -180,8 +190,9 @@ impl Core {
 
     /// Makes the scattered ranges pending in the working generation, under a new plan.
     pub(super) fn finish(&mut self) {
-        let Waiting::Finishing { ops, update, wait } =
-            std::mem::replace(&mut self.waiting, Waiting::Nothing)
+        let Waiting::Finishing {
+            ops, update, wait, ..
+        } = std::mem::replace(&mut self.waiting, Waiting::Nothing)
         else {
             unreachable!("asked only while finishing");
         };

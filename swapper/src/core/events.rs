@@ -49,6 +49,8 @@ pub enum Request {
         update: bool,
         /// Whether to answer only when nothing is pending and all commits are acknowledged.
         wait: bool,
+        /// Whether commits of earlier steps must be acknowledged first. Otherwise one may be outstanding.
+        settled: bool,
     },
     /// Follow a new plan and answer when nothing is pending and all commits are acknowledged.
     Drain {

@@ -66,6 +66,7 @@ enum Waiting {
         ops: Vec<Op>,
         update: bool,
         wait: bool,
+        commits_max: usize,
     },
     /// Waits until nothing is pending and no commit is outstanding.
     Settling,

@@ -1,5 +1,7 @@
 //! Without a daemon.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Instant;
 
 use swapper::{
@@ -165,6 +167,80 @@ fn an_optimizer_that_panics_ends_the_swapper_with_its_message() {
         );
         assert!(matches!(swapper.drain(), Err(SwapperError::Stopped)));
     }
+}
+
+#[test]
+fn an_interrupted_wait_ends_and_the_step_it_left_counts() {
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        let (go_on, held) = mpsc::channel::<()>();
+        let held = Arc::new(Mutex::new(held));
+        let blocked = move |range: &TileRange,
+                            param: &mut [u8],
+                            state: &mut [u8],
+                            grad: &[u8],
+                            step: &u64| {
+            if *step == 2 && range.unit == 2 && range.elems.start == 0 {
+                held.lock().unwrap().recv().unwrap();
+            }
+            toy::update(range, param, state, grad, step);
+        };
+        let (mut swapper, _) = Swapper::open(settings(schedule), vec![Box::new(blocked)]).unwrap();
+        swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();
+        let asked = Arc::new(AtomicBool::new(false));
+        let asks = asked.clone();
+        swapper.set_interrupt(move || asks.swap(false, Ordering::SeqCst));
+        toy::train_step(&mut swapper, 1).unwrap();
+        asked.store(true, Ordering::SeqCst);
+        // At once, the step's end waits for its updates; deferred, the next forward does.
+        let left = match toy::train_step(&mut swapper, 2) {
+            Ok(_) => swapper.drain().map(|()| panic!("an update is blocked")),
+            Err(error) => Err::<(), _>(error),
+        };
+        assert!(matches!(left, Err(SwapperError::Interrupted)), "{left:?}");
+        // Another interrupt while the next call waits for the one that was left.
+        asked.store(true, Ordering::SeqCst);
+        let left = swapper.drain();
+        assert!(matches!(left, Err(SwapperError::Interrupted)), "{left:?}");
+        go_on.send(()).unwrap();
+        toy::train_step(&mut swapper, 3).unwrap();
+        let found = toy::contents(&mut swapper).unwrap();
+        toy::assert_same(&found, &toy::reference(3), &format!("{schedule:?}"));
+    }
+}
+
+#[test]
+fn an_interrupted_scatter_can_only_be_begun_again() {
+    let (go_on, held) = mpsc::channel::<()>();
+    let held = Arc::new(Mutex::new(held));
+    let blocked =
+        move |range: &TileRange, param: &mut [u8], state: &mut [u8], grad: &[u8], step: &u64| {
+            if *step == 1 && range.unit == 0 && range.elems.start == 0 {
+                held.lock().unwrap().recv().unwrap();
+            }
+            toy::update(range, param, state, grad, step);
+        };
+    let settings = settings(Schedule::Deferred);
+    let (mut swapper, _) = Swapper::open(settings, vec![Box::new(blocked)]).unwrap();
+    swapper.initialize(toy::fill_all, toy::blob(0)).unwrap();
+    toy::train_step(&mut swapper, 1).unwrap();
+    let scatter = StepProgram::new(vec![Op::Scatter { unit: 0 }]).unwrap();
+    // The scatter waits for the update of the same unit.
+    swapper.begin_step(scatter.clone()).unwrap();
+    swapper.set_interrupt(|| true);
+    let left = swapper.scatter(0, toy::all(7));
+    assert!(matches!(left, Err(SwapperError::Interrupted)), "{left:?}");
+    swapper.set_interrupt(|| false);
+    go_on.send(()).unwrap();
+    let torn = "a scatter of this step was interrupted: begin the step again";
+    for refused in [
+        swapper.begin_pass(scatter).unwrap_err(),
+        swapper.finish_step(2, toy::blob(2)).unwrap_err(),
+    ] {
+        assert!(refused.to_string().ends_with(torn), "{refused}");
+    }
+    toy::train_step(&mut swapper, 2).unwrap();
+    let found = toy::contents(&mut swapper).unwrap();
+    toy::assert_same(&found, &toy::reference(2), "after the interrupt");
 }
 
 #[test]

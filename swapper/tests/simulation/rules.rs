@@ -104,6 +104,16 @@ impl Bench {
             ops,
             update: true,
             wait: false,
+            settled: false,
+        })
+    }
+
+    fn finish_settled(&mut self, ops: Vec<Op>) -> bool {
+        self.request(Request::Finish {
+            ops,
+            update: true,
+            wait: false,
+            settled: true,
         })
     }
 }
@@ -179,6 +189,31 @@ fn parameters_are_written_before_state_so_that_backward_finds_their_slots_free()
     let of = |kind| (0..4).map(move |range| (kind, range));
     let wanted: Vec<_> = of(Kind::Param).chain(of(Kind::State)).collect();
     assert_eq!(order, wanted);
+}
+
+#[test]
+fn a_settled_finish_waits_until_the_step_before_is_committed() {
+    let mut bench = Bench::with_staging(2, 4);
+    bench.event(Event::Plan(vec![SCATTER]));
+    assert!(bench.serve(SCATTER));
+    bench.writes = Some(VecDeque::new());
+    assert!(bench.finish(vec![UPDATE, Op::Commit]));
+    bench.event(Event::Plan(vec![SCATTER]));
+    assert!(bench.serve(SCATTER));
+    assert!(!bench.finish_settled(vec![UPDATE]));
+    assert_eq!(bench.updated, [0, 1], "the second step has not ended");
+    let mut written = Vec::new();
+    while bench.done == 3 {
+        let tile = bench.writes.as_mut().and_then(VecDeque::pop_front).unwrap();
+        written.extend((tile.kind != Kind::Grad).then_some(tile.kind));
+        bench.event(Event::Moved { tile });
+    }
+    assert_eq!(
+        written.len(),
+        4,
+        "parameters and state of both ranges: {written:?}"
+    );
+    assert_eq!(bench.updated, [0, 1, 0, 1]);
 }
 
 /// Four units of one range, three slots of each kind.

@@ -167,7 +167,12 @@ impl Life<'_> {
         let ops = self.plan_ops(&updated, commit && !late, &program);
         let wait = self.setup.schedule == Schedule::AtOnce;
         let blob = commit.then_some(self.step + 1);
-        let finish = Request::Finish { ops, update, wait };
+        let finish = Request::Finish {
+            ops,
+            update,
+            wait,
+            settled: late,
+        };
         self.calls
             .push_back(Call::Request(finish, blob.filter(|_| !late)));
         if commit && late {
