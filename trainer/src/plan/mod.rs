@@ -45,9 +45,7 @@ pub use report::{REPORT_VERSION, Refusal, Report};
 use tiles::swapper_settings;
 use training_state::backend::GPU_STAGING_BYTES;
 use training_state::plan::{BusBytes, TileSums};
-
-/// A device file holds more than tiles: superblocks, catalog, definitions, manifests and the space between extents.
-const DEVICE_SLACK_BYTES: u64 = 32 << 20;
+use training_state::store::device_file_bytes;
 
 /// As few slots as a swapper can do with.
 const STAGING_LEAST: Staging = Staging::Slots {
@@ -220,12 +218,10 @@ impl Plan {
 
     /// Size of each of `count` equal device files of a private store.
     pub fn device_file_bytes(&self, count: u64) -> u64 {
-        // Tiles go where a drive is faster: each file has room for an eighth more than its equal part, a pair of tiles, and
-        // the gap between the two copies of the job's records, which is as long as a tile.
-        let part_bytes = self.device_bytes().div_ceil(count.max(1));
-        let spread_bytes = if count > 1 { part_bytes / 8 } else { 0 };
-        (part_bytes + spread_bytes + 3 * self.memory.state_slot_bytes + DEVICE_SLACK_BYTES)
-            .next_multiple_of(1 << 20)
+        match &self.swapper.backing {
+            Backing::Memory => 0,
+            Backing::Store(store) => device_file_bytes(&self.memory, store.durability, count),
+        }
     }
 
     /// Refuses a run that does not fit, or asks for what is not there.

@@ -14,13 +14,13 @@
 //!            OneCycle        min + (max - min) * h, h up from 0 to 1 and down again over i+1; later min / (1 + rate * (i+1-cycle)/size)
 //! ```
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// The variance's decay in DeepSpeed's cycle, whatever the optimizer's is.
 const CYCLE_BETA2: f64 = 0.99;
 
 /// A checked schedule.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LrSchedule {
     /// Always the optimizer's rate.
@@ -44,7 +44,7 @@ pub enum LrSchedule {
 }
 
 /// The rise from `min_lr` to `max_lr` in `steps` steps (at least two), linear or with the logarithm of the step.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Warmup {
     pub min_lr: f64,
     pub max_lr: f64,
@@ -53,7 +53,7 @@ pub struct Warmup {
 }
 
 /// LRRangeTest: `min_lr`, and `step_rate` of it more every `step_size` steps, in stairs or linearly.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RangeTest {
     pub min_lr: f64,
     pub step_size: u64,
@@ -62,7 +62,7 @@ pub struct RangeTest {
 }
 
 /// OneCycle.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OneCycle {
     pub min_lr: f64,
     pub max_lr: f64,
@@ -82,7 +82,7 @@ pub struct OneCycle {
 }
 
 /// The momentum in a cycle: it falls from `max` while the rate rises.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MomentumCycle {
     pub min: f64,
     pub max: f64,

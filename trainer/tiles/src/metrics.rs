@@ -21,7 +21,7 @@ const TAIL_BYTES: u64 = 1 << 16;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     pub step: u64,
-    /// Mean over the step's tokens. Written with as many digits as its bits need.
+    /// Mean over the step's tokens; NaN where only the calling program knows it. Written with as many digits as its bits need.
     #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
     /// Global norm before clipping.

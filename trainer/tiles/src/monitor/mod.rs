@@ -99,13 +99,16 @@ impl Monitors {
 /// A name in DeepSpeed's style, and its value.
 type Scalar = (&'static str, f64);
 
-/// The scalars of a step. The norm and the validation loss have names of our own, the others DeepSpeed's.
+/// The scalars of a step, the loss if it is known. The norm and the validation loss have names of our own, the others DeepSpeed's.
 fn scalars(metrics: &StepMetrics, breakdown: bool) -> Vec<Scalar> {
-    let mut scalars = vec![
-        ("Train/Samples/train_loss", metrics.loss),
+    let mut scalars = Vec::new();
+    if !metrics.loss.is_nan() {
+        scalars.push(("Train/Samples/train_loss", metrics.loss));
+    }
+    scalars.extend([
         ("Train/Samples/lr", metrics.lr),
         ("Train/Samples/grad_norm", metrics.grad_norm),
-    ];
+    ]);
     let loss_scale = metrics.loss_scale;
     scalars.extend(loss_scale.map(|scale| ("Train/Samples/loss_scale", scale)));
     if breakdown {

@@ -6,11 +6,25 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
+use swapper::{Durability, MemoryPlan};
 
 use super::{StoreError, check_dirs, check_space};
 
 /// How long to wait for a file's lock; it outlives a killed process by some 0.1 s.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
+
+/// A device file holds more than tiles: superblocks, catalog, definitions, manifests and the space between extents.
+const DEVICE_SLACK_BYTES: u64 = 32 << 20;
+
+/// Size of each of `count` equal device files that hold the tiles of `memory`.
+pub fn device_file_bytes(memory: &MemoryPlan, durability: Durability, count: u64) -> u64 {
+    // Tiles go where a drive is faster: each file has room for an eighth more than its equal part, a pair of tiles, and the gap
+    // between the two copies of the job's records, which is as long as a tile.
+    let part_bytes = memory.device_bytes(durability).div_ceil(count.max(1));
+    let spread_bytes = if count > 1 { part_bytes / 8 } else { 0 };
+    (part_bytes + spread_bytes + 3 * memory.state_slot_bytes + DEVICE_SLACK_BYTES)
+        .next_multiple_of(1 << 20)
+}
 
 /// The device files of a run's private store.
 #[derive(Clone, Debug)]

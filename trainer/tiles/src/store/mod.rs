@@ -3,5 +3,7 @@
 mod daemon;
 mod dir;
 
-pub use daemon::{StoreFiles, file_name, job_of, link_of, remove_files, start_private};
+pub use daemon::{
+    StoreFiles, device_file_bytes, file_name, job_of, link_of, remove_files, start_private,
+};
 pub use dir::{StoreError, check_dirs, check_space, free_bytes};

@@ -63,7 +63,7 @@ impl CheckpointDescription {
     }
 
     /// Writes it into `dir`, flushed.
-    pub(super) fn write(&self, dir: &Path) -> Result<(), CheckpointError> {
+    pub fn write(&self, dir: &Path) -> Result<(), CheckpointError> {
         let checkpoint = serde_json::to_value(self).expect("plain data");
         let whole = json!({
             "version": VERSION,
