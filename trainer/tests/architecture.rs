@@ -19,7 +19,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("offload-client", &["offload-api", "test-hooks"]),
     ("swapper", &["offload-client", "test-hooks"]),
-    ("offloadd-python", &["kernels", "swapper"]),
+    ("offloadd-python", &["kernels", "swapper", "training-state"]),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (

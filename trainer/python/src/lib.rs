@@ -1,67 +1,45 @@
 //! The extension module `offloadd._offloadd`: one object that moves units between a PyTorch program's memory and tiles.
 //!
-//! Python passes numbers and addresses, Rust never calls Python, and no call holds the interpreter's lock while it waits.
+//! Python passes numbers and addresses, and no call holds the interpreter's lock while it waits. Rust calls Python for one thing:
+//! to let it look at signals every 100 ms of a wait, so that Ctrl-C ends it.
 //!
 //! ```text
 //!   offloadd (Python)                 _offloadd (this crate)                  swapper
 //!   hooks, order, gradients  ──────▶  Core: plan, copies, updates  ────────▶  tiles, commits
 //! ```
 
+mod checkpoint;
+mod errors;
 mod memory;
 mod open;
+mod plan;
+mod progress;
+mod schedule;
 mod update;
 
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard};
+use std::time::Instant;
 
-use pyo3::create_exception;
-use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
-use swapper::{Op, StepProgram, Swapper, SwapperError, UninitTile};
+use swapper::{Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
 
+use crate::errors::{Error, Signals, failed};
 use crate::open::{Format, ParamPlan, Plan, open};
+use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
-
-create_exception!(_offloadd, Error, PyException, "offloadd cannot go on.");
-create_exception!(
-    _offloadd,
-    Damaged,
-    Error,
-    "A stored tile came back with other bytes."
-);
-create_exception!(
-    _offloadd,
-    DeviceFailed,
-    Error,
-    "A device could not read, write or commit."
-);
-create_exception!(
-    _offloadd,
-    LayoutChanged,
-    Error,
-    "The run was begun with other parameters."
-);
-
-fn failed(error: SwapperError) -> PyErr {
-    let text = error.to_string();
-    match error {
-        SwapperError::Tile {
-            source: swapper::TileError::Damaged { .. },
-            ..
-        } => Damaged::new_err(text),
-        SwapperError::Tile { .. } | SwapperError::Stalled { .. } => DeviceFailed::new_err(text),
-        SwapperError::LayoutChanged { .. } => LayoutChanged::new_err(text),
-        _ => Error::new_err(text),
-    }
-}
 
 /// A run's tiles, and the daemon that has them where it is this run's own.
 struct Held {
     swapper: Swapper<StepHyper>,
     plan: Plan,
     formats: Vec<Format>,
-    step: u64,
+    reporter: Reporter,
+    clock: Clock,
+    /// What the step that ended last moved.
+    io: StepIo,
     _daemon: Option<PrivateDaemon>,
 }
 
@@ -86,10 +64,17 @@ impl Held {
     }
 }
 
+/// The state (JSON) that was saved with the checkpoint in `dir`.
+#[pyfunction]
+fn checkpoint_state(dir: PathBuf) -> PyResult<String> {
+    checkpoint::read_state(&dir).map(|state| state.to_string())
+}
+
 /// What Python holds. Every call takes the lock, so calls from several threads come one after the other.
 #[pyclass(frozen)]
 struct Core {
     held: Mutex<Option<Held>>,
+    signals: Signals,
     #[pyo3(get)]
     engine: String,
     #[pyo3(get)]
@@ -111,10 +96,33 @@ impl Core {
         py: Python<'_>,
         call: impl Send + FnOnce(&mut Held) -> Result<T, SwapperError>,
     ) -> PyResult<T> {
+        self.with_any(py, |held| {
+            call(held).map_err(|error| self.signals.exception(error))
+        })
+    }
+
+    /// As `with`, for calls that fail otherwise too.
+    fn with_any<T: Send>(
+        &self,
+        py: Python<'_>,
+        call: impl Send + FnOnce(&mut Held) -> PyResult<T>,
+    ) -> PyResult<T> {
         py.detach(|| match self.lock().as_mut() {
-            Some(held) => call(held).map_err(failed),
+            Some(held) => {
+                let began = Instant::now();
+                let result = call(held);
+                held.clock.called(began.elapsed());
+                result
+            }
             None => Err(Error::new_err("the run is closed")),
         })
+    }
+
+    fn checkpoint_error(&self, error: checkpoint::Failure) -> PyErr {
+        match error {
+            checkpoint::Failure::Swapper(error) => self.signals.exception(error),
+            checkpoint::Failure::Checkpoint(error) => checkpoint::exception(error),
+        }
     }
 }
 
@@ -129,17 +137,21 @@ fn program(ops: &[(bool, usize)]) -> Result<StepProgram, SwapperError> {
 #[pymethods]
 impl Core {
     /// Opens the run that the JSON text `plan` describes. Returns it with the blob of its last committed step, or None for a
-    /// new run, which `initialize` must follow.
+    /// new run, which `begin_fill` must follow.
     #[staticmethod]
     fn open(py: Python<'_>, plan: &str) -> PyResult<(Self, Option<Py<PyBytes>>)> {
         let plan: Plan = serde_json::from_str(plan).map_err(|e| Error::new_err(e.to_string()))?;
-        let (held, opened) = py.detach(|| open(plan))?;
+        let (mut held, opened) = py.detach(|| open(plan))?;
+        let signals = Signals::default();
+        let asks = signals.clone();
+        held.swapper.set_interrupt(move || asks.raised());
         let blob = opened.resumed.map(|blob| PyBytes::new(py, &blob).unbind());
         let core = Self {
             engine: opened.engine,
             host_bytes: opened.memory.host_bytes(),
             device_bytes: opened.memory.table_bytes,
             held: Mutex::new(Some(held)),
+            signals,
         };
         Ok((core, blob))
     }
@@ -250,15 +262,91 @@ impl Core {
         of_params: Vec<(usize, u64, f64)>,
     ) -> PyResult<()> {
         self.with(py, |held| {
-            held.step += 1;
             let hyper = StepHyper::new(&groups, &of_params);
-            held.swapper.finish_unsealed(Some(hyper)).map(drop)
+            held.io = StepIo::default();
+            held.io = held.swapper.finish_unsealed(Some(hyper))?;
+            Ok(())
         })
     }
 
-    /// Ends the step without an update: its gradients are dropped.
-    fn skip(&self, py: Python<'_>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.finish_unsealed(None).map(drop))
+    /// The program enters a phase: 1 forward, 2 backward, 0 anything else.
+    fn phase(&self, py: Python<'_>, phase: usize) {
+        py.detach(|| {
+            if let Some(held) = self.lock().as_mut() {
+                held.clock.enter(phase);
+            }
+        });
+    }
+
+    /// Opens metrics.jsonl and the monitors of a run that has done `step` steps with `samples` samples.
+    #[pyo3(signature = (step, samples, tensorboard, csv, wall_clock_breakdown))]
+    fn open_reports(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        samples: u64,
+        tensorboard: Option<PathBuf>,
+        csv: Option<PathBuf>,
+        wall_clock_breakdown: bool,
+    ) -> PyResult<()> {
+        self.with_any(py, |held| {
+            held.reporter.open(
+                &held.plan.run_dir,
+                step,
+                samples,
+                tensorboard,
+                csv,
+                wall_clock_breakdown,
+            )
+        })
+    }
+
+    /// Reports the step that ended last: to metrics.jsonl, to the monitors, and to the caller. `loss` is NaN where it is unknown.
+    #[pyo3(signature = (step, samples, loss, grad_norm, lr, loss_scale, skipped))]
+    #[allow(clippy::too_many_arguments, reason = "one value a column")]
+    fn report(
+        &self,
+        py: Python<'_>,
+        step: u64,
+        samples: u64,
+        loss: f64,
+        grad_norm: f64,
+        lr: f64,
+        loss_scale: Option<f64>,
+        skipped: bool,
+    ) -> PyResult<StepFacts> {
+        self.with_any(py, |held| {
+            held.reporter.report(
+                &mut held.clock,
+                &held.io,
+                &Step {
+                    step,
+                    samples,
+                    loss,
+                    grad_norm,
+                    lr,
+                    loss_scale,
+                    skipped,
+                },
+            )
+        })
+    }
+
+    /// Copies the trained tiles into `dir`, which exists, with `state` (JSON) of the run at `step`.
+    fn save(&self, py: Python<'_>, dir: PathBuf, step: u64, state: &str) -> PyResult<()> {
+        let state = serde_json::from_str(state).map_err(|e| Error::new_err(e.to_string()))?;
+        self.with_any(py, |held| {
+            checkpoint::save(&mut held.swapper, &held.plan, &dir, step, state)
+                .map_err(|error| self.checkpoint_error(error))
+        })
+    }
+
+    /// Fills the trained tiles from the checkpoint in `dir` and commits them with `blob`.
+    fn load(&self, py: Python<'_>, dir: PathBuf, blob: Vec<u8>) -> PyResult<()> {
+        self.with_any(py, |held| {
+            checkpoint::load(&mut held.swapper, &held.plan, &dir, blob)
+                .map_err(|error| self.checkpoint_error(error))
+        })
     }
 
     /// Brings what is committed with the step that ended.
@@ -282,11 +370,11 @@ impl Core {
 
 #[pymodule]
 fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let py = module.py();
     module.add_class::<Core>()?;
-    module.add("Error", py.get_type::<Error>())?;
-    module.add("Damaged", py.get_type::<Damaged>())?;
-    module.add("DeviceFailed", py.get_type::<DeviceFailed>())?;
-    module.add("LayoutChanged", py.get_type::<LayoutChanged>())?;
-    Ok(())
+    module.add_class::<StepFacts>()?;
+    module.add_class::<schedule::LossScale>()?;
+    module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
+    module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;
+    errors::add(module)
 }

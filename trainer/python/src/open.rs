@@ -9,12 +9,17 @@ use pyo3::PyResult;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
-    Backing, Durability, Opened, Optimizer, Schedule, Staging, StoreSettings, Swapper,
+    Backing, Durability, Opened, Optimizer, Schedule, Staging, StepIo, StoreSettings, Swapper,
     SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
+use training_state::plan::Measured;
+use training_state::store::{StoreFiles, device_file_bytes};
+
+use crate::Held;
+use crate::errors::{Error, failed, no_store, refused};
+use crate::progress::{Clock, Reporter};
 use crate::update::{StepHyper, Update};
-use crate::{Error, Held, failed};
 
 /// A run, as `offloadd/_run.py` describes it.
 #[derive(Debug, Deserialize)]
@@ -24,30 +29,28 @@ pub(crate) struct Plan {
     /// Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
     fp32_gradients: bool,
     /// Directories of device files; without any, tiles stay in host memory.
-    nvme: Vec<PathBuf>,
+    pub(crate) nvme: Vec<PathBuf>,
     /// A running daemon's socket, instead of device files of the run's own.
     socket: Option<PathBuf>,
     /// The program `offloadd`; without it, the one beside this process or in the PATH.
     program: Option<PathBuf>,
-    run_dir: PathBuf,
-    job: String,
+    pub(crate) run_dir: PathBuf,
+    pub(crate) job: String,
     deferred: bool,
     resident_fraction: f64,
     commit_every: u64,
     staging_bytes: u64,
-    update_threads: usize,
+    pub(crate) update_threads: usize,
 }
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct UnitPlan {
-    #[serde(rename = "name")]
-    _name: String,
-    elems: u64,
+    pub(crate) elems: u64,
     /// `float32`, `bfloat16` or `float16`; any type where the unit is not trained.
-    dtype: String,
+    pub(crate) dtype: String,
     elem_bytes: usize,
-    trained: bool,
+    pub(crate) trained: bool,
     pub(crate) params: Vec<ParamPlan>,
 }
 
@@ -93,10 +96,6 @@ pub(crate) struct ParamPlan {
     pub(crate) elems: u64,
 }
 
-/// Room in each device file beside its part of the tiles: the store's own structures, the job's records and the space between
-/// them, and what one file holds more of than another.
-const FILE_OVERHEAD_BYTES: u64 = 192 << 20;
-
 /// Operations in flight, half of them each way.
 const IODEPTH: u32 = 32;
 
@@ -134,33 +133,52 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
 /// The daemon of the run's own device files, one in each directory.
 fn start(plan: &Plan, settings: &SwapperSettings) -> PyResult<PrivateDaemon> {
     let memory = settings.plan().map_err(failed)?;
-    let tiles = memory.device_bytes(Durability::Committed);
-    let file_bytes = tiles.div_ceil(plan.nvme.len() as u64) + FILE_OVERHEAD_BYTES;
-    let file_bytes = file_bytes.next_multiple_of(1 << 20);
-    let name = format!("offloadd-{}.tiles", plan.job);
+    let file_bytes = device_file_bytes(&memory, Durability::Committed, plan.nvme.len() as u64);
+    let files = StoreFiles::new(&plan.nvme, &plan.job, file_bytes);
+    files.check_space().map_err(no_store)?;
     PrivateDaemon::start(PrivateSettings {
         program: plan.program.clone(),
         dir: plan.run_dir.join("offloadd"),
-        devices: (plan.nvme.iter())
-            .map(|dir| (dir.join(&name), file_bytes))
+        devices: (files.paths().iter())
+            .map(|path| (path.clone(), file_bytes))
             .collect(),
         arena_bytes_max: memory.arena_bytes().map_err(failed)?,
         iodepth_max: IODEPTH,
         engine: "auto".into(),
     })
-    .map_err(|error| Error::new_err(error.to_string()))
+    .map_err(|error| refused(&error, error.to_string()))
 }
 
-pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
-    let formats = plan
-        .units
-        .iter()
-        .map(|unit| unit.format(plan.fp32_gradients));
-    let formats: Vec<Format> = formats.collect::<PyResult<_>>()?;
-    let units: Vec<UnitShape> = (plan.units.iter().zip(&formats))
+impl Plan {
+    /// How each unit's numbers are stored.
+    pub(crate) fn formats(&self) -> PyResult<Vec<Format>> {
+        let formats = self
+            .units
+            .iter()
+            .map(|unit| unit.format(self.fp32_gradients));
+        formats.collect()
+    }
+
+    /// Whether tiles go to devices.
+    pub(crate) fn has_store(&self) -> bool {
+        self.socket.is_some() || !self.nvme.is_empty()
+    }
+
+    fn backing(&self, socket: PathBuf) -> Backing {
+        Backing::Store(StoreSettings {
+            socket,
+            job: self.job.clone(),
+            durability: Durability::Committed,
+        })
+    }
+}
+
+/// The swapper's settings for `plan`. A private daemon's socket is not known yet, its path is empty.
+pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
+    let units: Vec<UnitShape> = (plan.units.iter().zip(&plan.formats()?))
         .map(|(unit, format)| shape(unit.elems, format))
         .collect();
-    let mut settings = SwapperSettings {
+    Ok(SwapperSettings {
         tile_elems: choose_tile_elems(&units),
         units,
         param_share: plan.resident_fraction,
@@ -173,27 +191,26 @@ pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
         },
         commit_every: plan.commit_every,
         iodepth: IODEPTH,
-        backing: Backing::Memory,
+        backing: match plan.has_store() {
+            true => plan.backing(plan.socket.clone().unwrap_or_default()),
+            false => Backing::Memory,
+        },
         layout: Vec::new(),
         rank: 0,
         ranks: 1,
-    };
-    let store = |socket: PathBuf| {
-        Backing::Store(StoreSettings {
-            socket,
-            job: plan.job.clone(),
-            durability: Durability::Committed,
-        })
-    };
+    })
+}
+
+pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
+    let formats = plan.formats()?;
+    let mut settings = swapper_settings(&plan)?;
     let mut daemon = None;
-    if let Some(socket) = &plan.socket {
-        settings.backing = store(socket.clone());
-    } else if !plan.nvme.is_empty() {
-        settings.backing = store(PathBuf::new());
+    if plan.socket.is_none() && !plan.nvme.is_empty() {
         let started = start(&plan, &settings)?;
-        settings.backing = store(started.socket().to_owned());
+        settings.backing = plan.backing(started.socket().to_owned());
         daemon = Some(started);
     }
+    let bytes = settings.step_bytes().map_err(failed)?;
     let mut index = 0..;
     let mut of_unit = |unit: &UnitPlan| {
         let params = unit.params.iter();
@@ -210,12 +227,23 @@ pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
     let optimizers = (0..plan.update_threads.max(1))
         .map(|_| Box::new(update.clone()) as Box<dyn Optimizer<StepHyper>>)
         .collect();
-    let (swapper, opened) = Swapper::open(settings, optimizers).map_err(failed)?;
+    let (swapper, opened) = Swapper::open(settings.clone(), optimizers).map_err(failed)?;
+    if let Some((read, write)) = opened.rates() {
+        let measured = Measured {
+            read_bytes_per_s: Some(read),
+            write_bytes_per_s: Some(write),
+            ..Measured::read(&plan.run_dir).unwrap_or_default()
+        };
+        // Without the file a later plan assumes rates.
+        let _ = measured.write(&plan.run_dir);
+    }
     let held = Held {
+        reporter: Reporter::new(&settings, bytes, &opened),
+        clock: Clock::new(),
+        io: StepIo::default(),
         swapper,
         plan,
         formats,
-        step: 0,
         _daemon: daemon,
     };
     Ok((held, opened))

@@ -197,8 +197,7 @@ def test_a_script_killed_at_random_instants_ends_with_the_bits_of_the_unbroken_r
         process.wait()
         errors = process.stderr.read()
         resumed = int(lines[0].split()[1]) if lines else pytest.fail(errors)
-        # Deferred, a step's commit ends while the next one computes.
-        assert resumed >= done - (2 if step == "deferred" else 1), "more steps than may be are repeated"
+        assert resumed >= done - 1, "more than one step is repeated"
         for line in lines:
             if line.startswith("step"):
                 _, number, loss = line.split()
@@ -292,6 +291,10 @@ def test_gradients_in_tiles_are_scaled_and_refuse_the_rest(tmp_path):
         model(batches(1)[0]).backward()
         grad = model.head.weight.grad
         assert grad.shape == model.head.weight.shape and "norm=" in repr(grad)
+        norm = grad.norm()
+        grad.div_(2)
+        grad.mul_(0.5)
+        assert norm > 0 and grad.norm() == norm / 4
         with pytest.raises(offloadd.NotSupported, match="lie in tiles"):
             grad.mean()
         optimizer.zero_grad()

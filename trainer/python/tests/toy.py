@@ -26,6 +26,9 @@ class FakeCore:
         self.announcements = 0
         self.done = []
 
+    def phase(self, phase):
+        pass
+
     def announce(self, ops):
         self.announced = list(ops)
         self.announcements += 1

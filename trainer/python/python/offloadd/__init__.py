@@ -10,8 +10,24 @@ or, for Hugging Face's Trainer, `offloadd.hf.attach(trainer, "ds_config.json")` 
 The same script started again resumes after the last committed step.
 """
 
-from ._errors import Damaged, DeviceFailed, Error, LayoutChanged, NotSupported
+from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported
+from ._initialize import TrainingEngine, initialize
+from ._plan import Plan
 from ._run import Run, prepare
 from ._weights import init
 
-__all__ = ["Damaged", "DeviceFailed", "Error", "LayoutChanged", "NotSupported", "Run", "init", "prepare"]
+__all__ = [
+    "DaemonGone",
+    "Damaged",
+    "DeviceFailed",
+    "Error",
+    "LayoutChanged",
+    "NoSpace",
+    "NotSupported",
+    "Plan",
+    "Run",
+    "TrainingEngine",
+    "init",
+    "initialize",
+    "prepare",
+]

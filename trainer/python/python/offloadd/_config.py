@@ -7,27 +7,103 @@ import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Mapping, Optional, Union
+from typing import Any, Iterable, Mapping, Optional, Union
 
 from ._errors import Error, NotSupported
 
-# DeepSpeed's keys that change nothing here: batch sizes are the script's, and how bytes move is this library's business.
-_WITHOUT_EFFECT = {
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown",
-    "dump_state", "optimizer", "scheduler", "bf16", "fp16", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio",
-    "communication_data_type", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor", "zero_optimization", "offloadd",
-    "checkpoint", "activation_checkpointing", "flops_profiler", "tensorboard", "csv_monitor", "wandb", "data_types", "memory_breakdown",
+Config = Union[str, os.PathLike, Mapping[str, Any]]
+
+# DeepSpeed's keys that are read. The tables `optimizer.params` and `scheduler.params` are checked where they are used.
+_READ = {
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "steps_per_print",
+    "wall_clock_breakdown", "data_types.grad_accum_dtype", "bf16.enabled", "fp16.enabled", "fp16.loss_scale",
+    "fp16.initial_scale_power", "fp16.loss_scale_window", "fp16.hysteresis", "fp16.consecutive_hysteresis", "fp16.min_loss_scale",
+    "optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params", "zero_optimization.stage",
+    "zero_optimization.offload_param.device", "zero_optimization.offload_param.nvme_path",
+    "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path",
+    "tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name",
+    "csv_monitor.enabled", "csv_monitor.output_path", "csv_monitor.job_name", "offloadd",
 }  # fmt: skip
+
+# DeepSpeed's keys without effect at the top level: how bytes move and when is this library's business. In the tables above,
+# every key that is not read has none.
+_WITHOUT_EFFECT = {
+    "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "dump_state", "memory_breakdown", "log_level",
+    "flops_profiler", "comms_logger", "timers", "activation_checkpointing", "checkpoint", "communication_data_type",
+    "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last", "disable_python_gc",
+}  # fmt: skip
+
+_ONE_PROCESS = "leave it out: one process trains the model"
+_LOSSY = "leave it out: it changes weights or gradients"
+_IN_ORDER = "leave it out: the data comes in the order of the script's loader"
+_NO_NETWORK = "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run directory"
+
+# DeepSpeed's keys that ask for what is not built, with what to do; they are accepted when they are off.
+_REFUSED = {
+    "torch_autocast": "use bf16.enabled = true",
+    "amp": "use bf16.enabled = true",
+    "bf16.bf16_master_weights_and_grads": "leave it out: the master is fp32",
+    "bf16.bf16_optimizer_states": "leave it out: moments are fp32",
+    "fp16.fp16_master_weights_and_grads": "leave it out: the master is fp32",
+    "sparse_gradients": "leave it out: gradients of the embedding are dense",
+    "wandb": _NO_NETWORK,
+    "comet": _NO_NETWORK,
+    "nebula": "leave it out: commits take the place of DeepSpeed's checkpoints",
+    "data_efficiency": _IN_ORDER,
+    "curriculum_learning": _IN_ORDER,
+    "progressive_layer_drop": "leave it out: the model's forward says what is computed",
+    "eigenvalue": "leave it out: nothing here uses it",
+    "quantize_training": _LOSSY,
+    "weight_quantization": _LOSSY,
+    "compression_training": _LOSSY,
+    "zero_optimization.zero_quantized_weights": _LOSSY,
+    "zero_optimization.zero_quantized_nontrainable_weights": _LOSSY,
+    "zero_optimization.zero_quantized_gradients": _LOSSY,
+    "zero_optimization.zeropp_loco_param": _LOSSY,
+    "zero_optimization.zenflow": "leave it out: updates overlap computing without changing the result (offloadd.optimizer_step)",
+    "sparse_attention": "leave it out: attention is the model's own",
+    "autotuning": "leave it out: python -m offloadd plan says what fits and how fast it can be",
+    "hybrid_engine": "leave it out: only training is done here",
+    "elasticity": "leave it out: train_batch_size stays",
+    "disable_allgather": _ONE_PROCESS,
+    "tensor_parallel": _ONE_PROCESS,
+    "expert_parallel": _ONE_PROCESS,
+    "pipeline": _ONE_PROCESS,
+    "zero_optimization.zero_hpz_partition_size": _ONE_PROCESS,
+    "zero_optimization.mics_shard_size": _ONE_PROCESS,
+}
+
+# Values of refused keys that switch them off, beside false, null, 0 and `enabled` false.
+_OFF = {"zero_optimization.zero_hpz_partition_size": 1, "zero_optimization.mics_shard_size": -1}
+
+_OWN = {
+    "units", "optimizer_step", "resident_fraction", "commit_every", "staging_bytes", "update_threads", "run_dir", "socket",
+    "program",
+}  # fmt: skip
+
+# DeepSpeed's name for a job without one.
+_JOB_NAME = "DeepSpeedJobName"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What `prepare` was asked for."""
+    """What a configuration asks for."""
 
     # "none", "cpu" or "nvme": where parameters and optimizer state live beside the computation.
     device: str = "none"
     nvme: tuple[Path, ...] = ()
     gradient_clipping: float = 0.0
+    # Samples of a step, where the configuration says so.
+    train_batch_size: Optional[int] = None
+    steps_per_print: Optional[int] = None
+    wall_clock_breakdown: bool = False
+    # "bfloat16" or "float16" where the configuration switches one on.
+    precision: Optional[str] = None
+    run_dir: Optional[Path] = None
+    # The whole configuration, for what only `initialize` reads.
+    json: Mapping[str, Any] = field(default_factory=dict)
+    # DeepSpeed's keys in it that have no effect here.
+    without_effect: tuple[str, ...] = ()
     # The offloadd section:
     units: tuple[str, ...] = ()
     optimizer_step: str = "deferred"
@@ -40,18 +116,29 @@ class Settings:
     socket: Optional[Path] = None
     program: Optional[Path] = None
 
+    def monitor_dir(self, name: str, run_dir: Path) -> Optional[str]:
+        """Directory of a monitor's files, if it is enabled."""
+        monitor = self.json.get(name) or {}
+        if not monitor.get("enabled"):
+            return None
+        job = monitor.get("job_name") or _JOB_NAME
+        if Path(job).name != job:
+            raise Error(f"{name}.job_name: {job!r} must be the name of a directory, which output_path says where to make")
+        return str(Path(monitor.get("output_path") or run_dir / name) / job)
 
-_OWN = {"units", "optimizer_step", "resident_fraction", "commit_every", "staging_bytes", "update_threads", "socket", "program"}
 
-
-def settings_of(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Settings:
-    """Reads a file or a dict. Unknown keys are refused with the one that was probably meant."""
+def settings_of(config: Config) -> Settings:
+    """Reads a file or a dict. Raises `Error` for unknown keys, with the one that was probably meant, and `NotSupported` for
+    what is not built."""
+    default_dir = Path("offloadd-run").absolute()
     if not isinstance(config, Mapping):
+        path = Path(config)
+        default_dir = path.absolute().with_name(f"offloadd-{path.stem}")
         try:
-            config = json.loads(Path(config).read_text())
+            config = json.loads(path.read_text())
         except (OSError, ValueError) as error:
-            raise Error(f"{os.fspath(config)}: {error}") from None
-    _known("", config, _WITHOUT_EFFECT)
+            raise Error(f"{os.fspath(path)}: {error}") from None
+    without_effect = _check(config)
     zero = config.get("zero_optimization") or {}
     param = zero.get("offload_param") or {}
     optimizer = zero.get("offload_optimizer") or {}
@@ -71,13 +158,19 @@ def settings_of(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Settings:
     for path in paths if device == "nvme" else ():
         if not Path(path).is_dir():
             raise Error(f"zero_optimization.offload_param.nvme_path: {path} is no directory: make it, or name another one")
-    fp32_gradients = _fp32_gradients(config)
-    clipping = config.get("gradient_clipping", 0.0)
+    batch = batch_of(config)
     settings = Settings(
         device=device,
         nvme=tuple(Path(path).absolute() for path in paths) if device == "nvme" and not socket else (),
-        gradient_clipping=0.0 if clipping == "auto" else float(clipping),
-        fp32_gradients=fp32_gradients,
+        gradient_clipping=float(_given(config, "gradient_clipping", 0.0)),
+        train_batch_size=batch and batch[0] * batch[1],
+        steps_per_print=_given(config, "steps_per_print", None),
+        wall_clock_breakdown=bool(config.get("wall_clock_breakdown", False)),
+        precision=_precision(config),
+        run_dir=Path(own.pop("run_dir", default_dir)).absolute(),
+        json=config,
+        without_effect=tuple(without_effect),
+        fp32_gradients=_fp32_gradients(config),
         socket=Path(socket) if socket else None,
         program=Path(own.pop("program")) if "program" in own else None,
         units=tuple(own.pop("units", ())),
@@ -87,8 +180,6 @@ def settings_of(config: Union[str, os.PathLike, Mapping[str, Any]]) -> Settings:
         raise Error(f"offloadd.optimizer_step = {settings.optimizer_step!r}: one of immediate, deferred")
     if not 0.0 <= settings.resident_fraction <= 1.0:
         raise Error(f"offloadd.resident_fraction = {settings.resident_fraction}: from 0 to 1")
-    if zero.get("zero_hpz_partition_size", 1) not in (0, 1) or zero.get("zero_quantized_weights"):
-        raise NotSupported("zero_optimization: ZeRO++ is not supported; remove zero_hpz_partition_size and zero_quantized_weights")
     return settings
 
 
@@ -100,7 +191,69 @@ def _fp32_gradients(config: Mapping[str, Any]) -> bool:
     return wanted == "fp32" or wanted is None and config.get("gradient_accumulation_steps") != 1
 
 
-def _known(prefix: str, found: Mapping[str, Any], known: set[str]) -> None:
+def batch_of(config: Mapping[str, Any]) -> Optional[tuple[int, int]]:
+    """Samples of a micro-batch and micro-batches of a step, by DeepSpeed's arithmetic; None where no size is given."""
+    train = _given(config, "train_batch_size", None)
+    micro = _given(config, "train_micro_batch_size_per_gpu", None)
+    steps = _given(config, "gradient_accumulation_steps", None)
+    for key, number in (
+        ("train_batch_size", train),
+        ("train_micro_batch_size_per_gpu", micro),
+        ("gradient_accumulation_steps", steps),
+    ):
+        if number is not None and (not isinstance(number, int) or number < 1):
+            raise Error(f"{key} = {number!r}: must be a whole number, at least 1")
+    if train is None:
+        return None if micro is None else (micro, steps or 1)
+    if micro is None and steps is None:
+        return train, 1
+    if micro is not None and steps is not None:
+        if train != micro * steps:
+            raise Error(
+                f"train_batch_size: {train} contradicts train_micro_batch_size_per_gpu * gradient_accumulation_steps = "
+                f"{micro} * {steps} = {micro * steps}"
+            )
+        return micro, steps
+    known, name = (micro, "train_micro_batch_size_per_gpu") if micro else (steps, "gradient_accumulation_steps")
+    if train % known:
+        raise Error(f"train_batch_size: {train} is not a multiple of {name} = {known}")
+    return (micro, train // micro) if micro else (train // steps, steps)
+
+
+def _given(section: Mapping[str, Any], key: str, default: Any) -> Any:
+    """The value of a key; "auto" and null are as good as left out."""
+    value = section.get(key)
+    return default if value is None or value == "auto" else value
+
+
+def _precision(config: Mapping[str, Any]) -> Optional[str]:
+    on = [name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True]
+    if len(on) == 2:
+        raise Error("bf16.enabled and fp16.enabled: only one of them can be true")
+    return {"bf16": "bfloat16", "fp16": "float16"}[on[0]] if on else None
+
+
+def _check(found: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Refuses what is unknown or not built; returns the keys without effect."""
+    without_effect = []
+    for key, value in found.items():
+        path = prefix + key
+        if path in _REFUSED:
+            off = not value or value == _OFF.get(path) or isinstance(value, Mapping) and value.get("enabled") is False
+            if not off:
+                raise NotSupported(f"{path} is not supported: {_REFUSED[path]}")
+        elif any(one.startswith(path + ".") for one in _READ):
+            if not isinstance(value or {}, Mapping):
+                raise Error(f"{path} = {value!r}: expected a table of keys")
+            without_effect += _check(value or {}, path + ".")
+        elif path not in _READ:
+            if not prefix:
+                _known("", [key], {one.split(".")[0] for one in _READ | _WITHOUT_EFFECT})
+            without_effect.append(path)
+    return without_effect
+
+
+def _known(prefix: str, found: Iterable[str], known: set[str]) -> None:
     for key in found:
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import time
 from typing import Any, Iterator, Mapping, Optional
 
 import torch
@@ -24,10 +25,17 @@ from ._units import Unit
 
 _Tensor = torch.Tensor
 
+# Where the program is, for the seconds of a step's parts.
+ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
+
 # What a released parameter answers by itself.
 _METADATA = {
     getattr(_Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "is_sparse", "is_cuda", "names", "is_meta", "is_quantized", "itemsize", "is_cpu", "is_mps", "is_xpu", "is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version")
+    for name in (
+        *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names"),
+        *("is_sparse", "is_cuda", "is_meta", "is_quantized", "itemsize", "is_cpu", "is_mps", "is_xpu"),
+        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version"),
+    )
     if hasattr(getattr(_Tensor, name, None), "__get__")
 } | {
     _Tensor.requires_grad.__set__,
@@ -163,8 +171,16 @@ class Engine:
         storage = unit.flat.untyped_storage()
         if not unit.here:
             storage.resize_(unit.bytes)
-        (self.order.next if record else self.order.outside)((False, unit.index))
-        self.core.gather(unit.index, storage.data_ptr())
+        deviates = (self.order.next if record else self.order.outside)((False, unit.index))
+        began = time.perf_counter()
+        try:
+            self.core.gather(unit.index, storage.data_ptr())
+        except BaseException:
+            if not unit.here:
+                storage.resize_(0)
+            raise
+        if deviates:
+            self.order.waited_s += time.perf_counter() - began
         unit.fresh = unit.here = True
         self._open(unit)
 
@@ -290,6 +306,7 @@ class Engine:
         if self.half_backward:
             self._drop_half()
             self.broken = True
+        self.core.phase(FORWARD)
         self.release_all()
         self.before_pass()
         self.order.begin(("train" if torch.is_grad_enabled() else "read", self.model.training, first))
@@ -311,6 +328,8 @@ class Engine:
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
         _, companions, number = self._stack.pop()
         with_grad = torch.is_grad_enabled()
+        if not self._stack and not with_grad:
+            self.core.phase(ELSEWHERE)
         if with_grad and output is not None:
             self._hook_made(output, number, units + companions, min([number, *(unit.start for unit in units)]))
         if torch._C._current_graph_task_id() != -1:
@@ -353,6 +372,7 @@ class Engine:
     def _start_backward(self, grad=None) -> None:
         if not self._in_backward:
             self._in_backward = True
+            self.core.phase(BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
             self._put_away()
 
@@ -410,6 +430,7 @@ class Engine:
             self.release(unit)
         self._active.clear()
         self._in_backward = False
+        self.core.phase(ELSEWHERE)
         for unit in self.units:
             for param in unit.params:
                 square_sum = self.square_sums.get(id(param))
@@ -474,6 +495,15 @@ class Engine:
             self.refresh()
         else:
             self.release_all()
+
+    def stale(self) -> None:
+        """What is in memory is no longer what the tiles hold."""
+        self.release_all()
+        self.order.forget_rest()
+        for unit in self.units:
+            unit.fresh = False
+        if self.keep:
+            self.refresh()
 
     def refresh(self) -> None:
         """Brings every unit up to date, where nothing is released and a script may look at any parameter."""

@@ -1,10 +1,10 @@
 """Errors, each of which says what to do."""
 
-from ._offloadd import Damaged, DeviceFailed, Error, LayoutChanged
+from ._offloadd import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace
 
 
 class NotSupported(Error):
     """The script asks for something this library does not do; the message names the alternative."""
 
 
-__all__ = ["Damaged", "DeviceFailed", "Error", "LayoutChanged", "NotSupported"]
+__all__ = ["DaemonGone", "Damaged", "DeviceFailed", "Error", "LayoutChanged", "NoSpace", "NotSupported"]

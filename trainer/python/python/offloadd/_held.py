@@ -17,6 +17,8 @@ class Held(torch.Tensor):
     square_sum: float
     scale: torch.Tensor
     scaled: bool
+    # The part of `scale` that a loss scaler set.
+    unscaled: float
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, square_sum: float) -> "Held":
@@ -24,6 +26,7 @@ class Held(torch.Tensor):
         held.square_sum = square_sum
         held.scale = torch.ones(())
         held.scaled = False
+        held.unscaled = 1.0
         return held
 
     def __repr__(self) -> str:
@@ -51,18 +54,22 @@ class Held(torch.Tensor):
         if func in (aten.mul_.Tensor, aten.mul_.Scalar):
             args[0].multiply(args[1])
             return args[0]
+        if func in (aten.div_.Tensor, aten.div_.Scalar):
+            args[0].multiply(1.0 / args[1])
+            return args[0]
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             grads, found_inf, inverse_scale = args
             for one in grads:
                 if not math.isfinite(one.square_sum):
                     found_inf.fill_(1.0)
                 one.multiply(inverse_scale.to(one.scale.device))
+                one.unscaled *= float(inverse_scale)
             return None
         if func is aten.detach.default:
             return args[0]
         raise NotSupported(
-            f"{func} on a gradient: gradients lie in tiles after backward, and only clip_grad_norm_ (2-norm), scaling, GradScaler and "
-            "zero_grad reach them; to look at one, register a hook on the parameter before prepare"
+            f"{func} on a gradient: gradients lie in tiles after backward, and only clip_grad_norm_ (2-norm), scaling, "
+            "GradScaler and zero_grad reach them; to look at one, register a hook on the parameter before prepare"
         )
 
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Callable, Hashable
 
+from ._console import say
+
 Op = tuple[bool, int]  # whether gradients come, and the unit
+
+# Passes of one kind that differ from the order before an order is said not to settle.
+UNSETTLED_MAX = 6
 
 
 class Order:
@@ -22,7 +27,11 @@ class Order:
         self._seen: list[Op] = []
         self._rest: list[Op] = []
         self._at = 0
+        self._unsettled = 0
+        self._told = False
         self.deviations = 0
+        # Seconds that operations took that were not announced in time.
+        self.waited_s = 0.0
 
     def begin(self, kind: Hashable) -> None:
         """A pass of `kind` begins; the one before has ended."""
@@ -32,18 +41,19 @@ class Order:
         if self._rest:
             self._announce(self._rest)
 
-    def next(self, op: Op) -> None:
-        """`op` is about to be done."""
+    def next(self, op: Op) -> bool:
+        """`op` is about to be done. Returns whether it is one that the order of its kind of pass did not foresee."""
         self._seen.append(op)
         if self._at < len(self._rest) and self._rest[self._at] == op:
             self._at += 1
-            return
+            return False
         left = self._rest[self._at :]
         self._rest = left[left.index(op) :] if op in left else [op, *left]
         self._at = 1
         self._announce(self._rest)
-        if self._kind in self._known:
-            self.deviations += 1
+        deviates = self._kind in self._known
+        self.deviations += deviates
+        return deviates
 
     def outside(self, op: Op) -> None:
         """`op` is done between passes, or by something no pass repeats: it is not recorded."""
@@ -55,8 +65,24 @@ class Order:
         self._rest, self._at = [], 0
 
     def _learn(self) -> None:
-        if not self._seen or self._seen == self._known.get(self._kind):
+        if not self._seen:
             return
+        if self._seen == self._known.get(self._kind):
+            self._unsettled = 0
+            return
+        self._tell()
         if self._kind not in self._known or self._candidates.get(self._kind) == self._seen:
             self._known[self._kind] = self._seen
         self._candidates[self._kind] = self._seen
+
+    def _tell(self) -> None:
+        """Says once that the order does not settle."""
+        self._unsettled += self._kind in self._known
+        if self._unsettled < UNSETTLED_MAX or self._told:
+            return
+        self._told = True
+        say(
+            f"the last {self._unsettled} passes used the model's units in {self._unsettled} other orders than announced; "
+            f"{self.deviations} units could not be read ahead, which cost {self.waited_s:.3g} s so far. Losses and weights are the "
+            "same. To avoid the waits, use the units in one order, or raise offloadd.resident_fraction"
+        )

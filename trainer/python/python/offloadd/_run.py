@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import hashlib
 import json
 import math
 import os
-import shutil
-import sys
 import types
 from pathlib import Path
 from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
@@ -18,58 +15,83 @@ import torch
 from torch import nn
 
 from . import _offloadd
-from ._config import Settings, settings_of
+from ._console import say
+from ._config import Config, settings_of
 from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
 from ._held import Held
+from ._plan import Plan
+from ._progress import Progress
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
 
-# Slots that tiles of all kinds pass through need at least so much.
-_STAGING_BYTES_MIN = 64 << 20
+_LAYOUT = "layout.json"
 
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    config: Union[str, os.PathLike, Mapping[str, Any]],
+    optimizer: Optional[torch.optim.Optimizer],
+    config: Config,
     *,
-    run_dir: Union[str, os.PathLike],
+    run_dir: Optional[Union[str, os.PathLike]] = None,
     track: Sequence[Any] = (),
     units: Optional[Sequence] = None,
     weights: Optional[Union[str, os.PathLike]] = None,
-) -> "Run":
-    """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), both of which are changed in place.
+    plan_only: bool = False,
+) -> Any:
+    """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), and changes both in place.
 
-    `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory resumes
-    it after its last committed step. `track` has objects with `state_dict` and `load_state_dict`, as schedulers, which are
+    `config` is a file or dict with DeepSpeed's keys, ours under "offloadd". `run_dir` names the run: the same directory
+    resumes it after its last committed step. Left out, it is the key offloadd.run_dir, or a directory named after the
+    configuration beside it. `track` has objects with `state_dict` and `load_state_dict`, such as schedulers, which are
     committed with each step. `units` names classes or patterns of modules whose parameters move together. `weights` names a
     safetensors file, or a directory of them, with the values of parameters that were built in `offloadd.init()`.
 
-    Raises `Error` for settings that cannot work, `NotSupported` for what this library does not do, `LayoutChanged` for a run
-    that was begun with other parameters. Nothing is changed then.
+    Returns a `Run`; with `plan_only` the `Plan` of one, which `print` shows, and changes nothing.
+
+    Raises `Error` for settings that cannot work, `NotSupported` for what this library does not do, `NoSpace` for drives
+    that are too small, `LayoutChanged` for a run that was begun with other parameters. Nothing is changed then.
     """
-    return Run(model, optimizer, settings_of(config), Path(run_dir).absolute(), list(track), units, weights)
+    if getattr(model, "_offloadd_run", None) is not None:
+        raise Error("this model is prepared already: close its run first")
+    settings = settings_of(config)
+    directory = Path(run_dir or settings.run_dir).absolute()
+    on_meta = any(param.is_meta for param in model.parameters())
+    found, modules = units_of(model, units or settings.units or None, frozen=settings.device != "none" or on_meta)
+    plan = Plan(settings, directory, found)
+    if plan_only:
+        return plan
+    if weights is not None and not on_meta:
+        raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
+    return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None)
 
 
 class Run:
     """What `prepare` returns. `close` ends it in order, as does the interpreter's exit."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, run_dir: Path, track: list, units: Optional[Sequence], weights: Any = None) -> None:
-        if getattr(model, "_offloadd_run", None) is not None:
-            raise Error("this model is prepared already: close its run first")
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        found: list[Unit],
+        modules: dict[int, nn.Module],
+        track: list,
+        weights: Optional[Weights],
+    ) -> None:
         _check_optimizer(optimizer)
+        settings, run_dir = plan.settings, plan.run_dir
         self.settings, self.run_dir = settings, run_dir
         self.model, self.optimizer = model, optimizer
         self.track = [one for one in track if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
-        on_meta = any(param.is_meta for param in model.parameters())
-        found, modules = units_of(model, units or settings.units or None, frozen=settings.device != "none" or on_meta)
-        if weights is not None and not on_meta:
-            raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
-        source = Weights(weights) if weights is not None else None
         names = {id(param): name for name, param in model.named_parameters()}
-        _check_groups(optimizer, found, names)
+        _check_groups(optimizer, found)
+        plan.check()
+        if settings.without_effect:
+            say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
+        for warning in plan.warnings:
+            say(f"warning: {warning}")
 
         self.steps_done = 0
         self._resumed_at = 0
@@ -82,12 +104,16 @@ class Run:
         self._groups: list[dict[str, Any]] = []
         # The random numbers after the step that was resumed from.
         self.resumed_random: Optional[dict[str, Any]] = None
+        # The last step's state, and the same until it is committed.
+        self._noted: dict[str, Any] = {}
         self._to_seal: Optional[dict[str, Any]] = None
         self._closed = False
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        layout = [[(names[id(param)], list(param.shape)) for param in unit.params] for unit in found]
-        self._check_layout(layout, found)
-        self._core, blob = _offloadd.Core.open(json.dumps(self._plan(found)))
+        # Names and shapes of the units' parameters.
+        self.layout = [[[names[id(param)], list(param.shape)] for param in unit.params] for unit in found]
+        if (run_dir / _LAYOUT).exists():
+            self.check_layout(json.loads((run_dir / _LAYOUT).read_text()), run_dir)
+        self._core, blob = _offloadd.Core.open(plan.engine_plan)
         for unit in found:
             if unit.built_on_meta:
                 unit.place_meta()
@@ -97,10 +123,10 @@ class Run:
             self._note_step()
             state, self._to_seal = self._to_seal, None
             self._core.begin_fill(to_blob(state, run_dir))
-            self._fill(source)
+            self._fill(weights)
             self._core.end_fill()
             self._core.begin_step()
-            (run_dir / "layout.json").write_text(json.dumps(layout))
+            (run_dir / _LAYOUT).write_text(json.dumps(self.layout))
         else:
             for unit in found:
                 if unit.flat is None:
@@ -109,12 +135,16 @@ class Run:
                 if not self.engine.keep:
                     self.engine.take_away(unit)
             self._resume(from_blob(blob, run_dir))
+            self._resumed_at = self.steps_done
             self._core.begin_step()
             if self.engine.keep:
                 self.engine.refresh()
         self._patch_optimizer()
         self._patch_model()
+        self._open_reports()
         model._offloadd_run = self
+        # Accelerate then leaves the model where it is.
+        model._is_accelerate_prepared = True
         atexit.register(self.close)
 
     def _fill(self, weights: Optional[Weights]) -> None:
@@ -147,6 +177,10 @@ class Run:
         names = {key: of_one[0] for key, of_one in self._names.items()}
         rewrite(self.engine, self._core, sources, names, lambda: to_blob(self._complete(state), self.run_dir))
         return answer
+
+    def allow_load_state_dict(self) -> None:
+        """Lets `model.load_state_dict` replace what a resumed run has trained."""
+        self._resumed_at = 0
 
     def save_weights(self, path: Union[str, os.PathLike]) -> None:
         """Writes the model's state to one file in safetensors' format, under the names of its state_dict, with the weights of
@@ -196,13 +230,15 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self.close)
-        if self._to_seal is not None:
-            self._seal()
-        self._core.drain()
-        self._core.close()
         self.model._offloadd_run = None
+        self.model._is_accelerate_prepared = False
         for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained"):
             self.model.__dict__.pop(name, None)
+        try:
+            self._seal()
+            self._core.drain()
+        finally:
+            self._core.close()
 
     def __enter__(self) -> "Run":
         return self
@@ -219,6 +255,33 @@ class Run:
             f"{elems:,} parameters in {len(self.engine.units)} units, state {where[self.settings.device]}: "
             f"{gib(self._core.host_bytes)} of host memory, {gib(self._core.device_bytes)} of tiles; step {self.steps_done}"
         )
+
+    @property
+    def core(self) -> Any:
+        """The extension's object."""
+        return self._core
+
+    def gradients_are_finite(self) -> bool:
+        """Whether the gradients that have come since the last step are."""
+        return all(map(math.isfinite, self.engine.square_sums.values()))
+
+    def state(self) -> dict[str, Any]:
+        """What is committed with the last step beside the tiles."""
+        return self._complete(self._noted)
+
+    def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
+        """Brings tiles and everything else to a checkpoint, and commits it as the run's last step."""
+        self.engine.forget_gradients()
+        self._core.load(str(checkpoint), to_blob(state, self.run_dir))
+        self._resume(state)
+        if self._position.epoch:
+            # The script is in the middle of its data and goes on there.
+            self._resumed = None
+        set_random_state(state["random"])
+        self._to_seal = None
+        self.engine.stale()
+        self._core.begin_step()
+        self._open_reports()
 
     # The optimizer
 
@@ -303,11 +366,12 @@ class Run:
             raise Error("optimizer.step() without gradients: call backward first")
         dropped = engine.dropped()
         scales = self._scales()
+        norm = self._norm()
         # A script that never calls the whole model begins no pass that would do it.
         self._seal()
-        if not all(math.isfinite(one) for one in engine.square_sums.values()):
+        if not self.gradients_are_finite():
             # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
-            sys.stderr.write(f"offloadd: step {self.steps_done + 1}: a gradient is not finite\n")
+            say(f"step {self.steps_done + 1}: a gradient is not finite")
         groups, group_of = [], {}
         for index, group in enumerate(self.optimizer.param_groups):
             beta1, beta2 = group["betas"]
@@ -324,10 +388,20 @@ class Run:
                     of_params.append((group_of[key], self._updates[index], scales[key]))
                 else:
                     of_params.append((0, 0, 1.0))
-        self._core.finish(groups, of_params)
-        engine.updated()
+        interrupted = None
+        try:
+            self._core.finish(groups, of_params)
+        except Error:
+            raise
+        except BaseException as error:
+            # A signal's handler ended the wait; the engine ends the step all the same.
+            interrupted = error
         self.steps_done += 1
         self._note_step()
+        self._report(norm)
+        engine.updated()
+        if interrupted is not None:
+            raise interrupted
 
     def _scales(self) -> dict[int, float]:
         """The factor of each parameter's gradient: what clipping and scaling made of its handle."""
@@ -337,7 +411,8 @@ class Run:
             for param in unit.params:
                 if id(param) in engine.square_sums:
                     grad = param.grad
-                    scales[id(param)] = float(grad.scale) if isinstance(grad, Held) else 1.0
+                    scale = float(grad.scale) if isinstance(grad, Held) else 1.0
+                    scales[id(param)] = scale / (self.loss_scale or 1.0)
         if self.settings.gradient_clipping > 0:
             norm = math.sqrt(sum(engine.square_sums[key] * scale * scale for key, scale in scales.items()))
             if norm > self.settings.gradient_clipping:
@@ -345,12 +420,51 @@ class Run:
                 scales = {key: scale * factor for key, scale in scales.items()}
         return scales
 
+    # Reports
+
+    def _open_reports(self) -> None:
+        settings = self.settings
+        self._progress = Progress(settings.steps_per_print)
+        # The loss of the step, where somebody knows it, and what it was multiplied with.
+        self.loss: float = math.nan
+        self.loss_scale: Optional[float] = None
+        self.grad_norm: Optional[float] = None
+        self._core.open_reports(
+            self.steps_done,
+            self._samples(),
+            settings.monitor_dir("tensorboard", self.run_dir),
+            settings.monitor_dir("csv_monitor", self.run_dir),
+            settings.wall_clock_breakdown,
+        )
+
+    def _samples(self) -> int:
+        return self.steps_done * (self.settings.train_batch_size or 1)
+
+    def _norm(self) -> float:
+        """Norm of the step's gradients before clipping."""
+        total = 0.0
+        for unit in self.engine.units:
+            for param in unit.params:
+                square_sum = self.engine.square_sums.get(id(param))
+                if square_sum is not None:
+                    grad = param.grad
+                    total += square_sum * (grad.unscaled**2 if isinstance(grad, Held) else 1.0)
+        return math.sqrt(total) / (self.loss_scale or 1.0)
+
+    def _report(self, norm: float) -> None:
+        """The step that ended, in metrics.jsonl, the monitors and on stderr."""
+        self.grad_norm = norm
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        facts = self._core.report(self.steps_done, self._samples(), self.loss, norm, lr, self.loss_scale, False)
+        self.loss = math.nan
+        self._progress.step(self.steps_done, facts)
+
     # Commits
 
     def _note_step(self) -> None:
         """What belongs to the step that just ended; schedulers may still move on."""
         position = self._position
-        self._to_seal = {
+        self._to_seal = self._noted = {
             "steps_done": self.steps_done,
             "updates": dict(self._updates),
             "random": random_state(),
@@ -363,8 +477,8 @@ class Run:
         """Completes the last step: called when the next forward begins, by when schedulers have moved on."""
         if self._to_seal is None:
             return
-        state, self._to_seal = self._to_seal, None
-        self._core.seal(to_blob(self._complete(state), self.run_dir))
+        self._core.seal(to_blob(self._complete(self._to_seal), self.run_dir))
+        self._to_seal = None
         self.engine.order.forget_rest()
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -373,7 +487,8 @@ class Run:
         return {**state, "groups": groups, "buffers": buffers, "track": [one.state_dict() for one in self.track]}
 
     def _resume(self, state: dict[str, Any]) -> None:
-        self.steps_done = self._resumed_at = state["steps_done"]
+        self.steps_done = state["steps_done"]
+        self._noted = state
         self._updates = dict(state["updates"])
         self.resumed_random = state["random"]
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
@@ -392,8 +507,6 @@ class Run:
         for group, kept in zip(self.optimizer.param_groups, self._groups):
             group.update(kept)
 
-    # Plan
-
     @property
     def _index_of(self) -> dict[int, int]:
         if not hasattr(self, "_indices"):
@@ -401,51 +514,21 @@ class Run:
             self._indices = {id(param): index for index, param in enumerate(params)}
         return self._indices
 
-    def _plan(self, units: list[Unit]) -> dict[str, Any]:
-        settings = self.settings
-        # 14 bytes a trained parameter, or 16; gradients beside them.
-        state_bytes = sum(unit.elems * 16 if unit.trained else unit.bytes for unit in units)
-        return {
-            "units": [
-                {
-                    "name": unit.name,
-                    "elems": unit.elems,
-                    "dtype": str(unit.dtype).removeprefix("torch."),
-                    "elem_bytes": unit.dtype.itemsize,
-                    "trained": unit.trained,
-                    "params": [{"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)],
-                }
-                for unit in units
-            ],
-            "fp32_gradients": settings.fp32_gradients,
-            "nvme": [str(path) for path in settings.nvme],
-            "socket": str(settings.socket) if settings.socket else None,
-            "program": _program(settings),
-            "run_dir": str(self.run_dir),
-            "job": _job(self.run_dir),
-            "deferred": settings.optimizer_step == "deferred",
-            "resident_fraction": settings.resident_fraction,
-            "commit_every": settings.commit_every,
-            # An eighth of the state keeps one drive busy; small models get what they need anyway.
-            "staging_bytes": settings.staging_bytes or max(_STAGING_BYTES_MIN, min(state_bytes // 8, 4 << 30)),
-            "update_threads": settings.update_threads,
-        }
-
-    def _check_layout(self, layout: list, units: list[Unit]) -> None:
-        path = self.run_dir / "layout.json"
-        if not path.exists():
-            return
-        kept = json.loads(path.read_text())
-        before = [(name, shape) for unit in kept for name, shape in unit]
-        now = [(name, shape) for unit in layout for name, shape in unit]
+    def check_layout(self, kept: list, where: Any) -> None:
+        """Refuses the units `kept` of another model: parameters of other names or shapes, or other groups of them."""
+        before = [(name, tuple(shape)) for unit in kept for name, shape in unit]
+        now = [(name, tuple(shape)) for unit in self.layout for name, shape in unit]
         for (old_name, old_shape), (name, shape) in zip(before, now):
             if (old_name, old_shape) != (name, shape):
                 raise LayoutChanged(
-                    f"{self.run_dir}: the run was begun with {old_name} {tuple(old_shape)} where the model has {name} {tuple(shape)}; "
-                    "resume with the model it was begun with, or name another run_dir"
+                    f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; use the model "
+                    "it was begun with, or name another directory"
                 )
-        if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in layout]:
-            raise LayoutChanged(f"{self.run_dir}: the run was begun with other units or parameters ({len(before)}, now {len(now)}); name another run_dir")
+        if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in self.layout]:
+            raise LayoutChanged(
+                f"{where}: it was begun with other units or parameters ({len(before)}, now {len(now)}); use the model it "
+                "was begun with, or name another directory"
+            )
 
 
 class _Position:
@@ -459,19 +542,6 @@ class _Position:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
-
-
-def _job(run_dir: Path) -> str:
-    """The job's name in a store: the directory's, told apart by its path."""
-    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_dir.name)[:40]
-    return f"{name}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
-
-
-def _program(settings: Settings) -> Optional[str]:
-    if settings.program:
-        return str(settings.program)
-    beside = Path(__file__).with_name("offloadd")
-    return str(beside) if beside.exists() else shutil.which("offloadd")
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -488,7 +558,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
 
 
-def _check_groups(optimizer: torch.optim.Optimizer, units: list[Unit], names: dict[int, str]) -> None:
+def _check_groups(optimizer: torch.optim.Optimizer, units: list[Unit]) -> None:
     managed = {id(param) for unit in units for param in unit.params}
     for group in optimizer.param_groups:
         for param in group["params"]:

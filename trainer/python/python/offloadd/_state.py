@@ -59,21 +59,31 @@ def to_blob(state: dict[str, Any], run_dir: Path) -> bytes:
     if len(data) <= _INLINE_BYTES_MAX:
         return data
     path = run_dir / f"state-{state['steps_done']}.pt"
-    part = path.with_suffix(".part")
+    write_flushed(path, data)
+    old = sorted(run_dir.glob("state-*.pt"), key=lambda one: int(one.stem.split("-")[1]))
+    for one in old[:-_FILES_KEPT]:
+        one.unlink()
+    return json.dumps({"file": path.name, "sha256": hashlib.sha256(data).hexdigest()}).encode()
+
+
+def write_flushed(path: Path, data: bytes) -> None:
+    """Writes a file whole or not at all; it is on the drive when this returns."""
+    part = path.with_name(path.name + ".part")
     with open(part, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(part, path)
-    handle = os.open(run_dir, os.O_RDONLY)
+    flush_dir(path.parent)
+
+
+def flush_dir(directory: Path) -> None:
+    """Puts a directory's names on the drive."""
+    handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-    old = sorted(run_dir.glob("state-*.pt"), key=lambda one: int(one.stem.split("-")[1]))
-    for one in old[:-_FILES_KEPT]:
-        one.unlink()
-    return json.dumps({"file": path.name, "sha256": hashlib.sha256(data).hexdigest()}).encode()
 
 
 def from_blob(blob: bytes, run_dir: Path) -> dict[str, Any]:

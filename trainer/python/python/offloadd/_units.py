@@ -36,6 +36,7 @@ class Unit:
     # Whether it holds what is in no block: it stays from the model's forward to the end of its backward.
     root: bool = False
     offsets: list[int] = field(default_factory=list)
+    # Elements of the flat tensor, the gaps between parameters included.
     elems: int = 0
     flat: Optional[torch.Tensor] = None
     here: bool = True

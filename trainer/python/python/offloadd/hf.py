@@ -30,9 +30,8 @@ def attach(
     trainer.create_optimizer()
     directory = Path(run_dir or Path(trainer.args.output_dir) / "offloadd")
     run = prepare(trainer.model, trainer.optimizer, config, run_dir=directory, track=[kept])
-    # Accelerate leaves a prepared model where it is.
-    trainer.model._is_accelerate_prepared = True
-    original = {name: getattr(trainer, name) for name in ("train", "_load_from_checkpoint", "_load_optimizer_and_scheduler")}
+    names = ("train", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
+    original = {name: getattr(trainer, name) for name in names}
     resume_dir = run.run_dir / _RESUME_DIR
 
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -54,7 +53,12 @@ def attach(
         else:
             original["_load_optimizer_and_scheduler"](checkpoint)
 
+    def load_best_model() -> None:
+        run.allow_load_state_dict()
+        original["_load_best_model"]()
+
     trainer.train = train
+    trainer._load_best_model = load_best_model
     trainer._load_from_checkpoint = load_model
     trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
     return run

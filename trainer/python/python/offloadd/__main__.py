@@ -1,0 +1,84 @@
+"""`python -m offloadd plan CONFIG`: what a run takes, without a script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Optional, Sequence
+
+import torch
+from torch import nn
+
+from ._config import settings_of
+from ._errors import Error
+from ._plan import Plan
+from ._units import units_of
+
+# Blocks of a model of which only the number of parameters is known.
+_BLOCKS = 24
+
+
+def main(arguments: Optional[Sequence[str]] = None) -> int:
+    """Runs the command and returns its exit status: 1 for a run that cannot start, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m offloadd")
+    commands = parser.add_subparsers(dest="command", required=True)
+    plan = commands.add_parser("plan", help="print what a run takes: memory, device files, bytes and seconds of a step")
+    plan.add_argument("config", help="DeepSpeed's JSON")
+    model = plan.add_mutually_exclusive_group(required=True)
+    model.add_argument("--model", help="name or directory of a Hugging Face model; its weights are not loaded")
+    model.add_argument("--params", type=float, help="number of parameters, such as 7e9")
+    plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
+    plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
+    plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
+    given = parser.parse_args(arguments)
+    try:
+        print(_plan(given))
+    except Error as error:
+        print(f"offloadd: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _plan(given: argparse.Namespace) -> Plan:
+    settings = settings_of(given.config)
+    with torch.device("meta"):
+        model = _by_name(given.model) if given.model else _by_size(int(given.params), given.units)
+    model.to(getattr(torch, given.dtype or settings.precision or "float32"))
+    units, _ = units_of(model, settings.units or None)
+    plan = Plan(settings, (given.run_dir or settings.run_dir).absolute(), units)
+    if plan.problems:
+        print(plan)
+    plan.check()
+    return plan
+
+
+def _by_name(name: str) -> nn.Module:
+    try:
+        import transformers
+    except ImportError:
+        raise Error("--model needs transformers: install it, or give --params") from None
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise Error(f"--model {name}: {error}") from None
+    architecture = (config.architectures or [None])[0]
+    model_class = getattr(transformers, architecture or "", None)
+    return model_class(config) if model_class else transformers.AutoModel.from_config(config)
+
+
+def _by_size(params: int, units: int) -> nn.Module:
+    if params < units or units < 1:
+        raise Error(f"--params {params} --units {units}: at least one parameter a unit")
+    blocks = nn.ModuleList()
+    for _ in range(max(units, 3)):
+        block = nn.Module()
+        block.weight = nn.Parameter(torch.empty(params // max(units, 3)))
+        blocks.append(block)
+    model = nn.Module()
+    model.blocks = blocks
+    return model
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,338 @@
+"""DeepSpeed's interface: `initialize`, and the engine it returns."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, Optional, Union
+
+import torch
+from torch import nn
+
+from . import _offloadd
+from ._checkpoint import load_checkpoint, save_checkpoint
+from ._config import Config, batch_of, settings_of
+from ._console import say
+from ._errors import Error, NotSupported
+from ._run import Run, prepare
+from ._schedules import optimizer_of, schedule_of
+from ._weights import trained_state
+
+
+def initialize(
+    args: Any = None,
+    model: Optional[nn.Module] = None,
+    optimizer: Union[torch.optim.Optimizer, Callable, None] = None,
+    model_parameters: Optional[Iterable] = None,
+    training_data: Optional[torch.utils.data.Dataset] = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: Optional[bool] = None,
+    collate_fn: Optional[Callable] = None,
+    config: Optional[Config] = None,
+    mesh_param: Any = None,
+    config_params: Optional[Config] = None,
+    *,
+    run_dir: Optional[Union[str, os.PathLike]] = None,
+) -> tuple["TrainingEngine", torch.optim.Optimizer, Any, Any]:
+    """Takes over a model as `deepspeed.initialize` does; returns (engine, optimizer, dataloader, lr_scheduler).
+
+    `optimizer` and `lr_scheduler` are objects, functions that make them (of the parameters, of the optimizer), or left
+    out for what the sections `optimizer` and `scheduler` of the configuration say. Where bf16 or fp16 is enabled, the
+    model is brought to that type. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step.
+    """
+    if model is None:
+        raise Error("initialize: pass the model")
+    if mpu is not None or mesh_param is not None:
+        raise NotSupported("initialize: mpu and mesh_param: one process trains the model; leave them out")
+    config = config if config is not None else config_params
+    if config is None:
+        config = getattr(args, "deepspeed_config", None)
+    if config is None:
+        raise Error("initialize: pass config, a path or a dict")
+    settings = settings_of(config)
+    if settings.precision is not None:
+        model.to(getattr(torch, settings.precision))
+    parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if optimizer is None:
+        optimizer = optimizer_of(settings.json, parameters)
+        if optimizer is None:
+            raise Error('initialize: no optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
+    elif not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer(parameters)
+    if lr_scheduler is None:
+        lr_scheduler = schedule_of(settings.json, optimizer)
+    elif not hasattr(lr_scheduler, "state_dict"):
+        lr_scheduler = lr_scheduler(optimizer)
+    engine = TrainingEngine(model, optimizer, lr_scheduler, config, run_dir)
+    loader = None
+    if training_data is not None:
+        loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
+    engine.training_dataloader = loader
+    return engine, optimizer, loader, lr_scheduler
+
+
+class TrainingEngine:
+    """What `initialize` returns: call it like the model, then `backward`, then `step`.
+
+    Attributes that it has not are the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        config: Config,
+        run_dir: Optional[Union[str, os.PathLike]],
+    ) -> None:
+        settings = settings_of(config)
+        micro, accumulated = batch_of(settings.json) or (1, settings.json.get("gradient_accumulation_steps", 1))
+        self._micro_batch, self._accumulated = micro, accumulated if isinstance(accumulated, int) else 1
+        self._loss_scale = _loss_scale(settings.json) if settings.precision == "float16" else None
+        self._at_boundary: Optional[bool] = None
+        self._losses: list[torch.Tensor] = []
+        self.global_steps = self.micro_steps = 0
+        self._applied = False
+        self.module, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
+        self.training_dataloader: Any = None
+        track = [self, lr_scheduler] if lr_scheduler is not None else [self]
+        self.run: Run = prepare(model, optimizer, config, run_dir=run_dir, track=track)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "module":
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    # A step
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        """Runs the backward pass of `loss`, divided by gradient_accumulation_steps and times the loss scale."""
+        if scale_wrt_gas and self._accumulated > 1:
+            loss = loss / self._accumulated
+        self._losses.append(loss.detach())
+        (loss * self.loss_scale if self._loss_scale is not None else loss).backward(retain_graph=retain_graph)
+        return loss
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        """Updates the weights at the end of an accumulation, and advances the scheduler; otherwise counts a micro-batch."""
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self._applied = False
+        if not boundary:
+            return
+        self.global_steps += 1
+        finite = self.run.gradients_are_finite()
+        if self._loss_scale is not None:
+            scale = self.loss_scale
+            self._loss_scale.step(finite)
+            if not finite:
+                say(f"step {self.global_steps}: gradients overflow at a loss scale of {scale:g}: the step is skipped")
+                self._losses.clear()
+                self.optimizer.zero_grad()
+                return
+            self.run.loss_scale = scale
+        self.run.loss = math.fsum(map(float, self._losses))
+        self._losses.clear()
+        self.optimizer.step()
+        self._applied = True
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.optimizer.zero_grad()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next `step` updates the weights."""
+        if self._at_boundary is not None:
+            return self._at_boundary
+        return (self.micro_steps + 1) % self._accumulated == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says whether the next steps update the weights, instead of counting micro-batches."""
+        self._at_boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches within are accumulated; one process has nothing to synchronize."""
+        yield
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step` updated the weights."""
+        return self._applied
+
+    def zero_grad(self) -> None:
+        """Drops the gradients that have come."""
+        self.optimizer.zero_grad()
+
+    # The model
+
+    def train(self, mode: bool = True) -> "TrainingEngine":
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> "TrainingEngine":
+        return self.train(False)
+
+    # Figures
+
+    def get_global_grad_norm(self) -> Optional[float]:
+        """Norm of the last step's gradients before clipping; None before the first step."""
+        return self.run.grad_norm
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        return self._micro_batch * self._accumulated
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self._micro_batch
+
+    def gradient_accumulation_steps(self) -> int:
+        return self._accumulated
+
+    def gradient_clipping(self) -> float:
+        return self.run.settings.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return 3
+
+    @property
+    def loss_scale(self) -> float:
+        return 1.0 if self._loss_scale is None else self._loss_scale.scale
+
+    cur_scale = loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        return 0 if self._loss_scale is None else self._loss_scale.skipped
+
+    @property
+    def global_samples(self) -> int:
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.module.parameters()).device
+
+    global_rank = local_rank = 0
+    world_size = dp_world_size = 1
+
+    # Data
+
+    def deepspeed_io(
+        self, dataset: torch.utils.data.Dataset, batch_size: Optional[int] = None, collate_fn: Optional[Callable] = None
+    ) -> "Batches":
+        """A loader of micro-batches in random order, which a resumed run goes on with."""
+        loader = torch.utils.data.DataLoader(
+            dataset,
+            batch_size=batch_size or self._micro_batch,
+            shuffle=not isinstance(dataset, torch.utils.data.IterableDataset),
+            collate_fn=collate_fn,
+        )
+        return Batches(self.run, loader)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counters and loss scale, as what is committed with each step; the model's state is `engine.module.state_dict()`."""
+        scale = None if self._loss_scale is None else self._loss_scale.state_dict()
+        return {"global_steps": self.global_steps, "micro_steps": self.micro_steps, "loss_scale": scale}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.global_steps, self.micro_steps = state["global_steps"], state["micro_steps"]
+        if self._loss_scale is not None and state["loss_scale"] is not None:
+            self._loss_scale.load_state_dict(state["loss_scale"])
+
+    def save_checkpoint(
+        self,
+        save_dir: Union[str, os.PathLike],
+        tag: Optional[str] = None,
+        client_state: Optional[dict[str, Any]] = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Copies parameters, optimizer state, scheduler and counters into `save_dir/tag`, with `client_state`."""
+        if exclude_frozen_parameters:
+            raise NotSupported("save_checkpoint: exclude_frozen_parameters: leave it out")
+        tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
+        save_checkpoint(self.run, Path(save_dir), tag, client_state or {}, save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: Union[str, os.PathLike],
+        tag: Optional[str] = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Optional[Callable] = None,
+    ) -> tuple[Optional[str], Optional[dict[str, Any]]]:
+        """Goes back to a checkpoint of `save_checkpoint`. Returns (path, client_state), or (None, None) where there is none."""
+        partial = load_module_only or not (load_optimizer_states and load_lr_scheduler_states)
+        if partial or custom_load_fn is not None:
+            raise NotSupported("load_checkpoint: a checkpoint is loaded whole; leave out what asks for a part of it")
+        return load_checkpoint(self.run, Path(load_dir), None if tag is None else str(tag))
+
+    def save_16bit_model(
+        self,
+        save_dir: Union[str, os.PathLike],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the model's weights in their type, for plain PyTorch or transformers; `.safetensors` by the name."""
+        directory = Path(save_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        path, safe = directory / save_filename, save_filename.endswith(".safetensors")
+        if safe and not exclude_frozen_parameters:
+            self.run.save_weights(path)
+            return True
+        if exclude_frozen_parameters:
+            state = trained_state(self.module, self.run.engine)
+        else:
+            state = {name: value.clone() if hasattr(value, "clone") else value for name, value in self.module.state_dict().items()}
+        if safe:
+            from safetensors.torch import save_file
+
+            save_file(state, str(path), metadata={"format": "pt"})
+        else:
+            torch.save(state, path)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def destroy(self) -> None:
+        """Ends the run in order."""
+        self.run.close()
+
+
+class Batches:
+    """A loader whose position is committed with each step."""
+
+    def __init__(self, run: Run, loader: torch.utils.data.DataLoader) -> None:
+        self._run, self.loader = run, loader
+
+    def __iter__(self) -> Iterator:
+        return self._run.batches(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+def _loss_scale(config: Any) -> _offloadd.LossScale:
+    fp16 = config.get("fp16") or {}
+    fixed = fp16.get("loss_scale", 0)
+    dynamic = (
+        2.0 ** fp16.get("initial_scale_power", 16),
+        fp16.get("loss_scale_window", 1000),
+        fp16.get("hysteresis", 2),
+        fp16.get("consecutive_hysteresis", False),
+        float(fp16.get("min_loss_scale", 1)),
+    )
+    return _offloadd.LossScale(float(fixed) if fixed else None, dynamic)

@@ -1,0 +1,157 @@
+"""What a run takes before it starts: host memory, device files, bytes a step, and the bound of a step's time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Optional
+
+from . import _offloadd
+from ._config import Settings
+from ._errors import NoSpace
+from ._units import Unit
+
+# Slots that tiles of all kinds pass through need at least so much.
+_STAGING_BYTES_MIN = 64 << 20
+
+# Bytes of parameters, moments and gradients of a trained element, to size the staging by.
+_STATE_BYTES_PER_ELEM = 16
+
+
+class Plan:
+    """A run's figures; `str` writes them for people."""
+
+    def __init__(self, settings: Settings, run_dir: Path, units: list[Unit]) -> None:
+        self.settings, self.run_dir = settings, run_dir
+        self.types = sorted({_type(unit) for unit in units})
+        self.units = len(units)
+        self.params = sum(param.numel() for unit in units for param in unit.params)
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units))
+        self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
+        self.host_available_bytes = _available_bytes()
+
+    @property
+    def problems(self) -> list[str]:
+        """Why the run cannot start; empty where it can."""
+        return [self.figures["problem"]] if self.figures["problem"] else []
+
+    @property
+    def warnings(self) -> list[str]:
+        """What may go wrong later."""
+        host, available = self.figures["host_bytes"], self.host_available_bytes
+        if available is None or host <= available:
+            return []
+        return [
+            f"tiles take {_bytes(host)} of host memory, {_bytes(available)} are available: set "
+            "offloadd.resident_fraction lower, or zero_optimization.offload_param.device = \"nvme\""
+        ]
+
+    @property
+    def bound_s(self) -> float:
+        """Least seconds of a step. Without an earlier run's metrics.jsonl, forward and backward are not counted."""
+        return self.figures["bound_s"]
+
+    def check(self) -> None:
+        """Raises `NoSpace` where the drives have too little space."""
+        for problem in self.problems:
+            raise NoSpace(problem)
+
+    def __str__(self) -> str:
+        f = self.figures
+        lines = [
+            f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of "
+            f"{f['tile_elems']} elements",
+            f"host      {_bytes(f['host_bytes'])}: resident tiles {_bytes(f['resident_bytes'])}, staging "
+            f"{_bytes(f['staging_bytes'])}, gradients {_bytes(f['grad_bytes'])}",
+        ]
+        if self.host_available_bytes is not None:
+            lines[-1] += f"; {_bytes(self.host_available_bytes)} available"
+        if f["device_bytes"]:
+            where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
+            lines.append(f"devices   {_bytes(f['device_bytes'])} of tiles, both generations, in {where}")
+            reads = [f"{part} {_bytes(f[part + '_read_bytes'])}" for part in ("forward", "backward", "update")]
+            total = sum(f[part + "_read_bytes"] for part in ("forward", "backward", "update"))
+            lines.append(f"a step    reads {_bytes(total)} ({', '.join(reads)}), writes {_bytes(f['written_bytes'])}")
+            source = "measured" if f["measured"] else "assumed"
+            rates = f"reads of {f['read_bytes_per_s'] / 1e9:.2f} GB/s and writes of {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({source})"
+        else:
+            lines.append("devices   nothing")
+            rates = "host memory"
+        counted = "" if f["compute_s"] is not None else ", forward and backward not counted: no step was measured yet"
+        lines.append(f"bound     {f['bound_s']:.3g} s a step at {rates}: {f['wall']} is the limit{counted}")
+        if f["last_step_s"] is not None:
+            lines.append(f"expected  {max(f['last_step_s'], f['bound_s']):.3g} s a step, as the last one in metrics.jsonl")
+        lines += [f"warning   {warning}" for warning in self.warnings]
+        lines += [f"refused   {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+def engine_plan(settings: Settings, run_dir: Path, units: list[Unit]) -> dict[str, Any]:
+    """What the extension is told of a run."""
+    state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
+    return {
+        "units": [
+            {
+                "elems": unit.elems,
+                "dtype": _type(unit),
+                "elem_bytes": unit.dtype.itemsize,
+                "trained": unit.trained,
+                "params": [
+                    {"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)
+                ],
+            }
+            for unit in units
+        ],
+        "fp32_gradients": settings.fp32_gradients,
+        "nvme": [str(path) for path in settings.nvme],
+        "socket": str(settings.socket) if settings.socket else None,
+        "program": _program(settings),
+        "run_dir": str(run_dir),
+        "job": _job(run_dir),
+        "deferred": settings.optimizer_step == "deferred",
+        "resident_fraction": settings.resident_fraction,
+        "commit_every": settings.commit_every,
+        # An eighth of the state keeps one drive busy; small models get what they need anyway.
+        "staging_bytes": settings.staging_bytes
+        or max(_STAGING_BYTES_MIN, min(state_bytes // 8, 4 << 30)),
+        "update_threads": settings.update_threads,
+    }
+
+
+def _type(unit: Unit) -> str:
+    return str(unit.dtype).removeprefix("torch.")
+
+
+def _job(run_dir: Path) -> str:
+    """The job's name in a store: the directory's, told apart by its path."""
+    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_dir.name)[:40]
+    return f"{name}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
+
+
+def _program(settings: Settings) -> Optional[str]:
+    if settings.program:
+        return str(settings.program)
+    beside = Path(__file__).with_name("offloadd")
+    return str(beside) if beside.exists() else shutil.which("offloadd")
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def _available_bytes() -> Optional[int]:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    return None

@@ -1,0 +1,123 @@
+//! What a run will take before it starts: host memory, device files, bytes a step, and the bound of a step's time.
+
+use pyo3::prelude::*;
+use serde::Serialize;
+use swapper::{Bound, Durability, StepRates, bound};
+use training_state::metrics::MetricsFile;
+use training_state::plan::Measured;
+use training_state::store::{StoreFiles, device_file_bytes};
+
+use crate::errors::{Error, failed};
+use crate::open::{Plan, swapper_settings};
+
+/// Rates of one drive where none was measured, as the native trainer assumes them.
+const DRIVE_READ_BYTES_PER_S: f64 = 6.2e9;
+const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
+
+/// Parameters that one thread updates in a second where none was measured.
+const THREAD_UPDATE_PARAMS_PER_S: f64 = 0.35e9;
+
+/// What the run that the JSON text `plan` describes will take, as JSON.
+#[pyfunction]
+#[pyo3(name = "plan")]
+pub(crate) fn of_run(py: Python<'_>, plan: &str) -> PyResult<String> {
+    let plan: Plan = serde_json::from_str(plan).map_err(|e| Error::new_err(e.to_string()))?;
+    let outlook = py.detach(|| Outlook::new(&plan))?;
+    Ok(serde_json::to_string(&outlook).expect("figures are plain data"))
+}
+
+/// The figures of a plan; `offloadd/_plan.py` writes them for people.
+#[derive(Serialize)]
+pub(crate) struct Outlook {
+    tiles: usize,
+    tile_elems: u64,
+    host_bytes: u64,
+    resident_bytes: u64,
+    staging_bytes: u64,
+    grad_bytes: u64,
+    /// Bytes of tiles on devices, both generations, and of each device file.
+    device_bytes: u64,
+    file_bytes: u64,
+    forward_read_bytes: f64,
+    backward_read_bytes: f64,
+    update_read_bytes: f64,
+    written_bytes: f64,
+    read_bytes_per_s: f64,
+    write_bytes_per_s: f64,
+    /// Whether the rates were measured when the run last started.
+    measured: bool,
+    bound_s: f64,
+    wall: &'static str,
+    /// Seconds of the last step in metrics.jsonl, and of its computing.
+    last_step_s: Option<f64>,
+    compute_s: Option<f64>,
+    /// Why the device files do not fit.
+    problem: Option<String>,
+}
+
+impl Outlook {
+    pub(crate) fn new(plan: &Plan) -> PyResult<Self> {
+        let settings = swapper_settings(plan)?;
+        let memory = settings.plan().map_err(failed)?;
+        let bytes = settings.step_bytes().map_err(failed)?;
+        let drives = plan.nvme.len() as u64;
+        let found = Measured::read(&plan.run_dir).unwrap_or_default();
+        let rates = (found.read_bytes_per_s).zip(found.write_bytes_per_s);
+        let (read_bytes_per_s, write_bytes_per_s) = rates.unwrap_or((
+            DRIVE_READ_BYTES_PER_S * drives.max(1) as f64,
+            DRIVE_WRITE_BYTES_PER_S * drives.max(1) as f64,
+        ));
+        let last = MetricsFile::last(&plan.run_dir);
+        let params: u64 = settings.units.iter().map(|unit| unit.elems).sum();
+        let threads = plan.update_threads.max(1) as f64;
+        let Bound { s, wall, .. } = bound(
+            settings.schedule,
+            &bytes,
+            &StepRates {
+                read_bytes_per_s,
+                write_bytes_per_s,
+                staging_bytes: memory.staging_bytes() as f64,
+                forward_s: last.as_ref().map_or(0.0, |last| last.forward_s),
+                backward_s: last.as_ref().map_or(0.0, |last| last.backward_s),
+                update_s: last.as_ref().map_or(
+                    params as f64 / (threads * THREAD_UPDATE_PARAMS_PER_S),
+                    |last| last.update_s,
+                ),
+                bus_s: 0.0,
+            },
+        );
+        let has_files = !plan.nvme.is_empty();
+        let file_bytes = match has_files {
+            true => device_file_bytes(&memory, Durability::Committed, drives),
+            false => 0,
+        };
+        let problem = StoreFiles::new(&plan.nvme, &plan.job, file_bytes)
+            .check_space()
+            .err();
+        Ok(Self {
+            tiles: memory.table_count,
+            tile_elems: settings.tile_elems,
+            host_bytes: memory.host_bytes(),
+            resident_bytes: memory.resident_bytes(),
+            staging_bytes: memory.staging_bytes(),
+            grad_bytes: memory.grad_bytes(),
+            device_bytes: match plan.has_store() {
+                true => memory.device_bytes(Durability::Committed),
+                false => 0,
+            },
+            file_bytes,
+            forward_read_bytes: bytes.forward_read_bytes,
+            backward_read_bytes: bytes.backward_read_bytes,
+            update_read_bytes: bytes.update_read_bytes,
+            written_bytes: bytes.written_bytes,
+            read_bytes_per_s,
+            write_bytes_per_s,
+            measured: rates.is_some(),
+            bound_s: s,
+            wall: wall.word(),
+            last_step_s: last.as_ref().map(|last| last.step_s),
+            compute_s: last.as_ref().map(|last| last.forward_s + last.backward_s),
+            problem: problem.map(|problem| problem.to_string()),
+        })
+    }
+}

@@ -1,0 +1,197 @@
+"""Accelerate, PEFT and Hugging Face's Trainer: final weights are those of the same script without offload."""
+
+import pytest
+import torch
+
+import offloadd
+from test_runs import config, needs_daemon
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
+peft = pytest.importorskip("peft", reason="peft is not installed: make test-tools")
+transformers.logging.set_verbosity_error()
+
+# Large: AdamW makes whole steps of gradients that are rounding only, such as those of a key's bias.
+EPS = 1e-3
+
+SIZES = dict(n_embd=32, n_layer=4, n_head=2, vocab_size=97, n_positions=16, resid_pdrop=0.1, attn_pdrop=0.0)
+
+
+def model_of(lora=False):
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param) * 0.05)
+    if not lora:
+        return model
+    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn"], lora_dropout=0.1, init_lora_weights=False)
+    return peft.get_peft_model(model, wanted)
+
+
+def data(count=24):
+    generator = torch.Generator().manual_seed(2)
+    return [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 97, (count, 12), generator=generator)]
+
+
+def weights(model):
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def distance(found, expected):
+    """Of all weights together, relative."""
+    assert found.keys() == expected.keys()
+    apart = sum(float((found[name] - value).double().square().sum()) for name, value in expected.items())
+    return (apart / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5
+
+
+def everywhere(train, tmp_path):
+    """Runs `train` without this library, and with it on each device; compares what it returns."""
+    expected = train(None, None)
+    none = train(config("none", tmp_path), tmp_path / "none")
+    assert distance(none, expected) < 1e-6
+    for device, step in [("cpu", "immediate"), ("nvme", "deferred")]:
+        found = train(config(device, tmp_path, optimizer_step=step), tmp_path / device)
+        assert same_bits(found, none), device
+
+
+def with_accelerate(lora, settings, run_dir):
+    model = model_of(lora)
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3, eps=EPS, weight_decay=0.1)
+    scheduler = transformers.get_linear_schedule_with_warmup(optimizer, 2, 12)
+    loader = torch.utils.data.DataLoader(data(), batch_size=2, shuffle=True)
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    run = None
+    if settings is not None:
+        run = offloadd.prepare(model, optimizer, settings, run_dir=run_dir, track=[scheduler])
+    given = model
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    assert model is given
+    torch.manual_seed(3)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    if run is not None:
+        assert run.steps_done == 12
+    found = weights(accelerator.unwrap_model(model))
+    if run is not None:
+        run.close()
+    return found
+
+
+@needs_daemon
+@pytest.mark.parametrize("lora", [False, True])
+def test_accelerates_loop_ends_with_the_same_weights(tmp_path, lora):
+    everywhere(lambda settings, run_dir: with_accelerate(lora, settings, run_dir), tmp_path)
+
+
+@needs_daemon
+def test_lora_adapters_are_saved_whole_and_load_into_a_plain_model(tmp_path):
+    model = model_of(lora=True)
+    base = {name: value.clone() for name, value in model.state_dict().items() if "lora" not in name}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, config("nvme", tmp_path), run_dir=tmp_path / "run"):
+        for one in data(4):
+            model(input_ids=one["input_ids"][None], labels=one["labels"][None]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = weights(model)
+        assert all(torch.equal(found[name], value) for name, value in base.items()), "frozen weights moved"
+        model.save_pretrained(tmp_path / "adapter")
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES))
+    loaded = peft.PeftModel.from_pretrained(plain, tmp_path / "adapter").state_dict()
+    adapters = [name for name in found if "lora" in name]
+    assert len(adapters) == 8
+    for name in adapters:
+        assert torch.equal(loaded[name], found[name]) and found[name].abs().sum() > 0, name
+
+
+class StopAt(transformers.TrainerCallback):
+    """Ends the training as an error does, after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise RuntimeError("stopped")
+
+
+def with_trainer(output_dir, settings, run_dir, lora=False, resume=None, stop_at=None, **more):
+    model = model_of(lora)
+    args = transformers.TrainingArguments(
+        str(output_dir), per_device_train_batch_size=4, num_train_epochs=2, learning_rate=1e-3, adam_epsilon=EPS,
+        warmup_steps=2, seed=5, logging_steps=1, eval_strategy="steps", eval_steps=2, use_cpu=True, disable_tqdm=True,
+        report_to=[], **{"save_steps": 3, **more},
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, args, train_dataset=data(), eval_dataset=data(8), callbacks=[StopAt(stop_at)])
+    run = offloadd.hf.attach(trainer, settings, run_dir=run_dir) if settings is not None else None
+    try:
+        trainer.train(resume_from_checkpoint=resume)
+        found = weights(model)
+    finally:
+        if run is not None:
+            run.close()
+    evaluated = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return found, evaluated
+
+
+@needs_daemon
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_trainer_evaluates_in_between_and_ends_with_the_same_weights(tmp_path, lora):
+    import offloadd.hf  # noqa: F401
+
+    evaluations = []
+
+    def train(settings, run_dir):
+        found, evaluated = with_trainer(tmp_path / f"out-{run_dir and run_dir.name}", settings, run_dir, lora)
+        evaluations.append(evaluated)
+        return found
+
+    everywhere(train, tmp_path)
+    plain, *ours = evaluations
+    assert len(plain) == 6 and ours[0] == pytest.approx(plain, rel=1e-6)
+    assert ours[1:] == [ours[0]] * 2
+
+
+@needs_daemon
+def test_resuming_the_trainer_goes_on_after_the_last_committed_step(tmp_path, capsys):
+    import offloadd.hf  # noqa: F401
+
+    settings = {**config("nvme", tmp_path), "steps_per_print": 1}
+    whole, evaluated = with_trainer(tmp_path / "whole", settings, tmp_path / "a")
+    with pytest.raises(RuntimeError, match="stopped"):
+        with_trainer(tmp_path / "out", settings, tmp_path / "b", stop_at=7)
+    capsys.readouterr()
+    # The Trainer's newest checkpoint is that of step 6; the run's last committed step is the 7th.
+    rest, found = with_trainer(tmp_path / "out", settings, tmp_path / "b", resume=True)
+    steps = [line.split()[2] for line in capsys.readouterr().err.splitlines() if "s/step" in line]
+    assert steps == ["8", "9", "10", "11", "12"]
+    assert same_bits(rest, whole) and found == evaluated
+
+
+@needs_daemon
+def test_the_checkpoint_that_the_trainer_calls_best_is_loaded_at_the_end(tmp_path):
+    import offloadd.hf  # noqa: F401
+
+    # The largest loss: the first checkpoint.
+    best = dict(load_best_model_at_end=True, save_steps=2, metric_for_best_model="loss", greater_is_better=True)
+
+    def train(settings, run_dir):
+        return with_trainer(tmp_path / f"out-{run_dir and run_dir.name}", settings, run_dir, **best)[0]
+
+    everywhere(train, tmp_path)
+    settings = config("cpu", tmp_path)
+    last, _ = with_trainer(tmp_path / "out-last", settings, tmp_path / "last")
+    assert not same_bits(last, train(settings, tmp_path / "best"))
