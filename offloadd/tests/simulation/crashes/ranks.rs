@@ -74,14 +74,10 @@ pub(super) fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
     known.confirmed = known.confirmed.min(generation);
 }
 
-/// Bytes that a job which finds no room asks for.
-fn needed_bytes(no_room: &Fault) -> u64 {
-    let text = no_room
-        .message
-        .split_once(" needs ")
-        .and_then(|(_, rest)| rest.split_once(" bytes"));
-    text.and_then(|(bytes, _)| bytes.parse().ok())
-        .expect("the bytes that are needed")
+/// Bytes that a job which finds no room asks for. `None` for a write that found a drive full.
+fn needed_bytes(no_room: &Fault) -> Option<u64> {
+    let (_, rest) = no_room.message.split_once(" needs ")?;
+    rest.split_once(" bytes")?.0.parse().ok()
 }
 
 /// Free bytes of all devices that have not left.
@@ -118,7 +114,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
                 // Devices that went may have left the others too small, or their tiles may lie where its records would have to.
                 if fault.kind == FaultKind::NoSpace
                     && (fault.message.contains("in one piece on ")
-                        || needed_bytes(&fault) > free_bytes(world))
+                        || needed_bytes(&fault).is_some_and(|bytes| bytes > free_bytes(world)))
                 {
                     leave(world, &processes);
                     return None;
