@@ -176,7 +176,7 @@ mod tests {
         for change in [
             (|m| m.token = vec![0; 15]) as fn(&mut proto::DefineTilesRequest),
             |m| m.tiles[0].kind = -1,
-            |m| m.tiles[0].kind = 4,
+            |m| m.tiles[0].kind = 5,
             |m| m.tiles[0].tile_bytes = 4095,
             |m| m.tiles.clear(),
             |m| m.durability = 0,
