@@ -1,9 +1,9 @@
-//! How fast the optimizer step is on this machine, by instruction set and thread count.
+//! Measures the optimizer step on this machine, by instruction set and thread count.
 //!
 //! `cargo run --release -p kernels --example adamw_speed [million elements]`
 //!
-//! Each thread steps tiles of its own. A row is the best of several passes over tiles that together exceed every cache. GB/s counts the bytes that must move: each byte read
-//! once and each byte written once, as `adamw` states them a parameter. `sum_squares` beside it is a pure reader.
+//! Each thread steps tiles of its own. A row is the best of several passes over tiles that together exceed every cache. GB/s counts the bytes that
+//! must move, each read once and written once, as the module `adamw` lists them per parameter. `sum_squares` is a reader only, for comparison.
 
 use std::time::Instant;
 
@@ -89,7 +89,7 @@ fn thread_counts(core_count: usize) -> impl Iterator<Item = usize> {
         .filter(move |count| *count <= core_count)
 }
 
-/// Bytes read and written a parameter.
+/// Returns the bytes read and written per parameter.
 fn step_bytes(master: Master) -> usize {
     2 * (master.param_bytes() + master.state_bytes()) + master.grad_bytes()
 }

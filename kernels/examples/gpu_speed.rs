@@ -1,7 +1,7 @@
-//! How fast the GPU's kernels and copies are: `cargo run --release -p kernels --example gpu_speed [MILLION_ELEMENTS]`, default 128.
+//! Measures the GPU's kernels and copies: `cargo run --release -p kernels --example gpu_speed [MILLION_ELEMENTS]`, default 128.
 //!
-//! Each line is the median of 20 after 3 that do not count. Bytes are those read and written by the definition of the work; the wall is
-//! the device's memory for kernels, the bus for copies and updates.
+//! Each line is the median of 20 runs after 3 that do not count. Bytes are those that the work must read and write. The bottleneck is the device's
+//! memory for kernels, and the bus for copies and updates.
 
 use std::time::Instant;
 
@@ -23,7 +23,7 @@ const HYPER: Hyper = Hyper {
 
 /// Elements of one tile of the streamed updates: 8 MiB of bf16 parameters.
 const TILE_ELEMS: usize = 4 << 20;
-/// Tiles each updating thread goes through, so that the host's caches hold none of them.
+/// Tiles that each updating thread goes through, so that none stays in the host's caches.
 const TILES_EACH: usize = 12;
 
 fn main() -> Result<(), GpuError> {
@@ -208,7 +208,7 @@ fn zeroed(gpu: &Gpu, stream: &Stream, bytes: usize) -> Result<DeviceBuffer, GpuE
     Ok(buffer)
 }
 
-/// Seconds by the device's clock.
+/// Returns the median in seconds by the device's clock.
 fn median(
     stream: &Stream,
     mut work: impl FnMut() -> Result<(), GpuError>,

@@ -6,7 +6,7 @@
 
 use half::f16;
 
-/// Bits of the only NaN that is stored: quiet, positive, no payload. Its upper half is the bf16 NaN 0x7FC0.
+/// Bits of the only NaN that is stored: quiet, positive, no payload. The upper half is the bf16 NaN 0x7FC0.
 pub const CANONICAL_NAN: u32 = 0x7FC0_0000;
 
 /// Returns `x`, or the canonical NaN if `x` is any NaN.
@@ -64,9 +64,8 @@ pub fn to_fp16(x: f32) -> u16 {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: a rounding is not invertible for a few of the 2^32 masters, or turns a NaN into infinity or
-    //! zero. All 2^32 masters are tried. Roundings to nearest are tried for every upper half with the lower halves at
-    //! which the rounding changes.
+    //! Tests that roundings are invertible and keep NaNs, infinities and zeros. All 2^32 masters are tried. Roundings to nearest are tried for every
+    //! upper half, with the lower halves at which the rounding changes.
     use super::*;
     use half::bf16;
     use rayon::prelude::*;

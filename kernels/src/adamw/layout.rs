@@ -17,7 +17,7 @@ use crate::reduce::GradType;
 /// Alignment of each plane: a cache line and the widest vector.
 pub(crate) const PLANE_ALIGN_BYTES: usize = 64;
 
-/// How a parameter's fp32 master is stored beside its two moments.
+/// Storage of a parameter's fp32 master beside its two moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Master {
     /// The bf16 parameter is the upper half of the master; the state begins with the i16 residual. Gradients are bf16.

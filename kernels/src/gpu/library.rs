@@ -42,7 +42,7 @@ pub(super) fn open(path: &Path) -> Result<&'static Library, String> {
     // SAFETY: these are the vendors' libraries, whose initialisers may run at any time on any thread.
     match unsafe { UnixLibrary::open(Some(path), RTLD_NOW | RTLD_LOCAL) } {
         Ok(library) => Ok(Box::leak(Box::new(library.into()))),
-        Err(error) => Err(said(path, &error)),
+        Err(error) => Err(load_error(path, &error)),
     }
 }
 
@@ -99,7 +99,7 @@ fn dirs_in_maps(maps: &str, prefix: &str) -> Vec<PathBuf> {
 }
 
 /// The loader's message. Most name the file; the path is prepended to those that do not.
-fn said(path: &Path, error: &libloading::Error) -> String {
+fn load_error(path: &Path, error: &libloading::Error) -> String {
     let words = match error {
         libloading::Error::DlOpen { source } => source.to_string(),
         other => other.to_string(),

@@ -1,6 +1,6 @@
 //! The functions of `scalar.rs` with AVX2, FMA and F16C. One of the files that may use `unsafe`.
 //!
-//! Where the definition's loop vectorizes well (bf16 and fp32, elementwise) it is compiled again with these features.
+//! The definition's loop vectorizes well for bf16 and fp32, elementwise: it is compiled again with these features.
 //! Written by hand are the fp16 conversions, and the norm, whose 32 lanes a compiler does not keep in registers.
 #![allow(unsafe_code)]
 

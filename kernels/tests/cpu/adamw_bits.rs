@@ -1,8 +1,8 @@
-//! AdamW gives the same bits on every instruction set, on any number of threads, and however a tile is cut.
+//! Tests that AdamW gives the same bits with every instruction set, any number of threads, and any division of a tile.
 //!
-//! What could go wrong: a vector kernel rounds otherwise, handles a tail, a NaN, an infinity or a denormal otherwise, takes a plane of
-//! a wrong place, or writes beyond its range. Each kernel is compared with the definition byte by byte, padding included, on numbers
-//! chosen to break it.
+//! Likely faults are a vector kernel with another rounding, tails, NaNs, infinities or denormals that are handled differently, a plane read at the
+//! wrong place, or a write beyond the range. Each kernel is compared with the definition byte by byte, padding included, on numbers chosen to expose
+//! these.
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, available_vector_sets};
 use kernels::InstructionSet;
@@ -128,7 +128,7 @@ fn a_range_leaves_the_rest_of_its_tile_alone() {
         let mut tile = before.clone();
         let t = tile.borrow();
         step_range(master, &HYPER, t.param, t.state, t.grad, 1000, 100..900);
-        // Stepping the others too must give the whole tile's step: had they been touched, they would be two steps on.
+        // Stepping the other elements too must give the step of the whole tile: elements that were touched would be two steps ahead.
         for range in [0..100, 900..1000] {
             let t = tile.borrow();
             step_range(master, &HYPER, t.param, t.state, t.grad, 1000, range);

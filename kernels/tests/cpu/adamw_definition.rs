@@ -1,8 +1,7 @@
-//! The definition is AdamW as published, and each way to store a master keeps what it says.
+//! Tests that the definition is AdamW as published, and that each way to store a master has its documented precision.
 //!
-//! What could go wrong: a wrong formula (coupled decay, a missing correction, eps inside the root), scalars rounded too early, a
-//! parameter that is not the rounded master, a NaN that turns into a number. The steps are compared with the formula in fp64, written
-//! down here a second time.
+//! Likely faults are a wrong formula (coupled decay, a missing correction, eps inside the root), scalars rounded too early, a parameter that is not
+//! the rounded master, or a NaN that becomes a number. The steps are compared with the formula in fp64, implemented here a second time.
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
 use kernels::adamw::{Hyper, Master, init_tile, read_masters, step_tile};
@@ -18,7 +17,7 @@ const HYPER: Hyper = Hyper {
     grad_scale: 1.0,
 };
 
-/// One parameter by the published formula.
+/// A parameter stepped by the published formula.
 #[derive(Clone, Copy)]
 struct Exact {
     p: f64,
@@ -82,7 +81,7 @@ fn masters_of(tile: &OwnedTile) -> Vec<f32> {
     out
 }
 
-/// The element's momentum and variance.
+/// Returns the element's momentum and variance.
 fn moments_of(tile: &OwnedTile, index: usize) -> (f32, f32) {
     let plane_bytes = (4 * tile.elems).next_multiple_of(64);
     let variance_at = tile.state.len() - plane_bytes;
@@ -180,7 +179,7 @@ fn one_step_from_any_moments_is_right_to_a_few_roundings() {
             exact.step(&hyper, grads[index]);
             let p = f64::from(tile.param.f32_at(4 * index));
             let update = (exact.p - before).abs();
-            // m may cancel: its error is relative to its terms, which a step size turns into a part of lr.
+            // m may cancel: its error is relative to its terms, which the step size turns into a part of lr.
             let allowed = f64::from(f32::EPSILON) * (exact.p.abs() + 4.0 * update)
                 + 1e-6 * f64::from(hyper.lr);
             let error = (p - exact.p).abs();

@@ -1,7 +1,7 @@
-//! A tile's planes lie where the layout says, and a tile that cannot be right is refused before it is touched.
+//! Tests that a tile's planes have the documented places, and that an invalid tile is refused before it is touched.
 //!
-//! What could go wrong: planes that overlap or move between versions (stored tiles would be read as other numbers), padding with old
-//! bytes in it (equal tiles, different checksums), masters that change when they are stored and read.
+//! Likely faults are planes that overlap or move between versions (stored tiles would be misread), padding with old bytes (equal tiles with different
+//! checksums), and masters that change when they are stored and read.
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
 use kernels::adamw::{
@@ -116,7 +116,7 @@ fn what_lies_behind_the_tile_in_its_slot_is_left_alone() {
     }
 }
 
-/// Steps a tile of 32 elements with slices cut as asked.
+/// Steps a tile of 32 elements whose slices have the given lengths.
 fn step_cut(
     param: std::ops::Range<usize>,
     state: std::ops::Range<usize>,

@@ -1,10 +1,10 @@
-//! What the tests on the CPU share: the instruction sets of this machine, and a pool of threads.
+//! Helpers of the tests on the CPU: the instruction sets of this machine, and a pool of threads.
 
 use kernels::InstructionSet;
 
 pub(crate) use crate::shared::*;
 
-/// The vector instruction sets this machine has; says which it has not.
+/// Returns the vector instruction sets of this machine; prints which ones it lacks.
 pub(crate) fn available_vector_sets() -> Vec<InstructionSet> {
     let (present, missing): (Vec<_>, Vec<_>) = [InstructionSet::Avx2, InstructionSet::Avx512]
         .into_iter()

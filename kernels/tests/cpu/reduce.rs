@@ -1,8 +1,8 @@
-//! The norm, the sum over micro-batches and the cast have the same bits on every instruction set and any number of threads.
+//! Tests that the norm, the sum over micro-batches and the cast have the same bits with every instruction set and any number of threads.
 //!
-//! What could go wrong: the norm is added in an order that depends on threads or vectors (a clipped run then differs from run to run),
-//! a tail is dropped or counted twice, a NaN or an infinity is lost (a broken step would be taken), a cast rounds otherwise. The norm
-//! is compared with its order written down here a second time, and all sets with the definition.
+//! Likely faults are an order of addition that depends on threads or vectors (a clipped run would then differ from run to run), a tail dropped or
+//! counted twice, a lost NaN or infinity (a broken step would be taken), and a cast with another rounding. The norm is compared with its order
+//! implemented here a second time, and all sets with the definition.
 
 use crate::common::{AlignedBytes, Random, available_vector_sets, with_threads};
 use kernels::InstructionSet;
@@ -40,7 +40,7 @@ fn stored(grad_type: GradType, values: &[f32]) -> AlignedBytes {
     bytes
 }
 
-/// The order that `sum_squares` promises.
+/// Sums in the order that `sum_squares` promises.
 fn sum_in_the_promised_order(values: &[f32]) -> f64 {
     let mut sum = 0.0;
     for chunk in values.chunks(4096) {
@@ -121,7 +121,7 @@ fn a_single_nan_or_infinity_shows_in_the_norm() {
 
 #[test]
 fn every_nan_norm_is_the_same_nan() {
-    // Negative, with a payload, quiet and signalling: the processor would hand these on.
+    // Negative, with a payload, quiet and signalling: the processor would propagate these unchanged.
     for bits in [0xFFC0_1234u32, 0x7F80_0001, 0xFF80_4000] {
         let grad = AlignedBytes::of(&bits.to_le_bytes());
         let sum = sum_squares(GradType::Fp32, &grad);

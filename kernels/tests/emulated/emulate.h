@@ -1,5 +1,5 @@
-// A GPU's block on a processor: its threads are fibers that run one after another from barrier to barrier, blocks run one after another.
-// Kernel sources are compiled as they are, with the words they use (`prelude.h` among them) defined here.
+// Emulates a GPU's block on a processor: its threads are fibers that run one after another from barrier to barrier, and blocks run one after another.
+// Kernel sources are compiled unchanged, with the CUDA keywords that they use (`prelude.h` included) defined here.
 //
 // A barrier or a shuffle that some threads of a block reach and others do not stops the program.
 
@@ -25,7 +25,7 @@ const size_t STACK_BYTES = 64 << 10;
 static std::vector<char> stacks(THREADS_MAX * STACK_BYTES);
 static ucontext_t scheduler, fibers[THREADS_MAX];
 static const std::function<void()> *body;
-// Where each thread stopped last: 0 finished, 1 and up the kinds of stops.
+// The last stop of each thread: 0 is finished, 1 and up are kinds of stops.
 static int stopped_at[THREADS_MAX];
 static unsigned exchanged[THREADS_MAX];
 
@@ -80,13 +80,13 @@ inline To same_bits(From from) {
 
 } // namespace emulation
 
-// The words of CUDA that the prelude uses.
+// The CUDA keywords that the prelude uses.
 #define __global__
 #define __device__
-// One block runs at a time, so what it shares may be static.
+// One block runs at a time, so shared memory may be static.
 #define __shared__ static
 #define __launch_bounds__(threads)
-// The conversions of fp16 are not used by what is emulated.
+// The emulated kernels do not use the fp16 conversions.
 #define asm(...) bits_or_value_left_as_it_is()
 inline void bits_or_value_left_as_it_is() {}
 

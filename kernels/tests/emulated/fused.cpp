@@ -17,7 +17,7 @@ static void fail(const char *what, size_t at, double found, double expected) {
     if (failures++ < 20) printf("%s: element %zu is %.9g, expected %.9g\n", what, at, found, expected);
 }
 
-// Numbers from -1 to 1, the same each time.
+// Numbers from -1 to 1, the same in every run.
 static double random_number() {
     static u64 state = 42;
     state = state * 6364136223846793005ull + 1442695040888963407ull;
@@ -30,7 +30,7 @@ static double round_to(Fp32, double x) { return (float)x; }
 static double unit(Bf16) { return 1.0 / 256; }
 static double unit(Fp32) { return 1.0 / (1 << 24); }
 
-// A buffer between two guards, at a place that is (`shift` 0) or is not aligned for wide accesses.
+// A buffer between two guards, at an address that is (`shift` 0) or is not aligned for wide accesses.
 template <class Type>
 struct Buffer {
     typedef typename Type::Stored Stored;
@@ -58,7 +58,7 @@ struct Buffer {
     }
 };
 
-// `units` half units in the last place of the expected number, and so much of `scale` for what cancels.
+// Tolerance: `units` half units in the last place of the expected number, and as many of `scale` for cancellation.
 template <class Type>
 static void expect(const char *what, Buffer<Type> &found, size_t i, double expected, double units, double scale) {
     double tolerance = units * unit(Type()) * (fabs(expected) + 1e-30) + scale * 4e-6;
@@ -95,7 +95,7 @@ static void check_norm(u32 rows, u32 columns, bool with_other, size_t shift) {
         expect(name, scale, r, s, 8.0, 0.0);
         for (u32 c = 0; c < columns; c++) {
             size_t i = (size_t)r * columns + c;
-            // Two roundings, each of which may fall to the other side.
+            // Two roundings, each of which may go in the other direction.
             expect(name, out, i, round_to(Type(), round_to(Type(), normed[i] * s) * weight[c]), 6.0, 0.0);
         }
     }
@@ -144,7 +144,7 @@ template <class Type, int N>
 static void check_rotary(u32 half) {
     const char *name = N == 1 ? "rotary, each" : "rotary, wide";
     const u32 sequences = 2, tokens = 5, heads = 3, width = 2 * half;
-    // Heads within rows of five, as query and key lie in a product of three; the target as attention's gradients lie.
+    // Heads within rows of five, in the layout of query and key in a product of three; the target in the layout of attention's gradients.
     Buffer<Type> from(sequences * tokens * 5 * width, 2.0), to(sequences * tokens * heads * width);
     Buffer<Type> cosines(7 * width), sines(7 * width);
     for (u32 p = 0; p < 7; p++) {
@@ -177,7 +177,7 @@ static void check_rotary(u32 half) {
                     }
     }
     to.check_guards(name);
-    // In place, as query and key are turned.
+    // In place, as query and key are rotated.
     Buffer<Type> kept = from;
     launch((count + 255) / 256, 256, [&] {
         rotary<Type, N>(kept.data(), kept.data(), cosines.data(), sines.data(), source, source, tokens, heads, half,
@@ -200,7 +200,7 @@ static void check_gated(u32 rows, u32 columns, size_t shift) {
     const char *name = N == 1 ? "gated, each" : "gated, wide";
     size_t elems = (size_t)rows * columns;
     Buffer<Type> gate_up(2 * elems, 6.0, shift), out(elems, 0, shift), grad(elems, 1.0, shift);
-    // Where an exponential overflows or vanishes.
+    // Values at which an exponential overflows or vanishes.
     const float extremes[] = {-200.0f, 200.0f, -89.0f, 89.0f, 0.0f};
     for (int i = 0; i < 5; i++) gate_up.at(i) = Type::stored(extremes[i]);
     u64 count = elems / N;

@@ -1,8 +1,8 @@
-//! The fused kernels' arithmetic without a GPU: their sources are compiled for this processor, a block's threads emulated by fibers, and
-//! the results held against the definition in double precision (`fused.cpp`).
+//! Tests the fused kernels' arithmetic without a GPU: their sources are compiled for this processor, with fibers as the threads of a block, and the
+//! results are compared with the definition in double precision (`fused.cpp`).
 //!
-//! What could go wrong: a formula, a size that is no multiple of a vector or of a block, a barrier that some threads miss, a write beyond
-//! a row. What this does not see: memory that two threads of a block race for between barriers, and speed.
+//! This finds wrong formulas, sizes that are not a multiple of a vector or a block, barriers that some threads miss, and writes beyond a row. It does
+//! not find races between two threads of a block between barriers, or slowness.
 
 use std::path::Path;
 use std::process::Command;
@@ -18,7 +18,7 @@ fn fused_kernels_compute_their_definition_on_an_emulated_block() {
     let program = Path::new(env!("CARGO_TARGET_TMPDIR")).join("emulated_fused");
     let compiled = Command::new(&compiler)
         .args(["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Werror"])
-        // The fp16 conversions are assembler, which is left out.
+        // The fp16 conversions are in assembler, which is left out.
         .args(["-Wno-uninitialized", "-Wno-unknown-pragmas"])
         .arg("-I")
         .arg(kernels.join("src/gpu/source"))
@@ -27,12 +27,12 @@ fn fused_kernels_compute_their_definition_on_an_emulated_block() {
         .arg(&program)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&compiled.stderr);
-    assert!(compiled.status.success(), "{compiler}:\n{said}");
+    let printed = String::from_utf8_lossy(&compiled.stderr);
+    assert!(compiled.status.success(), "{compiler}:\n{printed}");
     let run = Command::new(&program).output().unwrap();
-    let said = String::from_utf8_lossy(&run.stdout);
-    assert!(run.status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success(), "{printed}");
     for checked in ["exp and log", "norms", "rotary", "gated", "loss"] {
-        assert!(said.contains(&format!("{checked} checked")), "{said}");
+        assert!(printed.contains(&format!("{checked} checked")), "{printed}");
     }
 }

@@ -1,8 +1,8 @@
-//! AdamW on the GPU has the bits of AdamW on the CPU.
+//! Tests that AdamW on the GPU gives the same bits as on the CPU.
 //!
-//! What could go wrong: a compiler fuses or splits an operation, divides or takes a root otherwise, flushes a denormal, hands on another
-//! NaN; a thread takes a wrong group at the ends of a range; a plane is looked for at a wrong place. All bytes are compared, those around
-//! the tile too.
+//! Likely faults are a compiler that fuses or splits an operation, divides or takes a root with another rounding, flushes a denormal or returns
+//! another NaN, a thread that takes a wrong group at the ends of a range, and a plane at a wrong place. All bytes are compared, including those
+//! around the tile.
 
 use kernels::adamw::{Hyper, Master, step_range};
 use kernels::gpu::{Gpu, Stream, TileAt};

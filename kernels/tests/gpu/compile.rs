@@ -1,7 +1,7 @@
-//! Every kernel source compiles for NVIDIA and for AMD, without a GPU, with each compiler this machine has.
+//! Tests that every kernel source compiles for NVIDIA and for AMD, without a GPU, with each compiler on this machine.
 //!
-//! What could go wrong: a source uses what one of the compilers lacks (an include, a builtin, a word), and nobody with that vendor's GPU
-//! is there to notice; a kernel spills registers. `make test-tools` fetches NVRTC, and installs clang and Debian's HIP runtime where it may.
+//! Likely faults are a source that uses something one of the compilers lacks (an include, a builtin, a keyword), which nobody without that vendor's
+//! GPU would notice, and a kernel that spills registers. `make test-tools` fetches NVRTC, and installs clang and Debian's HIP runtime if it may.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -10,9 +10,9 @@ use kernels::gpu::{CompileOptions, Compiler, GpuError, PRELUDE, SOURCES, Vendor}
 
 use crate::on_fake::scratch;
 
-/// The compiler, or a line that says what is missing.
+/// Returns the compiler, or prints what is missing.
 fn compiler(vendor: Vendor) -> Option<Compiler> {
-    // Where .ci/test-tools.sh puts NVRTC.
+    // `.ci/test-tools.sh` puts NVRTC here.
     let fetched: PathBuf = Path::new(env!("CARGO_TARGET_TMPDIR"))
         .parent()
         .expect("target/tmp has a parent")
@@ -134,18 +134,18 @@ fn every_source_compiles_with_clang_for_amd_and_spills_no_register() {
                 .arg(&path)
                 .output()
                 .unwrap();
-            let said = String::from_utf8_lossy(&output.stderr);
+            let printed = String::from_utf8_lossy(&output.stderr);
             assert!(
                 output.status.success(),
-                "{clang}, {name} for {arch}:\n{said}"
+                "{clang}, {name} for {arch}:\n{printed}"
             );
-            let spills: Vec<&str> = said
+            let spills: Vec<&str> = printed
                 .lines()
                 .filter(|l| l.contains("VGPRs Spill:"))
                 .collect();
             assert!(
                 !spills.is_empty(),
-                "{name}: clang does not say what kernels use:\n{said}"
+                "{name}: clang does not say what kernels use:\n{printed}"
             );
             for line in spills {
                 assert!(

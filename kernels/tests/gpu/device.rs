@@ -1,4 +1,4 @@
-//! The tests' GPU: the first one, or a line that says why there is none.
+//! The GPU of the tests: the first one, or a line that says why there is none.
 
 use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ pub(crate) const HYPER: Hyper = Hyper {
     grad_scale: 0.37,
 };
 
-/// A GPU that one test has for itself: giving memory back waits for all work of the device, also for that of other tests.
+/// A GPU for one test at a time: freeing memory waits for all work of the device, including that of other tests.
 pub(crate) struct TestGpu {
     gpu: Gpu,
     _alone: MutexGuard<'static, ()>,
@@ -31,7 +31,7 @@ impl Deref for TestGpu {
     }
 }
 
-/// The first GPU. None where there is none; a GPU that fails is a failure.
+/// Returns the first GPU, `None` if there is none. A GPU that fails is a failure of the test.
 pub(crate) fn gpu() -> Option<TestGpu> {
     static ALONE: Mutex<()> = Mutex::new(());
     match Gpu::open(0) {
@@ -49,14 +49,14 @@ pub(crate) fn gpu() -> Option<TestGpu> {
     }
 }
 
-/// A tile on the device, each part with bytes of 0xAB around it that nothing may write.
+/// A tile on the device, each part surrounded by bytes of 0xAB that must not be written.
 pub(crate) struct DeviceTile {
     pub(crate) param: DeviceBuffer,
     pub(crate) state: DeviceBuffer,
     pub(crate) grad: DeviceBuffer,
 }
 
-/// Where a part starts in its buffer; a multiple of 64 and not of 128.
+/// Offset of a part in its buffer; a multiple of 64 and not of 128.
 pub(crate) const PART_AT: usize = 192;
 
 const AROUND: u8 = 0xAB;
@@ -82,7 +82,7 @@ impl DeviceTile {
         }
     }
 
-    /// Waits, and brings the tile back.
+    /// Waits, and downloads the tile.
     pub(crate) fn take(&self, gpu: &Gpu, stream: &Stream, like: &OwnedTile) -> OwnedTile {
         let mut tile = OwnedTile::zeroed(like.master, like.elems);
         get(gpu, stream, &self.param, &mut tile.param);
@@ -102,7 +102,7 @@ fn get(gpu: &Gpu, stream: &Stream, from: &DeviceBuffer, to: &mut [u8]) {
     to.copy_from_slice(inner);
 }
 
-/// Bytes on the device, at `offset_bytes` of a buffer of their own.
+/// Uploads bytes to `offset_bytes` of a buffer of their own.
 pub(crate) fn uploaded(
     gpu: &Gpu,
     stream: &Stream,
@@ -115,7 +115,7 @@ pub(crate) fn uploaded(
     buffer
 }
 
-/// `len` bytes of a buffer.
+/// Downloads `len` bytes of a buffer.
 pub(crate) fn downloaded(
     gpu: &Gpu,
     stream: &Stream,

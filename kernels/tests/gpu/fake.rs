@@ -1,10 +1,9 @@
-//! The tests of this directory hold without a GPU too, on a fake driver that runs kernels on the CPU.
+//! Runs the tests of this directory without a GPU, on a fake driver that runs kernels on the CPU.
 //!
-//! What could go wrong: an argument is passed in another order or size, an offset is wrong, a wait is forgotten, an operation of a kernel
-//! is not that of the definition; and all of it shows only on a machine nobody has at hand. `fake/driver.cc` has the functions of
-//! the driver and the run-time compiler that we call, under CUDA's and under HIP's names; what is enqueued there runs only when it is
-//! waited for. This program runs itself with the fake driver first among the libraries. What a GPU's compiler makes of a kernel is not seen
-//! here.
+//! This finds arguments in the wrong order or size, wrong offsets, missing waits and kernel operations that differ from the definition, which
+//! otherwise show only on a machine with a GPU. `fake/driver.cc` has the functions of the driver and the run-time compiler that we call, under CUDA's
+//! and HIP's names. Enqueued work runs there only when it is waited for. This program runs itself with the fake driver first in the library path. It
+//! does not show what a GPU's compiler makes of a kernel.
 
 use std::path::Path;
 
@@ -27,7 +26,7 @@ fn the_tests_of_a_gpu_hold_on_a_fake_cuda() {
 #[test]
 fn the_tests_of_a_gpu_hold_on_a_fake_hip() {
     let libraries = ["libamdhip64.so.7", "libhiprtc.so.7"];
-    // The kernels are those of the other test.
+    // The kernels are tested in another test.
     let tests = [
         "memory::",
         "streams::",

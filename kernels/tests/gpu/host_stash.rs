@@ -1,8 +1,7 @@
-//! Contents that wait in host memory come back as they were.
+//! Tests that contents stored in host memory come back unchanged.
 //!
-//! What could go wrong: a copy leaves before what it copies is written, or a buffer or host memory is written over before a copy
-//! has left; what comes back is used before it is there. The fake driver runs what is enqueued only when it is waited for, so a
-//! forgotten wait shows as other bytes.
+//! Likely faults are a copy that starts before its source is written, a buffer or host memory that is overwritten before its copy has ended, and
+//! contents used before they have arrived. The fake driver runs enqueued work only when it is waited for, so a missing wait shows as other bytes.
 
 use kernels::gpu::{Gpu, HostStash, Stream};
 
@@ -10,7 +9,7 @@ use crate::device::{downloaded, gpu};
 
 const PIECE_BYTES: usize = 100_000;
 
-/// Fills the next room with `byte` on `stream` and puts it away.
+/// Fills the next buffer with `byte` on `stream` and stores it.
 fn put(gpu: &Gpu, host_stash: &mut HostStash, stream: &Stream, piece: usize, byte: u8) {
     let source = gpu.alloc(PIECE_BYTES).unwrap();
     let ready = gpu.stream().unwrap();
@@ -19,7 +18,7 @@ fn put(gpu: &Gpu, host_stash: &mut HostStash, stream: &Stream, piece: usize, byt
     let room = host_stash.room(stream).unwrap();
     stream.copy(source.at(0), room.at(0), PIECE_BYTES).unwrap();
     host_stash.put(piece, stream).unwrap();
-    // Freeing waits for the device, which would hide what is tested.
+    // Freeing waits for the device, which would hide a missing wait.
     std::mem::forget(source);
 }
 
@@ -52,7 +51,7 @@ fn pieces_come_back_as_they_were_put_pass_after_pass() {
         let mut taken = Vec::new();
         for piece in (0..pieces).rev() {
             taken.push((piece, take(&gpu, &mut host_stash, &compute, piece)));
-            // The next one comes while this one is used; on every second pass nobody asks for it early.
+            // The next piece arrives while this one is used; on every second pass nobody fetches it early.
             if piece > 0 && pass % 2 == 0 {
                 host_stash.fetch(piece - 1).unwrap();
             }

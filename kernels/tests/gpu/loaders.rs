@@ -1,6 +1,6 @@
-//! A machine without a GPU, without libraries, or with a library that has no device gets an error that says so.
+//! Tests the errors on a machine without a GPU, without libraries, or with a library that has no device.
 //!
-//! What could go wrong: a loader panics, hangs, or answers "not found" without naming what it looked for, so that nobody can mend it.
+//! A loader must not panic or hang, and must name everything that it looked for.
 
 use kernels::gpu::{Gpu, GpuError};
 

@@ -1,5 +1,5 @@
-//! Tests of the GPU: `cargo test -p kernels --test gpu -- --show-output`. Without one each prints that it skips; the loaders' answers are
-//! tested then.
+//! Tests of the GPU: `cargo test -p kernels --test gpu -- --show-output`. Without a GPU each prints that it skips, and the errors of the loaders are
+//! tested instead.
 
 mod adamw;
 mod compile;

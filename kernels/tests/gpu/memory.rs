@@ -1,7 +1,7 @@
-//! Bytes arrive where they should, and memory that is given back is free again.
+//! Tests that bytes arrive at their places and that freed memory is available again.
 //!
-//! What could go wrong: a piece lands at another offset, a copy is still going on when the call returns, a range beyond a buffer is
-//! taken, pinned memory stays pinned, device memory leaks.
+//! Likely faults are a piece at a wrong offset, a copy still running when the call returns, an accepted range beyond a buffer, memory that stays
+//! pinned, and leaked device memory.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn pieces_arrive_at_their_offsets_both_ways() {
     let (second, third) = rest.split_at(MIB);
     let buffer = gpu.alloc(bytes.len()).unwrap();
     assert_eq!(buffer.bytes(), bytes.len());
-    // Not in order, and one of no length.
+    // Unordered pieces, one of them empty.
     let pieces = [
         (12_345 + MIB, third),
         (0, first),
@@ -100,10 +100,10 @@ fn copies_enqueued_before_a_panic_are_done_when_it_is_caught() {
     let stream = gpu.stream().unwrap();
     let buffer = gpu.alloc(MIB).unwrap();
     let mut bytes = vec![1; MIB];
-    // The second piece does not fit; the first is on its way then.
+    // The second piece does not fit; the first is already in flight then.
     let pieces = [(0, &bytes[..]), (MIB, &bytes[..1])];
     catch_unwind(AssertUnwindSafe(|| gpu.upload(&stream, &buffer, &pieces))).unwrap_err();
-    // The bytes are the caller's again.
+    // The bytes belong to the caller again.
     bytes.fill(2);
     assert!(downloaded(&gpu, &stream, &buffer, 0, MIB) == vec![1; MIB]);
 }
@@ -112,13 +112,13 @@ fn copies_enqueued_before_a_panic_are_done_when_it_is_caught() {
 fn memory_given_back_is_free_again() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
-    // Far more than the device has, were it not given back.
+    // Far more than the device has, unless it is freed.
     let bytes = (gpu.info().memory_bytes / 16) as usize;
     for _ in 0..40 {
         let buffer = gpu.alloc(bytes).unwrap();
         let clone = buffer.clone();
         drop(buffer);
-        // The clone keeps it; it is dropped with work in flight.
+        // The clone keeps the memory, and is dropped with work in flight.
         stream.fill_zero(clone.at(0), bytes).unwrap();
     }
     stream.synchronize().unwrap();

@@ -1,8 +1,7 @@
-//! The norm, the sum and the cast on the GPU have the bits of those on the CPU.
+//! Tests that the norm, the sum and the cast on the GPU give the same bits as on the CPU.
 //!
-//! What could go wrong: the norm is added in another order, a tail is dropped or added twice, lanes are folded otherwise, a NaN is
-//! handed on as another one; a cast rounds otherwise at one of its turning points (all are tried), or the path for whole words is taken
-//! where the two sides are not aligned alike.
+//! Likely faults are another order of addition, a tail dropped or added twice, lanes folded differently, a NaN that becomes another one, a cast that
+//! rounds differently at one of its turning points (all are tried), and wide accesses where the two sides have different alignment.
 
 use kernels::gpu::sum_squares_scratch_bytes;
 use kernels::reduce::{GradType, accumulate, store_grad, sum_squares};
@@ -18,7 +17,7 @@ fn hard(grad_type: GradType, elems: usize, random: &mut Random) -> AlignedBytes 
     bytes
 }
 
-/// Numbers without infinities and NaNs, so that every addition counts.
+/// Returns numbers without infinities and NaNs, so that every addition counts.
 fn finite(grad_type: GradType, elems: usize, random: &mut Random) -> AlignedBytes {
     let numbers: Vec<f32> = (0..elems).map(|_| random.normal()).collect();
     let mut bytes = AlignedBytes::zeroed(elems * grad_type.elem_bytes());
@@ -47,7 +46,7 @@ fn the_norm_has_the_cpus_bits_at_every_length() {
                 finite(grad_type, elems, &mut random),
                 hard(grad_type, elems, &mut random),
             ] {
-                // Gradients of a tensor start anywhere in their unit's buffer.
+                // Gradients of a tensor may start anywhere in their unit's buffer.
                 let offset_bytes = 3 * grad_type.elem_bytes();
                 let grad = uploaded(&gpu, &stream, offset_bytes, &bytes);
                 let scratch = gpu.alloc(sum_squares_scratch_bytes(elems)).unwrap();
@@ -90,7 +89,7 @@ fn sums_have_the_cpus_bits_wherever_they_start() {
                 let mut sum: Vec<f32> = (0..elems).map(|_| random.hard_f32()).collect();
                 let (sum_at, x_at) = (4 * sum_at, x_type.elem_bytes() * x_at);
                 let x_there = uploaded(&gpu, &stream, x_at, &x);
-                // One more element behind it, which must stay.
+                // One more element follows, which must not change.
                 let mut framed = AlignedBytes::of_f32(&sum).to_vec();
                 framed.extend([0xAB; 4]);
                 let sum_there = uploaded(&gpu, &stream, sum_at, &framed);
@@ -121,7 +120,7 @@ fn casts_have_the_cpus_bits_at_every_turning_point() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     let kernels = gpu.kernels().unwrap();
-    // Every upper half of a fp32 with the lower halves at which a rounding to bf16 or fp16 turns, and some between.
+    // Every upper half of an fp32, with the lower halves at which a rounding to bf16 or fp16 changes, and some between.
     let lower = [
         0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2FFF, 0x3000, 0x3001, 0x5555, 0x7FFF, 0x8000,
         0x8001, 0xFFFF,
@@ -137,7 +136,7 @@ fn casts_have_the_cpus_bits_at_every_turning_point() {
             (0, 1, 7),
             (0, 0, 0),
         ] {
-            // The short ones start where the special numbers are.
+            // The short slices start at the special numbers.
             let from = if elems == all.len() {
                 &all[..]
             } else {

@@ -1,7 +1,6 @@
-//! Streams run beside each other, events put them in order, and errors of the compiler say what is wrong.
+//! Tests that streams run concurrently, that events order them, and that compiler errors name the fault.
 //!
-//! What could go wrong: a wait is forgotten or made on the wrong side, so that a copy sees bytes from before; an event says it is done
-//! too early.
+//! Likely faults are a wait that is missing or on the wrong stream, so that a copy sees old bytes, and an event that is reported too early.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +8,7 @@ use kernels::gpu::{CompileOptions, DeviceBuffer, Gpu, GpuError, Stream};
 
 use crate::device::{downloaded, gpu};
 
-/// Bytes of one copy: some tens of microseconds of a GPU's memory.
+/// Bytes of one copy, which takes some tens of microseconds of a GPU's memory bandwidth.
 fn copy_bytes(gpu: &Gpu) -> usize {
     (gpu.info().memory_bytes as usize / 1024).min(64 << 20)
 }
@@ -25,7 +24,7 @@ fn enqueue_long_work(gpu: &Gpu, stream: &Stream, buffer: &DeviceBuffer, last: &D
     stream
         .copy(last.at(0), buffer.at(0), copy_bytes(gpu))
         .unwrap();
-    // Kept until the work is done by whoever synchronises: freeing waits for the device, which would hide what is tested.
+    // Kept until the caller has synchronized: freeing waits for the device, which would hide a missing wait.
     std::mem::forget(other);
 }
 

@@ -1,7 +1,7 @@
-//! A tile updated through the GPU has the bytes of one updated on the CPU, whoever else is updating.
+//! Tests that a tile updated through the GPU has the same bytes as one updated on the CPU, with other updaters at work.
 //!
-//! What could go wrong: a part of the tile is not brought back, or brought back before it is stepped; parts without weight decay get it;
-//! two threads' updaters share memory; elements of no part are changed.
+//! Likely faults are a part of the tile that is not downloaded, or downloaded before its step, weight decay on parts without it, device memory shared
+//! by two updaters, and changed elements outside all parts.
 
 use kernels::adamw::{Hyper, Master, step_range};
 use kernels::gpu::TileUpdater;
@@ -43,7 +43,7 @@ fn a_tile_updated_on_the_gpu_has_the_cpus_bytes() {
         let mut updater = TileUpdater::new(&gpu, master, 100_003).unwrap();
         for elems in [100_003, 1, 4096, 77] {
             let before = OwnedTile::hard(master, elems, &mut random);
-            // A gap before the last part: those elements must stay.
+            // A gap before the last part: its elements must not change.
             let parts = [
                 (0..elems / 3, true),
                 (elems / 3..elems / 2, false),

@@ -1,4 +1,4 @@
-//! What the test programs of this package share: memory aligned as an arena's slots are, and numbers that are hard on arithmetic.
+//! Helpers of this package's test programs: memory aligned like an arena's slots, and numbers that expose arithmetic faults.
 
 use kernels::adamw::{Master, Tile, state_tile_bytes};
 use std::ops::{Deref, DerefMut};
@@ -92,7 +92,7 @@ impl OwnedTile {
         }
     }
 
-    /// Every plane is filled with hard numbers, also such as training never meets (a negative variance).
+    /// Fills every plane with special numbers, including some that training never has (a negative variance).
     pub(crate) fn hard(master: Master, elems: usize, random: &mut Random) -> Self {
         let mut tile = Self::zeroed(master, elems);
         random.fill_hard(&mut tile.param, master.param_bytes());
@@ -115,7 +115,7 @@ impl OwnedTile {
         }
     }
 
-    /// The first element that differs, with its bytes on both sides.
+    /// Finds the first element that differs and prints its bytes on both sides.
     pub(crate) fn assert_same_bits(&self, other: &Self, what: &str) {
         for (name, a, b) in [
             ("param", &self.param, &other.param),
@@ -139,7 +139,7 @@ impl OwnedTile {
     }
 }
 
-/// fp32 numbers at which arithmetic turns.
+/// fp32 numbers at which roundings and comparisons change.
 pub(crate) const SPECIAL_F32: [u32; 20] = [
     0x0000_0000, // 0
     0x8000_0000, // -0
@@ -184,17 +184,17 @@ impl Random {
         (self.bits() % end as u64) as usize
     }
 
-    /// Evenly within -1..1.
+    /// Returns a number evenly distributed in -1..1.
     pub(crate) fn even(&mut self) -> f32 {
         (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
     }
 
-    /// Roughly normal, deviation 1.
+    /// Returns a number that is roughly normal with deviation 1.
     pub(crate) fn normal(&mut self) -> f32 {
         (0..12).map(|_| self.even()).sum::<f32>() / 2.0
     }
 
-    /// One in eight special, one in four any bits, the rest near 1 in magnitude.
+    /// Returns a special number in one of eight cases, random bits in one of four, and otherwise a number near 1 in magnitude.
     pub(crate) fn hard_f32(&mut self) -> f32 {
         match self.below(8) {
             0 => f32::from_bits(SPECIAL_F32[self.below(SPECIAL_F32.len())]),

@@ -1,4 +1,4 @@
-//! Runs tests of the program it is part of once more, on a fake GPU driver (`tests/gpu/fake`).
+//! Runs tests of the program that contains it again, on a fake GPU driver (`tests/gpu/fake`).
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 
 use tempfile::TempDir;
 
-/// Tells the fake driver where its own library lies, for the kernels it compiles.
+/// Variable that tells the fake driver the path of its own library, for the kernels it compiles.
 pub(crate) const DRIVER: &str = "KERNELS_FAKE";
 
-/// What a test prints of the device that the fake of CUDA has.
+/// Device information that a test prints with the fake of CUDA.
 pub(crate) const CUDA_INFO: &str = "vendor: Cuda, index: 0, name: \"fake\"";
 
-/// A directory for a test's files: cargo's, or the system's where this program was carried to another machine.
+/// Makes a directory for a test's files: cargo's, or the system's if this program was copied to another machine.
 pub(crate) fn scratch() -> TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))
         .or_else(|_| tempfile::tempdir())
         .unwrap()
 }
 
-/// Builds the fake driver, of which `source` is the directory, as `libraries`, which are one file, runs `tests` of this program with
-/// it and looks for `info`, which a test prints of its device. At least `passed_min` of them must be there.
+/// Builds the fake driver from the directory `source` as `libraries`, which are one file, runs `tests` of this program with it, and looks for `info`,
+/// which a test prints about its device. At least `passed_min` tests must have run.
 pub(crate) fn run_on_fake(
     source: &Path,
     libraries: &[&str],
@@ -54,8 +54,8 @@ pub(crate) fn run_on_fake(
             return;
         }
     };
-    let said = String::from_utf8_lossy(&built.stderr);
-    assert!(built.status.success(), "{said}");
+    let printed = String::from_utf8_lossy(&built.stderr);
+    assert!(built.status.success(), "{printed}");
     symlink(libraries[0], dir.path().join(libraries[1])).unwrap();
     if libraries[0] != "libcuda.so.1" {
         // CUDA is asked first; an empty file of its name hides a real one.
@@ -67,7 +67,7 @@ pub(crate) fn run_on_fake(
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(tests)
         .arg("--show-output")
-        // Spilled registers are a GPU's matter.
+        // Spilled registers occur only on a GPU.
         .args(["--skip", "no_kernel_spills_registers"])
         .env("LD_LIBRARY_PATH", dir.path())
         .env(DRIVER, dir.path().join(libraries[0]))
@@ -88,7 +88,7 @@ pub(crate) fn run_on_fake(
     assert!(passed >= passed_min, "only {passed} tests ran:\n{output}");
 }
 
-/// None if it had to be killed: the work of a stream never came to an end.
+/// Waits for the process; `None` if it had to be killed, because the work of a stream never ended.
 fn wait_at_most(limit: Duration, child: &mut Child) -> Option<ExitStatus> {
     let start = Instant::now();
     while start.elapsed() < limit {

@@ -1,7 +1,7 @@
-//! How fast the fused kernels, and the products and attention between them, run on a GPU, at the sizes of a model of 1.345 G parameters.
+//! Measures the fused kernels, and the matrix products and attention between them, on a GPU, at the sizes of a model of 1.345 G parameters.
 //!
-//! `cargo run --release -p kernels-torch --example fused_speed`. A kernel bound by memory should reach some 80 % of what the
-//! memory gives (4.8 TB/s on an H200).
+//! `cargo run --release -p kernels-torch --example fused_speed`. A kernel bound by memory should reach some 80 % of the memory's bandwidth (4.8 TB/s
+//! on an H200).
 
 use std::process::{Command, ExitCode};
 
@@ -21,13 +21,13 @@ const WORDS: i64 = 32000;
 /// Rows of logits at a time.
 const LOGIT_ROWS: i64 = 2048;
 const REPEATS: usize = 20;
-/// Calls in a row, so that the host's share of a short one is hidden behind the one before.
+/// Consecutive calls, so that the host's time for a short call is hidden behind the call before.
 const CALLS: usize = 10;
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 
 fn main() -> ExitCode {
-    // cuBLAS reads it when it starts, so it has to be there before.
+    // cuBLAS reads the variable when it starts, so it must be set before.
     if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
         let program = std::env::current_exe().expect("a program knows its own name");
         let status = Command::new(program)

@@ -200,10 +200,10 @@ mod tests {
             check_workspace(good.to_owned()).unwrap();
         }
         for bad in ["", ":4096:2:16:8", "4096:8"] {
-            let said = check_workspace(bad.to_owned()).unwrap_err().to_string();
-            assert!(said.contains(CUBLAS_WORKSPACE), "{said}");
-            assert!(said.contains(&format!("\"{bad}\"")), "{said}");
-            assert!(said.contains(":4096:8"), "{said}");
+            let error_text = check_workspace(bad.to_owned()).unwrap_err().to_string();
+            assert!(error_text.contains(CUBLAS_WORKSPACE), "{error_text}");
+            assert!(error_text.contains(&format!("\"{bad}\"")), "{error_text}");
+            assert!(error_text.contains(":4096:8"), "{error_text}");
         }
     }
 
@@ -213,10 +213,13 @@ mod tests {
         match load_gpu_half() {
             Ok(()) => assert!(!dirs_of_loaded("libtorch_").is_empty()),
             Err(error) => {
-                let said = error.to_string();
+                let error_text = error.to_string();
                 let beside = dirs_of_loaded("libtorch_cpu.so");
-                assert!(said.contains("libtorch_cuda.so"), "{said}");
-                assert!(said.contains(&beside[0].display().to_string()), "{said}");
+                assert!(error_text.contains("libtorch_cuda.so"), "{error_text}");
+                assert!(
+                    error_text.contains(&beside[0].display().to_string()),
+                    "{error_text}"
+                );
             }
         }
     }

@@ -102,7 +102,6 @@ impl Fused {
     ///
     /// # Errors
     /// Out of memory, or the launch failed.
-    /// Out of memory, or the launch failed.
     pub fn rms_norm(
         &self,
         x: &Tensor,
@@ -139,7 +138,6 @@ impl Fused {
     /// weight's. `beside` is added to the input's gradient, after rounding.
     ///
     /// # Errors
-    /// Out of memory, or a launch failed.
     /// Out of memory, or a launch failed.
     pub fn rms_norm_backward(
         &self,
@@ -209,7 +207,6 @@ impl Fused {
     /// `to` may be `from`.
     ///
     /// # Errors
-    /// The launch failed.
     /// The launch failed.
     pub fn rotary(
         &self,
@@ -297,7 +294,6 @@ impl Fused {
     ///
     /// # Errors
     /// The launch failed.
-    /// The launch failed.
     pub fn gated_backward(
         &self,
         grad: &mut Tensor,
@@ -317,7 +313,6 @@ impl Fused {
     /// the gradient of `weight` times the sum of the losses.
     ///
     /// # Errors
-    /// The launch failed.
     /// The launch failed.
     pub fn cross_entropy(
         &self,

@@ -1,5 +1,4 @@
-// What every C++ shim wraps its functions in: an exception becomes its text, NULL when all went well. The text is freed with
-// offload_free_message.
+// Wraps the functions of every C++ shim: an exception becomes its text, NULL means success. Free the text with offload_free_message.
 #pragma once
 
 #include <cstdlib>
@@ -12,7 +11,7 @@ namespace {
 
 char *copy_message(const char *text) {
     char *copy = strdup(text);
-    // Without memory for the message NULL would read as success.
+    // Without memory for the message, NULL would mean success.
     if (copy == nullptr) std::abort();
     return copy;
 }

@@ -34,7 +34,7 @@ DEVICE void cross_entropy(typename Type::Stored *logits, const long long *target
             sum *= exp_f32(largest - most);
             largest = most;
         }
-        // So far only -infinity: its exponential is 0, not e^(-infinity + infinity).
+        // All values so far are -infinity: their exponential is 0, not e^(-infinity + infinity).
         float base = largest == below_all ? 0.0f : largest;
 #pragma unroll
         for (int i = 0; i < N; i++) sum += exp_f32(x[i] - base);

@@ -1,8 +1,8 @@
 // A fake GPU driver and run-time compiler, on host memory, for tests without a GPU: the functions our table takes under
 // CUDA's names, and with FAKE_HIP under HIP's.
 //
-// It is as lazy as a device may be: what is enqueued runs only when somebody waits for it, so a forgotten wait shows. Kernels are
-// compiled with the C++ compiler of this machine and run thread by thread. One lock around everything.
+// Work is enqueued and runs only when somebody waits for it, as late as a device may run it, so a missing wait shows. Kernels are compiled with the
+// C++ compiler of this machine and run thread by thread. One lock covers everything.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -59,7 +59,7 @@ void run_until(const std::shared_ptr<Event> &event) {
     while (event->recorded && !event->done) run_next(event->stream);
 }
 
-// Whether a range lies within one allocation: what a device would answer with an illegal address.
+// Whether a range lies within one allocation; a device would report an illegal address otherwise.
 bool allocated(unsigned long long address, size_t bytes) {
     auto after = memory.upper_bound(address);
     if (after == memory.begin()) return false;
@@ -97,7 +97,7 @@ StandInIndex threadIdx, blockIdx, blockDim, gridDim;
 void fake_rendezvous() { swapcontext(&fibers[running]->context, &scheduler); }
 
 unsigned fake_exchange(unsigned value, unsigned from_thread) {
-    // Two places, so that who is ahead by one exchange does not overwrite what others still read.
+    // Two places, so that a thread that is ahead by one exchange does not overwrite values that others still read.
     unsigned *places = exchanged[fibers[running]->turn++ % 2];
     places[threadIdx.x] = value;
     fake_rendezvous();
@@ -132,7 +132,7 @@ static void run_block(unsigned threads) {
 
 API cuInit(unsigned) { return 0; }
 API cuDriverGetVersion(int *version) { return *version = 13000, 0; }
-// One, or as many as a test of several ranks asks for; a process of such a test uses one of them.
+// One device, or as many as a test of several ranks asks for; each process of such a test uses one of them.
 static int devices() {
     const char *count = getenv("KERNELS_FAKE_GPUS");
     return count ? atoi(count) : 1;
@@ -232,7 +232,7 @@ API cuStreamCreate(size_t *handle, unsigned) {
 }
 API cuStreamDestroy_v2(size_t handle) {
     LOCK;
-    // Not deleted: an event may name it. Work that is left runs first.
+    // Not deleted, because an event may refer to it. Remaining work runs first.
     run_all(stream_of(handle));
     streams.erase(stream_of(handle));
     return 0;
@@ -274,7 +274,7 @@ API cuEventQuery(size_t handle) {
     LOCK;
     auto event = event_of(handle);
     if (event->done) return 0;
-    // A little happens at each question, so that who only asks comes to an end.
+    // Some work runs at each query, so that a caller that only queries reaches the end.
     run_next(event->stream);
     return NOT_READY;
 }
@@ -295,7 +295,7 @@ API cuEventElapsedTime(float *ms, size_t start, size_t end) {
 struct StandInModule {
     void *library;
 };
-struct StandInFunction {
+struct FakeFunction {
     void (*call)(void **);
     std::vector<size_t> argument_bytes;
 };
@@ -316,7 +316,7 @@ API cuModuleGetFunction(size_t *handle, size_t module, const char *name) {
     if (!call || !bytes) return NOT_FOUND;
     size_t all[64];
     size_t count = bytes(all);
-    *handle = reinterpret_cast<size_t>(new StandInFunction{call, std::vector<size_t>(all, all + count)});
+    *handle = reinterpret_cast<size_t>(new FakeFunction{call, std::vector<size_t>(all, all + count)});
     return 0;
 }
 API cuFuncGetAttribute(int *value, int, size_t) { return *value = 0, 0; }
@@ -324,7 +324,7 @@ API cuLaunchKernel(size_t handle, unsigned gx, unsigned gy, unsigned gz, unsigne
                    size_t stream, void **places, void **) {
     LOCK;
     if (gx == 0 || gy != 1 || gz != 1 || bx == 0 || bx > 1024 || by != 1 || bz != 1) return INVALID_VALUE;
-    auto *function = reinterpret_cast<StandInFunction *>(handle);
+    auto *function = reinterpret_cast<FakeFunction *>(handle);
     // Arguments are copied when a kernel is launched, as a driver does.
     std::vector<std::vector<char>> copies;
     for (size_t i = 0; i < function->argument_bytes.size(); i++) {
@@ -344,7 +344,7 @@ API cuLaunchKernel(size_t handle, unsigned gx, unsigned gy, unsigned gz, unsigne
         }
     });
 #ifdef FAKE_EAGER
-    // For tests whose other operations run at once: torch's on the CPU.
+    // For tests whose other operations run immediately: torch's on the CPU.
     run_all(stream_of(stream));
 #endif
     return 0;
@@ -383,7 +383,7 @@ API nvrtcCompileProgram(size_t handle, int count, const char *const *options) {
         file << "#include \"" << KERNEL_HEADER << "\"\nextern int fake_source_starts;\n" << program->source << "\n";
     }
     std::string cxx = compiler && *compiler ? compiler : "c++";
-    // Kernels' names are taken where macros are expanded: some are put together by macros.
+    // Kernel names are collected where macros are expanded, because some names are composed by macros.
     if (system((cxx + " -std=c++17 -E -P" + flags + " -o '" + base + ".ii' '" + base + ".cc' 2> /dev/null").c_str()) == 0) {
         std::string expanded = text_of(base + ".ii");
         expanded.erase(0, expanded.find("fake_source_starts"));
@@ -456,7 +456,7 @@ extern "C" __attribute__((visibility("default"))) const char *hipGetErrorString(
     const char *text;
     return cuGetErrorString(code, &text), text;
 }
-// As large as ROCm 6 has it, and the architecture's name where that has it.
+// The structure has the size and the place of the architecture's name of ROCm 6.
 API hipGetDevicePropertiesR0600(char *properties, int) {
     memset(properties, 0, 1472);
     strcpy(properties, "fake");

@@ -1,4 +1,4 @@
-// Put before a kernel source to run it on the CPU: CUDA's words and functions, as far as the sources use them, in C++.
+// Prepended to a kernel source to run it on the CPU: defines the CUDA keywords and functions that the sources use in C++.
 //
 // A thread of a block is a fiber (driver.cc). A barrier and a shuffle let all others of the block run up to the same point.
 #include <cmath>
@@ -37,7 +37,7 @@ static inline float __uint_as_float(unsigned bits) { return fake_bits<float>(bit
 static inline long long __double_as_longlong(double x) { return fake_bits<long long>(x); }
 static inline double __longlong_as_double(long long bits) { return fake_bits<double>(bits); }
 
-// Calls a kernel with arguments taken from a launch's list of places; the fake driver adds one such function a kernel.
+// Calls a kernel with arguments from a launch's list of places; the fake driver adds one such function per kernel.
 template <class... Args, size_t... At>
 static void fake_call(void (*kernel)(Args...), void **places, std::index_sequence<At...>) {
     kernel(*static_cast<Args *>(places[At])...);

@@ -1,4 +1,4 @@
-//! How the ranks of a run connect: heartbeats first, so that a missing rank is named; then Gloo.
+//! Connects the ranks of a run: heartbeats first, so that a missing rank is named; then Gloo.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::heartbeat::{DirHeartbeatStore, Heartbeat, TcpHeartbeatStore};
 use super::{CollectiveError, Rendezvous, Timeouts, World};
 
 /// Interval of checks for dead ranks during other waits.
-pub(super) const LOOK: Duration = Duration::from_millis(50);
+pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A rank's connections. Dropped in this order.
 pub(super) struct Connected {
@@ -137,7 +137,7 @@ fn meet(
             if left(deadline).is_zero() {
                 return Err(absent(heartbeat.absent(), timeouts, place));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK_INTERVAL);
         }
         // All ranks are there, so connecting is quick unless a rank has just stopped.
         let last = deadline.max(Instant::now() + timeouts.attribute());
@@ -178,7 +178,7 @@ pub(super) fn attribute(
         if left(until).is_zero() {
             return None;
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(CHECK_INTERVAL);
     }
 }
 
@@ -209,7 +209,7 @@ fn bounded<T: Send + 'static>(
     // Slightly longer than the timeout of `f`, whose own error is more specific.
     let deadline = deadline + Duration::from_secs(1);
     loop {
-        match receiver.recv_timeout(LOOK) {
+        match receiver.recv_timeout(CHECK_INTERVAL) {
             Ok(result) => return Some(result),
             Err(mpsc::RecvTimeoutError::Disconnected) => {
                 panic!("connecting panicked")
@@ -286,15 +286,6 @@ mod tests {
         beat: Duration::from_millis(100),
     };
 
-    fn world(rank: u32) -> World {
-        World {
-            rank,
-            ranks: 2,
-            local_rank: rank,
-            local_ranks: 2,
-        }
-    }
-
     #[test]
     fn ranks_meet_in_a_store_that_a_launcher_runs_also_when_it_starts_them_again() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
@@ -311,7 +302,7 @@ mod tests {
         };
         let meet = |restart: u32| -> Vec<Comm> {
             let connect =
-                |rank| move || Comm::connect(world(rank), &at(restart), PATIENCE).unwrap();
+                |rank| move || Comm::connect(World::of_two(rank), &at(restart), PATIENCE).unwrap();
             std::thread::scope(|scope| {
                 let ranks = [0, 1].map(|rank| scope.spawn(connect(rank)));
                 ranks.map(|rank| rank.join().unwrap()).into()
@@ -333,7 +324,7 @@ mod tests {
         drop(launcher);
         let until = Instant::now() + Duration::from_secs(5);
         while comms[0].gone().is_none() && !left(until).is_zero() {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(CHECK_INTERVAL);
         }
         let gone = comms[0].gone();
         assert!(

@@ -16,7 +16,7 @@ pub enum CollectiveError {
     Environment {
         /// The variable.
         name: &'static str,
-        /// Its value.
+        /// Value of the variable.
         value: String,
         /// Why the value is invalid.
         problem: String,

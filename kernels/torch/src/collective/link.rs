@@ -3,7 +3,7 @@
 use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::connect::{Connected, LOOK, attribute, connect};
+use super::connect::{CHECK_INTERVAL, Connected, attribute, connect};
 use super::gloo::{Group, Operation, Store};
 use super::heartbeat::Heartbeat;
 use super::{CollectiveError, Rendezvous, Timeouts, World};
@@ -37,7 +37,7 @@ struct State {
 /// An operation in progress.
 pub(super) struct Started {
     op: Operation,
-    /// Its number.
+    /// Number of the operation.
     number: u64,
     name: String,
 }
@@ -113,7 +113,7 @@ impl Link {
         let began = Instant::now();
         let broken = self.lock().broken.clone();
         loop {
-            match started.op.wait(LOOK) {
+            match started.op.wait(CHECK_INTERVAL) {
                 Some(Ok(())) => return Ok(()),
                 Some(Err(message)) => return Err(self.fail(&started.name, message)),
                 None => {}

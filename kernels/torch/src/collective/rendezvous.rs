@@ -1,4 +1,4 @@
-//! Where the ranks of a run meet: a directory on one node, or a TCP address.
+//! Meeting point of a run's ranks: a directory on one node, or a TCP address.
 
 use std::path::PathBuf;
 
@@ -9,7 +9,7 @@ use super::{CollectiveError, World};
 /// only.
 pub const DIR_VARIABLE: &str = "OFFLOADD_RENDEZVOUS";
 
-/// Where the ranks of a run meet.
+/// Meeting point of a run's ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rendezvous {
     /// One process: no rendezvous.

@@ -58,8 +58,7 @@ fn sum<T: Copy + Send + Sync>(
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: an order of addition that depends on threads or pieces, a rounding after each addition, a
-    //! lost tail.
+    //! Tests that the order of addition does not depend on threads or pieces, that the sum is rounded once, and that no tail is lost.
     use super::*;
     use proptest::prelude::*;
 

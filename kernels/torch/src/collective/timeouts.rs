@@ -1,8 +1,8 @@
-//! How long ranks wait for each other.
+//! Timeouts of ranks that wait for each other.
 
 use std::time::Duration;
 
-/// How long ranks wait for each other. All ranks of a run use the same values.
+/// Timeouts of ranks that wait for each other. All ranks of a run use the same values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Timeouts {
     /// Time for all ranks to come to the rendezvous. Ranks may start seconds apart.

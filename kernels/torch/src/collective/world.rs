@@ -81,6 +81,17 @@ impl World {
         })
     }
 
+    /// Rank `rank` of two ranks on one node.
+    #[cfg(test)]
+    pub(super) fn of_two(rank: u32) -> World {
+        World {
+            rank,
+            ranks: 2,
+            local_rank: rank,
+            local_ranks: 2,
+        }
+    }
+
     /// Whether all processes of the run are on this node.
     pub fn one_node(&self) -> bool {
         self.local_ranks == self.ranks

@@ -1,7 +1,7 @@
-//! The tests of GPUs together hold without a GPU too, on fakes of the driver and of NCCL: three ranks, each with its own.
+//! Runs the tests of several GPUs without a GPU, on fakes of the driver and of NCCL: three ranks, each with its own GPU.
 //!
-//! What could go wrong: an argument in another order or size, a result in another place, a stream that is not ended when a rank dies; and
-//! all of it shows only on machines nobody has at hand.
+//! This finds arguments in the wrong order or size, results at the wrong place, and streams that do not end when a rank dies, which otherwise show
+//! only on machines with several GPUs.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,7 +11,7 @@ const DIR: &str = "KERNELS_FAKE";
 #[test]
 fn the_tests_of_gpus_together_hold_on_a_fake() {
     if std::env::var_os(DIR).is_some() {
-        // In the child already.
+        // This process is already the child.
         return;
     }
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
@@ -52,8 +52,8 @@ fn the_tests_of_gpus_together_hold_on_a_fake() {
         .env("KERNELS_FAKE_GPUS", "3")
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{said}");
-    assert!(!said.contains("skipped: "), "{said}");
-    assert!(said.contains("all-gather on 3 GPUs"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    assert!(output.status.success(), "{printed}");
+    assert!(!printed.contains("skipped: "), "{printed}");
+    assert!(printed.contains("all-gather on 3 GPUs"), "{printed}");
 }

@@ -1,6 +1,6 @@
-//! What could go wrong: a rank dies, is stopped, gives up or hangs, and the others wait for ever, or blame another one.
+//! Tests that when a rank dies, is stopped, gives up or hangs, the others do not wait forever and name the right rank.
 //!
-//! One rank of three does so to itself; the others must return an error that names it, in time, from whatever they were waiting for.
+//! One rank of three does this to itself; the others must return an error that names it, in time, from whatever they were waiting for.
 
 use std::time::{Duration, Instant};
 
@@ -11,10 +11,10 @@ use tch::Kind;
 
 use crate::harness::{Meet, TIMEOUTS, all_succeed, connect, is_rank_of, run, signal_myself};
 
-/// Many of them, so that the network's own buffers do not swallow them.
+/// Many elements, so that the network's buffers do not hold them all.
 const ELEMS: usize = 3 << 20;
 
-/// One step of work together, twice over; errors as they come.
+/// Runs the operations of a step twice; errors are returned as they occur.
 fn work(comm: &Comm) -> Result<(), CollectiveError> {
     let buffer = |kind| HostBuffer::zeros(kind, ELEMS).unwrap();
     let gather = comm.all_gather_start(buffer(Kind::BFloat16), ELEMS)?;
@@ -25,8 +25,8 @@ fn work(comm: &Comm) -> Result<(), CollectiveError> {
     comm.barrier()
 }
 
-/// Rank `bad` does `act` after some steps; all others must fail with an error that `holds`, within `limit` of the last step that went
-/// well. `timeouts` is theirs.
+/// Rank `bad` runs `act` after some steps; all others must fail with an error for which `holds` is true, within `limit` of their last successful
+/// step. `timeouts` are those of the others.
 fn the_others_name(
     test: &str,
     meet: Meet,
@@ -50,7 +50,7 @@ fn the_others_name(
         let took = began.elapsed();
         assert!(holds(&error), "{error:?}");
         assert!(took < limit, "{took:?}: {error}");
-        // It stays broken, and says the same.
+        // The connection stays broken and returns the same error.
         assert_eq!(comm.barrier().unwrap_err(), error);
         drop(comm);
         let took = began.elapsed();
@@ -60,7 +60,7 @@ fn the_others_name(
     all_succeed(&run(test, 3, meet, &[]), |rank| rank != bad);
 }
 
-/// Less than the patience with an operation.
+/// Less than the time limit of an operation.
 const SOON: Duration = Duration::from_secs(15);
 
 #[test]

@@ -1,7 +1,7 @@
-//! What could go wrong between GPUs: a wrong count, place or format given to NCCL, an operation that starts before the stream has come to
-//! it, a stream that waits for ever for a rank that is gone.
+//! Tests collectives between GPUs: NCCL gets the right counts, places and formats, an operation starts only when its stream has reached it, and no
+//! stream waits forever for a dead rank.
 //!
-//! Runs with one rank, and with as many as there are GPUs; skips without one. Results are compared with Gloo's on the same bytes.
+//! Runs with one rank, and with as many as there are GPUs; skips without a GPU. Results are compared with Gloo's on the same bytes.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +16,7 @@ use crate::harness::{
 };
 use crate::values::filled;
 
-/// How many GPUs there are; prints what is missing when there is none.
+/// Returns the number of GPUs; prints what is missing if there is none.
 fn gpus(test: &str) -> Option<u32> {
     if is_rank_of(test) {
         return Some(1);
@@ -30,7 +30,7 @@ fn gpus(test: &str) -> Option<u32> {
     }
 }
 
-/// Elements of a shard that takes a GPU some time; the fake driver is slow.
+/// Elements of a shard that keeps a GPU busy for some time; the fake driver is slow.
 fn large() -> usize {
     match std::env::var_os("KERNELS_FAKE") {
         Some(_) => 70_000,
@@ -38,7 +38,7 @@ fn large() -> usize {
     }
 }
 
-/// This rank's GPU, a stream of its own, and the connection with the others.
+/// Returns this rank's GPU, a stream of its own, and the connection with the others.
 fn open(comm: &Comm) -> (Gpu, Stream, GpuComm) {
     let gpu = Gpu::open(comm.world().local_rank).unwrap();
     let stream = gpu.stream().unwrap();
@@ -59,7 +59,7 @@ fn downloaded(gpu: &Gpu, stream: &Stream, from: &DeviceBuffer) -> Vec<u8> {
     bytes
 }
 
-/// Sums of these are exact in every format, so they are the same in every order.
+/// Returns a number whose sums are exact in every format, and therefore the same in every order.
 fn small(rank: usize, elem: usize) -> f32 {
     ((rank * 5 + elem * 3) % 17) as f32 - 8.0
 }
@@ -141,7 +141,7 @@ fn operations_follow_the_order_of_their_stream() {
         let results: Vec<DeviceBuffer> = (0..20).map(|_| gpu.alloc(elems * 4).unwrap()).collect();
         let began = Instant::now();
         for result in &results {
-            // No wait of the host in between.
+            // The host does not wait in between.
             stream.copy(source.at(0), work.at(0), elems * 4).unwrap();
             gpus.all_gather(&stream, work.at(0), elems, 4).unwrap();
             stream.copy(work.at(0), result.at(0), elems * 4).unwrap();
@@ -181,14 +181,14 @@ fn a_killed_rank_ends_the_streams_of_the_others_and_is_named() {
         let elems = comm.world().ranks as usize * large();
         let buffer = gpu.alloc(elems * 4).unwrap();
         let began = Instant::now();
-        // NCCL itself would wait for ever.
+        // NCCL itself would wait forever.
         let ended = (0..1000).find_map(|_| {
             let gathered = gpus.all_gather(&stream, buffer.at(0), elems, 4);
             let _ = stream.synchronize();
             gathered.and_then(|()| gpus.check()).err()
         });
         assert!(
-            // A process that used a GPU takes seconds to be gone after it was killed: it may be silent before it is dead.
+            // A killed process that used a GPU takes seconds to disappear, so it may be silent before it counts as dead.
             matches!(
                 ended,
                 Some(

@@ -1,4 +1,4 @@
-//! Runs a test's body in several processes at once.
+//! Runs the body of a test in several processes at once.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -6,16 +6,16 @@ use std::time::{Duration, Instant};
 
 use kernels_torch::collective::{Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
 
-/// Names the test whose body a process runs as one rank.
+/// Variable with the name of the test whose body a process runs as one rank.
 const TEST: &str = "KERNELS_TEST_RANK_OF";
 
-/// After which a rank that has not ended is a failure by itself.
+/// Time after which a rank that has not ended is a failure by itself.
 const BOUND: Duration = Duration::from_secs(60);
 
-/// What rank 0 prints behind this is shown although the test went well.
+/// Prefix of lines of rank 0 that are shown even if the test passes.
 pub(crate) const MEASURED: &str = "measured: ";
 
-/// Patience of the tests: as short as a busy machine allows.
+/// Timeouts of the tests: as short as a busy machine allows.
 pub(crate) const TIMEOUTS: Timeouts = Timeouts {
     connect: Duration::from_secs(20),
     operation: Duration::from_secs(20),
@@ -23,22 +23,22 @@ pub(crate) const TIMEOUTS: Timeouts = Timeouts {
     beat: Duration::from_millis(200),
 };
 
-/// Where the ranks of a test meet.
+/// Meeting point of a test's ranks.
 #[derive(Clone, Copy)]
 pub(crate) enum Meet {
     Dir,
     Tcp,
 }
 
-/// What became of a rank.
+/// Outcome of a rank.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) success: bool,
-    /// What it printed, both ways.
+    /// Output of the rank on stdout and stderr.
     pub(crate) output: String,
 }
 
-/// Whether this process is a rank of `test`, and not the one that starts them.
+/// Whether this process is a rank of `test`, and not the process that starts the ranks.
 pub(crate) fn is_rank_of(test: &str) -> bool {
     std::env::var(TEST).is_ok_and(|name| name == test)
 }
@@ -60,7 +60,7 @@ pub(crate) fn on_ranks(test: &str, ranks: &[u32], meet: Meet, body: impl FnOnce(
     }
 }
 
-/// Every rank that `must` succeed has.
+/// Asserts that every rank for which `must` is true has succeeded.
 pub(crate) fn all_succeed(ended: &[Ended], must: impl Fn(u32) -> bool) {
     let failed = |rank: &usize| must(*rank as u32) && !ended[*rank].success;
     let failed: Vec<usize> = (0..ended.len()).filter(failed).collect();
@@ -76,7 +76,7 @@ pub(crate) fn all_succeed(ended: &[Ended], must: impl Fn(u32) -> bool) {
     );
 }
 
-/// As the trainer does it.
+/// Connects like the trainer.
 pub(crate) fn connect(
     timeouts: Timeouts,
 ) -> Result<Comm, kernels_torch::collective::CollectiveError> {
@@ -84,7 +84,7 @@ pub(crate) fn connect(
     Comm::connect(world, &Rendezvous::from_env(&world)?, timeouts)
 }
 
-/// Runs `test` as `ranks` processes, but for those in `missing`, and waits for them. A rank that stopped itself is killed at the end.
+/// Runs `test` as `ranks` processes, except those in `missing`, and waits for them. Ranks that stopped themselves are killed at the end.
 pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<Ended> {
     let dir = tempfile::tempdir().unwrap();
     let port = free_port().to_string();
@@ -103,7 +103,7 @@ pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<En
     wait(children)
 }
 
-/// This program as one rank of `test`.
+/// Command that runs this program as one rank of `test`.
 pub(crate) fn rank_command(test: &str, rank: u32, ranks: u32) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -139,7 +139,7 @@ fn wait(mut children: Vec<Option<Child>>) -> Vec<Ended> {
             let child = children[i].as_mut().expect("started");
             child.try_wait().unwrap().is_none()
         });
-        // What is left is stopped and will never end by itself.
+        // The remaining ranks are stopped and will never end by themselves.
         if left
             .iter()
             .all(|&i| is_stopped(children[i].as_ref().expect("started").id()))
@@ -186,7 +186,7 @@ fn is_stopped(pid: u32) -> bool {
     })
 }
 
-/// A TCP port of 127.0.0.1 that was free just now.
+/// Returns a TCP port of 127.0.0.1 that was free at this moment.
 pub(crate) fn free_port() -> u16 {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port()
@@ -199,7 +199,7 @@ pub(crate) fn signal_myself(name: &str) -> ! {
         .args([&format!("-{name}"), &pid])
         .status();
     assert!(kill.unwrap().success());
-    // It stops one thread after the other.
+    // A signal stops one thread after the other.
     std::thread::sleep(BOUND);
     panic!("{name} did nothing");
 }

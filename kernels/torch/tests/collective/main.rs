@@ -1,4 +1,4 @@
-//! Tests of several processes that act as one, in one program: `cargo test -p kernels-torch --test collective`.
+//! Tests of several processes that work together, in one program: `cargo test -p kernels-torch --test collective`.
 //!
 //! Every rank is a process of its own: this program again, running the same test with torchrun's variables set (`harness.rs`).
 

@@ -1,5 +1,5 @@
-//! What could go wrong before the first operation: a rank that never comes, comes twice or dies on the way, a place that cannot be used,
-//! a store that strangers on the network can reach.
+//! Tests of faults before the first operation: a rank that never comes, comes twice or dies while connecting, a place that cannot be used, and a
+//! store that other machines can reach.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ const IMPATIENT: Timeouts = Timeouts {
     ..TIMEOUTS
 };
 
-/// Ranks 0 and 1 of three must fail to connect, with an error that `holds`.
+/// Ranks 0 and 1 of three must fail to connect, with an error for which `holds` is true.
 fn connecting_fails(
     test: &str,
     meet: Meet,
@@ -25,7 +25,7 @@ fn connecting_fails(
 ) {
     if is_rank_of(test) {
         if std::env::var("RANK").unwrap() == "2" {
-            // Dies on the way.
+            // This rank dies while it connects.
             std::thread::spawn(|| {
                 std::thread::sleep(Duration::from_millis(300));
                 signal_myself("KILL");
@@ -50,7 +50,7 @@ fn a_rank_that_never_comes_is_named() {
     let name = "rendezvous::a_rank_that_never_comes_is_named";
     let holds = |error: &CollectiveError| {
         matches!(error, CollectiveError::Absent { ranks, .. } if ranks == &[2])
-            // The other one noticed first and said so.
+            // The other rank noticed it first and reported it.
             || matches!(error, CollectiveError::Left { reason, .. } if reason.contains("rank 2 is still missing"))
     };
     connecting_fails(name, Meet::Dir, &[2], IMPATIENT, holds);
@@ -67,7 +67,7 @@ fn a_rank_that_should_run_the_store_and_never_comes_is_named() {
 fn a_rank_that_dies_on_the_way_is_named() {
     let name = "rendezvous::a_rank_that_dies_on_the_way_is_named";
     if is_rank_of(name) && std::env::var("RANK").unwrap() == "1" {
-        // Late, so that rank 2 is dead before all have met.
+        // Late, so that rank 2 is dead before all ranks have met.
         std::thread::sleep(Duration::from_millis(1000));
     }
     let holds = |error: &CollectiveError| matches!(error, CollectiveError::Died { rank: 2, .. });
@@ -124,7 +124,7 @@ fn a_directory_that_cannot_be_used_is_named() {
     let missing = dir.path().join("missing");
     let error = try_at(&missing).to_string();
     assert!(error.contains(&missing.display().to_string()), "{error}");
-    // Not even root may write there.
+    // Not even root can write there.
     let error = try_at(std::path::Path::new("/proc/self")).to_string();
     assert!(error.contains("/proc/self"), "{error}");
 }
@@ -152,7 +152,7 @@ fn an_address_that_cannot_be_used_is_named() {
         assert!(began.elapsed() < Duration::from_secs(15));
         error.to_string()
     };
-    // Of a network for documentation: no machine has it.
+    // An address of a network reserved for documentation: no machine has it.
     let error = try_at(0, &at("192.0.2.1", 29500, true));
     assert!(
         error.contains("listening at the rendezvous 192.0.2.1:29500"),
@@ -162,7 +162,7 @@ fn an_address_that_cannot_be_used_is_named() {
     let port = listener.local_addr().unwrap().port();
     let error = try_at(0, &at("127.0.0.1", port, true));
     assert!(error.contains("in use"), "{error}");
-    // Somebody listens there who is no store.
+    // A listener that is not a store.
     let error = try_at(1, &at("127.0.0.1", port, false));
     assert!(error.contains(&port.to_string()), "{error}");
 }

@@ -1,5 +1,5 @@
-//! What could go wrong: a shard in the wrong place, a tail lost or overwritten, a sum in another order or rounded more than once, an
-//! operation that takes another's bytes. Every value is compared with what one process computes alone.
+//! Tests the values of collectives: every shard in its place, no tail lost or overwritten, sums in rank order rounded once, and operations that do
+//! not mix up their bytes. Every value is compared with what one process computes alone.
 
 use half::{bf16, f16};
 use kernels::reduce::GradType;
@@ -14,10 +14,10 @@ const RANKS: &[u32] = &[1, 2, 3, 4];
 /// Elements of a shard: none, one, odd, and more than one packet of the network.
 const SHARD_ELEMS: [usize; 5] = [0, 1, 7, 4099, 150_001];
 
-/// Behind what is gathered the buffer has more, which must stay as it is.
+/// Elements of the buffer after the gathered ones, which must not change.
 const TAIL_ELEMS: usize = 3;
 
-/// A value that says where it comes from, exact in every format.
+/// Returns a value that identifies its origin, exact in every format.
 fn value(rank: usize, elem: usize) -> f32 {
     let whole = (rank * 31 + elem * 7) % 255;
     whole as f32 - 100.0
@@ -33,7 +33,7 @@ fn encode(kind: Kind, value: f32) -> Vec<u8> {
     }
 }
 
-/// A buffer with `value` of each element's number.
+/// Makes a buffer with `value` of each element's number.
 pub(crate) fn filled(kind: Kind, elems: usize, value: impl Fn(usize) -> f32) -> HostBuffer {
     let mut buffer = HostBuffer::zeros(kind, elems).unwrap();
     let bytes: Vec<u8> = (0..elems)
@@ -81,7 +81,7 @@ fn every_shard_arrives_in_its_place_on_every_rank() {
     });
 }
 
-/// Values whose sum depends on the order.
+/// Returns values whose sum depends on the order.
 fn rough(rank: usize, elem: usize) -> f32 {
     let mut bits =
         (rank as u32 + 1).wrapping_mul(2_654_435_761) ^ (elem as u32 + 1).wrapping_mul(40_503);
@@ -92,7 +92,7 @@ fn rough(rank: usize, elem: usize) -> f32 {
     (bits as f32 / u32::MAX as f32 - 0.5) * exponent
 }
 
-/// A value as it comes back from its format.
+/// Returns a value as it is read back from its format.
 fn stored(grad_type: GradType, value: f32) -> f32 {
     match grad_type {
         GradType::Fp32 => value,
@@ -161,7 +161,7 @@ fn several_operations_go_on_at_once_and_end_in_any_order() {
     on_ranks(NAME, &[3], Meet::Dir, |comm| {
         let (rank, ranks) = who(&comm);
         for round in 0..10 {
-            // Not together: one rank or another is late.
+            // Not at the same time: one rank or another is late.
             std::thread::sleep(std::time::Duration::from_millis(
                 ((rank + round) % 3) as u64 * 3,
             ));
@@ -175,7 +175,7 @@ fn several_operations_go_on_at_once_and_end_in_any_order() {
             let sum = comm
                 .reduce_scatter_start(grads, elems, GradType::Fp32)
                 .unwrap();
-            // Nobody waits for this one.
+            // Nobody waits for this operation.
             drop(gather(20));
             let mut values = [rank as f64];
             comm.all_reduce_sum_f64(&mut values).unwrap();
@@ -206,7 +206,7 @@ fn everyone_has_what_one_rank_broadcasts() {
         for root in 0..ranks {
             for length in [0, 1, 100_000] {
                 let of = |rank: usize| vec![rank as u8 + 1; length];
-                // The others' own length must not matter.
+                // The length that the other ranks pass must not matter.
                 let own = if rank == root {
                     of(rank)
                 } else {

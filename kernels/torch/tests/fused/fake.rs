@@ -1,6 +1,6 @@
-//! The tests of this directory hold without a GPU too, on a fake driver (`kernels/tests/gpu/fake.rs` says what that is).
+//! Runs the tests of this directory without a GPU, on a fake driver (see `kernels/tests/gpu/fake.rs`).
 //!
-//! torch's operators beside the kernels run at once on the CPU, so the kernels do too.
+//! The kernels run at once on the CPU, because torch's operators, which run beside them, do so too.
 
 use std::path::Path;
 

@@ -1,8 +1,7 @@
-//! Fused kernels through their functions: arguments, strides, grids and the choice of a kernel, against the plain formula in fp64.
+//! Tests fused kernels through their functions: arguments, strides, grids and the choice of a kernel, against the plain formula in fp64.
 //!
-//! What could go wrong here and nowhere else: an argument in another place or of another size, a stride of another dimension, blocks that
-//! do not cover a shape, wide accesses where elements do not lie for them. The kernels' arithmetic is held in `kernels/tests/emulated`, whole
-//! models in trainer's `model_gpu`.
+//! This finds arguments in the wrong place or size, strides of the wrong dimension, blocks that do not cover a shape, and wide accesses to unaligned
+//! elements. `kernels/tests/emulated` tests the kernels' arithmetic, and trainer's `model_gpu` whole models.
 
 use std::sync::OnceLock;
 
@@ -15,7 +14,7 @@ use crate::on_fake::DRIVER;
 
 const KINDS: [Kind; 2] = [Kind::BFloat16, Kind::Float];
 
-/// The kernels, compiled once, and where their tensors are: on the CPU with the fake driver, whose memory that is.
+/// Returns the kernels, compiled once, and the device of their tensors: the CPU with the fake driver, whose memory that is.
 fn fused() -> Option<&'static (Fused, Device)> {
     static COMPILED: OnceLock<Option<(Fused, Device)>> = OnceLock::new();
     let compiled = COMPILED.get_or_init(|| {
@@ -39,7 +38,7 @@ fn fused() -> Option<&'static (Fused, Device)> {
     compiled.as_ref()
 }
 
-/// Numbers from -scale to scale, the same each time for a shape, `shift` elements into their memory.
+/// Returns numbers from -scale to scale, always the same for a shape, starting `shift` elements into their memory.
 fn numbers(shape: &[i64], scale: f64, shift: i64, kind: Kind, device: Device) -> Tensor {
     let elems: i64 = shape.iter().product();
     let all = Tensor::arange(elems + shift, (Kind::Double, Device::Cpu));
@@ -71,7 +70,7 @@ fn norms_of_any_shape_and_place_are_the_formula() {
         return;
     };
     for kind in KINDS {
-        // Wide; a size that is no multiple; a place that is none; more rows than parts; more columns than a block keeps.
+        // Wide accesses; a size that is not a multiple; an unaligned place; more rows than parts; more columns than a block keeps.
         for (rows, columns, shift) in [
             (5, 64, 0),
             (3, 37, 0),
@@ -133,7 +132,7 @@ fn rotary_turns_heads_wherever_they_lie() {
     let (sequences, tokens, heads) = (2, 5, 3);
     for kind in KINDS {
         for head_dim in [16, 6] {
-            // Some heads of longer rows, and heads before tokens, as attention's gradients lie.
+            // Some heads of longer rows, and heads before tokens, in the layout of attention's gradients.
             let rows = numbers(&[sequences, tokens, 7, head_dim], 1.3, 0, kind, device);
             let from = rows.narrow(2, 2, heads);
             let shape = [sequences, heads, tokens, head_dim];
@@ -156,7 +155,7 @@ fn rotary_turns_heads_wherever_they_lie() {
                 };
                 assert_near(&format!("{turn:?}"), &to.contiguous(), &expected, kind);
             }
-            // In place, and nothing beside it.
+            // In place, with nothing written around it.
             let before = f64s(&rows);
             fused
                 .rotary(&from, &from, &cos, &sin, Turn::Forward)

@@ -131,21 +131,12 @@ fn beat_path(dir: &Path, rank: u32) -> PathBuf {
 mod tests {
     use super::*;
 
-    fn world(rank: u32) -> World {
-        World {
-            rank,
-            ranks: 2,
-            local_rank: rank,
-            local_ranks: 2,
-        }
-    }
-
     #[test]
     fn a_rank_is_seen_alive_and_then_dead_with_its_last_beat() {
         let dir = tempfile::tempdir().unwrap();
-        let mut zero = DirHeartbeatStore::open(&world(0), dir.path()).unwrap();
+        let mut zero = DirHeartbeatStore::open(&World::of_two(0), dir.path()).unwrap();
         assert_eq!(zero.read(1).unwrap(), Seen::Nothing);
-        let mut one = DirHeartbeatStore::open(&world(1), dir.path()).unwrap();
+        let mut one = DirHeartbeatStore::open(&World::of_two(1), dir.path()).unwrap();
         assert_eq!(zero.read(1).unwrap(), Seen::Beat(Some(Beat::default())));
         let beat = Beat {
             count: 3,
@@ -163,10 +154,10 @@ mod tests {
     #[test]
     fn a_place_is_taken_once() {
         let dir = tempfile::tempdir().unwrap();
-        let first = DirHeartbeatStore::open(&world(1), dir.path()).unwrap();
+        let first = DirHeartbeatStore::open(&World::of_two(1), dir.path()).unwrap();
         drop(first);
         // Also when its process is gone: its leftover would mislead the others.
-        let again = DirHeartbeatStore::open(&world(1), dir.path()).map(|_| ());
+        let again = DirHeartbeatStore::open(&World::of_two(1), dir.path()).map(|_| ());
         assert!(matches!(again, Err(CollectiveError::Taken { rank: 1, .. })));
     }
 
@@ -177,7 +168,7 @@ mod tests {
         let file = dir.path().join("file");
         std::fs::write(&file, b"").unwrap();
         for place in [missing, file] {
-            let error = DirHeartbeatStore::open(&world(0), &place)
+            let error = DirHeartbeatStore::open(&World::of_two(0), &place)
                 .map(|_| ())
                 .unwrap_err();
             let text = error.to_string();
@@ -189,8 +180,8 @@ mod tests {
     #[test]
     fn a_beat_file_full_of_nonsense_is_no_beat() {
         let dir = tempfile::tempdir().unwrap();
-        let mut zero = DirHeartbeatStore::open(&world(0), dir.path()).unwrap();
-        let one = DirHeartbeatStore::open(&world(1), dir.path()).unwrap();
+        let mut zero = DirHeartbeatStore::open(&World::of_two(0), dir.path()).unwrap();
+        let one = DirHeartbeatStore::open(&World::of_two(1), dir.path()).unwrap();
         one.own.write_all_at(&[0xff; BEAT_BYTES], 0).unwrap();
         assert_eq!(zero.read(1).unwrap(), Seen::Beat(None));
         one.own.set_len(0).unwrap();

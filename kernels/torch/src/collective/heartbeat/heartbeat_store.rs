@@ -5,7 +5,7 @@ use super::CollectiveError;
 /// Fixed size of a written heartbeat, so that a new one overwrites the old one completely.
 pub(super) const BEAT_BYTES: usize = 512;
 
-/// Where ranks publish their heartbeats.
+/// Place in which ranks publish their heartbeats.
 pub(crate) trait HeartbeatStore: Send {
     /// Replaces this rank's heartbeat.
     fn write(&mut self, beat: &Beat) -> Result<(), CollectiveError>;
@@ -13,7 +13,7 @@ pub(crate) trait HeartbeatStore: Send {
     fn read(&mut self, rank: u32) -> Result<Seen, CollectiveError>;
 }
 
-/// What is known of a rank. A heartbeat is `None` if it cannot be parsed.
+/// Last heartbeat of a rank. A heartbeat is `None` if it cannot be parsed.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Seen {
     /// The rank has not come yet.

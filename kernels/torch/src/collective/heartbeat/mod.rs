@@ -261,7 +261,7 @@ impl Shared {
                 let peer = &state.peers[rank as usize];
                 peer.dead || peer.beat.end.is_some() || quiet(peer) >= SUSPECT_ROUNDS
             })
-            // Of two ranks found dead in one round, one that gave a reason may refer to the other.
+            // If two ranks are found dead in one round, one that gave a reason may refer to the other.
             .min_by_key(|&rank| {
                 let peer = &state.peers[rank as usize];
                 (peer.beat_round, peer.beat.end.is_some())
@@ -291,11 +291,11 @@ impl Shared {
                 });
             }
         }
-        self.board_verdict(&state, op)
+        self.store_verdict(&state, op)
     }
 
     /// The error of a store that is gone, and with it the rank that runs it.
-    fn board_verdict(&self, state: &State, op: &str) -> Option<CollectiveError> {
+    fn store_verdict(&self, state: &State, op: &str) -> Option<CollectiveError> {
         if let Some(error) = &state.lost {
             return Some(match self.host {
                 Some(rank) if rank != self.world.rank => CollectiveError::Died {

@@ -1,6 +1,6 @@
-//! What could go wrong: the wrong rank is blamed (one that gave up because another is gone), a rank is blamed that is alive, or nobody is.
+//! Tests that the right rank is held responsible: not one that gave up because another is gone, not one that is alive, and never nobody.
 //!
-//! Rounds are fed by hand; no thread runs.
+//! The tests supply the rounds; no thread runs.
 
 use super::*;
 
@@ -61,7 +61,7 @@ fn ranks_that_beat_are_not_blamed_and_absent_ones_are_only_absent() {
     for count in 0..100 {
         assert_eq!(round(&shared, beat(count), Seen::Nothing), None);
     }
-    // Every third round only, as on a busy machine.
+    // A heartbeat only every third round, as on a busy machine.
     for count in 0..100 {
         assert_eq!(round(&shared, beat(count), beat(count / 3)), None);
     }
@@ -109,7 +109,7 @@ fn the_rank_that_stopped_first_is_blamed_and_not_those_that_gave_up_because_of_i
         verdict,
         Some(CollectiveError::Silent { rank: 1, .. })
     ));
-    // Had it been only slow, the other one is to blame after all.
+    // If rank 1 was only slow, the other rank is responsible after all.
     let verdict = round(&shared, beat(1), Seen::Dead(None));
     assert!(
         matches!(&verdict, Some(CollectiveError::Left { rank: 2, reason, .. }) if reason == "rank 1 is silent"),

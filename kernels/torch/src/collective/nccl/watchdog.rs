@@ -13,7 +13,7 @@ use crate::collective::CollectiveError;
 use crate::collective::link::Link;
 
 /// Interval of checks.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Time for a thread to return from a call before the communicator is aborted under it.
 const CALL_MAX: Duration = Duration::from_secs(2);
@@ -129,7 +129,7 @@ impl Watchdog {
                 while !its.stop.load(Ordering::Acquire) && its.check().is_ok() {
                     match its.trouble() {
                         Some(error) => its.end(error),
-                        None => std::thread::park_timeout(LOOK),
+                        None => std::thread::park_timeout(CHECK_INTERVAL),
                     }
                 }
             })

@@ -1,8 +1,8 @@
-// A fake for libnccl.so.2: the functions our table takes, for processes of one machine whose "device" is the fake driver for a driver
-// (kernels/tests/gpu/fake/driver.cc), for tests without GPUs.
+// A fake of libnccl.so.2 for tests without GPUs: the functions of our table, for processes of one machine whose device is the fake driver
+// (kernels/tests/gpu/fake/driver.cc).
 //
-// As NCCL's kernels do, an operation waits for its peers without a bound when its turn on the stream comes; only an abort ends it. What
-// an aborted operation leaves in memory is nonsense on purpose.
+// Like NCCL's kernels, an operation waits for its peers without a limit when its turn on the stream comes; only an abort ends it. An aborted
+// operation leaves arbitrary bytes in memory on purpose.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -16,7 +16,7 @@
 #include <unistd.h>
 #include <vector>
 
-// Of the fake driver for the driver.
+// A function of the fake driver.
 extern "C" int fake_enqueue(size_t stream, unsigned long long address, size_t bytes, void (*run)(void *), void *argument);
 
 namespace {
@@ -30,7 +30,7 @@ struct Id {
     char path[128];
 };
 
-// One file, mapped by all ranks: how many steps each has done, and a slot of bytes for each.
+// One file, mapped by all ranks: the number of steps that each has completed, and a slot of bytes for each.
 struct Meeting {
     std::atomic<uint64_t> steps[RANKS_MAX];
     alignas(64) unsigned char slot[RANKS_MAX][SLOT_BYTES];
@@ -43,7 +43,7 @@ struct Comm {
     std::atomic<bool> aborted{false};
 };
 
-// Waits until all ranks have done as many steps as this one. False: aborted.
+// Waits until all ranks have completed as many steps as this one. Returns false after an abort.
 bool step(Comm *comm) {
     comm->meeting->steps[comm->rank] = ++comm->steps;
     for (int rank = 0; rank < comm->ranks; rank++)
@@ -62,7 +62,7 @@ float from_half(uint16_t bits) {
     float value = exponent == 0 ? fraction * 0x1p-14f : (1 + fraction) * __builtin_ldexpf(1, exponent - 15);
     return bits & 0x8000 ? -value : value;
 }
-// For numbers that are exact in it, as the tests' are.
+// Converts exactly representable numbers only, as the tests use.
 uint16_t to_half(float value) {
     uint16_t sign = value < 0 ? 0x8000 : 0;
     value = __builtin_fabsf(value);
@@ -103,7 +103,7 @@ struct Operation {
     size_t count;
     int type;
 
-    // Every rank shows a piece of its input, then every rank reads from all pieces.
+    // Every rank publishes a piece of its input, then every rank reads all pieces.
     bool pieces(size_t bytes, const std::function<const unsigned char *(size_t)> &input,
                 const std::function<void(int, size_t, const unsigned char *, size_t)> &see) {
         for (size_t start = 0; start < bytes; start += SLOT_BYTES) {
@@ -119,7 +119,7 @@ struct Operation {
     void run() {
         size_t bytes = count * width(type), all = bytes * (kind == SCATTER ? comm->ranks : 1);
         std::vector<double> sums(kind == GATHER ? 0 : all / width(type));
-        // A copy, as the result may lie over the input.
+        // A copy, because the result may overlap the input.
         std::vector<unsigned char> input(from, from + all);
         bool done = pieces(
             all, [&](size_t start) { return input.data() + start; },
@@ -172,7 +172,7 @@ API int ncclCommInitRank(size_t *handle, int ranks, Id id, int rank) {
     return *handle = reinterpret_cast<size_t>(comm), 0;
 }
 API int ncclCommDestroy(size_t) { return 0; }
-// Not deleted: an operation that is under way looks at it.
+// Not deleted, because an operation in progress reads it.
 API int ncclCommAbort(size_t handle) { return comm_of(handle)->aborted = true, 0; }
 API int ncclCommGetAsyncError(size_t, int *error) { return *error = 0, 0; }
 API int ncclAllGather(unsigned long long from, unsigned long long to, size_t count, int type, size_t comm, size_t stream) {

@@ -1,4 +1,4 @@
-// What torch's ProcessGroupGloo.hpp needs of Gloo's context: that it exists and takes a timeout. The wheels bring no
+// The part of Gloo's context that torch's ProcessGroupGloo.hpp needs: it exists and takes a timeout. The wheels bring no
 // headers of Gloo. A context is only ever made and used inside libtorch, so its size stays unknown here.
 #pragma once
 
