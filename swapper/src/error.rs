@@ -19,7 +19,7 @@ pub enum SwapperError {
         "a staging budget of {budget_bytes} bytes is too small: two tiles of each kind need {needed_bytes} bytes; raise it or use smaller tiles"
     )]
     StagingTooSmall {
-        /// As given.
+        /// Budget in the settings.
         budget_bytes: u64,
         /// The smallest budget that works.
         needed_bytes: u64,
@@ -36,7 +36,7 @@ pub enum SwapperError {
         None => "nothing more".into(),
     })]
     OutOfOrder {
-        /// What was asked.
+        /// The requested operation.
         asked: Op,
         /// The program's next operation.
         announced: Option<Op>,
@@ -51,7 +51,7 @@ pub enum SwapperError {
     LayoutChanged {
         /// The job's name.
         job: String,
-        /// What differs.
+        /// The first difference.
         what: String,
     },
     /// The daemon refused a call or is gone.
@@ -137,8 +137,7 @@ impl SwapperError {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: an error that follows another rank's death is reported as this rank's own, or the other
-    //! way round.
+    //! Tests that an error caused by another rank's death is not reported as this rank's own, and the reverse.
 
     use offload_client::Fault;
 

@@ -103,7 +103,7 @@ impl Kind {
 pub struct TableEntry {
     /// Index of the unit.
     pub unit: u32,
-    /// Its kind.
+    /// Kind of the tile.
     pub kind: Kind,
     /// First element, within the unit.
     pub elem_offset: u64,
@@ -525,7 +525,7 @@ mod tests {
             "{large}, {waste} unused"
         );
         assert_eq!(large % TILE_ELEMS_STEP, 0);
-        // 70 G parameters.
+        // A model of 70 G parameters.
         let units = shapes(&[875_000_000; 80]);
         let ranges = 70_000_000_000 / choose_tile_elems(&units);
         assert!(

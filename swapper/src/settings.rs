@@ -31,7 +31,7 @@ pub struct SwapperSettings {
     pub commit_every: u64,
     /// Operations in flight, half of them in each direction. At least [`IODEPTH_MIN`].
     pub iodepth: u32,
-    /// Where tiles live.
+    /// Storage of the tiles.
     pub backing: Backing,
     /// Description of the layout, stored with the job. A job with another description is refused.
     pub layout: Vec<u8>,
@@ -44,7 +44,7 @@ pub struct SwapperSettings {
 /// Number of staging slots.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Staging {
-    /// As many slots as fit in this many bytes.
+    /// The number of slots that fit in this many bytes.
     Bytes(u64),
     /// A number for each kind, at least [`STAGING_MIN`].
     Slots {
@@ -64,7 +64,7 @@ impl Default for Staging {
     }
 }
 
-/// Where tiles live.
+/// Storage of the tiles.
 #[derive(Clone, Debug)]
 pub enum Backing {
     /// In host memory. Nothing is committed.

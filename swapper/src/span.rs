@@ -1,4 +1,4 @@
-//! What happened when, for a timeline. Spans are collected only while somebody asks for them.
+//! Records what a run did and when, for a timeline. Spans are collected only while a caller asks for them.
 //!
 //! Spans that ended before a step was finished are handed out with that step, so the bytes of their reads and writes
 //! are those of the step's [`crate::StepIo`].
@@ -11,7 +11,7 @@ use crate::layout::Kind;
 /// Most spans kept until they are taken: a step of 100 G parameters moves about 300,000 tiles.
 pub const SPANS_MAX: usize = 1 << 19;
 
-/// What took the time.
+/// Kind of a span.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SpanKind {
     /// A tile came from a device.
@@ -33,7 +33,7 @@ pub enum SpanKind {
 /// One operation with its start and end.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Span {
-    /// What it was.
+    /// Kind of the operation.
     pub kind: SpanKind,
     /// Index of the unit, if the operation concerns one.
     pub unit: Option<usize>,

@@ -97,7 +97,7 @@ pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
 /// Reads a range's `param` and `state`; the state of a unit that is not trained is empty.
 pub type TileVisitor<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
-/// Holds all tiles of one rank. `H` is what the updates of one step share, such as the learning rate.
+/// Holds all tiles of one rank. `H` is the value that the updates of one step share, such as the learning rate.
 ///
 /// After an error other than a refused call, every call answers [`SwapperError::Stopped`]; what was committed stays.
 /// Dropping it without [`Swapper::close`] is like a crash: what was not committed is lost.
@@ -171,7 +171,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         Ok((swapper, opened))
     }
 
-    /// How the units are cut.
+    /// Returns the division of units into ranges and tiles.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
@@ -354,7 +354,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Calls `fill` to write the gradients of `unit`'s ranges in order, as many at a time as there is room for. The slots
-    /// hold anything before a step's first scatter of the unit, and the sum so far before further ones
+    /// have arbitrary content before a step's first scatter of the unit, and the sum so far before further ones
     /// ([`Swapper::has_gradients`]).
     ///
     /// # Errors
@@ -505,7 +505,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         std::mem::take(&mut self.spans)
     }
 
-    /// Closes the session. What was not drained is lost, as in a crash.
+    /// Closes the session. Tiles that were not drained are lost, as in a crash.
     pub fn close(mut self) -> Result<(), SwapperError> {
         self.owner.close()
     }

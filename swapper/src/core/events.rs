@@ -97,7 +97,7 @@ pub enum Action {
     Read {
         /// The tile.
         tile: TileId,
-        /// Its destination.
+        /// Destination of the read.
         slot: SlotNumber,
         /// Whether the trainer's present or next operation needs the tile. Such reads go before read-ahead.
         wanted: bool,
@@ -111,7 +111,7 @@ pub enum Action {
     Write {
         /// The tile.
         tile: TileId,
-        /// Its source.
+        /// Source of the write.
         slot: SlotNumber,
     },
     /// Give a range's param, state and gradients to a worker.

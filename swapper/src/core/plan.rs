@@ -10,7 +10,7 @@ use super::{Kind, Op};
 /// Not a position: the tile is not used again in this plan.
 pub(super) const NEVER: u32 = u32::MAX;
 
-/// What a use does with its range.
+/// Effect of a use on its range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UseKind {
     Fill,

@@ -1,4 +1,4 @@
-//! What can be started now. Each function starts as much as it can.
+//! Selects operations that can be started now. Each function starts as much as it can.
 
 use super::plan::UseKind;
 use super::tiles::{NO_GENERATION, TileState, Tiles};

@@ -12,7 +12,7 @@ pub(super) const NO_GENERATION: u64 = u64::MAX;
 pub(super) enum TileState {
     /// On its device only, or without content. A resident tile keeps its slot.
     Device,
-    /// Its slot is assigned and empty: the trainer will fill it.
+    /// A slot is assigned and empty: the trainer will fill it.
     Claimed,
     /// Being read.
     Reading,

@@ -1,4 +1,4 @@
-//! Without a daemon.
+//! Tests without a daemon.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};

@@ -1,4 +1,4 @@
-//! With a private daemon: the program `offloadd`, built into the same target directory.
+//! Tests with a private daemon: the program `offloadd`, built into the same target directory.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use swapper::{
 use crate::toy;
 
 const DEVICE_BYTES: u64 = 16 << 20;
-/// What does not hang; a stall unasked for is waited out for four minutes.
+/// Stall limit of tests without a stall; the default is four minutes.
 const SOON: Duration = Duration::from_secs(30);
 
 fn devices(dir: &Path) -> Vec<PathBuf> {
@@ -72,7 +72,7 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
             assert_eq!(moved.0 > 0, share < 1.0, "{job} read {} bytes", moved.0);
             swapper.close().unwrap();
 
-            // Another life, all tiles elsewhere, the other schedule.
+            // A second incarnation, with all tiles elsewhere and the other schedule.
             let settings = SwapperSettings {
                 schedule: Schedule::Deferred,
                 param_share: 1.0 - share,
@@ -105,7 +105,7 @@ fn a_step_in_passes_is_committed_with_the_blob_that_comes_after_it() {
             toy::train_step_in_passes(&mut swapper, step).unwrap();
         }
         if schedule == Schedule::Deferred {
-            // The third step's updates have begun at most; a pass over all units runs them, and the commit follows.
+            // The third step's updates have at most begun; a pass over all units runs them, and the commit follows.
             swapper
                 .begin_pass(StepProgram::reading(0..toy::UNITS.len()))
                 .unwrap();
@@ -141,7 +141,7 @@ fn gradients_that_do_not_stay_move_as_planned_and_take_no_room_afterwards() {
             let plan = settings.plan().unwrap();
             let planned = settings.step_bytes().unwrap().grad_written_bytes;
             assert!(planned > 0.0 && plan.scratch_bytes == planned as u64);
-            // Those that stay in staging from the end of backward to their update are not read, perhaps not even written.
+            // Gradients that stay in staging from the end of backward to their update are not read, and perhaps not even written.
             let kept = f64::from(plan.grad_staging_count) * plan.grad_slot_bytes as f64;
             let (mut swapper, ..) = toy::open(&settings).unwrap();
             let free = swapper::Daemon::connect(daemon.socket()).unwrap();
@@ -149,7 +149,7 @@ fn gradients_that_do_not_stay_move_as_planned_and_take_no_room_afterwards() {
             for step in 1..=3 {
                 let io = toy::train_step(&mut swapper, step).unwrap();
                 let written = io.grad_written_bytes as f64;
-                // A step ends when its gradients are there; writes of the last ones are counted in the next step.
+                // A step ends when its gradients have arrived; writes of the last ones are counted in the next step.
                 let late = if step == 1 { 0.0 } else { kept };
                 assert!(
                     (planned - kept..=planned + late).contains(&written),
@@ -182,7 +182,7 @@ fn a_step_at_once_moves_what_the_formula_says() {
     for step in 1..=4 {
         let io = toy::train_step(&mut swapper, step).unwrap();
         assert_eq!(io.written_bytes as f64, bytes.written_bytes, "step {step}");
-        // Read ahead for the next step and kept from the one before: at most the staging slots, either way.
+        // Tiles read ahead for the next step or kept from the one before: at most the staging slots, in either case.
         let kept = bytes.read_bytes() - io.read_bytes as f64;
         assert!(
             kept.abs() <= staging_bytes,
@@ -205,7 +205,7 @@ fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
         toy::train_step(&mut swapper, 1).unwrap();
         assert_eq!(swapper.take_spans(), Spans::default());
         swapper.record_spans(true).unwrap();
-        // What goes on between two steps is the second one's.
+        // I/O between two steps is counted for the second one.
         let started = Instant::now();
         toy::train_step(&mut swapper, 2).unwrap();
         swapper.take_spans();
@@ -224,14 +224,14 @@ fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
         updated.sort_unstable();
         let all = ranges.iter().map(|range| (range.unit, range.elems.start));
         assert_eq!(updated, all.collect::<Vec<_>>(), "{schedule:?}");
-        // Deferred, the commit of the step before may still be going on.
+        // With deferred updates, the commit of the previous step may still be running.
         let commits = of(SpanKind::Commit).count();
         assert!(commits == 1 || schedule == Schedule::Deferred, "{commits}");
         let units = toy::UNITS.len();
         assert_eq!(of(SpanKind::Gather).count(), 2 * units);
         assert_eq!(of(SpanKind::Scatter).count(), units);
         for span in &spans {
-            // What a deferred step moves may have begun before it.
+            // The transfers of a deferred step may have begun before it.
             assert!(span.start <= span.end && span.end >= started && span.end <= Instant::now());
         }
         toy::train_step(&mut swapper, 4).unwrap();
@@ -263,7 +263,7 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
             match toy::train_step(&mut swapper, step + 1) {
                 Ok(io) => {
                     step += 1;
-                    // Generation 1 is what was filled, and every step commits.
+                    // Generation 1 holds the filled tiles, and every step commits.
                     acknowledged = acknowledged.max(io.generation - 1);
                 }
                 Err(error) => break error,
@@ -277,7 +277,7 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
 
         daemon = start(dir.path());
         let (mut swapper, _, resumed) = toy::open(&self::settings(&daemon, "killed")).unwrap();
-        // A step may be committed whose acknowledgement, or whose last call, did not come through.
+        // A step may be committed although its acknowledgement, or its last call, was lost.
         assert!(
             (acknowledged..=step + 1).contains(&resumed),
             "step {step} was finished, {acknowledged} acknowledged, {resumed} came back"
@@ -312,7 +312,7 @@ fn without_durability_an_orderly_end_comes_back_and_a_crash_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let mut daemon = start(dir.path());
     let in_place = |daemon: &PrivateDaemon| {
-        // Commits at drains only, so that a crash while training is a crash between commits.
+        // Commits only in drains, so that a crash while training is a crash between commits.
         let mut settings = SwapperSettings {
             commit_every: 0,
             ..settings(daemon, "in-place")
@@ -383,7 +383,7 @@ fn two_ranks_share_a_job_and_commit_together() {
 fn a_job_goes_on_with_any_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
-    // With three ranks a unit is the first rank's alone, and the last of four ranks owns nothing.
+    // With three ranks a unit belongs to the first rank alone, and the last of four ranks owns nothing.
     for (from, ranks) in [(0, 1), (2, 3), (4, 2), (6, 4), (8, 1)] {
         std::thread::scope(|scope| {
             for rank in 0..ranks {
@@ -421,7 +421,7 @@ fn a_commit_that_waits_for_another_rank_can_be_cancelled() {
         let (other, this) = (settings(1), settings(0));
         let other = scope.spawn(move || toy::open(&other).unwrap());
         let (mut swapper, ..) = toy::open(&this).unwrap();
-        // It is there, and does not step.
+        // The other rank is open, but takes no step.
         let other = other.join().unwrap();
         let canceller = swapper.canceller();
         let since = Instant::now();
@@ -496,7 +496,7 @@ fn a_damaged_tile_is_named_and_never_handed_out() {
     swapper.close().unwrap();
     drop(daemon);
 
-    // The second device holds tiles and nothing else after its first MiB: one flipped byte in each block.
+    // The second device holds only tiles after its first MiB: flips one byte in each block.
     let device = std::fs::File::options()
         .read(true)
         .write(true)
@@ -557,7 +557,7 @@ fn a_swapper_dropped_like_a_crash_loses_what_was_not_committed_and_no_more() {
     toy::assert_same(&found, &toy::reference(resumed), "after a drop");
 }
 
-/// A session that was dropped ends when its I/O has: until then its rank is busy.
+/// Opens again. A dropped session ends when its I/O has ended; until then its rank is busy.
 fn reopen(settings: &SwapperSettings) -> (Swapper<u64>, swapper::Opened, u64) {
     let since = Instant::now();
     loop {

@@ -1,4 +1,4 @@
-//! A toy model over real tiles, and what its training must come to, computed on plain vectors.
+//! A toy model over real tiles, and the expected result of its training, computed on plain vectors.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use swapper::{
     SwapperError, SwapperSettings, TileBytes, TileRange, UninitTile, UnitShape,
 };
 
-/// Several tiles a unit, odd ends, one unit of a single tile.
+/// Several tiles per unit, odd lengths, and one unit of a single tile.
 pub(crate) const UNITS: [u64; 4] = [70_000, 20_001, 4096, 33_333];
 
 pub(crate) const TILE_ELEMS: u64 = 8192;
@@ -66,7 +66,7 @@ pub(crate) fn gradient(step: u64, elems: &Range<u64>, param: &[u8], grad: &mut [
     }
 }
 
-/// The optimizer: everything depends on everything it gets.
+/// The optimizer: every byte of the result depends on every byte of the input.
 pub(crate) fn update(
     range: &TileRange,
     param: &mut [u8],
@@ -91,12 +91,12 @@ pub(crate) fn update(
 /// All tiles: range, param, state.
 pub(crate) type Contents = Vec<(TileRange, Vec<u8>, Vec<u8>)>;
 
-/// Trains `steps` steps without any swapper.
+/// Trains `steps` steps without a swapper.
 pub(crate) fn reference(steps: u64) -> Contents {
     reference_of(steps, 0, 1)
 }
 
-/// What one rank of several comes to.
+/// Returns the expected tiles of one rank of several.
 pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
     let units = settings(Backing::Memory).units;
     let layout = swapper::Layout::new(&units, TILE_ELEMS, rank, ranks).unwrap();
@@ -120,7 +120,7 @@ pub(crate) fn reference_of(steps: u64, rank: u32, ranks: u32) -> Contents {
     all
 }
 
-/// Fills all it is given.
+/// Fills every tile it gets.
 pub(crate) fn fill_all(blanks: &mut [UninitTile]) -> Result<(), SwapperError> {
     for UninitTile {
         range,
@@ -133,17 +133,17 @@ pub(crate) fn fill_all(blanks: &mut [UninitTile]) -> Result<(), SwapperError> {
     Ok(())
 }
 
-/// Three of them: which one updates a tile must not matter.
+/// Returns three optimizers: which one updates a tile must not matter.
 pub(crate) fn workers() -> Vec<Box<dyn Optimizer<u64>>> {
     vec![Box::new(update), Box::new(update), Box::new(update)]
 }
 
-/// A pass over a unit that looks at nothing.
+/// Takes a unit's parameters and ignores them.
 pub(crate) fn look(_: &[Part]) -> Result<(), SwapperError> {
     Ok(())
 }
 
-/// Gradients that are all `byte`.
+/// Returns a closure that sets all gradients to `byte`.
 pub(crate) fn all(byte: u8) -> impl FnMut(&mut [PartMut]) -> Result<(), SwapperError> {
     move |parts| {
         parts.iter_mut().for_each(|(_, grad)| grad.fill(byte));
@@ -151,7 +151,7 @@ pub(crate) fn all(byte: u8) -> impl FnMut(&mut [PartMut]) -> Result<(), SwapperE
     }
 }
 
-/// Opens, fills where nothing was committed, and says at which step it is.
+/// Opens a swapper, fills it if nothing was committed, and returns its step.
 pub(crate) fn open(
     settings: &SwapperSettings,
 ) -> Result<(Swapper<u64>, Opened, u64), SwapperError> {
@@ -170,7 +170,7 @@ pub(crate) fn blob(step: u64) -> Vec<u8> {
     step.to_le_bytes().to_vec()
 }
 
-/// One step: a forward pass, a backward pass, and its end.
+/// Runs one step: a forward pass, a backward pass, and its end.
 pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo, SwapperError> {
     let program = StepProgram::training(UNITS.len());
     swapper.begin_step(program.clone())?;
@@ -210,8 +210,8 @@ pub(crate) fn train_step(swapper: &mut Swapper<u64>, step: u64) -> Result<StepIo
     swapper.finish_step(step, blob(step))
 }
 
-/// The same step in three passes whose gradients add up to [`train_step`]'s, announced one operation at a time as a caller
-/// does that does not know the order, with the blob after the step's end.
+/// Runs the same step in three passes whose gradients add up to those of [`train_step`]. Announces one operation at a time, like a caller that does
+/// not know the order, and passes the blob after the step's end.
 pub(crate) fn train_step_in_passes(
     swapper: &mut Swapper<u64>,
     step: u64,
@@ -268,7 +268,7 @@ pub(crate) fn contents(swapper: &mut Swapper<u64>) -> Result<Contents, SwapperEr
     Ok(all)
 }
 
-/// Not `assert_eq`, which would print megabytes.
+/// Compares without `assert_eq`, which would print megabytes.
 pub(crate) fn assert_same(found: &Contents, expected: &Contents, what: &str) {
     assert_eq!(found.len(), expected.len(), "{what}: number of ranges");
     for (found, expected) in found.iter().zip(expected) {

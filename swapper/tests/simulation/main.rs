@@ -1,9 +1,9 @@
-//! The core against devices, trainers and workers that answer in any order, fail and start again.
+//! Tests the core against devices, trainers and workers that answer in any order, fail and start again.
 //!
-//! What could go wrong: a slot used twice or lost, a stale tile handed out, a write in the wrong generation, a commit of a half
-//! written generation, more in flight than allowed, a wait that never ends, bytes moved for nothing. Each seed draws a job, a
-//! setup and an order of events; the world (`world.rs`) checks every action, and a toy model whose every number depends on all
-//! before it (`toy.rs`) shows the rest. `SWAPPER_SEEDS=n..m` runs other seeds, or that of a failure again.
+//! Likely faults are a slot used twice or lost, a stale tile handed out, a write in the wrong generation, a commit of a partly written generation,
+//! more operations in flight than allowed, a wait that never ends, and bytes moved without need. Each seed draws a job, a setup and an order of
+//! events; the world (`world.rs`) checks every action, and a toy model in which every number depends on all earlier ones (`toy.rs`) shows the rest.
+//! `SWAPPER_SEEDS=n..m` runs other seeds, or repeats the seed of a failure.
 
 mod rules;
 mod toy;
@@ -11,9 +11,9 @@ mod world;
 
 use swapper::{Op, Schedule, StepProgram};
 use toy::{Reference, Rng};
-use world::{End, Job, Life, Moves, Setup, Store};
+use world::{End, Incarnation, Job, Moves, Setup, Store};
 
-/// Four seconds on two cores.
+/// Takes four seconds on two cores.
 const SEEDS: u64 = 8000;
 
 /// Runs the seeds, or those that `SWAPPER_SEEDS` names. A seed that fails is printed.
@@ -58,7 +58,7 @@ fn draw_job(rng: &mut Rng) -> Job {
         );
     }
     if rng.chance(10) {
-        // A unit that only gets gradients.
+        // A unit that only has gradients.
         let unit = rng.below(units.len());
         program.retain(|op| *op != Op::Gather { unit });
     }
@@ -137,7 +137,7 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
 
 #[test]
 fn training_through_failures_equals_training_in_memory() {
-    let lives = std::cell::Cell::new((0, 0));
+    let incarnations = std::cell::Cell::new((0, 0));
     for_seeds(|rng| {
         let job = draw_job(rng);
         let reference = Reference::new(&job);
@@ -148,10 +148,10 @@ fn training_through_failures_equals_training_in_memory() {
                 Some(generation) => (generation.step, false),
                 None => (0, true),
             };
-            let life = Life::new(&job, &reference, &setup, &mut store, rng);
-            let (end, moves) = life.run();
-            let (all, failed) = lives.get();
-            lives.set((all + 1, failed + u64::from(end == End::Failed)));
+            let incarnation = Incarnation::new(&job, &reference, &setup, &mut store, rng);
+            let (end, moves) = incarnation.run();
+            let (all, failed) = incarnations.get();
+            incarnations.set((all + 1, failed + u64::from(end == End::Failed)));
             if end == End::Finished {
                 check_moves(&job, &setup, from, new, &moves);
                 break;
@@ -160,15 +160,15 @@ fn training_through_failures_equals_training_in_memory() {
             assert!(committed >= from, "a failure lost a generation");
         }
     });
-    let (all, failed) = lives.get();
-    println!("{all} lives, {failed} of them ended by a failure");
+    let (all, failed) = incarnations.get();
+    println!("{all} incarnations, {failed} of them ended by a failure");
     assert!(
         all < 100 || failed > all / 20,
         "the seeds make too few failures to show anything"
     );
 }
 
-/// Evaluations from step `from` on.
+/// Returns the number of evaluations from step `from` on.
 fn evaluations_of(job: &Job, from: u64) -> u64 {
     match job.evaluate_every {
         0 => 0,
@@ -178,7 +178,7 @@ fn evaluations_of(job: &Job, from: u64) -> u64 {
     }
 }
 
-/// A life without failure moves what the design's formula says: never more, and all that is written of it.
+/// Checks that an incarnation without failure moved as many tiles as the formulas of the design say: never more, and all writes.
 fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     let steps = (from as usize..job.skipped.len())
         .filter(|&step| !job.skipped[step])
@@ -215,7 +215,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                     0
                 };
                 if kind == 2 {
-                    // Written and read once a pass at most, none where they stay; a skipped step brings them too.
+                    // Written and read at most once per pass, and never if resident; a skipped step has gradients too.
                     if !residents[range as usize] && job.trained[range as usize] {
                         writes_max += passes;
                         reads_max += updates + sums;
@@ -225,17 +225,17 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 let fills = u64::from(new) + rewritten;
                 writes_max += updates + fills;
                 if residents[range as usize] {
-                    // Once a commit, whatever was updated how often.
+                    // Once per commit, however often the tile was updated.
                     let commits =
                         drains + 1 + all_steps.checked_div(setup.commit_every).unwrap_or(0);
                     writes_max -= updates - updates.min(commits);
-                    // Read once in a resumed life, or not at all.
+                    // Read once in a resumed incarnation, or not at all.
                     reads_max += u64::from(!new);
                     let commits_all = setup.commit_every == 1;
                     writes_min += fills + if commits_all { updates } else { updates.min(1) };
                     continue;
                 }
-                // Deferred, an update finds the parameters that its gather needs anyway, except in a drain.
+                // With deferred updates, an update finds the parameters that its gather needs anyway, except in a drain.
                 reads_max += match (kind, setup.schedule) {
                     (1, _) | (_, Schedule::AtOnce) => updates,
                     _ if gathers == 0 => updates,
@@ -247,7 +247,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 } else {
                     0
                 };
-                // The last visit.
+                // The final visit.
                 reads_max += 1;
                 writes_min += fills
                     + if setup.commit_every == 1 {
@@ -260,7 +260,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
         if !job.durable {
             (reads_max, writes_max, writes_min) = (0, 0, 0);
         }
-        // A change of plans nobody could foresee (an evaluation, a skipped step, another order, the end) wastes what was read ahead.
+        // A change of plans that the core cannot foresee (an evaluation, a skipped step, another order, the end) wastes what was read ahead.
         let surprises = 2 + 3 * drains + 2 * (all_steps - steps) + 2 * moves.further;
         let wasted = surprises * u64::from(setup.staging[kind]);
         assert!(
@@ -276,7 +276,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
     }
 }
 
-/// What `steps` steps over 12 units of one range each move, devices being faster than all else.
+/// Returns the tiles that `steps` steps over 12 units of one range each move, with devices faster than everything else.
 fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> Moves {
     let units = 12;
     let job = Job {
@@ -303,7 +303,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         fails_at: None,
     };
     let reference = Reference::new(&job);
-    let life = Life::new(
+    let incarnation = Incarnation::new(
         &job,
         &reference,
         &setup,
@@ -311,7 +311,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
         &mut Rng(seed),
     )
     .run();
-    life.1
+    incarnation.1
 }
 
 #[test]
@@ -319,7 +319,7 @@ fn a_step_moves_the_formulas_bytes_less_what_stays_at_turning_points() {
     for (schedule, param_reads) in [(Schedule::AtOnce, 36), (Schedule::Deferred, 24)] {
         for staging in [[2, 2, 2], [3, 2, 3], [4, 4, 2], [4, 8, 4]] {
             for seed in 0..10 {
-                // Ten steps more, so that start and end do not count.
+                // Ten more steps, so that the start and the end do not count.
                 let [few, many] = [10, 20].map(|steps| moves_of(steps, schedule, staging, seed));
                 let a_step = |few: u64, many: u64| (many - few) as f64 / 10.0;
                 // The end of forward and the end of a step find the last param tiles still in their slots.

@@ -1,5 +1,5 @@
-//! Rules of the core that random lives meet too seldom, each by itself. Whatever moves or updates ends at once, but for
-//! writes where a test wants to see their order.
+//! Tests single rules of the core that random incarnations meet too seldom. Transfers and updates end at once, except writes in tests that check
+//! their order.
 
 use std::collections::VecDeque;
 
@@ -10,20 +10,20 @@ struct Bench {
     core: Core,
     /// Ranges updated, in order.
     updated: Vec<u32>,
-    /// Ranges lent and not given back.
+    /// Ranges lent and not returned.
     lent: Vec<u32>,
-    /// Writes that have not ended, when they are kept.
+    /// Writes that have not ended, if the test keeps them.
     writes: Option<VecDeque<TileId>>,
     /// Parameters read, in order, and whether they were wanted.
     reads: Vec<(u32, bool)>,
-    /// Reads do not end by themselves.
+    /// Whether reads end only when the test says so.
     reads_stay: bool,
     promoted: Vec<u32>,
     done: usize,
 }
 
 impl Bench {
-    /// One unit of `ranges` ranges, nothing resident, the least staging, all tiles on their devices.
+    /// Makes a core with one unit of `ranges` ranges, nothing resident, the least staging, and all tiles on their devices.
     fn new(ranges: u32) -> Self {
         Self::with_staging(ranges, 2)
     }
@@ -84,7 +84,7 @@ impl Bench {
         }
     }
 
-    /// Asks and gives back all that is lent; `true` when it is served.
+    /// Sends a request and returns everything that is lent; `true` when the request is served.
     fn request(&mut self, request: Request) -> bool {
         let before = self.done;
         self.event(Event::Request(request));
@@ -216,7 +216,7 @@ fn a_settled_finish_waits_until_the_step_before_is_committed() {
     assert_eq!(bench.updated, [0, 1, 0, 1]);
 }
 
-/// Four units of one range, three slots of each kind.
+/// Makes a core with four units of one range, and three slots of each kind.
 fn four_units() -> Bench {
     let core = Core::new(CoreSettings {
         units: (0..4).map(|unit| unit..unit + 1).collect(),
@@ -250,14 +250,14 @@ fn what_is_read_ahead_is_hastened_when_its_operation_comes_next() {
             tile: TileId { kind, range },
         }
     };
-    // The first is asked for: the second comes next, once.
+    // The first unit is requested: the second is next, once.
     bench.event(Event::Request(Request::Serve(Op::Gather { unit: 0 })));
     assert_eq!(bench.promoted, [1]);
     bench.event(param(0));
     let range = bench.lent.remove(0);
     bench.event(Event::Returned { range });
     assert_eq!(bench.promoted, [1]);
-    // The third ends before anybody waits for it.
+    // The third read ends before anybody waits for it.
     bench.event(param(2));
     bench.event(param(1));
     assert!(bench.serve(Op::Gather { unit: 1 }));
@@ -268,14 +268,14 @@ fn what_is_read_ahead_is_hastened_when_its_operation_comes_next() {
 fn reads_of_the_next_operation_are_wanted_and_those_behind_it_are_ahead() {
     let mut bench = four_units();
     bench.event(four_gathers());
-    // The third is behind the second, which comes next while the first is served.
+    // The third read is behind the second, which is next while the first is served.
     assert_eq!(bench.reads, [(0, true), (1, false), (2, false)]);
     assert!(bench.serve(Op::Gather { unit: 0 }));
     assert!(bench.serve(Op::Gather { unit: 1 }));
     assert!(bench.serve(Op::Gather { unit: 2 }));
-    // Its slot was free when the first came back, two operations before its own.
+    // The slot for unit 3 was free when the first unit came back, two operations before this unit's own.
     assert_eq!(bench.reads[3..], [(3, false)]);
-    // With slots for one alone it is read when it is next.
+    // With slots for one unit alone, a unit is read only when it is next.
     let mut tight = Bench::new(3);
     tight.event(Event::Plan(vec![GATHER]));
     assert!(tight.serve(GATHER));

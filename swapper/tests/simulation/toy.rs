@@ -1,5 +1,5 @@
-//! A toy model: contents are one number a tile, and every update mixes all it read, so one stale read changes all that
-//! follows. `Reference` computes the same in the plainest way.
+//! A toy model: the content of a tile is one number, and every update mixes everything it read, so one stale read changes all later content.
+//! `Reference` computes the same without a core.
 
 use crate::world::Job;
 
@@ -13,7 +13,7 @@ impl Rng {
         mix(&[self.0])
     }
 
-    /// From 0 to `end - 1`.
+    /// Returns a number from 0 to `end - 1`.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end as u64) as usize
     }
@@ -23,7 +23,7 @@ impl Rng {
     }
 }
 
-/// One number from several.
+/// Returns one number computed from several.
 pub(crate) fn mix(parts: &[u64]) -> u64 {
     parts.iter().fold(0x1234_5678_9ABC_DEF0, |hash, part| {
         let mut z = (hash ^ part).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -32,11 +32,11 @@ pub(crate) fn mix(parts: &[u64]) -> u64 {
     })
 }
 
-/// What a tile holds.
+/// Content of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Content {
     pub(crate) value: u64,
-    /// The step that made it; 0: filled.
+    /// Step that made it; 0 for the fill.
     pub(crate) step: u64,
 }
 
@@ -47,14 +47,14 @@ pub(crate) fn filled(kind: usize, range: usize) -> Content {
     }
 }
 
-/// A range's gradient after `sum` scatters of the step, each of which adds to the one before.
+/// Returns a range's gradient after `sums` scatters of the step, each of which adds to the one before.
 pub(crate) fn gradient(step: u64, range: usize, param: Content, sums: u64) -> u64 {
     (0..sums).fold(0, |sum, number| {
         mix(&[sum, number, step, range as u64, param.value])
     })
 }
 
-/// A tile after a rewrite.
+/// Returns a tile after a rewrite.
 pub(crate) fn rewritten(step: u64, kind: usize, content: Content) -> Content {
     Content {
         value: mix(&[kind as u64, step, content.value, 5]),
@@ -62,7 +62,7 @@ pub(crate) fn rewritten(step: u64, kind: usize, content: Content) -> Content {
     }
 }
 
-/// Param and state after an update.
+/// Returns param and state after an update.
 pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 2] {
     let [param, state] = contents;
     [0, 1].map(|kind| Content {
@@ -71,11 +71,11 @@ pub(crate) fn update(step: u64, contents: [Content; 2], grad: u64) -> [Content; 
     })
 }
 
-/// Contents of every range after each step, index 0 being the filled ones.
+/// Contents of every range after each step; index 0 is the fill.
 pub(crate) struct Reference(pub(crate) Vec<Vec<[Content; 2]>>);
 
 impl Reference {
-    /// What training `job` comes to.
+    /// Computes the result of training `job`.
     pub(crate) fn new(job: &Job) -> Self {
         let ranges = job.ranges();
         let mut contents: Vec<_> = (0..ranges)

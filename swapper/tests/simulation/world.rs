@@ -1,4 +1,4 @@
-//! Devices, slots, a trainer and an update worker that answer the core in any order, and watch what it does.
+//! Devices, slots, a trainer and an update worker that answer the core in any order, and check its actions.
 
 mod trainer;
 
@@ -10,7 +10,7 @@ use swapper::{Schedule, StepProgram, resident};
 
 use crate::toy::{Content, Reference, Rng, filled, gradient, rewritten, update};
 
-/// What is trained. It stays the same over all lives.
+/// The training job. It stays the same over all incarnations.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) units: Vec<Range<u32>>,
@@ -55,7 +55,7 @@ impl Job {
     }
 }
 
-/// How one life of the swapper is set up. A later life may choose otherwise.
+/// Setup of one incarnation of the swapper. The next incarnation may have another.
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) shares: [f64; 3],
@@ -64,47 +64,47 @@ pub(crate) struct Setup {
     pub(crate) workers: usize,
     pub(crate) schedule: Schedule,
     pub(crate) commit_every: u64,
-    /// Percent of the operations before which the rest of the pass is announced anew.
+    /// Percentage of operations before which the rest of the pass is announced again.
     pub(crate) revisions: usize,
-    /// Percent of the steps whose blob comes after their end.
+    /// Percentage of steps whose blob comes after their end.
     pub(crate) late_blobs: usize,
-    /// How likely each of trainer, worker, reads, writes and commits is to be the next to get on.
+    /// Relative speeds of trainer, worker, reads, writes and commits.
     pub(crate) speeds: [usize; 5],
-    /// The operation with this number fails, and the life ends.
+    /// Number of the operation that fails, which ends the incarnation.
     pub(crate) fails_at: Option<u64>,
 }
 
-/// What is on devices: the newest content of each tile, and the last generation.
+/// Content of the devices: the newest content of each tile, and the last generation.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Store {
     pub(crate) committed: Option<Generation>,
-    /// By range and kind.
+    /// Newest content, by range and kind.
     working: Vec<[Option<Content>; 2]>,
 }
 
 #[derive(Clone, Debug)]
 pub(crate) struct Generation {
-    /// The blob: the step the trainer had finished.
+    /// The blob: the last step that the trainer had finished.
     pub(crate) step: u64,
     contents: Vec<[Option<Content>; 2]>,
 }
 
-/// What a life moved.
+/// Tiles that an incarnation moved.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Moves {
     /// Tiles read and written, by kind.
     pub(crate) reads: [u64; 3],
     pub(crate) writes: [u64; 3],
-    /// Passes begun and ended: each may have made reads ahead useless.
+    /// Passes begun and ended: each may have made read-ahead useless.
     pub(crate) passes: u64,
-    /// Of them, those that went on with a step.
+    /// Passes that continued a step.
     pub(crate) further: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     holds: Option<(u32, Option<Content>)>,
-    /// With the kernel, the trainer or the worker.
+    /// Whether the slot is with the kernel, the trainer or the worker.
     away: bool,
 }
 
@@ -126,8 +126,8 @@ enum Call {
     Request(Request, Option<u64>),
 }
 
-/// One life, from a start to its end or to its first failure.
-pub(crate) struct Life<'a> {
+/// One incarnation of the swapper, from its start to its end or first failure.
+pub(crate) struct Incarnation<'a> {
     job: &'a Job,
     reference: &'a Reference,
     setup: &'a Setup,
@@ -136,11 +136,11 @@ pub(crate) struct Life<'a> {
     core: Core,
     actions: Vec<Action>,
     slots: [Vec<Slot>; 3],
-    /// Gradients that an update of their step has not used up yet, by range.
+    /// Gradients that the update of their step has not used yet, by range.
     grads: Vec<Option<Content>>,
     /// Scatters of each range in the present step.
     sums: Vec<u64>,
-    /// What this life's own tiles on devices hold of them.
+    /// Gradients on this incarnation's scratch tiles.
     scratch: Vec<Option<Content>>,
     ios: Vec<Io>,
     io_number: u64,
@@ -152,30 +152,30 @@ pub(crate) struct Life<'a> {
 
     // The trainer.
     calls: VecDeque<Call>,
-    /// What it waits for; `None`: it computes.
+    /// Operation that the trainer waits for; `None` while it computes.
     asked: Option<Op>,
     waiting: bool,
     step: u64,
-    /// Steps of this life whose hyper was sent, by the core's count.
+    /// Steps of this incarnation whose hyper was sent, by the core's count.
     hypers: Vec<u64>,
     pending: Vec<usize>,
     uncommitted: u64,
     ending: bool,
-    /// Generation of each step's tiles, as the trainer's calls made it; and the one acknowledged.
+    /// Generation of each step's tiles, according to the trainer's calls; and the acknowledged generation.
     generation: u64,
     generation_of: Vec<u64>,
     acknowledged: u64,
     moves: Moves,
 }
 
-/// How a life ended.
+/// How an incarnation ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum End {
     Finished,
     Failed,
 }
 
-impl<'a> Life<'a> {
+impl<'a> Incarnation<'a> {
     pub(crate) fn new(
         job: &'a Job,
         reference: &'a Reference,
@@ -205,7 +205,7 @@ impl<'a> Life<'a> {
                 count
             ]
         });
-        // What was written after the last commit may be anything: a life must never look at it.
+        // Tiles written after the last commit have arbitrary content: an incarnation must never read them.
         store.working = match &store.committed {
             Some(generation) => generation.contents.clone(),
             None => vec![[None; 2]; ranges],
@@ -238,20 +238,20 @@ impl<'a> Life<'a> {
             uncommitted: 0,
             ending: false,
             generation: 1,
-            // Of filled tiles, and of what an earlier life made: on devices already, or to be filled into generation 1.
+            // Generations of the filled tiles and of an earlier incarnation's: already on devices, or to be filled into generation 1.
             generation_of: vec![1; step as usize + 1],
             acknowledged: 0,
             moves: Moves::default(),
         }
     }
 
-    /// Trains to the last step and looks at all tiles.
+    /// Trains to the last step and visits all tiles.
     pub(crate) fn run(mut self) -> (End, Moves) {
         if self.store.committed.is_none() {
             self.call_fill();
         }
         loop {
-            // Whoever can get on, by speed: the trainer, the worker, reads, writes, the commit.
+            // One of those that can make progress, chosen by speed: the trainer, the worker, reads, writes, the commit.
             let reads = self
                 .ios
                 .iter()
@@ -290,7 +290,7 @@ impl<'a> Life<'a> {
             let failed = match who {
                 0 if self.lent.is_empty() => {
                     if !self.next_call() {
-                        // Gradients of a skipped step may still be on their way.
+                        // Gradients of a skipped step may still be in flight.
                         while let Some(io) = self.ios.first() {
                             let (Io::Read(tile, _) | Io::Write(tile, _)) = io;
                             assert_eq!(tile.kind, Kind::Grad, "{tile:?} moves for nobody");
@@ -399,7 +399,7 @@ impl<'a> Life<'a> {
             }
             Action::Done => {
                 assert!(self.waiting && self.lent.is_empty());
-                // Nobody wants what a skipped step brought.
+                // The gradients of a skipped step are not used.
                 let skipped = |step: u64| self.job.skipped[step as usize - 1];
                 for grad in &mut self.grads {
                     *grad = grad.filter(|grad| grad.step > self.step || !skipped(grad.step));
@@ -437,7 +437,7 @@ impl<'a> Life<'a> {
         self.lent.push_back((range, slots));
     }
 
-    /// Takes a slot into use for new content of `range`. What it held is on its device, or nobody wants it.
+    /// Takes a slot into use for new content of `range`. Its old content must be on its device or unused.
     fn claim(&mut self, kind: Kind, range: u32, slot: SlotNumber) {
         let holder = self.slots[kind as usize][slot.0 as usize];
         assert!(!holder.away, "{slot:?} is in use");
@@ -460,7 +460,7 @@ impl<'a> Life<'a> {
         };
     }
 
-    /// Takes a slot into use, which must hold `range`'s content.
+    /// Takes a slot into use, which must hold the content of `range`.
     fn take(&mut self, kind: Kind, range: u32, slot: SlotNumber) -> Content {
         let slot = &mut self.slots[kind as usize][slot.0 as usize];
         assert!(!slot.away, "a slot is used twice");
@@ -483,7 +483,7 @@ impl<'a> Life<'a> {
         let (range, slots) = self.lent.pop_front().unwrap();
         let index = range as usize;
         let op = self.asked.expect("lent for something");
-        // Every use sees all finished steps applied, and nothing of the one being made.
+        // Every use sees all finished steps applied, and nothing of the current one.
         let finished = self.step;
         for kind in [0, 1] {
             let Some(slot) = slots[kind] else { continue };
@@ -529,7 +529,7 @@ impl<'a> Life<'a> {
     }
 
     fn update(&mut self) {
-        // Any of those with a worker may end first.
+        // Any update with a worker may end first.
         let at = self.rng.below(self.updates.len().min(self.setup.workers));
         let (range, slots, step) = self.updates.remove(at).unwrap();
         let index = range as usize;
@@ -553,7 +553,7 @@ impl<'a> Life<'a> {
         self.event(Event::Updated { range });
     }
 
-    /// One of the operations of a direction ends, in any order. `true` when it fails.
+    /// Ends one of the operations of a direction, in any order. Returns `true` when it fails.
     fn complete_io(&mut self, reading: bool) -> bool {
         let of_direction: Vec<usize> = (0..self.ios.len())
             .filter(|&at| matches!(self.ios[at], Io::Read(..)) == reading)
@@ -606,7 +606,7 @@ impl<'a> Life<'a> {
         false
     }
 
-    /// After a failure nothing is started, whatever else completes.
+    /// After a failure the core starts nothing, whatever completes.
     fn fail(&mut self) {
         self.core.on_event(Event::Failed, &mut self.actions);
         for io in std::mem::take(&mut self.ios) {

@@ -3,9 +3,9 @@
 use swapper::core::{Event, Op, Request};
 use swapper::{Schedule, StepProgram, schedule};
 
-use super::{Call, Life};
+use super::{Call, Incarnation};
 
-impl Life<'_> {
+impl Incarnation<'_> {
     pub(super) fn call_fill(&mut self) {
         let units = 0..self.job.units.len();
         let mut ops: Vec<Op> = units.clone().map(|unit| Op::Fill { unit }).collect();
@@ -31,7 +31,7 @@ impl Life<'_> {
         }
     }
 
-    /// The trainer's next call; `false` at the end.
+    /// Makes the trainer's next call; returns `false` at the end.
     pub(super) fn next_call(&mut self) -> bool {
         if self.calls.is_empty() && !self.call_more() {
             return false;
@@ -83,7 +83,7 @@ impl Life<'_> {
         true
     }
 
-    /// A call that plans a commit ends the working generation.
+    /// Records that a call that plans a commit ends the working generation.
     fn planned(&mut self, blob: Option<u64>) {
         if let Some(step) = blob {
             self.generation += 1;
@@ -93,7 +93,7 @@ impl Life<'_> {
         }
     }
 
-    /// Calls of the next step, evaluation or end; `false` when there are none.
+    /// Queues the calls of the next step, evaluation or end; `false` when there are none.
     fn call_more(&mut self) -> bool {
         let steps = self.job.skipped.len() as u64;
         if self.ending {
