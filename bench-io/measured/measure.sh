@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What docs/benchmarks.md and this directory report of one machine, by bench-io itself; as root, in the repository's directory:
+# Measures with bench-io what docs/benchmarks.md and this directory report of a machine; as root, in the repository's directory:
 #
 #   bench-io/measured/measure.sh OUT [PART...]      PROGRAMS=target/release, with fio in PATH
 #
-#   engines     uring and aio in turns on a loop device over RAM, in small pages and in huge ones    (1 min)
-#   gpu         drives without a pace into a GPU's memory and out of it, and without the GPU         (1 min)
-#   disk        this machine's disk, three rounds in turns with fio                                  (1 min)
+#   engines     uring and aio alternating on a loop device over RAM, with small and with huge pages   (1 min)
+#   gpu         drives without a rate limit into a GPU's memory and out of it, and without the GPU   (1 min)
+#   disk        this machine's disk, three rounds alternating with fio                               (1 min)
 #   unequal     four drives of 6.2 and 3.2 GB/s, the last at half speed; 16 cores, 48 GiB            (1 min)
-#   drives      1 to 4 such drives, tiles of 1 to 16 MiB, fio beside us, a picture                   (5 min)
+#   drives      1 to 4 such drives, tiles of 1 to 16 MiB, compared with fio, a picture               (5 min)
 #   training    a step of llama-1.3b.toml on 1 to 4 such drives, predicted and measured; a GPU       (4 min)
 #
-# Without PART all of them. Arenas are in huge pages meanwhile, as under the installed service, but where `small pages` is said.
+# Without PART, measures all parts. Arenas are in huge pages, as in the installed service, except where `small pages` is printed.
 set -u
 out=$1
 shift

@@ -1,17 +1,16 @@
 #!/usr/bin/env bash
-# Measures four emulated NVMe drives of known speed through Linux's own nvme driver, and rate-limited drives under cgroup v2, in a virtual
-# machine that this script makes, starts and throws away.
+# Measures four emulated NVMe drives of known speed through Linux's own nvme driver, and rate-limited drives under cgroup v2, in a virtual machine
+# that this script creates, starts and deletes.
 #
 #   bench-io/qemu/measure.sh [OUT]       as any user; leaves OUT/{nvme,cgroup2}*; a path is from the repository [target/qemu/out]
 #
 # Needs qemu-system-x86_64, nbdkit, busybox (static), cpio, fio, losetup, mkfs.ext4, python3, 4 GiB of memory, and once, to fetch
 # Debian's cloud kernel (27 MB into target/qemu; it is unpacked, not installed), apt-get:
 #   apt-get install qemu-system-x86 nbdkit busybox-static cpio fio e2fsprogs util-linux python3
-# The processor is emulated (no KVM is asked for), several times slower than the one below it. So drives are throttled to what it can
-# move: what counts is that the percentages hold. On a machine that does something else besides, READ_RATE=6000000 WRITE_RATE=3000000.
-# Behind each drive is an nbdkit that answers late, as a drive does whose own work takes its time: a throttle alone, here or in the
-# block cgroup, lets one request at a time pass at once. So the control, one synchronous thread, shows that more drives alone give
-# nothing to who waits for each.
+# The processor is emulated (without KVM), several times slower than the host's. Drives are therefore throttled to what it can move: the percentages
+# count, not the rates. On a busy machine use READ_RATE=6000000 WRITE_RATE=3000000. Each drive is served by an nbdkit that answers late, like a drive
+# that needs time for its own work: a throttle alone, here or in the block cgroup, lets one request at a time pass at once. The control, one
+# synchronous thread, therefore shows that more drives do not help a process that waits for each operation.
 set -eu
 cd "$(dirname "$0")/../.."
 PATH=$PATH:/usr/sbin:/sbin
@@ -42,7 +41,7 @@ trap 'kill ${servers[@]+"${servers[@]}"} 2>/dev/null; rm -rf "$work"' EXIT
 root=$work/root
 mkdir -p "$root"/{bin,dev,proc,sys,tmp,run,etc}
 
-# A program, the libraries it names, and its loader, where they lie here.
+# Copies a program, the libraries it needs, and its loader.
 carry() {
     cp -L "$1" "$root/bin/"
     ldd "$1" 2>/dev/null | grep -oE '/[^ ]+' | while read -r library; do
@@ -85,7 +84,7 @@ printf 'READ_RATE=%s WRITE_RATE=%s BS=%s\n' "$read_rate" "$write_rate" "$bs" >"$
 
 drives=()
 for n in 0 1 2 3; do
-    # Written, so that no block is read without having been anywhere.
+    # Written first, so that no unwritten block is read.
     dd if=/dev/urandom of="$work/drive$n" bs=1M count="$drive_mb" status=none
     nbdkit --foreground --unix "$work/nbd$n" --filter=delay file "$work/drive$n" "rdelay=${read_ms}ms" "wdelay=${write_ms}ms" &
     servers+=($!)
@@ -100,8 +99,8 @@ timeout "${LIMIT:-1500}" qemu-system-x86_64 -nodefaults -no-user-config -machine
     "${drives[@]}" -drive "file=$work/out,if=none,id=out,format=raw,cache=unsafe" -device nvme,serial=out,drive=out | tee "$out/console.txt" | grep --line-buffered GUEST || true
 tar -xf "$work/out" -C "$out" 2>/dev/null || { echo "measure.sh: the guest did not come to its end: $out/console.txt" >&2; exit 1; }
 python3 - "$out" "$read_rate" "$write_rate" <<'CHECK'
-# Each row against the number of drives times what was set, against fio, and the control beside it. What counts is the better of
-# both: in four seconds some hundred operations end, and one more or less on either side is a percent.
+# Compares each row with the number of drives times the limit, with fio, and with the control. The better of both comparisons counts: in four seconds
+# some hundred operations end, and one more or less on either side is a percent.
 import json, sys
 
 out, rates = sys.argv[1], [int(rate) / 1e6 for rate in sys.argv[2:]]

@@ -30,7 +30,7 @@ use crate::watch::{Watch, Watched};
 /// Delay between an order and its start, so that all threads begin together.
 const START_DELAY: Duration = Duration::from_millis(5);
 
-/// What to open for every job.
+/// Targets and settings of every job.
 #[derive(Clone, Debug)]
 pub(crate) struct BenchPlan {
     pub(crate) target: TargetPlan,
@@ -42,7 +42,7 @@ pub(crate) struct BenchPlan {
     pub(crate) pattern: Option<Pattern>,
 }
 
-/// What bytes are moved to.
+/// Other end of the transfers.
 #[derive(Clone, Debug)]
 pub(crate) enum TargetPlan {
     Device {

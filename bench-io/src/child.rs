@@ -2,7 +2,7 @@
 //! keeps writing, and the next measurement would measure them too.
 //!
 //! The kernel can signal a process when the thread that started it ends. Only the process itself can request that, and
-//! the request survives `exec`. So this program starts itself, makes the request, and becomes the other program.
+//! the request survives `exec`. Therefore this program starts itself, makes the request, and becomes the other program.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;

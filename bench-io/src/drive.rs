@@ -243,9 +243,9 @@ mod tests {
         let sys = machine();
         let found = drives_of(sys.path(), rustix::fs::makedev(9, 0));
         assert_eq!(found.len(), 2, "{found:?}");
-        let said = found[0].to_string();
+        let line = found[0].to_string();
         assert_eq!(
-            said,
+            line,
             "nvme0n1 (Some SSD 2TB), scheduler none, cache write through"
         );
         assert_eq!(found[1].moved_bytes(), Some([30 * 512, 20 * 512]));
@@ -280,8 +280,8 @@ mod tests {
 
     #[test]
     fn what_lies_under_a_directory_is_named() {
-        let said = under(Path::new("/proc"));
-        assert!(said.starts_with("proc on "), "{said}");
+        let line = under(Path::new("/proc"));
+        assert!(line.starts_with("proc on "), "{line}");
         assert_eq!(Drive::below(Path::new("/proc")), []);
         assert_eq!(under(Path::new("/no/such/path")), "unknown");
     }

@@ -13,7 +13,7 @@ use serde::Serialize;
 use crate::{child, shell, stop};
 
 /// Interval of checks for the end of fio and for a stop.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A fio program and its version.
 #[derive(Clone, Debug)]
@@ -120,7 +120,7 @@ impl Fio {
                 let _ = rustix::process::kill_process(pid, Signal::KILL);
                 break;
             }
-            std::thread::sleep(LOOK_AGAIN);
+            std::thread::sleep(CHECK_INTERVAL);
         }
         let output = reading.join().expect("reading does not panic");
         stop::check()?;
@@ -185,11 +185,11 @@ fn one_file(option: &str, file: &Path) -> OsString {
     OsString::from_vec(option.bytes().chain(escaped.copied()).collect())
 }
 
-fn figures(said: &str, command: String) -> Result<FioFigures> {
+fn figures(json: &str, command: String) -> Result<FioFigures> {
     // fio may print warnings before its JSON.
-    let start = said.find('{').context("fio printed no JSON")?;
+    let start = json.find('{').context("fio printed no JSON")?;
     let found: serde_json::Value =
-        serde_json::from_str(&said[start..]).context("parsing the output of fio")?;
+        serde_json::from_str(&json[start..]).context("parsing the output of fio")?;
     let jobs = found["jobs"]
         .as_array()
         .context("the output of fio has no jobs")?;
@@ -220,13 +220,13 @@ fn figures(said: &str, command: String) -> Result<FioFigures> {
 }
 
 /// `None` if nothing was moved.
-fn latency(said: &serde_json::Value) -> Option<FioLatency> {
-    let at = |percent: &str| said["percentile"][percent].as_u64();
+fn latency(json: &serde_json::Value) -> Option<FioLatency> {
+    let at = |percent: &str| json["percentile"][percent].as_u64();
     Some(FioLatency {
         p50: at("50.000000")?,
         p99: at("99.000000")?,
         p999: at("99.900000")?,
-        max: said["max"].as_u64()?,
+        max: json["max"].as_u64()?,
     })
 }
 
@@ -236,12 +236,12 @@ mod tests {
 
     #[test]
     fn jobs_are_added_and_what_is_no_answer_is_refused() {
-        let said = r#"fio: note
+        let json = r#"fio: note
             {"jobs": [
               {"read": {"bw_bytes": 5, "io_bytes": 500000000}, "write": {"bw_bytes": 0}, "usr_cpu": 1.5, "sys_cpu": 8.5, "job_runtime": 2000},
               {"read": {"bw_bytes": 6, "io_bytes": 500000000}, "write": {"bw_bytes": 3}, "usr_cpu": 0, "sys_cpu": 0, "job_runtime": 2000}
             ]}"#;
-        let found = figures(said, "fio".into()).unwrap();
+        let found = figures(json, "fio".into()).unwrap();
         assert_eq!(
             (found.read.bytes_per_s, found.write.bytes_per_s),
             (11.0, 3.0)
@@ -254,11 +254,11 @@ mod tests {
 
     #[test]
     fn jobs_in_one_group_have_percentiles_where_they_moved_bytes() {
-        let said = r#"{"jobs": [{
+        let json = r#"{"jobs": [{
             "read": {"bw_bytes": 5, "lat_ns": {"max": 400, "percentile": {"50.000000": 100, "99.000000": 200, "99.900000": 300}}},
             "write": {"bw_bytes": 0, "lat_ns": {"min": 0}}
         }]}"#;
-        let found = figures(said, "fio".into()).unwrap();
+        let found = figures(json, "fio".into()).unwrap();
         let latency = found.read.latency_ns.unwrap();
         let all = [latency.p50, latency.p99, latency.p999, latency.max];
         assert_eq!(all, [100, 200, 300, 400]);

@@ -42,7 +42,7 @@ pub(crate) struct Row {
     pub(crate) fio: Vec<f64>,
 }
 
-/// What a row contains.
+/// Kind of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Figure {
@@ -166,7 +166,7 @@ impl fmt::Display for ComparisonReport {
         let rounds = self.rows.first().map_or(0, |row| row.ours.len());
         writeln!(
             f,
-            "{rounds} rounds in turns with {}: medians, the least and the most",
+            "{rounds} rounds alternating with {}: medians, the least and the most",
             self.fio_version
         )?;
         for row in &self.rows {
@@ -223,15 +223,15 @@ mod tests {
                 },
             ],
         };
-        let said = report.to_string();
+        let printed = report.to_string();
         for part in [
-            "3 rounds in turns with fio-3",
+            "3 rounds alternating with fio-3",
             "2.00 GB/s (1.00 GB/s to 3.00 GB/s); fio 4.00 GB/s (4.00 GB/s to 5.00 GB/s); 50.0 % of fio",
             "110.0 us (100.0 us to 120.0 us); fio 95.0 us",
             "+15.0 us",
             "`fio --x`",
         ] {
-            assert!(said.contains(part), "{part}: {said}");
+            assert!(printed.contains(part), "{part}: {printed}");
         }
     }
 }

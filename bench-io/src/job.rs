@@ -58,7 +58,7 @@ impl Access {
     }
 }
 
-/// What is measured.
+/// Object of the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum TargetKind {
@@ -431,14 +431,14 @@ mod tests {
             ),
             ("socket = \"/x\"\nioengine = \"psync\"", "ioengine"),
         ] {
-            let said = refused(text);
-            assert!(said.contains(word), "{text}: {said}");
+            let message = refused(text);
+            assert!(message.contains(word), "{text}: {message}");
         }
     }
 
     #[test]
     fn a_key_nobody_reads_is_an_error() {
-        let said = toml::from_str::<JobOptions>("blocksize = 4096").unwrap_err();
-        assert!(said.to_string().contains("`blocksize`"), "{said}");
+        let message = toml::from_str::<JobOptions>("blocksize = 4096").unwrap_err();
+        assert!(message.to_string().contains("`blocksize`"), "{message}");
     }
 }

@@ -19,8 +19,8 @@ use crate::shuffle;
 use crate::stop;
 use crate::targets::{Flight, Target, Way};
 
-/// A device that answers nothing for so long is considered lost.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time without an answer after which a device is considered lost.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Longest sleep, so that the end of the time is noticed.
 const WAIT: Duration = Duration::from_millis(50);
@@ -232,8 +232,8 @@ pub(crate) fn run(
         stop::check()?;
         ensure!(!failed.load(Ordering::Relaxed), "another job failed");
         let now = Instant::now();
-        if ended.is_empty() && now - last_end > PATIENCE {
-            bail!("no operation ended for {} s", PATIENCE.as_secs());
+        if ended.is_empty() && now - last_end > ANSWER_TIMEOUT {
+            bail!("no operation ended for {} s", ANSWER_TIMEOUT.as_secs());
         }
         if !ended.is_empty() {
             last_end = now;

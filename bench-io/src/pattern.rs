@@ -36,7 +36,7 @@ pub(crate) struct WrongBlock {
     pub(crate) found: Found,
 }
 
-/// What the block contained instead.
+/// Actual content of the block.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Found {

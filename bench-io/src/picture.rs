@@ -176,11 +176,14 @@ mod tests {
         };
         let lines = ["first", "second & third"].map(str::to_owned);
         assert_eq!(height(&lines) - height(&lines[..1]), LINE_HEIGHT);
-        let said = svg("title", &lines, &panels());
-        assert!(said.contains("second &amp; third"), "{said}");
+        let drawn = svg("title", &lines, &panels());
+        assert!(drawn.contains("second &amp; third"), "{drawn}");
         // The panel begins below the description lines.
         let top = HEAD + 2.0 * LINE_HEIGHT;
-        assert!(said.contains(&format!(r#"d="M{MARGIN} {top} V"#)), "{said}");
+        assert!(
+            drawn.contains(&format!(r#"d="M{MARGIN} {top} V"#)),
+            "{drawn}"
+        );
         let long = svg("title", &["x".repeat(300)], &panels());
         assert!(long.contains(&format!(
             r#"width="{}""#,

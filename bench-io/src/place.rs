@@ -117,7 +117,7 @@ impl OwnDaemon {
         daemon.socket()
     }
 
-    /// Its device files, in the order of the directories.
+    /// Device files of the daemon, in the order of the directories.
     pub(crate) fn devices(&self) -> &[PathBuf] {
         &self.devices
     }

@@ -15,7 +15,7 @@ use crate::targets::daemon::drop_left;
 use crate::targets::device::{DeviceFiles, bytes_of};
 use crate::units::Bytes;
 
-/// What a job runs on. Dropping it removes what was made.
+/// Prepared target of a job. Dropping it removes everything that was made.
 pub(crate) struct Prepared {
     pub(crate) plan: BenchPlan,
     pub(crate) word: &'static str,

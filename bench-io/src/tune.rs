@@ -1,7 +1,7 @@
 //! Finds the best engine, block size and depth, one after the other: each stage keeps the choices before it.
 //!
 //! ```text
-//!   engines in turns (4 MiB, 32) ─▶ block size ─▶ depth ─▶ read, write and both with what was chosen
+//!   engines alternately (4 MiB, 32) ─▶ block size ─▶ depth ─▶ read, write and both with what was chosen
 //! ```
 //!
 //! The criterion is reading and writing at the same time, as in training. Among settings that are nearly as good the
@@ -101,10 +101,10 @@ impl Tuned {
 
     /// Records settings that are not tried, once.
     fn leave_out(&mut self, engine: &str, (bs, depth): (u32, u32), why: &str) {
-        let said = format!("{} KiB, iodepth {depth}: {why}", bs >> 10);
+        let trial_name = format!("{} KiB, iodepth {depth}: {why}", bs >> 10);
         let is_tried = self.tries(engine, (bs, depth), Load::Both).next().is_some();
-        if !is_tried && !self.untried.contains(&said) {
-            self.untried.push(said);
+        if !is_tried && !self.untried.contains(&trial_name) {
+            self.untried.push(trial_name);
         }
     }
 }
@@ -222,7 +222,7 @@ impl Trying<'_> {
         Ok(reached)
     }
 
-    /// Tries the engines in turns, as often as half of the time allows and at least once, and chooses by the median.
+    /// Tries the engines alternately, as often as half of the time allows and at least once, and chooses by the median.
     fn engines(&mut self) -> Result<()> {
         let (bs, depth) = (self.tuned.bs, self.tuned.iodepth);
         let half = Instant::now() + self.deadline.saturating_duration_since(Instant::now()) / 2;
@@ -284,7 +284,7 @@ impl Trying<'_> {
             } else if buffer_bytes > memory / MEMORY_PART {
                 Some("too much of the memory")
             } else if !self.is_seen(bs, depth) {
-                Some("drives need longer than a trial for what is in flight")
+                Some("the drives need longer than a trial for the bytes in flight")
             } else if Instant::now() + self.expected(bs, depth) + last > self.deadline {
                 Some("no time left")
             } else {

@@ -11,7 +11,7 @@ use crate::machine::{self, IdleTime};
 use crate::progress::Progress;
 use crate::report::Meanwhile;
 
-/// What to sample.
+/// Sources of the samples.
 #[derive(Clone, Debug)]
 pub(crate) struct Watched {
     /// `None` without a daemon.

@@ -25,8 +25,8 @@ pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(30);
 /// Time limit of other calls. Populating an arena can take seconds a GiB, and a commit waits for its slowest rank and device.
 pub(crate) const LONG_WAIT: Duration = Duration::from_secs(600);
 
-/// How long to wait for an answer that was on its way when the daemon hung up.
-const LAST_WORDS_WAIT: Duration = Duration::from_secs(1);
+/// How long to wait for an answer that was already sent when the daemon hung up.
+const LAST_ANSWER_WAIT: Duration = Duration::from_secs(1);
 
 pub(crate) type Client = OffloadClient<Channel>;
 
@@ -183,7 +183,7 @@ impl<R> Pending<R> {
     /// Returns the last answer of a daemon that hung up, or an error that it is gone. A daemon also hangs up after it closed or
     /// evicted a session, and then the answer says so. Calls to a dead daemon fail at once.
     pub(crate) fn last_words(&self) -> Result<R, ClientError> {
-        self.poll_for(LAST_WORDS_WAIT)
+        self.poll_for(LAST_ANSWER_WAIT)
             .unwrap_or_else(|| Err(self.gone()))
     }
 

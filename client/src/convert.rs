@@ -1,4 +1,4 @@
-//! Converts between this crate's types and the messages. Everything a daemon sends is checked here, once.
+//! Converts between this crate's types and the messages. Everything that a daemon sends is checked here, once.
 
 use offload_api::fault::Fault;
 use offload_api::ids::{Generation, Rank};

@@ -33,7 +33,7 @@ pub struct DaemonInfo {
     pub arena_free_bytes: u64,
     /// Whether arenas are locked in memory.
     pub memory_locked: bool,
-    /// What unlocked memory costs and how to fix it; empty when locked.
+    /// Cost of unlocked memory and how to lock it; empty when locked.
     pub memory_note: String,
 }
 

@@ -69,7 +69,7 @@ pub enum ClientError {
     /// The daemon sent something that no daemon of this version sends.
     #[error("the daemon violated the protocol: {what}")]
     Protocol {
-        /// What it sent.
+        /// Description of the message.
         what: String,
     },
     /// The kernel refused memory or a descriptor.

@@ -64,7 +64,7 @@ impl InFlight {
 /// Returns the path of a device. Called only after a failure.
 pub(crate) type NameDevice<'a> = dyn FnMut(DeviceIndex) -> PathBuf + 'a;
 
-/// What to do after a completion.
+/// Next action after a completion.
 #[derive(Debug)]
 pub(crate) enum Arrived {
     /// Return this to the caller.
@@ -73,7 +73,7 @@ pub(crate) enum Arrived {
     Unchecked(TicketId, Slot, u32),
 }
 
-/// What to do after the checksum of a swap in was computed.
+/// Next action after the checksum of a swap in was computed.
 #[derive(Debug)]
 pub(crate) enum Checked {
     /// Return this to the caller; the device is the one the bytes came from.

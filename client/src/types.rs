@@ -1,10 +1,10 @@
-//! What a session is asked for and what it returns. No message type leaves this crate.
+//! Types of a session's requests and answers. No message type leaves this crate.
 
 use std::path::PathBuf;
 
 use crate::{Durability, Epoch, Generation, Rank, SlotClass, Tile};
 
-/// What a process asks of a daemon.
+/// Request for a session.
 #[derive(Clone, Debug)]
 pub struct SessionSettings {
     /// Path of the daemon's socket.
@@ -23,7 +23,7 @@ pub struct SessionSettings {
     pub iodepth: u32,
 }
 
-/// What a session was granted.
+/// Properties of a granted session.
 #[derive(Clone, Debug)]
 pub struct SessionInfo {
     /// Incarnation of the daemon.
@@ -45,7 +45,7 @@ pub struct SessionInfo {
     pub block_bytes: u32,
     /// Whether the arena is locked in memory.
     pub memory_locked: bool,
-    /// What unlocked memory costs and how to fix it; empty when locked.
+    /// Cost of unlocked memory and how to lock it; empty when locked.
     pub memory_note: String,
     /// The job's record when the session opened; `None` for a new job.
     pub job: Option<JobRecord>,
@@ -77,7 +77,7 @@ pub struct JobDefinition {
     pub layout: Vec<u8>,
     /// All tiles of this node.
     pub tiles: Vec<Tile>,
-    /// What a crash may destroy.
+    /// Content that a crash may destroy.
     pub durability: Durability,
     /// Number of nodes that commit together.
     pub nodes: u32,

@@ -1,5 +1,5 @@
-//! What could go wrong: the program that is started as a private daemon fails, chatters or will not end, and its user
-//! hangs or learns nothing. The program here is a shell script.
+//! Tests with a program that fails, prints much or does not end when it is started as a private daemon: its user must not hang, and must get the
+//! reason. The program here is a shell script.
 
 use std::fs;
 use std::time::{Duration, Instant};
@@ -9,8 +9,8 @@ use offload_client::private::{PrivateDaemon, PrivateSettings};
 
 fn start(dir: &std::path::Path, script: &str) -> Result<PrivateDaemon, ClientError> {
     let program = dir.join("offloadd");
-    // Written by another process: what this one has open for writing, a process that another test starts just now has too,
-    // and a program that is open for writing cannot be started.
+    // Another process writes the file: a file open for writing here would be inherited by a process that another test starts at this moment, and a
+    // program that is open for writing cannot be started.
     let script = format!("#!/bin/sh\n{script}\n");
     let made = std::process::Command::new("sh")
         .args(["-c", r#"printf %s "$1" > "$0" && chmod 755 "$0""#])
@@ -103,7 +103,7 @@ fn a_failed_format_is_reported_and_nothing_is_served() {
 fn one_that_chatters_does_not_block_and_one_that_will_not_end_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join("quote\" and space.tiles"), "").unwrap();
-    // A pipe holds 64 KiB; the marker shows that the script got past the chatter.
+    // A pipe holds 64 KiB; the marker shows that the script got past its output.
     let script = r#"trap '' QUIT
         echo READY
         i=0; while [ $i -lt 4000 ]; do echo "line $i of much that nobody asked for"; i=$((i+1)); done

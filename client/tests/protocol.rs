@@ -1,5 +1,5 @@
-//! What could go wrong: a daemon that is absent, of another version, silent, dead or lying makes the client hang, crash,
-//! or hand out bytes nobody wrote. The daemon here is a fake in the test's own process, which lies as it is told.
+//! Tests with a daemon that is absent, of another version, silent, dead or wrong: the client must not hang or crash, or return bytes that nobody
+//! wrote. The daemon is a fake in the test's own process that misbehaves as told.
 
 mod fake;
 
@@ -13,7 +13,7 @@ use offload_client::{
 };
 
 const TILE_BYTES: u32 = 8192;
-/// Longer than any of these tests may take: a wait that ends only by it has failed.
+/// Longer than any of these tests may take: a wait that ends only at this limit has failed.
 const LONG: Duration = Duration::from_secs(30);
 const SOON: Duration = Duration::from_secs(15);
 
@@ -194,8 +194,8 @@ fn a_tile_with_a_flipped_bit_is_named_and_never_handed_out() {
 fn a_device_that_hangs_is_named_by_what_the_daemon_says_of_it() {
     let daemon = FakeDaemon::start(Manners::default());
     let session = open(&daemon);
-    let said = format!("device {DEVICE}: a flush has not ended for 11 s");
-    assert_eq!(session.device_trouble(), [said]);
+    let message = format!("device {DEVICE}: a flush has not ended for 11 s");
+    assert_eq!(session.device_trouble(), [message]);
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn a_bit_that_flips_on_the_way_of_one_read_is_read_right_the_second_time() {
     let back = round_trip(&mut session);
     assert_eq!(back.result.unwrap().bytes, TILE_BYTES);
     assert_eq!(back.slot.as_slice(), [0x5a; TILE_BYTES as usize]);
-    // Written, and read twice into the same slot.
+    // Written once, and read twice into the same slot.
     let sent: Vec<_> = daemon.submissions.try_iter().collect();
     let [_, first, second] = &sent[..] else {
         panic!("{sent:?}");
@@ -238,7 +238,7 @@ fn without_checksums_the_flipped_bit_is_handed_out() {
 #[test]
 fn what_a_device_answers_arrives_with_device_tile_and_offset() {
     let daemon = FakeDaemon::start(Manners {
-        // Tile: 0 EIO, 1 ENOSPC, 2 short, 3 never written, 4 another epoch.
+        // By tile: 0 EIO, 1 ENOSPC, 2 short, 3 never written, 4 another epoch.
         answer: Some(|sqe, cqe| {
             let (kind, errno, moved_bytes) = match sqe.tile {
                 0 => (FaultKind::Io, 5, 0),
@@ -270,13 +270,13 @@ fn what_a_device_answers_arrives_with_device_tile_and_offset() {
         let ended = done(&mut session).unwrap();
         let error = ended.result.unwrap_err();
         assert_eq!(error.kind(), kind);
-        let said = error.to_string();
+        let message = error.to_string();
         assert!(
-            said.contains(words) && said.contains(&format!("tile {tile}")),
-            "{said}"
+            message.contains(words) && message.contains(&format!("tile {tile}")),
+            "{message}"
         );
         if tile < 3 {
-            assert!(said.contains(DEVICE), "{said}");
+            assert!(message.contains(DEVICE), "{message}");
         }
         assert!(ended.slot.as_slice().iter().all(|b| *b == 0xff));
     }
@@ -293,7 +293,7 @@ fn a_daemons_devices_are_those_that_have_not_left() {
     assert_eq!(paths, [DEVICE, LATER_DEVICE]);
 }
 
-/// Every read fails on a device that came after the session.
+/// Starts a daemon whose every read fails on a device that was added after the session opened.
 fn with_a_later_device(manners: Manners) -> FakeDaemon {
     FakeDaemon::start(Manners {
         answer: Some(|_, cqe| {
@@ -307,7 +307,7 @@ fn with_a_later_device(manners: Manners) -> FakeDaemon {
     })
 }
 
-fn said_of_a_read(session: &mut Session, tile: u32) -> String {
+fn message_of_a_read(session: &mut Session, tile: u32) -> String {
     let slot = filled(session, 1);
     session.swap_in(TileIndex(tile), slot).unwrap();
     done(session).unwrap().result.unwrap_err().to_string()
@@ -323,10 +323,10 @@ fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
     let asked = || daemon.describe_calls.load(Ordering::Relaxed);
     let before = asked();
     for tile in 0..3 {
-        let said = said_of_a_read(&mut session, tile);
-        assert!(said.contains("device 1 of the store"), "{said}");
+        let message = message_of_a_read(&mut session, tile);
+        assert!(message.contains("device 1 of the store"), "{message}");
     }
-    // A call is sent by another thread, which may come to it after the client has given the answer up.
+    // Another thread sends the call, perhaps after the client has given up waiting for the answer.
     let began = Instant::now();
     while asked() == before && began.elapsed() < 2 * LONG {
         std::thread::sleep(Duration::from_millis(1));
@@ -341,11 +341,11 @@ fn a_daemon_that_refuses_to_say_what_a_device_is_called_is_asked_again() {
         ..Manners::default()
     });
     let mut session = open(&daemon);
-    let refused = said_of_a_read(&mut session, 0);
+    let refused = message_of_a_read(&mut session, 0);
     assert!(refused.contains("device 1 of the store"), "{refused}");
     for tile in 1..3 {
-        let said = said_of_a_read(&mut session, tile);
-        assert!(said.contains(LATER_DEVICE), "{said}");
+        let message = message_of_a_read(&mut session, tile);
+        assert!(message.contains(LATER_DEVICE), "{message}");
     }
     assert_eq!(daemon.describe_calls.load(Ordering::Relaxed), 3);
 }
@@ -418,7 +418,7 @@ fn a_daemon_that_hangs_up_ends_every_wait() {
         Err(ClientError::DaemonGone { .. })
     ));
     assert!(before.elapsed() < SOON);
-    // The slot may still be written to: it is not lent again.
+    // The daemon may still write to the slot, so it is not lent again.
     assert_eq!(session.free_slot_count(0), 5);
 }
 
@@ -441,7 +441,7 @@ fn a_commit_whose_answer_is_lost_is_made_once_and_told_as_made() {
     }
 }
 
-/// Waits until `time` is over; a wait may return for nothing.
+/// Waits until `time` is over; a single wait may return early.
 fn wait_out(session: &mut Session, time: Duration) {
     let begin = Instant::now();
     while begin.elapsed() < time {

@@ -1,4 +1,4 @@
-//! What could go wrong: two slots share bytes, a slot is lent twice, or one that was dropped on an error path is lost.
+//! Tests that slots share no bytes, that no slot is lent twice, and that a slot dropped on an error path is not lost.
 
 use std::collections::HashSet;
 

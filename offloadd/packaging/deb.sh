@@ -39,7 +39,7 @@ completions bash /usr/share/bash-completion/completions/offloadd
 completions zsh /usr/share/zsh/vendor-completions/_offloadd
 completions fish /usr/share/fish/vendor_completions.d/offloadd.fish
 
-# The newest libc whose symbols it names.
+# The newest version of libc among the symbols that the program needs.
 libc=$(grep -aoE 'GLIBC_2\.[0-9]+' "$binary" | sort -uV | tail -1 | cut -d_ -f2)
 mkdir "$tree/DEBIAN"
 cat >"$tree/DEBIAN/control" <<END

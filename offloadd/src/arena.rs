@@ -1,8 +1,7 @@
 //! A session's memory: a sealed memory file, mapped here for the devices and in the process for everything else.
 //!
-//! Promises: a new arena is a fresh file of zeros. All of it is populated before it is handed out, so that no later access
-//! needs memory that the machine lacks. Nobody can resize the file (no SIGBUS). It is locked where the limits allow, and says
-//! so where they do not.
+//! Promises: a new arena is a fresh file of zeros. All of it is populated before it is handed out, so that no later access needs memory that the
+//! machine lacks. Nobody can resize the file (no SIGBUS). The memory is locked where limits allow; otherwise [`Arena::locked`] is false.
 //!
 //! Populating takes 0.04 to 4 s a GiB, depending on whether the machine's own host must find the pages, so arenas are created
 //! outside the owner thread, by several threads. The daemon never reads or writes the bytes; it only hands addresses to the
@@ -23,10 +22,10 @@ use crate::memory;
 /// Bytes that one thread touches at a time: little enough to spread a small arena, enough for huge pages.
 const TOUCH_BYTES: usize = 64 << 20;
 
-/// More threads than this wait for the same memory controller.
+/// Maximum number of populating threads; more only compete for the memory controller.
 const TOUCH_THREADS_MAX: usize = 8;
 
-/// What to do when memory cannot be locked.
+/// Behaviour when memory cannot be locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockPolicy {
     /// Run with unlocked memory.
@@ -55,7 +54,7 @@ pub enum ArenaError {
         asked_bytes: u64,
         /// The system call.
         action: &'static str,
-        /// Its errno.
+        /// errno of the system call.
         source: std::io::Error,
     },
     /// The memory must be locked and cannot be.
@@ -82,7 +81,7 @@ const FIX: &str = "to fix this, run `ulimit -l unlimited` before the start, put 
 pub struct LockOutlook {
     /// Whether arenas up to the configured limit can be locked.
     pub can_lock: bool,
-    /// What unlocked memory costs and how to fix it; empty if it can be locked.
+    /// Cost of unlocked memory and how to lock it; empty if memory can be locked.
     pub note: String,
 }
 
@@ -127,7 +126,7 @@ pub struct ArenaId(u64);
 
 // SAFETY: the mapping belongs to this value, and no method reads or writes its bytes.
 unsafe impl Send for Arena {}
-// SAFETY: as above: `&self` gives addresses out, not bytes.
+// SAFETY: as for `Send`: methods with `&self` return addresses and never access bytes.
 unsafe impl Sync for Arena {}
 
 impl Arena {

@@ -4,6 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
+mod keys;
 mod page_address;
 pub mod quota;
 
@@ -13,6 +14,7 @@ use offload_api::{
 use offload_support::units::{UnitError, parse_bytes, parse_rate};
 use serde::Deserialize;
 
+use self::keys::unknown_key;
 use crate::engine::EngineChoice;
 use crate::quota::{Limits, Quotas};
 
@@ -109,35 +111,12 @@ enum Rating {
 
 #[derive(Debug, Default, Deserialize)]
 struct MetricsToml {
-    /// Where Prometheus reads counts: a unix socket, or a loopback address with a port.
+    /// Where Prometheus reads metrics: a unix socket, or a loopback address with a port.
     ///
     /// Default: none. Example: `"unix:/run/offloadd/metrics.sock"`.
     #[serde(default)]
     listen: Option<String>,
 }
-
-const KEYS: [&str; 12] = [
-    "socket",
-    "devices",
-    "arena_bytes_max",
-    "engine",
-    "require_locked",
-    "sessions_max",
-    "iodepth_max",
-    "rated_tbw",
-    "scrub_bytes_per_s_max",
-    "rebalance_bytes_per_s_max",
-    "metrics",
-    "quota",
-];
-
-const METRICS_KEYS: [&str; 1] = ["listen"];
-
-/// Earlier names that are spelled too differently for [`nearest_key`], and the names of today.
-const RETIRED_KEYS: [(&str, &str); 2] = [
-    ("share", "weight"),
-    ("move_bytes_per_s_max", "rebalance_bytes_per_s_max"),
-];
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(untagged)]
@@ -451,197 +430,8 @@ fn bytes_per_s(size: Option<&Size>, what: &str) -> Result<Option<u64>, String> {
     }
 }
 
-/// Finds the first key that is no setting: its section, the key, and the end of the error message.
-fn unknown_key(file: &toml::Table) -> Option<(String, String, String)> {
-    sections(file)
-        .into_iter()
-        .find_map(|(section, table, known)| {
-            let key = table.keys().find(|key| !known.contains(&key.as_str()))?;
-            let hint = match nearest_key(key, known) {
-                Some(near) => format!("did you mean `{near}`?"),
-                None => format!("known keys: {}", known.join(", ")),
-            };
-            let section = match section.as_str() {
-                "" => section,
-                name => format!("[{name}]: "),
-            };
-            Some((section, key.clone(), hint))
-        })
-}
-
-/// The tables of the file, each with its name and the keys it may have.
-fn sections(file: &toml::Table) -> Vec<(String, &toml::Table, &'static [&'static str])> {
-    fn tables<'a>(
-        parent: &'a toml::Table,
-        name: &str,
-    ) -> impl Iterator<Item = (&'a String, &'a toml::Table)> {
-        let table = parent.get(name).and_then(toml::Value::as_table);
-        let entries = table.into_iter().flatten();
-        entries.filter_map(|(name, value)| Some((name, value.as_table()?)))
-    }
-    let mut sections = vec![(String::new(), file, &KEYS[..])];
-    let top = |name: &str| file.get(name).and_then(toml::Value::as_table);
-    sections.extend(top("metrics").map(|table| ("metrics".to_owned(), table, &METRICS_KEYS[..])));
-    sections.extend(top("quota").map(|table| ("quota".to_owned(), table, &quota::SECTIONS[..])));
-    for (name, table) in tables(file, "quota").filter(|(name, _)| *name != "uid") {
-        sections.push((format!("quota.{name}"), table, &quota::KEYS));
-    }
-    for (uid, user) in top("quota")
-        .into_iter()
-        .flat_map(|quota| tables(quota, "uid"))
-    {
-        sections.push((format!("quota.uid.{uid}"), user, &quota::KEYS));
-        for (job, table) in tables(user, "job") {
-            sections.push((format!("quota.uid.{uid}.job.{job}"), table, &quota::KEYS));
-        }
-    }
-    sections
-}
-
-/// Returns the known key that is most similar to `key`, if one is similar enough to be meant.
-fn nearest_key<'a>(key: &str, known: &[&'a str]) -> Option<&'a str> {
-    if let Some((_, today)) = RETIRED_KEYS.iter().find(|(retired, _)| *retired == key)
-        && let Some(known) = known.iter().find(|known| *known == today)
-    {
-        return Some(known);
-    }
-    known
-        .iter()
-        .map(|known| (strsim::normalized_damerau_levenshtein(key, known), *known))
-        .max_by(|a, b| a.0.total_cmp(&b.0))
-        .filter(|(similarity, _)| *similarity >= 0.5)
-        .map(|(_, known)| known)
-}
-
 #[cfg(test)]
 mod docs;
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    const WHOLE: &str = r#"
-        socket = "/run/offloadd/offloadd.sock"
-        devices = ["/mnt/nvme0/tiles", "/mnt/nvme1/tiles"]
-        arena_bytes_max = "64GiB"
-        engine = "psync"
-        require_locked = true
-        sessions_max = 16
-        iodepth_max = 32
-        rated_tbw = [600, 1200.5]
-        scrub_bytes_per_s_max = "100MiB"
-        rebalance_bytes_per_s_max = "200MiB"
-        [metrics]
-        listen = "127.0.0.1:9464"
-    "#;
-
-    fn parse(text: &str) -> Result<Config, String> {
-        Config::parse(text, Path::new("offloadd.toml")).map_err(|e| e.to_string())
-    }
-
-    #[test]
-    fn devices_is_the_only_required_key() {
-        let config = parse("devices = [\"/mnt/nvme0/tiles\"]").unwrap();
-        assert_eq!(config.socket, Path::new(SOCKET_DEFAULT));
-        assert_eq!(config.arena_bytes_max, 64 << 30);
-        assert_eq!((config.sessions_max, config.iodepth_max), (64, 64));
-        let message = parse("sessions_max = 1").unwrap_err();
-        assert!(message.contains("devices"), "{message}");
-    }
-
-    #[test]
-    fn every_key_is_read() {
-        let config = parse(WHOLE).unwrap();
-        assert_eq!(config.arena_bytes_max, 64 << 30);
-        assert_eq!(config.engine, EngineChoice::Psync);
-        assert!(config.require_locked);
-        assert_eq!((config.sessions_max, config.iodepth_max), (16, 32));
-        assert_eq!(
-            config.descriptor_socket(),
-            Path::new("/run/offloadd/offloadd.sock.fds")
-        );
-        let table: toml::Table = toml::from_str(WHOLE).unwrap();
-        assert!(
-            KEYS.iter()
-                .all(|key| *key == "quota" || table.contains_key(*key))
-        );
-        let rated_bytes = [600_000_000_000_000, 1_200_500_000_000_000];
-        assert_eq!(config.rated_bytes, rated_bytes.map(Some));
-        let one = parse(&WHOLE.replace("[600, 1200.5]", "600")).unwrap();
-        assert_eq!(one.rated_bytes, [Some(rated_bytes[0]); 2]);
-        assert_eq!(config.scrub_bytes_per_s_max, 100 << 20);
-        assert_eq!(config.limits().rebalance_bytes_per_s_max, Some(200 << 20));
-        let listen = config.metrics_listen.unwrap();
-        assert_eq!(listen.to_string(), "http://127.0.0.1:9464/metrics");
-    }
-
-    #[test]
-    fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
-        let message = parse(&WHOLE.replace("devices", "device")).unwrap_err();
-        assert!(message.contains("`device`"), "{message}");
-        assert!(message.contains("did you mean `devices`"), "{message}");
-        for (from, to, expected) in [
-            (
-                "listen",
-                "listne",
-                "[metrics]: unknown key `listne`; did you mean `listen`?",
-            ),
-            (
-                "rated_tbw",
-                "rated_tb_written",
-                "unknown key `rated_tb_written`; did you mean `rated_tbw`?",
-            ),
-            (
-                "rebalance_bytes",
-                "move_bytes",
-                "unknown key `move_bytes_per_s_max`; did you mean `rebalance_bytes_per_s_max`?",
-            ),
-        ] {
-            let message = parse(&WHOLE.replace(from, to)).unwrap_err();
-            assert!(message.contains(expected), "{message}");
-        }
-        let message = parse(&format!("zzz = 1\n{WHOLE}")).unwrap_err();
-        assert!(message.contains("known keys: socket"), "{message}");
-    }
-
-    #[test]
-    fn values_outside_their_limits_are_refused_by_key() {
-        for (from, to, key) in [
-            ("/run/offloadd/offloadd.sock", "offloadd.sock", "socket"),
-            ("/mnt/nvme1/tiles", "/mnt/nvme0/tiles", "devices"),
-            ("/mnt/nvme1/tiles", "nvme1/tiles", "devices"),
-            ("64GiB", "64Gb", "arena_bytes_max"),
-            ("64GiB", "1", "arena_bytes_max"),
-            ("psync", "libaio", "engine"),
-            ("sessions_max = 16", "sessions_max = 0", "sessions_max"),
-            ("iodepth_max = 32", "iodepth_max = 100000", "iodepth_max"),
-            // No trainer could begin a session.
-            ("iodepth_max = 32", "iodepth_max = 1", "iodepth_max"),
-            ("100MiB", "100M", "scrub_bytes_per_s_max"),
-            ("100MiB", "1023KiB", "scrub_bytes_per_s_max"),
-            ("200MiB", "200MB/h", "rebalance_bytes_per_s_max"),
-            ("200MiB", "1023KiB", "rebalance_bytes_per_s_max"),
-            ("[600, 1200.5]", "[600]", "rated_tbw"),
-            ("[600, 1200.5]", "0", "rated_tbw"),
-            ("[600, 1200.5]", "-1", "rated_tbw"),
-            ("[600, 1200.5]", "nan", "rated_tbw"),
-            ("[600, 1200.5]", "inf", "rated_tbw"),
-            ("127.0.0.1:9464", "0.0.0.0:9464", "metrics.listen"),
-            ("127.0.0.1:9464", "192.168.1.5:9464", "metrics.listen"),
-            ("127.0.0.1:9464", "[::]:9464", "metrics.listen"),
-            ("127.0.0.1:9464", "localhost", "metrics.listen"),
-            ("127.0.0.1:9464", "unix:metrics.sock", "metrics.listen"),
-            (
-                "127.0.0.1:9464",
-                "unix:/run/offloadd/offloadd.sock.fds",
-                "metrics.listen",
-            ),
-        ] {
-            let message = parse(&WHOLE.replace(from, to)).unwrap_err();
-            assert!(message.contains(&format!(" {key}: ")), "{message}");
-        }
-        let long = format!("/{}", "x".repeat(110));
-        let message = parse(&WHOLE.replace("/run/offloadd/offloadd.sock", &long)).unwrap_err();
-        assert!(message.contains("at most 103 bytes"), "{message}");
-    }
-}
+mod tests;

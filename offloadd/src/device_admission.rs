@@ -23,13 +23,13 @@ pub enum AdmissionError {
     /// The path is relative.
     #[error("{0}: give the absolute path of the device")]
     NotAbsolute(String),
-    /// It cannot be opened or created.
+    /// The device cannot be opened or created.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// It is in use, or too small.
+    /// The device is in use, or too small.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// It cannot be measured.
+    /// The device cannot be measured.
     #[error(transparent)]
     Measure(#[from] MeasureError),
     /// The kernel returned no random bytes.

@@ -2,7 +2,7 @@
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Severity {
-    /// In order.
+    /// No fault was found.
     Fine,
     /// Works, but could be better.
     Hint,
@@ -24,11 +24,11 @@ impl Severity {
 /// Result of one check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// What was checked: "memlock", "device /mnt/nvme0/tiles".
+    /// Subject of the check: "memlock", "device /mnt/nvme0/tiles".
     pub subject: String,
     /// Whether it is in order.
     pub severity: Severity,
-    /// What was found.
+    /// Result of the check.
     pub message: String,
     /// Command or setting that fixes it.
     pub fix: Option<String>,

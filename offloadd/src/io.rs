@@ -1,11 +1,11 @@
-//! Operations of devices: the core asks for them, the queue orders them, engines perform them.
+//! Names of device operations, shared by the core that requests them, the queue that orders them and the engines that run them.
 
 use offload_api::geometry::SlotPlace;
 pub use offload_support::aligned::AlignedBytes;
 
 const _: () = assert!(offload_support::aligned::BLOCK_BYTES == offload_api::BLOCK_BYTES as usize);
 
-/// Session of one process. Never reused in one incarnation of the daemon.
+/// One process's session. Never reused in one incarnation of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SessionId(pub u64);
 
@@ -13,14 +13,14 @@ pub struct SessionId(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct IoId(pub u64);
 
-/// Kind of operation.
+/// Kind of device operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IoOp {
     /// Moves bytes from the device to memory.
     Read,
     /// Moves bytes from memory to the device.
     Write,
-    /// Makes everything written to the device survive a power loss.
+    /// Makes everything written to this device survive a power loss.
     Flush,
 }
 
@@ -29,14 +29,14 @@ pub enum IoOp {
 pub enum Buffer {
     /// The first `bytes` of a slot of a session's arena.
     Slot {
-        /// Session that has the arena.
+        /// Session that owns the arena.
         session: SessionId,
-        /// Place of the slot.
+        /// Slot in the arena.
         place: SlotPlace,
     },
     /// Bytes of the daemon itself (records, catalog, tiles that move), used whole.
     Meta(AlignedBytes),
-    /// No memory, for a flush.
+    /// No memory: the operation is a flush.
     None,
 }
 

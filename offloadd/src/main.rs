@@ -28,30 +28,8 @@ Examples:
   offloadd verify --config /etc/offloadd.toml
   offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd.toml
 
-All settings, with their defaults. `devices` is required; the values in [metrics] and [quota] are examples:
-  socket = \"/run/offloadd/offloadd.sock\"      # for calls; file descriptors are passed over <socket>.fds
-  devices = [\"/mnt/nvme0/offloadd.tiles\", \"/mnt/nvme1/offloadd.tiles\"]
-  arena_bytes_max = \"64GiB\"                   # host memory of all sessions together
-  engine = \"auto\"                             # auto, uring, aio, psync
-  require_locked = false                      # refuse to start when memory cannot be locked
-  sessions_max = 64
-  iodepth_max = 64                            # operations in flight per session
-  rated_tbw = [600, 600]                      # rated endurance per drive in TB written; warns at 80 %; no default
-  scrub_bytes_per_s_max = \"512MiB\"            # bytes per second that `offloadd verify` reads, all users together
-  rebalance_bytes_per_s_max = \"200MiB\"        # bytes per second copied while tiles move between devices; `device add --rate`,
-                                              # `device drain --rate` and `device rate` override it; no limit by default
-  [metrics]                                   # OpenMetrics endpoint for Prometheus; none by default
-  listen = \"unix:/run/offloadd/metrics.sock\"  # or \"127.0.0.1:9464\"; loopback addresses only
-  [quota.default]                             # per user; [quota.uid.1000] overrides it for one user
-  host_bytes_max = \"32GiB\"                    # no limit for a key that is left out
-  device_bytes_max = \"2TiB\"
-  jobs_max = 256                              # jobs in the store, open or not; default 256 (the store holds 1024)
-  sessions_max = 8
-  inflight_max = 256                          # sum of the iodepths of the user's sessions
-  weight = 100                                # 1 to 10000: drive bandwidth relative to other users
-  [quota.job]                                 # per job; [quota.uid.1000.job.llama] overrides it for one job
-  sessions_max = 8                            # the same keys, except jobs_max
-  weight = 100                                # drive bandwidth relative to the user's other jobs";
+The settings are a TOML file. The package installs /etc/offloadd/offloadd.toml with a comment on every setting.
+`offloadd check-config FILE` checks a file and prints every setting with its value.";
 
 #[derive(Subcommand)]
 enum Command {

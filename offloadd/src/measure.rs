@@ -26,11 +26,11 @@ const DEPTH: usize = 16;
 /// Time for each direction.
 const TIME: Duration = Duration::from_secs(1);
 
-/// Time after which an operation is considered lost.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Time limit of one operation.
+const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time between two looks at operations that remain after a failure.
-const LOOKS_APART: Duration = Duration::from_millis(10);
+/// Time between two checks of operations that remain after a failure.
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Why a device cannot be measured, and so not be used.
 #[derive(Debug, thiserror::Error)]
@@ -104,7 +104,7 @@ fn measure_file(
     moved: &mut MovedBeside,
 ) -> Result<MeasuredRates, MeasureError> {
     let (engine, _) = Engine::open(choice, std::slice::from_ref(file), DEPTH + 1)?;
-    measure_with(engine, path, area, PATIENCE, moved)
+    measure_with(engine, path, area, OPERATION_TIMEOUT, moved)
 }
 
 fn measure_with(
@@ -177,7 +177,7 @@ impl Pass<'_> {
                 return;
             }
             // An engine signals nobody about refused operations.
-            let wait = Timespec::try_from(left.min(LOOKS_APART)).expect("milliseconds");
+            let wait = Timespec::try_from(left.min(CHECK_INTERVAL)).expect("milliseconds");
             let _ = poll(
                 &mut [PollFd::new(&self.engine.wake(), PollFlags::IN)],
                 Some(&wait),
@@ -290,10 +290,10 @@ fn noise(seed: u64) -> AlignedBytes {
 
 #[cfg(test)]
 mod tests {
-    use test_hooks::rate_limit::Pace;
+    use test_hooks::rate_limit::RateLimit;
 
     use super::*;
-    use crate::engine::rate_limited::Paced;
+    use crate::engine::rate_limited::RateLimited;
 
     const AREA: MeasuredArea = MeasuredArea {
         offset: MeasuredArea::BYTES_MIN,
@@ -319,23 +319,23 @@ mod tests {
         let files = std::slice::from_ref(&file);
         let (engine, _) = Engine::open(EngineChoice::Psync, files, DEPTH + 1).unwrap();
         // In twelve days they would.
-        let pace = Pace {
+        let limit = RateLimit {
             read_bytes_per_s: 1,
             write_bytes_per_s: 1,
         };
-        let paced = Engine::Paced(Box::new(Paced::new(engine, vec![pace]).unwrap()));
+        let limited = Engine::RateLimited(Box::new(RateLimited::new(engine, vec![limit]).unwrap()));
         let timeout = Duration::from_millis(20);
         let mut moved = MovedBeside::default();
-        let error = measure_with(paced, "/dev/lost", AREA, timeout, &mut moved).unwrap_err();
+        let error = measure_with(limited, "/dev/lost", AREA, timeout, &mut moved).unwrap_err();
         assert!(matches!(error, MeasureError::LeftBehind { .. }), "{error}");
         let told = error.to_string();
-        for said in [
+        for part in [
             "/dev/lost",
             "no answer",
             "2 operations have not ended",
             "bytes 1048576 to 3145728",
         ] {
-            assert!(told.contains(said), "{said}: {told}");
+            assert!(told.contains(part), "{part}: {told}");
         }
     }
 

@@ -1,6 +1,6 @@
-//! How much memory there is, by the machine and by the control groups of this process (service, container), whichever is less.
+//! Finds how much memory is available, by the machine and by the control groups of this process (service, container), whichever is less.
 //!
-//! Asked before memory is touched: beyond it the kernel would kill a process, perhaps the training.
+//! Callers ask before they touch memory: beyond the limit the kernel would kill a process, perhaps the training.
 
 use std::path::{Path, PathBuf};
 
@@ -130,12 +130,12 @@ fn groups_below(proc: &Path, cgroup: &Path) -> impl Iterator<Item = Group> {
     })
 }
 
-/// Group of cgroup 2 in `/proc/self/cgroup`: the line `0::/path`.
+/// Returns the group of cgroup 2 from `/proc/self/cgroup`: the line `0::/path`.
 fn unified_group(text: &str) -> Option<&str> {
     text.lines().find_map(|line| line.strip_prefix("0::/"))
 }
 
-/// Group of cgroup 1, one line for each set of controllers: `9:cpuset,memory:/path`.
+/// Returns the group of cgroup 1, which has one line for each set of controllers: `9:cpuset,memory:/path`.
 fn memory_group(text: &str) -> Option<&str> {
     text.lines().find_map(|line| {
         let (controllers, path) = line.split_once(':')?.1.split_once(":/")?;
@@ -146,7 +146,7 @@ fn memory_group(text: &str) -> Option<&str> {
     })
 }
 
-/// `None` for "max", which means no limit.
+/// Reads a number; `None` for "max", which means no limit.
 fn read_number(file: &Path) -> Option<u64> {
     std::fs::read_to_string(file).ok()?.trim().parse().ok()
 }

@@ -11,7 +11,7 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::drive_queue::device_number;
 
-/// Where the kernel describes devices and nodes.
+/// Directory in which the kernel describes devices and nodes.
 const SYS: &str = "/sys";
 
 /// Moves the calling thread, and those it starts, near `devices`. Returns what was done and why; `None` on a machine with one
@@ -109,7 +109,7 @@ mod tests {
     use super::*;
     use std::fs;
 
-    /// A tree with two nodes, and a drive 259:i with these nodes each, as NVMe drives lie below their PCI devices.
+    /// Makes a tree with two nodes, and a drive 259:i with each of these nodes, placed below PCI devices as NVMe drives are.
     fn machine(drives: &[&str]) -> tempfile::TempDir {
         let sys = tempfile::tempdir().unwrap();
         let put = |path: &str, text: &str| {
@@ -152,7 +152,7 @@ mod tests {
             assert_eq!(any.cpus, [0; 0]);
             assert!(any.why.contains(why), "{}", any.why);
         }
-        // A drive that says nothing goes with those that do.
+        // Drives that report no node follow those that do.
         assert_eq!(chosen(&["-1\n", "0\n"]).cpus, [0, 1, 4, 5]);
     }
 
@@ -172,9 +172,9 @@ mod tests {
     #[test]
     fn a_thread_stays_where_it_was_put() {
         let before = rustix::thread::sched_getaffinity(None).unwrap();
-        // On this machine, whatever it is: nothing is refused, and where nodes were chosen the thread may still run.
-        let said = stay_near(&[Arc::new(tempfile::tempfile().unwrap())]);
-        assert!(said.is_none_or(|why| why.starts_with("on ")));
+        // On any machine the call succeeds, and if nodes were chosen, the thread may still run.
+        let outcome = stay_near(&[Arc::new(tempfile::tempfile().unwrap())]);
+        assert!(outcome.is_none_or(|why| why.starts_with("on ")));
         assert!(rustix::thread::sched_getaffinity(None).unwrap().count() >= 1);
         sched_setaffinity(None, &before).unwrap();
     }

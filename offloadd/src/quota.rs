@@ -1,4 +1,4 @@
-//! Limits from the settings: of the daemon, and of each user and job.
+//! Limits from the settings: of the daemon in total, and of each user and job.
 
 use std::collections::BTreeMap;
 
@@ -8,13 +8,13 @@ use crate::store::definition::JobName;
 /// Weight of a user among users, and of a job among its user's jobs, if the settings do not set one.
 pub const WEIGHT_DEFAULT: u32 = 100;
 
-/// Limit of a user's jobs if the settings do not set one: a quarter of the store's places, so that one user does not keep out others.
+/// Default limit of a user's jobs: a quarter of the places in a store, so that one user cannot exclude the others.
 pub const JOBS_A_USER_DEFAULT: u32 = JOBS_MAX as u32 / 4;
 
-/// Largest weight, a hundred times the default. The smallest is 1, a hundredth of it.
+/// Largest weight: a hundred times the default. The smallest is 1, a hundredth of the default.
 pub const WEIGHT_MAX: u32 = 10_000;
 
-/// Limits of the daemon, from the settings.
+/// Limits of the daemon in total.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     /// Bytes of host memory of all arenas together.
@@ -23,30 +23,29 @@ pub struct Limits {
     pub sessions_max: u32,
     /// Operations in flight per session, at most `IODEPTH_MAX`.
     pub iodepth_max: u32,
-    /// Bytes copied per second while tiles move, if the move has no limit of its own; `None` is no limit.
+    /// Bytes copied per second while tiles move, for moves without a rate of their own; `None`: no limit.
     pub rebalance_bytes_per_s_max: Option<u64>,
 }
 
-/// Limits of a user or a job; `None` is no limit.
+/// Quota of a user or job; `None` means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Quota {
-    /// Bytes of host memory of all its sessions.
+    /// Host memory of all sessions.
     pub host_bytes_max: Option<u64>,
-    /// Bytes on all devices, with the sessions' own tiles.
+    /// Space on all devices, including the sessions' scratch tiles.
     pub device_bytes_max: Option<u64>,
-    /// Jobs in the store, open or not; for a user only. `None` is [`JOBS_A_USER_DEFAULT`].
+    /// Jobs in the store, open or not; for users only. `None`: [`JOBS_A_USER_DEFAULT`].
     pub jobs_max: Option<u32>,
     /// Concurrent sessions.
     pub sessions_max: Option<u32>,
-    /// Operations in flight of all its sessions, which is the sum of their iodepths.
+    /// Operations in flight of all sessions: the sum of their iodepths.
     pub inflight_max: Option<u32>,
-    /// Proportion in which a drive's bandwidth is divided among users who want more than they get, and a user's part among
-    /// the user's jobs. `None` is [`WEIGHT_DEFAULT`].
+    /// Bandwidth of a drive relative to other users, or to the user's other jobs, while several want more than they get. `None`: [`WEIGHT_DEFAULT`].
     pub weight: Option<u32>,
 }
 
 impl Quota {
-    /// Fills in from `other` what this quota does not set.
+    /// Returns this quota, with the values of `other` where this one has none.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self {
@@ -63,9 +62,9 @@ impl Quota {
 /// All quotas, from the settings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Quotas {
-    /// Default for each user.
+    /// Quota of each user; a user's own values replace it.
     pub default: Quota,
-    /// Default for each job.
+    /// Quota of each job; a job's own values replace it.
     pub job: Quota,
     /// Quotas of single users.
     pub uids: BTreeMap<u32, Quota>,
@@ -73,23 +72,23 @@ pub struct Quotas {
     pub jobs: BTreeMap<u32, BTreeMap<JobName, Quota>>,
 }
 
-/// Weights in the queues of the drives.
+/// Weights of a job's turns at a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Weights {
-    /// Weight of the user among users.
+    /// Weight of the user beside other users.
     pub user: u32,
-    /// Weight of the job among the user's jobs.
+    /// Weight of the job beside its user's other jobs.
     pub job: u32,
 }
 
 impl Quotas {
-    /// Returns the quota of a user.
+    /// Returns the quota that applies to a user.
     pub fn of(&self, uid: u32) -> Quota {
         let own = self.uids.get(&uid).copied().unwrap_or_default();
         own.or(self.default)
     }
 
-    /// Returns the quota of a job.
+    /// Returns the quota that applies to a job.
     pub fn of_job(&self, uid: u32, name: &JobName) -> Quota {
         let own = self.jobs.get(&uid).and_then(|jobs| jobs.get(name));
         own.copied().unwrap_or_default().or(self.job)

@@ -38,17 +38,17 @@ mod tests {
         rate_limiter.copied(began, 3 << 20);
         let after = |seconds| Some(began + Duration::from_secs(seconds));
         assert_eq!(rate_limiter.next(Some(1 << 20)), after(3));
-        // It is changed meanwhile, or taken away.
+        // The limit is changed in between, or removed.
         assert_eq!(rate_limiter.next(Some(3 << 20)), after(1));
         assert_eq!(rate_limiter.next(Some(1 << 19)), after(6));
         assert_eq!(rate_limiter.next(None), None);
         assert_eq!(rate_limiter.next(Some(u64::MAX)), Some(began));
-        // Numbers that make no sense end no daemon.
+        // Extreme numbers do not end the daemon.
         rate_limiter.copied(began, u64::MAX);
         assert!(rate_limiter.next(Some(0)).is_none_or(|at| at > began));
     }
 
-    /// As a driver does it: whatever each batch takes, never more than the ceiling and one batch in any stretch of time.
+    /// Copies as a driver does: however long each batch takes, no stretch of time has more bytes than the limit and one batch allow.
     #[test]
     fn no_pause_saves_anything_up() {
         let (rate, batch) = (100u64, 50u64);
@@ -69,7 +69,7 @@ mod tests {
                 assert!(copied <= rate as f64 * stretch + 1e-6, "{begun:?}");
             }
         }
-        // And none is idle: short ones follow each other as fast as the ceiling lets them.
+        // The limiter never idles: short batches follow each other as fast as the limit allows.
         assert_eq!(
             begun[1].duration_since(begun[0]),
             Duration::from_millis(500)

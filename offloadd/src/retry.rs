@@ -1,5 +1,5 @@
-//! How long the start of a daemon waits for a device that answers errors: a drive that is reset, or a path that switches,
-//! recovers within seconds, while a daemon that gives up writes nothing until somebody restarts it.
+//! How long a starting daemon waits for a device that returns errors. A drive that is reset, or a path that switches, recovers within seconds, while
+//! a daemon that gives up writes nothing until somebody restarts it.
 
 use std::time::Duration;
 

@@ -31,7 +31,7 @@ impl StoreDevices {
     /// Like [`Self::open`], read-only: `listed` were opened so, and the others are.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// Same as [`Self::open`].
     pub fn open_readonly(listed: Vec<Device>) -> Result<Self, DeviceError> {
         Self::with_others(listed, Device::open_readonly)
     }

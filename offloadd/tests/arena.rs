@@ -1,5 +1,5 @@
-//! A session's memory. What could go wrong: the process shrinks it under the kernel's feet, it holds another session's
-//! bytes, it is not locked and nobody says so, the daemon refuses to run where it could.
+//! Tests a session's memory: the process cannot shrink it while the kernel uses it, it never holds another session's bytes, unlocked memory is
+//! reported, and the daemon runs wherever it can.
 
 mod another_user;
 
@@ -36,7 +36,7 @@ fn an_arena_is_zeros_and_cannot_be_resized_by_anyone() {
         let resized = rustix::fs::ftruncate(arena.as_fd(), size);
         assert_eq!(resized, Err(Errno::PERM), "to {size}");
     }
-    // Nor can a peer seal it against our writes.
+    // A peer cannot seal it against our writes either.
     let sealed = rustix::fs::fcntl_add_seals(arena.as_fd(), SealFlags::WRITE);
     assert_eq!(sealed, Err(Errno::PERM));
 }
@@ -63,7 +63,7 @@ fn no_address_beyond_the_arena_is_given_out() {
 
 const CHILD: &str = "OFFLOADD_TEST_UNPRIVILEGED";
 
-/// Runs itself again as a user who may lock 64 KiB.
+/// Runs the test again as a user who may lock 64 KiB.
 #[test]
 fn a_user_without_memlock_runs_unlocked_and_unregistered_and_is_told_so() {
     if std::env::var_os(CHILD).is_some() {
@@ -100,7 +100,7 @@ fn unprivileged() {
 
     let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
     assert!(!arena.locked());
-    // Registering is refused by the same limit; bytes move all the same.
+    // The same limit forbids registering; I/O works without it.
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a");
     std::fs::write(&path, vec![7; 8192]).unwrap();

@@ -1,5 +1,5 @@
-//! Everything that makes a device unusable, found before it is used, named with its path and what to do. What could go
-//! wrong: a message that helps nobody, a store that two daemons have, a full disk found in the middle of a run.
+//! Tests that everything that makes a device unusable is found before the device is used, and named with its path and what to do; that a store has
+//! one daemon; and that a full disk is found before a run.
 
 mod another_user;
 
@@ -27,7 +27,7 @@ fn a_missing_path_a_directory_and_buffered_file_systems_are_named() {
     assert!(refusal(&missing).contains("no such file; mount its drive"));
     let dir_itself = refusal(dir.path());
     assert!(dir_itself.contains("neither a regular file nor a block device"));
-    // procfs takes no direct I/O on any kernel.
+    // procfs supports direct I/O on no kernel.
     let buffered = refusal(Path::new("/proc/self/comm"));
     assert!(buffered.contains("O_DIRECT"), "{buffered}");
 }
@@ -79,7 +79,7 @@ fn a_store_has_one_daemon_at_a_time() {
     );
     assert!(error.to_string().contains("by another offloadd"));
 
-    // A predecessor that dies while we wait: its lock is gone in time.
+    // A predecessor that ends while we wait releases its lock in time.
     let ending = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(300));
         drop(first);
@@ -94,7 +94,7 @@ fn a_lock_whose_owner_has_ended_is_waited_for() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("tiles");
     drop(Device::create(&path, Some(1 << 20), false).unwrap());
-    // `flock` takes the lock and ends; `sleep` keeps the open file, as a ring that is torn down does.
+    // `flock` takes the lock and ends; `sleep` keeps the open file, like a ring that is being torn down.
     let status = Command::new("sh")
         .args(["-c", "exec 9<>\"$0\"; flock 9; sleep 1.6 &"])
         .arg(&path)
@@ -205,7 +205,7 @@ fn a_file_that_holds_anything_at_its_beginning_is_not_blank_whatever_its_length(
         let mut text = vec![0; bytes];
         std::fs::write(&path, &text).unwrap();
         Device::open(&path).unwrap().check_blank().unwrap();
-        // Its last byte of those that are looked at.
+        // The last byte of those that are checked.
         text[bytes.min(1 << 20) - 1] = 1;
         std::fs::write(&path, &text).unwrap();
         let refused = Device::open(&path).unwrap().check_blank();

@@ -1,6 +1,6 @@
-//! All engines against real files. What could go wrong: bytes at the wrong place, an error or a short transfer that looks
-//! like success, an operation that never comes back, memory that cannot be registered. Every test runs the same body on
-//! `uring`, `aio` and `psync`, with arena memory (registered by uring) and with the daemon's own.
+//! Tests all engines on real files: bytes at their places, errors and short transfers reported as such, every operation returned, and memory that
+//! cannot be registered. Every test runs the same body on `uring`, `aio` and `psync`, with arena memory (registered by uring) and with the daemon's
+//! own.
 
 use std::fs::{File, OpenOptions};
 use std::os::fd::AsFd;
@@ -17,7 +17,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, poll};
 
 const BLOCK: u32 = 4096;
 
-/// A direct file of `bytes`, gone when the directory is.
+/// Creates a file of `bytes`, opened for direct I/O and deleted with the directory.
 fn file(dir: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
     let file = OpenOptions::new()
         .read(true)
@@ -31,7 +31,7 @@ fn file(dir: &tempfile::TempDir, name: &str, bytes: u64) -> Arc<File> {
     Arc::new(file)
 }
 
-/// Runs `body` on each engine this machine has; says which it has not.
+/// Runs `body` on each engine of this machine; prints which ones it lacks.
 fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
     for choice in EngineChoice::AUTO {
         match Engine::open(choice, devices, 4096) {
@@ -45,7 +45,7 @@ fn on_each_engine(devices: &[Arc<File>], body: impl Fn(&mut Engine)) {
     }
 }
 
-/// Starts everything submitted and waits for `count` to end, as the driver does: sleeping on the wake-up.
+/// Starts everything submitted and waits for `count` operations to end, sleeping on the wake-up as the driver does.
 fn finish(engine: &mut Engine, count: usize) -> Vec<IoDone> {
     let limit = Instant::now() + Duration::from_secs(60);
     let mut done = Vec::new();
@@ -120,7 +120,7 @@ fn what_was_written_is_read_back_from_the_right_place() {
             assert_eq!(d.outcome, Ok(BLOCK));
             assert!(bytes_of(d).iter().all(|b| *b == i as u8 + 1), "block {i}");
         }
-        // Not only through the same engine.
+        // Reads back by another way than the same engine.
         let mut own = AlignedBytes::zeroed(4096);
         device.read_exact_at(own.as_mut_slice(), 5 * 4096).unwrap();
         assert!(own.as_slice().iter().all(|b| *b == 6));
@@ -150,10 +150,10 @@ fn an_arena_moves_bytes_before_during_and_after_its_registration() {
                 "after" => engine.forget(arena.id()),
                 _ => {}
             }
-            // The process's side: it writes its own mapping of the same memory file.
+            // The process writes to its own mapping of the same memory file.
             let fill = [round as u8 + 7; 4096];
             rustix::io::pwrite(arena.as_fd(), &fill, place.offset).unwrap();
-            // The first start registers one piece, the second the other.
+            // The first start registers one piece, the second start the other.
             engine.submit(io(1, IoOp::Flush, 0, Memory::None));
             finish(engine, 1);
             engine.submit(io(2, IoOp::Write, 8192, slot()));
@@ -164,7 +164,7 @@ fn an_arena_moves_bytes_before_during_and_after_its_registration() {
             let mut seen = [0; 4096];
             rustix::io::pread(arena.as_fd(), &mut seen, place.offset).unwrap();
             assert_eq!(seen, fill, "{step}");
-            // The neighbour is untouched.
+            // The neighbouring slot is unchanged.
             let before = geometry.place(SlotIndex(5)).unwrap();
             rustix::io::pread(arena.as_fd(), &mut seen, before.offset).unwrap();
             assert_eq!(seen, [0; 4096]);
@@ -189,7 +189,7 @@ fn reading_over_the_end_is_short_and_not_success() {
 fn an_errno_comes_back_as_the_errno_it_is() {
     let dir = tempfile::tempdir().unwrap();
     let good = file(&dir, "a", 1 << 20);
-    // Opened for reading only: every write is EBADF. And an offset that direct I/O cannot take: EINVAL.
+    // Opened read-only: every write is EBADF. An offset that direct I/O does not accept: EINVAL.
     let read_only = Arc::new(
         OpenOptions::new()
             .read(true)
@@ -206,7 +206,7 @@ fn an_errno_comes_back_as_the_errno_it_is() {
         let done = finish(engine, 3);
         assert_eq!(done[0].outcome, Err(9), "EBADF");
         assert_eq!(done[1].outcome, Err(22), "EINVAL");
-        assert_eq!(done[2].outcome, Ok(BLOCK), "the others go on");
+        assert_eq!(done[2].outcome, Ok(BLOCK), "the others continue");
     });
 }
 
@@ -219,7 +219,7 @@ fn a_full_device_is_enospc() {
         );
         return;
     };
-    // Kernel AIO does not write to it: the test below has a file system for that engine.
+    // Kernel AIO does not write to it; the test below has a file system for that engine.
     on_each_engine(&[Arc::new(full)], |engine| {
         if engine.name() == "aio" {
             return;
@@ -248,7 +248,7 @@ fn a_full_file_system_is_enospc() {
         engine.submit(io(0, IoOp::Write, 0, meta(1, 4096)));
         let done = finish(engine, 1);
         assert_eq!(done[0].outcome, Ok(BLOCK), "there is room for this one");
-        // Some of 128 KiB: less moves, or nothing and ENOSPC.
+        // Some of the 128 KiB do not fit: fewer bytes are moved, or none and ENOSPC.
         engine.submit(io(1, IoOp::Write, 4096, meta(1, 128 << 10)));
         engine.submit(io(2, IoOp::Write, 256 << 10, meta(1, 128 << 10)));
         let done = finish(engine, 2);
@@ -259,7 +259,7 @@ fn a_full_file_system_is_enospc() {
     });
 }
 
-/// A file system of 64 KiB, gone when it is dropped. Only root may mount one.
+/// A file system of 64 KiB, unmounted when dropped. Only root may mount one.
 struct SmallFileSystem<'a>(&'a std::path::Path);
 
 impl<'a> SmallFileSystem<'a> {
@@ -304,13 +304,13 @@ fn more_operations_than_the_rings_hold_all_end_once() {
     });
 }
 
-/// More than the kernel takes at a time wait for a device that answers nothing.
+/// More operations than the kernel takes at a time wait for a device that does not answer.
 #[test]
 fn a_device_that_never_answers_stops_no_other() {
     const UNANSWERED: u64 = 2500;
     let dir = tempfile::tempdir().unwrap();
     let good = file(&dir, "a", 1 << 20);
-    // One read an answer. Threads get an error of it: for them `engine/psync.rs` has a test.
+    // One read per answer. Threads get an error from it; `engine/psync.rs` has a test for them.
     let flags = EventfdFlags::CLOEXEC | EventfdFlags::SEMAPHORE;
     let answers = rustix::event::eventfd(0, flags).unwrap();
     let silent = Arc::new(File::from(answers.try_clone().unwrap()));
@@ -332,7 +332,7 @@ fn a_device_that_never_answers_stops_no_other() {
         rustix::io::write(&answers, &UNANSWERED.to_ne_bytes()).unwrap();
         let all_ended = |done: &[IoDone]| done.len() as u64 == UNANSWERED + 10;
         reap_until(engine, &mut done, all_ended);
-        // What no thread took.
+        // Operations that no thread took.
         let flags = rustix::fs::fcntl_getfl(&answers).unwrap();
         rustix::fs::fcntl_setfl(&answers, flags | rustix::fs::OFlags::NONBLOCK).unwrap();
         while rustix::io::read(&answers, &mut [0; 8]).is_ok() {}
@@ -340,7 +340,7 @@ fn a_device_that_never_answers_stops_no_other() {
     });
 }
 
-/// Sleeps on the wake-up between two looks, a second at most.
+/// Sleeps on the wake-up between two checks, for a second at most.
 fn reap_until(engine: &mut Engine, done: &mut Vec<IoDone>, enough: impl Fn(&[IoDone]) -> bool) {
     let limit = Instant::now() + Duration::from_secs(60);
     while !enough(done) {
@@ -366,7 +366,7 @@ fn the_automatic_choice_says_why() {
     }
 }
 
-/// A device that cannot be flushed, or read: what the automatic choice takes for it is what it takes for others.
+/// Asserts that for a device that cannot be flushed or read, the automatic choice takes the same engine as for others.
 fn expect_chosen_as_usual(path: &str) {
     let dir = tempfile::tempdir().unwrap();
     let (usual, _) = Engine::open(EngineChoice::Auto, &[file(&dir, "a", 1 << 20)], 16).unwrap();
@@ -377,13 +377,13 @@ fn expect_chosen_as_usual(path: &str) {
 
 #[test]
 fn a_probe_flushes_no_device() {
-    // It can be read, and a flush is refused.
+    // The file can be read, and a flush is refused.
     expect_chosen_as_usual("/dev/zero");
 }
 
 #[test]
 fn a_device_that_answers_a_probe_with_an_error_is_no_missing_engine() {
-    // At its start nothing is mapped: a read answers EIO. Kernel AIO takes no such file.
+    // Nothing is mapped at the file's start: a read returns EIO. Kernel AIO accepts no such file.
     let dir = tempfile::tempdir().unwrap();
     let devices = [file(&dir, "a", 1 << 20)];
     if Engine::open(EngineChoice::Uring, &devices, 16).is_err() {
@@ -407,7 +407,7 @@ fn registered_memory_is_pinned_until_it_is_forgotten() {
         );
         return;
     };
-    // Far more than the other tests of this process pin at the same time.
+    // Much more than the other tests of this process pin at the same time.
     let class = |slot_bytes: u64| SlotClass {
         slot_bytes,
         slot_count: ((32 << 20) / slot_bytes) as u32,
@@ -437,7 +437,7 @@ fn registered_memory_is_pinned_until_it_is_forgotten() {
     assert!(!engine.has_work());
     assert!(pinned_kib() > before + half, "{} kB", pinned_kib());
     engine.forget(arena.id());
-    // A large arena takes long: a piece a turn, and its memory is given back after the last.
+    // A large arena takes long: one piece per call, and its memory is freed after the last.
     for _ in 0..2 {
         assert!(engine.has_work() && !engine.is_forgotten(arena.id()));
         engine.start().unwrap();
@@ -464,14 +464,17 @@ fn probes_that_fail_mean_threads_and_the_reasons_are_told() {
     assert!(reason.contains("engine aio: "), "{reason}");
     for choice in [EngineChoice::Uring, EngineChoice::Aio] {
         let error = Engine::open(choice, &devices, 16).unwrap_err();
-        let said = error.to_string();
+        let printed = error.to_string();
         let name = if choice == EngineChoice::Aio {
             "aio"
         } else {
             "uring"
         };
-        assert!(said.starts_with(&format!("engine {name}: ")), "{said}");
+        assert!(
+            printed.starts_with(&format!("engine {name}: ")),
+            "{printed}"
+        );
         let tried = format!("reading 4096 bytes at 0 of device 0 ({}): ", path.display());
-        assert!(said.contains(&tried), "{said}");
+        assert!(printed.contains(&tried), "{printed}");
     }
 }

@@ -1,5 +1,5 @@
-//! The Debian package. What could go wrong: a file that is missing or that everybody may write, pages of the manual that lack a
-//! command, scripts that fail where there is no systemd, an install that cannot be taken back, a purge that takes stores.
+//! Tests the Debian package: no missing or writable files, a manual page for each command, scripts that work without systemd, an installation that
+//! can be removed, and a purge that keeps stores.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn run(command: &mut Command) -> String {
     words(&output)
 }
 
-/// The package of this build, in `dir`; `None` where it cannot be made.
+/// Builds the package into `dir`; `None` where it cannot be built.
 fn package(dir: &Path) -> Option<PathBuf> {
     if Command::new("dpkg-deb").arg("--version").output().is_err() {
         println!(
@@ -25,17 +25,17 @@ fn package(dir: &Path) -> Option<PathBuf> {
         return None;
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/deb.sh");
-    // A debug build is large: packing it well takes a minute.
-    let said = run(Command::new(script)
+    // A debug build is large: compressing it well takes a minute.
+    let printed = run(Command::new(script)
         .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
         .arg(env!("CARGO_BIN_EXE_offloadd"))
         .arg(dir));
-    let path = PathBuf::from(said.trim());
-    assert!(path.starts_with(dir), "{said}");
+    let path = PathBuf::from(printed.trim());
+    assert!(path.starts_with(dir), "{printed}");
     Some(path)
 }
 
-/// The files below `dir`, with their modes.
+/// Lists the files below `dir`, with their modes.
 fn files(dir: &Path) -> Vec<(String, u32)> {
     fn walk(root: &Path, dir: &Path, found: &mut Vec<(String, u32)>) {
         for entry in std::fs::read_dir(dir).unwrap() {
@@ -56,7 +56,7 @@ fn files(dir: &Path) -> Vec<(String, u32)> {
     found
 }
 
-/// The commands of the program, as it says itself.
+/// Lists the commands that the program's help names.
 fn commands() -> Vec<String> {
     let help = run(Command::new(env!("CARGO_BIN_EXE_offloadd")).arg("--help"));
     let (_, list) = help.split_once("Commands:\n").unwrap();
@@ -134,7 +134,7 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
     run(Command::new("bash").arg("-n").arg(&completions));
     let completions = std::fs::read_to_string(completions).unwrap();
     assert!(completions.contains("check-config"));
-    // What the administrator changed is kept.
+    // The administrator's changes are kept.
     let control = dir.path().join("control");
     run(Command::new("dpkg-deb")
         .arg("-e")
@@ -147,7 +147,7 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
     }
 }
 
-/// dpkg on a system of its own below `root`. Its scripts run outside of it and are told where it is.
+/// dpkg with a system of its own below `root`. Its scripts run outside of it and get its path.
 fn dpkg(root: &Path) -> Command {
     let mut command = Command::new("dpkg");
     command.arg(format!("--root={}", root.display())).args([
@@ -179,8 +179,11 @@ fn it_installs_and_purges_cleanly_and_stores_stay() {
     let machine = || ["/etc/passwd", "/etc/group"].map(|file| std::fs::read(file).unwrap());
     let before = (machine(), Path::new("/usr/bin/offloadd").exists());
 
-    let said = run(dpkg(&root).arg("--install").arg(&package));
-    assert!(said.contains("systemctl enable --now offloadd"), "{said}");
+    let printed = run(dpkg(&root).arg("--install").arg(&package));
+    assert!(
+        printed.contains("systemctl enable --now offloadd"),
+        "{printed}"
+    );
     assert!(root.join("usr/bin/offloadd").exists());
     let state = root.join("var/lib/offloadd");
     if Command::new("systemd-sysusers")
@@ -211,10 +214,10 @@ fn it_installs_and_purges_cleanly_and_stores_stay() {
     std::fs::write(state.join("tiles"), "months of work").unwrap();
     run(dpkg(&root).args(["--remove", "offloadd"]));
     assert!(settings.exists() && !root.join("usr/bin/offloadd").exists());
-    let said = run(dpkg(&root).args(["--purge", "offloadd"]));
+    let printed = run(dpkg(&root).args(["--purge", "offloadd"]));
     assert!(
-        said.contains("kept the stores in") && said.contains("var/lib/offloadd"),
-        "{said}"
+        printed.contains("kept the stores in") && printed.contains("var/lib/offloadd"),
+        "{printed}"
     );
     assert!(state.join("tiles").exists());
     let left: Vec<_> = files(&root)

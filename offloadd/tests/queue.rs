@@ -1,6 +1,6 @@
-//! The order in which devices get what waits for them. What could go wrong: what somebody waits for stands behind
-//! read-ahead, read-ahead starves, writes take the place of reads, a part of a tile fails and the whole looks moved, an
-//! operation is lost or ends twice. The test is the engine: it takes pieces and ends them in any order.
+//! Tests the order in which waiting operations go to devices: a demanded tile does not wait behind read-ahead, read-ahead does not starve, writes do
+//! not take the place of reads, a failed part fails the whole tile, and no operation is lost or ends twice. The test acts as the engine: it takes
+//! pieces and ends them in any order.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use test_hooks::random::SimRandom;
 
 const MIB: u32 = 1 << 20;
 
-/// A user with one process.
+/// Owner for a user with one process.
 fn owner(uid: u32, share: u32) -> Owner {
     Owner::Session {
         uid,
@@ -32,12 +32,12 @@ fn owner(uid: u32, share: u32) -> Owner {
 struct Bench {
     queue: Queue,
     arena: Arc<Arena>,
-    /// Handed over and not ended, in order.
+    /// Pieces handed over and not ended, in order.
     pieces: Vec<Io>,
 }
 
 impl Bench {
-    /// Devices that take 1 MiB at a time and 8 MiB each way.
+    /// Makes devices that take 1 MiB at a time and 8 MiB in each direction.
     fn new(devices: usize) -> Self {
         let limits = DeviceLimits {
             piece_bytes: MIB,
@@ -56,7 +56,7 @@ impl Bench {
         }
     }
 
-    /// Operation `id` at an offset of `id` times 16 MiB.
+    /// Queues operation `id` at offset `id` times 16 MiB.
     fn push(&mut self, id: u64, device: u32, op: IoOp, bytes: u32, priority: Priority) {
         let memory = match op {
             IoOp::Flush => Memory::None,
@@ -94,7 +94,7 @@ impl Bench {
         self.queue.ended(piece, Instant::now())
     }
 
-    /// Ends the oldest piece as it should, hands over what has room then: whose piece it was, and whether it was the last.
+    /// Ends the oldest piece successfully and hands over more. Returns the operation of the ended piece, and whether the piece was its last.
     fn step(&mut self) -> (u64, bool) {
         let io = &self.pieces[0];
         let (whole, bytes) = (io.offset >> 24, io.bytes);
@@ -122,7 +122,7 @@ fn a_wanted_read_behind_64_read_aheads_is_submitted_next() {
     bench.start();
     assert_eq!(bench.pieces.len(), 8, "the window and no more");
     bench.push(64, 0, IoOp::Read, 4 * MIB, Priority::Demand);
-    // As each of the eight in flight ends, a piece of what is wanted goes, also before the rest of a tile already begun.
+    // A demanded piece follows each of the eight pieces in flight as it ends, even before the rest of a tile already begun.
     for piece in 0..4 {
         bench.step();
         let handed = bench.pieces.last().unwrap();
@@ -131,7 +131,7 @@ fn a_wanted_read_behind_64_read_aheads_is_submitted_next() {
     bench.step();
     assert!(
         bench.pieces.last().unwrap().offset < 64 << 24,
-        "then they go on"
+        "then they continue"
     );
 }
 
@@ -158,7 +158,7 @@ fn read_ahead_progresses_however_much_is_wanted() {
     );
 }
 
-/// Looked for one by one they would take minutes: a process may promote as fast as its ring goes, and all others wait meanwhile.
+/// A linear search would take minutes here: a process may promote as fast as its ring allows, while all others wait.
 #[test]
 fn promoting_costs_the_same_however_much_waits() {
     const COUNT: u64 = 200_000;
@@ -190,7 +190,7 @@ fn what_was_read_ahead_goes_first_once_it_is_wanted() {
         bench.push(id, 0, IoOp::Read, 4 * MIB, Priority::Prefetch);
     }
     bench.start();
-    // One that waits, one that is in flight whole, one that was never there.
+    // One that waits, one that is in flight as a whole, one that does not exist.
     for id in [63, 0, 99] {
         bench.queue.promote(IoId(id), Priority::Demand);
     }
@@ -201,7 +201,7 @@ fn what_was_read_ahead_goes_first_once_it_is_wanted() {
         })
         .collect();
     assert_eq!(last, [63; 4]);
-    // And back again: behind the others of its class.
+    // The priority goes back: the operation is behind the others of its priority.
     bench.queue.promote(IoId(62), Priority::Demand);
     bench.queue.promote(IoId(62), Priority::Prefetch);
     let mut order = Vec::new();
@@ -235,13 +235,13 @@ fn reads_and_writes_do_not_take_each_others_place() {
         4 << 20,
         "another device"
     );
-    // And stay so as long as both wait.
+    // The order stays while both wait.
     for _ in 0..60 {
         bench.step();
     }
     assert_eq!(bench.inflight_bytes(0, IoOp::Write), window);
     assert_eq!(bench.inflight_bytes(0, IoOp::Read), window);
-    // A flush waits for nobody.
+    // A flush does not wait.
     bench.push(41, 0, IoOp::Flush, 0, Priority::Demand);
     bench.start();
     assert_eq!(bench.pieces.last().unwrap().op, IoOp::Flush);
@@ -272,7 +272,7 @@ fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
         places, expected,
         "where on the device, where in memory, how much"
     );
-    // In any order.
+    // Pieces end in any order.
     for left in (0..7).rev() {
         let place = if left % 2 == 0 { 0 } else { left };
         let moved = bench.pieces[place].bytes;
@@ -302,7 +302,7 @@ fn a_large_tile_is_in_flight_in_pieces_and_ends_once() {
 #[test]
 fn a_part_that_fails_or_is_short_fails_the_whole_and_the_first_one_is_told() {
     for (ends, outcome) in [
-        // Which piece ends how, in this order; all others as they should.
+        // Which piece ends how, in this order; all others succeed.
         (vec![(5, Ok(4096))], Ok(5 * MIB + 4096)),
         (vec![(5, Ok(0)), (2, Ok(512))], Ok(2 * MIB + 512)),
         (vec![(5, Err(5)), (2, Ok(0))], Ok(2 * MIB)),
@@ -324,7 +324,7 @@ fn a_part_that_fails_or_is_short_fails_the_whole_and_the_first_one_is_told() {
         }
         assert_eq!(bench.end(0, Ok(MIB)).unwrap().outcome, outcome);
         assert_eq!(bench.queue.count(), 0);
-        // Its place is free again.
+        // The failed operation's place is free again.
         bench.push(1, 0, IoOp::Write, 16 * MIB, Priority::Prefetch);
         bench.start();
         assert_eq!(bench.inflight_bytes(0, IoOp::Write), 8 << 20);

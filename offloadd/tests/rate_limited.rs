@@ -1,5 +1,5 @@
-//! Paced devices are exactly as fast as a test asks for. What could go wrong: reads and writes or two devices share a pace
-//! and runs look slower than their drives; an operation ends early and they look faster; one is forgotten and the daemon hangs.
+//! Tests that rate-limited devices are exactly as fast as a test asks for: reads and writes, and two devices, do not share a limit, no operation ends
+//! early, and none is forgotten.
 
 use std::fs::OpenOptions;
 use std::process::Command;
@@ -10,30 +10,30 @@ use offload_api::ids::DeviceIndex;
 use offloadd::engine::{Engine, EngineChoice, Io, Memory};
 use offloadd::io::{AlignedBytes, IoId, IoOp};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use test_hooks::rate_limit::{Pace, Paces};
+use test_hooks::rate_limit::{RateLimit, RateLimits};
 
-/// What each operation moves; a tenth of a second's writes are 32 of them.
+/// Bytes of each operation; 32 of them are a tenth of a second's writes.
 const BYTES: usize = 64 << 10;
 const READS: u64 = 64;
 const WRITES: u64 = 32;
 
-/// Bytes a second: all reads of a device take as long as all its writes.
+/// Bytes per second: all reads of a device take as long as all its writes.
 const READ_RATE: u64 = 640 * BYTES as u64;
 const WRITE_RATE: u64 = 320 * BYTES as u64;
 const WHOLE: Duration = Duration::from_millis(100);
 
-/// The pace is the process's, so the body runs in a process of its own.
+/// The limit applies to a whole process, so the body runs in a process of its own.
 #[test]
 fn each_device_reads_and_writes_at_its_own_pace_at_the_same_time() {
     let name = "each_device_reads_and_writes_at_its_own_pace_at_the_same_time";
-    if std::env::var_os("OFFLOADD_PACE").is_none() {
+    if std::env::var_os("OFFLOADD_RATE_LIMIT").is_none() {
         let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name])
-            .env("OFFLOADD_PACE", format!("{READ_RATE},{WRITE_RATE}"))
+            .env("OFFLOADD_RATE_LIMIT", format!("{READ_RATE},{WRITE_RATE}"))
             .output()
             .unwrap();
-        let said = String::from_utf8_lossy(&output.stdout);
-        assert!(said.contains("1 passed"), "{said}");
+        let printed = String::from_utf8_lossy(&output.stdout);
+        assert!(printed.contains("1 passed"), "{printed}");
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -50,16 +50,16 @@ fn each_device_reads_and_writes_at_its_own_pace_at_the_same_time() {
     });
     for choice in [EngineChoice::Auto, EngineChoice::Aio, EngineChoice::Psync] {
         let (mut engine, reason) = Engine::open(choice, &devices, 1024).unwrap();
-        assert!(reason.contains("Pace"), "{reason}");
-        // Early it must never be. Late it is on a machine that does something else: once in time is enough.
+        assert!(reason.contains("RateLimit"), "{reason}");
+        // An operation may never be early. On a busy machine it may be late, so one run in time is enough.
         let times: Vec<Duration> = (0..10).map(|_| move_all(&mut engine)).collect();
         assert!(times.iter().all(|time| *time >= WHOLE), "{times:?}");
-        // Had the two ways or the two devices one pace together, it would be twice as much.
+        // If the two directions or the two devices shared a limit, it would take twice as long.
         assert!(times.iter().any(|time| *time < WHOLE * 3 / 2), "{times:?}");
     }
 }
 
-/// Reads and writes everything on both devices. How long it took.
+/// Reads and writes everything on both devices. Returns the duration.
 fn move_all(engine: &mut Engine) -> Duration {
     let since = Instant::now();
     let mut submitted = 0;
@@ -99,18 +99,18 @@ fn move_all(engine: &mut Engine) -> Duration {
 
 #[test]
 fn a_pace_is_two_rates_and_nothing_else() {
-    let pace = Pace::parse("60000000, 30000000").unwrap();
+    let limit = RateLimit::parse("60000000, 30000000").unwrap();
     assert_eq!(
-        (pace.read_bytes_per_s, pace.write_bytes_per_s),
+        (limit.read_bytes_per_s, limit.write_bytes_per_s),
         (60_000_000, 30_000_000)
     );
-    let paces = Paces::parse("slow=30,15;60,30").unwrap();
-    let read = |name| paces.of(name).read_bytes_per_s;
+    let limits = RateLimits::parse("slow=30,15;60,30").unwrap();
+    let read = |name| limits.of(name).read_bytes_per_s;
     assert_eq!((read("slow.tiles"), read("a.slow"), read("")), (30, 60, 60));
     for text in ["", ";", "a=1,1", "1,1;1,1", "=1,1;1,1", "a=1;1,1", "a=1,1;"] {
-        assert_eq!(Paces::parse(text), None, "{text}");
+        assert_eq!(RateLimits::parse(text), None, "{text}");
     }
     for text in ["", "1", "1,", "0,1", "1,0", "1,2,3", "fast,slow", "-1,1"] {
-        assert_eq!(Pace::parse(text), None, "{text}");
+        assert_eq!(RateLimit::parse(text), None, "{text}");
     }
 }

@@ -1,7 +1,7 @@
-//! Who gets how much of a drive, and who waits how long. What could go wrong: a user or one of his jobs gets more than its
-//! share by large tiles, by many jobs, or by coming back at once or after long; a drive stands idle while somebody wants it; whoever reads one small tile after
-//! the other waits for all that a flood has in flight. The drive is one in virtual time: what it takes is served in order at
-//! its rate, and answered a while later, so that every figure here is the same on every machine.
+//! Tests how a drive's bandwidth is divided and how long operations wait: large tiles, many jobs, or returning at once or after a pause give no user
+//! or job more than its weight; a drive does not idle while an operation waits; and a process that reads small tiles one by one does not wait for
+//! everything that another has in flight. The drive has virtual time: it serves operations in order at its rate and answers a while later, so every
+//! figure is the same on every machine.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,31 +19,31 @@ use offloadd::quota::{WEIGHT_DEFAULT, WEIGHT_MAX};
 const KIB: u32 = 1 << 10;
 const MIB: u32 = 1 << 20;
 
-/// A drive's own time to answer.
+/// Latency of the drive.
 const ANSWER_NS: u64 = 100_000;
 
-/// Somebody who has so many operations of so many bytes under way all the time.
+/// A client that keeps a number of operations of one size in flight.
 #[derive(Clone, Copy, Debug)]
 struct Client {
     owner: Owner,
     bytes: u32,
     depth: u32,
-    /// From the end of one operation to the next.
+    /// Time from the end of one operation to the next.
     pause_ns: u64,
-    /// When it comes.
+    /// Time when the client arrives.
     from_ns: u64,
 }
 
-/// What one got.
+/// Bytes and times of a client.
 #[derive(Debug, Default)]
 struct Got {
     bytes: u64,
-    /// Of each operation, in the order of their ends.
+    /// Duration of each operation, in the order of their ends.
     took_ns: Vec<u64>,
 }
 
 impl Got {
-    /// The longest of the second half: the first one's may have come before others were known.
+    /// Returns the longest duration of the second half: in the first half the queue may not know the other clients yet.
     fn longest_ns(&self) -> u64 {
         let half = &self.took_ns[self.took_ns.len() / 2..];
         *half.iter().max().expect("it got something")
@@ -60,7 +60,7 @@ fn owner(uid: u32, share: u32, job: u64) -> Owner {
     }
 }
 
-/// Job `number` of one user's, with this share of his part.
+/// Owner for job `number` of one user, with this weight among the user's jobs.
 fn job(number: u64, job_weight: u32) -> Owner {
     Owner::Session {
         uid: 1,
@@ -71,13 +71,13 @@ fn job(number: u64, job_weight: u32) -> Owner {
     }
 }
 
-/// User `number` with this share, or job `number` with it: both take turns alike.
+/// User `number` or job `number` with this weight: turns work alike for both.
 const BOTH: [fn(u64, u32) -> Owner; 2] = [
     |number, share| owner(number as u32, share, number),
     |number, share| job(number, share),
 ];
 
-/// One who floods: 8 tiles of 4 MiB.
+/// A client that floods the drive: 8 tiles of 4 MiB.
 fn flood(uid: u32, share: u32, job: u64) -> Client {
     Client {
         owner: owner(uid, share, job),
@@ -88,7 +88,7 @@ fn flood(uid: u32, share: u32, job: u64) -> Client {
     }
 }
 
-/// One who reads one tile after the other.
+/// A client that reads one tile after the other.
 fn one_by_one(uid: u32, bytes: u32) -> Client {
     Client {
         owner: owner(uid, WEIGHT_DEFAULT, u64::from(uid)),
@@ -99,7 +99,7 @@ fn one_by_one(uid: u32, bytes: u32) -> Client {
     }
 }
 
-/// So many milliseconds of a drive that is read by these, ahead of the use.
+/// Runs the clients for `ms` milliseconds of reads with prefetch priority.
 fn run(bytes_per_s: u64, clients: &[Client], ms: u64) -> Vec<Got> {
     run_as(Priority::Prefetch, ANSWER_NS, bytes_per_s, clients, ms)
 }
@@ -117,7 +117,7 @@ fn run_as(
     };
     let geometry = Geometry::new(&[class]).unwrap();
     let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try).unwrap());
-    // As the daemon has them for a drive of this rate.
+    // Limits that the daemon has for a drive of this rate.
     let limits = DeviceLimits {
         piece_bytes: MIB,
         window_bytes: [(bytes_per_s / 100).clamp(8 << 20, 64 << 20); 2],
@@ -126,14 +126,14 @@ fn run_as(
     let mut queue = Queue::new(&[limits]);
     let begin = Instant::now();
     let (mut now, mut free_at, mut pushed) = (0u64, 0u64, 0u64);
-    // When it ends, since when it is there.
+    // Time of the end, time of the start, and the operation.
     let mut drive: VecDeque<(u64, u64, Io)> = VecDeque::new();
     let mut got: Vec<Got> = clients.iter().map(|_| Got::default()).collect();
-    // Operations that are to begin: when, whose.
+    // Operations that are due to begin: time and client.
     let mut to_begin: Vec<(u64, usize)> = (clients.iter().enumerate())
         .flat_map(|(index, client)| (0..client.depth).map(move |_| (client.from_ns, index)))
         .collect();
-    // By id: whose, and since when.
+    // Operations by id: client and start time.
     let mut under_way: Vec<(usize, u64)> = Vec::new();
     let mut pieces = Vec::new();
     loop {
@@ -167,7 +167,11 @@ fn run_as(
         }
         let ends = drive.front().map(|(end, _, _)| *end);
         let begins = to_begin.iter().map(|(at, _)| *at).min();
-        now = ends.into_iter().chain(begins).min().expect("it goes on");
+        now = ends
+            .into_iter()
+            .chain(begins)
+            .min()
+            .expect("an event follows");
         if now > ms * 1_000_000 {
             break;
         }
@@ -202,7 +206,7 @@ fn of_the_drive(got: &[Got], bytes_per_s: u64, ms: u64) -> f64 {
 fn three_shares_get_three_times_as_much_as_one() {
     for [three, one] in [
         [(4 * MIB, 8), (4 * MIB, 8)],
-        // Neither large tiles nor many of them are more turns.
+        // Neither large tiles nor many of them give more turns.
         [(MIB, 16), (4 * MIB, 32)],
         [(4 * MIB, 8), (64 * KIB, 256)],
         [(64 * KIB, 256), (4 * MIB, 8)],
@@ -226,7 +230,7 @@ fn three_shares_get_three_times_as_much_as_one() {
 
 #[test]
 fn a_users_jobs_share_its_part_and_others_keep_theirs() {
-    // However large a job's share is: it is one of its user's part.
+    // However large a job's weight is, the job gets a part of its user's bandwidth.
     for shares in [[WEIGHT_DEFAULT; 3], [100, 200, 300], [3, 6, 3], [2000; 3]] {
         let of = |index: usize| Client {
             owner: job(index as u64 + 1, shares[index]),
@@ -244,7 +248,7 @@ fn a_users_jobs_share_its_part_and_others_keep_theirs() {
     }
 }
 
-/// What it did not want before is nothing it saved up, and nobody waits longer for it than beside it.
+/// A client that pauses saves nothing up, and its return delays no other client more than its presence would.
 #[test]
 fn who_comes_after_long_gets_its_share_from_then_on() {
     let rate = 3_200_000_000;
@@ -273,7 +277,7 @@ fn who_comes_after_long_gets_its_share_from_then_on() {
     }
 }
 
-/// Others' jobs, or other ranks, have had much more for their part than one's own: that is no debt of his.
+/// Others' jobs or ranks may have been served much more in relation to their weight: that is no debt of this user.
 #[test]
 fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
     let rate = 3_200_000_000;
@@ -306,7 +310,7 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
     for cases in [
         // Another user's job, fast because it is alone.
         vec![by_one(1), flood(1, 100, 0), flood(2, 100, 3)],
-        // Fast because of its share, too.
+        // Another user's job, fast because of its weight.
         vec![by_one(1), flood(1, WEIGHT_MAX, 0), flood(2, 100, 3)],
         // Ranks of one job beside those of another.
         vec![
@@ -328,7 +332,7 @@ fn who_reads_one_by_one_beside_others_of_his_own_never_starves() {
 fn what_one_does_not_want_is_the_others() {
     let rate = 3_200_000_000;
     for owner in BOTH {
-        // Three times the share, and wants 20 MiB each 20 ms: a third of the drive.
+        // Three times the weight, and asks for 20 MiB every 20 ms: a third of the drive.
         let seldom = Client {
             owner: owner(1, 300),
             bytes: 4 * MIB,
@@ -347,7 +351,7 @@ fn what_one_does_not_want_is_the_others() {
         let used = of_the_drive(&both, rate, 2000);
         assert!(used > 0.95, "{used} of the drive");
         assert!(both[1].bytes > both[0].bytes, "the rest is the other's");
-        // Alone a share means nothing.
+        // Alone, a weight has no effect.
         let alone = run(rate, &[other(1)], 2000);
         assert!(of_the_drive(&alone, rate, 2000) > 0.98);
     }
@@ -367,7 +371,7 @@ fn small_reads_take_at_most_twice_as_long_while_another_floods() {
             let small = one_by_one(1, bytes);
             let quiet = run(&[small])[0].longest_ns();
             let floods = [small, flood(2, 100, 2), flood(3, 100, 3)];
-            // A third of the drive is not enough for the longest.
+            // For the longest reads, a third of the drive is not enough.
             let count = if bytes < 256 * KIB { 3 } else { 2 };
             let among = run(&floods[..count]);
             let longest = among[0].longest_ns();
@@ -382,7 +386,7 @@ fn small_reads_take_at_most_twice_as_long_while_another_floods() {
     }
 }
 
-/// Whoever has all it wants in flight at once waits for no turn.
+/// A client that has all its operations in flight at once waits for no turn.
 #[test]
 fn shares_count_also_where_all_that_is_wanted_fits_the_window() {
     let rate = 3_200_000_000;
@@ -423,7 +427,7 @@ fn one_who_reads_now_and_then_holds_nobody_back() {
     assert!(used > 0.97, "{used} of the drive");
 }
 
-/// Nothing is held back for one who is gone.
+/// A client that has left holds back no bandwidth.
 #[test]
 fn a_flood_has_the_drive_for_itself_again_when_the_other_has_ended() {
     let rate = 3_200_000_000;
@@ -471,7 +475,7 @@ fn records_do_not_wait_for_their_turn_whatever_the_users_shares_are() {
         let clients = [records, floods[0], floods[1]];
         run_as(Priority::Demand, ANSWER_NS, rate, &clients, 1000)[0].longest_ns()
     });
-    // What is in flight goes before them, and nothing else.
+    // Only the operations in flight go before them.
     let window_ns = 10_000_000 + 10 * ANSWER_NS;
     assert!(longest.iter().all(|&ns| ns < window_ns), "{longest:?}");
 }

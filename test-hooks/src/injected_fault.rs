@@ -9,7 +9,7 @@
 
 use std::path::PathBuf;
 
-/// What happens instead of an operation.
+/// Event that replaces an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Instead {
     /// The process is killed.

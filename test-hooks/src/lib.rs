@@ -1,4 +1,4 @@
-//! What tests change in a running program, each by an environment variable.
+//! Lets tests change a running program, by environment variables.
 //!
 //! | variable | module | effect |
 //! |---|---|---|
@@ -6,7 +6,7 @@
 //! | `OFFLOADD_FAULT` | [`injected_fault`] | lets one operation of a daemon fail, or cuts the power there |
 //! | `OFFLOADD_FAULT_FLUSH` | [`injected_fault`] | lets flushes of a daemon fail while a file exists |
 //! | `OFFLOADD_KILL` | [`kill_point`] | kills a training process at a named point |
-//! | `OFFLOADD_PACE` | [`rate_limit`] | limits the speed of devices |
+//! | `OFFLOADD_RATE_LIMIT` | [`rate_limit`] | limits the speed of devices |
 //!
 //! The hooks exist only with the feature `active`, which only test builds have. Without it every question is a constant and no
 //! code is left.

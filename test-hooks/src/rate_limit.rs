@@ -1,16 +1,16 @@
-//! Speed limits of devices: `OFFLOADD_PACE=60000000,30000000` limits each device to so many bytes read and written a second;
-//! `OFFLOADD_PACE="b=30000000,15000000;60000000,30000000"` has other limits for files whose name begins with `b`.
+//! Speed limits of devices: `OFFLOADD_RATE_LIMIT=60000000,30000000` limits each device to so many bytes read and written a second;
+//! `OFFLOADD_RATE_LIMIT="b=30000000,15000000;60000000,30000000"` has other limits for files whose name begins with `b`.
 
 /// Speed of one device, with reads and writes at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Pace {
+pub struct RateLimit {
     /// Bytes read a second.
     pub read_bytes_per_s: u64,
     /// Bytes written a second.
     pub write_bytes_per_s: u64,
 }
 
-impl Pace {
+impl RateLimit {
     /// Parses "READ,WRITE", both at least 1.
     pub fn parse(text: &str) -> Option<Self> {
         let (read, write) = text.split_once(',')?;
@@ -24,12 +24,12 @@ impl Pace {
 
 /// Speeds of all devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Paces {
-    named: Vec<(String, Pace)>,
-    others: Pace,
+pub struct RateLimits {
+    named: Vec<(String, RateLimit)>,
+    others: RateLimit,
 }
 
-impl Paces {
+impl RateLimits {
     /// Parses any number of "NAME=READ,WRITE;" and then "READ,WRITE" for the other devices.
     pub fn parse(text: &str) -> Option<Self> {
         let (named, others) = match text.rsplit_once(';') {
@@ -37,33 +37,36 @@ impl Paces {
             None => (Vec::new(), text),
         };
         let named = named.into_iter().map(|one| {
-            let (name, pace) = one.split_once('=').filter(|(name, _)| !name.is_empty())?;
-            Some((name.to_owned(), Pace::parse(pace)?))
+            let (name, limit) = one.split_once('=').filter(|(name, _)| !name.is_empty())?;
+            Some((name.to_owned(), RateLimit::parse(limit)?))
         });
         Some(Self {
             named: named.collect::<Option<_>>()?,
-            others: Pace::parse(others)?,
+            others: RateLimit::parse(others)?,
         })
     }
 
     /// Returns the speed of the device with this file name.
-    pub fn of(&self, file_name: &str) -> Pace {
+    pub fn of(&self, file_name: &str) -> RateLimit {
         let mut named = self.named.iter();
         named
             .find(|(name, _)| file_name.starts_with(name))
-            .map_or(self.others, |(_, pace)| *pace)
+            .map_or(self.others, |(_, limit)| *limit)
     }
 }
 
 /// Returns the speeds a test asked for. Panics on a value that cannot be parsed, so that no test runs without them.
 #[cfg(feature = "active")]
-pub fn paces() -> Option<Paces> {
-    let text = std::env::var("OFFLOADD_PACE").ok()?;
-    Some(Paces::parse(&text).unwrap_or_else(|| panic!("OFFLOADD_PACE={text}: it is READ,WRITE")))
+pub fn limits() -> Option<RateLimits> {
+    let text = std::env::var("OFFLOADD_RATE_LIMIT").ok()?;
+    Some(
+        RateLimits::parse(&text)
+            .unwrap_or_else(|| panic!("OFFLOADD_RATE_LIMIT={text}: it is READ,WRITE")),
+    )
 }
 
 /// Returns the speeds a test asked for: none, in this build.
 #[cfg(not(feature = "active"))]
-pub const fn paces() -> Option<Paces> {
+pub const fn limits() -> Option<RateLimits> {
     None
 }

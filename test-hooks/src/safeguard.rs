@@ -29,7 +29,7 @@ pub enum Safeguard {
     /// Nothing is committed while a definition is rewritten.
     ExchangeFirst,
     /// State handed over before another daemon served the store is refused.
-    Lives,
+    Incarnations,
 }
 
 impl Safeguard {
@@ -48,7 +48,7 @@ impl Safeguard {
             Self::CopyFlush => "copy-flush",
             Self::LeaveLast => "leave-last",
             Self::ExchangeFirst => "exchange-first",
-            Self::Lives => "lives",
+            Self::Incarnations => "incarnations",
         }
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! What could go wrong: reads wait for writes, updates for reads, backward for slots that hold unwritten tiles; staging
 //! carries nothing over the turn of a step. All of it gives the right losses, only later. So drives are paced exactly
-//! (`OFFLOADD_PACE`, test builds), slow enough that they are the wall, and steps are compared with the formula, written here
+//! (`OFFLOADD_RATE_LIMIT`, test builds), slow enough that they are the wall, and steps are compared with the formula, written here
 //! once more from the bytes and the pace. A step also takes the computer; what it computed is in its metrics. A program of its own,
 //! so that no other test takes the computer too.
 
@@ -125,9 +125,9 @@ fn train(harness: &Harness, schedule: &str, staging: u64) -> Option<Step> {
     let mut command = run.command("train");
     command
         .arg("--fresh")
-        .env("OFFLOADD_PACE", format!("{READ},{WRITE}"));
+        .env("OFFLOADD_RATE_LIMIT", format!("{READ},{WRITE}"));
     let said = succeed(command);
-    if !said.contains("Pace {") {
+    if !said.contains("RateLimit {") {
         return None;
     }
     assert_eq!(run.metrics().len(), STEPS);
@@ -171,7 +171,7 @@ fn deferred_steps_come_near_the_bound_and_at_once_is_the_sum() {
         let best = loop {
             let Some(step) = train(&harness, "deferred", staging as u64) else {
                 println!(
-                    "skipped: deferred_steps_come_near_the_bound_and_at_once_is_the_sum: this offloadd was built without the feature `removable`; `cargo test` of the workspace builds it"
+                    "skipped: deferred_steps_come_near_the_bound_and_at_once_is_the_sum: this offloadd was built without the test hooks; `cargo test` of the workspace builds it with them"
                 );
                 return;
             };

@@ -92,7 +92,11 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
     for (who, passes) in [("daemon", &daemon), ("engine alone", &engine_alone)] {
         for (way, figures) in passes.ways() {
             let found = warnings::after(figures);
-            warnings.extend(found.iter().map(|said| format!("{who}, {way}: {said}")));
+            warnings.extend(
+                found
+                    .iter()
+                    .map(|warning| format!("{who}, {way}: {warning}")),
+            );
         }
     }
     let settings = Settings {

@@ -19,10 +19,10 @@ use crate::rounds::{median, rate_of};
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io run --directory /mnt/nvme0 --directory /mnt/nvme1            # through a daemon of its own, checksums on
   bench-io run --target device --directory /mnt/nvme0 --rw randread --bs 64k
-  bench-io run --filename /dev/nvme1n1 --rw read --iodepth 64 --json    # a drive as it is
-  bench-io run --socket /run/offloadd/offloadd.sock --rw rw             # a daemon that runs already
-  bench-io run --rw randread --bs 1m --iodepth 1 --rounds 5             # one read at a time, in turns with fio
-  bench-io run job.toml --bs 16m                                        # a flag wins over the file
+  bench-io run --filename /dev/nvme1n1 --rw read --iodepth 64 --json    # a whole drive
+  bench-io run --socket /run/offloadd/offloadd.sock --rw rw             # through a running daemon
+  bench-io run --rw randread --bs 1m --iodepth 1 --rounds 5             # one read at a time, alternating with fio
+  bench-io run job.toml --bs 16m                                        # options override the file
 
 A job file has the same keys:
   rw = \"randread\"

@@ -16,12 +16,12 @@ use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::units::{Bytes, Rate};
 
 pub(crate) const EXAMPLES: &str = "Examples:
-  bench-io scale --directory .                                              # this machine's disk, three rounds in turns with fio
+  bench-io scale --directory .                                              # this machine's disk, three rounds alternating with fio
   bench-io scale --directory /mnt/nvme0 --directory /mnt/nvme1 --out target/scale
   bench-io scale --testdrives 4 --read 620MB/s --write 320MB/s                      # as root, on any machine with 8 GiB to spare
   bench-io scale --testdrives 4 --read 6.2GB/s --write 3.2GB/s --loop-devices 2 --size 2g --bs 1m,4m,16m
   bench-io scale --testdrives 4 --slow-last --drives 4                        # unequal drives: the sum is the limit
-  bench-io scale --testdrives 2 --read 60MB/s --write 30MB/s --size 32m --runtime 1 --tolerance 5     # as a test: fails when it is off";
+  bench-io scale --testdrives 2 --read 60MB/s --write 30MB/s --size 32m --runtime 1 --tolerance 5     # as a test: fails when a rate is off";
 
 /// Space on a drive for its file system's metadata and the daemon's log.
 const DRIVE_SLACK_BYTES: u64 = 64 << 20;
@@ -121,11 +121,11 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
     };
     drop(progress);
     // Printing and writing files may fail independently on a full drive; do both.
-    let said = report::print(&report, args.json);
+    let printed = report::print(&report, args.json);
     if let Some(out) = &args.out {
         leave(out, &report)?;
     }
-    said?;
+    printed?;
     let outside = args
         .tolerance
         .map(|percent| report.outside(percent / 100.0));

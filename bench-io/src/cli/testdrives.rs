@@ -26,6 +26,7 @@ pub(crate) struct TestdrivesArgs {
 enum TestdrivesCommand {
     /// Create COUNT drives in memory and print their directories
     Create {
+        /// Number of drives
         count: u32,
         /// Size of each drive, such as 8GiB
         size: Bytes,

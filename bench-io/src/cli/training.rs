@@ -20,11 +20,12 @@ use crate::units::Rate;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2GB/s --write 3.2GB/s
-  bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # of another machine
+  bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # for another machine
   bench-io training RUN.toml --directory /mnt/nvme0 --directory /mnt/nvme1       # with what these drives do
   bench-io training --run RUN.toml --read 620MB/s --write 320MB/s --out target/training
                                 # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
-Ours is asked from `trainer plan`, the trainer beside this program.";
+
+Predictions come from `trainer plan`, of the trainer beside this program.";
 
 #[derive(Args)]
 pub(crate) struct TrainingArgs {
@@ -137,7 +138,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             warnings.extend(
                 found
                     .iter()
-                    .map(|said| format!("the rates of {drives}: {said}")),
+                    .map(|warning| format!("the rates of {drives}: {warning}")),
             );
         }
     }
@@ -148,7 +149,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         ),
         (None, false) => "measured, both at once".into(),
         (None, true) => format!(
-            "given: {} read and {} written a drive, both at once",
+            "given: {} read and {} written per drive, both at once",
             args.read, args.write
         ),
     };
@@ -158,7 +159,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         rows,
     };
     // Printing and writing files may fail independently on a full drive; do both.
-    let said = report::print(&report, args.json);
+    let outcome = report::print(&report, args.json);
     if let Some(out) = &args.out {
         for (name, text) in [
             ("training.json", serde_json::to_string_pretty(&report)?),
@@ -168,7 +169,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
             std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;
         }
     }
-    said
+    outcome
 }
 
 fn settings(args: &TrainingArgs) -> Settings {

@@ -24,8 +24,9 @@ use crate::units::Bytes;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io tune --directory /mnt/nvme0 --directory /mnt/nvme1
-  bench-io tune --directory /mnt/nvme0 --config offloadd.toml    # leaves the settings in a file
-Drives are tried directly, with the engines that the daemon has; `bench-io run --target` measures through one, and on to a GPU.";
+  bench-io tune --directory /mnt/nvme0 --config offloadd.toml    # writes the settings to a file
+
+Drives are measured directly, with the daemon's engines. `bench-io run` measures through a daemon, with `--target gpu` into a GPU's memory.";
 
 /// Time limit of the whole search.
 const TIME: Duration = Duration::from_secs(50);
@@ -111,12 +112,12 @@ pub(crate) fn run(args: &TuneArgs) -> Result<()> {
         daemon_file,
     };
     // Printing and writing the file may fail independently; do both.
-    let said = report::print(&report, args.json);
+    let outcome = report::print(&report, args.json);
     if let Some(path) = &args.config {
         std::fs::write(path, &report.daemon_file)
             .with_context(|| format!("writing {}", path.display()))?;
     }
-    said
+    outcome
 }
 
 #[derive(Debug, Serialize)]
@@ -140,7 +141,7 @@ struct Settings {
     runtime_s: f64,
 }
 
-/// Reasons for which the choice means little.
+/// Returns warnings about choices that the trials do not support well.
 fn caveats(tuned: &Tuned) -> Vec<String> {
     let mut found = Vec::new();
     if !tuned.defaults.is_empty() {
@@ -183,11 +184,11 @@ impl fmt::Display for TuneReport {
         let tuned = &self.tuned;
         writeln!(
             f,
-            "direct, two files of {} bytes a drive, {} s a trial\n",
+            "direct, two files of {} bytes per drive, {} s per trial\n",
             tuned.file_bytes, self.head.settings.runtime_s
         )?;
         for reason in &tuned.without {
-            writeln!(f, "not here: {reason}")?;
+            writeln!(f, "not available: {reason}")?;
         }
         for what in &tuned.untried {
             writeln!(f, "not tried: {what}")?;
@@ -213,17 +214,17 @@ impl fmt::Display for TuneReport {
                 latencies.collect::<Vec<_>>().join(" + ")
             )?;
         }
-        write!(f, "\nFor the daemon (checked: it parses")?;
+        write!(f, "\nSettings for the daemon (checked by its parser")?;
         if !self.format_first.is_empty() {
             write!(
                 f,
-                "; its devices are not there: `offloadd format --config FILE --size SIZE` first"
+                "; create their devices first: `offloadd format --config FILE --size SIZE`"
             )?;
         }
         writeln!(f, "):\n\n{}", self.daemon_file)?;
         writeln!(
             f,
-            "For a new run, in the trainer's file:\n\n{}",
+            "Settings for the run file of a new run:\n\n{}",
             self.run_file
         )
     }
@@ -300,7 +301,7 @@ fn inflight(drives: u32, tuned: &Tuned) -> u32 {
     tuned.iodepth.saturating_mul(2 * drives)
 }
 
-/// A comment that lists those of `words` that no trial chose.
+/// Returns a comment that lists those of `words` that no trial chose.
 fn not_measured(tuned: &Tuned, words: &[&str]) -> String {
     let defaults: Vec<&str> = (tuned.defaults.iter().copied())
         .filter(|default| words.contains(default))

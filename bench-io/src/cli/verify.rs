@@ -23,7 +23,8 @@ pub(crate) const EXAMPLES: &str = "Examples:
   bench-io verify --filename /dev/nvme1n1 --overwrite                # a whole drive; what is on it is lost
   bench-io verify --filename F --overwrite --only write --pass 7     # then cut the power, and:
   bench-io verify --filename F --only read --pass 7
-Ends with 1 if anything is wrong. Words about time, order and mixing have no effect: everything is moved once a pass.";
+
+Exits with 1 if a block is wrong. Options of time, order and mixing have no effect: each pass moves all bytes once.";
 
 #[derive(Args)]
 pub(crate) struct VerifyArgs {

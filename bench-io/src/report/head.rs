@@ -93,11 +93,11 @@ mod tests {
         let devices = vec![DeviceReport::of(Path::new("/proc"))];
         let warnings = ["busy", "short", "busy"].map(str::to_owned).to_vec();
         let head = Head::new((), devices, warnings);
-        let said = head.to_string();
-        assert_eq!(said.matches("warning: ").count(), 2, "{said}");
+        let printed = head.to_string();
+        assert_eq!(printed.matches("warning: ").count(), 2, "{printed}");
         let program = format!("bench-io {}: `", env!("CARGO_PKG_VERSION"));
         for part in [&program[..], " cores, ", "\n/proc: proc on "] {
-            assert!(said.contains(part), "{part}: {said}");
+            assert!(printed.contains(part), "{part}: {printed}");
         }
     }
 }

@@ -265,7 +265,7 @@ impl fmt::Display for Figures {
         if let Some(drives) = &self.drives {
             writeln!(
                 f,
-                "drives {} read and {} written in these seconds, by anybody",
+                "drives {} read and {} written in the same seconds, by all processes",
                 ApproxRate(drives.read_bytes_per_s),
                 ApproxRate(drives.write_bytes_per_s)
             )?;
@@ -273,7 +273,7 @@ impl fmt::Display for Figures {
         let cpu = &self.cpu;
         write!(
             f,
-            "cpu    {:.3} s a GB: bench-io {:.2} s",
+            "cpu    {:.3} s per GB: bench-io {:.2} s",
             cpu.s_per_gb, cpu.bench_io_s
         )?;
         if let Some(daemon_s) = cpu.daemon_s {

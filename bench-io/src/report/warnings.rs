@@ -1,4 +1,4 @@
-//! Warnings for results that mean little, printed beside every figure.
+//! Warnings about unreliable results, printed beside every figure.
 
 use std::fs::File;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -13,13 +13,13 @@ use crate::job::Place;
 use crate::machine;
 use crate::report::Figures;
 
-/// Traffic of others, or by no drive, above this fraction of our bytes causes a warning.
+/// Traffic of other processes, or traffic that reached no drive, above this fraction of our bytes causes a warning.
 const STRANGE_SHARE: f64 = 0.05;
 
 /// Below this fraction of idle time the processor is measured instead of the drive.
 pub(crate) const IDLE_SHARE_MIN: f64 = 0.1;
 
-/// Shorter measurements mean little: throttles and caches work in slices of a tenth of a second.
+/// Shorter measurements are unreliable: throttles and caches work in slices of a tenth of a second.
 pub(crate) const SECONDS_MIN: f64 = 1.0;
 
 /// Fewest operations for a meaningful p99.9.
@@ -44,12 +44,12 @@ pub(crate) fn before() -> Vec<String> {
 pub(crate) fn of_drives<'a>(paths: impl Iterator<Item = &'a Path>) -> Vec<String> {
     let mut found = Vec::new();
     for drive in paths.flat_map(Drive::below).filter(Drive::is_virtual) {
-        let said = format!(
+        let warning = format!(
             "{} is a virtual disk: other guests and the cache of its host affect the figures, which will vary",
             drive.name()
         );
-        if !found.contains(&said) {
-            found.push(said);
+        if !found.contains(&warning) {
+            found.push(warning);
         }
     }
     found
@@ -117,8 +117,8 @@ pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
     // All traffic of a private daemon is this job's.
     if matches!(place, Place::Socket(_)) && interference(figures).others_bytes_per_s > 0.0 {
         found.push(
-            "offloadd served others meanwhile, or others used its drives: what it did for them is in its processor time and in \
-             the seconds a GB"
+            "offloadd also served other jobs, or other processes used its drives: its processor time and the CPU seconds per GB \
+             include that work"
                 .into(),
         );
     }
@@ -131,7 +131,7 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
     let interference = interference(figures);
     if interference.others_bytes_per_s > 0.0 {
         found.push(format!(
-            "other processes moved {} on these drives meanwhile",
+            "other processes moved {} on these drives at the same time",
             ApproxRate(interference.others_bytes_per_s)
         ));
     }
@@ -149,7 +149,7 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
     }
     if figures.seconds < SECONDS_MIN {
         found.push(format!(
-            "{:.2} s are too short: use a longer runtime or a larger size",
+            "{:.2} s is too short: use a longer runtime or a larger size",
             figures.seconds
         ));
     }
@@ -250,11 +250,11 @@ mod tests {
             (&shared, 1.0e9, false),
             (&own, 1.3e9, false),
         ] {
-            let said = after_at(place, &figures(1e9, [counted, 0.0])).join("; ");
+            let warning = after_at(place, &figures(1e9, [counted, 0.0])).join("; ");
             assert_eq!(
-                said.contains("is in its processor time"),
+                warning.contains("include that work"),
                 is_theirs,
-                "{said}"
+                "{warning}"
             );
         }
         let cached = after(&figures(1e9, [0.2e9, 0.0])).join("; ");
@@ -271,8 +271,11 @@ mod tests {
         file.as_file().sync_all().unwrap();
         assert_eq!(never_written(file.path(), 1 << 20), None);
         file.as_file().set_len(2 << 20).unwrap();
-        let said = never_written(file.path(), 2 << 20).unwrap();
-        assert!(said.contains("not written from byte 1048576 on"), "{said}");
+        let warning = never_written(file.path(), 2 << 20).unwrap();
+        assert!(
+            warning.contains("not written from byte 1048576 on"),
+            "{warning}"
+        );
     }
 
     #[test]
@@ -281,9 +284,9 @@ mod tests {
         let [one, other] = dirs.each_ref().map(|dir| dir.path().to_owned());
         assert_eq!(of_one_drive(std::slice::from_ref(&one)), None);
         assert_eq!(of_one_drive(&[one.clone(), "/proc".into()]), None);
-        let said = of_one_drive(&[one.clone(), "/proc".into(), other.clone()]).unwrap();
+        let warning = of_one_drive(&[one.clone(), "/proc".into(), other.clone()]).unwrap();
         for dir in [one, other] {
-            assert!(said.contains(dir.to_str().unwrap()), "{said}");
+            assert!(warning.contains(dir.to_str().unwrap()), "{warning}");
         }
     }
 }

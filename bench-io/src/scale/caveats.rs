@@ -62,7 +62,7 @@ fn busy(rows: &[Row]) -> Option<String> {
 fn short(rows: &[Row]) -> Option<String> {
     let seconds = rows.first()?.daemon.seconds;
     (seconds < warnings::SECONDS_MIN)
-        .then(|| format!("measurements of {seconds:.2} s are too short; use --runtime 3"))
+        .then(|| format!("{seconds:.2} s per measurement is too short; use --runtime 3"))
 }
 
 /// Warns of other processes on the drives, and of caches between.

@@ -175,7 +175,7 @@ impl Row {
 
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct ScaleReport {
-    /// Its devices are those below each directory.
+    /// The report's devices are those below each directory.
     #[serde(flatten)]
     pub(crate) head: Head<Settings>,
     /// Rate limit of one drive.

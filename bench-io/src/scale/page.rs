@@ -53,7 +53,7 @@ pub(crate) fn html(report: &ScaleReport) -> String {
     ));
     if let Some(limit) = report.limit {
         put(format!(
-            "<p>Limit set: {:.3} GB/s read and {:.3} GB/s written a drive.</p>",
+            "<p>Limit set: {:.3} GB/s read and {:.3} GB/s written per drive.</p>",
             limit.read as f64 / 1e9,
             limit.write as f64 / 1e9
         ));

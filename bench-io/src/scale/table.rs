@@ -35,7 +35,7 @@ impl ScaleReport {
             ApproxRate(limit.write as f64),
         );
         Some(format!(
-            "limit set: {read} read and {write} written a drive"
+            "limit set: {read} read and {write} written per drive"
         ))
     }
 
@@ -44,7 +44,7 @@ impl ScaleReport {
         let settings = &self.head.settings;
         let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
         let mut line = format!(
-            "direct, size {} and fio's iodepth {} of each file and way, ioengine {} (took {engine}), {:.1} s a measurement",
+            "direct, size {} and fio's iodepth {} per file and direction, ioengine {} (chosen: {engine}), {:.1} s per measurement",
             Bytes(settings.size),
             settings.fio_iodepth,
             settings.ioengine,

@@ -33,7 +33,7 @@ fn process_of(job: &str) -> Option<u32> {
 }
 
 fn is_left(job: &str, open: bool) -> bool {
-    // A living process closes its job between two passes.
+    // A living process deletes its job itself.
     let lives = |process| Path::new(&format!("/proc/{process}")).exists();
     !open && process_of(job).is_some_and(|process| !lives(process))
 }
@@ -284,7 +284,7 @@ impl Target for DaemonTarget {
 /// Deletes the job, to free its space in a shared store.
 impl Drop for DaemonTarget {
     fn drop(&mut self) {
-        // Its copiers hold slots of the session.
+        // The GPU's copiers hold slots of the session: drop them first.
         self.gpu = None;
         let mut give_back = || -> Result<()> {
             let Some(session) = self.session.take() else {

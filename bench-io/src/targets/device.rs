@@ -38,7 +38,6 @@ impl DeviceFiles {
     /// measurement.
     ///
     /// # Errors
-    /// A file is in use, or cannot be opened for writing.
     /// One of them is in use, or cannot be opened for writing.
     pub(crate) fn claim(&self) -> Result<Claim> {
         let written = if self.writes { &self.paths[..] } else { &[] };

@@ -1,4 +1,4 @@
-//! The last part of a tile's way: into a GPU's memory before it counts as read, and out of it before it is written.
+//! The last part of a tile's path: into a GPU's memory before the tile counts as read, and out of it before the tile is written.
 //!
 //! ```text
 //!   read    device ──▶ slot ──▶ GPU          a session moves tiles between devices and slots; copiers, threads with a

@@ -340,11 +340,11 @@ fn call<'a>(tool: &str, words: impl IntoIterator<Item = &'a str>) -> Result<Stri
         .output()
         .with_context(|| format!("starting {tool}"))?;
     if !output.status.success() {
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         bail!(
             "{tool} {}: {} ({})",
             words.join(" "),
-            said.trim(),
+            stderr.trim(),
             output.status
         );
     }

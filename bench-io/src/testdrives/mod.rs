@@ -62,7 +62,7 @@ pub(crate) struct RateLimit {
     pub(crate) write: u64,
 }
 
-/// What was created so far. Other programs read it, so field names stay.
+/// Record of everything created so far. Other programs read it, so field names stay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct State {
     pub(crate) group: PathBuf,
@@ -189,8 +189,8 @@ mod tests {
         assert_eq!(state.limit, RateLimit { read: 5, write: 4 });
         assert_eq!(state.devices, [PathBuf::from("/dev/loop3")]);
         std::fs::write(state_file(dir.path()), "{").unwrap();
-        let said = read_state(dir.path()).unwrap_err().to_string();
-        assert!(said.contains("state.json"), "{said}");
+        let message = read_state(dir.path()).unwrap_err().to_string();
+        assert!(message.contains("state.json"), "{message}");
     }
 
     #[test]

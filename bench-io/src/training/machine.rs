@@ -41,8 +41,9 @@ impl OtherMachine {
             ("gpu-memory", self.gpu_memory.map(bytes)),
             ("cores", self.cores.map(|count| count.to_string())),
         ];
-        let said = words.into_iter();
-        said.filter_map(|(word, value)| Some(format!("--{word}={}", value?)))
+        let given = words.into_iter();
+        given
+            .filter_map(|(word, value)| Some(format!("--{word}={}", value?)))
             .collect()
     }
 }
@@ -75,21 +76,21 @@ pub(super) struct Shown<'a>(pub(super) &'a PlannedMachine, pub(super) &'a OtherM
 
 impl fmt::Display for Shown<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(planned, said) = self;
+        let Self(planned, overridden) = self;
         let from = |given: bool| if given { "given" } else { "found here" };
         let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / (1u64 << 30) as f64);
         let host = planned.host_memory_bytes.map_or("unknown".into(), gib);
         write!(
             f,
             "planned for: host memory {host} ({}), {} cores ({}), ",
-            from(said.host_memory.is_some()),
+            from(overridden.host_memory.is_some()),
             planned.cores,
-            from(said.cores.is_some())
+            from(overridden.cores.is_some())
         )?;
         match planned.gpu_memory_bytes {
             Some(bytes) => write!(f, "GPU memory {}", gib(bytes))?,
             None => write!(f, "no GPU")?,
         }
-        write!(f, " ({})", from(said.gpu_memory.is_some()))
+        write!(f, " ({})", from(overridden.gpu_memory.is_some()))
     }
 }

@@ -42,7 +42,7 @@ pub(crate) struct TrainingRow {
 
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct TrainingReport {
-    /// Its devices are the measured ones; none if the rates are given.
+    /// The report's devices are the measured ones; none if the rates are given.
     #[serde(flatten)]
     pub(crate) head: Head<Settings>,
     /// Origin of the rates.
@@ -91,7 +91,7 @@ impl fmt::Display for TrainingReport {
         writeln!(f, "{}", step_line(ours))?;
         writeln!(
             f,
-            "bytes a step: DeepSpeed {} read, {} written; ours {} read, {} written",
+            "bytes per step: DeepSpeed {} read, {} written; ours {} read, {} written",
             gb(theirs.read_bytes),
             gb(theirs.written_bytes),
             gb(ours.read_bytes),
@@ -135,10 +135,10 @@ impl fmt::Display for TrainingReport {
 
 /// Note on predictions that use the measured compute time.
 const COMPUTING: &str = "\
-what computing takes is each run's own, as measured, in all predictions of its row: they predict what drives add to it";
+all predictions of a row use the compute time measured in its run, so they predict what the drives add to it";
 
 const HEAD: &str = "\
-| drives | read + written | computing | DeepSpeed's bound | DeepSpeed, predicted | ours, predicted (the bound) | wall | ours, measured | of the bound | measured bytes read + written |
+| drives | read + written | computing | DeepSpeed's bound | DeepSpeed, predicted | ours, predicted (the bound) | bottleneck | ours, measured | of the bound | measured bytes read + written |
 |---|---|---|---|---|---|---|---|---|---|";
 
 /// A number of operations a second in TFLOPS.
@@ -156,7 +156,7 @@ impl fmt::Display for Flops {
 /// Describes a step's work.
 fn step_line(ours: &Planned) -> String {
     format!(
-        "{:.1} M parameters, {} tokens a step in {} micro-batches",
+        "{:.1} M parameters, {} tokens per step in {} micro-batches",
         ours.parameters / 1e6,
         ours.tokens,
         ours.micro_batches

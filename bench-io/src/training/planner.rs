@@ -133,9 +133,9 @@ impl Trainer {
         let output = command
             .output()
             .with_context(|| format!("starting {}", self.program.display()))?;
-        let said = String::from_utf8_lossy(&output.stderr);
+        let stderr = String::from_utf8_lossy(&output.stderr);
         if output.stdout.is_empty() {
-            bail!("trainer plan: {}", said.trim());
+            bail!("trainer plan: {}", stderr.trim());
         }
         let plan: Value =
             serde_json::from_slice(&output.stdout).context("parsing the output of trainer plan")?;
@@ -143,7 +143,7 @@ impl Trainer {
             Some(problems) if !problems.is_empty() => {
                 format!("trainer plan refuses the run: {}", plan["problems"])
             }
-            _ => format!("trainer plan: {}", said.trim()),
+            _ => format!("trainer plan: {}", stderr.trim()),
         })
     }
 }
@@ -221,9 +221,9 @@ mod tests {
         assert!((run.compute_s - model.compute_s).abs() < 1e-9, "{model:?}");
         let compute_s = run.compute_s;
         assert_eq!(run, Planned { compute_s, ..model });
-        let said = planned(&serde_json::json!({"fits": false}))
+        let message = planned(&serde_json::json!({"fits": false}))
             .unwrap_err()
             .to_string();
-        assert!(said.contains("`parameters`"), "{said}");
+        assert!(message.contains("`parameters`"), "{message}");
     }
 }

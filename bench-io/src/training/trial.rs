@@ -171,7 +171,7 @@ fn train(
         }
         let stopped = crate::stop::check();
         if stopped.is_err() || Instant::now() > deadline {
-            // Its daemon ends with it.
+            // The trainer's private daemon ends with the trainer.
             let _ = child.kill();
             let _ = child.wait();
             stopped?;
@@ -185,8 +185,8 @@ fn train(
     };
     let metrics = run_dir.join("run").join("metrics.jsonl");
     if !status.success() {
-        let said = std::fs::read_to_string(&log).unwrap_or_default();
-        let last: Vec<&str> = said.lines().rev().take(15).collect();
+        let log_text = std::fs::read_to_string(&log).unwrap_or_default();
+        let last: Vec<&str> = log_text.lines().rev().take(15).collect();
         let last: Vec<&str> = last.into_iter().rev().collect();
         bail!("the trainer failed ({status}):\n{}", last.join("\n"));
     }
@@ -213,7 +213,7 @@ fn trial(metrics: &str) -> Result<Trial> {
             .collect::<Option<Vec<f64>>>()
             .with_context(|| format!("the run's metrics have no `{key}`"))
     };
-    // Of one step: on a busy machine another step's compute may take longer than the median step.
+    // Take the compute time of the same step: on a busy machine another step's compute may take longer than the median step.
     let computing = values("forward_s")?.into_iter().zip(values("backward_s")?);
     let steps = values("step_s")?.into_iter().zip(computing).collect();
     let ((step_s, (forward_s, backward_s)), _) =
@@ -251,7 +251,7 @@ mod tests {
             (1.5, 3, 12.0)
         );
         assert!((found.compute_s - 0.3).abs() < 1e-9);
-        // Of an even number the lower one, as in every report.
+        // The median of an even number of steps is the lower one, as in every report.
         let even = trial(&lines[..5].join("\n")).unwrap();
         assert_eq!(even.step_s, 1.0);
         // Compute of the same step, however long other steps took.

@@ -1,5 +1,4 @@
-//! What could go wrong: the canonical run no longer runs, leaves files behind, reports no rates, or asks its daemon for more
-//! than it grants and fails in the middle. Found by running the program, small.
+//! Tests of the canonical run at a small size: it runs, leaves no files behind, reports rates, and asks its daemon only for what the daemon grants.
 
 use std::process::Output;
 

@@ -1,7 +1,7 @@
-//! `--target gpu`: tiles go on into a GPU's memory and come out of it, here on the fake driver that `kernels` tests with.
+//! Tests of `--target gpu`: tiles continue into a GPU's memory and come back, here on the fake driver of the `kernels` tests.
 //!
-//! What could go wrong: a read counts before its bytes are on the GPU, a slot's place there is another's, a machine without a GPU gets
-//! a riddle, the program needs libtorch because the trainer, built beside it, does.
+//! A read counts only after its bytes are on the GPU, each slot has its own place there, a machine without a GPU gets a clear error, and the program
+//! does not need libtorch although the trainer beside it does.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -10,9 +10,9 @@ use std::process::Command;
 use offload_client::Daemon;
 use serde_json::Value;
 
-use super::harness::{daemon, drive, program, said};
+use super::harness::{daemon, drive, printed, program};
 
-/// Builds the fake driver into `dir`, as the libraries that are opened for CUDA. Says why not, if it cannot be.
+/// Builds the fake driver into `dir`, under the names of the CUDA libraries; an error says why it cannot be built.
 fn fake(dir: &Path) -> Result<(), String> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/tests/gpu/fake");
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
@@ -31,7 +31,7 @@ fn fake(dir: &Path) -> Result<(), String> {
         .arg(dir.join("libcuda.so.1"))
         .output()
         .map_err(|error| format!("{compiler}: {error}"))?;
-    assert!(built.status.success(), "{}", said(&built));
+    assert!(built.status.success(), "{}", printed(&built));
     symlink("libcuda.so.1", dir.join("libnvrtc.so.13")).expect("a link");
     Ok(())
 }
@@ -53,7 +53,7 @@ fn tiles_go_through_a_gpu_and_come_back_as_they_were() {
             .env("LD_LIBRARY_PATH", libraries.path())
             .output()
             .expect("bench-io starts");
-        assert!(output.status.success(), "{words:?}: {}", said(&output));
+        assert!(output.status.success(), "{words:?}: {}", printed(&output));
         serde_json::from_slice::<Value>(&output.stdout).expect("one JSON object")
     };
     let verified = with_gpu(&["verify"]);
@@ -102,13 +102,13 @@ fn a_machine_without_a_gpu_is_told_so() {
         .output()
         .expect("bench-io starts");
     assert!(!output.status.success());
-    let words = said(&output);
+    let words = printed(&output);
     assert!(
         words.contains("--target gpu") && words.contains("libcuda.so.1"),
         "{words}"
     );
 
-    // A daemon keeps nothing of it.
+    // A daemon keeps none of the files.
     let daemon = daemon(dir.path());
     let output = program()
         .args(["run", "--target", "gpu", "--size", "16m", "--bs", "256k"])
@@ -117,12 +117,16 @@ fn a_machine_without_a_gpu_is_told_so() {
         .env("LD_LIBRARY_PATH", hidden.path())
         .output()
         .expect("bench-io starts");
-    assert!(said(&output).contains("libcuda.so.1"), "{}", said(&output));
+    assert!(
+        printed(&output).contains("libcuda.so.1"),
+        "{}",
+        printed(&output)
+    );
     let daemon = Daemon::connect(daemon.socket()).expect("it is there");
     assert_eq!(daemon.jobs().expect("its jobs"), []);
 }
 
-/// Features are one for all that is built together, and `make build` builds the trainer beside: none of its torch may end here.
+/// Cargo unifies the features of crates that are built together, and `make build` builds the trainer too, but bench-io must not link torch.
 #[test]
 fn the_program_needs_no_libtorch() {
     let needed = Command::new("ldd")

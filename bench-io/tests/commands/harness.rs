@@ -1,4 +1,4 @@
-//! The built `bench-io` for tests, `offloadd` beside it in the target directory (`cargo test` of the workspace builds both).
+//! Runs the built `bench-io`, with `offloadd` beside it in the target directory (`cargo test` of the workspace builds both).
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -7,36 +7,36 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use offload_client::private::{PrivateDaemon, PrivateSettings};
 use serde_json::Value;
 
-/// The program, nothing said to it yet.
+/// Command for the program, without arguments.
 pub(crate) fn program() -> Command {
     Command::new(env!("CARGO_BIN_EXE_bench-io"))
 }
 
-/// Runs it with `args`, to its end.
+/// Runs the program with `args` to its end.
 pub(crate) fn bench_io(args: &[&str]) -> Output {
     program().args(args).output().expect("bench-io starts")
 }
 
-/// Expects it to end well. Its JSON.
+/// Runs the program, expects success, and returns its JSON.
 pub(crate) fn json(args: &[&str]) -> Value {
     let output = bench_io(args);
-    assert!(output.status.success(), "{args:?}: {}", said(&output));
+    assert!(output.status.success(), "{args:?}: {}", printed(&output));
     serde_json::from_slice(&output.stdout).expect("one JSON object")
 }
 
-/// Expects a refusal. What it said.
+/// Runs the program, expects a refusal, and returns its output.
 pub(crate) fn refused(args: &[&str]) -> String {
     let output = bench_io(args);
     assert!(!output.status.success(), "{args:?} went well");
-    said(&output)
+    printed(&output)
 }
 
-/// What it wrote for people.
-pub(crate) fn said(output: &Output) -> String {
+/// Returns the program's output for people.
+pub(crate) fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stderr).into_owned()
 }
 
-/// Asserts that a report names who made it, how it was asked, and what of.
+/// Asserts that a report names its program, command and devices.
 pub(crate) fn says_what_it_is_of(report: &Value, dir: &Path) {
     assert!(report["version"].as_u64().is_some(), "{report}");
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
@@ -50,18 +50,18 @@ pub(crate) fn says_what_it_is_of(report: &Value, dir: &Path) {
     assert!(Path::new(&device).starts_with(dir), "{device}");
     assert!(!text(&report["devices"][0]["under"]).is_empty());
     assert!(report["settings"].is_object(), "{report}");
-    // Whoever runs tests has a debug build.
+    // Tests usually run a debug build, which is a warning.
     let warnings = report["warnings"].as_array().expect("a list");
     assert_eq!(
         warnings
             .iter()
-            .any(|said| text(said).contains("a debug build")),
+            .any(|printed| text(printed).contains("a debug build")),
         cfg!(debug_assertions),
         "{report}"
     );
 }
 
-/// Asserts that figures of one direction have latencies and processor time.
+/// Asserts that the figures of one direction have latencies and processor time.
 pub(crate) fn says_how_it_went(figures: &Value, way: &str) {
     let latencies = ["p50", "p99", "p999", "max"].map(|which| {
         figures[way][format!("latency_ns_{which}")]
@@ -72,12 +72,12 @@ pub(crate) fn says_how_it_went(figures: &Value, way: &str) {
     assert!(figures["cpu"]["s_per_gb"].as_f64().is_some(), "{figures}");
 }
 
-/// A directory for files on the drive that holds the target directory: direct I/O needs a real one.
+/// Makes a directory on the drive that holds the target directory, because direct I/O needs a real drive.
 pub(crate) fn drive() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory for the test")
 }
 
-/// A daemon that others use too, with a store of 128 MiB in `dir`.
+/// Starts a daemon with a store of 128 MiB in `dir`, which other processes may use too.
 pub(crate) fn daemon(dir: &Path) -> PrivateDaemon {
     let settings = PrivateSettings {
         program: None,
@@ -96,12 +96,12 @@ pub(crate) fn assert_empty(dir: &Path) {
     assert!(left.is_empty(), "{left:?}");
 }
 
-/// Until a rate is within its limits: on a machine that does something else a second can have any rate, and one measurement that nothing
-/// disturbed is enough. Drives of another speed are never right.
+/// Measurements until a rate must be within its limits. On a busy machine a rate can have any value for a second, so one undisturbed measurement is
+/// enough; drives with a wrong limit never pass.
 pub(crate) const TRIES: usize = 5;
 
-/// A program `name` in `dir` that runs `lines` of the shell. Written by another process: what this one has open for writing, a
-/// process that another test starts just now has too, and a program that is open for writing cannot be started.
+/// Writes a program `name` in `dir` that runs `lines` in a shell. Another process writes the file: a file open for writing here would be inherited by
+/// a process that another test starts at this moment, and a program that is open for writing cannot be started.
 pub(crate) fn script(dir: &Path, name: &str, lines: &str) -> PathBuf {
     let path = dir.join(name);
     let made = Command::new("sh")
@@ -116,14 +116,14 @@ pub(crate) fn script(dir: &Path, name: &str, lines: &str) -> PathBuf {
     path
 }
 
-/// Held by tests that measure time: one at a time, or they measure each other.
+/// Held by tests that measure time, so that they do not measure each other.
 pub(crate) fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
-    // Another test failed while it measured; that says nothing about the next.
+    // Another test failed while it measured, which does not affect the next one.
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Whether rate-limited drives cannot be made here. Then it says that the test is skipped, and why.
+/// Whether rate-limited drives cannot be made here. Then prints that the test is skipped, and why.
 pub(crate) fn cannot_make_testdrives() -> bool {
     let output = bench_io(&[
         "testdrives",
@@ -140,7 +140,7 @@ pub(crate) fn cannot_make_testdrives() -> bool {
     println!(
         "skipped: {}: {}",
         std::thread::current().name().unwrap_or("a test"),
-        said(&output).trim()
+        printed(&output).trim()
     );
     true
 }

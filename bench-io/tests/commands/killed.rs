@@ -1,14 +1,14 @@
-//! What could go wrong: a bench-io that is killed leaves a program that goes on, drives that nobody takes away, or a part of
-//! one that no list names; or a living one loses its own. Needs what rate-limited drives need.
+//! Tests that a killed bench-io leaves no program running and no drives, complete or partial, that the next one does not destroy, and that nobody
+//! destroys the drives of a living one. Needs rate-limited drives.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::harness::{alone, bench_io, cannot_make_testdrives, program, said, script};
+use crate::harness::{alone, bench_io, cannot_make_testdrives, printed, program, script};
 use crate::testdrives::Set;
 
-/// A machine that does other things too still comes to it in this time.
+/// Time limit that a busy machine also keeps.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn until(what: &str, mut there: impl FnMut() -> bool) {
@@ -19,7 +19,7 @@ fn until(what: &str, mut there: impl FnMut() -> bool) {
     }
 }
 
-/// Whether a process runs. One that nobody has waited for yet does not.
+/// Whether a process runs; a zombie does not.
 fn runs(pid: &str) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     let state = stat
@@ -28,7 +28,7 @@ fn runs(pid: &str) -> bool {
     state.is_some_and(|state| !"ZX".contains(state))
 }
 
-/// Loop devices and mounts, as the machine lists them.
+/// Lists the loop devices and mounts of the machine.
 fn listed() -> String {
     let loops = Command::new("losetup").arg("-l").output().unwrap();
     let mounts = std::fs::read_to_string("/proc/mounts").unwrap();
@@ -36,14 +36,14 @@ fn listed() -> String {
 }
 
 #[test]
-fn a_killed_run_takes_its_trainer_along_and_the_next_takes_its_drives_away() {
+fn a_killed_run_ends_its_trainer_and_the_next_destroys_its_drives() {
     if cannot_make_testdrives() {
         return;
     }
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();
     let started = dir.path().join("started");
-    // Its plan is small, and it trains for ever.
+    // A trainer with a small plan that trains forever.
     let trainer = script(
         dir.path(),
         "trainer",
@@ -68,7 +68,7 @@ esac"#,
     let drives = format!("/run/testdrives-{name}");
     let drives = Path::new(&drives);
 
-    // While it lives they are its own.
+    // While the process lives, the drives belong to it.
     let other = Set::new("beside");
     other.create(&["1", "16m", "1MB/s", "1MB/s"]);
     assert!(drives.exists() && runs(trainer));
@@ -83,62 +83,44 @@ esac"#,
         "{shown}"
     );
     let next = Set::new("next");
-    let output = bench_io(&[
-        "testdrives",
-        "create",
-        "--name",
-        &next.0,
-        "1",
-        "16m",
-        "1MB/s",
-        "1MB/s",
-    ]);
-    assert!(output.status.success(), "{}", said(&output));
-    assert!(said(&output).contains(&name), "{}", said(&output));
+    let mut create = next.create_command(&["1", "16m", "1MB/s", "1MB/s"]);
+    let output = create.output().unwrap();
+    assert!(output.status.success(), "{}", printed(&output));
+    assert!(printed(&output).contains(&name), "{}", printed(&output));
     assert!(!drives.exists() && !listed().contains(&name));
-    // What a person made is a person's to take away.
+    // Drives that a person created are kept.
     assert!(Path::new(&other.dir()).exists());
 }
 
 #[test]
-fn an_up_that_is_killed_after_any_step_is_taken_away_whole() {
+fn drives_of_a_create_killed_after_any_step_are_destroyed_whole() {
     if cannot_make_testdrives() {
         return;
     }
-    // Each `up` takes away what was left, also what another test is looking at.
+    // Each `create` destroys orphaned drives, also those that another test looks at.
     let _alone = alone();
-    // What another run left is taken away here, not by the tools below.
+    // Destroys the orphans of earlier runs now, and not with the fake tools below.
     Set::new("before").create(&["1", "16m", "1MB/s", "1MB/s"]);
     let path = std::env::var("PATH").unwrap();
     for tool in ["losetup", "mkfs.ext4", "mount"] {
         let real = std::env::split_paths(&path).map(|dir| dir.join(tool));
         let real = real.into_iter().find(|real| real.is_file()).unwrap();
         let dir = tempfile::tempdir().unwrap();
-        // The memory's own mount is the step before the first device.
+        // The mount of the memory comes before the first device.
         let lines = format!(
             "{} \"$@\"\ncase \"$*\" in *tmpfs*) exit $?;; esac\nkill -9 $PPID",
             real.display()
         );
         script(dir.path(), tool, &lines);
         let set = Set::new(&format!("killed-{}", &tool[..4]));
-        let killed = program()
-            .args([
-                "testdrives",
-                "create",
-                "--name",
-                &set.0,
-                "2",
-                "16m",
-                "1MB/s",
-                "1MB/s",
-            ])
+        let killed = (set.create_command(&["2", "16m", "1MB/s", "1MB/s"]))
             .env("PATH", format!("{}:{path}", dir.path().display()))
             .output()
             .unwrap();
-        assert_eq!(killed.status.code(), None, "{tool}: {}", said(&killed));
+        assert_eq!(killed.status.code(), None, "{tool}: {}", printed(&killed));
         assert!(listed().contains(&set.0), "{tool}");
         let down = bench_io(&["testdrives", "destroy", "--name", &set.0]);
-        assert!(down.status.success(), "{tool}: {}", said(&down));
+        assert!(down.status.success(), "{tool}: {}", printed(&down));
         assert!(!listed().contains(&set.0), "{tool}: {}", listed());
         assert!(!Path::new(&set.dir()).exists(), "{tool}");
     }

@@ -1,4 +1,4 @@
-//! The commands of bench-io as a person calls them.
+//! Tests the commands of bench-io as a user calls them.
 
 mod canonical;
 mod gpu;

@@ -1,14 +1,13 @@
-//! What could go wrong: a reader that has gone (`bench-io run | head -1`) makes a measurement panic that is done, or a full disk
-//! swallows a report.
+//! Tests that a closed reader (`bench-io run | head -1`) does not make a completed measurement panic, and that a full disk is reported.
 
 use std::ffi::OsStr;
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
 use std::process::{Output, Stdio};
 
-use crate::harness::{drive, program, said};
+use crate::harness::{drive, printed, program};
 
-/// The writing end of a pipe that nobody reads.
+/// Returns the writing end of a pipe that nobody reads.
 fn unread() -> Stdio {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
@@ -42,10 +41,10 @@ fn a_reader_that_has_gone_fails_nothing() {
             output.status.code(),
             Some(0),
             "{words:?}: {}",
-            said(&output)
+            printed(&output)
         );
     }
-    // Nobody hears of the refusal either, and it is one.
+    // The refusal cannot be printed, but the exit status reports it.
     let output = ends_with(&["run", "--bs=1"], unread(), unread());
     assert_eq!(output.status.code(), Some(1));
 }
@@ -58,8 +57,11 @@ fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
     };
     let output = ends_with(&["testdrives", "show"], full.into(), Stdio::piped());
     assert_eq!(output.status.code(), Some(1));
-    let said = said(&output);
-    assert!(said.contains("writing to standard output: "), "{said}");
+    let printed = printed(&output);
+    assert!(
+        printed.contains("writing to standard output: "),
+        "{printed}"
+    );
 }
 
 #[test]
@@ -81,7 +83,7 @@ fn a_command_with_any_path_is_said_as_a_shell_takes_it_again() {
             .arg(&place)
             .output();
         let output = output.expect("bench-io starts");
-        assert_eq!(output.status.code(), Some(0), "{}", said(&output));
+        assert_eq!(output.status.code(), Some(0), "{}", printed(&output));
         let words = String::from_utf8_lossy(&output.stdout);
         assert!(words.contains(shown), "{words}");
     }

@@ -1,10 +1,10 @@
-//! What could go wrong: drives do not add up, or the measurement says so although they do not. So rate-limited drives must come out
-//! at what was set, and with the spreading of tiles taken away the same call must fail.
+//! Tests that the rates of drives add up and that the measurement notices when they do not: rate-limited drives must reach their limits, and with the
+//! safeguard `placement` disabled the same call must fail.
 
 use serde_json::Value;
 
 use crate::harness::{
-    TRIES, alone, assert_empty, bench_io, cannot_make_testdrives, json, program, refused, said,
+    TRIES, alone, assert_empty, bench_io, cannot_make_testdrives, json, printed, program, refused,
     says_how_it_went, says_what_it_is_of,
 };
 
@@ -38,7 +38,7 @@ fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
         true => last,
         false => tries.find(|output| output.status.success()).unwrap_or(last),
     };
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", printed(&output));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let rows = report["rows"].as_array().unwrap();
     let words: Vec<(&str, bool)> = rows
@@ -53,7 +53,7 @@ fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
     let loads = ["read", "write", "both"];
     let expected = [false, true].map(|unlimited| loads.map(|load| (load, unlimited)));
     assert_eq!(words, expected.concat());
-    // Of each drive, and no tile twice: half of the 128 when both ways have theirs.
+    // Per drive, with no tile twice: half of the 128 when both directions run.
     let depths = rows.iter().map(|row| row["iodepth"].as_u64().unwrap());
     assert_eq!(depths.collect::<Vec<_>>(), [80, 80, 128, 80, 80, 128]);
     let rate = |row: usize, way: &str| rows[row]["daemon"][way]["bytes_per_s"].as_f64().unwrap();
@@ -66,13 +66,13 @@ fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
         let off = rate(row, way) / set;
         assert!((0.95..1.05).contains(&off), "{way}: {off}; {report}");
     }
-    // Without its limit the machine is faster, so the limit is what was measured above.
+    // Without its limit the machine is faster, so the limit was measured above.
     assert!(rate(3, "read") > 240e6, "{report}");
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap();
     let (svg, html) = (read("scale.svg"), read("scale.html"));
     assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
     for line in [
-        "limit set: 60.0 MB/s read and 30.0 MB/s written a drive",
+        "limit set: 60.0 MB/s read and 30.0 MB/s written per drive",
         "direct, size ",
     ] {
         assert!(svg.contains(line), "{line}: {svg}");
@@ -120,7 +120,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
                 "{row}"
             );
             assert_eq!(command.contains(&format!("--rw={way} ")), goes, "{command}");
-            // Of both ways' jobs together, as ours.
+            // Latencies cover the jobs of both directions.
             let latency = &fio[way]["latency_ns"];
             assert_eq!(latency["p999"].as_u64().is_some(), goes, "{row}");
             if goes {
@@ -138,7 +138,7 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         }
         assert!(row["limit_bytes_per_s"].is_null());
         assert_eq!(row["unlimited"], false, "{row}");
-        // What is shown is a round, within what all rounds found.
+        // The figures shown are those of one round, within the range of all rounds.
         let rate = |side: &Value| -> f64 {
             let of = |way: &str| match &side[way] {
                 Value::Object(way) => way["bytes_per_s"].as_f64().unwrap(),
@@ -169,7 +169,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
         return;
     }
     let _alone = alone();
-    // The pace that test builds can keep themselves shows whether offloadd is one.
+    // The output for a rate limit, which only test builds support, shows whether offloadd is a test build.
     let dir = crate::harness::drive();
     let probe = program()
         .args([
@@ -181,12 +181,12 @@ fn it_fails_when_all_tiles_go_to_one_device() {
             "--directory",
         ])
         .arg(dir.path())
-        .env("OFFLOADD_PACE", "60000000,30000000")
+        .env("OFFLOADD_RATE_LIMIT", "60000000,30000000")
         .output()
         .unwrap();
-    if !String::from_utf8_lossy(&probe.stdout).contains("Pace {") {
+    if !String::from_utf8_lossy(&probe.stdout).contains("RateLimit {") {
         println!(
-            "skipped: it_fails_when_all_tiles_go_to_one_device: this offloadd was built without the feature `removable`; `cargo test` of the workspace builds it"
+            "skipped: it_fails_when_all_tiles_go_to_one_device: this offloadd was built without the test hooks; `cargo test` of the workspace builds it with them"
         );
         return;
     }
@@ -198,7 +198,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
         .output()
         .unwrap();
     assert!(!output.status.success());
-    let words = said(&output);
+    let words = printed(&output);
     assert!(words.contains("2 drives, read, bs 524288: -5"), "{words}");
     assert!(words.contains("from the limit"), "{words}");
 }
@@ -206,7 +206,7 @@ fn it_fails_when_all_tiles_go_to_one_device() {
 #[test]
 fn what_cannot_be_measured_is_refused() {
     for (args, why) in [
-        // They would have no effect: these drives have a speed of their own.
+        // Refused because they have no effect: drives without a rate limit have their own speed.
         (&["--directory=.", "--read=1KB/s"][..], "--read"),
         (&["--directory=.", "--loop-devices=7"], "--loop-devices"),
         (&[][..], "--directory"),
@@ -226,7 +226,7 @@ fn what_cannot_be_measured_is_refused() {
         ),
         (&["--directory=/x", "--fio=/no/such/fio"], "/no/such/fio"),
     ] {
-        let said = refused(&[&["scale"], args].concat());
-        assert!(said.contains(why), "{args:?}: {said}");
+        let printed = refused(&[&["scale"], args].concat());
+        assert!(printed.contains(why), "{args:?}: {printed}");
     }
 }

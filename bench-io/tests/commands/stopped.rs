@@ -1,4 +1,4 @@
-//! What could go wrong: a measurement that is stopped, or killed, leaves files, jobs in a store, or a fio that goes on.
+//! Tests that a stopped or killed measurement leaves no files, no jobs in a store and no running fio.
 
 use std::time::{Duration, Instant};
 
@@ -56,7 +56,7 @@ fn what_a_killed_measurement_left_the_next_one_removes() {
 fn fio_is_ended_with_the_measurement() {
     let dir = drive();
     let fio = dir.path().join("fio");
-    // Says its version, and then takes an hour.
+    // Prints its version; otherwise runs for an hour.
     let text = "#!/bin/sh\n[ \"$1\" = --version ] && echo fio-9 && exit\ntouch \"$0.runs\"\nexec sleep 3600\n";
     std::fs::write(dir.path().join("new"), text).unwrap();
     let made = std::process::Command::new("install")
@@ -112,18 +112,18 @@ fn what_a_killed_measurement_left_in_a_daemons_store_the_next_one_drops() {
     until("still open", &|| jobs().iter().all(|job| !job.open));
     assert_eq!(jobs().len(), 1);
     let output = bench_io(&[&["run", "--runtime=0.1"], &words[..]].concat());
-    let said = String::from_utf8_lossy(&output.stderr).into_owned();
-    assert!(output.status.success(), "{said}");
-    assert!(said.contains("of a killed measurement"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(output.status.success(), "{printed}");
+    assert!(printed.contains("of a killed measurement"), "{printed}");
     assert_eq!(jobs().len(), 0);
 }
 
-/// One that would take a minute, a second after it began to make files in `dir`.
+/// Starts a measurement that would take a minute, and returns one second after it began to make files in `dir`.
 fn in_the_middle(dir: &std::path::Path) -> std::process::Child {
     in_the_middle_with(dir, "--default-signal=HUP")
 }
 
-/// The same; `hangup` is what `env` makes of SIGHUP before it starts, whatever whoever runs the tests has made of it.
+/// Like [`in_the_middle`]; `hangup` is the option of `env` that sets the disposition of SIGHUP, whatever the test runner has set.
 fn in_the_middle_with(dir: &std::path::Path, hangup: &str) -> std::process::Child {
     let running = std::process::Command::new("env")
         .arg(hangup)

@@ -1,11 +1,14 @@
-//! What could go wrong: rate-limited drives are not as fast as they were made, `exec` does not limit them, something stays behind after
-//! `destroy` or after a `create` that failed, or two sets are one. Needs root, loop devices and the block cgroup.
+//! Tests that rate-limited drives have their rates, that `exec` applies the limits, that nothing remains after `destroy` or a failed `create`, and
+//! that sets are independent. Needs root, loop devices and the block cgroup.
 
 use std::path::Path;
+use std::process::Command;
 
-use crate::harness::{TRIES, alone, bench_io, cannot_make_testdrives, json, refused, said, script};
+use crate::harness::{
+    TRIES, alone, bench_io, cannot_make_testdrives, json, printed, program, refused, script,
+};
 
-/// A set of this test's own, taken away also when the test fails.
+/// A set of drives of one test, destroyed even if the test fails.
 pub(crate) struct Set(pub(crate) String);
 
 impl Set {
@@ -13,9 +16,18 @@ impl Set {
         Self(format!("{test}-{}", std::process::id()))
     }
 
+    /// Command that creates the set; `words` are the number, size and rates of its drives.
+    pub(crate) fn create_command(&self, words: &[&str]) -> Command {
+        let mut command = program();
+        command.args(["testdrives", "create", "--name", &self.0]);
+        command.args(words);
+        command
+    }
+
+    /// Creates the set and returns the directories of its drives.
     pub(crate) fn create(&self, words: &[&str]) -> Vec<String> {
-        let output = bench_io(&[&["testdrives", "create", "--name", &self.0], words].concat());
-        assert!(output.status.success(), "{}", said(&output));
+        let output = self.create_command(words).output().unwrap();
+        assert!(output.status.success(), "{}", printed(&output));
         let printed = String::from_utf8_lossy(&output.stdout);
         printed.lines().map(str::to_owned).collect()
     }
@@ -33,7 +45,7 @@ impl Drop for Set {
     }
 }
 
-/// Measures one direction on `dirs`, under the limits or without them. Bytes a second.
+/// Measures one direction on `dirs`, with or without the limits, in bytes per second.
 fn rate(set: &Set, limited: bool, rw: &str, dirs: &[String]) -> f64 {
     let mut words = vec![];
     if limited {
@@ -64,7 +76,7 @@ fn rate(set: &Set, limited: bool, rw: &str, dirs: &[String]) -> f64 {
     json(&words)[rw]["bytes_per_s"].as_f64().unwrap()
 }
 
-/// The first rate that is `right`, or those of all tries.
+/// Returns the first rate that is `right`, or the rates of all tries.
 fn undisturbed(measure: impl Fn() -> f64, right: impl Fn(f64) -> bool) -> Result<f64, Vec<f64>> {
     let mut wrong = Vec::new();
     while wrong.len() < TRIES {
@@ -99,23 +111,17 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     }
     let shown = bench_io(&["testdrives", "show"]);
     assert!(String::from_utf8_lossy(&shown.stdout).contains(&dirs[1]));
-    let again = refused(&[
-        "testdrives",
-        "create",
-        "--name",
-        &set.0,
-        "1",
-        "64m",
-        "1MB/s",
-        "1MB/s",
-    ]);
+    let mut again = set.create_command(&["1", "64m", "1MB/s", "1MB/s"]);
+    let again = again.output().unwrap();
+    assert!(!again.status.success());
+    let again = printed(&again);
     let down = format!(
         "already exists; destroy its drives with `bench-io testdrives destroy --name {}`",
         set.0
     );
     assert!(again.contains(&down), "{again}");
 
-    // Its file system would be gone.
+    // Writing to the device would destroy its file system.
     let shown = json(&["testdrives", "show", "--json"]);
     let mut shown = shown.as_array().unwrap().iter();
     let ours = shown.find(|one| one["name"] == set.0.as_str()).unwrap();
@@ -131,7 +137,7 @@ fn drives_are_as_fast_as_they_were_made_and_leave_nothing() {
     assert!(said_so.contains("in use: mounted"), "{said_so}");
 
     let output = bench_io(&["testdrives", "destroy", "--name", &set.0]);
-    assert!(output.status.success(), "{}", said(&output));
+    assert!(output.status.success(), "{}", printed(&output));
     assert!(!Path::new(&set.dir()).exists());
     let loops = std::process::Command::new("losetup")
         .arg("-l")
@@ -153,22 +159,12 @@ fn a_create_that_fails_half_way_leaves_nothing() {
     let path = std::env::var("PATH").unwrap();
     let dir = tempfile::tempdir().unwrap();
     script(dir.path(), "mkfs.ext4", "echo no room >&2\nexit 1");
-    let output = crate::harness::program()
-        .args([
-            "testdrives",
-            "create",
-            "--name",
-            &set.0,
-            "2",
-            "16m",
-            "1MB/s",
-            "1MB/s",
-        ])
+    let output = (set.create_command(&["2", "16m", "1MB/s", "1MB/s"]))
         .env("PATH", format!("{}:{path}", dir.path().display()))
         .output()
         .unwrap();
     assert!(!output.status.success());
-    assert!(said(&output).contains("no room"), "{}", said(&output));
+    assert!(printed(&output).contains("no room"), "{}", printed(&output));
     assert!(!Path::new(&set.dir()).exists());
 }
 
@@ -183,7 +179,7 @@ fn what_cannot_be_made_is_refused() {
             "--name ../x",
         ),
     ] {
-        let said = refused(&[&["testdrives", "create"], words].concat());
-        assert!(said.contains(why), "{words:?}: {said}");
+        let printed = refused(&[&["testdrives", "create"], words].concat());
+        assert!(printed.contains(why), "{words:?}: {printed}");
     }
 }

@@ -1,5 +1,5 @@
-//! What could go wrong: bytes are counted another way than the trainer moves them, a prediction has nothing to do with a run,
-//! or drives make no difference. Needs a trainer beside bench-io; running it needs rate-limited drives too.
+//! Tests that predicted bytes are those that the trainer moves, that predictions match runs, and that drives make a difference. Needs a trainer
+//! beside bench-io; training needs rate-limited drives too.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +9,7 @@ use crate::harness::{
     alone, cannot_make_testdrives, drive, json, program, refused, says_how_it_went,
 };
 
-/// The trainer beside bench-io, if it was built. Otherwise it says that the test is skipped.
+/// Returns the trainer beside bench-io, if it was built; otherwise prints that the test is skipped.
 fn trainer() -> Option<PathBuf> {
     let path = Path::new(env!("CARGO_BIN_EXE_bench-io")).with_file_name("trainer");
     let runs = std::process::Command::new(&path).arg("--version").output();
@@ -24,7 +24,7 @@ fn trainer() -> Option<PathBuf> {
     None
 }
 
-/// A run of 2.3 M parameters with all state on drives, and a text for it.
+/// Writes a run of 2.3 M parameters with all state on drives, and its text.
 fn run_file(dir: &Path) -> String {
     let text = dir.join("text");
     std::fs::write(
@@ -96,10 +96,10 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
         let (theirs, ours) = (&row["deepspeed"], &row["ours"]);
         assert_eq!(number(&theirs["read_bytes"]), 32.0 * parameters);
         assert_eq!(number(&theirs["written_bytes"]), 18.0 * parameters);
-        // The same step of ours: four sequences of 96 tokens, four times.
+        // The trainer's step has the same work: four sequences of 96 tokens, four times.
         assert_eq!(number(&ours["micro_batches"]), 4.0);
         assert_eq!(number(&ours["tokens"]), 4.0 * 4.0 * 96.0);
-        // Of a small model, tiles are padded by some percent.
+        // In a small model, padding adds some percent to the tiles.
         assert!(
             (1.0..1.12).contains(&(number(&ours["read_bytes"]) / parameters / 14.0)),
             "{row}"
@@ -156,14 +156,14 @@ fn another_machines_memory_and_cores_are_planned_for_and_named() {
         assert_eq!(report["settings"]["host_memory"], 3u64 << 40);
         report["rows"][0]["ours"]["step_s"].as_f64().unwrap()
     };
-    // Drives are fast and so is computing: what is left is the optimizer.
+    // Drives and computing are fast, so the optimizer is the bottleneck.
     let (one, many) = (step_s(1), step_s(64));
     assert!(one > 4.0 * many, "{one} s with one core, {many} s with 64");
 
     let output = program().args(words(32)).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    let said = "planned for: host memory 3072.0 GiB (given), 32 cores (given), no GPU (given)";
-    assert!(text.contains(said), "{text}");
+    let printed = "planned for: host memory 3072.0 GiB (given), 32 cores (given), no GPU (given)";
+    assert!(text.contains(printed), "{text}");
     let output = program().args(&words(32)[..5]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(text.contains(" cores (found here), "), "{text}");
@@ -200,10 +200,10 @@ fn a_run_on_rate_limited_drives_takes_about_as_long_as_predicted() {
         number(&row["measured"]["step_s"]),
         number(&row["ours"]["step_s"]),
     );
-    // Not faster than its drives, and not far from what was predicted, on a machine that does other things too.
+    // The run is not faster than its drives, and is close to the prediction even on a busy machine.
     let writing_s = number(&row["measured"]["written_bytes"]) / 60e6;
     assert!(measured > 0.9 * writing_s, "{row}");
-    // What the machine computes in a step differs from step to step when it does other things.
+    // On a busy machine the compute time differs from step to step.
     assert!((0.25..1.5).contains(&(predicted / measured)), "{row}");
     let bytes = number(&row["measured"]["written_bytes"]) / number(&row["ours"]["written_bytes"]);
     assert!((0.9..1.1).contains(&bytes), "{row}");
@@ -224,7 +224,7 @@ fn what_cannot_be_predicted_is_refused() {
             "no trainer at /no/such/trainer",
         ),
         (vec!["--run", &file[..], "--steps=2"], "5..="),
-        // What would have no effect is no setting of this run.
+        // Options that would have no effect are refused.
         (vec!["--model", &file[..], "--set=a=1"], "--set"),
         (vec!["--model", &file[..], "--steps=5"], "--steps"),
         (vec![&file[..], "--loop-devices=2"], "--loop-devices"),
@@ -236,14 +236,14 @@ fn what_cannot_be_predicted_is_refused() {
             vec![&file[..], "--host-memory=much"],
             "does not begin with a number",
         ),
-        // Where it runs is where it is.
+        // A training run uses this machine, so its description is refused.
         (
             vec!["--run", &file[..], "--host-memory=1g"],
             "--host-memory",
         ),
     ] {
-        let said = refused(&[&["training"], &args[..]].concat());
-        assert!(said.contains(why), "{args:?}: {said}");
+        let printed = refused(&[&["training"], &args[..]].concat());
+        assert!(printed.contains(why), "{args:?}: {printed}");
     }
     let Some(_) = trainer() else {
         return;
@@ -259,31 +259,31 @@ fn what_cannot_be_predicted_is_refused() {
         training.args(["--set", set]);
     }
     let output = training.output().unwrap();
-    let said = crate::harness::said(&output);
+    let printed = crate::harness::printed(&output);
     assert!(
-        !output.status.success() && said.contains("keeps no state on drives"),
-        "{said}"
+        !output.status.success() && printed.contains("keeps no state on drives"),
+        "{printed}"
     );
-    // Before anything is measured: a report that was printed would say that it was.
+    // Refused before anything is measured.
     let output = program()
         .args(["training", &file, "--out"])
         .arg(Path::new(&file).join("out"))
         .output()
         .unwrap();
-    let words = crate::harness::said(&output);
+    let words = crate::harness::printed(&output);
     assert!(
         !output.status.success() && words.contains("creating "),
         "{words}"
     );
     assert!(output.stdout.is_empty());
-    let said = refused(&["training", "/no/such/run.toml"]);
-    assert!(said.contains("/no/such/run.toml"), "{said}");
+    let printed = refused(&["training", "/no/such/run.toml"]);
+    assert!(printed.contains("/no/such/run.toml"), "{printed}");
 }
 
 #[test]
 fn the_picture_says_of_what_it_is() {
     let dir = crate::harness::drive();
-    // A plan as the trainer's, of any model.
+    // A plan as the trainer prints it, for any model.
     let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "wall": "device writes"}]}"#;
     let trainer = crate::harness::script(dir.path(), "trainer", &format!("echo '{plan}'"));
     let output = program()
@@ -298,12 +298,16 @@ fn the_picture_says_of_what_it_is() {
         .arg(dir.path())
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", crate::harness::said(&output));
+    assert!(
+        output.status.success(),
+        "{}",
+        crate::harness::printed(&output)
+    );
     let svg = std::fs::read_to_string(dir.path().join("training.svg")).unwrap();
     for line in [
-        "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens a step in 2 micro-batches",
+        "a&lt;b&gt;/config.json: 7000.0 M parameters, 16384 tokens per step in 2 micro-batches",
         "planned for: host memory 512.0 GiB (given), 32 cores",
-        "rates: given: 6.20 GB/s read and 3.20 GB/s written a drive",
+        "rates: given: 6.20 GB/s read and 3.20 GB/s written per drive",
     ] {
         assert!(svg.contains(line), "{line}: {svg}");
     }

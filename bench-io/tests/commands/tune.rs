@@ -1,4 +1,4 @@
-//! What could go wrong: what is printed for the daemon is not what was measured, or the daemon refuses it; it takes minutes.
+//! Tests that the printed settings are those that were measured, that the daemon accepts them, and that the search ends in time.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -9,7 +9,7 @@ use offloadd::config::Config;
 use serde_json::Value;
 
 use crate::harness::{
-    assert_empty, drive, json, program, refused, said, says_how_it_went, says_what_it_is_of,
+    assert_empty, drive, json, printed, program, refused, says_how_it_went, says_what_it_is_of,
 };
 
 #[test]
@@ -37,9 +37,9 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
         file.contains(&format!("engine = {}", tuned["engine"])),
         "{file}"
     );
-    // A session that asks for what is usual is not cut down by settings that were to make it faster.
+    // A session that asks for the default depth still gets it.
     assert!(config.iodepth_max >= IODEPTH_DEFAULT, "{file}");
-    // What the daemon has no setting for stands in the run's file.
+    // Settings that the daemon does not have are in the run file.
     let run: toml::Table = report["run_file"].as_str().unwrap().parse().unwrap();
     let number = |key: &str| run["offload"][key].as_integer().unwrap() as u64;
     let bs = tuned["bs"].as_u64().unwrap();
@@ -54,7 +54,7 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
     let trials = tuned["trials"].as_array().unwrap();
     for trial in trials {
         for way in ["read", "write"] {
-            // On a machine that does something else nothing may end in so short a time.
+            // On a busy machine no operation may end in so short a time.
             if !trial["figures"][way].is_null() {
                 says_how_it_went(&trial["figures"], way);
             }
@@ -68,14 +68,14 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
         let of_stage = |trial: &&Value| trial["stage"] == stage;
         trials.iter().filter(of_stage).collect()
     };
-    // Each engine as often as the others and in turns with them.
+    // Each engine is tried equally often, alternating with the others.
     let engines = of("engine");
     let names: Vec<&Value> = engines.iter().map(|trial| &trial["engine"]).collect();
     let here = 3 - tuned["without"].as_array().unwrap().len();
     for (index, name) in names.iter().enumerate() {
         assert_eq!(*name, names[index % here], "{tuned}");
     }
-    // What was chosen is as good as the best, and was tried with what the stage before it chose.
+    // The choice is as good as the best, and was tried with the choice of the stage before.
     let is_default = |key: &str| tuned["defaults"].as_array().unwrap().contains(&key.into());
     for (key, fixed) in [("bs", "engine"), ("iodepth", "bs")] {
         let found = of(key);
@@ -86,7 +86,7 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
         );
         let chosen = found.iter().find(|trial| trial[key] == tuned[key]);
         let chosen = chosen.and_then(|trial| {
-            // One operation more or less each way is no difference.
+            // A difference of one operation in each direction does not count.
             let step = 2.0 * trial["bs"].as_f64()? / trial["figures"]["seconds"].as_f64()?;
             Some(rate(trial)? + step)
         });
@@ -104,7 +104,7 @@ fn the_settings_it_prints_are_the_best_it_found_and_load() {
 #[test]
 fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
     let dir = drive();
-    // A directory in which nobody makes files.
+    // A directory in which nobody can create files.
     let output = program()
         .args([
             "tune",
@@ -116,7 +116,7 @@ fn what_was_found_is_said_even_where_the_file_for_it_cannot_be_written() {
         .arg(dir.path())
         .output()
         .unwrap();
-    let words = said(&output);
+    let words = printed(&output);
     assert!(
         !output.status.success() && words.contains("writing /proc/offloadd.toml"),
         "{words}"
@@ -139,7 +139,7 @@ fn what_cannot_be_tried_is_refused() {
         .args(["tune", "--directory"])
         .arg(no_text)
         .output();
-    let words = said(&output.unwrap());
+    let words = printed(&output.unwrap());
     assert!(words.contains("is not UTF-8"), "{words}");
     for (args, why) in [
         (vec![], "--directory"),
@@ -157,10 +157,10 @@ fn what_cannot_be_tried_is_refused() {
             vec!["--directory", path, "--config", "/dev/null"],
             "already exists",
         ),
-        // What is tried is the engine alone: through a daemon, or on to a GPU, is for `run`.
+        // Only the engine alone is tried; `run` measures through a daemon and into a GPU.
         (vec!["--directory", path, "--target=gpu"], "--target"),
         (vec!["--directory", path, "--socket=/x"], "--socket"),
-        // Known before anything was measured.
+        // Refused before anything is measured.
         (
             vec!["--directory", path, "--directory", &twice],
             "--directory: settings of these directories: devices: ",
@@ -170,7 +170,7 @@ fn what_cannot_be_tried_is_refused() {
             "create it first",
         ),
     ] {
-        let said = refused(&[&["tune"], &args[..]].concat());
-        assert!(said.contains(why), "{args:?}: {said}");
+        let printed = refused(&[&["tune"], &args[..]].concat());
+        assert!(printed.contains(why), "{args:?}: {printed}");
     }
 }

@@ -1,12 +1,11 @@
-//! What could go wrong: damage is not found, or found and not named, or named where there is none. Bytes are changed between
-//! a call that writes and one that reads.
+//! Tests that damage is found and named, and that nothing else is. Bytes are changed between a call that writes and one that reads.
 
 use std::os::unix::fs::FileExt;
 
 use serde_json::Value;
 
 use crate::harness::{
-    assert_empty, bench_io, drive, json, refused, said, says_how_it_went, says_what_it_is_of,
+    assert_empty, bench_io, drive, json, printed, refused, says_how_it_went, says_what_it_is_of,
 };
 
 #[test]
@@ -49,11 +48,11 @@ fn what_was_left_out_is_said() {
     let report = json(&[&words[..], files.as_flattened()].concat());
     assert_eq!(report["bytes"], 2 * 2 * (4 << 20), "two passes, two files");
     let warnings = report["warnings"].to_string();
-    for said in [
+    for printed in [
         "small: 4096 bytes from byte 4194304 are not used",
         "large: 2097152 bytes from byte 4194304 are not used",
     ] {
-        assert!(warnings.contains(said), "{warnings}");
+        assert!(warnings.contains(printed), "{warnings}");
     }
 }
 
@@ -83,7 +82,7 @@ fn every_wrong_block_is_named_with_what_lies_there() {
         )
     };
     let wrote = verify("write", "7", &["--overwrite"]);
-    assert!(wrote.status.success(), "{}", said(&wrote));
+    assert!(wrote.status.success(), "{}", printed(&wrote));
     assert!(verify("read", "7", &[]).status.success());
 
     let drive = std::fs::OpenOptions::new()
@@ -125,11 +124,11 @@ fn every_wrong_block_is_named_with_what_lies_there() {
         ((3 << 20) + 4096, 4096, &damaged),
     ];
     assert_eq!(found, expected);
-    // A pass that was never written: everything is old.
+    // A pass that was never written: all blocks are old.
     let old = verify("read", "8", &[]);
     let report: Value = serde_json::from_slice(&old.stdout).unwrap();
     assert_eq!(report["wrong_blocks"], (4 << 20) / 4096);
-    // One line for what belongs together, with the number as --pass takes it.
+    // One line for a contiguous range, with the number as --pass takes it.
     let old = bench_io(&[
         "verify",
         "--bs=64k",
@@ -161,8 +160,8 @@ fn nothing_is_destroyed_or_half_done_by_a_wrong_word() {
         ),
         (vec!["--passes=0"], "0 is not in"),
     ] {
-        let said = refused(&[&["verify"], &args[..]].concat());
-        assert!(said.contains(why), "{args:?}: {said}");
+        let printed = refused(&[&["verify"], &args[..]].concat());
+        assert!(printed.contains(why), "{args:?}: {printed}");
     }
     assert_eq!(std::fs::read(&file).unwrap(), vec![7; 1 << 20]);
 }

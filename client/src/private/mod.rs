@@ -36,7 +36,7 @@ const START_WAIT: Duration = Duration::from_secs(60);
 /// File systems without fallocate are filled with zeros: 1 TB at 300 MB/s.
 const FORMAT_WAIT: Duration = Duration::from_secs(3600);
 
-/// A longer log is moved to `offloadd.log.old` at a start.
+/// Length from which the log is moved to `offloadd.log.old` at a start.
 const LOG_BYTES_MAX: u64 = 4 << 20;
 
 /// Last lines of the log to show when the daemon does not start.

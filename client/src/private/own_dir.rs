@@ -35,7 +35,7 @@ impl OwnDir {
         let path = make(base, prefix)?;
         let new = path.join(LOCK_NEW);
         let locked = File::create_new(&new).inspect(|lock| {
-            // Where files cannot be locked the file keeps this name, and the directory is never removed as left over.
+            // On a file system without locks the file keeps this name, and the directory is never removed as left over.
             if lock.lock().is_ok() {
                 let _ = fs::rename(&new, path.join(LOCK));
             }
@@ -107,14 +107,14 @@ fn left(dir: &Path) -> io::Result<Option<File>> {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: a directory is taken from under a living daemon, or stays for good.
+    //! Tests that a directory is never taken from under a living daemon and never stays behind.
 
     use super::*;
 
     const PREFIX: &str = "offloadd-private-";
 
-    /// As a process leaves it that is killed. Unlocked by hand: another test's thread may be about to start a process, which
-    /// has a copy of the file for a moment.
+    /// Leaves a directory behind as a killed process does. Unlocks it explicitly: another test's thread may be about to start a process, which has a
+    /// copy of the file for a moment.
     fn leave(base: &Path) -> PathBuf {
         let dir = OwnDir::new(base, PREFIX).unwrap();
         dir._lock.unlock().unwrap();
@@ -167,7 +167,7 @@ mod tests {
         }
     }
 
-    /// Fails now and then where a lock can be seen before it is taken, and never where it cannot.
+    /// Fails now and then if a lock can be seen before it is taken.
     #[test]
     fn processes_that_start_at_once_leave_each_other_their_directories() {
         let base = tempfile::tempdir().unwrap();

@@ -89,7 +89,7 @@ impl Session {
         }
         match std::mem::replace(&mut self.commit, Commit::None) {
             Commit::Ended(result) => Some(result),
-            _ => unreachable!("advance_commit said that it ended"),
+            _ => unreachable!("advance_commit reported that it ended"),
         }
     }
 

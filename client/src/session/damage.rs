@@ -11,12 +11,12 @@ use crate::control::{Control, SHORT_WAIT};
 use crate::types::DeviceInfo;
 use crate::{Done, TileError, convert};
 
-/// Reports of one session. More reports of a failed drive say nothing new.
+/// Maximum number of reports of one session. More reports of a failed drive add no information.
 const REPORTS_MAX: u32 = 16;
 
-/// How long to wait for the daemon. A process usually ends after a damaged tile, so the report must be delivered before; the
+/// How long to wait for the daemon to receive a report. A process usually ends after a damaged tile, so the report must be delivered before; the
 /// daemon answers within microseconds.
-const HEARD_WAIT: Duration = Duration::from_millis(500);
+const ANSWER_WAIT: Duration = Duration::from_millis(500);
 
 /// Returns the path of a device. A device that was added after the session opened is asked for. After the daemon left a
 /// question unanswered, it is not asked again, or every failed tile would wait.
@@ -31,7 +31,7 @@ pub(super) fn name_of(
         let asking = control.begin("Describe", SHORT_WAIT, |mut client| async move {
             client.describe(proto::DescribeRequest {}).await
         });
-        match asking.poll_for(HEARD_WAIT) {
+        match asking.poll_for(ANSWER_WAIT) {
             Some(Ok(reply)) => *known = reply.devices.into_iter().map(convert::device).collect(),
             Some(Err(_)) => {}
             None => *unheard = true,
@@ -50,7 +50,7 @@ impl Session {
         let asking = (self.control).begin("Metrics", SHORT_WAIT, |mut client| async move {
             client.metrics(proto::MetricsRequest {}).await
         });
-        let Some(Ok(reply)) = asking.poll_for(HEARD_WAIT) else {
+        let Some(Ok(reply)) = asking.poll_for(ANSWER_WAIT) else {
             return Vec::new();
         };
         let troubled = reply.devices.into_iter().filter_map(|view| {
@@ -60,7 +60,7 @@ impl Session {
         troubled.collect()
     }
 
-    /// Nothing depends on the daemon receiving the report.
+    /// Reports a damaged tile to the daemon. Nothing depends on the daemon receiving the report.
     pub(super) fn report_damage(&mut self, done: &Done, device: DeviceIndex) {
         let Err(TileError::Damaged {
             offset,
@@ -89,6 +89,6 @@ impl Session {
         let telling = (self.control).begin("ReportDamage", SHORT_WAIT, |mut client| async move {
             client.report_damage(request).await
         });
-        let _ = telling.poll_for(HEARD_WAIT);
+        let _ = telling.poll_for(ANSWER_WAIT);
     }
 }

@@ -154,7 +154,7 @@ impl Session {
         Ok(session)
     }
 
-    /// What was granted, and what the store knew of the job.
+    /// Properties of the session, and the store's record of the job when it opened.
     pub fn info(&self) -> &SessionInfo {
         &self.info
     }

@@ -111,7 +111,7 @@ impl Reattaching {
         None
     }
 
-    /// Returns whether no daemon came within [`RESTART_WAIT`]; time in which this process was suspended does not count.
+    /// Whether no daemon came within [`RESTART_WAIT`]; time in which this process was suspended does not count.
     fn is_too_late(&mut self, now: Instant) -> bool {
         self.waiting.waited(now) > RESTART_WAIT
     }

@@ -71,7 +71,7 @@ impl Session {
         Ok(completion || woken || ended_now)
     }
 
-    /// The daemon writes nothing to the line after the handoff, so anything readable means its end.
+    /// Whether the daemon has hung up. It writes nothing to the life line after the handoff, so anything readable means its end.
     pub(super) fn hung_up(&self) -> bool {
         let mut byte = [0];
         !matches!(

@@ -1,4 +1,4 @@
-//! A daemon that keeps tiles in memory and misbehaves as it is told, to show the client what a real one rarely does.
+//! A fake daemon that keeps tiles in memory and misbehaves as a test tells it, for cases that a real daemon rarely produces.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -23,40 +23,40 @@ use tonic::{Request, Response, Status};
 pub(crate) const EPOCH: u64 = 0xfeed;
 pub(crate) const IODEPTH: u32 = 4;
 pub(crate) const DEVICE: &str = "/mnt/fake/tiles";
-/// It came after sessions opened.
+/// A device that was added after sessions opened.
 pub(crate) const LATER_DEVICE: &str = "/mnt/later/tiles";
 
-/// What it does otherwise than a real one.
+/// Ways in which the fake differs from a real daemon.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Manners {
-    /// Told in place of the real one.
+    /// Protocol version to report instead of the real one.
     pub(crate) version: Option<u32>,
-    /// The arena can be cut off under the client.
+    /// Whether the arena's file can be truncated under the client.
     pub(crate) unsealed_arena: bool,
-    /// It says what it is when a session opens, and not again.
+    /// Whether it describes itself when a session opens, and never again.
     pub(crate) described_once: bool,
-    /// It refuses once to say what it is: the first time after the session opened.
+    /// Whether it refuses to describe itself once: the first time after the session opened.
     pub(crate) description_refused: bool,
-    /// Commits are never answered.
+    /// Whether commits are never answered.
     pub(crate) silent_commit: bool,
-    /// The answer to the first commit is lost in a restart; `Some(true)`: after it was made.
+    /// Whether the answer to the first commit is lost in a restart; `Some(true)`: after the commit was made.
     pub(crate) lost_commit: Option<bool>,
-    /// Instead of an honest completion: changes it (the honest one is given), or swallows it.
+    /// Changes or swallows each completion; gets the correct one.
     pub(crate) answer: Option<fn(Sqe, Cqe) -> Option<Cqe>>,
-    /// After the honest work and before the completion: flips this bit of the slot's first byte.
+    /// Bit of the slot's first byte to flip after the work and before the completion.
     pub(crate) flip: u8,
-    /// Only of the first read.
+    /// Whether only the first read is flipped.
     pub(crate) flip_once: bool,
-    /// The first submission makes it hang up.
+    /// Whether it hangs up at the first submission.
     pub(crate) hang_up: bool,
-    /// The first submission makes it write this completion index.
+    /// Completion index that it writes at the first submission.
     pub(crate) tail: Option<u32>,
 }
 
 pub(crate) struct FakeDaemon {
     pub(crate) socket: PathBuf,
     pub(crate) submissions: Receiver<Sqe>,
-    /// How often it was asked what it is.
+    /// Number of calls that asked for its description.
     pub(crate) describe_calls: Arc<AtomicU64>,
     _dir: tempfile::TempDir,
     stop: Option<tokio::sync::oneshot::Sender<()>>,
@@ -121,7 +121,7 @@ impl Drop for FakeDaemon {
     }
 }
 
-/// One session, from the handoff to its end.
+/// Serves one session, from the handoff to its end.
 fn serve_session(
     listener: &OwnedFd,
     open: &Receiver<Arc<Geometry>>,

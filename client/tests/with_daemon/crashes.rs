@@ -1,5 +1,5 @@
-//! What could go wrong: a daemon killed at the wrong moment leaves a generation that is torn, mixed of two, or older than
-//! what was acknowledged. The moments here are random and the seed is printed.
+//! Tests that a daemon killed at any moment leaves no generation that is torn, mixed from two, or older than the acknowledged one. The moments are
+//! random, and the seed is printed.
 
 use std::time::Duration;
 
@@ -7,8 +7,8 @@ use offload_client::{ClientError, Generation, Session, TileIndex};
 
 use crate::real::*;
 
-/// Kills the daemon at random moments of writing and committing, again and again, and compares what is left with what
-/// was acknowledged: never less, and never a mixture.
+/// Kills the daemon repeatedly at random moments of writing and committing, and compares the store with the acknowledged generations: never less, and
+/// never a mixture.
 #[test]
 fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_acknowledged() {
     let place = Place::new();
@@ -24,7 +24,7 @@ fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_ack
         state ^= state << 17;
         state % below
     };
-    // What each generation holds, by tile; the last one may not be acknowledged.
+    // Content of each generation, by tile; the last one may not be acknowledged.
     let mut generations: Vec<Vec<u64>> = vec![vec![0; TILE_COUNT as usize]];
     let mut acknowledged = 0;
     let mut killed_in_commit_count = 0;
@@ -85,8 +85,8 @@ fn whenever_it_is_killed_the_store_holds_one_whole_generation_not_older_than_ack
 
 #[test]
 fn written_in_place_a_killed_daemon_leaves_a_mixture() {
-    if !daemon_is_removable(&Place::new()) {
-        skip_not_removable();
+    if !daemon_has_hooks(&Place::new()) {
+        skip_without_hooks();
         return;
     }
     assert_depends_on(
@@ -95,7 +95,7 @@ fn written_in_place_a_killed_daemon_leaves_a_mixture() {
     );
 }
 
-/// Swaps `tile` out; an error is the daemon's death.
+/// Swaps `tile` out; an error means that the daemon is dead.
 fn try_write(session: &mut Session, tile: u32, seed: u64) -> Result<(), ClientError> {
     let mut slot = session.take_slot(0).expect("a free slot");
     slot.as_mut_slice().copy_from_slice(&content(tile, seed));

@@ -1,5 +1,5 @@
-//! What could go wrong: a process dies with transfers in flight and its memory and rank stay taken, or are given away while
-//! the kernel still writes. The victim is this test's own program, started again and killed.
+//! Tests that a process that dies with transfers in flight frees its memory and rank, but only after the kernel has stopped writing. The victim is
+//! this test's own program, started again and killed.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
@@ -12,10 +12,10 @@ use crate::real::*;
 
 const VICTIM: &str = "OFFLOAD_TEST_VICTIM_SOCKET";
 
-/// docs/reliability.md: so soon a dead process's memory is another's.
+/// Time after which a dead process's memory must be free, as docs/reliability.md promises.
 const PROMISED: Duration = Duration::from_secs(1);
 
-/// The whole of the daemon's memory.
+/// Opens a session that takes all of the daemon's memory.
 fn open_all(socket: &Path) -> Result<Session, ClientError> {
     let mut settings = settings(socket);
     settings.classes = vec![SlotClass {
@@ -25,7 +25,7 @@ fn open_all(socket: &Path) -> Result<Session, ClientError> {
     Session::open(settings)
 }
 
-/// Writes for ever, as deep as it may.
+/// Writes forever, with as many operations in flight as granted.
 fn be_the_victim(socket: &Path) {
     let mut session = open_all(socket).unwrap();
     session.define_tiles(definition()).unwrap();
@@ -52,7 +52,7 @@ fn a_dead_client_gives_its_slots_back() {
     }
     let place = Place::new();
     let daemon = place.start();
-    // A busy machine may be slow to look: of some deaths, one shows how long the daemon takes.
+    // On a busy machine the test may notice the death late, so the fastest of several deaths counts.
     let (mut rounds, mut fastest) = (0, LONG);
     while rounds < 5 || (fastest >= PROMISED && rounds < 20) {
         rounds += 1;

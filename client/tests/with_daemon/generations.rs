@@ -1,5 +1,5 @@
-//! What could go wrong: a commit is lost or too much survives, a generation can be gone on from whose tiles are written
-//! over, ranks commit apart, one rank's death leaves the others waiting, a crash of a job without durability goes unseen.
+//! Tests that a commit is neither lost nor partial, that a generation whose tiles were overwritten is not offered, that ranks commit together, that
+//! one rank's death does not leave the others waiting, and that a crash of a job without durability is noticed.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use offload_client::{
 use crate::hostile::connect;
 use crate::real::*;
 
-/// One of several ranks of the job.
+/// Opens one of several ranks of the job.
 fn open_rank(socket: &Path, rank: u32, local_ranks: u32) -> Result<Session, ClientError> {
     Session::open(SessionSettings {
         rank: Rank(rank),
@@ -48,7 +48,7 @@ fn what_was_committed_survives_kill_9_and_nothing_else_does() {
         (job.layout, job.tiles),
         (definition().layout, definition().tiles)
     );
-    // The one before the newest is not offered: tiles of the working generation went where it lay.
+    // The generation before the newest is not offered: tiles of the working generation have overwritten it.
     assert_eq!(job.generations.len(), 1);
     assert_eq!(job.generations[0].generation, Generation(2));
     assert_eq!(job.generations[0].blobs[0].blob, b"after two");
@@ -70,7 +70,7 @@ fn until_it_is_confirmed_a_generation_can_be_given_up_for_the_one_before_it() {
     write(&mut session, 0..TILE_COUNT, 1);
     let first = session.commit(b"one".to_vec()).unwrap();
     assert!(!first.confirmed);
-    // The other node may still be at nothing: nothing may be written over.
+    // The other node may have nothing yet, so nothing may be overwritten.
     let slot = session.take_slot(0).unwrap();
     session.swap_out(TileIndex(0), slot).unwrap();
     let early = wait_for(&mut session, 1).unwrap().remove(0);
@@ -151,7 +151,7 @@ fn ranks_commit_together_and_each_finds_its_blob() {
     assert_eq!(blobs, [(0, &b"zero"[..]), (1, &b"one"[..])]);
 }
 
-/// Until the daemon has the commit calls of `ranks` ranks of its only job.
+/// Waits until the daemon has the commit calls of `ranks` ranks of its only job.
 fn until_called(socket: &Path, ranks: u32) {
     let (runtime, mut calls) = connect(socket);
     let until = Instant::now() + LONG;
@@ -172,7 +172,7 @@ fn more_ranks_than_defined_the_job_share_the_room_for_blobs() {
     alone.resume(Generation(0)).unwrap();
     alone.commit(vec![1; BLOB_BYTES_MAX]).unwrap();
     alone.close().unwrap();
-    // Three together may have as much as the one had.
+    // Three ranks together may have as many operations as one.
     let mut ranks: Vec<Session> = (0..3)
         .map(|rank| open_rank(daemon.socket(), rank, 3).unwrap())
         .collect();
@@ -282,7 +282,7 @@ fn tiles_of_a_session_alone_move_beside_a_commit_and_end_with_it() {
     };
     assert_eq!(committed.generation, Generation(1));
     assert_content(&mut session, scratch.clone(), 7);
-    // A write of them under way is nothing a commit must wait for.
+    // A commit need not wait for writes of scratch tiles.
     let mut slot = session.take_slot(0).unwrap();
     slot.as_mut_slice().fill(3);
     session.swap_out(first, slot).unwrap();

@@ -1,5 +1,5 @@
-//! What could go wrong: a process writes odd bytes into its rings, shows somebody else's token, sends entries of another
-//! life of the daemon, and the daemon crashes, hangs or mixes up sessions. The hostile process here speaks the protocol by hand and writes its memory file with `pwrite`.
+//! Tests with a process that writes arbitrary bytes into its rings, shows another session's token, or sends entries of another incarnation of the
+//! daemon: the daemon must not crash, hang or mix up sessions. The process speaks the protocol by hand and writes its memory file with `pwrite`.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,11 +16,11 @@ use offload_client::Daemon;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tonic::transport::{Channel, Endpoint};
 
-/// Where indices lie in the ring's memory file.
+/// Offset of the index in the rings' memory file.
 const SUBMISSION_TAIL: u64 = 128;
 const COMPLETION_HEAD: u64 = 512;
 
-/// A session without the client's good manners.
+/// A session that uses the protocol directly, without the client's checks.
 struct Raw {
     runtime: tokio::runtime::Runtime,
     calls: OffloadClient<Channel>,
@@ -58,7 +58,7 @@ fn token(reply: &OpenSessionReply) -> SessionToken {
 }
 
 impl Raw {
-    /// A new job, defined and resumed at nothing.
+    /// Opens a new job, defines its tiles and resumes from nothing.
     fn open(socket: &Path, job: &str) -> Self {
         let (runtime, mut calls) = connect(socket);
         let reply = runtime
@@ -132,7 +132,7 @@ impl Raw {
         FaultKind::from_number(self.submit(sqe).fault)
     }
 
-    /// Whether the daemon has hung up within `limit`.
+    /// Whether the daemon hangs up within `limit`.
     fn is_evicted(&self, limit: Duration) -> bool {
         let limit = Timespec::try_from(limit).unwrap();
         let mut fds = [PollFd::new(
@@ -160,8 +160,8 @@ fn an_entry_of_another_life_of_the_daemon_is_refused() {
 #[test]
 fn without_epochs_the_old_entry_is_believed() {
     let place = Place::new();
-    if !daemon_is_removable(&place) {
-        skip_not_removable();
+    if !daemon_has_hooks(&place) {
+        skip_without_hooks();
         return;
     }
     assert_depends_on(
@@ -173,8 +173,8 @@ fn without_epochs_the_old_entry_is_believed() {
 #[test]
 fn without_the_generation_check_a_write_of_another_generation_is_done() {
     let place = Place::new();
-    if !daemon_is_removable(&place) {
-        skip_not_removable();
+    if !daemon_has_hooks(&place) {
+        skip_without_hooks();
         return;
     }
     assert_depends_on(
@@ -244,7 +244,7 @@ fn more_in_flight_than_granted_is_refused_entry_by_entry() {
     let mut raw = Raw::open(daemon.socket(), "raw");
     let count = u64::from(raw.reply.ring_entries);
     assert!(raw.reply.iodepth == 4 && count >= 4);
-    // All the ring holds, each with a tile and a slot of its own as far as there are any.
+    // Fill the ring with entries, with different tiles and slots as far as there are enough.
     for ticket in 0..count {
         let sqe = Sqe {
             tile: ticket as u32 % TILE_COUNT,
@@ -313,7 +313,7 @@ fn a_process_that_scribbles_into_its_rings_harms_only_itself() {
             state ^= state << 13;
             state ^= state >> 7;
             state ^= state << 17;
-            // Tails a little ahead of heads now and then, so that scribbled entries are taken as well.
+            // Sets tails a little ahead of heads now and then, so that the daemon also takes changed entries.
             let (offset, value) = match state % 4 {
                 0 => (SUBMISSION_TAIL, (state >> 32) % 8),
                 _ => (state % (bytes - 8), state.rotate_left(23)),

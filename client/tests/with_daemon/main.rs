@@ -1,5 +1,5 @@
-//! Tests of the client with real daemons, on files of a drive. Each starts its own; `offloadd` must be built (`cargo test`
-//! of the workspace does that) and is looked for where a private daemon is.
+//! Tests the client with real daemons, on files of a drive. Each test starts its own daemon; `offloadd` must be built (`cargo test` of the workspace
+//! does that) and is searched for where a private daemon is.
 
 mod crashes;
 mod death;

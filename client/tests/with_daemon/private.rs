@@ -1,5 +1,5 @@
-//! What could go wrong: a private daemon outlives its user, does not say why it did not start, formats over a store with
-//! a missing drive, or cannot be reached because its directory lies too deep.
+//! Tests that a private daemon ends with its user, reports why it did not start, never formats over a store with a missing drive, and can be reached
+//! even if its directory's path is too long for a socket.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsRawFd;
@@ -13,7 +13,7 @@ use offload_client::private::{PrivateDaemon, PrivateSettings};
 use offload_client::{ClientError, Daemon};
 
 fn is_alive(pid: u32) -> bool {
-    // A zombie is dead: nobody may have waited for it yet.
+    // A zombie counts as dead: perhaps nobody has waited for it yet.
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .is_ok_and(|stat| !stat.rsplit(')').next().unwrap().starts_with(" Z"))
 }
@@ -61,7 +61,7 @@ fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
             engine: "psync".into(),
             ..settings_in(&dir)
         };
-        // Started by a thread that ends at once: the daemon stays.
+        // Started by a thread that ends at once; the daemon keeps running.
         let start = std::thread::spawn(|| PrivateDaemon::start(settings).unwrap());
         let daemon = start.join().unwrap();
         std::thread::sleep(Duration::from_millis(100));
@@ -89,7 +89,7 @@ fn it_dies_with_its_process_however_that_ends_but_not_with_a_thread() {
     assert!(is_alive(pid));
     keeper.kill().unwrap();
     keeper.wait().unwrap();
-    // A run that is started again at once does not have to wait for the old daemon's end itself.
+    // A run that is started again at once need not wait for the old daemon's end itself.
     let next = place.start();
     assert_dies(pid);
     Daemon::connect(next.socket()).unwrap();
@@ -107,7 +107,7 @@ fn a_missing_device_is_named_and_nothing_is_formatted() {
     assert!(!gone.exists());
 }
 
-/// A start that was killed while it formatted, or while it named what it had formatted.
+/// Starts that were killed while they formatted, or while they renamed the formatted devices.
 #[test]
 fn a_store_whose_making_was_interrupted_is_made_by_the_next_start() {
     let place = Place::new();
@@ -162,7 +162,7 @@ fn a_second_one_on_the_same_store_is_refused_by_name() {
     Daemon::connect(first.socket()).unwrap();
 }
 
-/// Too deep for a socket.
+/// Returns a directory whose path is too long for a socket.
 fn deep(dir: &Path) -> PathBuf {
     dir.join("d".repeat(60)).join("e".repeat(60))
 }
@@ -188,7 +188,7 @@ fn a_deep_directory_gets_its_sockets_elsewhere_for_itself_alone() {
 
 const DEEP: &str = "OFFLOAD_TEST_DEEP_FOLDER";
 
-/// A process of its own whose private daemon has its socket elsewhere, in `base`; killed by the end of the test.
+/// A process whose private daemon has its socket in `base`; killed at the end of the test.
 struct Deep {
     process: Child,
     socket: PathBuf,
@@ -251,7 +251,7 @@ fn what_a_killed_process_left_elsewhere_is_removed_by_the_next_start() {
         std::thread::sleep(10 * LONG);
         return;
     }
-    // Short, wherever the tests' own directory lies.
+    // A short path, whatever the tests' own directory is.
     let base = tempfile::tempdir().unwrap();
     let [mut killed, living] = [(); 2].map(|()| Deep::start(base.path()));
     killed.kill();
@@ -280,9 +280,9 @@ fn a_device_that_others_can_read_or_change_is_refused() {
     for mode in [0o666, 0o640, 0o601] {
         set_mode(mode);
         let words = refusal();
-        let mend = format!("chmod 600 {}", device.display());
+        let fix = format!("chmod 600 {}", device.display());
         assert!(
-            words.contains(&format!("mode {mode:04o}")) && words.contains(&mend),
+            words.contains(&format!("mode {mode:04o}")) && words.contains(&fix),
             "{words}"
         );
     }
@@ -335,7 +335,7 @@ fn nobody_else_can_read_what_it_makes() {
             if found.is_dir() {
                 dirs.push(path.clone());
             }
-            // A socket lies in a directory of its user's alone.
+            // Sockets have other modes; their directory is closed to other users.
             if found.is_dir() || found.is_file() {
                 seen += 1;
                 assert_eq!(found.mode() & 0o077, 0, "{}", path.display());

@@ -1,5 +1,5 @@
-//! Daemons on devices whose speed is known (`OFFLOADD_PACE`, test builds). What could go wrong: of unequal drives the slow
-//! one sets the pace of all; what somebody waits for stands behind what is read ahead.
+//! Tests with daemons on devices of a known speed (`OFFLOADD_RATE_LIMIT`, test builds): a slow drive must not slow the others down, and a tile that
+//! is waited for must not queue behind read-ahead.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,35 +11,36 @@ use offload_client::{
     TileKind,
 };
 
-use crate::real::{Place, daemon_is_removable, settings, skip_not_removable, wait_for};
+use crate::real::{Place, daemon_has_hooks, settings, skip_without_hooks, wait_for};
 
-/// Bytes a second, read and written; the other device has half.
+/// Bytes read and written per second; the other device has half of both.
 const FAST: [u64; 2] = [80_000_000, 40_000_000];
 
-/// The pace is the process's, so a test runs in a process of its own. `false`: this is the outer one, and all is said.
+/// Whether this is the inner process. The limit applies to a whole process, so a test runs in a process of its own; in the outer process it is done
+/// when this returns `false`.
 fn is_rate_limited(name: &str) -> bool {
-    if std::env::var_os("OFFLOADD_PACE").is_some() {
+    if std::env::var_os("OFFLOADD_RATE_LIMIT").is_some() {
         return true;
     }
-    if !daemon_is_removable(&Place::new()) {
-        skip_not_removable();
+    if !daemon_has_hooks(&Place::new()) {
+        skip_without_hooks();
         return false;
     }
     let [read, write] = FAST;
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name])
         .env(
-            "OFFLOADD_PACE",
+            "OFFLOADD_RATE_LIMIT",
             format!("b={},{};{read},{write}", read / 2, write / 2),
         )
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
-    assert!(said.contains("1 passed"), "{said}");
+    let message = String::from_utf8_lossy(&output.stdout);
+    assert!(message.contains("1 passed"), "{message}");
     false
 }
 
-/// A daemon that was formatted at its pace, and so knows it.
+/// Starts a daemon whose store was formatted, and therefore measured, under the limit.
 fn start(place: &Place) -> PrivateDaemon {
     let mut settings = place.settings();
     for (path, bytes) in &mut settings.devices {
@@ -78,7 +79,7 @@ fn open(socket: &Path, tile_bytes: u32, tile_count: u32) -> Session {
     session
 }
 
-/// Moves all tiles in order, as many at a time as there are slots. How long it took.
+/// Moves all tiles in order, as many at a time as there are slots. Returns the duration.
 fn pass(session: &mut Session, tile_count: u32, out: bool) -> Duration {
     let since = Instant::now();
     for tile in (0..tile_count).map(TileIndex) {
@@ -111,7 +112,7 @@ fn a_drive_of_half_the_speed_does_not_hold_the_other_back() {
     let mut session = open(daemon.socket(), tile_bytes, tile_count);
     let bytes = f64::from(tile_bytes) * f64::from(tile_count);
     let mut best = [0.0_f64; 2];
-    // On a machine that does something else a pass may be late: once in time is enough.
+    // On a busy machine a pass may be late, so one pass in time is enough.
     for _ in 0..5 {
         for (way, out) in [(1, true), (0, false)] {
             let sum = FAST[way] as f64 * 1.5;
@@ -126,7 +127,7 @@ fn a_drive_of_half_the_speed_does_not_hold_the_other_back() {
         "of the sum of both: read {:.3}, written {:.3}",
         best[0], best[1]
     );
-    // What is in flight when a pass begins may be a little early, never more.
+    // Operations in flight when a pass begins may make it slightly early, never more.
     assert!(best.iter().all(|s| (0.95..1.1).contains(s)), "{best:?}");
     session.close().unwrap();
 }
@@ -140,7 +141,7 @@ fn a_wanted_tile_comes_before_what_is_read_ahead() {
     let daemon = start(&place);
     let mut session = open(daemon.socket(), 1 << 20, 61);
     pass(&mut session, 61, true);
-    // From the start, once it is in flight, never.
+    // The promotion comes at the start, while in flight, or never.
     for (wanted, hastened, places) in [
         (true, false, 0..30),
         (false, true, 0..30),
@@ -164,7 +165,7 @@ fn a_wanted_tile_comes_before_what_is_read_ahead() {
             places.contains(&before),
             "{before} of 60 came before it, wanted: {wanted}, hastened: {hastened}"
         );
-        // It has ended.
+        // The operation has ended.
         session.promote(ticket).unwrap();
     }
     session.close().unwrap();

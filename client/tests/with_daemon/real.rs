@@ -1,4 +1,4 @@
-//! A real daemon on files of a drive, and the few moves all tests make.
+//! A real daemon on files of a drive, and the steps that all tests share.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -18,9 +18,9 @@ pub(crate) const TILE_BYTES: u32 = 64 << 10;
 pub(crate) const TILE_COUNT: u32 = 12;
 pub(crate) const ARENA_BYTES_MAX: u64 = 64 << 20;
 pub(crate) const DEVICE_BYTES: u64 = 32 << 20;
-/// Superblocks and catalogs lie before it.
+/// End of superblocks and catalogs.
 const DATA_OFFSET: usize = 1 << 20;
-/// Longer than anything here may take: what ends only by it has failed.
+/// Longer than any test may take: a wait that ends only at this limit has failed.
 pub(crate) const LONG: Duration = Duration::from_secs(30);
 
 /// A directory with two device files, formatted as one store.
@@ -30,7 +30,7 @@ pub(crate) struct Place {
 
 impl Place {
     pub(crate) fn new() -> Self {
-        // Formatting measures each device for a while: done once. Its work lies before the data, the rest is free.
+        // Formatting measures each device for a while, so it is done once. It writes only before the data area; the rest is free.
         static FORMATTED: OnceLock<Vec<Vec<u8>>> = OnceLock::new();
         let formatted = FORMATTED.get_or_init(|| {
             let place = Self { dir: dir() };
@@ -74,7 +74,7 @@ impl Place {
     }
 }
 
-/// Of a private daemon with everything in `dir`.
+/// Settings of a private daemon with everything in `dir`.
 pub(crate) fn settings_in(dir: &Path) -> PrivateSettings {
     PrivateSettings {
         program: None,
@@ -88,7 +88,7 @@ pub(crate) fn settings_in(dir: &Path) -> PrivateSettings {
     }
 }
 
-/// On a drive: direct I/O to memory file systems is not what is tried here.
+/// Makes a directory on a drive: direct I/O to memory file systems is not tested here.
 pub(crate) fn dir() -> tempfile::TempDir {
     tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap()
 }
@@ -122,7 +122,7 @@ pub(crate) fn definition() -> JobDefinition {
     }
 }
 
-/// A new job, ready to be written.
+/// Opens a new job, ready to be written.
 pub(crate) fn open_new(socket: &Path) -> Session {
     let mut session = Session::open(settings(socket)).unwrap();
     assert_eq!(session.info().job, None);
@@ -131,7 +131,7 @@ pub(crate) fn open_new(socket: &Path) -> Session {
     session
 }
 
-/// What tile `tile` holds when it is written with `seed`: no two blocks of any two tiles are equal.
+/// Returns the content of tile `tile` written with `seed`: no two blocks of two tiles are equal.
 pub(crate) fn content(tile: u32, seed: u64) -> Vec<u8> {
     let mut state = (u64::from(tile) << 32) ^ seed ^ 0x9e37_79b9_7f4a_7c15;
     let words = (0..TILE_BYTES / 8).flat_map(|_| {
@@ -155,7 +155,7 @@ pub(crate) fn wait_for(session: &mut Session, count: usize) -> Result<Vec<Done>,
     Ok(done)
 }
 
-/// Swaps out `tiles` with the content of `seed`, as deep as granted.
+/// Swaps out `tiles` with the content of `seed`, with as many operations in flight as granted.
 pub(crate) fn write(session: &mut Session, tiles: impl IntoIterator<Item = u32>, seed: u64) {
     for tile in tiles {
         while session.in_flight_count() as u32 == session.info().iodepth {
@@ -180,7 +180,7 @@ pub(crate) fn read(session: &mut Session, tile: u32) -> Done {
     wait_for(session, 1).unwrap().remove(0)
 }
 
-/// Whether all of `tiles` read as written with `seed`.
+/// Asserts that all of `tiles` have the content of `seed`.
 pub(crate) fn assert_content(session: &mut Session, tiles: std::ops::Range<u32>, seed: u64) {
     for tile in tiles {
         let done = read(session, tile);
@@ -192,12 +192,12 @@ pub(crate) fn assert_content(session: &mut Session, tiles: std::ops::Range<u32>,
     }
 }
 
-/// A command of the program that serves.
+/// Returns a command of the daemon's program.
 pub(crate) fn offloadd_of(daemon: &PrivateDaemon) -> Command {
     Command::new(fs::read_link(format!("/proc/{}/exe", daemon.pid())).unwrap())
 }
 
-/// What `offloadd top` sees.
+/// Returns the output of `offloadd top`.
 pub(crate) fn top(daemon: &PrivateDaemon) -> serde_json::Value {
     let mut top = offloadd_of(daemon);
     top.args(["top", "--once", "--json", "--interval", "0.1", "--socket"]);
@@ -211,7 +211,7 @@ pub(crate) fn kill_9(daemon: &PrivateDaemon) {
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }
 
-/// Runs one test in a process of its own, with mechanisms taken away in it and in its daemon.
+/// Runs one test in a process of its own, with safeguards disabled in it and in its daemon.
 pub(crate) fn run_test(name: &str, removed: &str) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
@@ -220,7 +220,7 @@ pub(crate) fn run_test(name: &str, removed: &str) -> Output {
         .unwrap()
 }
 
-/// Asserts that the test `name` passes as it is and fails without `mechanism`.
+/// Asserts that the test `name` passes, and fails with the safeguard `mechanism` disabled.
 pub(crate) fn assert_depends_on(name: &str, mechanism: &str) {
     let with = run_test(name, "");
     assert!(
@@ -240,16 +240,16 @@ pub(crate) fn assert_depends_on(name: &str, mechanism: &str) {
     );
 }
 
-/// For a test that needs [`daemon_is_removable`].
-pub(crate) fn skip_not_removable() {
+/// For a test that needs [`daemon_has_hooks`].
+pub(crate) fn skip_without_hooks() {
     println!(
-        "skipped: {}: this offloadd was built without the feature `removable`; `cargo test` of the workspace builds it",
+        "skipped: {}: this offloadd was built without the test hooks; `cargo test` of the workspace builds it with them",
         std::thread::current().name().unwrap_or("a test")
     );
 }
 
-/// Whether mechanisms of the daemon itself can be taken away: only `cargo test` of the workspace builds it so.
-pub(crate) fn daemon_is_removable(place: &Place) -> bool {
+/// Whether safeguards of the daemon itself can be disabled: only `cargo test` of the workspace builds it so.
+pub(crate) fn daemon_has_hooks(place: &Place) -> bool {
     let daemon = place.start();
     let program = fs::read_link(format!("/proc/{}/exe", daemon.pid())).unwrap();
     let bytes = fs::read(program).unwrap();

@@ -1,5 +1,5 @@
-//! A daemon that is restarted while a session works. What could go wrong: a ticket that never comes back or comes twice, bytes
-//! that were acknowledged and are not there, a commit that is told wrongly, a wait without end.
+//! Tests a daemon that is restarted while a session works: each ticket comes back once, acknowledged bytes are there, the result of a commit is
+//! reported correctly, and no wait is endless.
 
 use std::collections::HashSet;
 use std::fs;
@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::real::*;
 
-/// A daemon that `offloadd supervise` keeps, ended when dropped.
+/// A daemon under `offloadd supervise`, ended when dropped.
 struct Supervised {
     child: Child,
     socket: PathBuf,
@@ -69,14 +69,14 @@ impl Supervised {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
-    /// Asks for another daemon; answers which one is to go.
+    /// Asks for a restart; returns the daemon that will be replaced.
     fn restart(&self) -> Option<Pid> {
         let daemon = self.daemon();
         self.signal(Signal::USR2);
         daemon
     }
 
-    /// Waits until `before` has been followed.
+    /// Waits until `before` has been replaced.
     fn wait_for_another(&self, before: Option<Pid>) {
         self.wait_until("another daemon", || {
             self.daemon().is_some_and(|now| Some(now) != before)
@@ -91,7 +91,7 @@ impl Drop for Supervised {
     }
 }
 
-/// The next of a series that looks random.
+/// Returns the next number of a pseudorandom series.
 fn next(state: &mut u64) -> u64 {
     *state = state
         .wrapping_mul(6_364_136_223_846_793_005)
@@ -99,7 +99,7 @@ fn next(state: &mut u64) -> u64 {
     *state >> 33
 }
 
-/// Moves tiles, and knows what each must hold and which tickets are out.
+/// Moves tiles, and records the expected content of each and the tickets in flight.
 struct Worker {
     session: Session,
     seeds: [u64; TILE_COUNT as usize],
@@ -109,7 +109,7 @@ struct Worker {
 }
 
 impl Worker {
-    /// Starts one operation, if there is room.
+    /// Starts one operation, if a slot is free.
     fn start(&mut self, state: &mut u64) {
         let tile = (next(state) % u64::from(TILE_COUNT)) as u32;
         let full = self.session.in_flight_count() as u32 == self.session.info().iodepth;
@@ -177,7 +177,7 @@ fn restarts_at_any_moment_lose_no_byte_no_ticket_and_no_commit() {
     let count: u64 = std::env::var("OFFLOADD_RESTARTS").map_or(12, |n| n.parse().unwrap());
     let mut state = 7;
     for generation in 1..=count {
-        // Somewhere in a generation: between two operations, or while it is committed.
+        // At some point in a generation: between two operations, or during its commit.
         let (operations, when) = (40 + next(&mut state) % 40, next(&mut state) % 100);
         let mut before = None;
         for operation in 0..operations {
@@ -233,7 +233,7 @@ fn restarts_at_any_moment_lose_no_byte_no_ticket_and_no_commit() {
 fn calls_that_a_restart_interrupts_are_made_once() {
     let place = Place::new();
     let supervised = Supervised::start(&place);
-    // Each is begun when the daemon may not be there.
+    // Each call begins while the daemon may be absent.
     let mut session = Session::open(settings(&supervised.socket)).unwrap();
     supervised.restart();
     session.define_tiles(definition()).unwrap();

@@ -1,5 +1,5 @@
-//! What could go wrong: tiles land in the wrong place or on one device alone, damage or a lost device hands out other
-//! bytes than were written, a daemon's death leaves its client waiting, a job takes room or memory that is not there.
+//! Tests that tiles are stored at their places and on all devices, that damage or a lost device never returns other bytes than were written, that a
+//! daemon's death is noticed, and that memory and space are checked.
 
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
@@ -34,12 +34,12 @@ fn tiles_come_back_from_two_devices_by_each_engine() {
         assert_eq!(session.info().devices.len(), 2);
         write(&mut session, 0..TILE_COUNT, 1);
         assert_content(&mut session, 0..TILE_COUNT, 1);
-        // Again in the same generation, some tiles.
+        // Some tiles are written again in the same generation.
         write(&mut session, 3..7, 2);
         assert_content(&mut session, 0..3, 1);
         assert_content(&mut session, 3..7, 2);
         session.close().unwrap();
-        // Tiles are spread: both files hold some. How many goes by the rates that format measured.
+        // Tiles are spread: both files hold some. The measured rates determine how many.
         for (path, _) in place.devices() {
             let bytes = std::fs::read(&path).unwrap();
             let mut tiles = 0..TILE_COUNT;
@@ -86,7 +86,7 @@ fn a_flipped_byte_on_a_drive_is_named_and_never_handed_out() {
         }
         other => panic!("{other}"),
     }
-    // Who looks after the drives sees it too.
+    // The administrator sees the damage too.
     let seen = top(&daemon);
     let damaged = |of: &str| -> Vec<u64> {
         let all = seen[of].as_array().unwrap().iter();
@@ -111,7 +111,7 @@ fn damage_on_a_device_that_came_after_the_session_is_named_and_told() {
     let output = add.arg(daemon.socket()).arg(&new).output().unwrap();
     let words = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{words}");
-    // What is written moves there by itself.
+    // New tiles move there without a command.
     let until = Instant::now() + 2 * LONG;
     let mut seed = 0;
     let (tile, at) = loop {
@@ -164,7 +164,7 @@ fn the_daemons_death_ends_a_wait_at_once() {
         ));
         assert!(before.elapsed() < LONG / 2);
     });
-    // And everything else fails at once too.
+    // All other calls fail at once too.
     let before = Instant::now();
     assert!(session.commit(Vec::new()).is_err());
     assert!(session.confirm(Generation(1)).is_err());
@@ -261,7 +261,7 @@ fn a_device_that_lost_its_end_is_named_and_the_other_one_works_on() {
 }
 
 fn find(bytes: &[u8], wanted: &[u8]) -> Option<usize> {
-    // Tiles lie on whole blocks.
+    // Tiles start at whole blocks.
     (0..bytes.len())
         .step_by(4096)
         .find(|at| bytes[*at..].starts_with(wanted))
@@ -275,7 +275,7 @@ fn hastening_takes_no_room_from_operations_that_were_granted() {
     write(&mut session, 0..TILE_COUNT, 1);
     let pid = rustix::process::Pid::from_raw(daemon.pid() as i32).unwrap();
     let signal = |signal| rustix::process::kill_process(pid, signal).unwrap();
-    // Nobody takes what is submitted.
+    // Nobody takes submitted entries.
     signal(rustix::process::Signal::STOP);
     let iodepth = session.info().iodepth;
     let tickets: Vec<_> = (0..iodepth)

@@ -1,9 +1,9 @@
-//! The layout of `#[repr(C)]` structs, read from their source: offset, size and name of each field.
+//! Reads the layout of `#[repr(C)]` structs from their source: offset, size and name of each field.
 
 use std::fmt::Write;
 
-/// A table of the fields of `struct NAME` in `source`. `sizes` has the bytes of types that are no integers, and the values of
-/// constants that are lengths of arrays.
+/// Returns a table of the fields of `struct NAME` in `source`. `sizes` has the size in bytes of types other than integers, and the values of
+/// constants that are array lengths.
 ///
 /// # Panics
 /// If there is no such struct, or the size of a field is unknown.

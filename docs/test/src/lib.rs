@@ -1,11 +1,11 @@
-//! Holds the documents equal to the programs: only tests use this crate.
+//! Compares the documents with the programs. Only tests use this crate.
 //!
-//! - [`assert_page`]: a page that a program generates is what the repository has. `make docs` writes all such pages.
-//! - [`blocks`]: the code blocks of README.md and docs/, each with its place, for the test that checks what is in them.
-//! - [`assert_commands_parse`]: every shell line that calls a program is one that the program understands.
-//! - [`assert_section`]: the same for a part of a page between two comments; [`mod@layout`] makes such parts from stored structs.
-//! - [`mod@reference`]: a program's commands and options as a page.
-//! - [`mod@settings`]: the fields of a settings struct with their doc comments, read from its source.
+//! - [`assert_page`]: compares a generated page with the repository. `make docs` writes all such pages.
+//! - [`blocks`]: returns the code blocks of README.md and docs/, each with its place.
+//! - [`assert_commands_parse`]: checks that a program accepts every shell line in the documents that calls it.
+//! - [`assert_section`]: compares a part of a page, between two comments; [`mod@layout`] makes such parts from stored structs.
+//! - [`mod@reference`]: makes a page of a program's commands and options.
+//! - [`mod@settings`]: reads the fields of a settings struct with their doc comments from its source.
 
 #![forbid(unsafe_code)]
 
@@ -55,7 +55,7 @@ pub fn assert_page(path: &str, text: &str) {
     );
 }
 
-/// As [`assert_page`], of what stands in `page` between `<!-- NAME -->` and `<!-- end -->`.
+/// Compares the part of page `path` between `<!-- NAME -->` and `<!-- end -->` with `text`, like [`assert_page`].
 ///
 /// # Panics
 /// If it differs, or the page has no such part.

@@ -1,10 +1,10 @@
-//! A program's commands and options as a Markdown page, from its own definition.
+//! Makes a Markdown page of a program's commands and options from its clap definition.
 
 use std::fmt::Write;
 
 use clap::{Arg, ArgAction, Command};
 
-/// A page with each command: what it does, its usage, its arguments and options, its examples. Hidden commands are left out.
+/// Returns a page with each command: its purpose, usage, arguments, options and examples. Hidden commands are left out.
 pub fn reference(mut program: Command) -> String {
     program = program.disable_help_subcommand(true);
     program.build();
@@ -56,12 +56,12 @@ fn write_command(text: &mut String, command: &mut Command, parents: &str) {
     }
 }
 
-/// Whether every program has it.
+/// Whether clap adds the argument to every program.
 fn is_automatic(arg: &Arg) -> bool {
     matches!(arg.get_id().as_str(), "help" | "version")
 }
 
-/// How an argument is written: `--rate <RATE>`, `<DEVICE>...`.
+/// Returns the argument as a user writes it: `--rate <RATE>`, `<DEVICE>...`.
 fn spelled(arg: &Arg) -> String {
     let values = arg.get_value_names().unwrap_or_default();
     let values: Vec<String> = values.iter().map(|value| format!("<{value}>")).collect();
@@ -102,7 +102,7 @@ fn meaning(arg: &Arg) -> String {
     text.replace(".. ", ". ")
 }
 
-/// A text that stands in a table.
+/// Escapes text for a cell of a table.
 fn cell(text: &str) -> String {
     markdown(text)
         .replace('|', "\\|")
@@ -110,12 +110,12 @@ fn cell(text: &str) -> String {
         .replace('\n', " ")
 }
 
-/// Help text as Markdown: what looks like a tag there is none.
+/// Escapes help text for Markdown, where it contains no tags.
 fn markdown(text: &str) -> String {
     text.trim().replace('<', "\\<")
 }
 
-/// The text after the options: its lines as they stand, because columns mean something; examples as shell lines.
+/// Writes the text after the options: examples as shell lines, other lines unchanged, because their columns are aligned.
 fn write_after(text: &mut String, after: &str) {
     for paragraph in after.split("\n\n") {
         let (head, rest) = paragraph.split_once('\n').unwrap_or((paragraph, ""));

@@ -1,20 +1,20 @@
-//! The fields of a settings struct with their doc comments, read from its source.
+//! Reads the fields of a settings struct with their doc comments from its source.
 //!
-//! A doc comment of a setting says what it is for, and in a paragraph of its own `Default: ... Example: ...`, each a value in
-//! backticks or, for a default, words.
+//! The doc comment of a setting gives its meaning and, in a paragraph of its own, `Default: ... Example: ...`, each a value in backticks or, for a
+//! default, words.
 
 /// One field of a settings struct.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Setting {
     pub name: String,
-    /// As Rust writes it, without `Option`.
+    /// Type as written in Rust, without `Option`.
     pub kind: String,
     pub meaning: String,
     pub default: String,
     pub example: String,
 }
 
-/// The fields of `struct NAME` in `source`, in order.
+/// Returns the fields of `struct NAME` in `source`, in order.
 ///
 /// # Panics
 /// If there is no such struct, or a field's doc comment lacks its meaning, default or example.
@@ -51,13 +51,13 @@ pub fn settings(source: &str, name: &str) -> Vec<Setting> {
 }
 
 fn setting(name: &str, kind: &str, doc: &str) -> Setting {
-    let said = |what: &str| panic!("{name}: its doc comment has no {what}: {doc}");
+    let lacks = |what: &str| panic!("{name}: its doc comment has no {what}: {doc}");
     let (meaning, rest) = doc
         .split_once("\n\nDefault: ")
-        .unwrap_or_else(|| said("`Default:`"));
+        .unwrap_or_else(|| lacks("`Default:`"));
     let (default, example) = rest
         .split_once("Example: ")
-        .unwrap_or_else(|| said("`Example:`"));
+        .unwrap_or_else(|| lacks("`Example:`"));
     let one_line = |text: &str| {
         text.replace('\n', " ")
             .trim()
@@ -68,7 +68,7 @@ fn setting(name: &str, kind: &str, doc: &str) -> Setting {
         .strip_prefix("Option<")
         .and_then(|kind| kind.strip_suffix('>'));
     if meaning.is_empty() {
-        said("meaning");
+        lacks("meaning");
     }
     Setting {
         name: name.into(),

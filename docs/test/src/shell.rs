@@ -1,13 +1,13 @@
-//! Shell lines of the documents, as far as they call one of our programs.
+//! Checks shell lines in documents that call one of our programs.
 
 use clap::Command;
 
 use crate::{Block, blocks};
 
-/// Checks that every line of a `sh` block that calls `program` is one that it understands. Runs nothing.
+/// Checks that the program accepts every line of a `sh` block that calls it. Runs nothing.
 ///
 /// # Panics
-/// Naming each line that the program refuses.
+/// If the program refuses a line; the message names all of these lines.
 pub fn assert_commands_parse(program: &Command) {
     let mut seen = 0;
     let mut refused = Vec::new();
@@ -27,7 +27,7 @@ pub fn assert_commands_parse(program: &Command) {
     assert!(refused.is_empty(), "{}", refused.join("\n"));
 }
 
-/// The calls of `program` in a block: place and words.
+/// Returns the calls of `program` in a block: place and words.
 fn calls(block: &Block, program: &str) -> Vec<(String, Vec<String>)> {
     let text = block.text.replace("\\\n", " ");
     let mut found = Vec::new();
@@ -63,7 +63,7 @@ fn is_assignment(word: &str) -> bool {
     })
 }
 
-/// The simple commands of a line, without comments and redirections.
+/// Returns the simple commands of a line, without comments and redirections.
 fn commands(line: &str) -> Vec<Vec<String>> {
     let mut commands = vec![Vec::new()];
     let mut word: Option<String> = None;

@@ -94,7 +94,7 @@ impl FaultKind {
 pub struct Fault {
     /// Kind of the failure, to branch on.
     pub kind: FaultKind,
-    /// What failed, on what, why, and what to do.
+    /// The failed action, its object, the cause, and how to fix it.
     pub message: String,
 }
 

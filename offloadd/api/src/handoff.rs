@@ -119,7 +119,7 @@ pub enum HandoffError {
     Malformed {
         /// Path of the socket.
         path: PathBuf,
-        /// What is wrong with the answer.
+        /// Defect of the answer.
         what: String,
     },
 }

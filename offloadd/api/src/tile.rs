@@ -26,11 +26,11 @@ impl TileKind {
     }
 }
 
-/// What a crash may destroy. The numbers are stored and part of the protocol.
+/// Content that a crash may destroy. The numbers are stored and part of the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u32)]
 pub enum Durability {
-    /// Two extents a tile, written in turns: the last committed generation survives. One extent a tile that is written once.
+    /// Two extents a tile, written alternately: the last committed generation survives. A tile that is written once has one extent.
     Committed = 1,
     /// One extent a tile, overwritten in place: a crash destroys the job's state.
     None = 2,

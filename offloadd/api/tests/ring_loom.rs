@@ -1,7 +1,6 @@
-//! What could go wrong: a consumer sees an index before the entry it stands for, or a producer writes over an entry
-//! that is still being copied. loom runs every interleaving that the C11 memory model allows for a ring of two places
-//! and three entries. The entries lie in cells that fail the test when two accesses to one are not ordered by the
-//! protocol, so weakening any Acquire or Release of `ring/index.rs` fails here.
+//! Tests that a consumer never sees an index before its entry, and that a producer never overwrites an entry that is being copied. loom runs every
+//! interleaving that the C11 memory model allows for a ring of two places and three entries. The entries are cells that fail the test when two
+//! accesses to one are not ordered by the protocol, so weakening any Acquire or Release of `ring/index.rs` fails here.
 
 use std::sync::atomic::Ordering;
 

@@ -1,6 +1,5 @@
-//! What could go wrong: a peer writes odd bytes into the shared pages (indices, entries, header) or hands over a file
-//! that can be cut off under us, and the daemon reads beyond the ring, loops for ever, or dies of SIGBUS. The peer here
-//! writes with `pwrite` to the memory file, which a real one can do just as well.
+//! Tests with a peer that writes arbitrary bytes into the shared pages (indices, entries, header) or hands over a file that can be truncated: the
+//! daemon must not read beyond the ring, loop forever, or die of SIGBUS. The peer here writes with `pwrite` to the memory file, as a real one could.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -88,12 +87,12 @@ fn a_full_ring_refuses_and_loses_nothing() {
 #[test]
 fn an_impossible_index_is_an_error_not_an_access() {
     let (file, mut daemon, _process) = pair();
-    // More produced than there is room for.
+    // More entries produced than fit.
     for hostile in [ENTRIES + 1, 1 << 31, u32::MAX] {
         pwrite(&file, &hostile.to_le_bytes(), SUBMISSION_TAIL).unwrap();
         assert!(matches!(daemon.take(), Err(RingError::Index { index, .. }) if index == hostile));
     }
-    // More consumed than was ever produced, or so little that the ring would hold more than its room.
+    // More entries consumed than were ever produced, or so few that the ring would hold more than fit.
     for hostile in [1, 1 << 31, u32::MAX - ENTRIES] {
         pwrite(&file, &hostile.to_le_bytes(), COMPLETION_HEAD).unwrap();
         let refused = daemon.put(&cqe(0));
@@ -105,7 +104,7 @@ fn an_impossible_index_is_an_error_not_an_access() {
 fn the_daemons_own_indices_and_header_are_not_read_back() {
     let (file, mut daemon, mut process) = pair();
     process.put(&sqe(1)).unwrap();
-    // Everything the daemon wrote, overwritten: header, submission head, completion tail.
+    // Everything that the daemon wrote, overwritten: header, submission head, completion tail.
     pwrite(&file, &[0xff; 64], 0).unwrap();
     pwrite(&file, &[0xff; 64], 256).unwrap();
     pwrite(&file, &[0xff; 64], 384).unwrap();
@@ -127,7 +126,7 @@ fn a_peer_that_scribbles_everywhere_gets_bounded_answers() {
                 state = state
                     .wrapping_mul(6364136223846793005)
                     .wrapping_add(1442695040888963407);
-                // Half of the writes hit the indices, with small numbers that often look possible.
+                // Half of the writes change the indices, with small numbers that are often plausible.
                 let (offset, value) = if state >> 63 == 0 {
                     (128 * (1 + (state >> 40) % 4), (state >> 33) % 16)
                 } else {
@@ -196,8 +195,8 @@ fn a_file_that_is_no_ring_is_refused_by_name() {
         let file = memory_file();
         drop(RingMap::create(&file, ENTRIES, Epoch(1)).unwrap());
         pwrite(&file, &value.to_le_bytes(), offset).unwrap();
-        let said = form(&file);
-        assert!(said.contains(words), "{said}");
+        let message = form(&file);
+        assert!(message.contains(words), "{message}");
     }
     let pipe = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap();
     assert!(matches!(RingMap::open(&pipe), Err(RingError::Os { .. })));

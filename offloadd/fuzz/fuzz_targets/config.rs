@@ -1,4 +1,4 @@
-//! Any text as the daemon's settings: settings or a refusal in words, and sizes that are what they say.
+//! Parses arbitrary text as the daemon's settings: it must give settings or an error message, and sizes must have the value that their text says.
 
 #![no_main]
 

@@ -1,7 +1,7 @@
-//! What one daemon hands over to the next, changed: the state's file, the state itself (which a checksum would hide), names
-//! of descriptors. It is refused in words, or taken up so that it can be handed over again and all of it be given back.
+//! Changes what one daemon hands over to the next: the state's file, the state itself (which a checksum would hide), and names of descriptors. The
+//! next daemon must refuse it with a message, or adopt it so that everything can be handed over again and freed.
 //!
-//! The first byte says which. The corpus begins with what the code itself hands over, in the directory that `run.sh` names.
+//! The first byte says what is changed. The corpus begins with real hand-overs, in the directory that `run.sh` names.
 
 #![no_main]
 
@@ -11,6 +11,7 @@ use libfuzzer_sys::fuzz_target;
 
 #[path = "../../tests/simulation/handed.rs"]
 mod handed;
+// The modules are those of the simulation, which uses more of them.
 #[allow(dead_code)]
 #[path = "../../tests/simulation/trouble.rs"]
 mod trouble;

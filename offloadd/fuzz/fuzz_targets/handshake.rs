@@ -1,5 +1,5 @@
-//! Any frames of the handshake, on both sides: what a process sends first, and what it is answered, with any number of
-//! descriptors beside it.
+//! Sends arbitrary frames of the handshake, with any number of descriptors: to the daemon as a process's first message, and to a process as the
+//! daemon's answer.
 
 #![no_main]
 
@@ -46,7 +46,7 @@ fn answerer() -> &'static Answerer {
     })
 }
 
-/// The first byte says how many descriptors come along.
+/// Answers with `bytes`. The first byte is the number of descriptors to send along.
 fn answer(socket: &OwnedFd, bytes: &[u8]) {
     let Some((count, bytes)) = bytes.split_first() else {
         return;
@@ -57,7 +57,7 @@ fn answer(socket: &OwnedFd, bytes: &[u8]) {
     if !fds.is_empty() {
         ancillary.push(SendAncillaryMessage::ScmRights(&fds));
     }
-    // A process that has hung up is not told.
+    // A process that has hung up gets no answer.
     let _ = rustix::net::sendmsg(
         socket,
         &[IoSlice::new(bytes)],

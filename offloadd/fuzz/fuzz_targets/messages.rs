@@ -1,5 +1,5 @@
-//! Any bytes as the message of each call, and what the daemon makes of it before it decides anything: the places of slots,
-//! a job's definition. The first byte says which call.
+//! Decodes arbitrary bytes as the message of each call, and checks the parts that the daemon computes from it before it decides anything: the places
+//! of slots, a job's definition. The first byte selects the call.
 
 #![no_main]
 
@@ -10,7 +10,7 @@ use offloadd::api::proto;
 use offloadd::store::definition::{Durability, JobDefinition, JobName, Tile};
 use prost::Message;
 
-/// What was read is written as it was read.
+/// Decodes a message and checks that encoding it again gives the same message.
 fn read<M: Message + Default + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<M> {
     let message = M::decode(bytes).ok()?;
     let again = M::decode(&message.encode_to_vec()[..]).expect("own bytes");

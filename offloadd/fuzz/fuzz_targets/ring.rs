@@ -1,5 +1,5 @@
-//! Rings whose shared pages another hand has written: header, indices, entries. Each side takes what it can, refuses the
-//! rest, and reads nothing outside of its mapping.
+//! Opens rings whose shared pages were changed by another process: header, indices, entries. Each side takes the valid entries, refuses the rest, and
+//! reads nothing outside its mapping.
 
 #![no_main]
 
@@ -14,7 +14,7 @@ use rustix::fs::MemfdFlags;
 const ENTRIES: u32 = 8;
 const EPOCH: Epoch = Epoch(7);
 
-/// A ring, and the daemon's side of it.
+/// Makes a ring and the daemon's side of it.
 fn ring() -> (OwnedFd, RingMap) {
     let flags = MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC;
     let fd = rustix::fs::memfd_create("ring", flags).expect("memory");
@@ -22,7 +22,7 @@ fn ring() -> (OwnedFd, RingMap) {
     (fd, map)
 }
 
-/// Bytes at places: two bytes of place, in eights, and one that says how many.
+/// Overwrites bytes of the ring. The input is a sequence of: two bytes of offset, in units of eight, one byte of length, and the new bytes.
 fn rewrite(fd: &OwnedFd, bytes: &[u8]) -> usize {
     let mut at = 0;
     while let Some(&[low, high, count]) = bytes.get(at..at + 3) {
@@ -39,7 +39,7 @@ fuzz_target!(|bytes: &[u8]| {
     let (fd, map) = ring();
     let mut daemon = DaemonRings::new(map);
     rewrite(&fd, bytes);
-    // As many as there can be and one more: none is handed out twice for ever.
+    // One more than there can be: no entry is taken twice.
     for _ in 0..=ENTRIES {
         let Ok(Some(sqe)) = daemon.take() else { break };
         if let Ok(request) = Request::check(&sqe, EPOCH) {

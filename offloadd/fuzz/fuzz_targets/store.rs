@@ -1,8 +1,8 @@
-//! Devices whose structures were changed and sealed again, as a checksum alone would not notice: superblocks, catalog,
-//! definition, tables, records, marks, wear. A store opens, or is refused in words; what it says lies on its devices.
+//! Opens devices whose structures were changed and sealed again, so that a checksum alone does not detect the change: superblocks, catalog,
+//! definition, tables, records, marks, wear. A store must open or be refused with a message, and must name only places on its own devices.
 //!
-//! The store has one job and one generation (the golden one of the simulation). Which block, where in it, how many bytes, the
-//! bytes; and so on.
+//! The store has one job and one generation (the golden store of the simulation). The input is a sequence of: number of the block, offset in it,
+//! length, and the new bytes.
 
 #![no_main]
 
@@ -20,12 +20,12 @@ const BLOCK: usize = 4096;
 const SIZES: [u64; 2] = [5 << 19, 2 << 20];
 const GOLDEN: &str = include_str!("../../tests/simulation/golden.txt");
 
-/// Two devices, zero where nothing is.
+/// Two devices; blocks that are not in the map are zero.
 #[derive(Clone, Default)]
 struct Sparse(BTreeMap<(usize, u64), Vec<u8>>);
 
 impl Sparse {
-    /// Of lines: device, offset, 32 bytes.
+    /// Reads lines of device, offset and 32 bytes in hexadecimal.
     fn of_lines(lines: &str) -> Self {
         let mut sparse = Self::default();
         for line in lines.lines() {
@@ -48,7 +48,7 @@ impl Sparse {
         block.or_insert_with(|| vec![0; BLOCK])
     }
 
-    /// Where the structures begin that are as long as they say.
+    /// Seals the structures whose heads have a plausible length.
     fn seal(&mut self) {
         let heads: Vec<_> = (self.0.iter())
             .filter(|(_, block)| block.starts_with(b"OFFL"))
@@ -139,7 +139,7 @@ impl Blocks for Sparse {
     }
 }
 
-/// What the bytes make of a golden store.
+/// Applies the changes in `bytes` to a golden store.
 fn changed(bytes: &[u8]) -> Sparse {
     static STORE: OnceLock<Sparse> = OnceLock::new();
     let mut rest = bytes;
@@ -147,7 +147,7 @@ fn changed(bytes: &[u8]) -> Sparse {
     let places: Vec<_> = store.0.keys().copied().collect();
     while let Some((&[place, low, high, count], bytes)) = rest.split_first_chunk() {
         let (device, offset) = places[usize::from(place) % places.len()];
-        // Twice as often at the beginning, where the heads are.
+        // Offsets at the beginning of a block come twice as often, because the heads are there.
         let at = usize::from(u16::from_le_bytes([low, high])) % BLOCK;
         let at = if high & 0x80 == 0 { at % 512 } else { at };
         let count = usize::from(count % 64).min(bytes.len()).min(BLOCK - at);
@@ -186,7 +186,7 @@ fuzz_target!(|bytes: &[u8]| {
             }
         }
     }
-    // What was mended stays mended.
+    // A second start finds the repaired structures intact.
     let again = recover::open(&mut store).expect("it opened before");
     assert_eq!(again.jobs.len(), opened.jobs.len());
 });

@@ -5,6 +5,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use offload_support::outln;
+use offload_support::units::Counted;
 use offloadd::check::check;
 use offloadd::config::Config;
 use offloadd::doctor::{Roots, examine};
@@ -52,10 +53,10 @@ pub(crate) fn run(
                 .count()
         };
         outln!(
-            "{} checks: {} problems, {} hints",
-            findings.len(),
-            count(Severity::Problem),
-            count(Severity::Hint)
+            "{}: {}, {}",
+            Counted(findings.len(), "check"),
+            Counted(count(Severity::Problem), "problem"),
+            Counted(count(Severity::Hint), "hint")
         );
     }
     Ok(match worst {

@@ -9,7 +9,7 @@ use offloadd::config::{Config, SOCKET_DEFAULT};
 
 use super::connection::{Daemon, refusal};
 
-/// Who has the store.
+/// Process that holds the store.
 pub(super) enum Holder {
     Daemon(Box<Daemon>),
     /// The devices of these settings may be locked.

@@ -131,7 +131,7 @@ impl Supervisor {
                     _ = renew.recv() => { renewing = true; tell(Signal::TERM); }
                 }
             };
-            // Its last messages.
+            // Read the last messages of the ended daemon.
             self.read(notify);
             // The daemon may also have been asked directly to hand over.
             let continues = renewing || self.kept.iter().any(|(name, _)| is_state(name));

@@ -7,7 +7,7 @@ use anyhow::{Result, bail};
 use clap::Args;
 use offload_api::proto;
 use offload_support::progress::{Audience, Progress, Unit};
-use offload_support::units::{ApproxBytes, parse_rate};
+use offload_support::units::{ApproxBytes, Counted, parse_rate};
 use offloadd::config::Config;
 use offloadd::device::DeviceBlocks;
 use offloadd::metrics::Ratings;
@@ -262,8 +262,8 @@ fn text(found: &Found) -> String {
     }
     if found.unread_count > 0 {
         text += &format!(
-            "NOT READ {} tiles on devices that could not be opened\n",
-            found.unread_count
+            "NOT READ {} on devices that could not be opened\n",
+            Counted(found.unread_count, "tile")
         );
     }
     for proto::JobName { uid, job } in &found.unclean {
@@ -293,9 +293,9 @@ fn text(found: &Found) -> String {
         );
     }
     text += &format!(
-        "{} jobs, {} tiles, {} read{}: {}\n",
-        found.job_count,
-        found.tile_count,
+        "{}, {}, {} read{}: {}\n",
+        Counted(found.job_count, "job"),
+        Counted(found.tile_count, "tile"),
         ApproxBytes(found.tile_bytes),
         if found.by_daemon {
             " by the daemon"

@@ -1,9 +1,10 @@
-//! `docs/daemon-configuration.md` is what the settings' doc comments say, and the settings in the documents are accepted.
+//! Tests that `docs/daemon-configuration.md` matches the settings' doc comments, and that settings in documents are accepted.
 
 use std::fmt::Write;
 
 use docs_test::{Setting, settings};
 
+use super::keys::{KEYS, METRICS_KEYS};
 use super::*;
 
 const HEAD: &str = "# Configuration of the daemon
@@ -50,7 +51,7 @@ fn write_table(text: &mut String, table: &str, settings: &[Setting]) {
         let _ = writeln!(
             text,
             "| `{name}` | {} | {default} | {meaning} |",
-            words(kind)
+            type_name(kind)
         );
     }
     text.push_str("\n```toml daemon\n");
@@ -63,8 +64,8 @@ fn write_table(text: &mut String, table: &str, settings: &[Setting]) {
     text.push_str("```\n");
 }
 
-/// A type as a person calls it.
-fn words(kind: &str) -> &'static str {
+/// Returns a reader's name for a Rust type.
+fn type_name(kind: &str) -> &'static str {
     match kind {
         "PathBuf" => "path",
         "Vec<PathBuf>" => "list of paths",
@@ -81,7 +82,7 @@ fn parse(text: &str) -> Result<Config, ConfigError> {
     Config::parse(text, Path::new("offloadd.toml"))
 }
 
-/// Settings that lack only the devices.
+/// Adds a list of devices to settings that lack one.
 fn with_devices(text: &str) -> String {
     match text.lines().any(|line| line.starts_with("devices")) {
         true => text.to_owned(),
@@ -119,8 +120,8 @@ fn the_page_has_every_key_and_its_true_default() {
             .strip_prefix('`')
             .and_then(|value| value.strip_suffix('`'))
         {
-            let said = parse(&with_devices(&format!("{name} = {value}"))).unwrap();
-            assert_eq!(said, left_out, "{name} = {value}");
+            let parsed = parse(&with_devices(&format!("{name} = {value}"))).unwrap();
+            assert_eq!(parsed, left_out, "{name} = {value}");
             compared += 1;
         }
     }

@@ -1,6 +1,7 @@
 //! Adopts the sessions that the previous daemon handed over.
 
 use offload_api::ring::Reached;
+use offload_support::units::Counted;
 
 use crate::core::Core;
 use crate::driver::{InheritedSession, InheritedSessions};
@@ -44,7 +45,10 @@ pub(super) fn adopt(core: &mut Core, given: Inherited) -> (Option<InheritedSessi
     if adopted.is_empty() {
         return (None, names);
     }
-    tracing::info!("adopted {} sessions of the previous daemon", adopted.len());
+    tracing::info!(
+        "adopted {} of the previous daemon",
+        Counted(adopted.len(), "session")
+    );
     let sessions = adopted.into_iter().map(|adopted| {
         let session = &state.sessions[adopted.index];
         InheritedSession {

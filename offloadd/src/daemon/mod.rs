@@ -16,7 +16,7 @@ use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
-use offload_support::units::ApproxBytes;
+use offload_support::units::{ApproxBytes, Counted};
 use rustix::process::Pid;
 use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
@@ -181,10 +181,10 @@ fn ready_line(config: &Config, device_count: usize, running: &Running) -> String
     let limited =
         (running.read_only.as_ref()).map_or_else(String::new, |why| format!(", read-only: {why}"));
     format!(
-        "READY offloadd {} at {}: {} devices, engine {} ({}), arenas up to {}{metrics}{limited}",
+        "READY offloadd {} at {}: {}, engine {} ({}), arenas up to {}{metrics}{limited}",
         env!("CARGO_PKG_VERSION"),
         config.socket.display(),
-        device_count,
+        Counted(device_count, "device"),
         running.engine,
         running.engine_reason,
         ApproxBytes(config.arena_bytes_max),

@@ -20,7 +20,7 @@ pub(super) struct Reload {
 #[derive(Debug)]
 pub(super) struct Served {
     pub(super) path: PathBuf,
-    /// It is being drained.
+    /// Whether the device is being drained.
     pub(super) leaving: bool,
 }
 

@@ -86,7 +86,7 @@ pub(super) fn has_manager() -> bool {
 /// Passes the descriptors to the manager and waits until it has taken them.
 ///
 /// # Errors
-/// Of the system; then the next daemon inherits nothing that it can use.
+/// Fails with the system's error; then the next daemon inherits nothing that it can use.
 pub(super) fn keep(handed: &HandedOver) -> io::Result<()> {
     if handed.state.sessions.is_empty() {
         return Ok(());

@@ -12,6 +12,7 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 use std::time::Duration;
 
 use anyhow::{Context, Result};
+use offload_support::units::Counted;
 use rustix::process::Pid;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
@@ -219,12 +220,12 @@ pub(super) async fn serve(
 }
 
 fn give(handed: &HandedOver) {
-    let count = handed.state.sessions.len();
+    let sessions = Counted(handed.state.sessions.len(), "session");
     match keep(handed) {
-        Ok(()) if count == 0 => {}
-        Ok(()) => tracing::info!("handed {count} sessions over to the next daemon"),
+        Ok(()) if handed.state.sessions.is_empty() => {}
+        Ok(()) => tracing::info!("handed {sessions} over to the next daemon"),
         Err(error) => {
-            tracing::warn!(%error, "the service manager does not keep descriptors, so {count} sessions end")
+            tracing::warn!(%error, "the service manager does not keep descriptors, so {sessions} will end")
         }
     }
 }

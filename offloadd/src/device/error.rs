@@ -42,9 +42,9 @@ pub enum DeviceError {
     Shared {
         /// Path in the settings.
         path: PathBuf,
-        /// What is wrong with the file.
+        /// Defect of the file.
         why: String,
-        /// What to do.
+        /// How to fix it.
         fix: String,
     },
     /// The file system does not support direct I/O.
@@ -100,7 +100,7 @@ pub enum DeviceError {
         path: PathBuf,
         /// The step that failed.
         action: &'static str,
-        /// Its errno.
+        /// errno of the step.
         source: io::Error,
     },
 }

@@ -17,8 +17,8 @@ use super::error::failed;
 /// How long to wait for the lock of a living predecessor.
 pub(super) const LOCK_WAIT: Duration = Duration::from_secs(1);
 
-/// How long to wait for the lock of one that has ended. The kernel keeps its files until its ring is gone, which took over a
-/// second after a plain exit on a drive that was busy freeing a large file.
+/// How long to wait for the lock of a predecessor that has ended. The kernel keeps its files until its ring is freed, which took over a second after
+/// a plain exit on a drive that was busy freeing a large file.
 const DEAD_LOCK_WAIT: Duration = Duration::from_secs(30);
 
 pub(super) const LOCK_RETRY: Duration = Duration::from_millis(10);
@@ -61,7 +61,7 @@ fn wait_limit(before: Duration, pid: Option<u32>, has_ended: impl Fn(u32) -> boo
     match pid {
         Some(pid) if has_ended(pid) => DEAD_LOCK_WAIT,
         Some(_) => LOCK_WAIT,
-        // It was released since the lock was tried; the next try takes it.
+        // The lock was released since the last try; the next try takes it.
         None => before,
     }
 }

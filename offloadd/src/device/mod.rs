@@ -122,7 +122,7 @@ impl Device {
     /// Like [`Self::create`]; where space must be filled instead of reserved, calls `watch` with the bytes done and in all.
     ///
     /// # Errors
-    /// As [`Self::create`].
+    /// Same as [`Self::create`].
     pub fn create_watched(
         path: &Path,
         file_bytes: Option<u64>,
@@ -183,7 +183,7 @@ impl Device {
         reserved
     }
 
-    /// Anybody who may write to the directory could have replaced the file since.
+    /// Checks that the path still leads to the file `made`: anybody who may write to the directory could have replaced it.
     fn check_is(&self, made: &File) -> Result<(), DeviceError> {
         let failed = |action| failed(Path::new(&self.path), action);
         let number = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
@@ -389,7 +389,7 @@ mod tests {
             (0x9123_683e, "btrfs"),
             (0x2fc1_2fc1, "zfs"),
             (0xca45_1a4e, "bcachefs"),
-            // As a signed word of 32 bits gives it.
+            // The magic number sign-extended from 32 bits.
             (0x9123_683e_u32 as i32 as u64, "btrfs"),
         ] {
             assert_eq!(copy_on_write(magic), Some(name));

@@ -346,7 +346,7 @@ mod tests {
     const NVME: &str = "sys/devices/pci0000:00/0000:01:00.0/nvme/nvme0/nvme0n1";
     const PORT: &str = "sys/devices/pci0000:00/0000:01:00.0";
 
-    /// A machine whose device 259:1 is a partition of an NVMe drive with these files more.
+    /// Describes a machine whose device 259:1 is a partition of an NVMe drive, with `more` files.
     fn machine(more: &[(&str, &str)]) -> Machine {
         let partition = format!("{NVME}/nvme0n1p1/partition");
         let files: Vec<_> = [(&partition[..], "1")]

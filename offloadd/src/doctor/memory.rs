@@ -24,7 +24,7 @@ pub(super) fn groups(roots: &Roots, config: Option<&Config>) -> Vec<Finding> {
     let limits = memory::group_limits(&roots.proc, &roots.sys.join("fs/cgroup"));
     let mut findings: Vec<_> = (limits.iter())
         .map(|limit| {
-            let said = format!(
+            let finding = format!(
                 "{} of {} is {} MiB",
                 limit.name,
                 limit.group.display(),
@@ -33,14 +33,14 @@ pub(super) fn groups(roots: &Roots, config: Option<&Config>) -> Vec<Finding> {
             match asked {
                 Some(asked) if asked > limit.bytes => Finding::problem(
                     what,
-                    format!("{said}, but `arena_bytes_max` is {} MiB", asked >> 20),
+                    format!("{finding}, but `arena_bytes_max` is {} MiB", asked >> 20),
                     format!(
                         "arena_bytes_max = \"{}MiB\", or for the service: systemctl set-property offloadd MemoryMax={}M",
                         (limit.bytes / 4 * 3) >> 20,
                         (asked / 2 * 3) >> 20
                     ),
                 ),
-                _ => Finding::fine(what, said),
+                _ => Finding::fine(what, finding),
             }
         })
         .collect();

@@ -79,14 +79,14 @@ pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Ve
 mod tests {
     use super::*;
 
-    /// A made-up machine.
+    /// A simulated machine.
     pub(super) struct Machine {
         pub(super) roots: Roots,
         _dir: tempfile::TempDir,
     }
 
     impl Machine {
-        /// With these files, and links to directories; paths begin with proc or sys.
+        /// Creates a machine with these files, and links to directories; paths begin with proc or sys.
         pub(super) fn new(files: &[(&str, &str)], links: &[(&str, &str)]) -> Self {
             let dir = tempfile::tempdir().unwrap();
             let at = |path: &str| dir.path().join(path);

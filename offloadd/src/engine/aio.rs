@@ -36,7 +36,7 @@ use crate::io::IoOp;
 const KERNEL_INFLIGHT_MAX: usize = 1024;
 const KERNEL_INFLIGHT_A_DEVICE: usize = 64;
 
-/// The least to ask for where the machine's limit of events is nearly used up.
+/// Smallest number of operations to ask for when the machine's limit of events is nearly used up.
 const KERNEL_INFLIGHT_MIN: usize = 32;
 
 /// Operations handed over in one system call. They start together: the first waits for the entry of the last.
@@ -68,7 +68,7 @@ pub struct Aio {
 #[derive(Debug)]
 struct Shared {
     context: Context,
-    /// Places of operations that the kernel refused, each with the errno.
+    /// Indexes of operations that the kernel refused, each with the errno.
     refused: Mutex<Vec<(usize, i32)>>,
     wake: OwnedFd,
 }

@@ -29,7 +29,7 @@ struct Lane {
 }
 
 impl Backlog {
-    /// A backlog without devices, for a kernel with room for so many operations.
+    /// Makes a backlog without devices, for a kernel with room for `room` operations.
     pub(super) fn new(room: usize) -> Self {
         Self {
             lanes: Vec::new(),

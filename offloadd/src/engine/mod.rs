@@ -149,7 +149,7 @@ pub enum EngineError {
     Unavailable {
         /// Name of the engine.
         engine: &'static str,
-        /// What was refused, and what would help.
+        /// The refused call and how to fix it.
         why: String,
     },
     /// A system call failed that belongs to no operation.
@@ -159,7 +159,7 @@ pub enum EngineError {
         engine: &'static str,
         /// The system call.
         action: &'static str,
-        /// Its errno.
+        /// errno of the system call.
         source: std::io::Error,
     },
 }
@@ -174,7 +174,7 @@ pub enum Engine {
     /// Threads.
     Psync(psync::Psync),
     /// One of the others, slowed down for a test.
-    Paced(Box<rate_limited::Paced>),
+    RateLimited(Box<rate_limited::RateLimited>),
 }
 
 impl Engine {
@@ -193,16 +193,16 @@ impl Engine {
     ) -> Result<(Self, String), EngineError> {
         power_cut_sim::devices(devices);
         let (engine, reason) = Self::choose(choice, devices, inflight_max)?;
-        let Some(paces) = test_hooks::rate_limit::paces() else {
+        let Some(limits) = test_hooks::rate_limit::limits() else {
             return Ok((engine, reason));
         };
-        let paces = devices
+        let limits = devices
             .iter()
-            .map(|file| rate_limited::of(file, &paces))
+            .map(|file| rate_limited::of(file, &limits))
             .collect();
-        let reason = format!("{reason}; {paces:?}");
-        let paced = rate_limited::Paced::new(engine, paces)?;
-        Ok((Self::Paced(Box::new(paced)), reason))
+        let reason = format!("{reason}; {limits:?}");
+        let limited = rate_limited::RateLimited::new(engine, limits)?;
+        Ok((Self::RateLimited(Box::new(limited)), reason))
     }
 
     fn choose(
@@ -325,7 +325,7 @@ impl Engine {
             Self::Uring(e) => e.add(file),
             Self::Aio(e) => e.add(file),
             Self::Psync(e) => e.add(file),
-            Self::Paced(e) => e.add(file),
+            Self::RateLimited(e) => e.add(file),
         }
     }
 
@@ -344,7 +344,7 @@ impl Engine {
                 e.remove(device);
                 Ok(())
             }
-            Self::Paced(e) => e.inner_mut().remove(device),
+            Self::RateLimited(e) => e.inner_mut().remove(device),
         }
     }
 
@@ -354,20 +354,20 @@ impl Engine {
             Self::Uring(_) => "uring",
             Self::Aio(_) => "aio",
             Self::Psync(_) => "psync",
-            Self::Paced(e) => e.inner().name(),
+            Self::RateLimited(e) => e.inner().name(),
         }
     }
 
     /// Takes an operation. It runs after the next [`Self::start`].
     pub fn submit(&mut self, io: Io) {
-        if !matches!(self, Self::Paced(_)) {
+        if !matches!(self, Self::RateLimited(_)) {
             injected_fault::before(&io);
         }
         match self {
             Self::Uring(e) => e.submit(io),
             Self::Aio(e) => e.submit(io),
             Self::Psync(e) => e.submit(io),
-            Self::Paced(e) => e.submit(io),
+            Self::RateLimited(e) => e.submit(io),
         }
     }
 
@@ -383,7 +383,7 @@ impl Engine {
                 Ok(())
             }
             Self::Psync(_) => Ok(()),
-            Self::Paced(e) => e.inner_mut().start(),
+            Self::RateLimited(e) => e.inner_mut().start(),
         }
     }
 
@@ -397,7 +397,7 @@ impl Engine {
             Self::Uring(e) => e.reap(done)?,
             Self::Aio(e) => e.reap(done)?,
             Self::Psync(e) => e.reap(done),
-            Self::Paced(e) => return e.reap(done),
+            Self::RateLimited(e) => return e.reap(done),
         }
         injected_fault::after(&mut done[first..]);
         Ok(())
@@ -409,7 +409,7 @@ impl Engine {
             Self::Uring(e) => e.wake(),
             Self::Aio(e) => e.wake(),
             Self::Psync(e) => e.wake(),
-            Self::Paced(e) => e.wake(),
+            Self::RateLimited(e) => e.wake(),
         }
     }
 
@@ -419,7 +419,7 @@ impl Engine {
             Self::Uring(e) => e.inflight_count(),
             Self::Aio(e) => e.inflight_count(),
             Self::Psync(e) => e.inflight_count(),
-            Self::Paced(e) => e.inflight_count(),
+            Self::RateLimited(e) => e.inflight_count(),
         }
     }
 
@@ -429,7 +429,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.register(arena),
             Self::Aio(_) | Self::Psync(_) => {}
-            Self::Paced(e) => e.inner_mut().register(arena),
+            Self::RateLimited(e) => e.inner_mut().register(arena),
         }
     }
 
@@ -438,7 +438,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.forget(arena),
             Self::Aio(_) | Self::Psync(_) => {}
-            Self::Paced(e) => e.inner_mut().forget(arena),
+            Self::RateLimited(e) => e.inner_mut().forget(arena),
         }
     }
 
@@ -447,7 +447,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.is_forgotten(arena),
             Self::Aio(_) | Self::Psync(_) => true,
-            Self::Paced(e) => e.inner().is_forgotten(arena),
+            Self::RateLimited(e) => e.inner().is_forgotten(arena),
         }
     }
 
@@ -456,7 +456,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.has_work(),
             Self::Aio(_) | Self::Psync(_) => false,
-            Self::Paced(e) => e.inner().has_work(),
+            Self::RateLimited(e) => e.inner().has_work(),
         }
     }
 
@@ -466,7 +466,7 @@ impl Engine {
         match self {
             Self::Uring(e) => e.again_after(),
             Self::Aio(_) | Self::Psync(_) => None,
-            Self::Paced(e) => e.inner().again_after(),
+            Self::RateLimited(e) => e.inner().again_after(),
         }
     }
 }

@@ -23,7 +23,7 @@ use test_hooks::random::{SECTOR_BYTES, SimRandom};
 
 /// State of the process: a daemon started by a test has one engine.
 #[derive(Default)]
-struct Volatile {
+struct PowerCutSim {
     devices: Vec<Arc<File>>,
     /// Writes that no flush covers, in order.
     kept: Vec<Kept>,
@@ -48,8 +48,8 @@ enum UnderWay {
 }
 
 /// `None` unless a test cuts the power.
-fn power_cut_sim() -> Option<MutexGuard<'static, Volatile>> {
-    static WANTED: OnceLock<Option<Mutex<Volatile>>> = OnceLock::new();
+fn power_cut_sim() -> Option<MutexGuard<'static, PowerCutSim>> {
+    static WANTED: OnceLock<Option<Mutex<PowerCutSim>>> = OnceLock::new();
     let wanted = WANTED.get_or_init(|| {
         injected_fault()
             .is_some_and(|injected_fault| injected_fault.instead == Instead::Cut)
@@ -104,7 +104,7 @@ pub(crate) fn has_ended(done: &IoDone) {
 pub(crate) fn writes(file: &Arc<File>, offset: u64, bytes: usize) {
     if let Some(mut power_cut_sim) = power_cut_sim() {
         let began = power_cut_sim.keep(file, offset, bytes);
-        // It ends before the next flush of this device.
+        // The operation ends before the next flush of this device.
         power_cut_sim.end(began);
     }
 }
@@ -152,7 +152,7 @@ fn read(file: &File, offset: u64, bytes: usize) -> AlignedBytes {
     into
 }
 
-impl Volatile {
+impl PowerCutSim {
     fn next(&mut self) -> u64 {
         self.moment += 1;
         self.moment

@@ -301,7 +301,7 @@ mod tests {
     /// Operations at this offset hang until they are let go.
     const HANGS: u64 = 1 << 40;
 
-    /// How many are let go.
+    /// Number of calls that are released.
     static LET_GO: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
     fn hanging(io: &mut Io, file: &File) -> (Result<u32, i32>, u32) {
@@ -360,7 +360,7 @@ mod tests {
         let done = finish(&mut engine, 50);
         assert!(done.iter().all(|done| done.id.0 >= 100), "{done:?}");
         assert_eq!(engine.inflight_count(), hanging_count);
-        // Its threads are with the device now: there is something that the end could wait for.
+        // Wait until every thread of the device is in a call, so that dropping the engine has something to wait for.
         let taken = |engine: &Psync| {
             let device = engine.devices[0].as_ref().unwrap();
             locked(&device.queue.jobs).waiting.len() == hanging_count - THREADS_A_DEVICE
@@ -378,7 +378,7 @@ mod tests {
         });
         (ended.recv_timeout(NO_HANG)).expect("the end does not wait for ever");
         ending.join().unwrap();
-        // The threads left come back, and end: nothing of theirs is lost.
+        // The threads left come back, and end: none of their operations is lost.
         let_go(THREADS_A_DEVICE);
         let limit = Instant::now() + NO_HANG;
         while Arc::strong_count(&files[0]) > 1 {

@@ -21,24 +21,24 @@ use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, timerfd_create, timerfd_settime,
 };
-use test_hooks::rate_limit::{Pace, Paces};
+use test_hooks::rate_limit::{RateLimit, RateLimits};
 
 use super::{Engine, EngineError, Io, IoDone, path_of};
 use crate::io::{IoId, IoOp};
 
 /// Returns the speed of the device that `file` is.
-pub(super) fn of(file: &File, paces: &Paces) -> Pace {
+pub(super) fn of(file: &File, limits: &RateLimits) -> RateLimit {
     let path = path_of(file);
     let name = path.and_then(|path| Some(path.file_name()?.to_string_lossy().into_owned()));
-    paces.of(&name.unwrap_or_default())
+    limits.of(&name.unwrap_or_default())
 }
 
 /// An engine with limited devices.
 #[derive(Debug)]
-pub struct Paced {
+pub struct RateLimited {
     inner: Engine,
     /// Speed of each device.
-    paces: Vec<Pace>,
+    limits: Vec<RateLimit>,
     /// When each device will have moved everything it was given, for reads and writes.
     free: Vec<[Instant; 2]>,
     /// When each operation may end, and when it was submitted.
@@ -51,15 +51,15 @@ pub struct Paced {
     wake: OwnedFd,
 }
 
-impl Paced {
+impl RateLimited {
     /// Limits the devices of `inner`, in their order.
     ///
     /// # Errors
     /// No descriptors are left.
-    pub(crate) fn new(inner: Engine, paces: Vec<Pace>) -> Result<Self, EngineError> {
+    pub(crate) fn new(inner: Engine, limits: Vec<RateLimit>) -> Result<Self, EngineError> {
         let broken = |action| {
             move |errno: rustix::io::Errno| EngineError::Broken {
-                engine: "paced",
+                engine: "rate-limited",
                 action,
                 source: errno.into(),
             }
@@ -76,8 +76,8 @@ impl Paced {
         }
         Ok(Self {
             inner,
-            free: vec![[Instant::now(); 2]; paces.len()],
-            paces,
+            free: vec![[Instant::now(); 2]; limits.len()],
+            limits,
             due: HashMap::new(),
             next: BinaryHeap::new(),
             held: HashMap::new(),
@@ -96,10 +96,10 @@ impl Paced {
 
     pub(super) fn submit(&mut self, io: Io) {
         let now = Instant::now();
-        let pace = self.paces[io.device.0 as usize];
+        let limit = self.limits[io.device.0 as usize];
         let due = match io.op {
-            IoOp::Read => self.queue(&io, 0, pace.read_bytes_per_s, now),
-            IoOp::Write => self.queue(&io, 1, pace.write_bytes_per_s, now),
+            IoOp::Read => self.queue(&io, 0, limit.read_bytes_per_s, now),
+            IoOp::Write => self.queue(&io, 1, limit.write_bytes_per_s, now),
             IoOp::Flush => now,
         };
         let before = self.due.insert(io.id, (due, now));
@@ -109,9 +109,10 @@ impl Paced {
 
     /// Adds a device, behind the others.
     pub(super) fn add(&mut self, file: Arc<File>) -> Result<(), EngineError> {
-        let pace = test_hooks::rate_limit::paces().map(|paces| of(&file, &paces));
+        let limit = test_hooks::rate_limit::limits().map(|limits| of(&file, &limits));
         self.inner.add(file)?;
-        self.paces.push(pace.expect("engines are paced only then"));
+        self.limits
+            .push(limit.expect("engines are limited only then"));
         self.free.push([Instant::now(); 2]);
         Ok(())
     }
@@ -163,7 +164,7 @@ impl Paced {
         timerfd_settime(&self.timer, TimerfdTimerFlags::empty(), &once)
             .map(drop)
             .map_err(|errno| EngineError::Broken {
-                engine: "paced",
+                engine: "rate-limited",
                 action: "timerfd_settime",
                 source: errno.into(),
             })

@@ -57,7 +57,7 @@ pub struct Job {
     /// Whether the newest generation is not prepared on every node.
     #[prost(bool, tag = "7")]
     pub awaiting_confirm: bool,
-    /// Why nothing can become durable any more.
+    /// Why nothing can become durable until the job resumes.
     #[prost(message, optional, tag = "8")]
     pub poison: Option<Fault>,
     /// Why a member left.
@@ -71,7 +71,7 @@ pub struct Job {
     pub tiles: Vec<Tile>,
 }
 
-/// What the devices must say of a job.
+/// State of a job that the devices must have for the hand-over to be valid.
 #[derive(Clone, Copy, PartialEq, Eq, prost::Message)]
 pub struct Stored {
     /// Id in the store, never reused.

@@ -2,16 +2,16 @@
 //! daemons (systemd or `offloadd supervise`), and taken back from it.
 //!
 //! ```text
-//!   old one:  no new work ─▶ I/O in flight ends, its completions stand in the rings ─▶ descriptors, then the state ─▶ exit
+//!   old one:  no new work ─▶ I/O in flight ends, its completions are in the rings ─▶ descriptors, then the state ─▶ exit
 //!   keeper:   keeps them; starts the next one with them        (`FDSTORE=1`, then `LISTEN_FDS`)
-//!   new one:  recovers the store ─▶ is the state of this store, of its last life and newest generations? ─▶ the rings go on
+//!   new one:  recovers the store ─▶ is the state of this store, its last incarnation and newest generations? ─▶ the rings continue
 //! ```
 //!
 //! A process notices nothing: its memory, its rings and its life line persist, and what it submits meanwhile waits in the ring.
 //! Only calls are lost, and the process repeats those. If no daemon adopts a session, its life line hangs up, as if the daemon
 //! had died.
 //!
-//! The state is used once: the daemon that adopts it empties an eventfd beside it, after the last step that can fail. So a
+//! The state is used once: the daemon that adopts it empties an eventfd beside it, after the last step that can fail. Therefore a
 //! state that is kept by mistake cannot undo what that daemon wrote. Neither can it undo what another daemon wrote: each
 //! incarnation writes the store's catalog before it serves, and the state names the last sequence it knows. The names of
 //! descriptors contain a number of the hand-over, so that leftovers of another one do not mix with it.
@@ -148,7 +148,7 @@ impl HandedOver {
     /// Gives everything to `keep`, by name. The state comes last, so that an incomplete hand-over has none.
     ///
     /// # Errors
-    /// That of the first descriptor that could not be kept, or of creating the state's memory file.
+    /// Fails if a descriptor cannot be kept or the state's memory file cannot be created.
     pub fn give(
         &self,
         mut keep: impl FnMut(&str, BorrowedFd<'_>) -> io::Result<()>,

@@ -325,12 +325,12 @@ mod tests {
         assert_eq!(endurance.behind_bytes(0, 50), 50, "it has not ended");
         assert!(endurance.kept(0, Some(kept.blocks.len() as u64)));
         assert_eq!(endurance.behind_bytes(0, 50), 0);
-        // This life's bytes are not counted twice when it is kept again.
+        // The bytes of this incarnation are not counted twice when the counters are stored again.
         let kept = endurance.keep(0, 60, &[job(2, 40, 740), job(3, 20, 20)]);
         let again = Wear::decode(&kept.blocks, STORE, 0).unwrap();
         assert_eq!((again.sequence, again.written_bytes), (6, 1060));
         assert_eq!(again.jobs, [(2, 640), (3, 20)].into());
-        // One that failed leaves the sound copy where it is.
+        // A failed write leaves the intact copy where it is.
         for moved_bytes in [None, Some(512)] {
             assert!(!endurance.kept(0, moved_bytes));
             assert_eq!(endurance.behind_bytes(0, 60), 10);
@@ -359,7 +359,7 @@ mod tests {
             None,
             "nobody rated it"
         );
-        // Another rating is another question; the same one is not.
+        // A changed rating warns again; an unchanged one does not.
         endurance.rate(ratings(Some(2000), Some(1000)));
         assert_eq!(endurance.newly_worn(0, 1000), None);
         assert_eq!(endurance.newly_worn(1, 900), Some(0.9));

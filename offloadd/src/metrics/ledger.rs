@@ -29,7 +29,7 @@ pub const HANGS_AFTER: Duration = Duration::from_secs(10);
 pub struct Hanging {
     /// Kind of the oldest operation.
     pub op: IoOp,
-    /// Its duration so far.
+    /// Duration of that operation so far.
     pub took: Duration,
     /// Operations in flight, including this one.
     pub inflight_count: u64,

@@ -1,4 +1,4 @@
-//! A [`Snapshot`] as a message, and back: `offloadd top` sees what the daemon sees.
+//! Converts a [`Snapshot`] to a message and back, so that `offloadd top` has the same values as the daemon.
 
 use std::time::Duration;
 

@@ -227,7 +227,7 @@ mod tests {
             }
         }
 
-        /// Until something changes or `seconds` are over: what changed, and how many seconds after the start.
+        /// Runs until something changes or `seconds` are over. Returns the change and its time in seconds after the start.
         fn run(
             &mut self,
             share: f64,
@@ -291,7 +291,7 @@ mod tests {
         }
     }
 
-    /// Both ways at once at such shares of what each was measured at: what is said within so many seconds.
+    /// Reads and writes at the same time, at these fractions of the measured rates. Returns the first change within `seconds`.
     fn both_ways(shares: [f64; 2], seconds: f64) -> Option<(Change, f64)> {
         let start = Instant::now();
         let mut slowness = Slowness::new(620_000_000, 320_000_000, start);

@@ -9,8 +9,7 @@ use super::interference::Interference;
 use super::owner::{BACKGROUND_WEIGHT, Job, Line, Owner, User};
 use crate::io::IoId;
 
-/// Of so many pieces of a job, one is a prefetch while others are demanded: an eighth is enough to progress and is hardly
-/// noticed.
+/// While some pieces of a job are demanded, one piece in this many is a prefetch: an eighth is enough for progress and is hardly noticed.
 pub const TURNS: u32 = 8;
 
 /// Most pieces in flight in one direction, however small. More do not make a drive faster.
@@ -259,7 +258,7 @@ mod tests {
     use super::*;
     use crate::io::SessionId;
 
-    /// Session `number` of a job of its own, of user `number` unless said otherwise.
+    /// Returns session `number` of a job of its own, of user `number` unless the test changes it.
     fn session(number: u64) -> Owner {
         Owner::Session {
             uid: number as u32,
@@ -270,7 +269,7 @@ mod tests {
         }
     }
 
-    /// The order in which operations of (owner, pieces) that all wait are handed over, piece by piece.
+    /// Returns the order in which operations of (owner, pieces) that all wait are handed over, piece by piece.
     fn order(waiting: &[(Owner, u32)]) -> Vec<usize> {
         let mut direction = Direction::new(1 << 30, 1 << 30);
         let mut left: Vec<u32> = waiting.iter().map(|(_, pieces)| *pieces).collect();

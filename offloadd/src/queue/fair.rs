@@ -1,7 +1,7 @@
-//! Weighted turns by bytes: of those who wait, the one that was served least for its weight is next.
+//! Weighted turns by bytes: of the competitors that wait, the one that was served least for its weight is next.
 //!
-//! Somebody who returns after a pause starts level with those who kept waiting: a pause saves nothing up, and bytes served
-//! before still count. So each gets its share while it asks, and what it does not ask for goes to the others.
+//! A competitor that returns after a pause starts level with those who kept waiting: a pause saves nothing up, and bytes served before still count.
+//! Each therefore gets its share while it has operations, and the others get the rest.
 //!
 //! Only direct competitors are compared: the users of a drive, the jobs of one user, or the sessions of one job. Counts of
 //! other groups grow at other speeds.
@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 /// Parts of a byte at weight 1, fine enough that rounding does not matter at the largest weight.
 const PARTS_A_BYTE: u128 = 1 << 23;
 
-/// What each of a group of competitors was served.
+/// Service that each competitor of a group received.
 #[derive(Debug)]
 pub(super) struct Fair<K> {
     had: BTreeMap<K, Had>,
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
     use crate::quota::WEIGHT_MAX;
 
-    /// What each of those who want `wants` bytes again and again got when `bytes` were moved in pieces of that length.
+    /// Returns the bytes that each competitor got, when each always wants more in pieces of its length `wants`, after `bytes` were moved.
     fn served(bytes: u64, wants: &[(u32, u32)]) -> Vec<u64> {
         let mut fair = Fair::default();
         for (key, (weight, _)) in wants.iter().enumerate() {
@@ -168,15 +168,15 @@ mod tests {
         for _ in 0..100 {
             fair.took(0, 4096);
         }
-        // It waited all the while.
+        // It waited the whole time.
         assert_eq!(fair.next(), Some(1));
-        // Or it went and comes again: one piece, and they are even.
+        // It leaves and returns: after one piece, both are even.
         fair.went(1);
         fair.came(1, 100);
         assert_eq!(fair.next(), Some(1));
         fair.took(1, 4096);
         assert_eq!(fair.next(), Some(0));
-        // Having had much and coming back at once is no way to begin anew.
+        // A competitor that was served much and returns at once does not start from zero.
         fair.took(0, 1 << 20);
         fair.went(0);
         fair.came(0, 100);
@@ -185,13 +185,13 @@ mod tests {
 
     #[test]
     fn a_changed_weight_counts_for_what_was_had_ahead_of_others_too() {
-        // Of one whose weight is 1 beside 100, and of the same with each other's.
+        // A competitor with weight 1 beside one with 100, and the same with the weights exchanged.
         for (before, after) in [(1, 10_000), (10_000, 1), (1, 100), (300, 100)] {
             let mut fair = Fair::default();
             fair.came(0, before);
             fair.came(1, 100);
             fair.took(0, 1 << 20);
-            // Also while it waits for nothing.
+            // The weight also changes while the competitor has no operations.
             fair.went(0);
             fair.came(0, after);
             let mut others = 0u64;
@@ -205,7 +205,7 @@ mod tests {
                 "{before} to {after}: {others}, {due} due"
             );
         }
-        // Changed to and fro nothing is won.
+        // Changing a weight back and forth gains nothing.
         let mut fair = Fair::default();
         fair.came(0, 100);
         fair.came(1, 100);

@@ -280,7 +280,7 @@ impl Queue {
             id,
             outcome: match whole.failed {
                 None => Ok(whole.io.bytes),
-                // As one operation would answer: so many bytes from its start were moved.
+                // One operation would give the same answer: the bytes moved from its start.
                 Some((at, Ok(moved))) => Ok(at + moved),
                 Some((_, Err(errno))) => Err(errno),
             },

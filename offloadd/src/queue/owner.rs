@@ -1,4 +1,4 @@
-//! Owners of operations, as far as turns depend on them.
+//! Owners of operations, reduced to the fields that turns depend on.
 
 use super::direction::TURNS;
 use crate::io::SessionId;

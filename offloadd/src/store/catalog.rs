@@ -1,5 +1,4 @@
-//! The catalog: the jobs and devices of a store. It is small and written as a whole: copy A, flush, copy B, flush. The newer
-//! sound copy counts.
+//! The catalog: the jobs and devices of a store. It is small and written as a whole: copy A, flush, copy B, flush. The newer sound copy is valid.
 //!
 //! A power cut leaves the old catalog or the new one. Recovery makes both copies equal before anything is written, so copy B is
 //! never older than the catalog before the one being written to A.
@@ -21,8 +20,9 @@ pub(crate) const MAGIC: [u8; 8] = *b"OFFLCAT1";
 /// Most jobs of one store: the catalog has a fixed size.
 pub const JOBS_MAX: usize = 1024;
 
-/// Distance from the last catalog to the first of an incarnation. A failed write may have left one with the next number.
-const LIFE_STEP: u64 = 2;
+/// Difference between the sequence of the last catalog and that of the first one of an incarnation. A failed write may have left a catalog with the
+/// number in between.
+const INCARNATION_STEP: u64 = 2;
 
 /// Largest plausible sequence number; a higher one is damage.
 const SEQUENCE_MAX: u64 = 1 << 62;
@@ -218,7 +218,7 @@ impl Catalog {
     #[must_use]
     pub fn of_next_life(&self) -> Self {
         Self {
-            sequence: self.sequence + LIFE_STEP,
+            sequence: self.sequence + INCARNATION_STEP,
             ..self.clone()
         }
     }

@@ -96,15 +96,15 @@ impl From<&RecoveredJob> for JobContent {
 /// Returns the step in a rank's blob. The trainer's blobs have `"step"` in JSON; blobs of other programs may have none.
 pub fn step_of(blob: &[u8]) -> Option<u64> {
     #[derive(serde::Deserialize)]
-    struct Said {
+    struct RunState {
         step: u64,
     }
     // A JSON list of one number would also parse, and mean something else.
     if !blob.trim_ascii_start().starts_with(b"{") {
         return None;
     }
-    let said: Said = serde_json::from_slice(blob).ok()?;
-    Some(said.step)
+    let state: RunState = serde_json::from_slice(blob).ok()?;
+    Some(state.step)
 }
 
 #[cfg(test)]
@@ -124,7 +124,7 @@ mod tests {
         ] {
             assert_eq!(step_of(other), None);
         }
-        // As deep as a blob can be: an error, not a stack that ends.
+        // Nested as deeply as a blob can be: an error, not a stack overflow.
         assert_eq!(step_of(&[b'['; 65536]), None);
     }
 }

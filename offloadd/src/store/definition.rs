@@ -121,17 +121,17 @@ impl JobDefinition {
         &self.tiles
     }
 
-    /// Number of extents of one of the tiles.
+    /// Returns the number of extents of a tile.
     pub fn extents(&self, tile: &Tile) -> usize {
         self.durability.extents(tile.kind)
     }
 
-    /// Bytes of all extents of one of the tiles.
+    /// Returns the bytes of all extents of a tile.
     pub fn reserved_bytes(&self, tile: &Tile) -> u64 {
         self.extents(tile) as u64 * u64::from(tile.tile_bytes)
     }
 
-    /// What a crash may destroy.
+    /// Content that a crash may destroy.
     pub fn durability(&self) -> Durability {
         self.durability
     }

@@ -1,4 +1,4 @@
-//! The tables of `docs/on-disk-format.md` are the structs that are stored.
+//! Tests that the tables of `docs/on-disk-format.md` match the stored structs.
 
 use docs_test::{assert_section, layout};
 
@@ -7,7 +7,7 @@ use super::*;
 
 const PAGE: &str = "docs/on-disk-format.md";
 
-/// Every stored struct: part of the page, file, struct.
+/// Stored structs: section of the page, file, name.
 const STRUCTS: [(&str, &str, &str); 12] = [
     ("head", include_str!("sealed.rs"), "Head"),
     ("superblock", include_str!("superblock.rs"), "Raw"),

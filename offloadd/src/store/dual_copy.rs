@@ -14,13 +14,13 @@ pub struct Note {
     pub offset: u64,
     /// Name of the structure and its job.
     pub what: String,
-    /// What is wrong with the copy.
+    /// Defect of the copy.
     pub why: String,
-    /// What follows from it.
+    /// Consequence for the store.
     pub consequence: Consequence,
 }
 
-/// What follows from an unusable copy.
+/// Consequence of an unusable copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Consequence {
     /// Nothing is lost: the other copy is used.

@@ -23,7 +23,7 @@ const PIECE_BYTES: u64 = 1 << 20;
 /// Whether the metadata device changed at a start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MetadataMove {
-    /// It stays: it is not drained, or still holds tiles.
+    /// The device stays: it is not drained, or still holds tiles.
     NotDue,
     /// The metadata moved to another device.
     Moved {
@@ -75,7 +75,7 @@ pub fn settle(
 /// Like [`settle`], and calls `watch` with the bytes done and the bytes in all: each byte is copied and then read back.
 ///
 /// # Errors
-/// As [`settle`].
+/// Same as [`settle`].
 pub fn settle_watched(
     blocks: &mut impl Blocks,
     store: &mut RecoveredStore,

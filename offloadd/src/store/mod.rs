@@ -4,10 +4,10 @@
 //! every device   0          superblock, copy A (one block)
 //!                64 KiB     superblock, copy B
 //! one device     128 KiB    catalog, copy A: header, one entry a job, one entry a device
-//!  (the home)    512 KiB    catalog, copy B
+//!   (metadata)   512 KiB    catalog, copy B
 //! every device   896 KiB    wear, two copies written in turn: see [`wear`]
 //!                960 KiB
-//! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; at home also each job's area:
+//! every device   1 MiB      data, in whole blocks, to the end: extents of tiles; on the metadata device also each job's area:
 //!
 //! job's area     copy A: definition │ slot 0: record, mark │ slot 1: record, mark
 //!                a gap as long as the job's largest tile
@@ -141,9 +141,9 @@ pub enum StoreError {
         what: String,
         /// Path of the device.
         path: String,
-        /// What is wrong with copy A.
+        /// Defect of copy A.
         first: String,
-        /// What is wrong with copy B.
+        /// Defect of copy B.
         second: String,
     },
     /// No listed device holds the catalog.

@@ -89,11 +89,11 @@ pub struct DamagedTile {
     pub generation: Generation,
     /// Generation that wrote the tile.
     pub written_by: Generation,
-    /// What is wrong with the tile.
+    /// Kind of the damage.
     pub damage: Damage,
 }
 
-/// What is wrong with a tile.
+/// Damage of a tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Damage {
     /// The checksum does not match.

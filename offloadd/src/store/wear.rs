@@ -1,10 +1,10 @@
-//! Bytes ever written to a device, in all and by job: the measure of a drive's endurance. For people only: no decision depends
-//! on it, so a lost copy costs only a number.
+//! Bytes written to a device since it was formatted, in total and by job: the measure of a drive's endurance. For people only: no decision depends on
+//! it, so a lost copy costs only a number.
 //!
 //! Written from time to time to two places in turn: an interrupted write leaves the other, at most a minute older. It causes no
 //! flush of its own.
 //!
-//! The bytes that a job wrote to a device are stored on that device and leave with it. So each device also holds the jobs'
+//! The bytes that a job wrote to a device are stored on that device and leave with it. Therefore each device also holds the jobs'
 //! totals over all devices, as rows marked with [`TOTAL`].
 
 use std::collections::BTreeMap;
@@ -221,7 +221,7 @@ mod tests {
             [3, 0, 0, 0, 0, 0, 0, 0, 30, 0, 0, 0, 0, 0, 0, 0]
         );
         assert_eq!(Wear::decode(&blocks, STORE, 2), Ok(worn()));
-        // The next one leaves it where it is.
+        // The next write leaves the first copy in place.
         let next = Wear {
             sequence: 7,
             ..worn()

@@ -1,4 +1,4 @@
-//! What every program of this workspace needs and none of them should define for itself.
+//! Functions that every program of this workspace needs: texts, progress, output, retries.
 //!
 //! - [`units`]: one grammar for sizes, rates and counts, and their texts;
 //! - [`progress`]: a bar or lines for work that takes long, with an estimate of the remaining time;

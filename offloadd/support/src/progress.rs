@@ -16,7 +16,7 @@ const QUIET: Duration = Duration::from_secs(2);
 
 const BETWEEN_LINES: Duration = Duration::from_secs(10);
 
-/// Who follows the work.
+/// Reader of the progress messages.
 #[derive(Clone, Copy, Debug)]
 pub enum Audience {
     /// The person who started the program: a bar or lines on stderr.
@@ -27,7 +27,7 @@ pub enum Audience {
     Nobody,
 }
 
-/// What is counted.
+/// Unit of the counted work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// Bytes, shown as a size.

@@ -23,7 +23,7 @@ pub enum UnitError {
     NoNumber {
         /// The whole text.
         text: String,
-        /// What to write instead.
+        /// Expected form.
         expected: &'static str,
     },
     /// The number is followed by something that is no unit.
@@ -33,7 +33,7 @@ pub enum UnitError {
         text: String,
         /// Everything behind the number.
         unit: String,
-        /// What to write instead.
+        /// Expected form.
         expected: &'static str,
     },
     /// The value does not fit 64 bits.
@@ -191,6 +191,18 @@ impl fmt::Display for ApproxTime {
     }
 }
 
+/// A number of things: `1 session`, `3 sessions`. The noun must form its plural with an s.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Counted<N>(pub N, pub &'static str);
+
+impl<N: fmt::Display + PartialEq + From<u8>> fmt::Display for Counted<N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(count, noun) = self;
+        let s = if *count == N::from(1) { "" } else { "s" };
+        write!(f, "{count} {noun}{s}")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -261,6 +273,8 @@ mod tests {
         assert_eq!(ApproxRate(6.2e9).to_string(), "6.20 GB/s");
         let times = [5, 65, 3725, 90_000].map(|s| ApproxTime(Duration::from_secs(s)).to_string());
         assert_eq!(times, ["5s", "1m05s", "1h02m", "1d01h"]);
+        let counts = [0_u64, 1, 2].map(|count| Counted(count, "tile").to_string());
+        assert_eq!(counts, ["0 tiles", "1 tile", "2 tiles"]);
     }
 
     const UNITS: [(&str, u64); 13] = [

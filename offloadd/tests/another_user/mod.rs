@@ -1,9 +1,9 @@
-//! For tests that run themselves again as a user to whom nothing belongs, and who may lock 64 KiB.
+//! Runs a test again as a user who owns nothing and may lock 64 KiB.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// This program, which will run `test` alone, and as nobody if we may become another user.
+/// Command that runs `test` of this program alone, as nobody if this process may become another user.
 pub(crate) fn again(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--nocapture"]);
@@ -14,7 +14,7 @@ pub(crate) fn again(test: &str) -> Command {
     command
 }
 
-/// Expects it to end well; where that user cannot run this program, says that the test is skipped.
+/// Expects success; if that user cannot run this program, prints that the test is skipped.
 pub(crate) fn expect_success(mut command: Command) {
     match command.output() {
         Ok(output) => assert!(

@@ -1,6 +1,6 @@
-//! Any bytes on the daemon's sockets. What could go wrong: it panics, hangs, keeps a descriptor or memory for each of them,
-//! or serves others no more. What is sent is drawn from a seed that a failure names: nothing at all like a message, and what
-//! is nearly one, with a good token in it.
+//! Sends arbitrary bytes to the daemon's sockets. What could go wrong: the daemon panics, hangs, keeps a descriptor or memory for each message, or no
+//! longer serves others. The input is drawn from a seed that a failure prints: bytes that are no message at all, and almost valid messages with a
+//! good token.
 
 use std::io::{IoSlice, Read, Write};
 use std::os::fd::AsFd;
@@ -24,7 +24,7 @@ use crate::common::{Daemon, Session, Store, eventually, expect_tiles, fill_tiles
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// Messages as they are on the wire.
+/// Messages on the wire.
 #[derive(Clone, Copy, Default)]
 struct Wire;
 
@@ -64,7 +64,7 @@ impl Decoder for Wire {
     }
 }
 
-/// Something like a protobuf message: fields of any number and form, lengths that are mostly true, a token here and there.
+/// Makes something like a protobuf message: any number and form of fields, mostly correct lengths, and sometimes a token.
 fn message(random: &mut SimRandom, token: &[u8], depth: usize) -> Vec<u8> {
     let mut message = Vec::new();
     for _ in 0..random.below(6) {
@@ -136,7 +136,7 @@ fn descriptor_count(daemon: &Daemon) -> usize {
     std::fs::read_dir(dir).unwrap().count()
 }
 
-/// Somebody else's session, before, while and after: it is served, with its own bytes.
+/// Asserts that another process's session works with its own bytes: before, during and after.
 fn others_are_well(daemon: &Daemon, name: &str) {
     let mut control = daemon.control();
     let mut session = control.session(name);
@@ -146,7 +146,7 @@ fn others_are_well(daemon: &Daemon, name: &str) {
     session.commit(&mut control, working, b"");
 }
 
-/// Ends well, with as many descriptors and as much memory free as before.
+/// Asserts that the daemon ends in order, with as many descriptors and as much free memory as before.
 fn leaves_no_trace(daemon: &mut Daemon, descriptors: usize, free_bytes: u64) {
     let mut control = daemon.control();
     eventually("memory is free", SOON, || {
@@ -212,7 +212,7 @@ fn any_message_to_any_call_is_answered_and_harms_nobody() {
     leaves_no_trace(&mut daemon, descriptors, free_bytes);
 }
 
-/// One message with descriptors to where descriptors are fetched, by somebody who then hangs up.
+/// Sends one message with descriptors to the descriptor socket, and hangs up.
 fn knock(path: &Path, message: &[u8]) {
     let flags = SocketFlags::CLOEXEC;
     let family = AddressFamily::UNIX;
@@ -223,7 +223,7 @@ fn knock(path: &Path, message: &[u8]) {
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     assert!(control.push(SendAncillaryMessage::ScmRights(&sent)));
-    // It may have hung up already.
+    // The daemon may have hung up already.
     let _ = rustix::net::sendmsg(
         &socket,
         &[IoSlice::new(message)],
@@ -232,7 +232,7 @@ fn knock(path: &Path, message: &[u8]) {
     );
 }
 
-/// Bytes where calls are expected.
+/// Sends bytes to the socket for calls.
 fn call(path: &Path, bytes: &[u8], random: &mut SimRandom) {
     let mut stream = UnixStream::connect(path).unwrap();
     let _ = stream.write_all(bytes);
@@ -263,7 +263,7 @@ fn any_bytes_and_descriptors_on_any_socket_leave_no_trace() {
         };
         let bytes = [start, &noise(&mut random, 200)].concat();
         call(&daemon.socket, &bytes, &mut random);
-        // As long as a hello and like one, or not.
+        // With the length and the start of a hello, or not.
         let mut hello = noise(&mut random, 60);
         if random.one_in(2) {
             hello.resize(32, 0);

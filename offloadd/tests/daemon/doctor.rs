@@ -1,5 +1,5 @@
-//! `offloadd doctor` as a program. What could go wrong: an exit code that scripts cannot use, JSON that is none, a problem
-//! without what mends it, something left behind.
+//! Tests `offloadd doctor` as a program. What could go wrong: an exit code that scripts cannot use, invalid JSON, a problem without a fix, files left
+//! behind.
 
 use crate::common::{Store, program, words};
 
@@ -9,7 +9,7 @@ fn a_good_store_has_no_problems_and_json_says_so() {
     let mut command = program();
     command.arg("doctor").arg("--config").arg(&store.config);
     let output = command.output().unwrap();
-    let said = words(&output);
+    let printed = words(&output);
     for what in [
         "io_uring",
         "huge pages",
@@ -17,11 +17,11 @@ fn a_good_store_has_no_problems_and_json_says_so() {
         "all 2 of store",
         "file system of ",
     ] {
-        assert!(said.contains(what), "{what}: {said}");
+        assert!(printed.contains(what), "{what}: {printed}");
     }
-    // Where temporary files are in memory that is a problem, and right.
-    let in_memory = said.contains("it is memory");
-    assert_eq!(output.status.success(), !in_memory, "{said}");
+    // If temporary files are in memory, doctor reports that correctly.
+    let in_memory = printed.contains("it is memory");
+    assert_eq!(output.status.success(), !in_memory, "{printed}");
     let output = command.arg("--json").output().unwrap();
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let found = json["findings"].as_array().unwrap();
@@ -38,13 +38,13 @@ fn a_place_that_is_not_there_is_said_beside_what_was_looked_at() {
     let dir = tempfile::tempdir().unwrap();
     let place = dir.path().join("nvme9");
     let output = program().arg("doctor").arg(&place).output().unwrap();
-    let said = words(&output);
+    let printed = words(&output);
     let expected = format!(
         "device {}: does not exist; checked {} instead",
         place.display(),
         dir.path().display()
     );
-    assert!(said.contains(&expected), "{said}");
+    assert!(printed.contains(&expected), "{printed}");
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 

@@ -1,6 +1,6 @@
-//! The file system below a store is full. What could go wrong: a write that found no room counts as done, a generation with
-//! it is acknowledged, the daemon ends, or the job can never go on. Space is reserved when a store is made, so this takes a
-//! device file whose holes somebody made, as a sparse copy has them.
+//! Tests a full file system below a store. What could go wrong: a write that found no space counts as done, a generation with it is acknowledged, the
+//! daemon ends, or the job can never be resumed. Space is reserved when a store is made, so this needs a device file with holes, as a sparse copy has
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,13 +15,13 @@ use crate::common::{Store, expect_tiles, fill_tiles, swap_out, words};
 const DATA_OFFSET: u64 = 1 << 20;
 const DEVICE_BYTES: u64 = 8 << 20;
 
-/// A small file system of its own, gone when dropped.
+/// A small file system of its own, unmounted when dropped.
 struct Small {
     dir: PathBuf,
 }
 
 impl Small {
-    /// `None`: it was said why not.
+    /// Returns `None` after printing why.
     fn new(below: &Path) -> Option<Self> {
         let skip = |why: &str| {
             println!(
@@ -59,7 +59,7 @@ impl Small {
 
 impl Drop for Small {
     fn drop(&mut self) {
-        // A ring lets go of its files a moment after its process has ended.
+        // A ring releases its files a moment after its process has ended.
         for _ in 0..100 {
             let output = Command::new("umount").arg(&self.dir).output();
             if output.is_ok_and(|output| output.status.success()) {

@@ -1,5 +1,5 @@
-//! Devices come to a store and leave it while a process writes. What could go wrong: a tile is lost on the way or at the next
-//! start, a daemon that stops serving, a device that never empties or stays locked, counts that go on about it.
+//! Tests that devices are added to a store and drained while a process writes. What could go wrong: a tile is lost while it moves or at the next
+//! start, a daemon stops serving, a device never becomes empty or stays locked, metrics keep listing it.
 
 mod bringing;
 mod rate_limiter;
@@ -21,13 +21,13 @@ pub(crate) const TILES: u32 = 30;
 
 const TILE_BYTES: u32 = 4096;
 
-/// Each of the two devices that give gives whole tiles, one rounding down and one up.
+/// Each of the two source devices moves whole tiles, one rounding down and one up.
 pub(crate) const ROUNDING_TILES: f64 = 1.5;
 
-/// A thousand generations are written in less.
+/// Writing a thousand generations takes less.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
-/// So long a device's lock is waited for whose owner has ended.
+/// How long a start waits for the lock of a process that has ended.
 const LOCK_WAIT: Duration = Duration::from_secs(30);
 
 pub(crate) fn device(
@@ -59,7 +59,7 @@ pub(crate) fn tiles_held(view: &DeviceView) -> f64 {
     held_bytes as f64 / (2.0 * f64::from(TILE_BYTES))
 }
 
-/// Of all tiles, those that `path` should hold by what was measured of the store's devices.
+/// Returns the tiles that `path` should hold according to the measured rates of the store's devices.
 pub(crate) fn share(control: &mut Control, path: &Path) -> f64 {
     let reply = control.metrics(proto::MetricsRequest {}).unwrap();
     let devices = Snapshot::try_from(reply).unwrap().devices;
@@ -80,7 +80,7 @@ pub(crate) fn drained(store: &Store, control: &mut Control, path: &Path) {
     eventually("it has left", LIMIT, || view(control, path).is_none());
 }
 
-/// Writes and commits generation after generation until `done`; the newest one.
+/// Writes and commits generation after generation until `done`. Returns the newest one.
 pub(crate) fn write_until(
     session: &mut Session,
     control: &mut Control,
@@ -97,7 +97,7 @@ pub(crate) fn write_until(
     working - 1
 }
 
-/// Keeps a part of each device for itself as long as it lives.
+/// Reserves a part of each device for itself until dropped.
 pub(crate) fn keep_room(control: &mut Control) -> Session {
     let session = control.session("keeps");
     session.begin(control, 1);
@@ -139,7 +139,7 @@ fn come_and_go(engine: &str) {
         found.state.status.phase == Some(Phase::Settled)
     });
     let found = view(&mut control, &new).unwrap();
-    // Of a file of 8 MiB any rate may be measured, but what was measured is what it gets.
+    // A file of 8 MiB may be measured at any rate, but its share must follow the measured rate.
     let (held, share) = (tiles_held(&found), share(&mut control, &new));
     println!("{engine}: {held} tiles, its share of {TILES} is {share:.1}");
     assert!(
@@ -153,7 +153,7 @@ fn come_and_go(engine: &str) {
     let newest = write_until(&mut session, &mut control, newest + 1, |control| {
         view(control, &old).is_none()
     });
-    // Closed and unlocked: another store may have it.
+    // Closed and unlocked: another store may use it.
     let output = program()
         .arg("format")
         .arg(&old)
@@ -170,7 +170,7 @@ fn come_and_go(engine: &str) {
         .map(|device| device["number"].as_u64().unwrap())
         .collect();
     assert_eq!(listed, [0, 2]);
-    // Nobody is sent looking for room on it.
+    // A full store's error does not name the drained device.
     let other = control.open_session(open("other")).unwrap();
     let too_large = proto::DefineTilesRequest {
         token: other.token,
@@ -210,7 +210,7 @@ fn devices_come_and_go_while_a_process_writes() {
 }
 
 #[test]
-fn a_file_of_somebody_is_not_taken_and_a_drained_device_is_warned_of_and_left_alone() {
+fn an_existing_file_is_not_used_and_a_drained_device_is_warned_of_and_left_alone() {
     let mut store = Store::new(2, "auto");
     let new = store.dir.path().join("device2");
     std::fs::write(&new, [1; 4096]).unwrap();
@@ -253,15 +253,15 @@ fn the_device_with_the_catalog_goes_when_the_daemon_starts_again() {
     let reply = control.open_session(open("tiny")).unwrap();
     let mut session = Session::attach(&reply).unwrap();
     let working = session.begin(&mut control, TILES);
-    let home = store.devices[0].clone();
-    let output = device(&store, "drain", &home, &[]);
+    let metadata = store.devices[0].clone();
+    let output = device(&store, "drain", &metadata, &[]);
     assert!(output.status.success(), "{}", words(&output));
     let waits = |control: &mut Control| {
-        let status = view(control, &home).unwrap().state.status;
+        let status = view(control, &metadata).unwrap().state.status;
         status.stuck.is_some_and(|why| why.contains("started next")) && status.left_bytes == 0
     };
     let newest = write_until(&mut session, &mut control, working, waits);
-    // Records go to it as before.
+    // Records are written to it as before.
     let newest = newest + 1;
     fill_tiles(&mut session, TILES, newest, newest as u8);
     session.commit(&mut control, newest, b"");
@@ -271,7 +271,9 @@ fn the_device_with_the_catalog_goes_when_the_daemon_starts_again() {
 
     let mut daemon = store.serve();
     let mut control = daemon.control();
-    eventually("it has left", LIMIT, || view(&mut control, &home).is_none());
+    eventually("it has left", LIMIT, || {
+        view(&mut control, &metadata).is_none()
+    });
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));
     store.devices.remove(0);

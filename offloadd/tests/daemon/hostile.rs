@@ -1,5 +1,5 @@
-//! A process that does its worst with what it was given. What could go wrong: the daemon crashes, hangs, or lets another
-//! session suffer. Each test ends with a sound session that still works.
+//! Tests a process that misuses everything it was given. What could go wrong: the daemon crashes, hangs, or disturbs another session. Each test ends
+//! with a well-behaved session that still works.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -28,7 +28,7 @@ fn nonsense(ticket: u64) -> Request {
     }
 }
 
-/// Another process's session works from end to end.
+/// Asserts that another process's session works from end to end.
 fn others_are_well(daemon: &Daemon, name: &str) {
     let mut control = daemon.control();
     let mut session = control.session(name);
@@ -44,7 +44,7 @@ fn an_impossible_ring_index_ends_that_session_alone() {
     let mut control = daemon.control();
     let free_bytes = control.arena_free_bytes();
     let session = control.session("bad");
-    // The submission tail, as drawn in the rings' own documentation.
+    // The submission tail, at the offset that the rings' documentation gives.
     rustix::io::pwrite(&session.received.ring, &u32::MAX.to_le_bytes(), 128).unwrap();
     session.ring();
     assert!(session.hung_up(SOON), "thrown out");
@@ -54,7 +54,7 @@ fn an_impossible_ring_index_ends_that_session_alone() {
     others_are_well(&daemon, "good");
 }
 
-/// Draws numbers, the same in each run.
+/// Pseudorandom numbers, the same in each run.
 struct Random(u64);
 
 impl Random {
@@ -70,13 +70,13 @@ impl Random {
     }
 }
 
-/// Slots of an arena as small as [`Store`]'s sessions have it.
+/// Number of slots in the arena of [`Store`]'s sessions.
 const SLOTS: u64 = 4;
 
-/// Tiles of 4 KiB, written all but the last; a tile after them is larger than a slot.
+/// Tiles of 4 KiB, all written but the last; a tile after them is larger than a slot.
 const TILES: u64 = 3;
 
-/// What the daemon must answer to an entry whose form is right: 0 for success.
+/// Returns the daemon's expected answer to a well-formed entry: 0 for success.
 fn answer_to(entry: &Sqe, working: u64) -> u32 {
     let (tile, slot) = (u64::from(entry.tile), u64::from(entry.slot));
     let writes = entry.verb == Verb::SwapOut.number();
@@ -145,7 +145,7 @@ fn entries_beyond_every_bound_are_refused_by_kind() {
         }
         let expected = answer_to(&entry, working);
         if writes && expected == 0 && u64::from(entry.tile) == TILES - 1 {
-            // It stays unwritten.
+            // The tile stays unwritten.
             continue;
         }
         assert!(session.rings.put(&entry).unwrap());
@@ -205,7 +205,7 @@ fn entries_of_a_wrong_form_end_the_session() {
     }
     for (nth, entry) in wrong.into_iter().enumerate() {
         let mut session = control.session(&format!("bad{nth}"));
-        // With the daemon's own epoch: all else is refused before anything is looked at.
+        // With the daemon's own epoch; entries with another epoch are refused before anything else is checked.
         let epoch = session.epoch.0;
         assert!(session.rings.put(&Sqe { epoch, ..entry }).unwrap());
         session.ring();
@@ -233,7 +233,7 @@ fn doorbells_cannot_be_made_to_block_the_daemon() {
         let flags = rustix::fs::fcntl_getfl(bell).unwrap();
         rustix::fs::fcntl_setfl(bell, flags & !OFlags::NONBLOCK).unwrap();
     }
-    // Full, so that one more write would block: by the descriptor itself if it lets us, and by opening it anew.
+    // Full, so that one more write would block: through the descriptor itself if its flags allow, and through reopening it.
     let full = (u64::MAX - 1).to_ne_bytes();
     let bell = &session.received.completion_doorbell;
     let _ = rustix::io::write(bell, &full);
@@ -280,7 +280,7 @@ fn holes_in_shared_memory_hurt_nobody_else() {
             let bytes = rustix::fs::fstat(memory).unwrap().st_size as u64;
             rustix::fs::fallocate(memory, hole, 0, bytes).unwrap();
         };
-        // Both ways over the hole. What the bytes are then is the process's own affair; that they move is not.
+        // Reads and writes over the hole. The content of the bytes is the process's own affair; that they move is not.
         for round in 0..8 {
             punch(&session.received.arena);
             let (tile, slot) = (round % 2, round % 4);
@@ -293,7 +293,7 @@ fn holes_in_shared_memory_hurt_nobody_else() {
             assert_eq!((cqe.fault, cqe.moved_bytes), (0, 4096), "{engine}: {cqe:?}");
         }
         expect_tiles(&mut neighbour, 4, 7);
-        // Its indices are gone with the rings: the daemon has taken more than they say was put.
+        // Punching the ring's file zeroes its indices: the daemon has then taken more entries than the ring says were put.
         punch(&session.received.ring);
         session.ring();
         assert!(session.hung_up(SOON), "{engine}: thrown out");
@@ -314,7 +314,7 @@ fn a_process_that_never_reaps_delays_nobody_and_is_thrown_out() {
     let mut session = control.session("bad");
     let working = session.begin(&mut control, 2);
     fill_tiles(&mut session, 2, working, 1);
-    // Reads that are done, as many as its ring takes, again and again, without ever looking at the answers.
+    // Reads that end, as many as the ring holds, again and again, without taking any completion.
     let mut taken = 0;
     eventually("it is thrown out", SOON, || {
         let entry = swap_in(taken % 2, taken % 4).to_sqe(session.epoch);
@@ -365,7 +365,7 @@ fn a_log_that_nobody_reads_delays_nobody() {
     let store = Store::new(1, "auto");
     let mut command = store.serve_command();
     command.env("RUST_LOG", "trace");
-    // Its log is a pipe of 64 KiB, which is full after some calls.
+    // The log is a pipe of 64 KiB, which is full after some calls.
     let mut daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     for _ in 0..300 {
@@ -389,7 +389,7 @@ fn a_log_that_nobody_reads_delays_nobody() {
 fn a_service_manager_that_listens_no_more_delays_nobody() {
     let store = Store::new(1, "auto");
     let notify = store.dir.path().join("notify");
-    // It takes a dozen messages, then whoever sends one waits.
+    // The socket takes a dozen messages; then a sender waits.
     let _manager = std::os::unix::net::UnixDatagram::bind(&notify).unwrap();
     let mut command = store.serve_command();
     command
@@ -412,14 +412,14 @@ fn one_users_connections_are_bounded() {
     let mut closed = 0;
     for nth in 0..160 {
         if nth == 100 {
-            // As many sessions as the settings allow, each beside a look at the daemon, keep nobody out.
+            // Open as many connections as the settings allow sessions, each with one call: they must keep no other process out.
             Control::connect(&daemon.socket).arena_free_bytes();
         }
         let mut stream = std::os::unix::net::UnixStream::connect(&daemon.socket).unwrap();
         stream
             .set_read_timeout(Some(Duration::from_millis(20)))
             .unwrap();
-        // A server that took it in says hello (HTTP/2 settings) or waits; one that threw it out has closed it.
+        // A server that accepted the connection says hello (HTTP/2 settings) or waits; otherwise it has closed it.
         match std::io::Read::read(&mut stream, &mut [0; 64]) {
             Ok(0) => closed += 1,
             _ => held.push(stream),
@@ -471,7 +471,7 @@ fn only_definitions_may_be_large() {
             .unwrap_err()
     };
     assert_eq!(commit((64 << 10) + 1).kind, FaultKind::Invalid);
-    // Cut off before it is in memory.
+    // Refused before it is in memory.
     let fault = commit(1 << 20);
     assert!(
         fault.message.contains("message length too large"),

@@ -1,6 +1,6 @@
-//! A real daemon on real files has every one of its operations fail once, fail from then on for good, or is killed with -9
-//! instead of it, while it defines a job, writes its tiles and commits them three times. What could go wrong: an error that
-//! nobody is told, a wait without an end, a generation that was acknowledged and is gone, or one that is mixed of two.
+//! Tests a real daemon on real files: every one of its operations fails once, fails from then on, or is replaced by kill -9, while it defines a job,
+//! writes its tiles and commits them three times. What could go wrong: an error that is not reported, an endless wait, an acknowledged generation
+//! that is gone, or one that is mixed from two.
 
 use std::os::unix::process::ExitStatusExt;
 use std::panic::AssertUnwindSafe;
@@ -18,16 +18,16 @@ use crate::common::{
 const TILES: u32 = 3;
 const GENERATIONS: u64 = 3;
 
-/// What a process was told.
+/// Results that a process got.
 #[derive(Debug, Default)]
 struct Told {
     defined: bool,
     acknowledged: u64,
-    /// What ended it.
+    /// Kind of the refusal that ended it.
     refusal: Option<FaultKind>,
 }
 
-/// Devices as they were formatted, put back before each story.
+/// Devices as they were formatted, restored before each scenario.
 struct Fresh {
     store: Store,
     devices: Vec<(PathBuf, Vec<u8>)>,
@@ -44,7 +44,7 @@ impl Fresh {
         }
     }
 
-    /// A daemon to which this happens. `None`: it did not even start, and said why.
+    /// Runs a daemon with this fault. Returns `None` in place of the daemon if it refused to start with a reason.
     fn story(&self, injected_fault: &str) -> (Told, Option<Daemon>) {
         for (path, bytes) in &self.devices {
             std::fs::write(path, bytes).unwrap();
@@ -62,7 +62,7 @@ impl Fresh {
         (told, Some(daemon))
     }
 
-    /// A daemon to which nothing happens finds what was acknowledged, whole.
+    /// Asserts that a daemon without faults finds everything acknowledged, intact.
     fn check(&self, told: &Told, injected_fault: &str) {
         let daemon = self.store.serve();
         let mut control = daemon.control();
@@ -87,7 +87,7 @@ impl Fresh {
     }
 }
 
-/// All of a job's life, until something is refused.
+/// Runs all steps of a job, until something is refused.
 fn tell(daemon: &Daemon, told: &mut Told) -> Result<(), FaultKind> {
     let kind = |fault: Fault| fault.kind;
     let mut control = daemon.control();
@@ -144,7 +144,7 @@ fn define(control: &mut Control, session: &Session) -> Result<(), Fault> {
     control.define_tiles(define).map(|_| ())
 }
 
-/// The next completion's fault, or that the daemon hung up.
+/// Returns the next completion's fault, or an error if the daemon hung up.
 fn completion(session: &mut Session) -> Result<u32, FaultKind> {
     for _ in 0..1000 {
         if let Some(cqe) = session.rings.take().unwrap() {
@@ -162,7 +162,7 @@ fn completion(session: &mut Session) -> Result<u32, FaultKind> {
     panic!("neither a completion nor an end in 10 s");
 }
 
-/// Tries `injected_fault` (a word and, behind the number, a plus or nothing) at every operation. Answers at how many it was met.
+/// Injects `what` (a kind of fault), with `plus` after the number, at every operation. Returns the number of operations that it reached.
 fn at_every_operation(engine: &str, what: &str, plus: &str) -> u64 {
     let fresh = Fresh::new(engine);
     for at in 0.. {
@@ -185,7 +185,7 @@ fn at_every_operation(engine: &str, what: &str, plus: &str) -> u64 {
         };
         let expected: &[FaultKind] = match what {
             "kill" => &[FaultKind::Stopping],
-            // At the probe another engine is taken, or the start is refused.
+            // At the probe, another engine is used or the start is refused.
             "short" => &[
                 FaultKind::Short,
                 FaultKind::Io,
@@ -200,7 +200,7 @@ fn at_every_operation(engine: &str, what: &str, plus: &str) -> u64 {
     unreachable!("the loop returns");
 }
 
-/// Definition, catalog, tiles, records, flushes.
+/// Operations of definition, catalog, tiles, records and flushes.
 const OPERATIONS_MIN: u64 = 30;
 
 #[test]
@@ -212,7 +212,7 @@ fn a_daemon_killed_instead_of_any_operation_loses_nothing_acknowledged() {
 
 #[test]
 fn an_operation_that_fails_once_is_told_and_loses_nothing_acknowledged() {
-    // The first two of uring and aio are the probe's: threads have none.
+    // The first two operations of uring and aio are the probe's; threads have none.
     assert!(at_every_operation("psync", "EIO", "") > OPERATIONS_MIN);
     assert!(at_every_operation("psync", "short", "") > OPERATIONS_MIN);
 }

@@ -1,6 +1,6 @@
-//! `offloadd job` and `offloadd verify`. What could go wrong: a daemon that reports something else than its devices hold, access
-//! to another user's jobs, damage that is overlooked, tiles reported as damaged because they were written meanwhile, a scrub that
-//! takes bandwidth from training or continues after its caller has gone.
+//! Tests `offloadd job` and `offloadd verify`. What could go wrong: a daemon that reports something else than its devices hold, access to another
+//! user's jobs, damage that is overlooked, tiles reported as damaged because they were written meanwhile, a scrub that takes bandwidth from training
+//! or continues after its caller has gone.
 
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -33,7 +33,7 @@ fn json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", words(output)))
 }
 
-/// A store in which `tiny` has committed `count` tiles twice.
+/// Makes a store in which the job `tiny` has committed `count` tiles twice.
 fn filled(count: u32) -> (Store, Daemon) {
     let store = Store::new(2, "auto");
     let daemon = store.serve();
@@ -41,7 +41,7 @@ fn filled(count: u32) -> (Store, Daemon) {
     let mut session = control.session("tiny");
     let mut working = session.begin(&mut control, count);
     for step in [7, 8] {
-        // No byte of one step is another's of the other.
+        // All bytes differ between the two steps.
         fill_tiles(&mut session, count, working, 20 * step);
         let blob = format!("{{\"version\":1,\"step\":{step}}}");
         working = session.commit(&mut control, working, blob.as_bytes());
@@ -72,7 +72,7 @@ fn a_daemon_says_of_its_store_what_its_devices_say_when_it_has_gone() {
     );
     let shown = words(&command("job show", &store, &["tiny"]).output().unwrap());
     assert!(
-        shown.contains("generation 2, confirmed: step 8 of 1 ranks; 24.0 KiB in 6 tiles"),
+        shown.contains("generation 2, confirmed: step 8 of 1 rank; 24.0 KiB in 6 tiles"),
         "{shown}"
     );
     let shown = json(
@@ -107,18 +107,18 @@ fn a_job_whose_records_can_be_read_has_none_to_discard() {
         words(&output)
     };
     drop(daemon);
-    let said = told(&["tiny"]);
+    let printed = told(&["tiny"]);
     assert!(
-        said.contains("no daemon at ") && said.contains("start it"),
-        "{said}"
+        printed.contains("no daemon at ") && printed.contains("start it"),
+        "{printed}"
     );
     let _daemon = store.serve();
-    let said = told(&["tiny"]);
-    assert!(said.contains("nothing to discard"), "{said}");
-    let said = told(&["other"]);
-    assert!(said.contains("has no job other"), "{said}");
-    let said = told(&["a/b"]);
-    assert!(said.contains("job name \"a/b\""), "{said}");
+    let printed = told(&["tiny"]);
+    assert!(printed.contains("nothing to discard"), "{printed}");
+    let printed = told(&["other"]);
+    assert!(printed.contains("has no job other"), "{printed}");
+    let printed = told(&["a/b"]);
+    assert!(printed.contains("job name \"a/b\""), "{printed}");
 }
 
 #[test]
@@ -134,18 +134,18 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     let mut daemon = store.serve();
     let mut control = daemon.control();
     let session = control.session("tiny");
-    let said = told(&["tiny", "--force"]);
-    assert!(said.contains("open or being dropped"), "{said}");
+    let printed = told(&["tiny", "--force"]);
+    assert!(printed.contains("open or being dropped"), "{printed}");
     drop((session, control));
-    let said = told(&["tiny"]);
+    let printed = told(&["tiny"]);
     assert!(
-        said.contains("can be resumed from generation 2 of step 8"),
-        "{said}"
+        printed.contains("can be resumed from generation 2 of step 8"),
+        "{printed}"
     );
     assert!(told(&["other"]).contains("has no job other"));
     assert!(told(&["a/b"]).contains("job name"));
     if let Some(another) = another_user(&store, &daemon) {
-        // Of root's job another one knows nothing; what it asks for by number is refused.
+        // Another user cannot see root's job, and a request by job id is refused.
         let refused = words(&another(&["job", "delete", "tiny", "--force"]));
         assert!(refused.contains("has no job tiny"), "{refused}");
         let refused = words(&another(&[
@@ -164,10 +164,10 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     }
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
-    let said = told(&["tiny", "--force"]);
+    let printed = told(&["tiny", "--force"]);
     assert!(
-        said.contains("no daemon at ") && said.contains("start it"),
-        "{said}"
+        printed.contains("no daemon at ") && printed.contains("start it"),
+        "{printed}"
     );
     let mut daemon = store.serve();
     let output = command("job delete", &store, &["tiny", "--force"])
@@ -185,7 +185,7 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     assert_eq!(left["jobs"].as_array().unwrap().len(), 0, "{left}");
 }
 
-/// Commands of another user; `None`, and said: only root can become one.
+/// Runs commands as another user. Returns `None` with a message if this user cannot become another one.
 fn another_user(store: &Store, daemon: &Daemon) -> Option<impl Fn(&[&str]) -> Output> {
     if !rustix::process::geteuid().is_root() {
         println!(
@@ -260,7 +260,7 @@ fn another_user_sees_and_scrubs_none_of_our_jobs() {
     assert_eq!(ours["tile_count"], 4);
 }
 
-/// Where the bytes of tile 3, as it was committed last, lie.
+/// Returns device and offset of tile 3 as last committed.
 fn place_of_tile_3(store: &Store) -> (PathBuf, u64) {
     let block = [160 + 3; 4096];
     for device in &store.devices {
@@ -303,16 +303,16 @@ fn a_flipped_bit_is_found_and_named_while_the_daemon_serves() {
         (&device.display().to_string().into(), &offset.into())
     );
     assert_eq!((&tile["tile"], &tile["generation"]), (&3.into(), &2.into()));
-    let said = words(
+    let printed = words(
         &command("verify", &store, &["--job", "tiny"])
             .output()
             .unwrap(),
     );
     assert!(
-        said.contains("DAMAGED 4096 bytes at ") && said.contains("tile 3 (unit 3, param"),
-        "{said}"
+        printed.contains("DAMAGED 4096 bytes at ") && printed.contains("tile 3 (unit 3, param"),
+        "{printed}"
     );
-    // The administrator is told, as if a process had read it.
+    // The administrator's metrics show the damage, as if a process had read the tile.
     let metrics = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
     let counted: u64 = metrics
         .devices
@@ -336,11 +336,14 @@ fn a_device_that_cannot_be_looked_at_is_not_called_damaged() {
     assert_eq!(found["tile_count"], 8 - unread, "{found}");
     let why = found["unread"][0].as_str().unwrap();
     assert!(why.contains(&device.display().to_string()), "{why}");
-    let said = words(&command("verify", &store, &[]).output().unwrap());
+    let printed = words(&command("verify", &store, &[]).output().unwrap());
     for word in ["NOT READ device ", "not everything could be read"] {
-        assert!(said.contains(word) && !said.contains("DAMAGED"), "{said}");
+        assert!(
+            printed.contains(word) && !printed.contains("DAMAGED"),
+            "{printed}"
+        );
     }
-    // Nor is what lies at its path now.
+    // A file that lies at its path now is not verified either.
     std::fs::write(device, vec![7; 1 << 20]).unwrap();
     let found = json(&command("verify", &store, &["--json"]).output().unwrap());
     assert_eq!(found["damaged_count"], 0, "{found}");
@@ -370,7 +373,7 @@ fn tiles_that_are_written_during_a_scrub_are_not_called_damaged() {
     let mut working = session.begin(&mut control, count);
     fill_tiles(&mut session, count, working, 1);
     working = session.commit(&mut control, working, b"");
-    // 4 ms a tile: all of them are told at once and written several times before the last is read.
+    // 4 ms per tile: all tiles are listed at once, and written several times before the last one is read.
     let mut scrub = command("verify", &store, &["--json", "--rate", "1MiB/s"])
         .stdout(Stdio::piped())
         .spawn()
@@ -416,7 +419,7 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
             .spawn()
             .unwrap()
     };
-    // Its thread says that it runs; a look by another scrub would take its place.
+    // A scrub's thread has its own name; starting another scrub to test this would take its place.
     let scrubs = || {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
         tasks.flatten().any(|task| {
@@ -433,10 +436,10 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
                 .unwrap(),
         )
     };
-    let said = other();
+    let printed = other();
     assert!(
-        said.contains("is already running; only one at a time"),
-        "{said}"
+        printed.contains("is already running; only one at a time"),
+        "{printed}"
     );
     let output = first.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", words(&output));
@@ -451,8 +454,8 @@ fn a_scrub_keeps_its_rate_runs_alone_and_ends_with_its_caller() {
     gone.kill().unwrap();
     gone.wait().unwrap();
     eventually("nobody listens to it", SOON, || !scrubs());
-    let said = other();
-    assert!(said.contains("sound"), "{said}");
+    let printed = other();
+    assert!(printed.contains("sound"), "{printed}");
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! One user against the others, and limits of the machine. What could go wrong: what one user does not read, does not say or says
-//! too often costs the others memory, their descriptors or the log; a limit of the machine ends the daemon for all.
+//! Tests one user against the others, and limits of the machine. What could go wrong: answers that a user does not read, requests that a user does
+//! not finish, or messages that a user causes too often cost others memory, descriptors or log lines; a limit of the machine ends the daemon for all.
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -79,7 +79,7 @@ fn answers_that_a_user_does_not_read_do_not_grow_the_daemon() {
     eventually("as many as may be under way", SOON, || {
         untaken.lock().unwrap().len() >= 16
     });
-    // All of these calls were made before, and this one is answered after them.
+    // All of these calls were made before this one, which is answered after them.
     control.arena_free_bytes();
     let grown = resident_bytes(&daemon).saturating_sub(before);
     assert!(grown < 48 << 20, "grown by {grown} bytes");
@@ -98,7 +98,7 @@ fn connect(path: &Path) -> OwnedFd {
 
 const CHILD: &str = "OFFLOADD_TEST_BESIDE_SILENT";
 
-/// Each may be silent for 2 s, and a session's process must come within 10 s.
+/// Each connection may be silent for 2 s, and a session's process must get its descriptors within 10 s.
 #[test]
 fn silent_connections_of_one_user_keep_no_other_from_his_descriptors() {
     if let Some(socket) = std::env::var_os(CHILD) {
@@ -127,7 +127,7 @@ fn silent_connections_of_one_user_keep_no_other_from_his_descriptors() {
         std::fs::set_permissions(socket, all(0o666)).unwrap();
     }
     let silent: Vec<_> = (0..700).map(|_| connect(&descriptors)).collect();
-    // His own others neither.
+    // The user's own other connections are not affected either.
     let token = SessionToken([7; 16]);
     let refused = Fault::from(handoff::receive(&descriptors, token, SOON).unwrap_err());
     assert_eq!(refused.kind, FaultKind::NotFound, "{refused}");
@@ -154,7 +154,7 @@ fn a_user_who_is_refused_without_end_does_not_fill_the_log() {
     for _ in 0..REFUSED {
         let socket = connect(&descriptors);
         rustix::net::send(&socket, b"no token", SendFlags::NOSIGNAL).unwrap();
-        // Told, and hung up.
+        // The refusal is sent before the daemon hangs up.
         let mut answer = [0; 512];
         rustix::net::recv(&socket, &mut answer, rustix::net::RecvFlags::empty()).unwrap();
     }

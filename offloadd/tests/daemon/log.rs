@@ -1,5 +1,5 @@
-//! Debug lines about tiles and commits. What could go wrong: a line lacks the fields that say which session, job, tile or generation
-//! it is about, or a step is missing.
+//! Tests debug lines about tiles and commits. What could go wrong: a line lacks the fields that name its session, job, tile or generation, or a step
+//! is missing.
 
 use std::io::Read;
 use std::time::Duration;

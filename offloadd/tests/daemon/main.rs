@@ -1,4 +1,4 @@
-//! Whole daemons on real sockets, files and processes. What could go wrong is said at the top of each part.
+//! Tests whole daemons on real sockets, files and processes. Each module starts with the faults that it looks for.
 
 #[path = "../another_user/mod.rs"]
 mod another_user;
@@ -10,7 +10,7 @@ mod growth;
 mod hostile;
 mod injected_faults;
 mod jobs;
-mod life;
+mod lifecycle;
 mod limits;
 mod log;
 #[path = "../loops/mod.rs"]

@@ -1,5 +1,5 @@
-//! A device that was measured wrong is calibrated while its daemon is stopped. What could go wrong: nothing moves by the new rates,
-//! they are gone after a restart, or a daemon's device is written to behind its back.
+//! Tests that a device with wrong rates is calibrated while its daemon is stopped. What could go wrong: no tiles move by the new rates, the
+//! rates are gone after a restart, or a device is written to while its daemon serves.
 
 use offloadd::metrics::DeviceView;
 use offloadd::store::catalog::Phase;
@@ -7,18 +7,18 @@ use offloadd::store::catalog::Phase;
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
 use crate::growth::{LIMIT, ROUNDING_TILES, TILES, device, keep_room, share, tiles_held, view};
 
-/// Bytes a second, of both devices; the store says a hundredth of it of the second one.
-const PACE: &str = "16000000,16000000";
+/// Bytes per second of both devices; the store records a hundredth of that for the second one.
+const RATE_LIMIT: &str = "16000000,16000000";
 const RATE: u64 = 16_000_000;
 const WRONG: u64 = RATE / 100;
 
 fn serve(store: &Store) -> Daemon {
     let mut command = store.serve_command();
-    command.env("OFFLOADD_PACE", PACE);
+    command.env("OFFLOADD_RATE_LIMIT", RATE_LIMIT);
     Daemon::start(command, store.socket())
 }
 
-/// Whether a machine is slow or not: more than it was made to be.
+/// Whether the rates were corrected, on a slow machine too: they exceed the wrong ones.
 fn was_corrected(view: &DeviceView) -> bool {
     view.state.read_bytes_per_s > WRONG && view.state.write_bytes_per_s > WRONG
 }
@@ -46,14 +46,17 @@ fn a_device_with_wrong_rates_gets_its_share_when_the_daemon_starts_again() {
     let mut calibrate = program();
     calibrate.args(["device", "calibrate"]).arg(slow);
     calibrate.arg("--config").arg(&store.config);
-    let output = calibrate.env("OFFLOADD_PACE", PACE).output().unwrap();
+    let output = calibrate
+        .env("OFFLOADD_RATE_LIMIT", RATE_LIMIT)
+        .output()
+        .unwrap();
     let told = words(&output);
     assert!(output.status.success(), "{told}");
-    for said in [
+    for printed in [
         "before  reads 0.00 GB/s, writes 0.00 GB/s",
         "now     reads 0.0",
     ] {
-        assert!(told.contains(said), "{said}: {told}");
+        assert!(told.contains(printed), "{printed}: {told}");
     }
 
     let mut daemon = serve(&store);
@@ -81,12 +84,12 @@ fn a_device_with_wrong_rates_gets_its_share_when_the_daemon_starts_again() {
 
 #[test]
 fn what_cannot_be_calibrated_is_named() {
-    // Of what is kept each device has a part.
+    // Each device holds a part of the reserved space.
     let store = Store::new(2, "auto");
     store.set_rates(&[0, 0]);
-    let refused = |output: std::process::Output, said: &str| {
+    let refused = |output: std::process::Output, printed: &str| {
         let told = words(&output);
-        assert!(!output.status.success() && told.contains(said), "{told}");
+        assert!(!output.status.success() && told.contains(printed), "{told}");
     };
     let nobody = store.dir.path().join("nobody");
     refused(

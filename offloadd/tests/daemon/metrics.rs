@@ -1,5 +1,5 @@
-//! What the daemon says of itself, against what was done. What could go wrong: bytes counted twice, under another job or
-//! not at all, a commit without its duration, a slow drive that nobody names.
+//! Compares the daemon's metrics with what was done. What could go wrong: bytes counted twice, for another job or not at all, a commit without its
+//! duration, a slow drive that is not named.
 
 use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader};
@@ -55,7 +55,7 @@ fn what_was_moved_is_what_was_counted_by_device_and_by_job() {
         assert_eq!(tiny.state.newest_generation, 1);
         assert_eq!(tiny.state.working_generation, 2);
         assert_eq!((tiny.state.slot_count, tiny.state.slot_used_count), (4, 0));
-        // The devices moved what the jobs did, and the commit's record and flushes besides.
+        // The devices moved what the jobs did, plus the commit's record and flushes.
         let sum = |count: fn(&offloadd::metrics::DeviceView) -> u64| {
             let since = now.devices.iter().zip(&before.devices);
             since
@@ -65,7 +65,7 @@ fn what_was_moved_is_what_was_counted_by_device_and_by_job() {
         assert_eq!(sum(|d| d.counts.read.bytes), 3 * 4096);
         assert_eq!(sum(|d| d.counts.written.bytes), (8 + 2) * 4096);
         assert_eq!(sum(|d| d.counts.written.count()), 8 + 2);
-        // What was written to, one or both as their measured rates say, and the first for the record.
+        // The devices that were written to, one or both according to their rates, and the first one for the record.
         let flushed = sum(|d| d.counts.flushed.count());
         assert!((1 + 1..=2 + 1).contains(&flushed), "{flushed}");
         for device in (now.devices.iter()).filter(|d| d.counts.written.bytes > 0) {
@@ -85,7 +85,7 @@ fn what_a_job_waits_for_is_seen_while_it_waits() {
     let store = Store::new(1, "auto");
     let mut command = store.serve_command();
     // A tile takes a second.
-    command.env("OFFLOADD_PACE", "65536,65536");
+    command.env("OFFLOADD_RATE_LIMIT", "65536,65536");
     let daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     let reply = control.open_session(open_sized("tiny", 64 << 10)).unwrap();
@@ -121,7 +121,7 @@ fn a_report_of_damage_counts_once_and_only_if_the_daemon_reads_it_too() {
     let [damaged, sound] = [0, 1].map(|tile| report_of(&mut session, tile));
     let path = &store.devices[damaged.device as usize];
     damage(&store, &damaged);
-    // What the job does not have there.
+    // Reports that do not fit the job's tiles.
     let changes: [fn(&mut proto::ReportDamageRequest); 6] = [
         |report| report.device += 1,
         |report| report.device = 1000,
@@ -166,7 +166,7 @@ fn a_report_of_damage_counts_once_and_only_if_the_daemon_reads_it_too() {
     for word in [path.to_str().unwrap(), "tile 0 of job tiny", &expected] {
         assert!(line.contains(word), "{word}: {line}");
     }
-    // The daemon found it as it was written.
+    // The daemon found the tile intact.
     let [line] = told("changed on the way")[..] else {
         panic!("{lines:?}");
     };
@@ -229,7 +229,7 @@ fn a_device_file_that_is_deleted_while_it_serves_is_told_where_people_look() {
     assert_eq!(troubles(&mut control), [None, None]);
     std::fs::remove_file(&store.devices[1]).unwrap();
     let [None, Some(trouble)] = &troubles(&mut control)[..] else {
-        panic!("nothing is said");
+        panic!("nothing is printed");
     };
     assert!(trouble.contains("its file was deleted"), "{trouble}");
     let mut list = program();
@@ -240,7 +240,7 @@ fn a_device_file_that_is_deleted_while_it_serves_is_told_where_people_look() {
         "{}",
         words(&output)
     );
-    // The log has it once, however long it lasts.
+    // The log has the line once, however long the state lasts.
     eventually("some seconds pass", Duration::from_secs(60), || {
         look(&mut control).uptime > Duration::from_secs(3)
     });
@@ -276,7 +276,7 @@ fn any_number_of_lookers_keeps_nobody_from_moving_tiles() {
         }
         moving.store(false, Ordering::Relaxed);
     });
-    // Each has its answers, fifty a second and not as many as it asks for.
+    // Each user gets fifty answers a second, and not as many as it asks for.
     let answered = answered.into_inner();
     assert!((16..=16 * 100).contains(&answered), "{answered}");
     let counts = look(&mut control).jobs.remove(0).counts;
@@ -287,10 +287,10 @@ fn any_number_of_lookers_keeps_nobody_from_moving_tiles() {
 fn a_drive_that_has_become_ten_times_slower_is_named_within_ten_seconds() {
     const TILE_BYTES: u32 = 1 << 20;
     let store = Store::new(1, "auto");
-    // As if measured so, whatever else this machine's disk does.
+    // Sets plausible rates, whatever this machine's disk does.
     store.set_rates(&[200_000_000]);
     let mut command = store.serve_command();
-    command.env("OFFLOADD_PACE", "4000000,4000000");
+    command.env("OFFLOADD_RATE_LIMIT", "4000000,4000000");
     let mut daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     let measured = look(&mut control).devices.remove(0).state;

@@ -1,5 +1,5 @@
-//! Paths on the command line. What could go wrong: a device by another name taken for a stranger's, advice that does not help,
-//! a refusal that says the same twice, a file that was made or cut for nothing.
+//! Tests paths on the command line. What could go wrong: a device under another name taken for a foreign one, advice that does not help, a refusal
+//! that repeats itself, a file that was created or truncated without need.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -37,26 +37,26 @@ fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {
         words(&output)
     };
     for path in [dir.path(), Path::new("/dev/null")] {
-        let said = refusal(path, &["--size", "1GiB"]);
+        let printed = refusal(path, &["--size", "1GiB"]);
         let expected = format!(
             "offloadd: device {}: neither a regular file nor a block device\n",
             path.display()
         );
-        assert_eq!(said, expected, "`--force` would not help");
+        assert_eq!(printed, expected, "`--force` would not help");
     }
     let file = dir.path().join("tiles");
     for size in ["0", "4095", "1MiB"] {
-        let said = refusal(&file, &["--size", size]);
+        let printed = refusal(&file, &["--size", size]);
         assert!(
-            said.contains("a device of a store needs at least"),
-            "{said}"
+            printed.contains("a device of a store needs at least"),
+            "{printed}"
         );
         assert!(!file.exists());
     }
-    let said = refusal(&file, &[]);
-    assert_eq!(said.matches("how large?").count(), 1, "{said}");
+    let printed = refusal(&file, &[]);
+    assert_eq!(printed.matches("how large?").count(), 1, "{printed}");
     assert!(!file.exists());
-    // Not even with `--force` is a file cut to what is no store.
+    // Even with `--force`, a file is not truncated to a size that is too small for a store.
     std::fs::write(&file, vec![7; 10_000]).unwrap();
     refusal(&file, &["--size", "0", "--force"]);
     assert_eq!(std::fs::read(&file).unwrap(), vec![7; 10_000]);

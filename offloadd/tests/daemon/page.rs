@@ -1,5 +1,5 @@
-//! What Prometheus reads. What could go wrong: text that does not parse, counts that are not what was moved, a dashboard
-//! that draws what nobody counts, a peer that sends nothing or nonsense and keeps others from asking.
+//! Tests the metrics endpoint for Prometheus. What could go wrong: text that does not parse, counts that differ from what was moved, a dashboard with
+//! metrics that do not exist, a peer that sends nothing or nonsense and keeps others from asking.
 
 use std::collections::HashMap;
 use std::io::{Read, Write};
@@ -12,10 +12,10 @@ use rustix::process::Signal;
 
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
 
-/// Slow peers are sent away before that.
+/// Slow peers are disconnected before this.
 const SOON: Duration = Duration::from_secs(10);
 
-/// A store whose daemon answers Prometheus on a unix socket.
+/// Makes a store whose daemon serves metrics on a unix socket.
 fn with_page() -> (Store, PathBuf) {
     let store = Store::new(2, "auto");
     let page = store.dir.path().join("run/metrics.sock");
@@ -31,7 +31,7 @@ pub(crate) fn listen(store: &Store, address: &str) {
     std::fs::write(&store.config, text).unwrap();
 }
 
-/// The answer to a request, head and body.
+/// Returns the answer to a request, head and body.
 fn ask(mut stream: impl Read + Write, request: &str) -> (String, String) {
     stream.write_all(request.as_bytes()).unwrap();
     let mut answer = String::new();
@@ -53,23 +53,23 @@ pub(crate) fn get(page: &PathBuf, path: &str) -> (String, String) {
 fn a_drain_that_waits_for_a_start_is_seen_by_prometheus_and_in_top() {
     let (store, page) = with_page();
     let _daemon = store.serve();
-    let home = &store.devices[0];
+    let metadata = &store.devices[0];
     let of = |what: &str, more: &str| {
         let (_, text) = get(&page, "/metrics");
-        samples(&text)[&format!("{what}{{device=\"{}\"{more}}}", home.display())]
+        samples(&text)[&format!("{what}{{device=\"{}\"{more}}}", metadata.display())]
     };
     let phase = |name: &str| of("offloadd_device_phase", &format!(",phase=\"{name}\""));
     assert_eq!((phase("settled"), phase("draining")), (1.0, 0.0));
     assert_eq!(of("offloadd_device_stuck", ""), 0.0);
     let mut drain = program();
-    drain.args(["device", "drain"]).arg(home);
+    drain.args(["device", "drain"]).arg(metadata);
     let drained = drain.arg("--config").arg(&store.config).output().unwrap();
     assert!(drained.status.success(), "{}", words(&drained));
-    // The catalog is there, and moves at a start.
+    // The device has the catalog, which moves at a start.
     eventually("it waits for a start", Duration::from_secs(60), || {
         of("offloadd_device_waits_for_start", "") == 1.0
     });
-    assert_eq!(of("offloadd_device_stuck", ""), 0.0, "a start mends it");
+    assert_eq!(of("offloadd_device_stuck", ""), 0.0, "a start repairs it");
     assert_eq!((phase("settled"), phase("draining")), (0.0, 1.0));
     let mut top = program();
     top.args(["top", "--once", "--interval", "0.1", "--config"]);
@@ -80,7 +80,7 @@ fn a_drain_that_waits_for_a_start_is_seen_by_prometheus_and_in_top() {
     );
 }
 
-/// Every sample of a text, by name and labels as they stand there.
+/// Returns every sample of a text, by name and labels as written.
 fn samples(text: &str) -> HashMap<String, f64> {
     let mut types = HashMap::new();
     let mut samples = HashMap::new();
@@ -186,7 +186,7 @@ fn the_text_parses_and_says_what_was_moved() {
     assert_eq!(device("offloadd_device_stuck"), 0.0);
     assert!(samples["offloadd_arena_used_bytes"] > 0.0);
 
-    // Of each histogram: buckets only grow, the last is the count, and there are as many reads as there were.
+    // In each histogram buckets only grow and the last one equals the count, and there are as many reads as were made.
     let mut reads = 0.0;
     for path in &store.devices {
         let labels = format!("device=\"{}\",op=\"read\"", path.display());
@@ -219,7 +219,7 @@ fn the_dashboard_draws_what_is_counted() {
     let mut control = daemon.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, 1);
-    // Some lines are there only once something was written.
+    // Some lines appear only after something was written.
     fill_tiles(&mut session, 1, working, 10);
     let (_, text) = get(&page, "/metrics");
     let counted = samples(&text);
@@ -296,7 +296,7 @@ fn peers_that_say_nothing_keep_nobody_from_asking() {
     let (head, _) = get(&page, "/metrics");
     assert!(head.starts_with("HTTP/1.1 200 "), "{head}");
     assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
-    // Calls have their own socket and threads' time.
+    // Calls have their own socket and threads.
     let start = Instant::now();
     daemon.control().arena_free_bytes();
     assert!(start.elapsed() < SOON);

@@ -1,5 +1,5 @@
-//! What takes long says so. What could go wrong: minutes of silence, lines where a program reads, a total that is not the
-//! whole. System calls are delayed by strace, so that little work takes long.
+//! Tests that long work shows its progress. What could go wrong: minutes of silence, lines where a program reads, a total that is not the whole.
+//! strace delays system calls, so that little work takes long.
 
 use std::io::Read;
 use std::process::Output;
@@ -11,7 +11,7 @@ use rustix::process::Signal;
 use crate::common::{Daemon, Session, Store, eventually, fill_tiles, open_sized, swap_out, words};
 use crate::strace::strace;
 
-/// Runs the program with these calls of it changed; `None` where strace cannot.
+/// Runs the program with these system calls changed; `None` where strace cannot.
 fn slowed(inject: &[&str], arguments: &[&str]) -> Option<Output> {
     let mut command = strace()?;
     for one in inject {
@@ -74,7 +74,7 @@ fn a_stop_that_waits_for_a_slow_device_says_so() {
     let store = Store::new(1, "psync");
     let mut command = store.serve_command();
     // A tile takes a second and a half.
-    command.env("OFFLOADD_PACE", "43691,43691");
+    command.env("OFFLOADD_RATE_LIMIT", "43691,43691");
     let mut daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     let reply = control.open_session(open_sized("tiny", 64 << 10)).unwrap();

@@ -1,5 +1,5 @@
-//! What one user and one job may take. What could go wrong: a limit that is not held, held against the wrong one, or not given
-//! back; a refusal that does not say what is free and who has the rest; a raised limit that takes a restart.
+//! Tests the quotas of users and jobs. What could go wrong: a limit that is not kept, that counts against the wrong user or job, or that is not
+//! freed; a refusal that does not say what is free and who has the rest; a raised limit that needs a restart.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::common::{Control, Daemon, Session, Store, eventually, fill_tiles, ope
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// A daemon whose settings end with `quotas`.
+/// Starts a daemon whose settings end with `quotas`.
 fn with(quotas: &str) -> (Store, Daemon) {
     let store = Store::new(1, "auto");
     let text = std::fs::read_to_string(&store.config).unwrap();
@@ -98,7 +98,7 @@ fn sessions_and_operations_in_flight_have_their_limits() {
     let _two = Session::attach(&two).unwrap();
     let three = control.open_session(open("three")).unwrap();
     let _three = Session::attach(&three).unwrap();
-    // Each asked for 4 and there are 10.
+    // Each asked for 4, and there are 10.
     assert_eq!([&one, &two, &three].map(granted), [4, 4, 2]);
     refused(
         control.open_session(open("four")),
@@ -144,7 +144,7 @@ fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
         fault.message.contains("may have 1048576 and has 0"),
         "{fault}"
     );
-    // Nothing of it is kept: the same again, and what fits.
+    // The refused request reserves nothing: it is refused again in the same way, and one that fits is granted.
     let before = control.describe(proto::DescribeRequest {}).unwrap().devices[0].free_bytes;
     assert!(control.define_tiles(define(&session, 16)).is_err());
     let after = control.describe(proto::DescribeRequest {}).unwrap().devices[0].free_bytes;
@@ -164,7 +164,7 @@ fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
     fill_tiles(&mut small, 2, working, 1);
 }
 
-/// A user's and a job's, as somebody who looks sees them.
+/// Returns the weights of users and jobs as the metrics show them.
 fn weights(control: &mut Control) -> Vec<(String, u32, u32)> {
     let jobs = control.metrics(proto::MetricsRequest {}).unwrap().jobs;
     let of = |job: proto::JobMetrics| (job.job, job.user_weight, job.weight);

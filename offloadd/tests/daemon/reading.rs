@@ -1,5 +1,5 @@
-//! A store whose device with the catalog takes no writes is served for reading. What could go wrong: it is not served, somebody
-//! is told that something was written, or nobody is told why it was not.
+//! Tests that a store whose metadata device takes no writes is served read-only. What could go wrong: it is not served, a write is reported as done,
+//! or the reason is not reported.
 
 use std::io::Read;
 use std::os::unix::net::UnixDatagram;
@@ -18,15 +18,15 @@ use crate::strace::strace;
 const TILES: u32 = 6;
 const SOON: Duration = Duration::from_secs(60);
 
-/// `served` with each of its `calls` to the first device of `store` failing. `None` where strace cannot trace.
+/// Returns `served` with each of its `calls` to the first device of `store` failing; `None` where strace cannot trace.
 pub(crate) fn with_failing(calls: &str, store: &Store, served: &Command) -> Option<Command> {
     with_injected(calls, "error=EIO", store, served)
 }
 
-/// The same with what strace is to do to them.
+/// Like [`with_failing`], with strace's action for these calls.
 fn with_injected(calls: &str, what: &str, store: &Store, served: &Command) -> Option<Command> {
     let mut command = strace()?;
-    // Not as the parent: the daemon is this process's child, as without.
+    // strace is not the parent: the daemon is this process's child, as without strace.
     command.args(["-D", "-P"]);
     command.arg(&store.devices[0]);
     command.args(["-e", &format!("trace={calls}")]);
@@ -37,7 +37,7 @@ fn with_injected(calls: &str, what: &str, store: &Store, served: &Command) -> Op
     Some(command)
 }
 
-/// A daemon whose writes to the first device fail from before its start on.
+/// Starts a daemon whose writes to the first device fail from before its start.
 fn serve_unwritable(store: &Store) -> Option<Daemon> {
     let command = with_failing("pwrite64", store, &store.serve_command())?;
     Some(Daemon::start(command, store.socket()))
@@ -62,8 +62,8 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     let path = store.devices[0].display().to_string();
     let told = |fault: Fault| {
         assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
-        let said = fault.message.contains("read-only") && fault.message.contains(&path);
-        assert!(said, "{fault}");
+        let printed = fault.message.contains("read-only") && fault.message.contains(&path);
+        assert!(printed, "{fault}");
     };
     let mut control = daemon.control();
     let mut session = control.session("tiny");
@@ -113,7 +113,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
             other => break other,
         }
     });
-    for (arguments, said) in [
+    for (arguments, printed) in [
         (&["verify"][..], "sound"),
         (&["job", "list"], "tiny"),
         (&["device", "list"], "the store is read-only since"),
@@ -122,19 +122,19 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
         command.args(arguments).arg("--config").arg(&store.config);
         let output = command.output().unwrap();
         let told = words(&output);
-        assert!(output.status.success() && told.contains(said), "{told}");
+        assert!(output.status.success() && told.contains(printed), "{told}");
     }
     drop(control);
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
-    let mut said = String::new();
+    let mut printed = String::new();
     let stderr = daemon.child.stderr.as_mut().unwrap();
-    stderr.read_to_string(&mut said).unwrap();
-    let error = said.lines().find(|line| line.contains("ERROR"));
-    let error = error.unwrap_or_else(|| panic!("{said}"));
+    stderr.read_to_string(&mut printed).unwrap();
+    let error = printed.lines().find(|line| line.contains("ERROR"));
+    let error = error.unwrap_or_else(|| panic!("{printed}"));
     assert!(error.contains("the store is read-only") && error.contains(&path));
 
-    // Another drive, or the same one mended: nothing is lost, and it goes on.
+    // Another drive, or the same one repaired: nothing is lost, and the job can be resumed.
     let daemon = store.serve();
     let mut control = daemon.control();
     let mut session = control.session("tiny");
@@ -170,8 +170,8 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
     let daemon = Daemon::start(command, store.socket());
     let path = store.devices[0].display().to_string();
     let why = |words: &str| {
-        let said = words.contains("the store is read-only") && words.contains(&path);
-        assert!(said, "{words}");
+        let printed = words.contains("the store is read-only") && words.contains(&path);
+        assert!(printed, "{words}");
     };
     let limited = daemon.ready.split_once(", read-only: ");
     why(limited.expect(&daemon.ready).1);
@@ -208,7 +208,7 @@ fn everybody_who_looks_is_told_that_the_daemon_only_reads_and_why() {
 
 #[test]
 fn what_fails_but_once_at_the_start_is_tried_again() {
-    // The start flushes what it has read, and writes that its life began.
+    // The start flushes the structures it has read, and writes the catalog of its incarnation.
     for call in ["fdatasync", "pwrite64"] {
         let store = Store::new(2, "psync");
         let served = store.serve_command();
@@ -217,15 +217,15 @@ fn what_fails_but_once_at_the_start_is_tried_again() {
         };
         let mut daemon = Daemon::start(command, store.socket());
         assert!(!daemon.ready.contains("reading only"), "{}", daemon.ready);
-        // No more than that: strace counts for each thread, and the engine's are still to come.
+        // No more than that: strace counts for each thread, and the engine's threads are still to come.
         let seen = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
         assert_eq!(seen.read_only, None);
         daemon.signal(Signal::TERM);
         assert_eq!(daemon.wait(SOON), Some(0));
-        let mut said = String::new();
+        let mut printed = String::new();
         let stderr = daemon.child.stderr.as_mut().unwrap();
-        stderr.read_to_string(&mut said).unwrap();
-        assert!(said.contains("retrying in"), "{said}");
+        stderr.read_to_string(&mut printed).unwrap();
+        assert!(printed.contains("retrying in"), "{printed}");
         store.serve();
     }
 }

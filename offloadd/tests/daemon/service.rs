@@ -1,5 +1,5 @@
-//! The daemon as systemd runs it. What could go wrong: a unit that systemd does not understand, one that is more open than
-//! docs/administration.md promises, a sandbox in which the daemon cannot live, a stuck owner thread that nobody notices.
+//! Tests the daemon as systemd runs it. What could go wrong: a unit that systemd does not understand, one that is more open than
+//! docs/administration.md promises, a sandbox in which the daemon does not work, a stuck owner thread that is not noticed.
 
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixDatagram;
@@ -23,7 +23,7 @@ fn unit() -> String {
     std::fs::read_to_string(packaging().join("offloadd.service")).unwrap()
 }
 
-/// The unit with a drop-in behind it, which is how systemd reads both.
+/// Returns the unit followed by a drop-in, in the order in which systemd reads them.
 fn unit_with(drop_in: &str) -> String {
     let drop_in = std::fs::read_to_string(packaging().join(drop_in)).unwrap();
     format!("{}\n{drop_in}", unit())
@@ -36,11 +36,11 @@ fn skipped(why: &str) {
     );
 }
 
-/// What `systemd-analyze` says about a unit of this text; `None` without it.
+/// Returns the output of `systemd-analyze` for a unit of this text; `None` without the program.
 fn analyze(text: &str, arguments: &[&str]) -> Option<Output> {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("offloadd.service");
-    // Installed it lies elsewhere.
+    // The installed program has another path.
     let text = text.replace("/usr/bin/offloadd", env!("CARGO_BIN_EXE_offloadd"));
     std::fs::write(&file, text).unwrap();
     let output = Command::new("systemd-analyze")
@@ -58,8 +58,8 @@ fn exposure_at_most(text: &str, tenths: u32) -> Option<bool> {
     let threshold = format!("--threshold={tenths}");
     let arguments = ["security", "--offline=true", "--no-pager", &threshold];
     let output = analyze(text, &arguments)?;
-    let said = words(&output);
-    assert!(said.contains("Overall exposure level"), "{said}");
+    let printed = words(&output);
+    assert!(printed.contains("Overall exposure level"), "{printed}");
     Some(output.status.success())
 }
 
@@ -105,11 +105,11 @@ fn systemd_understands_every_line_of_the_unit() {
         );
     }
     let wrong = unit().replace("WatchdogSec=", "WatchdogSecs=");
-    let said = words(&analyze(&wrong, &["verify", "--man=no"]).unwrap());
-    assert!(said.contains("WatchdogSecs"), "{said}");
+    let printed = words(&analyze(&wrong, &["verify", "--man=no"]).unwrap());
+    assert!(printed.contains("WatchdogSecs"), "{printed}");
 }
 
-/// What systemd means by `name`: a group of system calls with an @, or one call.
+/// Adds the calls that systemd's `name` stands for: a group of system calls with an @, or one call.
 fn expand(name: &str, calls: &mut BTreeSet<String>) {
     if !name.starts_with('@') {
         calls.insert(name.to_owned());
@@ -120,15 +120,15 @@ fn expand(name: &str, calls: &mut BTreeSet<String>) {
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", words(&output));
-    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     let members =
-        (said.lines().skip(1).map(str::trim)).filter(|l| !l.is_empty() && !l.starts_with('#'));
+        (printed.lines().skip(1).map(str::trim)).filter(|l| !l.is_empty() && !l.starts_with('#'));
     for member in members {
         expand(member, calls);
     }
 }
 
-/// The system calls the unit allows, by its lines in their order.
+/// Returns the system calls that the unit allows, from its lines in their order.
 fn allowed_calls() -> BTreeSet<String> {
     let mut allowed = BTreeSet::new();
     // Always allowed where a list is given.
@@ -153,8 +153,8 @@ fn allowed_calls() -> BTreeSet<String> {
     allowed
 }
 
-/// A process's life with this daemon, whose end comes in order.
-fn live(store: &Store, daemon: &mut Daemon) {
+/// Runs a process's whole session with this daemon, which ends in order.
+fn run_session(store: &Store, daemon: &mut Daemon) {
     let mut control = daemon.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, 8);
@@ -191,13 +191,13 @@ fn a_daemons_whole_life_needs_no_system_call_that_the_unit_forbids() {
         command
             .args(["-f", "-qq", "-e", "signal=none", "-o"])
             .arg(&calls);
-        // Private, because killing strace leaves its child alone.
+        // Private, because killing strace leaves its child running.
         command
             .arg(env!("CARGO_BIN_EXE_offloadd"))
             .args(["serve", "--private", "--config"])
             .arg(&store.config);
         let notify = store.dir.path().join("notify");
-        // Never read from: a manager that hangs must not take the daemon with it.
+        // Never read from: a manager that hangs must not stop the daemon.
         let _manager = UnixDatagram::bind(&notify).unwrap();
         command
             .env("NOTIFY_SOCKET", &notify)
@@ -231,7 +231,7 @@ fn a_daemons_whole_life_needs_no_system_call_that_the_unit_forbids() {
                         .to_owned(),
                 )
             })
-            // The call of a thread that was gone before strace had looked at it.
+            // A call of a thread that had ended before strace looked at it.
             .filter(|call| call != "???")
             .collect();
         assert!(used.len() > 30, "{used:?}");
@@ -252,7 +252,7 @@ fn it_lives_as_a_user_without_any_capability() {
     for path in [store.dir.path(), &store.devices[0], &store.config] {
         std::os::unix::fs::chown(path, Some(user), Some(user)).unwrap();
     }
-    // As little as an ordinary user may lock; the unit's LimitMEMLOCK allows all.
+    // An ordinary user may lock this little; the unit's LimitMEMLOCK allows all.
     let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
     if limit.is_some_and(|bytes| bytes < 4 << 20) {
         return skipped("a user may not lock 4 MiB here");
@@ -284,10 +284,10 @@ fn it_lives_as_a_user_without_any_capability() {
     let status = std::fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
     assert!(status.contains("\nCapEff:\t0000000000000000"), "{status}");
     assert!(status.contains("\nNoNewPrivs:\t1"), "{status}");
-    live(&store, &mut daemon);
+    run_session(&store, &mut daemon);
 }
 
-/// What the service manager hears, one word at a time, until `limit`.
+/// Receives the messages to the service manager, one at a time, until `limit`.
 struct Manager {
     socket: UnixDatagram,
 }
@@ -298,7 +298,7 @@ impl Manager {
         Self { socket }
     }
 
-    /// How often the daemon said within `limit` that it lives.
+    /// Returns the number of watchdog messages within `limit`.
     fn watchdog_count(&self, limit: Duration) -> usize {
         let end = Instant::now() + limit;
         let mut count = 0;
@@ -366,8 +366,8 @@ fn the_watchdog_is_told_while_the_owner_thread_turns_and_not_when_it_is_stuck() 
         std::thread::sleep(Duration::from_millis(5));
     }
     if traced() {
-        // After its last turns, and one that was under way.
-        eventually("nothing is said for a second", SOON, || {
+        // After its last messages, and one that was in transit.
+        eventually("nothing is printed for a second", SOON, || {
             manager.watchdog_count(second) == 0
         });
     } else {
@@ -391,7 +391,7 @@ fn the_services_settings_hold_together_and_fit_the_unit() {
     let listen = config.metrics_listen.as_ref().unwrap().to_string();
     assert!(listen.starts_with("unix:/run/offloadd/"), "{listen}");
     assert!(config.require_locked);
-    // Seven descriptors a session outlive a restart, and two for all.
+    // Seven descriptors per session and two more outlive a restart.
     let unit = unit();
     let kept = unit
         .lines()

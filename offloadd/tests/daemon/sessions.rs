@@ -1,5 +1,5 @@
-//! Sessions over real sockets, on each engine. What could go wrong: bytes at the wrong place, a commit that a restart
-//! forgets, descriptors for whoever asks, memory that a dead process keeps, a wait that has no end.
+//! Tests sessions over real sockets, on each engine. What could go wrong: bytes at the wrong place, a commit that a restart forgets, descriptors for
+//! any process that asks, memory that a dead process keeps, an endless wait.
 
 use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
@@ -62,7 +62,7 @@ fn a_dead_process_gives_its_memory_and_its_rank_back() {
     assert!(control.arena_free_bytes() < free_bytes);
     let fault = control.open_session(open("tiny")).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Busy);
-    // As the kernel does for a dead process.
+    // Dropping the session closes its descriptors, as the kernel does for a dead process.
     drop(session);
     eventually("its memory is free", SOON, || {
         control.arena_free_bytes() == free_bytes
@@ -173,7 +173,7 @@ fn another_users_token_and_job_are_not_ours() {
     let mut control = daemon.control();
     let _committed = control.session("mine");
     let reply = control.open_session(open("tiny")).unwrap();
-    // As a group that the other user is in would.
+    // Let the other user reach the sockets, as a shared group would.
     let all = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
     std::fs::set_permissions(store.dir.path(), all(0o755)).unwrap();
     for socket in [
@@ -190,9 +190,9 @@ fn another_users_token_and_job_are_not_ours() {
         format!("{socket}|{token}|{}|{device}", daemon.child.id()),
     );
     expect_success(child);
-    // The refusals cost the owner nothing.
+    // The refusals have no effect on the owner.
     Session::attach(&reply).unwrap();
-    // Who runs the daemon sees everybody's.
+    // The user who runs the daemon sees all jobs.
     let seen = control.metrics(proto::MetricsRequest {}).unwrap();
     let mine = (seen.jobs.iter()).filter(|job| job.job == "mine" && job.uid == 0);
     assert_eq!(mine.count(), 1);
@@ -267,7 +267,7 @@ fn other_user(place: &str) {
     // The same name is another job.
     let mine = control.open_session(open("mine")).unwrap();
     assert_eq!(control.job(&mine.token), None);
-    // Nor are others' jobs seen.
+    // Others' jobs are not shown either.
     let seen = control.metrics(proto::MetricsRequest {}).unwrap();
     let jobs: Vec<_> = seen.jobs.iter().map(|job| (job.uid, &*job.job)).collect();
     assert_eq!(jobs, [(65534, "mine")]);
@@ -341,7 +341,7 @@ fn a_stop_ends_sessions_and_says_so_to_those_who_wait() {
 struct Refusing(std::process::Child);
 
 impl Refusing {
-    /// `None` without strace, or where attaching is forbidden.
+    /// Returns `None` without strace, or where attaching is forbidden.
     fn attach(pid: u32, inject: &str, device: &std::path::Path) -> Option<Self> {
         let call = inject.split(':').next().unwrap();
         let mut strace = Command::new("strace")
@@ -358,7 +358,7 @@ impl Refusing {
             .unwrap();
         let attached = told.contains("attached");
         let refusing = Self(strace);
-        // The first line tells of the whole process or of its first thread.
+        // The first line is for the whole process or for its first thread.
         std::thread::sleep(Duration::from_millis(300));
         attached.then_some(refusing)
     }
@@ -366,7 +366,7 @@ impl Refusing {
 
 impl Drop for Refusing {
     fn drop(&mut self) {
-        // Killed outright it would leave the daemon stopped.
+        // If strace were killed, the daemon would stay stopped.
         let pid = rustix::process::Pid::from_child(&self.0);
         let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
         let _ = self.0.wait();
@@ -415,7 +415,7 @@ fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
         );
         assert!(cqe.offset > 0, "it says where");
     }
-    // A write that failed is not written: what it would have replaced must not be committed in its place.
+    // A failed write leaves the tile unwritten: its old content must not be committed in its place.
     let token = session.token.clone();
     let commit = |control: &mut Control| {
         control.commit(proto::CommitRequest {
@@ -436,7 +436,7 @@ fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
             .contains(&store.devices[0].display().to_string()),
         "{fault}"
     );
-    // What a failed flush lost nobody knows: a later one that works proves nothing.
+    // Nobody knows what a failed flush lost: a later successful one proves nothing.
     let again = commit(&mut control).unwrap_err();
     assert_eq!(again.kind, FaultKind::Poisoned, "{again}");
     daemon.child.kill().unwrap();
@@ -493,7 +493,7 @@ fn a_dead_process_is_dead_even_when_its_child_holds_the_life_line() {
     rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
 }
 
-/// A data loader's worker, say, that inherited everything.
+/// Holds all inherited descriptors forever, like a data loader's worker.
 fn hold_for_ever(socket: &std::path::Path) {
     let mut control = Control::connect(socket);
     let session = control.session("tiny");

@@ -1,5 +1,5 @@
-//! Settings before a start and in a running daemon. What could go wrong: a check that passes what a start refuses, or disturbs
-//! a daemon; a reload that takes up half of a file, or ends the daemon; a change that is ignored in silence.
+//! Tests settings before a start and in a running daemon. What could go wrong: a check that accepts what a start refuses, or disturbs a daemon; a
+//! reload that applies half of a file, or ends the daemon; a change that is silently ignored.
 
 use std::io::Read;
 use std::os::unix::fs::FileExt;
@@ -19,7 +19,7 @@ fn check(config: &Path) -> Output {
     command.arg("check-config").arg(config).output().unwrap()
 }
 
-/// What is said against these settings.
+/// Returns the errors about these settings.
 fn refusal(config: &Path) -> String {
     let output = check(config);
     assert_eq!(output.status.code(), Some(78), "{}", words(&output));
@@ -50,22 +50,22 @@ fn good_settings_are_printed_whole_and_can_be_read_again_beside_a_daemon() {
 #[test]
 fn nobody_is_advised_to_format_a_file_that_holds_something_else() {
     let store = Store::new(1, "auto");
-    // As small as /etc/passwd, and larger than the beginning of a store.
+    // One file is as small as /etc/passwd, the other larger than the beginning of a store.
     for bytes in [1000, 4 << 20] {
         let text = "root:x:0:0:root:/root:/bin/bash\n".repeat(bytes / 32 + 1);
         std::fs::write(&store.devices[0], &text).unwrap();
-        let said = refusal(&store.config);
-        assert!(!said.contains("format"), "{said}");
+        let printed = refusal(&store.config);
+        assert!(!printed.contains("format"), "{printed}");
         assert!(
-            said.contains("content that offloadd did not write"),
-            "{said}"
+            printed.contains("content that offloadd did not write"),
+            "{printed}"
         );
         assert_eq!(std::fs::read_to_string(&store.devices[0]).unwrap(), text);
     }
-    // An empty one may be.
+    // An empty file is allowed.
     std::fs::write(&store.devices[0], []).unwrap();
-    let said = refusal(&store.config);
-    assert!(said.contains("offloadd format"), "{said}");
+    let printed = refusal(&store.config);
+    assert!(printed.contains("offloadd format"), "{printed}");
 }
 
 #[test]
@@ -90,12 +90,12 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
             "sessions_max",
         ),
     ];
-    for (from, to, said) in cases {
+    for (from, to, printed) in cases {
         std::fs::write(&store.config, &good).unwrap();
         change(&store, from, to);
         let message = refusal(&store.config);
-        assert!(message.contains(said), "{to}: {message}");
-        // As a start would.
+        assert!(message.contains(printed), "{to}: {message}");
+        // A start refuses it, too.
         store.refusal();
     }
     let other = Store::new(2, "auto");
@@ -103,7 +103,7 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
     change(&store, &device, other.devices[1].to_str().unwrap());
     let message = refusal(&store.config);
     assert!(message.contains("belongs to store"), "{message}");
-    // Every device that is wrong is named, not only the first.
+    // Every wrong device is named, not only the first.
     std::fs::write(&store.config, good.replace("/device", "/none")).unwrap();
     let message = refusal(&store.config);
     assert!(
@@ -131,19 +131,19 @@ fn a_damaged_store_is_refused_and_left_as_it_is() {
     assert!(std::fs::read(&store.devices[0]).unwrap() == before);
 }
 
-/// All that it said until its end.
+/// Returns all output until the daemon's end.
 fn last_words(mut daemon: Daemon) -> String {
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
-    let mut said = String::new();
+    let mut printed = String::new();
     daemon
         .child
         .stderr
         .take()
         .unwrap()
-        .read_to_string(&mut said)
+        .read_to_string(&mut printed)
         .unwrap();
-    said
+    printed
 }
 
 #[test]
@@ -156,7 +156,7 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
     fill_tiles(&mut session, 8, working, 10);
     assert!(control.arena_free_bytes() > 32 << 20);
 
-    // Less than is used is no reason to take anything away.
+    // A limit below the memory in use takes nothing away.
     change(&store, "64MiB", "8KiB");
     change(&store, "engine", "sessions_max = 1\nengine");
     daemon.signal(Signal::HUP);
@@ -180,11 +180,11 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
     });
     let other = control.session("other");
     drop((session, other));
-    let said = last_words(daemon);
-    assert!(said.contains("`socket` needs a restart"), "{said}");
+    let printed = last_words(daemon);
+    assert!(printed.contains("`socket` needs a restart"), "{printed}");
     assert!(
-        said.contains("`sessions_max` above 64, its value at the start"),
-        "{said}"
+        printed.contains("`sessions_max` above 64, its value at the start"),
+        "{printed}"
     );
 }
 
@@ -203,9 +203,9 @@ fn a_device_that_came_and_was_added_to_the_list_takes_no_restart() {
     eventually("there is more room", SOON, || {
         control.arena_free_bytes() == 128 << 20
     });
-    let said = last_words(daemon);
-    assert!(said.contains("changed settings applied"), "{said}");
-    assert!(!said.contains("takes a restart"), "{said}");
+    let printed = last_words(daemon);
+    assert!(printed.contains("changed settings applied"), "{printed}");
+    assert!(!printed.contains("takes a restart"), "{printed}");
 }
 
 #[test]
@@ -228,7 +228,7 @@ fn wrong_settings_change_nothing_in_a_running_daemon() {
     let (reloading, ready) = (heard.find("RELOADING=1"), heard.rfind("READY=1"));
     assert!(reloading.is_some() && reloading < ready, "{heard}");
     assert_eq!(daemon.control().arena_free_bytes(), 64 << 20);
-    let said = last_words(daemon);
-    assert!(said.contains("the settings stay unchanged"), "{said}");
-    assert!(said.contains("64Mb"), "{said}");
+    let printed = last_words(daemon);
+    assert!(printed.contains("the settings stay unchanged"), "{printed}");
+    assert!(printed.contains("64Mb"), "{printed}");
 }

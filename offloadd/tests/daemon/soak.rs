@@ -1,6 +1,6 @@
-//! Processes come, work, and go in every way there is, for `OFFLOADD_SOAK_SECONDS` (15), while one floods and one does
-//! nothing. What could go wrong: memory, descriptors, threads, slots or room on the devices get less with each of them, or
-//! whoever behaves waits for those who do not.
+//! Tests processes that start, work and end in every possible way, for `OFFLOADD_SOAK_SECONDS` (15), while one floods the daemon and one does
+//! nothing. What could go wrong: each of them leaves less memory, descriptors, threads, slots or space, or well-behaved processes wait for the
+//! others.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use crate::common::{
 
 const SOON: Duration = Duration::from_secs(10);
 
-/// What must not grow.
+/// Resources that must not grow.
 #[derive(Debug)]
 struct Size {
     resident_bytes: u64,
@@ -58,8 +58,8 @@ fn size(daemon: &Daemon, store: &Store) -> Size {
     }
 }
 
-/// One process's life, and one of the ends it can have. The job is gone afterwards.
-fn live(socket: &Path, name: &str, random: &mut SimRandom) {
+/// Runs one process's session, with one of its possible ends. The job is gone afterwards.
+fn run_session(socket: &Path, name: &str, random: &mut SimRandom) {
     let mut control = Control::connect(socket);
     let mut session = control.session(name);
     let mut working = session.begin(&mut control, 6);
@@ -75,7 +75,7 @@ fn live(socket: &Path, name: &str, random: &mut SimRandom) {
             let closed = control.close_session(proto::CloseSessionRequest { token });
             closed.unwrap();
         }
-        // As the kernel ends a process: its descriptors go, first or last, with transfers under way.
+        // End as a killed process does: the kernel closes its descriptors in any order, with transfers in flight.
         1 => {
             for tile in 0..3 {
                 session.submit(swap_out(tile, tile, working, &[0; 4096]));
@@ -115,46 +115,46 @@ fn nothing_grows_however_processes_come_and_go() {
         .map_or(15, |seconds| seconds.parse().expect("a number of seconds"));
     let store = Store::new(2, "auto");
     let daemon = store.serve();
-    let lives = AtomicU64::new(0);
+    let sessions = AtomicU64::new(0);
     let soak = |duration: Duration| {
         let end = Instant::now() + duration;
         std::thread::scope(|scope| {
             for thread in 0..4 {
-                let (lives, socket) = (&lives, &daemon.socket);
+                let (sessions, socket) = (&sessions, &daemon.socket);
                 scope.spawn(move || {
                     let mut random = SimRandom::new(thread);
                     while Instant::now() < end {
-                        live(socket, &format!("job-{thread}"), &mut random);
-                        lives.fetch_add(1, Ordering::Relaxed);
+                        run_session(socket, &format!("job-{thread}"), &mut random);
+                        sessions.fetch_add(1, Ordering::Relaxed);
                     }
                 });
             }
         });
     };
-    // Caches, pools and the like have their size after a while.
+    // Caches and pools have their size after a while.
     soak(Duration::from_secs(3));
     let warm = size(&daemon, &store);
-    let begun = lives.load(Ordering::Relaxed);
+    let begun = sessions.load(Ordering::Relaxed);
     soak(Duration::from_secs(seconds));
-    let lived = lives.load(Ordering::Relaxed) - begun;
-    assert!(lived > 20, "{lived} processes came and went");
+    let ended = sessions.load(Ordering::Relaxed) - begun;
+    assert!(ended > 20, "{ended} processes came and went");
     let mut last = size(&daemon, &store);
     eventually("it is as small as it was", SOON, || {
         last = size(&daemon, &store);
         last.descriptor_count <= warm.descriptor_count + 1 && last.thread_count <= warm.thread_count
     });
-    println!("{lived} lives in {seconds} s: {warm:?}, then {last:?}");
+    println!("{ended} sessions in {seconds} s: {warm:?}, then {last:?}");
     assert_eq!(last.arena_free_bytes, warm.arena_free_bytes);
     assert_eq!(last.device_free_bytes, warm.device_free_bytes);
     assert_eq!(last.disk_bytes, warm.disk_bytes);
     let grown = last.resident_bytes.saturating_sub(warm.resident_bytes);
-    assert!(grown < 8 << 20, "{grown} bytes more after {lived} lives");
+    assert!(grown < 8 << 20, "{grown} bytes more after {ended} sessions");
 }
 
-const PACE: &str = "2000000,2000000";
+const RATE_LIMIT: &str = "2000000,2000000";
 const TILE_BYTES: u32 = 64 << 10;
 
-/// Times of `count` reads of one tile, one after the other, sorted.
+/// Returns the durations of `count` reads of one tile, one after the other, sorted.
 fn times(session: &mut Session, count: usize) -> Vec<Duration> {
     let mut times: Vec<_> = (0..count)
         .map(|_| {
@@ -172,8 +172,8 @@ fn times(session: &mut Session, count: usize) -> Vec<Duration> {
 fn who_floods_or_sleeps_does_not_double_the_others_latency() {
     let store = Store::new(1, "auto");
     let mut command = store.serve_command();
-    // A tile takes a thirtieth of a second, whatever disk is below: what is measured is waiting, not the machine.
-    command.env("OFFLOADD_PACE", PACE);
+    // A tile takes a thirtieth of a second on any disk: the test measures waiting and not the machine.
+    command.env("OFFLOADD_RATE_LIMIT", RATE_LIMIT);
     let daemon = Daemon::start(command, store.socket());
     let mut control = daemon.control();
     let open = |control: &mut Control, job: &str| {
@@ -193,7 +193,7 @@ fn who_floods_or_sleeps_does_not_double_the_others_latency() {
     flooding.begin_sized(&mut control, 1, TILE_BYTES);
     let mut sleeping = open(&mut control, "sleeping");
     sleeping.begin_sized(&mut control, 1, TILE_BYTES);
-    // It fills its ring and never looks at the answers, nor reads a byte of its connection.
+    // Fills its ring and never takes completions, nor reads a byte of its connection.
     while sleeping
         .rings
         .put(&swap_in(0, 0).to_sqe(sleeping.epoch))
@@ -219,7 +219,7 @@ fn who_floods_or_sleeps_does_not_double_the_others_latency() {
         going.store(false, Ordering::Relaxed);
         among
     });
-    // On a busy machine one in ten may wait for a turn of the processor besides.
+    // On a busy machine one in ten may also wait for the processor.
     for (what, index, besides) in [("half", 20, 0), ("nine tenths", 36, 33)] {
         let (alone, among) = (alone[index], among[index]);
         println!("{what} within {alone:?} alone, {among:?} among them");

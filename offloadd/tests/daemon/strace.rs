@@ -1,8 +1,8 @@
-//! System calls that are refused or delayed.
+//! Makes system calls fail or take long, with strace.
 
 use std::process::Command;
 
-/// strace, which follows threads and says nothing, without a program yet. `None`, and why, where it cannot trace.
+/// Returns a command for strace that follows threads and prints nothing, without a program yet; `None`, with a message, where it cannot trace.
 pub(crate) fn strace() -> Option<Command> {
     let probe = Command::new("strace")
         .args(["-f", "-qq", "-e", "trace=none", "true"])

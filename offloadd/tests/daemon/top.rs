@@ -1,5 +1,5 @@
-//! `offloadd top` as a program. What could go wrong: a table that is not of this daemon, JSON that is none, an error that
-//! does not say what to do, a reader that goes away.
+//! Tests `offloadd top` as a program. What could go wrong: a table of another daemon, invalid JSON, an error that does not say what to do, a reader
+//! that closes the pipe.
 
 use std::process::Output;
 use std::time::Duration;
@@ -105,7 +105,7 @@ fn lines_of_json_end_when_nobody_reads_them() {
     assert!(output.stderr.is_empty(), "{:?}", output.stderr);
 }
 
-/// A terminal, what is drawn on it, and the program in it.
+/// A terminal, its content, and the program in it.
 struct Terminal {
     script: std::process::Child,
     dir: tempfile::TempDir,
@@ -116,7 +116,7 @@ impl Terminal {
         Self::top_in(daemon, "", "0.1")
     }
 
-    /// `prepare`: what the shell does before.
+    /// Starts `offloadd top` in a terminal. `prepare` is a shell command to run before.
     fn top_in(daemon: &Daemon, prepare: &str, interval: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let line = format!(
@@ -153,7 +153,7 @@ impl Terminal {
 
 impl Drop for Terminal {
     fn drop(&mut self) {
-        // Its terminal goes with it, and so does what runs there.
+        // The terminal ends with `script`, and so do the programs in it.
         let _ = self.script.kill();
         let _ = self.script.wait();
     }
@@ -187,7 +187,7 @@ fn the_live_view_outlasts_its_daemon_and_ends_beside_one_that_hangs() {
     let next = store.serve();
     eventually("another table", SOON, || tables() > before);
     next.signal(rustix::process::Signal::STOP);
-    // It asks, and is not answered.
+    // `top` asks the daemon and gets no answer.
     std::thread::sleep(Duration::from_millis(300));
     let since = std::time::Instant::now();
     terminal.signal(rustix::process::Signal::INT);
@@ -220,7 +220,7 @@ fn a_terminal_that_is_too_small_says_how_much_is_left_out_until_it_is_made_large
     }
     let store = Store::new(3, "psync");
     let daemon = store.serve();
-    // It looks once: what is drawn later is drawn because of the new size.
+    // `top` asks once: later output is drawn because of the new size.
     let mut terminal = Terminal::top_in(&daemon, "stty rows 6 cols 100;", "3600");
     eventually("a part of the table", SOON, || {
         terminal.drawn().contains("and 1 more: offloadd top --once")
@@ -258,7 +258,11 @@ fn a_reader_that_has_gone_does_not_make_a_command_fail() {
     eventually("the end", SOON, || {
         std::fs::read_to_string(&code).is_ok_and(|code| code.ends_with('\n'))
     });
-    let said = words(&output);
-    assert!(!said.contains("panicked"), "{said}");
-    assert_ne!(std::fs::read_to_string(&code).unwrap(), "101\n", "{said}");
+    let printed = words(&output);
+    assert!(!printed.contains("panicked"), "{printed}");
+    assert_ne!(
+        std::fs::read_to_string(&code).unwrap(),
+        "101\n",
+        "{printed}"
+    );
 }

@@ -1,5 +1,5 @@
-//! A device of the store that the settings do not list. What could go wrong: a daemon that is killed after a device came does
-//! not start again; a device of another store is taken or locked, or one that left; nobody is told what to write.
+//! Tests a device of the store that the settings do not list. What could go wrong: a daemon killed after a device was added does not start again; a
+//! device of another store, or one that left, is used or locked; the line to write is not shown.
 
 use std::io::Read;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ fn json(arguments: &[&str], store: &Store) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", words(&output)))
 }
 
-/// Of `device list`: which of the store's devices the settings lack.
+/// Returns for each device of `device list` whether the settings lack it.
 fn unlisted(store: &Store) -> Vec<bool> {
     let list = json(&["device", "list", "--json"], store);
     let devices = list["devices"].as_array().unwrap().iter();
@@ -35,8 +35,8 @@ fn kill(daemon: &mut Daemon) {
     daemon.wait(SOON);
 }
 
-/// A store of one device to which another one came with a generation of nines; its daemon was killed before anybody wrote it
-/// into the settings.
+/// Makes a store of one device to which another was added with a generation of nines; its daemon was killed before the device was written into the
+/// settings.
 fn forgotten() -> (Store, PathBuf, u64) {
     let store = Store::new(1, "auto");
     let new = store.dir.path().join("new");
@@ -107,7 +107,7 @@ fn a_device_that_came_before_a_kill_is_opened_and_told_of_until_it_is_listed() {
     stderr.read_to_string(&mut log).unwrap();
     assert!(log.contains("WARN") && log.contains(&line), "{log}");
 
-    // What it says mends it.
+    // Following its advice fixes it.
     store.devices.push(new);
     store.write_config(&store.socket(), "auto");
     let daemon = store.serve();
@@ -154,7 +154,7 @@ fn what_is_not_the_stores_at_that_path_is_neither_taken_nor_locked() {
         assert!(words(&check).contains(&missing), "{}", words(&check));
     };
     refused("nothing is there");
-    // Served by somebody else: a lock would be waited for, and be told of.
+    // Served by another daemon: waiting for its lock would take time and be logged.
     let other = Store::new(1, "auto");
     std::fs::rename(&other.devices[0], &new).unwrap();
     let held = Device::open(&new).unwrap();
@@ -187,7 +187,7 @@ fn a_device_that_left_is_not_opened() {
     let mut daemon = store.serve();
     drained(&store, &mut daemon.control(), &new);
     kill(&mut daemon);
-    // Nobody holds it, so nobody may need it.
+    // No process holds the file, so nothing may need it.
     std::fs::remove_file(&new).unwrap();
     let daemon = store.serve();
     let mut control = daemon.control();
@@ -204,7 +204,7 @@ fn after_a_drain_the_line_to_write_names_the_devices_of_the_store_alone() {
     let mut daemon = store.serve();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
-    // A listed device leaves; the one that came is not listed yet.
+    // A listed device leaves; the added one is not listed yet.
     drained(&store, &mut daemon.control(), &store.devices[1]);
     kill(&mut daemon);
     let line = format!("devices = {:?}", [&store.devices[0], &new]);

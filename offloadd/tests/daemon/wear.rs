@@ -1,5 +1,5 @@
-//! What wears drives out is counted over all lives of a store. What could go wrong: a restart forgets it, a commit counts
-//! twice, a torn or foreign copy is believed, a drive near its end that nobody is told of.
+//! Tests that wear is counted over all incarnations of the daemon on a store. What could go wrong: a restart forgets it, a commit counts twice, a
+//! torn or foreign copy is used, a drive near its end is not reported.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::FileExt;
@@ -17,11 +17,11 @@ use crate::growth::{device, drained, view};
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// One operation, of several.
+/// Bytes of one operation, of several.
 const MEASURED_MIN: u64 = MeasuredArea::BYTES_MIN;
 
 trait Before {
-    /// Written before this life of the daemon.
+    /// Bytes written before this incarnation of the daemon.
     fn before_bytes(&self) -> u64;
 }
 
@@ -37,32 +37,32 @@ fn look(control: &mut Control) -> Snapshot {
 }
 
 #[test]
-fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
+fn what_was_written_is_known_in_the_next_incarnation_by_device_and_by_job() {
     let store = Store::new(2, "auto");
     let mut written = [0; 2];
-    for life in 1..=3u64 {
+    for incarnation in 1..=3u64 {
         let mut daemon = store.serve();
         let mut control = daemon.control();
-        if life == 1 {
+        if incarnation == 1 {
             let formatted = look(&mut control).devices;
             written = [0, 1].map(|device: usize| formatted[device].before_bytes());
-            // Each was measured.
+            // Each device was measured.
             assert!(written.iter().all(|bytes| *bytes >= MEASURED_MIN));
         }
         let reply = control.open_session(open("tiny")).unwrap();
         let mut session = Session::attach(&reply).unwrap();
-        let working = match life {
+        let working = match incarnation {
             1 => session.begin(&mut control, 6),
-            _ => session.resume(&mut control, life - 1),
+            _ => session.resume(&mut control, incarnation - 1),
         };
         fill_tiles(&mut session, 6, working, 10);
         session.commit(&mut control, working, b"");
         let now = look(&mut control);
-        assert_eq!(now.jobs[0].worn_bytes, life * 6 * 4096);
+        assert_eq!(now.jobs[0].worn_bytes, incarnation * 6 * 4096);
         let job = &now.jobs[0];
         assert_eq!(
             job.worn.iter().map(|worn| worn.bytes).sum::<u64>(),
-            life * 6 * 4096
+            incarnation * 6 * 4096
         );
         for worn in &job.worn {
             let device = now.devices.iter();
@@ -75,7 +75,7 @@ fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
         }
         written = [0, 1].map(|device: usize| now.devices[device].worn_bytes);
         assert!(
-            written.iter().sum::<u64>() >= life * 7 * 4096,
+            written.iter().sum::<u64>() >= incarnation * 7 * 4096,
             "{written:?}"
         );
         daemon.signal(Signal::TERM);
@@ -90,7 +90,7 @@ fn what_was_written_is_known_in_the_next_life_by_device_and_by_job() {
     assert_eq!(json["sound"], true);
     for (device, written) in written.into_iter().enumerate() {
         let wear = &json["wear"][device];
-        // Ending in order may write besides.
+        // Ending in order may write more.
         assert!(wear["worn_bytes"].as_u64().unwrap() >= written, "{json}");
     }
 }
@@ -112,7 +112,7 @@ fn a_drive_near_the_end_of_its_rating_is_named_and_a_damaged_copy_is_not_believe
     };
     let (offset, blocks) = wear(4, 900_000_000).encode(StoreId(id), 0);
     device.write_all_at(blocks.as_slice(), offset).unwrap();
-    // The newer one is torn.
+    // The newer copy is torn.
     let (offset, mut blocks) = wear(5, 990_000_000).encode(StoreId(id), 0);
     blocks.as_mut_slice()[70] ^= 1;
     device.write_all_at(blocks.as_slice(), offset).unwrap();
@@ -197,7 +197,7 @@ fn what_calibrating_and_verify_move_beside_the_queue_is_counted_and_who_comes_is
     assert!(later[1] - kept[1] >= MEASURED_MIN, "{kept:?} {later:?}");
 }
 
-/// What the one job here ever wrote.
+/// Returns the bytes that the only job has written in all incarnations.
 fn job_worn(store: &Store) -> u64 {
     look(&mut Control::connect(&store.socket())).jobs[0].worn_bytes
 }
@@ -205,7 +205,7 @@ fn job_worn(store: &Store) -> u64 {
 #[test]
 fn what_a_job_wrote_to_devices_that_left_stays_counted() {
     let mut store = Store::new(2, "auto");
-    // Half of the tiles on each.
+    // Half of the tiles on each device.
     store.set_rates(&[0, 0]);
     let mut daemon = store.serve();
     let mut control = daemon.control();
@@ -222,7 +222,10 @@ fn what_a_job_wrote_to_devices_that_left_stays_counted() {
             .map(|w| w.bytes)
             .sum()
     };
-    assert!(on_it > 0, "nothing of it is on the one that leaves");
+    assert!(
+        on_it > 0,
+        "the device that leaves holds none of the job's bytes"
+    );
     let before = job_worn(&store);
     assert_eq!(before, 16 * 4096);
     drop((session, control));
@@ -232,7 +235,7 @@ fn what_a_job_wrote_to_devices_that_left_stays_counted() {
     assert_eq!(daemon.wait(SOON), Some(0));
     store.devices.remove(1);
     store.write_config(&store.socket(), "auto");
-    // Nor in the lives after, in which that device is not seen.
+    // Nor in later incarnations, in which that device is not present.
     for _ in 0..2 {
         let mut daemon = store.serve();
         assert_eq!(

@@ -1,9 +1,9 @@
-//! Two jobs of one user that keep a drive busy get its bandwidth in proportion to their weights, through the whole daemon. What
-//! could go wrong: the weights get lost between settings, sessions and queue, or apply only to reads or only to writes. The queue
-//! alone is tested in virtual time (`tests/turns.rs`).
+//! Tests that two jobs of one user that keep a drive busy get its bandwidth in proportion to their weights, through the whole daemon. What could go
+//! wrong: the weights get lost between settings, sessions and queue, or apply only to reads or only to writes. The queue alone is tested in virtual
+//! time (`tests/turns.rs`).
 //!
-//! All that a job wants of a pass is submitted before it is looked at, and what has ended is counted by the owner thread
-//! itself, of both jobs at once: how late this process looks changes nothing but when it looks.
+//! Each job submits all operations of a pass before the test looks, and the owner thread counts the ended operations of both jobs at one moment, so
+//! it does not matter how late this process looks.
 
 use std::time::Duration;
 
@@ -19,31 +19,31 @@ const TILE_BYTES: u32 = 64 << 10;
 /// Tiles of the job with weight 300, and of the one with weight 100.
 const TILES: [u32; 2] = [768, 512];
 
-/// Bytes a second each way: slow enough that every machine is faster, and that a pass is looked at often.
-const PACE: &str = "40000000,40000000";
+/// Bytes per second in each direction: slow enough that every machine is faster, and that the test looks often during a pass.
+const RATE_LIMIT: &str = "40000000,40000000";
 
-/// In flight on the device before the other job has come: they had no competitor.
+/// Bytes in flight on the device before the other job arrives: they had no competitor.
 const BEFORE_BYTES: u64 = 2 << 20;
 
-/// While so much of it is left a job still waits for turns: the queue hands no more to a device at a time.
+/// While more than this is left, a job still waits for turns: the queue hands over no more to a device at a time.
 const LEFT_BYTES: u64 = 8 << 20;
 
-/// Judged by no less: a tile is half a percent of it.
+/// Fewest bytes to judge by: a tile is half a percent of it.
 const JUDGED_BYTES: u64 = 12 << 20;
 
-/// A process that is kept from looking for seconds looks again.
+/// Attempts, in case this process is kept from looking for seconds.
 const PASSES: usize = 12;
 
 const JOBS: [&str; 2] = ["three", "one"];
 
-/// A store on a device that was measured at its pace, and its daemon.
+/// Starts a daemon for a store on a device that was measured under the limit.
 fn serve(quotas: &str) -> (Store, Daemon) {
     let dir = tempfile::tempdir().unwrap();
     let device = dir.path().join("device0");
     let output = program()
         .args(["format", "--size", "256MiB"])
         .arg(&device)
-        .env("OFFLOADD_PACE", PACE)
+        .env("OFFLOADD_RATE_LIMIT", RATE_LIMIT)
         .output()
         .unwrap();
     assert!(output.status.success(), "{}", words(&output));
@@ -59,12 +59,12 @@ fn serve(quotas: &str) -> (Store, Daemon) {
     );
     std::fs::write(&store.config, text).unwrap();
     let mut command = store.serve_command();
-    command.env("OFFLOADD_PACE", PACE);
+    command.env("OFFLOADD_RATE_LIMIT", RATE_LIMIT);
     let daemon = Daemon::start(command, socket);
     (store, daemon)
 }
 
-/// A session that can have all its tiles on their way at once.
+/// Opens a session that can have all its tiles in flight at once.
 fn session(control: &mut Control, job: &str, tiles: u32) -> Session {
     let class = SlotClass {
         slot_bytes: u64::from(TILE_BYTES),
@@ -83,7 +83,7 @@ fn session(control: &mut Control, job: &str, tiles: u32) -> Session {
     Session::attach_of(&reply, class).unwrap()
 }
 
-/// Of each job, what has ended one way, as the daemon counts it at one moment.
+/// Returns the bytes of each job that have ended in one direction, counted by the daemon at one moment.
 fn ended_bytes(control: &mut Control, out: bool) -> [u64; 2] {
     let jobs = control.metrics(proto::MetricsRequest {}).unwrap().jobs;
     JOBS.map(|name| {
@@ -93,8 +93,7 @@ fn ended_bytes(control: &mut Control, out: bool) -> [u64; 2] {
     })
 }
 
-/// Moves all tiles of both jobs. How many times as much as the second job the first one moved while both waited for more,
-/// if anybody looked in time.
+/// Moves all tiles of both jobs. Returns the ratio of the first job's bytes to the second's while both waited for more, if the test looked in time.
 fn pass(
     control: &mut Control,
     sessions: &mut [Session; 2],
@@ -140,7 +139,7 @@ fn pass(
     (first + second >= JUDGED_BYTES).then(|| first as f64 / second as f64)
 }
 
-/// The first pass of some that was looked at in time.
+/// Returns the ratio of the first pass in which the test looked in time.
 fn ratio(
     control: &mut Control,
     sessions: &mut [Session; 2],

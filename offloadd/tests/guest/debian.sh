@@ -14,13 +14,13 @@ for program in debootstrap mkfs.ext4; do
 done
 .ci/test-tools.sh
 root=$(mktemp -d)
-# What debootstrap mounted there and left, because it failed, is this machine's.
+# Remove what a failed debootstrap mounted and left behind.
 trap 'umount "$root/sys" "$root/proc" 2>/dev/null || true; rm -rf --one-file-system "$root" "$image.new"' EXIT
 chmod 755 "$root"
-# The release of this machine, whose libc what is built here needs.
+# The release of this machine, because programs built here need its libc.
 codename=$(. /etc/os-release && [ "$ID" = debian ] && echo "$VERSION_CODENAME" || echo bookworm)
 debootstrap --variant=minbase --include=systemd,systemd-sysv,udev,procps,passwd "$codename" "$root"
-# What takes long in an emulated processor and is of no use here.
+# Disable services that take long in an emulated processor and are not needed here.
 rm -rf "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
 for unit in apt-daily.timer apt-daily-upgrade.timer dpkg-db-backup.timer fstrim.timer e2scrub_all.timer e2scrub_reap.service; do
     ln -sf /dev/null "$root/etc/systemd/system/$unit"

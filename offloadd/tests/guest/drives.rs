@@ -1,15 +1,15 @@
-//! Drives in this process's memory, served to QEMU as NBD exports. All their writes and flushes stand in one log, in the
-//! order in which they were answered, between what the guest said meanwhile.
+//! Drives in this process's memory, served to QEMU as NBD exports. One log holds all their writes and flushes in the order in which they were
+//! answered, and the guest's messages between them.
 //!
-//! A request is answered before the next one of its drive is read, so nothing is ever half done; what a drive was given
-//! since its last flush is in its volatile cache, and a power cut may keep any of its sectors.
+//! A request is answered before the next one of its drive is read, so no request is ever half done. Bytes written to a drive since its last flush are
+//! in its volatile cache, and a power cut may keep any of their sectors.
 
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
-/// What happened, in order.
+/// One event of the log.
 #[derive(Clone, Debug)]
 pub(crate) enum Entry {
     Write {
@@ -20,11 +20,11 @@ pub(crate) enum Entry {
     Flush {
         drive: usize,
     },
-    /// The guest was told that this generation is committed.
+    /// The guest reported that this generation is committed.
     Acknowledged(u64),
 }
 
-/// The contents of all drives when the guest started, and what happened since.
+/// The contents of all drives when the guest started, and the events since.
 pub(crate) struct Drives {
     pub(crate) base: Vec<Vec<u8>>,
     pub(crate) log: Arc<Mutex<Vec<Entry>>>,
@@ -32,7 +32,7 @@ pub(crate) struct Drives {
 }
 
 impl Drives {
-    /// Serves drives of these contents on sockets in `dir`, for as long as QEMU is connected.
+    /// Serves drives with these contents on sockets in `dir`, as long as QEMU is connected.
     pub(crate) fn serve(dir: &Path, base: Vec<Vec<u8>>) -> Self {
         let log = Arc::new(Mutex::new(Vec::new()));
         let sockets = (base.iter().enumerate()).map(|(drive, bytes)| {
@@ -41,7 +41,7 @@ impl Drives {
             let (mut live, log) = (bytes.clone(), log.clone());
             std::thread::spawn(move || {
                 let (stream, _) = listener.accept().unwrap();
-                // It ends when QEMU does.
+                // The thread ends when QEMU does.
                 let _ = serve(stream, drive, &mut live, &log);
             });
             path
@@ -58,7 +58,7 @@ const OPTION_GO: u32 = 7;
 const REPLY_ACK: u32 = 1;
 const REPLY_INFO: u32 = 3;
 const REPLY_UNSUPPORTED: u32 = (1 << 31) + 1;
-/// It has flags, and takes flushes.
+/// The export has flags, and supports flushes.
 const EXPORT_FLAGS: u16 = 1 | 4;
 
 fn number<const BYTES: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; BYTES]> {
@@ -67,7 +67,7 @@ fn number<const BYTES: usize>(stream: &mut UnixStream) -> std::io::Result<[u8; B
     Ok(bytes)
 }
 
-/// The fixed newstyle handshake, as far as QEMU needs it.
+/// Does the fixed newstyle handshake, as far as QEMU needs it.
 fn shake_hands(stream: &mut UnixStream, bytes: u64) -> std::io::Result<()> {
     stream.write_all(b"NBDMAGICIHAVEOPT\0\x03")?;
     number::<4>(stream)?;

@@ -1,4 +1,4 @@
-//! What the guest starts with: busybox, the daemon, this program as its client, the libraries they need, a script.
+//! Builds the guest's initial file system: busybox, the daemon, this program as its client, the libraries they need, a script.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -52,7 +52,7 @@ impl Archive {
     }
 }
 
-/// Writes one that has `more` files besides (name, content) and runs `script` (of busybox's shell), then switches the machine off.
+/// Writes an archive with the files `more` (name, content) that runs `script` in busybox's shell and then switches the machine off.
 pub(crate) fn write(to: &Path, busybox: &Path, more: &[(&str, Vec<u8>)], script: &str) {
     let mut archive = Archive::default();
     for dir in [
@@ -91,7 +91,7 @@ pub(crate) fn write(to: &Path, busybox: &Path, more: &[(&str, Vec<u8>)], script:
     std::fs::write(to, &archive.bytes).unwrap();
 }
 
-/// The daemon as the guest has it, written into `dir`.
+/// Returns the daemon without debug information, written into `dir`.
 pub(crate) fn stripped_daemon(dir: &Path) -> PathBuf {
     let to = dir.join("offloadd");
     let daemon = Path::new(env!("CARGO_BIN_EXE_offloadd"));
@@ -99,7 +99,7 @@ pub(crate) fn stripped_daemon(dir: &Path) -> PathBuf {
     to
 }
 
-/// Without what only debuggers read: the guest unpacks a tenth.
+/// Returns the program without debug information: the guest then unpacks a tenth of the bytes.
 fn stripped(program: &Path, scratch: &Path) -> Vec<u8> {
     let mut strip = Command::new("strip");
     strip.arg("-o").arg(scratch).arg(program);

@@ -1,4 +1,4 @@
-//! The machine: two NVMe drives behind root ports of their own, a serial line that we read, QMP to pull a drive out.
+//! The virtual machine: two NVMe drives behind root ports of their own, a serial line that the test reads, and QMP to pull a drive out.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
@@ -10,14 +10,14 @@ use std::time::{Duration, Instant};
 use crate::drives::Drives;
 use crate::initramfs;
 
-/// What a machine is made of, if this one has it.
+/// Parts of a virtual machine, as found on this host.
 pub(crate) struct Parts {
     kernel: PathBuf,
     busybox: PathBuf,
 }
 
 impl Parts {
-    /// `None`: the test is skipped, and why was said.
+    /// Finds the parts; returns `None` after printing why the test is skipped.
     pub(crate) fn find() -> Option<Self> {
         let name = std::thread::current().name().unwrap_or("a test").to_owned();
         let skip = |why: &str| {
@@ -40,7 +40,7 @@ impl Parts {
         Some(Self { kernel, busybox })
     }
 
-    /// Boots; `script` runs in the guest.
+    /// Boots the guest, which runs `script`.
     pub(crate) fn boot(&self, dir: &Path, drives: &Drives, script: &str) -> Machine {
         let initrd = dir.join("initrd");
         let bounded =
@@ -57,7 +57,7 @@ impl Parts {
         self.start(dir, &blocks, LONG)
     }
 
-    /// Boots the system on the drive `image`, which changes, with `files` (name, content) laid into it.
+    /// Boots the system on the drive `image`, which changes, after copying `files` (name, content) into it.
     pub(crate) fn boot_system(
         &self,
         dir: &Path,
@@ -120,7 +120,7 @@ impl Parts {
             .spawn()
             .unwrap();
         let serial = BufReader::new(child.stdout.take().unwrap());
-        // A thread reads, so that a guest that says nothing any more is not waited for beyond its limit.
+        // A thread reads the lines, so that the wait for a silent guest has a limit.
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             for line in serial.lines().map_while(Result::ok) {
@@ -135,7 +135,7 @@ impl Parts {
             monitor,
             started: Instant::now(),
             long,
-            said: Vec::new(),
+            printed: Vec::new(),
         }
     }
 }
@@ -147,28 +147,28 @@ pub(crate) struct Machine {
     monitor: PathBuf,
     started: Instant,
     long: Duration,
-    said: Vec<String>,
+    printed: Vec<String>,
 }
 
-/// A machine that takes longer has hung: its own limit, which holds should the test be killed, comes first.
+/// Time limit of a machine: one that takes longer hangs. The machine's own limit comes first, and also applies when the test is killed.
 const LONG: Duration = Duration::from_secs(660);
 
 impl Machine {
-    /// The next line that the guest says; `None` when it is off. Panics when it is still on at its limit.
+    /// Returns the next line of the guest, `None` when it is off. Panics when it is still on at its limit.
     pub(crate) fn line(&mut self) -> Option<String> {
         let left = self.long.saturating_sub(self.started.elapsed());
         let line = match self.lines.recv_timeout(left) {
             Ok(line) if !left.is_zero() => line.trim().to_owned(),
             Err(RecvTimeoutError::Disconnected) => return None,
-            _ => panic!("on after {:?}, it said: {:#?}", self.long, self.said),
+            _ => panic!("on after {:?}, it printed: {:#?}", self.long, self.printed),
         };
-        self.said.push(line.clone());
+        self.printed.push(line.clone());
         Some(line)
     }
 
-    /// All it said, to show in a failure.
-    pub(crate) fn said(&self) -> &[String] {
-        &self.said
+    /// Returns all lines so far, to print after a failure.
+    pub(crate) fn printed(&self) -> &[String] {
+        &self.printed
     }
 
     /// Pulls a drive out.

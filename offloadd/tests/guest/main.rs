@@ -1,5 +1,5 @@
-//! A whole daemon in a machine of its own: QEMU (emulated, so no KVM is needed), Linux's nvme driver, two drives whose every
-//! write and flush this process serves and remembers.
+//! Tests a whole daemon in a virtual machine: QEMU (emulated, so no KVM is needed), Linux's nvme driver, and two drives whose writes and flushes this
+//! process serves and records.
 //!
 //! ```text
 //!   guest: writer ── rings ── offloadd ── io_uring ── nvme ──▶ QEMU ── NBD ──▶ drives (here) ──▶ log of writes, flushes
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! Needs qemu-system-x86_64, a static busybox and a kernel with nvme built in (`.ci/test-tools.sh` fetches them; the kernel
-//! is `target/guest/vmlinuz` or `OFFLOADD_GUEST_KERNEL`). Where one is missing the tests say so and are skipped.
+//! is `target/guest/vmlinuz` or `OFFLOADD_GUEST_KERNEL`). Where one is missing, the tests are skipped with a message.
 
 mod drives;
 mod initramfs;

@@ -1,6 +1,6 @@
 #!/bin/bash
-# What the test `service` does in its Debian, as root, when systemd has started it: the whole life of an installed daemon. Each
-# line that the test reads begins with GUEST. The first thing that fails ends it, with what the daemon said.
+# Runs in the Debian of the test `service`, as root, when systemd has started it: installs, uses and removes the daemon. Each line that the test reads
+# begins with GUEST. The first failure ends the script, with the daemon's log.
 config=/etc/offloadd/offloadd.toml
 say() { echo "GUEST $*"; }
 off() { systemctl poweroff --force --force; sleep 600; }
@@ -9,7 +9,7 @@ must() { local what=$1 said; shift; said=$("$@" 2>&1) && say "OK $what" || faile
 cannot() { local what=$1 said; shift; said=$("$@" 2>&1) && failed "$what" "$said" || say "OK $what"; }
 main_pid() { systemctl show -p MainPID --value offloadd; }
 status() { grep "^$1:" "/proc/$(main_pid)/status" | tr -s ' \t' ' '; }
-# What the daemon said may still be on its way into the journal.
+# The daemon's last lines may still be on their way into the journal.
 ready() { journalctl --sync; journalctl -u offloadd -o cat | grep '^READY' | tail -n 1; }
 held() { offloadd job list --config $config --json | tr -d ' \n'; }
 
@@ -56,10 +56,10 @@ for _ in $(seq 300); do [ -e $lives/written ] || [ -z "$(jobs -r)" ] && break; s
 must "a process writes what it has not committed" test -e $lives/written
 must "a restart beside it" systemctl restart offloadd
 touch $lives/restarted
-wait $! && say "OK its session goes on, and commits" || failed "its session goes on, and commits" "$(cat /tmp/lives.log)"
+wait $! && say "OK its session continues, and commits" || failed "its session continues, and commits" "$(cat /tmp/lives.log)"
 must "it stops" systemctl stop offloadd
 say "FACT $(systemctl show -p Result offloadd)"
-# Were the filter not enforced, it would take io_uring here too.
+# Without an enforced filter, the daemon would use io_uring here too.
 mkdir -p /etc/systemd/system/offloadd.service.d
 printf '[Service]\nSystemCallFilter=~@aio\n' >/etc/systemd/system/offloadd.service.d/less.conf
 systemctl daemon-reload

@@ -1,9 +1,9 @@
-//! The power goes at every moment of a daemon's life in the guest. What could go wrong: a record that names tiles of a drive
-//! that was not flushed, an acknowledged generation that is gone, a torn one that is offered.
+//! Cuts the power at every moment while a daemon runs in the guest. What could go wrong: a record that names tiles of a drive that was not flushed,
+//! an acknowledged generation that is gone, a torn one that is offered.
 //!
-//! The log of both drives gives the images: at each moment, what was flushed, and any subset of the sectors that were not.
-//! Each image is recovered as a daemon does at its start, all tiles of what it offers are read and compared with what the
-//! writer wrote. `OFFLOADD_POWER_IMAGES=1000000` tries so many.
+//! The log of both drives gives the images: at each moment, the flushed bytes and any subset of the unflushed sectors. Each image is recovered as a
+//! daemon does at its start, and all tiles of the generations it offers are read and compared with what the writer wrote.
+//! `OFFLOADD_POWER_IMAGES=1000000` tries this many images.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -24,7 +24,7 @@ const BLOCK: usize = 4096;
 const GENERATIONS: u64 = 25;
 const IMAGES: u64 = 20_000;
 
-/// Drives after a power cut: what was durable, and over it blocks that were on their way.
+/// Drives after a power cut: the durable bytes, and above them blocks that were in transit.
 struct Image<'a> {
     durable: &'a [Vec<u8>],
     over: HashMap<(usize, usize), [u8; BLOCK]>,
@@ -38,7 +38,7 @@ impl Image<'_> {
         }
     }
 
-    /// This part of a write reached the drive.
+    /// Records that this part of a write reached the drive.
     fn keep(&mut self, drive: usize, offset: usize, bytes: &[u8]) {
         let durable = &self.durable[drive];
         let block = offset / BLOCK;
@@ -103,7 +103,7 @@ impl Blocks for Image<'_> {
     }
 }
 
-/// What is wrong with an image, if anything is.
+/// Returns what is wrong with an image, if anything is.
 fn violation(mut image: Image, acknowledged: u64, contents: &mut Contents) -> Option<String> {
     let store = match recover::open(&mut image) {
         Ok(store) => store,
@@ -114,7 +114,7 @@ fn violation(mut image: Image, acknowledged: u64, contents: &mut Contents) -> Op
     };
     let newest = resumable(&job.slots).last().copied().cloned();
     let number = newest.as_ref().map_or(0, |n| n.record.generation.0);
-    // What the guest says takes longer than what its drives are given: later ones are there already.
+    // The guest's messages take longer than its writes, so later generations may be present already.
     if number < acknowledged {
         return Some(format!(
             "{number} is offered, {acknowledged} was acknowledged"
@@ -139,7 +139,7 @@ fn violation(mut image: Image, acknowledged: u64, contents: &mut Contents) -> Op
     None
 }
 
-/// What tiles hold, made once.
+/// Contents of tiles, computed once.
 #[derive(Default)]
 struct Contents(HashMap<(u64, u32), Vec<u8>>);
 
@@ -150,7 +150,7 @@ impl Contents {
     }
 }
 
-/// Cuts the power `images` times over the log, and answers how many images are wrong, the first of them in words.
+/// Cuts the power `images` times over the log. Returns the number of wrong images, and a description of the first.
 fn cut(base: &[Vec<u8>], log: &[Entry], images: u64, seed: u64) -> (u64, Option<String>) {
     let mut random = SimRandom::new(seed);
     let mut contents = Contents::default();
@@ -171,7 +171,7 @@ fn cut(base: &[Vec<u8>], log: &[Entry], images: u64, seed: u64) -> (u64, Option<
             }
             Entry::Acknowledged(generation) => acknowledged = *generation,
         }
-        // As many at each moment, to the last one.
+        // Equally many at each moment, to the last one.
         let here =
             images * (at as u64 + 1) / log.len() as u64 - images * at as u64 / log.len() as u64;
         for _ in 0..here {
@@ -179,7 +179,7 @@ fn cut(base: &[Vec<u8>], log: &[Entry], images: u64, seed: u64) -> (u64, Option<
                 durable: &durable,
                 over: HashMap::new(),
             };
-            // From "nothing survives" over "half" to "nearly all", for each drive by itself.
+            // From "nothing survives" through "half" to "nearly all", for each drive separately.
             for (drive, pending) in pending.iter().enumerate() {
                 let kept_in_16 = [0, 1, 8, 15, 16][random.below(5)];
                 for (offset, bytes) in pending {
@@ -199,14 +199,14 @@ fn cut(base: &[Vec<u8>], log: &[Entry], images: u64, seed: u64) -> (u64, Option<
     (wrong, first)
 }
 
-/// A store's drives, formatted here: formatting measures them, which is nothing to remember.
+/// Returns the drives of a store, formatted here because formatting measures them, which the log need not contain.
 fn formatted() -> Vec<Vec<u8>> {
     let store = Store::new(2, "psync");
     let devices = store.devices.iter();
     devices.map(|path| std::fs::read(path).unwrap()).collect()
 }
 
-/// A life in the guest, with a mechanism taken away or none.
+/// Runs a daemon in the guest, with a safeguard disabled or none.
 fn life(parts: &Parts, removed: &str) -> (Vec<Vec<u8>>, Vec<Entry>) {
     let dir = tempfile::tempdir().unwrap();
     let drives = Drives::serve(dir.path(), formatted());
@@ -223,9 +223,9 @@ fn life(parts: &Parts, removed: &str) -> (Vec<Vec<u8>>, Vec<Entry>) {
             break;
         }
     }
-    let said = machine.said().join("\n");
+    let printed = machine.printed().join("\n");
     drop(machine);
-    assert_eq!(acknowledged, GENERATIONS, "{said}");
+    assert_eq!(acknowledged, GENERATIONS, "{printed}");
     let log = std::mem::take(&mut *drives.log.lock().unwrap());
     (drives.base, log)
 }
@@ -259,7 +259,7 @@ fn the_power_may_go_at_any_moment() {
     for (wrong, first) in results {
         assert_eq!(wrong, 0, "{first:?}");
     }
-    // A drive whose flush does nothing is what this finds.
+    // Finds a drive whose flush does nothing.
     let lying: Vec<Entry> = (log.into_iter())
         .filter(|entry| !matches!(entry, Entry::Flush { drive: 1 }))
         .collect();

@@ -1,5 +1,5 @@
-//! A drive is pulled out while its tiles are read. What could go wrong: zero bytes that a removed NVMe drive answers are
-//! taken for a read, the other drive's tiles are refused too, the daemon dies, a commit without the drive is acknowledged.
+//! Pulls a drive out while its tiles are read. What could go wrong: the zero bytes that a removed NVMe drive returns are taken for a read, the other
+//! drive's tiles are refused too, the daemon dies, a commit without the drive is acknowledged.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -38,10 +38,13 @@ fn a_drive_that_is_pulled_out_is_named_and_the_other_serves_on() {
         }
         alive |= line.contains("ALIVE true");
     }
-    let said = machine.said().join("\n");
-    assert_eq!(devices, BTreeSet::from(["1".to_owned()]), "{said}");
-    assert!((1..writer::TILES as usize).contains(&tiles.len()), "{said}");
-    let refusal = refusal.unwrap_or_else(|| panic!("a commit without the drive: {said}"));
+    let printed = machine.printed().join("\n");
+    assert_eq!(devices, BTreeSet::from(["1".to_owned()]), "{printed}");
+    assert!(
+        (1..writer::TILES as usize).contains(&tiles.len()),
+        "{printed}"
+    );
+    let refusal = refusal.unwrap_or_else(|| panic!("a commit without the drive: {printed}"));
     assert!(refusal.contains("tiles of job guest failed"), "{refusal}");
-    assert!(alive, "{said}");
+    assert!(alive, "{printed}");
 }

@@ -1,9 +1,9 @@
-//! A Debian installs the package, and its systemd runs the daemon, sandbox and seccomp filter enforced. What could go wrong:
-//! scripts that fail where there is a systemd, READY that never comes, a filter that takes io_uring or direct I/O away, a
-//! daemon that does not come back, sessions that do not outlive its restart, a removal that takes stores.
+//! Installs the package on a Debian, whose systemd runs the daemon with sandbox and seccomp filter enforced. What could go wrong: scripts that fail
+//! under systemd, READY that never comes, a filter that forbids io_uring or direct I/O, a daemon that does not come back, sessions that do not
+//! survive its restart, a removal that deletes stores.
 //!
-//! `offloadd/tests/guest/debian.sh` makes the Debian (root, apt); without it this is skipped. It takes some minutes, most of
-//! them for an emulated processor to boot.
+//! `offloadd/tests/guest/debian.sh` makes the Debian (root, apt); without it the test is skipped. It takes some minutes, most of them for an emulated
+//! processor to boot.
 
 use std::path::Path;
 use std::process::Command;
@@ -14,10 +14,10 @@ use crate::writer;
 
 const GENERATIONS: u64 = 3;
 
-/// An emulated processor on a busy machine: it hangs only when it takes longer.
+/// Time limit of the guest: an emulated processor on a busy machine is slow.
 const LONG: Duration = Duration::from_secs(1500);
 
-/// What PID 1 is told to do when it has started everything.
+/// Init script that PID 1 runs when it has started everything.
 const INIT: &str = "#!/bin/sh
 cat > /etc/systemd/system/payload.service <<END
 [Unit]
@@ -43,7 +43,7 @@ fn systemd_runs_the_installed_daemon() {
         let socket = Path::new(&socket);
         return match std::env::var_os(writer::RESTART) {
             None => writer::commit_generations(socket, GENERATIONS),
-            Some(dir) => writer::live_through_a_restart(socket, Path::new(&dir)),
+            Some(dir) => writer::survive_a_restart(socket, Path::new(&dir)),
         };
     }
     let Some(parts) = Parts::find() else { return };
@@ -64,10 +64,13 @@ fn systemd_runs_the_installed_daemon() {
         .arg(dir.path())
         .output()
         .unwrap();
-    let said = String::from_utf8(output.stdout).unwrap();
-    assert!(output.status.success(), "{said}");
+    let printed = String::from_utf8(output.stdout).unwrap();
+    assert!(output.status.success(), "{printed}");
     let files = [
-        ("payload/offloadd.deb", std::fs::read(said.trim()).unwrap()),
+        (
+            "payload/offloadd.deb",
+            std::fs::read(printed.trim()).unwrap(),
+        ),
         ("payload/payload.sh", include_bytes!("payload.sh").to_vec()),
         ("payload/init", INIT.into()),
     ];
@@ -82,19 +85,19 @@ fn systemd_runs_the_installed_daemon() {
             ended |= told == "END";
         }
     }
-    let said = machine.said().join("\n");
-    assert!(ended && !said.contains("GUEST FAILED"), "{said}");
-    assert!(ok >= 23, "{ok} steps: {said}");
+    let printed = machine.printed().join("\n");
+    assert!(ended && !printed.contains("GUEST FAILED"), "{printed}");
+    assert!(ok >= 23, "{ok} steps: {printed}");
     let fact = |what: &str| {
         let found = facts.iter().find(|fact| fact.starts_with(what));
-        found.unwrap_or_else(|| panic!("nothing told of {what}: {said}"))
+        found.unwrap_or_else(|| panic!("nothing told of {what}: {printed}"))
     };
-    assert!(fact("READY").contains("engine uring"), "{said}");
-    // 2: a filter. The daemon holds no capability and can get none.
+    assert!(fact("READY").contains("engine uring"), "{printed}");
+    // 2: a filter. The daemon has no capability and can get none.
     assert_eq!(fact("Seccomp:"), "Seccomp: 2");
     assert_eq!(fact("NoNewPrivs:"), "NoNewPrivs: 1");
     assert_eq!(fact("CapEff:"), "CapEff: 0000000000000000");
-    assert!(fact("less: READY").contains("engine psync"), "{said}");
+    assert!(fact("less: READY").contains("engine psync"), "{printed}");
     let [held, again] =
         ["held {", "held again {"].map(|what| fact(what).split_once('{').unwrap().1);
     assert!(held.contains(writer::JOB), "{held}");

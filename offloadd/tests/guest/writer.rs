@@ -1,4 +1,4 @@
-//! What runs in the guest as the daemon's client, and what it writes: known to whoever reads the drives afterwards.
+//! The daemon's client in the guest, and the bytes that it writes, known to the test that reads the drives afterwards.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,13 +12,13 @@ use crate::process::{Control, Session, eventually, open_sized, swap_in, swap_out
 pub(crate) const TILES: u32 = 6;
 pub(crate) const TILE_BYTES: u32 = 16 << 10;
 pub(crate) const JOB: &str = "guest";
-/// An emulated processor on a busy machine: it hangs only when it takes longer.
+/// Time limit of a restart: an emulated processor on a busy machine is slow.
 const RESTARTED: Duration = Duration::from_secs(600);
 
-/// Set for this program when it runs in the guest.
+/// Variable that is set for this program when it runs in the guest.
 pub(crate) const SOCKET: &str = "OFFLOADD_GUEST_SOCKET";
 
-/// Where this program and who restarts the daemon tell each other how far they are; set when that is to be lived through.
+/// Variable with the directory in which this program and the script that restarts the daemon report their progress; set for that test.
 pub(crate) const RESTART: &str = "OFFLOADD_GUEST_RESTART";
 
 /// Whether generation `generation` writes this tile; the first writes all.
@@ -26,7 +26,7 @@ fn writes(generation: u64, tile: u32) -> bool {
     generation == 1 || !(generation + u64::from(tile)).is_multiple_of(3)
 }
 
-/// What a tile holds in a generation.
+/// Returns a tile's content in a generation.
 pub(crate) fn content(generation: u64, tile: u32) -> Vec<u8> {
     let by = (1..=generation).rev().find(|by| writes(*by, tile));
     let mut state = (by.expect("the first writes all") << 32) + u64::from(tile) + 1;
@@ -39,7 +39,7 @@ pub(crate) fn content(generation: u64, tile: u32) -> Vec<u8> {
     words.collect()
 }
 
-/// A shell's lines that start a daemon on both drives and run `test` of this program as its client.
+/// Returns shell lines that start a daemon on both drives and run `test` of this program as its client.
 pub(crate) fn script(test: &str, removed: &str) -> String {
     format!(
         "mkdir /run/offloadd\n\
@@ -56,7 +56,7 @@ pub(crate) fn script(test: &str, removed: &str) -> String {
     )
 }
 
-/// A new job whose tiles are defined.
+/// Opens a new job and defines its tiles.
 pub(crate) fn begin(control: &mut Control) -> Session {
     let reply = control
         .open_session(open_sized(JOB, u64::from(TILE_BYTES)))
@@ -66,7 +66,7 @@ pub(crate) fn begin(control: &mut Control) -> Session {
     session
 }
 
-/// Commits one generation after the other and says each on a line of its own.
+/// Commits one generation after the other and prints each on a line of its own.
 pub(crate) fn commit_generations(socket: &Path, count: u64) {
     let mut control = Control::connect(socket);
     let mut session = begin(&mut control);
@@ -90,11 +90,11 @@ pub(crate) fn commit_generations(socket: &Path, count: u64) {
     }
 }
 
-/// Writes a generation, lets the daemon be restarted, and commits it by the same session.
-pub(crate) fn live_through_a_restart(socket: &Path, dir: &Path) {
+/// Writes a generation, waits for a restart of the daemon, and commits it through the same session.
+pub(crate) fn survive_a_restart(socket: &Path, dir: &Path) {
     let mut control = Control::connect(socket);
     let request = proto::OpenSessionRequest {
-        job: "lives".into(),
+        job: "long-lived".into(),
         ..open_sized(JOB, u64::from(TILE_BYTES))
     };
     let reply = control.open_session(request).unwrap();
@@ -120,7 +120,7 @@ pub(crate) fn live_through_a_restart(socket: &Path, dir: &Path) {
     assert_eq!(session.commit(&mut control, 1, b"lived"), 2);
 }
 
-/// All tiles of generation 1, one after the other.
+/// Writes all tiles of generation 1, one after the other.
 fn write_first(session: &mut Session) {
     for tile in 0..TILES {
         let place = session.geometry.place(SlotIndex(0)).unwrap();
@@ -131,7 +131,7 @@ fn write_first(session: &mut Session) {
     }
 }
 
-/// Reads all tiles again and again and says what was refused, until it was ten times; then tries to commit all of them.
+/// Reads all tiles again and again and prints the refusals, until there were ten; then tries to commit all tiles.
 pub(crate) fn read_until_refused(socket: &Path) {
     let mut control = Control::connect(socket);
     let mut session = begin(&mut control);

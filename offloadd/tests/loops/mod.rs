@@ -1,4 +1,4 @@
-//! Loop devices: block devices that tests make of a file, where they may (root).
+//! Loop devices: block devices that tests make from a file, if they may (root).
 
 use std::path::Path;
 use std::process::Command;
@@ -7,7 +7,7 @@ use std::process::Command;
 pub(crate) struct Loop(pub(crate) String);
 
 impl Loop {
-    /// `None` where there are none, or we may not.
+    /// Returns `None` if there are no loop devices, or if this user may not use them.
     pub(crate) fn new(file: &Path) -> Option<Self> {
         let output = Command::new("losetup")
             .args(["--find", "--show", "--direct-io=on"])

@@ -1,4 +1,4 @@
-//! Power cuts and kills at chosen moments: those that random crashes meet too seldom to be relied on.
+//! Cuts the power and kills the daemon at chosen moments that random crashes meet too seldom.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
@@ -22,8 +22,8 @@ fn write_all(world: &mut World, process: Process, generation: u64) {
     }
 }
 
-/// A daemon starts, the job goes on from its newest generation, whose tiles must be whole.
-fn go_on(disks: SimDisks, random: SimRandom) -> (World, Process, u64) {
+/// Starts a daemon and resumes the job from its newest generation, whose tiles must be intact.
+fn resume_newest(disks: SimDisks, random: SimRandom) -> (World, Process, u64) {
     let mut world = World::start(disks, random);
     let (process, record) = world.open(&job("a"), 0, 1).unwrap();
     let record = record.unwrap();
@@ -48,12 +48,12 @@ fn a_record_read_out_of_a_drives_cache_does_not_vanish_later() {
             for _ in 0..steps {
                 world.step();
             }
-            // Killed only: the drives keep what is in their caches, and the next daemon reads it.
+            // Killed only: the drives keep their caches, and the next daemon reads them.
             let (disks, random) = world.crash(false);
-            let (mut world, process, newest) = go_on(disks, random);
+            let (mut world, process, newest) = resume_newest(disks, random);
             write_all(&mut world, process, newest + 1);
             let (disks, random) = world.crash(true);
-            let (.., found) = go_on(disks, random);
+            let (.., found) = resume_newest(disks, random);
             assert_eq!(found, newest);
         }
     }
@@ -87,7 +87,7 @@ fn a_commit_whose_last_flush_failed_never_comes_back() {
     write_all(&mut world, process, 1);
     world.commit(process, 1).unwrap();
     write_all(&mut world, process, 2);
-    // Two flushes, the record twice, then this one: the record is on the device and cannot be relied on.
+    // Two flushes, the record twice, then this one: the record is on the device and may still be lost.
     world.engine.disks.plan = Some(SimFaultPlan {
         at: world.engine.disks.operation_count() + 4,
         for_good: false,
@@ -99,10 +99,10 @@ fn a_commit_whose_last_flush_failed_never_comes_back() {
     let (process, record) = world.open(&job("a"), 0, 1).unwrap();
     assert_eq!(record.unwrap().generations.len(), 1);
     world.resume(process, 1).unwrap();
-    // Over a tile of the failed attempt.
+    // Overwrites a tile of the failed attempt.
     world.write(process, 2, 0, 77).unwrap();
     let (disks, random) = world.crash(false);
-    let (.., newest) = go_on(disks, random);
+    let (.., newest) = resume_newest(disks, random);
     assert_eq!(newest, 1);
 }
 
@@ -128,7 +128,7 @@ fn the_confirmation_of_an_attempt_given_up_says_nothing_about_the_next() {
         };
         assert_eq!(world.ask(confirm).unwrap_err().kind, FaultKind::Poisoned);
         world.close(process).unwrap();
-        // Given up in memory; of what that writes, the power cut keeps any part.
+        // Discarded in memory; the power cut keeps any part of what the daemon writes for that.
         let (process, _) = world.open(&job("a"), 0, 1).unwrap();
         world.call(Call::Resume {
             token: process.token,
@@ -141,7 +141,7 @@ fn the_confirmation_of_an_attempt_given_up_says_nothing_about_the_next() {
         let mut world = World::start(disks, random);
         let (process, record) = world.open(&job("a"), 0, 1).unwrap();
         if !record.unwrap().generations.is_empty() {
-            // The record is still there: nothing was given up.
+            // The record is still there: nothing was discarded.
             continue;
         }
         world.resume(process, 0).unwrap();

@@ -1,7 +1,7 @@
-//! Every bit of a store, one after the other: flipped, it is named, or nothing that a store is read for depends on it.
+//! Flips every bit of a store, one after the other: the damage is named, or nothing that a store is read for depends on the bit.
 //!
-//! What is never read has no meaning; which blocks those are is watched while a store is verified. Every bit of the rest
-//! is flipped once. A larger store, whose structures take several blocks, has random bytes of each changed.
+//! Blocks that are never read have no meaning; the test watches which blocks are read while a store is verified, and flips every bit of these once. A
+//! larger store, whose structures take several blocks, has random bytes of each changed.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -27,10 +27,10 @@ use super::world::{PEER, Process, World, definition, formatted, job};
 
 const BLOCK: u64 = 4096;
 
-/// Wear is for people: a copy that is not sound is as good as none, and nothing is decided by it.
+/// Wear is information for people: a damaged copy counts as none, and no decision depends on it.
 const WEAR: std::ops::Range<u64> = 896 << 10..1 << 20;
 
-/// Notes which blocks are read.
+/// Records which blocks are read.
 struct Watched<'a> {
     disks: &'a mut SimDisks,
     read: BTreeSet<(usize, u64)>,
@@ -78,7 +78,7 @@ fn read_blocks(disks: &mut SimDisks) -> Vec<(usize, u64)> {
     watched.read.into_iter().collect()
 }
 
-/// A job of two nodes with `generations` of them, the newest confirmed.
+/// Adds a job of two nodes with `generations` generations, the newest confirmed.
 fn add_job(world: &mut World, name: &str, tiles: u32, generations: u64) -> Process {
     let (process, _) = world.open(&job(name), 0, 1).unwrap();
     let tiles_of = definition(tiles, Durability::Committed, 2);
@@ -99,7 +99,7 @@ fn add_job(world: &mut World, name: &str, tiles: u32, generations: u64) -> Proce
     process
 }
 
-/// That the change at `offset` of `device` was noticed, and whatever is not called damaged is as it was.
+/// Asserts that the change at `offset` of `device` was noticed, and that everything not reported as damaged is unchanged.
 fn assert_named(
     found: Result<Report, StoreError>,
     whole: &Report,
@@ -110,12 +110,12 @@ fn assert_named(
     let report = match found {
         Ok(report) => report,
         Err(error) => {
-            let said = error.to_string();
-            assert!(said.contains(path), "{at}: {said}");
+            let message = error.to_string();
+            assert!(message.contains(path), "{at}: {message}");
             return;
         }
     };
-    // Where the catalog would lie, were this device the store's home.
+    // Place of the catalog if this device were the metadata device.
     let nothing = path == "sim1" && CATALOG_OFFSETS.contains(&device_offset);
     if nothing || WEAR.contains(&device_offset) {
         assert!(report.is_sound(), "{at}");
@@ -170,7 +170,7 @@ fn changed_bytes_of_each_structure_of_a_large_store_are_named() {
     let rates = [MeasuredRates::default(); 2];
     format(&mut disks, StoreId([9; 16]), &rates, 7, false).unwrap();
     let mut world = World::start(disks, SimRandom::new(9));
-    // Definition and record of several blocks; so many jobs that the catalog has several too.
+    // Definition and record of several blocks, and enough jobs for a catalog of several blocks.
     let large = add_job(&mut world, "large", 600, 2);
     world.close(large).unwrap();
     for index in 0..30 {
@@ -189,10 +189,10 @@ fn changed_bytes_of_each_structure_of_a_large_store_are_named() {
         let bit = random.below(8 * BLOCK as usize) as u64;
         disks.flip(device, offset + bit / 8, (bit % 8) as u32);
         let report = verify(&mut disks).expect("the other copy is used");
-        // A structure of several blocks is named by where it begins.
+        // A structure of several blocks is named by its start.
         let tiles: Vec<_> = report.damaged_tiles.iter().map(|t| &t.path).collect();
         let notes: Vec<_> = report.notes.iter().map(|note| &note.path).collect();
-        // Where the catalog would lie, were this device the store's home.
+        // Place of the catalog if this device were the metadata device.
         let nothing = path == "sim1" && CATALOG_OFFSETS.contains(&offset);
         let count = usize::from(!nothing && !WEAR.contains(&offset));
         assert_eq!(
@@ -212,7 +212,7 @@ fn changed_bytes_of_each_structure_of_a_large_store_are_named() {
     );
 }
 
-/// Two jobs of two committed generations.
+/// Makes two jobs with two committed generations.
 fn two_jobs() -> SimDisks {
     let mut world = World::start(formatted(), SimRandom::new(9));
     for name in ["one", "two"] {
@@ -224,7 +224,7 @@ fn two_jobs() -> SimDisks {
             }
             world.commit(process, generation).unwrap();
         }
-        // Written over what the first generation had.
+        // Overwrites extents of the first generation.
         world.write(process, 3, 0, 300).unwrap();
     }
     world.crash(false).0
@@ -234,7 +234,7 @@ fn two_jobs() -> SimDisks {
 fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_waits() {
     let whole = two_jobs();
     let store = recover::read(&mut whole.clone()).unwrap();
-    let home = store[store.metadata_device].position;
+    let metadata = store[store.metadata_device].position;
     let [one, two] = ["one", "two"].map(|name| {
         let found = |job: &&recover::RecoveredJob| job.entry.name.as_str() == name;
         store.jobs.iter().find(found).unwrap().entry.area
@@ -243,11 +243,11 @@ fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_wai
         let mut disks = whole.clone();
         let mut block = AlignedBytes::zeroed(BLOCK as usize);
         if others {
-            disks.read(home, two.records(0)[0], &mut block).unwrap();
+            disks.read(metadata, two.records(0)[0], &mut block).unwrap();
         }
         // Generation 2 is in slot 0.
         for offset in one.records(0) {
-            disks.write(home, offset, &block).unwrap();
+            disks.write(metadata, offset, &block).unwrap();
         }
         let report = verify(&mut disks).unwrap();
         assert!(!report.is_sound());
@@ -261,7 +261,7 @@ fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_wai
         assert_eq!((note.why.as_str(), other_copy.why.as_str()), (why, why));
         assert_eq!(report.undecided_jobs.len(), 1);
         assert_eq!(report.undecided_jobs[0].differing_count, 1);
-        // Nobody resumes from the generation before by accident, and the other job is well.
+        // The job is not resumed from the generation before by accident, and the other job is intact.
         let mut world = World::start(disks, SimRandom::new(1));
         let (process, _) = world.open(&job("one"), 0, 1).unwrap();
         for generation in [0, 1, 2] {
@@ -269,20 +269,20 @@ fn an_acknowledged_record_that_became_zeros_or_anothers_is_named_and_its_job_wai
             assert_eq!(fault.kind, FaultKind::Damaged);
             assert!(fault.message.contains(why), "{fault}");
         }
-        let process = world.go_on("two", 2);
+        let process = world.reopen("two", 2);
         world.expect_tile(process, 0, 200);
     }
 }
 
 #[test]
-fn one_copy_of_a_record_that_became_zeros_is_mended_from_the_other() {
+fn one_copy_of_a_record_that_became_zeros_is_repaired_from_the_other() {
     let mut disks = two_jobs();
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.metadata_device].position;
+    let metadata = store[store.metadata_device].position;
     for copy in [0, 1] {
         let offset = store.jobs[0].entry.area.records(0)[copy];
         let zeros = AlignedBytes::zeroed(BLOCK as usize);
-        disks.write(home, offset, &zeros).unwrap();
+        disks.write(metadata, offset, &zeros).unwrap();
         assert!(!verify(&mut disks).unwrap().is_sound());
         let opened = recover::open(&mut disks).unwrap();
         assert_eq!(opened.jobs[0].slots, store.jobs[0].slots);
@@ -290,12 +290,12 @@ fn one_copy_of_a_record_that_became_zeros_is_mended_from_the_other() {
     }
 }
 
-/// A void counts by its sequence. One that was written to the wrong slot must not make an acknowledged record disappear.
+/// The void with the higher sequence is valid. One that was written to the wrong slot must not hide an acknowledged record.
 #[test]
 fn a_void_of_the_other_slot_does_not_take_a_record_away() {
     let mut disks = two_jobs();
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.metadata_device].position;
+    let metadata = store[store.metadata_device].position;
     let entry = &store.jobs[0].entry;
     // Generation 2 is in slot 0, generation 1 in slot 1.
     for (slot, other) in [(0, 1), (1, 0)] {
@@ -303,7 +303,7 @@ fn a_void_of_the_other_slot_does_not_take_a_record_away() {
             let (_, void) = voiding(&entry.area, entry.job_id, other, 1 << 40)
                 .next()
                 .unwrap();
-            disks.write(home, offset, &void).unwrap();
+            disks.write(metadata, offset, &void).unwrap();
             let report = verify(&mut disks).unwrap();
             assert_eq!(report.notes.len(), 1, "{:?}", report.notes);
             assert_eq!(report.notes[0].why, "it belongs to the other slot");
@@ -352,10 +352,10 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
     assert!(!count(&mut world, &of_first));
     let refused = ask(&mut world, process, of_first).unwrap_err();
     assert_eq!(refused.kind, FaultKind::Invalid);
-    // Not again by the job's next session either.
+    // The job's next session is not told again either.
     world.close(process).unwrap();
     world.run();
-    let process = world.go_on("one", 1);
+    let process = world.reopen("one", 1);
     assert_eq!(report_of(&mut world, process), of_first);
     assert!(!count(&mut world, &of_first));
 
@@ -363,7 +363,7 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
     let of_second = report_of(&mut world, process);
     assert!(!count(&mut world, &of_first), "it is the newest no longer");
     assert!(count(&mut world, &of_second));
-    // The same bytes in the same place once more, which may be damaged too.
+    // The same bytes at the same place once more may be damaged too.
     world.write(process, 2, 0, 8).unwrap();
     assert_eq!(report_of(&mut world, process), of_second);
     ask(&mut world, process, of_second).unwrap();
@@ -371,7 +371,7 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
     assert!(!count(&mut world, &of_second));
 }
 
-/// What a process reports that read tile 0 and found other bytes.
+/// Returns the report of a process that read tile 0 and found other bytes.
 fn report_of(world: &mut World, process: Process) -> Damage {
     world.submit_read(process, 0, 0);
     world.run();

@@ -1,6 +1,6 @@
-//! Disks in memory that do what real ones may: do operations in any order and report their ends in another one, fail, move too
-//! little, lie, and lose what was not flushed, sector by sector, when the power goes or a flush fails. The flush after one that
-//! failed succeeds and says nothing of what was lost. Everything is drawn from a seed.
+//! Disks in memory with the faults of real ones: they execute operations in any order and report their ends in another, fail, move too few bytes,
+//! lose or misdirect writes silently, and lose unflushed sectors when the power goes or a flush fails. The flush after a failed one succeeds and does
+//! not report the loss. A seed determines everything.
 //!
 //! Tests drive the core with these disks, one event at a time. A flush of one device does not flush another.
 
@@ -13,27 +13,27 @@ use test_hooks::random::{SECTOR_BYTES, SimRandom};
 use offloadd::blocks::{BlockError, BlockErrorCause, Blocks};
 use offloadd::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult, SessionId};
 
-/// What a disk does instead of an operation.
+/// Fault of a disk in place of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum SimFault {
-    /// Answers an errno and moves nothing.
+    /// Returns an errno and moves nothing.
     Errno(i32),
-    /// Moves the first half and says so. A flush answers EIO.
+    /// Moves the first half and reports that. A flush returns EIO.
     Short,
-    /// A flush answers EIO, and everything that was not flushed is lost. Other operations are done.
+    /// A flush returns EIO, and all unflushed bytes are lost. Other operations succeed.
     FlushLost,
-    /// Says it wrote and did not. Other operations are done.
+    /// Reports a write as done that did not happen. Other operations succeed.
     Lost,
-    /// Writes this many bytes further on and says nothing. Other operations are done.
+    /// Writes this many bytes further on and reports success. Other operations succeed.
     Misdirected(u64),
-    /// Writes answer ENOSPC. Other operations are done.
+    /// Writes return ENOSPC. Other operations succeed.
     Full,
-    /// As a drive that was pulled out: reads move nothing, the rest answers EIO.
+    /// Behaves like a drive that was pulled out: reads move nothing, other operations return EIO.
     Gone,
 }
 
 impl SimFault {
-    /// Whether it changes anything about such an operation.
+    /// Whether the fault affects operations of this kind.
     fn meets(self, op: IoOp) -> bool {
         match self {
             Self::Errno(_) | Self::Short | Self::Gone => true,
@@ -46,26 +46,26 @@ impl SimFault {
 /// When a fault happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SimFaultPlan {
-    /// Of the operation, over all devices, from 0 on.
+    /// Number of the operation, over all devices, from 0.
     pub(crate) at: u64,
-    /// Also of every later one.
+    /// Whether all later operations have the fault too.
     pub(crate) for_good: bool,
-    /// What.
+    /// Kind of fault.
     pub(crate) fault: SimFault,
 }
 
 #[derive(Clone)]
 struct SimDevice {
     path: String,
-    /// What a read sees.
+    /// Bytes that a read returns.
     live: Vec<u8>,
-    /// What survives for sure.
+    /// Bytes that survive a power cut.
     durable: Vec<u8>,
-    /// Written and not flushed, in order.
+    /// Unflushed writes, in order.
     unflushed: Vec<(u64, Vec<u8>)>,
-    /// What it does instead of every operation.
+    /// Permanent fault of the disk.
     broken: Option<SimFault>,
-    /// Reads that touch such a range answer EIO until it is written.
+    /// Ranges whose reads return EIO until they are written.
     unreadable: Vec<Range<u64>>,
 }
 
@@ -73,20 +73,20 @@ struct SimDevice {
 #[derive(Clone)]
 pub(crate) struct SimDisks {
     devices: Vec<SimDevice>,
-    /// Ever made: each has a name of its own.
+    /// Number of disks ever made: each has a name of its own.
     made_count: usize,
     operation_count: u64,
-    /// What will go wrong.
+    /// The planned fault.
     pub(crate) plan: Option<SimFaultPlan>,
-    /// What went wrong, and how often.
+    /// Faults that happened, with their number.
     pub(crate) happened: BTreeMap<SimFault, u64>,
 }
 
-/// From "nothing is kept" over "half" to "everything".
+/// Chances of losing a sector, from "everything is kept" through "half" to "nothing".
 const LOST_IN_16: [usize; 5] = [0, 1, 8, 15, 16];
 
 impl SimDevice {
-    /// A flush fails: each unflushed sector stays as it is, to be flushed, or is lost, and reads see what is durable there.
+    /// Fails a flush: each unflushed sector stays unflushed or is lost, and reads then return the durable bytes there.
     fn fail_flush(&mut self, lost_in_16: usize, random: &mut SimRandom) {
         let unflushed = std::mem::take(&mut self.unflushed);
         for (offset, bytes) in &unflushed {
@@ -106,7 +106,7 @@ impl SimDevice {
 }
 
 impl SimDisks {
-    /// Disks of these sizes, all zeros.
+    /// Makes disks of these sizes, all zeros.
     pub(crate) fn new(sizes_bytes: &[u64]) -> Self {
         let mut disks = Self {
             devices: Vec::new(),
@@ -121,7 +121,7 @@ impl SimDisks {
         disks
     }
 
-    /// One more, all zeros. Its position.
+    /// Adds a disk of zeros. Returns its position.
     pub(crate) fn add(&mut self, bytes: u64) -> usize {
         self.devices.push(SimDevice {
             path: format!("sim{}", self.made_count),
@@ -135,12 +135,12 @@ impl SimDisks {
         self.devices.len() - 1
     }
 
-    /// Operations so far, to plan the next fault.
+    /// Returns the number of operations so far, to plan the next fault.
     pub(crate) fn operation_count(&self) -> u64 {
         self.operation_count
     }
 
-    /// One operation, done or failed at once.
+    /// Executes one operation, or fails it, at once.
     pub(crate) fn apply(
         &mut self,
         op: IoOp,
@@ -220,8 +220,7 @@ impl SimDisks {
         Ok(moved as u32)
     }
 
-    /// The power goes: of each unflushed write any of its sectors may be there afterwards, those of `inflight` (device,
-    /// offset, bytes) too.
+    /// Cuts the power: any of the sectors of unflushed writes may survive, including those of `inflight` (device, offset, bytes).
     pub(crate) fn crash(&mut self, seed: u64, inflight: Vec<(usize, u64, Vec<u8>)>) {
         let mut random = SimRandom::new(seed);
         for (position, offset, bytes) in inflight {
@@ -248,17 +247,17 @@ impl SimDisks {
         }
     }
 
-    /// From now on the device does this instead of every operation.
+    /// From now on the device has this fault at every operation.
     pub(crate) fn break_for_good(&mut self, position: usize, fault: SimFault) {
         self.devices[position].broken = Some(fault);
     }
 
-    /// As a drive whose cells have failed: this range cannot be read until it is written.
+    /// Makes a range unreadable until it is written, as failed cells do.
     pub(crate) fn wear_out(&mut self, position: usize, range: Range<u64>) {
         self.devices[position].unreadable.push(range);
     }
 
-    /// Nothing goes wrong any more.
+    /// Ends all faults.
     pub(crate) fn repair(&mut self) {
         self.plan = None;
         for device in &mut self.devices {
@@ -267,19 +266,19 @@ impl SimDisks {
         }
     }
 
-    /// One bit is the other way round from now on.
+    /// Flips one bit.
     pub(crate) fn flip(&mut self, position: usize, offset: u64, bit: u32) {
         let device = &mut self.devices[position];
         device.live[offset as usize] ^= 1 << bit;
         device.durable[offset as usize] ^= 1 << bit;
     }
 
-    /// What a read would see.
+    /// Returns the bytes that a read would return.
     pub(crate) fn bytes(&self, position: usize) -> &[u8] {
         &self.devices[position].live
     }
 
-    /// Other devices, in another order, of the same contents.
+    /// Returns other devices, in another order, with the same contents.
     pub(crate) fn pick(&self, positions: &[usize]) -> Self {
         let devices = positions.iter().map(|&at| self.devices[at].clone());
         Self {
@@ -356,23 +355,23 @@ impl SimDisks {
     }
 }
 
-/// Operations in flight on simulated disks, and the arenas they move.
+/// Operations in flight on simulated disks, and the arenas of sessions.
 pub(crate) struct SimEngine {
     /// The disks. Device indices are positions: the set is used in the store's order.
     pub(crate) disks: SimDisks,
     arenas: HashMap<SessionId, Vec<u8>>,
     inflight: Vec<SimIo>,
-    /// Done by the disks, and not reported yet.
+    /// Executed by the disks, and not reported yet.
     done: Vec<SimDone>,
-    /// Its operations end after those of the others, nearly always.
+    /// A device whose operations nearly always end after those of the others.
     pub(crate) slow: Option<DeviceIndex>,
-    /// Operations there do not end until this is taken away.
+    /// A range in which operations do not end until this is removed.
     pub(crate) held: Option<(DeviceIndex, Range<u64>)>,
-    /// Operations that ended in an arena that was gone: memory that somebody else may have by now.
+    /// Operations that ended in a freed arena, whose memory may belong to another session by then.
     pub(crate) strays_count: usize,
 }
 
-/// How an operation ended, and the daemon's own bytes that were read or written.
+/// The end of an operation, with the daemon's own bytes that were read or written.
 pub(crate) type SimDone = (IoId, IoResult, Option<AlignedBytes>);
 
 struct SimIo {
@@ -385,7 +384,7 @@ struct SimIo {
 }
 
 impl SimEngine {
-    /// Nothing in flight yet.
+    /// Makes an engine with nothing in flight.
     pub(crate) fn new(disks: SimDisks) -> Self {
         Self {
             disks,
@@ -398,17 +397,17 @@ impl SimEngine {
         }
     }
 
-    /// Memory for a session.
+    /// Creates the memory of a session.
     pub(crate) fn make_arena(&mut self, session: SessionId, bytes: u64) {
         self.arenas.insert(session, vec![0; bytes as usize]);
     }
 
-    /// Takes it back.
+    /// Frees it.
     pub(crate) fn drop_arena(&mut self, session: SessionId) {
         self.arenas.remove(&session).expect("an arena");
     }
 
-    /// What the process sees of its arena.
+    /// Returns the arena as the process sees it.
     pub(crate) fn arena(&mut self, session: SessionId) -> &mut [u8] {
         self.arenas.get_mut(&session).expect("an arena")
     }
@@ -433,10 +432,10 @@ impl SimEngine {
         });
     }
 
-    /// Reports the end of one operation, any of those that the disks have done. Memory is read and written when they do it,
-    /// which may be several reports earlier. With it the daemon's own bytes it was about.
+    /// Reports the end of one of the executed operations. The disks access memory when they execute an operation, which may be several reports
+    /// earlier. Also returns the daemon's own bytes of the operation.
     pub(crate) fn end_one(&mut self, random: &mut SimRandom) -> Option<SimDone> {
-        // Something was done long before its end is reported, and something else meanwhile.
+        // An operation may be executed long before its end is reported, while others follow.
         while self.done.is_empty() || random.one_in(3) {
             if !self.do_one(random) {
                 break;
@@ -448,7 +447,7 @@ impl SimEngine {
         Some(self.done.swap_remove(random.below(self.done.len())))
     }
 
-    /// The disks do one operation, any of them. False: there is none.
+    /// Executes one of the operations. Returns false if there is none.
     fn do_one(&mut self, random: &mut SimRandom) -> bool {
         let is_held = |io: &SimIo| {
             let held = self.held.as_ref();
@@ -497,8 +496,7 @@ impl SimEngine {
         true
     }
 
-    /// The power goes, or (`power` false) only the daemon is killed: its operations in flight happen or not, and what the
-    /// disks were given stays.
+    /// Cuts the power, or with `power` false only kills the daemon: its operations in flight happen or not, and executed writes stay.
     pub(crate) fn crash(&mut self, random: &mut SimRandom, power: bool) {
         self.held = None;
         let mut torn = Vec::new();

@@ -1,6 +1,6 @@
-//! Every operation of a whole story (format, start, definition, writes, commits, confirmations, resume, reads) fails once,
-//! and from then on for good: EIO, ENOSPC, ETIMEDOUT, a short transfer, a full or removed drive; and a write is lost or lands elsewhere while the device says all is well. Each time a call ends in a typed error or in success, and after
-//! a power cut nothing acknowledged is missing; silent faults of tiles are found by their checksums.
+//! Fails every operation of a whole scenario (format, start, definition, writes, commits, confirmations, resume, reads) once, and then permanently:
+//! EIO, ENOSPC, ETIMEDOUT, a short transfer, a full or removed drive; and loses or misdirects a write that the device reports as done. Each time a
+//! call ends with a typed error or success, and after a power cut nothing acknowledged is missing; checksums find silent faults of tiles.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
@@ -17,7 +17,7 @@ use super::world::{Process, World, content, definition, formatted, job};
 
 const TILES: u32 = 3;
 
-/// What was acknowledged.
+/// The acknowledged state.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Acknowledged {
     defined: bool,
@@ -28,7 +28,7 @@ fn seed(generation: u64, tile: u32) -> u64 {
     generation * 10 + u64::from(tile)
 }
 
-/// Start, define, three generations over two "nodes", close. Ends at the first refusal.
+/// Starts, defines, commits three generations over two "nodes", and closes. Ends at the first refusal.
 fn story(disks: SimDisks, acknowledged: &mut Acknowledged) -> (SimDisks, SimRandom) {
     let mut world = match World::try_start(disks, SimRandom::new(3)) {
         Ok(world) => world,
@@ -79,7 +79,7 @@ fn tell(
     Ok(())
 }
 
-/// Restarts on devices that work again and compares with what was acknowledged.
+/// Restarts on working devices and compares with the acknowledged state.
 fn check(disks: SimDisks, random: SimRandom, acknowledged: Acknowledged, silent: bool) {
     let mut disks = disks;
     disks.plan = None;
@@ -134,7 +134,7 @@ fn every_operation(faults: &[SimFault], silent: bool) {
     }
 }
 
-/// What a device may say of a failed operation.
+/// Errors that a device may report.
 const TOLD: [SimFault; 6] = [
     SimFault::Errno(libc::EIO),
     SimFault::Errno(libc::ENOSPC),
@@ -171,7 +171,7 @@ fn a_store_whose_making_failed_anywhere_is_none_or_whole_and_can_be_made_again()
                 disks.repair();
                 if let Err(error) = made {
                     assert!(error.to_string().contains("sim"), "{error}");
-                    // What was begun is in the way of nobody who says so.
+                    // An interrupted format does not prevent one with --force.
                     let rates = [MeasuredRates::default(); 2];
                     format(&mut disks, StoreId([8; 16]), &rates, 7, true).unwrap();
                 }
@@ -181,8 +181,8 @@ fn a_store_whose_making_failed_anywhere_is_none_or_whole_and_can_be_made_again()
     }
 }
 
-/// Starts, goes on from generation 3 and reads all of it.
-fn go_on(disks: SimDisks) -> (SimDisks, Result<(), FaultKind>) {
+/// Starts, resumes from generation 3 and reads all of it.
+fn resume_newest(disks: SimDisks) -> (SimDisks, Result<(), FaultKind>) {
     let mut world = match World::try_start(disks, SimRandom::new(4)) {
         Ok(world) => world,
         Err(failed) => return (failed.1, Err(FaultKind::Io)),
@@ -207,7 +207,7 @@ fn a_start_a_resume_and_reads_that_fail_anywhere_lose_nothing() {
     let mut whole = Acknowledged::default();
     let (disks, _) = story(formatted(), &mut whole);
     let first = disks.operation_count();
-    let (after, read) = go_on(disks.clone());
+    let (after, read) = resume_newest(disks.clone());
     assert_eq!(read, Ok(()));
     let mut refused = 0;
     for fault in TOLD {
@@ -219,7 +219,7 @@ fn a_start_a_resume_and_reads_that_fail_anywhere_lose_nothing() {
                     for_good,
                     fault,
                 });
-                let (mut disks, read) = go_on(disks);
+                let (mut disks, read) = resume_newest(disks);
                 let told = [
                     FaultKind::Io,
                     FaultKind::NoSpace,
@@ -232,7 +232,7 @@ fn a_start_a_resume_and_reads_that_fail_anywhere_lose_nothing() {
                 );
                 refused += usize::from(read.is_err());
                 disks.repair();
-                assert_eq!(go_on(disks).1, Ok(()), "{fault:?} at {at}");
+                assert_eq!(resume_newest(disks).1, Ok(()), "{fault:?} at {at}");
             }
         }
     }

@@ -1,6 +1,6 @@
-//! A flush that fails loses what was not flushed, and the next one succeeds. What could go wrong: two flushes of one device at a
-//! time, of which the one that succeeds hides what the other lost; a loss that a job, a copy or the next daemon is not told of;
-//! a record that was called failed and is found again.
+//! Tests failed flushes, which lose unflushed bytes while the next flush succeeds. What could go wrong: two flushes of one device at a time, of which
+//! the successful one hides the loss of the other; a loss that is not reported to a job, a copy or the next daemon; a record whose commit failed and
+//! that is found again.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
@@ -18,10 +18,10 @@ use super::world::{Process, World, formatted, job};
 
 const TILES: u32 = 6;
 
-/// What a flush that fails loses: everything, or what is drawn.
+/// Losses of a failed flush: everything, or a random part.
 const FAULTS: [SimFault; 2] = [SimFault::FlushLost, SimFault::Errno(libc::EIO)];
 
-/// A store with more room than [`formatted`] has.
+/// Makes a store with more space than [`formatted`] has.
 fn roomy() -> SimDisks {
     let mut disks = SimDisks::new(&[8 << 20, 8 << 20]);
     let rates = [MeasuredRates::default(); 2];
@@ -36,7 +36,7 @@ fn write(world: &mut World, process: Process, generation: u64) {
     }
 }
 
-/// The `skip`th operation from now on does `fault`.
+/// Gives the `skip`th operation from now on this fault.
 fn plan(world: &mut World, skip: u64, fault: SimFault) {
     let disks = &mut world.engine.disks;
     disks.happened.clear();
@@ -47,14 +47,14 @@ fn plan(world: &mut World, skip: u64, fault: SimFault) {
     });
 }
 
-/// The daemon is killed, and with `power` all else: the next one starts on sound devices.
+/// Kills the daemon, with `power` also cuts the power, and starts the next daemon on working devices.
 fn restart(world: World, power: bool) -> World {
     let (mut disks, random) = world.crash(power);
     disks.repair();
     World::start(disks, random)
 }
 
-/// The next daemon's first look at a job: the newest generation that is offered is whole. Its number.
+/// Opens a job in the next daemon and asserts that the newest offered generation is intact. Returns its number.
 fn newest_is_whole(world: &mut World, name: &str) -> u64 {
     let (process, record) = world.open(&job(name), 0, 1).unwrap();
     let newest = record.unwrap().generations.pop().unwrap().generation.0;
@@ -81,7 +81,7 @@ fn jobs_that_commit_at_once_lose_nothing_acknowledged_when_a_flush_fails() {
             let failures = answers.iter().filter(|answer| answer.is_err()).count();
             failed_count += usize::from(failures > 0);
             both_failed_count += usize::from(failures == 2);
-            // Only the daemon is killed: what the devices were given stays.
+            // Only the daemon is killed: executed writes stay.
             let mut world = restart(world, false);
             for (name, answer) in names.into_iter().zip(&answers) {
                 let newest = newest_is_whole(&mut world, name);
@@ -114,7 +114,7 @@ fn jobs_that_wait_for_a_device_share_its_flush() {
     for call in calls {
         world.answer(call).unwrap();
     }
-    // One by one each takes a flush of both devices and one of its record.
+    // Committing alone, each job takes a flush of both devices and one of its record.
     let alone = 3 * JOBS;
     assert!(world.flush_count <= 2 * alone / 3, "{}", world.flush_count);
 }
@@ -145,7 +145,7 @@ fn what_a_failed_flush_may_have_lost_is_not_read() {
     let mut world = World::start(formatted(), SimRandom::new(4));
     let process = world.begin("one", TILES, Committed);
     write_all(&mut world, process, 1, TILES);
-    // Of the first job nothing was written since its commit but tiles of its own, on both devices.
+    // Since its commit, the first job has written only scratch tiles, on both devices.
     let token = process.token;
     let tile_bytes = [4096, 8192].repeat(10);
     let last = TILES + tile_bytes.len() as u32;
@@ -165,7 +165,7 @@ fn what_a_failed_flush_may_have_lost_is_not_read() {
     for tile in 0..TILES {
         assert_eq!(world.read(other, tile), Err(FaultKind::Poisoned));
     }
-    // What is committed was flushed.
+    // The committed state was flushed.
     expect_all(&mut world, process, 1, TILES);
 }
 
@@ -183,7 +183,7 @@ fn tiles_that_move_are_whole_whichever_flush_fails() {
             let drained = world.drain_call("sim1");
             world.answer(drained).unwrap();
             world.event(Event::RebalanceTick { force: true });
-            // Another job flushes the device that the copies go to.
+            // Another job flushes the device to which tiles are copied.
             let call = world.commit_call(other, 1, b"1");
             plan(&mut world, skip, fault);
             let answer = world.answer(call);
@@ -211,25 +211,25 @@ fn a_start_whose_flush_fails_leaves_one_copy_of_the_catalog() {
     let mut world = World::start(roomy(), SimRandom::new(1));
     let process = world.begin("one", TILES, Committed);
     write_all(&mut world, process, 1, TILES);
-    // So many that the catalog has several sectors.
+    // Enough jobs for a catalog of several sectors.
     for index in 0..4 {
         let filler = world.begin(&format!("a-filler-with-a-long-name-{index}"), 1, Committed);
         world.close(filler).unwrap();
     }
     let (mut disks, _) = world.crash(true);
-    // A daemon dropped a job and was killed when one copy was written: the next one reads it out of the drive's cache.
+    // A daemon deleted a job and was killed after writing one copy: the next one reads it from the drive's cache.
     let store = recover::read(&mut disks).unwrap();
     let mut catalog = store.catalog.clone();
     catalog.sequence += 1;
     catalog.entries.remove(1);
-    let home = store[store.metadata_device].position;
-    (disks.write(home, CATALOG_OFFSETS[0], &catalog.encode())).unwrap();
+    let metadata = store[store.metadata_device].position;
+    (disks.write(metadata, CATALOG_OFFSETS[0], &catalog.encode())).unwrap();
     let mut refused_count = 0;
     for (seed, at) in (0..40).flat_map(|seed| (0..4).map(move |before_end| (seed, before_end))) {
         let mut disks = disks.clone();
-        // What a flush loses is drawn from its number.
+        // The loss of a flush is drawn from its number.
         for _ in 0..seed {
-            disks.flush(1 - home).unwrap();
+            disks.flush(1 - metadata).unwrap();
         }
         let flushes = first_flushes(&disks);
         disks.plan = Some(SimFaultPlan {
@@ -250,7 +250,7 @@ fn a_start_whose_flush_fails_leaves_one_copy_of_the_catalog() {
     assert!(refused_count > 40, "{refused_count}");
 }
 
-/// The number of the first operation of a start that is no read.
+/// Returns the number of the first operation of a start that is not a read.
 fn first_flushes(disks: &SimDisks) -> u64 {
     let mut disks = disks.clone();
     recover::read(&mut disks).unwrap();

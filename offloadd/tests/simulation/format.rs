@@ -1,5 +1,5 @@
-//! The bytes on the devices: they never change by accident, damage to any of them is named or harmless, and devices that
-//! are not a whole store of ours are refused by name, untouched.
+//! Tests the bytes on the devices: they never change by accident, damage to any of them is named or harmless, and devices that are not a whole store
+//! are refused by name and not changed.
 
 use crate::disks::SimDisks;
 use offload_api::checksum::checksum;
@@ -19,7 +19,7 @@ use super::world::{Process, World, content, definition, formatted, job};
 const GOLDEN: &str = include_str!("golden.txt");
 const TILE_SEED: u64 = 5;
 
-/// One job of one tile, of two nodes, one generation, confirmed. Everything is fixed.
+/// Makes one job of one tile and two nodes, with one confirmed generation. Everything is fixed.
 fn tiny() -> SimDisks {
     let mut world = World::start(formatted(), SimRandom::new(9));
     let (process, _) = world.open(&job("golden"), 0, 1).unwrap();
@@ -42,7 +42,7 @@ fn commit(world: &mut World, process: Process, generation: u64) {
     world.ask(confirm).unwrap();
 }
 
-/// Blocks that are not zero and not the tile: `(device, offset)`.
+/// Returns blocks that are not zero and not the tile: `(device, offset)`.
 fn own_blocks(disks: &SimDisks) -> Vec<(usize, usize)> {
     let tile = content(TILE_SEED, 4096);
     let mut found = Vec::new();
@@ -56,7 +56,7 @@ fn own_blocks(disks: &SimDisks) -> Vec<(usize, usize)> {
     found
 }
 
-/// A line for each 32 bytes that are not zero: device, offset, bytes.
+/// Returns a line for each 32 bytes that are not zero: device, offset, bytes.
 fn dump(disks: &SimDisks) -> String {
     let mut lines = String::new();
     for (device, offset) in own_blocks(disks) {
@@ -132,7 +132,7 @@ fn a_flipped_bit_in_our_own_structures_is_named_and_harmless() {
     assert_eq!(blocks.len(), 14);
     for (device, offset) in blocks {
         for byte in 0..4096 {
-            // The fields with every bit, the rest with one bit a byte.
+            // Every bit of the fields, and one bit per byte of the rest.
             let bits = if byte < 256 {
                 0..8
             } else {
@@ -168,7 +168,7 @@ fn who_watches_sees_every_byte_and_every_job_go_by() {
     let (mut disks, ..) = world.crash(false);
     let mut seen = Vec::new();
     let report = verify_watched(&mut disks, &mut |done, total| seen.push((done, total))).unwrap();
-    // One tile of three was written by each.
+    // Each generation wrote one of three tiles.
     assert_eq!(report.tile_bytes, 2 * 4096);
     assert_eq!(seen, [(4096, 8192), (8192, 8192)]);
     let mut seen = Vec::new();
@@ -194,7 +194,7 @@ fn a_structure_with_both_copies_damaged_is_refused_by_name_or_its_generation_is(
     let mut messages = Vec::new();
     for pair in [[0, 1], [2, 3], [4, 8], [5, 9], [6, 10], [7, 11], [12, 13]] {
         let mut disks = tiny();
-        // By place: superblocks of device 0, catalogs, both copies of the job's area, superblocks of device 1.
+        // In this order: superblocks of device 0, catalogs, both copies of the job's area, superblocks of device 1.
         for (device, offset) in pair.map(|index| blocks[index]) {
             disks.flip(device, offset as u64 + 50, 0);
         }
@@ -248,7 +248,7 @@ fn a_structure_that_a_misdirected_write_covers_whole_is_named_too() {
 
 #[test]
 fn a_job_in_space_that_was_anothers_starts_from_nothing_and_nothing_is_named() {
-    // Tiles of a dropped job lie where the next one has its records.
+    // Tiles of a deleted job lie where the next one has its records.
     let mut disks = formatted();
     for device in 0..disks.count() {
         let noise = AlignedBytes::from_slice(&content(3, 1 << 20));
@@ -286,7 +286,7 @@ fn another_version_is_refused_untouched() {
     }
 }
 
-/// Fails for good after so many writes and flushes.
+/// Fails permanently after this many writes and flushes.
 struct Cut<'a> {
     disks: &'a mut SimDisks,
     left_count: usize,
@@ -354,13 +354,13 @@ fn whoever_follows_what_is_said_after_a_format_was_cut_off_has_a_store() {
             let Err(error) = recover::read(&mut disks) else {
                 continue;
             };
-            let said = error.to_string();
-            let advice = match said.contains("`offloadd format --force` on all devices") {
+            let message = error.to_string();
+            let advice = match message.contains("`offloadd format --force` on all devices") {
                 true => true,
                 false => {
                     assert!(
-                        said.contains("run `offloadd format` on all devices"),
-                        "{said}"
+                        message.contains("run `offloadd format` on all devices"),
+                        "{message}"
                     );
                     false
                 }
@@ -369,7 +369,7 @@ fn whoever_follows_what_is_said_after_a_format_was_cut_off_has_a_store() {
             assert!(recover::read(&mut disks).unwrap().jobs.is_empty());
             advised.insert(advice);
         }
-        // Both were met: before the first superblock is there again, and between the devices.
+        // Both occurred: before the first superblock is written again, and between the devices.
         assert_eq!(advised.len(), 2);
     }
 }
@@ -431,7 +431,7 @@ fn a_device_of_another_store_or_cut_short_is_refused() {
 fn format_never_destroys_a_store_unasked() {
     let mut disks = tiny();
     let rates = [MeasuredRates::default(); 2];
-    // Even a damaged superblock was somebody's.
+    // Even a damaged superblock belonged to a store.
     disks.flip(0, 60, 1);
     disks.flip(0, (64 << 10) + 60, 1);
     let before = dump(&disks);
@@ -462,8 +462,8 @@ fn a_flipped_bit_in_a_tile_is_named() {
     assert!(
         matches!(damaged.damage, Damage::Checksum { expected: e, found } if e == expected && found != e)
     );
-    let said = damaged.to_string();
+    let message = damaged.to_string();
     for word in ["sim", "tile 0", "unit 0", "job golden", "generation 1"] {
-        assert!(said.contains(word), "{said}");
+        assert!(message.contains(word), "{message}");
     }
 }

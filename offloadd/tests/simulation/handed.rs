@@ -1,7 +1,7 @@
-//! What one daemon hands over, as the next one finds it: the state's file, the state, names of descriptors. What could go
-//! wrong: a frame that somebody damaged or made up ends the daemon that is given it, or gives a session what is not its own.
+//! Tests what the next daemon makes of a hand-over: the state's file, the state, names of descriptors. What could go wrong: damaged or invented input
+//! ends the daemon, or gives a session something that belongs to another.
 //!
-//! The fuzzer's target `handover` tries the same with inputs that coverage finds.
+//! The fuzz target `handover` tries the same with inputs that coverage guides.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -26,12 +26,12 @@ use test_hooks::random::SimRandom;
 
 use super::world::{LIMITS, PEER, World, definition, formatted, job};
 
-/// What the first byte of an input says of the others.
+/// Values of an input's first byte, which say what the rest is.
 const FILE: u8 = 0;
 const STATE: u8 = 1;
 const NAMES: u8 = 2;
 
-/// A store, and what its last daemon handed over.
+/// A store and the hand-over of its last daemon.
 struct Handed {
     store: RecoveredStore,
     state: State,
@@ -41,7 +41,7 @@ fn handed() -> &'static Handed {
     static HANDED: OnceLock<Handed> = OnceLock::new();
     HANDED.get_or_init(|| {
         let mut world = World::start(formatted(), SimRandom::new(5));
-        // Two ranks, one generation committed, some tiles written since, one of them in vain, and tiles of their own.
+        // Two ranks, one generation committed, some tiles written since (one write failed), and scratch tiles.
         let (one, _) = world.open(&job("pair"), 0, 2).unwrap();
         let (two, _) = world.open(&job("pair"), 1, 2).unwrap();
         let tiles = definition(4, Durability::Committed, 1);
@@ -70,7 +70,7 @@ fn handed() -> &'static Handed {
             fault: SimFault::Full,
         });
         world.write(two, 2, 3, 3).unwrap_err();
-        // One of two nodes, in place, whose generation is not confirmed; and one that has only come.
+        // One job of two nodes, in place, whose generation is not confirmed; and one that has only been opened.
         let (in_place, _) = world.open(&job("in-place"), 0, 1).unwrap();
         world
             .define(in_place, definition(3, Durability::None, 2))
@@ -88,7 +88,7 @@ fn handed() -> &'static Handed {
     })
 }
 
-/// Inputs from which others are made: what the code itself hands over.
+/// Returns inputs from which others are derived: real hand-overs.
 pub(crate) fn seeds() -> Vec<Vec<u8>> {
     let state = &handed().state;
     let file = File::from(handover::seal(state).unwrap());
@@ -132,7 +132,7 @@ fn descriptors() -> Descriptors {
     }
 }
 
-/// Any bytes: whether anything of them was taken up. What is refused is refused in words.
+/// Tries arbitrary bytes. Returns whether something was adopted. A refusal must have a message.
 pub(crate) fn try_input(bytes: &[u8]) -> bool {
     match bytes.split_first() {
         None => false,
@@ -160,7 +160,7 @@ fn try_file(bytes: &[u8]) -> bool {
     }
 }
 
-/// A name a line. What is called a claim can be spent, and what is called a state is one.
+/// Tries one name per line. Descriptors named as claims can be spent, and those named as states are states.
 fn try_names(bytes: &[u8]) -> bool {
     let lines = String::from_utf8_lossy(bytes);
     let named = lines.lines().take(100).map(|name| {
@@ -196,7 +196,7 @@ fn core() -> Core {
     Core::new(handed().store.clone(), Epoch(1), LIMITS)
 }
 
-/// What a daemon has to give.
+/// Returns the free memory and space of a daemon.
 fn free_bytes(core: &mut Core) -> (u64, Vec<u64>) {
     let mut actions = Vec::new();
     core.on_event(
@@ -222,7 +222,7 @@ fn try_state(state: &State) -> bool {
     let mut core = core();
     let before = free_bytes(&mut core);
     let (adopted, left_out) = match core.adopt(state, |_| true) {
-        Ok(taken_up) => taken_up,
+        Ok(adopted) => adopted,
         Err(why) => {
             assert!(!why.is_empty());
             assert_eq!(free_bytes(&mut core), before);
@@ -232,7 +232,7 @@ fn try_state(state: &State) -> bool {
     assert!(left_out.iter().all(|why| !why.is_empty()));
     let places: BTreeSet<usize> = adopted.iter().map(|one| one.index).collect();
     assert_eq!(places.len(), adopted.len(), "a session is taken up twice");
-    // What it would hand over in its turn is as good.
+    // The hand-over that it would make is as good.
     let given = handed_on(&core.hand_over(), adopted.len());
     assert_eq!(handed_on(&given, adopted.len()), given);
     for one in &adopted {
@@ -249,7 +249,7 @@ fn try_state(state: &State) -> bool {
     !adopted.is_empty()
 }
 
-/// What the next life hands over of a state that a daemon made.
+/// Returns the hand-over of the next incarnation, which adopted `state`.
 fn handed_on(state: &State, session_count: usize) -> State {
     let mut next = core();
     let (adopted, left_out) = next.adopt(state, |_| true).expect("its own state");
@@ -257,7 +257,7 @@ fn handed_on(state: &State, session_count: usize) -> State {
     next.hand_over()
 }
 
-/// Asks for tiles, and ends what comes of it.
+/// Reads tiles of a session, and ends the operations.
 fn read_all(core: &mut Core, one: &Adopted) {
     let room = |device: usize| handed().store.devices[device].superblock.data_bytes;
     for tile in 0..8 {
@@ -301,7 +301,7 @@ fn read_all(core: &mut Core, one: &Adopted) {
 mod tests {
     use super::*;
 
-    /// Says with a failure which input it was.
+    /// Prints the number of the input after a failure.
     struct Trying(u64);
 
     impl Drop for Trying {
@@ -312,11 +312,11 @@ mod tests {
         }
     }
 
-    /// One of the seeds, changed at some places.
+    /// Returns one of the seeds, changed at some places.
     fn changed(seeds: &[Vec<u8>], random: &mut SimRandom) -> Vec<u8> {
         let mut bytes = seeds[random.below(seeds.len())].clone();
         for _ in 0..1 + random.below(3) {
-            // What it is stays as it is.
+            // The kind of input stays the same.
             let at = 1 + random.below(bytes.len() - 1);
             let end = (at + 1 + random.below(16)).min(bytes.len());
             match random.below(7) {
@@ -339,14 +339,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_handed_over_is_taken_up() {
+    fn what_is_handed_over_is_adopted() {
         for (nth, seed) in seeds().iter().enumerate() {
             assert!(try_input(seed), "seed {nth}");
         }
     }
 
     #[test]
-    fn any_change_of_what_is_handed_over_is_refused_or_taken_up_whole() {
+    fn any_change_of_what_is_handed_over_is_refused_or_adopted_whole() {
         let seeds = seeds();
         let mut taken = 0;
         let inputs = 0..20_000;

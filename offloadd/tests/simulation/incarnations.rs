@@ -1,5 +1,5 @@
-//! One life of the daemon after the other. What could go wrong: sessions that were handed over go on though another daemon
-//! has written their tiles since, or end though none has; a life that is cut off while it begins takes the store with it.
+//! Tests consecutive incarnations of the daemon. What could go wrong: handed-over sessions continue although another daemon has written their tiles
+//! since, or end although none has; a start that is cut off makes the store unusable.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
@@ -13,7 +13,7 @@ use super::world::{Process, World, definition, formatted, job};
 
 const TILES: u32 = 4;
 
-/// Operations with which a life begins: one copy of the catalog, flush, the other, flush.
+/// Operations with which an incarnation begins: one copy of the catalog, flush, the other, flush.
 const BEGINS_WITH: u64 = 4;
 
 fn write_all(world: &mut World, process: Process, generation: u64, seed: u64) {
@@ -29,7 +29,7 @@ fn expect_all(world: &mut World, process: Process, seed: u64) {
     }
 }
 
-/// Ends a life in order.
+/// Ends an incarnation in order.
 fn hand_over(mut world: World) -> (State, SimDisks, SimRandom) {
     world.run();
     world.event(Event::HandOver);
@@ -39,7 +39,7 @@ fn hand_over(mut world: World) -> (State, SimDisks, SimRandom) {
     (state, disks, random)
 }
 
-/// A job of one rank: generation 1 (10) is committed, all tiles are written since (20).
+/// Hands over a job of one rank: generation 1 (10) is committed, and all tiles are written since (20).
 fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
     let mut world = World::start(formatted(), SimRandom::new(seed));
     let process = world.begin("a", TILES, Durability::Committed);
@@ -49,13 +49,13 @@ fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
     hand_over(world)
 }
 
-/// Operations of a start.
+/// Returns the number of operations of a start.
 fn start_operations(disks: &SimDisks) -> u64 {
     let world = World::start(disks.clone(), SimRandom::new(0));
     world.engine.disks.operation_count() - disks.operation_count()
 }
 
-/// The job goes on from what is committed.
+/// Resumes the job from its committed state.
 fn expect_committed(world: &mut World) {
     let (process, record) = world.open(&job("a"), 0, 1).unwrap();
     let newest = record.unwrap().generations.pop().unwrap();
@@ -68,8 +68,8 @@ fn expect_committed(world: &mut World) {
 fn sessions_go_on_life_after_life() {
     let (mut state, mut disks, mut random) = handed_over(1);
     for generation in 2..6 {
-        let (mut world, taken_up) = World::start_after(disks, random, &state);
-        let process = taken_up.unwrap()[0];
+        let (mut world, adopted) = World::start_after(disks, random, &state);
+        let process = adopted.unwrap()[0];
         expect_all(&mut world, process, 10 * generation);
         world.commit(process, generation).unwrap();
         write_all(&mut world, process, generation + 1, 10 * (generation + 1));
@@ -80,16 +80,16 @@ fn sessions_go_on_life_after_life() {
 #[test]
 fn a_catalog_that_could_not_be_written_ends_no_session() {
     let mut unsure_count = 0;
-    // Its definition and places of its records are written and flushed, then one copy of the catalog, then the other.
+    // The job's definition and the places of its records are written and flushed, then one copy of the catalog, then the other.
     for at in 0..16 {
         let (state, disks, random) = handed_over(at);
-        let (mut world, taken_up) = World::start_after(disks, random, &state);
-        let process = taken_up.unwrap()[0];
+        let (mut world, adopted) = World::start_after(disks, random, &state);
+        let process = adopted.unwrap()[0];
         let (other, _) = world.open(&job("b"), 0, 1).unwrap();
         world.engine.disks.plan = Some(SimFaultPlan {
             at: world.engine.disks.operation_count() + at,
             for_good: false,
-            // Of writes alone: a flush that fails would poison the first job too.
+            // Writes only: a failed flush would poison the first job too.
             fault: SimFault::Full,
         });
         let definition = definition(TILES, Durability::Committed, 1);
@@ -98,13 +98,18 @@ fn a_catalog_that_could_not_be_written_ends_no_session() {
         expect_all(&mut world, process, 20);
         let (state, disks, random) = hand_over(world);
         unsure_count += u32::from(state.catalog_unsure);
-        let (mut world, taken_up) = World::start_after(disks, random, &state);
-        // What became of the other job's tiles is not known; that of the first is.
-        let go_on = taken_up.or_else(|why| match defined.is_err() && why.contains("job b") {
+        let (mut world, adopted) = World::start_after(disks, random, &state);
+        // The state of the other job's tiles is unknown; that of the first job's is known.
+        let processes = adopted.or_else(|why| match defined.is_err() && why.contains("job b") {
             true => Ok(vec![process]),
             false => Err(why),
         });
-        assert!(go_on.unwrap().iter().any(|one| one.token == process.token));
+        assert!(
+            processes
+                .unwrap()
+                .iter()
+                .any(|one| one.token == process.token)
+        );
         let process = Process {
             session: world.made[&process.token],
             ..process
@@ -119,7 +124,7 @@ fn a_catalog_that_could_not_be_written_ends_no_session() {
 fn a_daemon_that_served_without_the_sessions_ends_them() {
     for seed in 0..100 {
         let (state, mut disks, mut random) = handed_over(seed);
-        // One of the two writes of its number may be lost besides.
+        // One of the two writes of the catalog's number may be lost as well.
         let operations = start_operations(&disks);
         let lost = [None, Some(BEGINS_WITH), Some(BEGINS_WITH - 2)][random.below(3)];
         disks.plan = lost.map(|before_end| SimFaultPlan {
@@ -128,7 +133,7 @@ fn a_daemon_that_served_without_the_sessions_ends_them() {
             fault: SimFault::Lost,
         });
         let mut world = World::start(disks, random);
-        let process = world.go_on("a", 1);
+        let process = world.reopen("a", 1);
         for tile in 0..world.random.below(TILES as usize + 1) as u32 {
             world.submit_write(process, 2, tile, tile, 77);
         }
@@ -137,8 +142,8 @@ fn a_daemon_that_served_without_the_sessions_ends_them() {
         }
         // Killed before it has committed.
         let (disks, random) = world.crash(false);
-        let (mut world, taken_up) = World::start_after(disks, random, &state);
-        let why = taken_up.map(|go_on| go_on.len()).unwrap_err();
+        let (mut world, adopted) = World::start_after(disks, random, &state);
+        let why = adopted.map(|processes| processes.len()).unwrap_err();
         assert!(why.contains("another daemon has served"), "{why}");
         expect_committed(&mut world);
     }
@@ -159,12 +164,12 @@ fn a_life_that_is_cut_off_while_it_begins_leaves_the_store_as_it_was() {
             let failed = World::try_start(disks, SimRandom::new(at)).err();
             let mut disks = failed.expect("an operation failed").1;
             disks.repair();
-            // Killed there: what was handed over is still kept.
-            let (mut world, taken_up) =
+            // Killed there: the hand-over is still kept.
+            let (mut world, adopted) =
                 World::start_after(disks.clone(), SimRandom::new(at), &state);
-            match taken_up {
-                Ok(go_on) => {
-                    expect_all(&mut world, go_on[0], 20);
+            match adopted {
+                Ok(processes) => {
+                    expect_all(&mut world, processes[0], 20);
                     went_on += 1;
                 }
                 Err(why) => {
@@ -184,7 +189,7 @@ fn a_life_that_is_cut_off_while_it_begins_leaves_the_store_as_it_was() {
     assert!(refused > 0 && went_on > 0, "{refused}, {went_on}");
 }
 
-/// A service manager starts the daemon again when its first try fails.
+/// A service manager starts the daemon again when its first start fails.
 #[test]
 fn a_start_whose_flush_fails_loses_nothing_that_the_next_one_commits() {
     let (mut went_on, mut refused) = (0, 0);
@@ -202,11 +207,11 @@ fn a_start_whose_flush_fails_loses_nothing_that_the_next_one_commits() {
             };
             let mut disks = failed.1;
             disks.repair();
-            let (mut world, taken_up) = World::start_after(disks, SimRandom::new(at), &state);
-            let newest = match taken_up {
-                Ok(go_on) => {
-                    expect_all(&mut world, go_on[0], 20);
-                    world.commit(go_on[0], 2).unwrap();
+            let (mut world, adopted) = World::start_after(disks, SimRandom::new(at), &state);
+            let newest = match adopted {
+                Ok(processes) => {
+                    expect_all(&mut world, processes[0], 20);
+                    world.commit(processes[0], 2).unwrap();
                     went_on += 1;
                     2
                 }
@@ -218,7 +223,7 @@ fn a_start_whose_flush_fails_loses_nothing_that_the_next_one_commits() {
             };
             let (disks, random) = world.crash(seed % 2 == 0);
             let mut world = World::start(disks, random);
-            let process = world.go_on("a", newest);
+            let process = world.reopen("a", newest);
             expect_all(&mut world, process, 10 * newest);
         }
     }
@@ -240,8 +245,8 @@ fn a_flush_that_fails_as_sessions_are_handed_over_is_handed_over_with_them() {
             .break_for_good(device, SimFault::FlushLost);
         let (state, mut disks, random) = hand_over(world);
         disks.repair();
-        let (mut world, taken_up) = World::start_after(disks, random, &state);
-        let process = taken_up.unwrap()[0];
+        let (mut world, adopted) = World::start_after(disks, random, &state);
+        let process = adopted.unwrap()[0];
         let fault = world.commit(process, 2).unwrap_err();
         assert_eq!(fault.kind, FaultKind::Poisoned);
         world.close(process).unwrap();

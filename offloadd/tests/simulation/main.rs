@@ -1,10 +1,10 @@
-//! The core over simulated disks.
+//! Tests the core over simulated disks.
 //!
-//! What could go wrong: something acknowledged is lost, a torn tile is taken for a whole one, a generation is a mixture of
-//! two, memory is given away while a device still writes it, a failed operation is taken for a done one. Each file here
-//! makes one kind of trouble on purpose; `removed` takes a mechanism away and asks that its test then fails.
+//! What could go wrong: acknowledged state is lost, a torn tile is taken for an intact one, a generation is a mixture of two, memory is freed while a
+//! device still writes to it, a failed operation counts as done. Each module causes one kind of fault; `removed` disables a safeguard and checks that
+//! its test then fails.
 //!
-//! `OFFLOADD_SEEDS=n..m cargo test --test simulation` runs other seeds, or the one of a failure again.
+//! `OFFLOADD_SEEDS=n..m cargo test --test simulation` runs other seeds, or repeats the seed of a failure.
 
 mod crashes;
 mod cuts;

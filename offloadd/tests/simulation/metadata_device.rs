@@ -1,5 +1,5 @@
-//! The device with the catalog is drained: tiles leave it as any other, catalog and records at a start. What could go wrong: a
-//! cut in the midst of it leaves no catalog or two, a record is left behind, an old catalog comes back over a damaged newer one.
+//! Tests that the metadata device can be drained: its tiles leave it like any other's, catalog and records at a start. What could go wrong: a cut
+//! leaves no catalog or two, a record is left behind, an old catalog replaces a damaged newer one.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
@@ -15,7 +15,7 @@ use super::world::{World, formatted};
 
 const JOBS: [(&str, u32); 2] = [("one", 20), ("two", 7)];
 
-/// Two jobs, and a home that all tiles have left.
+/// Makes two jobs, and a metadata device that all tiles have left.
 fn emptied() -> (SimDisks, SimRandom) {
     let mut world = World::start(formatted(), SimRandom::new(1));
     for (name, tiles) in JOBS {
@@ -50,20 +50,20 @@ fn has_catalog(disks: &SimDisks, position: usize) -> [bool; 2] {
     })
 }
 
-/// What is said of the home.
+/// Returns the reason why the metadata device stays.
 fn why_it_stays(world: &World) -> String {
-    let home = world.core.device_states().swap_remove(0);
-    home.status.stuck.unwrap()
+    let metadata = world.core.device_states().swap_remove(0);
+    metadata.status.stuck.unwrap()
 }
 
-/// Everything is there, before and after the old home has left.
+/// Asserts that everything is there, before and after the old metadata device has left.
 fn expect_whole(mut disks: SimDisks, random: SimRandom) {
     assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
     let mut world = World::start(disks, random);
     world.move_all();
     assert_eq!(world.left, [0]);
     for (name, tiles) in JOBS {
-        let process = world.go_on(name, 2);
+        let process = world.reopen(name, 2);
         expect_all(&mut world, process, 2, tiles);
         write_all(&mut world, process, 3, tiles);
     }
@@ -72,7 +72,7 @@ fn expect_whole(mut disks: SimDisks, random: SimRandom) {
     assert_eq!(verify(&mut alone).unwrap().damaged_tiles, []);
     let mut world = World::start(alone, random);
     for (name, tiles) in JOBS {
-        let process = world.go_on(name, 3);
+        let process = world.reopen(name, 3);
         expect_all(&mut world, process, 3, tiles);
     }
 }
@@ -90,12 +90,12 @@ fn tiles_leave_the_home_at_once_and_the_catalog_at_the_next_start() {
     write_all(&mut world, process, 3, 20);
     world.move_all();
     assert_eq!(world.core.moves(), Moves::None);
-    let home = world.core.device_states().swap_remove(0).status;
-    assert_eq!(home.left_bytes, 0);
+    let metadata = world.core.device_states().swap_remove(0).status;
+    assert_eq!(metadata.left_bytes, 0);
     let told = why_it_stays(&world);
     assert!(told.contains("when offloadd is started next"), "{told}");
     assert!(world.left.is_empty());
-    // Jobs come and commit as before.
+    // Jobs are created and commit as before.
     let late = world.begin("two", 7, Durability::Committed);
     write_all(&mut world, late, 1, 7);
     write_all(&mut world, late, 2, 7);
@@ -107,7 +107,7 @@ fn tiles_leave_the_home_at_once_and_the_catalog_at_the_next_start() {
     let mut world = World::start(disks, random);
     world.move_all();
     assert_eq!(world.left, [0]);
-    let process = world.go_on("one", 4);
+    let process = world.reopen("one", 4);
     expect_all(&mut world, process, 4, 20);
 }
 
@@ -148,7 +148,7 @@ fn who_watches_sees_every_byte_be_copied_and_read_again() {
     assert!(seen.is_sorted(), "{seen:?}");
     assert!(seen.contains(&(total_bytes / 2)), "all is copied: {seen:?}");
     assert_eq!(seen.last(), Some(&total_bytes));
-    // Nothing is due any more.
+    // Nothing is left to be moved.
     let again = settle_watched(&mut disks, &mut store, &mut |_, _| {
         panic!("nothing is done")
     });
@@ -170,7 +170,7 @@ fn a_cut_at_any_operation_leaves_one_whole_store() {
         cut.repair();
         for seed in 0..6 {
             let mut after = cut.clone();
-            // The power goes, or only the daemon dies.
+            // The power goes, or only the daemon is killed.
             if seed > 0 {
                 after.crash(seed, Vec::new());
             }
@@ -204,7 +204,7 @@ fn a_failed_operation_refuses_no_start() {
         let beyond = failing.operation_count() <= first + at;
         failing.repair();
         match outcome {
-            // A copy that the device did not give stands twice.
+            // A copy that the device did not return is written twice.
             Ok(MetadataMove::Moved { .. }) => {}
             Ok(MetadataMove::Failed(why)) => {
                 stayed += 1;
@@ -267,7 +267,7 @@ fn a_withheld_record_keeps_the_home() {
         matches!(&outcome, MetadataMove::Failed(why) if why.contains("discard-unreadable one")),
         "{outcome:?}"
     );
-    // The device gives it again.
+    // The device returns it again.
     disks.repair();
     assert_eq!(opened(&mut disks), Ok(moved()));
     expect_whole(disks, random);
@@ -283,7 +283,7 @@ fn a_home_whose_records_find_no_room_stays_and_is_refused_before() {
     let mut alone = World::start(disks, random);
     let call = alone.drain_call("sim1");
     alone.answer(call).unwrap();
-    // The only other one is drained already.
+    // The only other device is drained already.
     let call = alone.drain_call("sim0");
     let fault = alone.answer(call).unwrap_err();
     assert_eq!(fault.kind, FaultKind::NoSpace);
@@ -340,11 +340,11 @@ fn a_drive_that_takes_no_writes_any_more_can_go() {
     );
     let mut world = World::start(disks, random);
     world.move_all();
-    let process = world.go_on("one", 2);
+    let process = world.reopen("one", 2);
     write_all(&mut world, process, 3, 20);
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks.pick(&[1]), random);
-    let process = world.go_on("one", 3);
+    let process = world.reopen("one", 3);
     expect_all(&mut world, process, 3, 20);
 }
 
@@ -376,7 +376,7 @@ fn a_damaged_tile_on_the_home_is_told_and_leaves_when_it_is_written_again() {
     assert_eq!(world.core.moves(), Moves::Stopped);
     let told = why_it_stays(&world);
     assert!(told.contains("1 extents cannot be moved"), "{told}");
-    let process = world.go_on("one", 1);
+    let process = world.reopen("one", 1);
     write_all(&mut world, process, 2, 10);
     write_all(&mut world, process, 3, 10);
     world.event(Event::RetryMoves);

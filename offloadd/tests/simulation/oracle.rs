@@ -1,5 +1,5 @@
-//! What must be readable of a job, known beside the daemon: the contents of every attempt at a generation, which of them
-//! was acknowledged, and what may be offered after a crash.
+//! The oracle: knows beside the daemon what must be readable of a job, namely the contents of every attempt at a generation, which of them was
+//! acknowledged, and which may be offered after a crash.
 
 use std::collections::BTreeMap;
 
@@ -12,33 +12,33 @@ use test_hooks::random::SimRandom;
 use super::trouble::Trouble;
 use super::world::{Process, World, content, job};
 
-/// One attempt at a generation: for each tile the seed of its bytes, and the blobs, which no two attempts share.
+/// One attempt at a generation: the seed of each tile's bytes, and the blobs, which are different in every attempt.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Snapshot {
     pub(super) tiles: Vec<Option<u64>>,
     pub(super) blobs: Vec<(Rank, Vec<u8>)>,
 }
 
-/// What the oracle knows of a job.
+/// The oracle's knowledge of a job.
 pub(super) struct Known {
     pub(super) name: JobName,
     pub(super) tile_count: u32,
     pub(super) nodes: u32,
     pub(super) durability: Durability,
     pub(super) defined: bool,
-    /// Its catalog entry may be gone, and this daemon opens it no more.
+    /// Whether the job's catalog entry may be gone, so that this daemon opens the job no more.
     pub(super) dropping: bool,
-    /// What each generation may hold: one an attempt to commit it.
+    /// Possible contents of each generation: one per attempt to commit it.
     pub(super) attempts: BTreeMap<u64, Vec<Snapshot>>,
-    /// Newest acknowledged, and whether its confirmation was.
+    /// Newest acknowledged generation; the next field says whether its confirmation was acknowledged.
     pub(super) acknowledged: u64,
     pub(super) confirmed: u64,
 }
 
 impl Known {
-    /// A job nobody has defined yet.
+    /// Makes a job that is not defined yet.
     pub(super) fn random(name: &str, random: &mut SimRandom) -> Self {
-        // In place there is no generation before, so no other node to wait for.
+        // A job written in place has no generation before, and so waits for no other node.
         let (durability, nodes) = match random.one_in(5) {
             true => (Durability::None, 1),
             false => (Durability::Committed, 1 + random.below(2) as u32),
@@ -56,14 +56,14 @@ impl Known {
         }
     }
 
-    /// It may be dropped or not: what it held may still be offered.
+    /// Records that the job was perhaps deleted: its content may still be offered.
     pub(super) fn discard_unreadable(&mut self) {
         self.defined = false;
         self.acknowledged = 0;
         self.confirmed = 0;
     }
 
-    /// Another life of the daemon begins. `named`: it was said that a generation was lost.
+    /// Begins the next incarnation of the daemon. `named`: whether the loss of a generation was reported.
     pub(super) fn outlive(&mut self, named: bool) {
         self.dropping = false;
         if named {
@@ -72,8 +72,8 @@ impl Known {
         }
     }
 
-    /// The generation to go on from, one of those the store offers, and the attempt that it is: the newest, or while it is
-    /// not confirmed perhaps the one before it, as if another node did not have it.
+    /// Chooses one of the offered generations to resume, and finds the attempt that it is: the newest, or while it is not confirmed perhaps the one
+    /// before, as if another node did not have it.
     pub(super) fn choose(
         &self,
         record: &JobRecord,
@@ -94,7 +94,7 @@ impl Known {
             let attempts = attempts.expect("a generation nobody began");
             let attempt = attempts.iter().find(|a| a.blobs == *generation.blobs);
             let attempt = attempt.expect("blobs nobody brought, or of several attempts");
-            // A mark that was lost is as if it had not been written yet.
+            // A lost mark has the same effect as one that was not written yet.
             assert!(generation.confirmed || self.confirmed < number || trouble.is_silent());
             chosen = (number, Some(attempt.clone()));
         }
@@ -115,8 +115,8 @@ impl Known {
         chosen
     }
 
-    /// Later ones are given up for good, and this one counts as everywhere.
-    pub(super) fn gone_on_from(&mut self, generation: u64, trouble: Trouble) {
+    /// Records a resume: later generations are discarded, and this one counts as confirmed.
+    pub(super) fn resumed_from(&mut self, generation: u64, trouble: Trouble) {
         if !trouble.is_silent() {
             self.attempts.retain(|number, _| *number <= generation);
         }
@@ -124,7 +124,7 @@ impl Known {
         self.confirmed = generation;
     }
 
-    /// Reads all tiles of what was gone on from. False: a device failed, and said so.
+    /// Reads all tiles of the resumed generation. Returns false if a device failed and reported it.
     pub(super) fn is_whole(
         &self,
         world: &mut World,

@@ -1,5 +1,5 @@
-//! What users and jobs may have, where several ask at once. What could go wrong: two get what one of them may have, because
-//! the first one's is still being written; the first rank takes what all ranks of its job may have.
+//! Tests the quotas of users and jobs when several ask at once. What could go wrong: two requests get what only one may have, because the first one
+//! is still being written; the first rank takes the share of all ranks of its job.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
@@ -48,7 +48,7 @@ fn a_definition_that_is_being_written_counts() {
         let (token, tile_bytes) = (first.token, bytes.to_vec());
         world.call(Call::ReserveScratch { token, tile_bytes })
     };
-    // Nothing of the definition has ended; what needs no device is answered at once.
+    // No operation of the definition has ended; calls without device operations are answered at once.
     let call = scratch(&mut world, &[8192, 4096]);
     let fault = world.replies.remove(&call).expect("at once").unwrap_err();
     assert_eq!(fault.kind, FaultKind::NoSpace);
@@ -83,7 +83,7 @@ fn a_definition_that_failed_counts_no_more() {
     assert!(again.is_ok(), "{again:?}");
 }
 
-/// What each rank of a job gets that asks for so many.
+/// Returns what each rank of a job gets that asks for these numbers.
 fn granted(world: &mut World, name: &str, asked: &[u32]) -> Vec<Result<u32, Fault>> {
     let ranks = asked.len() as u32;
     let open = |(rank, iodepth)| {
@@ -115,7 +115,7 @@ fn operations_in_flight_are_parted_among_the_ranks_of_a_job() {
         assert_eq!(got, [Ok(2), Ok(2), Ok(3), Ok(3)]);
     }
     let mut world = with(Quota::default(), inflight(10));
-    // Who wants little leaves the more, and a job alone has all.
+    // A rank that asks for little leaves more to the others, and a job alone gets everything.
     let got = granted(&mut world, "one", &[1, 8, 8]);
     assert_eq!(got, [Ok(1), Ok(4), Ok(5)]);
     assert_eq!(granted(&mut world, "two", &[16]), [Ok(10)]);
@@ -163,7 +163,7 @@ fn fewer_operations_than_ranks_are_refused_to_the_first_of_them() {
     }
 }
 
-/// No rank may come to it before all have closed.
+/// A rank may have to wait until all others have closed.
 #[test]
 fn nothing_is_kept_for_ranks_of_a_job_that_lost_one() {
     let mut world = with(inflight(8), Quota::default());
@@ -213,7 +213,7 @@ fn a_user_has_as_many_jobs_as_his_quota_says_and_leaves_others_their_places() {
     for word in ["may have 2 jobs and has 2", "jobs_max"] {
         assert!(fault.message.contains(word), "{word}: {fault}");
     }
-    // What is there already is no new job.
+    // A job that exists is not a new job.
     let two = world.open(&job("two"), 0, 1).unwrap().0;
     world.define(two, tiles()).unwrap();
 

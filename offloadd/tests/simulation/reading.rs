@@ -1,5 +1,5 @@
-//! A store whose first device takes no writes is read. What could go wrong: it is not served at all, or something is written
-//! that somebody believes; a life before or after it loses what it had.
+//! Tests that a store whose metadata device takes no writes is served read-only. What could go wrong: it is not served at all, a write counts as
+//! done, or the incarnation before or after loses state.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
@@ -18,7 +18,7 @@ use super::world::{Process, World, definition, formatted, job};
 
 const TILES: u32 = 12;
 
-/// A job that committed two generations, with writes since; it is handed over.
+/// Hands over a job that committed two generations and has written since.
 fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
     let mut world = World::start(formatted(), SimRandom::new(seed));
     prepare(&mut world);
@@ -34,11 +34,11 @@ fn handed_over(seed: u64) -> (State, SimDisks, SimRandom) {
 
 fn told(fault: &Fault) {
     assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
-    let said = fault.message.contains("read-only") && fault.message.contains(" of sim");
-    assert!(said, "{fault}");
+    let is_explained = fault.message.contains("read-only") && fault.message.contains(" of sim");
+    assert!(is_explained, "{fault}");
 }
 
-/// Of two nodes, the second generation prepared on this one alone.
+/// Prepares the second generation of a job of two nodes on this node alone.
 fn prepare(world: &mut World) {
     let (process, _) = world.open(&job("two"), 0, 1).unwrap();
     let two = definition(TILES, Durability::Committed, 2);
@@ -63,7 +63,7 @@ fn cannot_write(world: &mut World, process: Process, working: u64) {
     assert_eq!(scratch, FaultKind::Poisoned);
 }
 
-/// Both generations of that job are there as they were.
+/// Asserts that both generations of that job are unchanged.
 fn expect_both(world: &mut World) -> Process {
     let (process, record) = world.open(&job("two"), 0, 1).unwrap();
     let generations = record.unwrap().generations;
@@ -74,12 +74,12 @@ fn expect_both(world: &mut World) -> Process {
     process
 }
 
-/// All that is read, and nothing that is written.
+/// Asserts that everything can be read, and nothing written.
 fn only_reads(world: &mut World) {
     let reason = world.core.read_only().expect("nothing is written");
     let reason = reason.clone();
     told(&reason);
-    // Nothing is given up by who goes back, nor confirmed by who goes on.
+    // Resuming an older generation discards nothing, and resuming a newer one confirms nothing.
     for generation in [1, 2, 1] {
         let process = expect_both(world);
         world.resume(process, generation).unwrap();
@@ -113,18 +113,18 @@ fn only_reads(world: &mut World) {
     world.event(Event::RebalanceTick { force: true });
     world.run();
     assert_eq!(world.core.moves(), Moves::None);
-    let said = world.core.device_states()[0].status.stuck.clone();
-    assert_eq!(said, Some(reason.message));
+    let stuck = world.core.device_states()[0].status.stuck.clone();
+    assert_eq!(stuck, Some(reason.message));
 }
 
 #[test]
 fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
     let mut seen = 0;
-    // Writes alone fail, or flushes too: one of each device, then of the catalog one copy, then the other.
+    // Writes alone fail, or flushes too: one flush of each device, then one copy of the catalog, then the other.
     for (fault, at) in (0..8).flat_map(|at| [(SimFault::Full, at), (SimFault::Gone, at)]) {
         let (state, mut disks, random) = handed_over(at);
         let first = disks.operation_count();
-        let (reads, mends) = {
+        let (reads, repairs) = {
             let mut disks = disks.clone();
             let mut store = recover::read(&mut disks).unwrap();
             let reads = disks.operation_count() - first;
@@ -136,21 +136,21 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
             for_good: false,
             fault,
         });
-        let mut world = World::start_all_the_same(disks, random);
+        let mut world = World::start_perhaps_read_only(disks, random);
         world.engine.disks.repair();
         if world.core.read_only().is_none() {
-            // That operation was none of a start's, or none that fails so.
+            // The failed operation was not part of a start, or cannot fail like this.
             continue;
         }
         seen += 1;
         only_reads(&mut world);
         let (mut disks, random) = world.crash(false);
         assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
-        // The sessions that were handed over go on, if no catalog came to the device that says otherwise.
-        let (mut world, taken_up) = World::start_after(disks, random, &state);
+        // The handed-over sessions continue, unless a catalog with a newer number reached the device.
+        let (mut world, adopted) = World::start_after(disks, random, &state);
         let process = expect_both(&mut world);
         world.close(process).unwrap();
-        match taken_up {
+        match adopted {
             Ok(processes) => {
                 let process = processes[0];
                 world.expect_tile(process, 0, 300);
@@ -158,7 +158,7 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
                 expect_all(&mut world, process, 3, TILES);
             }
             Err(why) => {
-                assert!(at > mends, "no copy was written: {why}");
+                assert!(at > repairs, "no copy was written: {why}");
                 let (process, _) = world.open(&job("one"), 0, 1).unwrap();
                 world.resume(process, 2).unwrap();
                 expect_all(&mut world, process, 2, TILES);
@@ -166,18 +166,18 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
             }
         }
     }
-    // All six fail as a drive that is gone, two as a full one.
+    // All six operations fail on a drive that is gone, two on a full one.
     assert_eq!(seen, 6 + 2);
 }
 
 #[test]
 fn a_drive_that_takes_no_writes_for_good_is_read_life_after_life() {
     let (_, mut disks, mut random) = handed_over(20);
-    // A copy that cannot be mended does not matter either.
+    // A copy that cannot be repaired does not prevent it either.
     disks.flip(0, SUPERBLOCK_OFFSETS[1] + 40, 3);
     disks.break_for_good(0, SimFault::Full);
     for _ in 0..3 {
-        let mut world = World::start_all_the_same(disks, random);
+        let mut world = World::start_perhaps_read_only(disks, random);
         only_reads(&mut world);
         (disks, random) = world.crash(true);
     }
@@ -201,7 +201,7 @@ fn tiles_that_were_to_move_stay_until_they_can() {
     assert!(matches!(world.answer(come), Ok(Reply::AddDevice { .. })));
     let (mut disks, random) = world.crash(true);
     disks.break_for_good(0, SimFault::Full);
-    let mut world = World::start_all_the_same(disks, random);
+    let mut world = World::start_perhaps_read_only(disks, random);
     let phase = |world: &World| world.core.device_states()[2].status.phase;
     assert_eq!(phase(&world), Some(Phase::Filling));
     only_reads(&mut world);

@@ -1,19 +1,19 @@
-//! Each mechanism behind a promise is taken away, and the test that watches it must fail. Without this, a test that
-//! asserts nothing looks like a promise kept.
+//! Disables each safeguard behind a promise, and checks that the test of the promise fails. Without this, a test that asserts nothing would look like
+//! a kept promise.
 
 use std::process::Command;
 
-/// Runs one test of this executable without `mechanism`; it must run, and fail.
+/// Runs one test of this executable with the safeguard `mechanism` disabled; the test must run, and fail.
 fn fails_without(mechanism: &str, test: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--test-threads", "1"])
         .env("OFFLOADD_DISABLE", mechanism)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stdout);
+    let message = String::from_utf8_lossy(&output.stdout);
     assert!(
-        said.contains("0 passed; 1 failed"),
-        "{test} does not notice that {mechanism} is gone:\n{said}"
+        message.contains("0 passed; 1 failed"),
+        "{test} does not notice that {mechanism} is gone:\n{message}"
     );
 }
 
@@ -89,7 +89,7 @@ fn without_waiting_for_the_definition_commits_name_what_it_does_not() {
 #[test]
 fn without_numbers_of_lives_sessions_go_on_over_what_another_daemon_wrote() {
     fails_without(
-        "lives",
+        "incarnations",
         "incarnations::a_daemon_that_served_without_the_sessions_ends_them",
     );
 }

@@ -1,4 +1,4 @@
-//! One rule a test: what a process may do, what it is told, and what outlives it.
+//! Tests one rule each: what a process may do, what it is told, and what outlives it.
 
 use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
@@ -21,7 +21,7 @@ fn kind<T: std::fmt::Debug>(result: Result<T, Fault>) -> FaultKind {
     result.unwrap_err().kind
 }
 
-/// Opens the only rank of a job again and says which generations the store offers.
+/// Opens the only rank of a job again and returns the generations that the store offers.
 fn reopen(world: &mut World, name: &str) -> (Process, Vec<u64>, bool) {
     let (process, record) = world.open(&job(name), 0, 1).unwrap();
     let record = record.expect("the job is stored");
@@ -42,7 +42,7 @@ fn expect_all(world: &mut World, process: Process, generation: u64) {
     }
 }
 
-/// The next flush fails: the operations before it are counted in a copy of what happens.
+/// Makes the next flush fail: the operations before it are counted in a copy of the world.
 fn fail_next(world: &mut World, skip: u64, fault: SimFault) {
     world.engine.disks.plan = Some(SimFaultPlan {
         at: world.engine.disks.operation_count() + skip,
@@ -211,7 +211,7 @@ fn one_operation_a_slot_and_no_reader_beside_a_writer() {
         },
         FaultKind::SlotBusy,
     );
-    // Several readers of a tile are fine, a writer beside them is not.
+    // Several readers of a tile are allowed; a writer beside them is not.
     refused(
         &|world| {
             world.submit_read(process, 0, 1);
@@ -302,7 +302,7 @@ fn nonsense_in_the_ring_ends_the_session_and_nobody_elses() {
     entry.verb = 77;
     world.submit_raw(bad, entry);
     assert_eq!(world.evicted, [bad.session]);
-    // What it wrote behind that is not looked at.
+    // The daemon does not process entries of the session after that.
     world.submit_read(bad, 0, 2);
     world.run();
     assert_eq!(world.dropped, [bad.session]);
@@ -458,7 +458,7 @@ fn a_prepared_generation_keeps_the_one_before_until_it_is_confirmed() {
     let mut world = World::start(disks, random);
     let (process, offered, _) = reopen(&mut world, "a");
     assert_eq!(offered, [1, 2]);
-    // Another node does not have 2: it is given up, and stays so.
+    // Another node does not have generation 2: it is discarded permanently.
     world.resume(process, 1).unwrap();
     expect_all(&mut world, process, 1);
     world.write(process, 2, 0, 77).unwrap();
@@ -481,7 +481,7 @@ fn a_job_written_in_place_is_not_trusted_after_a_crash() {
     assert_eq!((offered, clean), (vec![1], true));
     world.resume(process, 1).unwrap();
     expect_all(&mut world, process, 1);
-    // Whatever of it reached the device: one write was accepted.
+    // Whatever part of it reached the device: one write was accepted.
     world.write(process, 2, 0, 1).unwrap();
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks, random);
@@ -527,7 +527,7 @@ fn a_failed_flush_ends_the_generation_of_every_job_that_wrote_to_the_device() {
     let fault = world.commit(one, 2).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Poisoned);
     assert!(fault.message.contains("Flush"), "{fault}");
-    // The next flush would succeed, and say nothing about what the first one lost.
+    // The next flush would succeed and not report what the first one lost.
     for process in [one, two] {
         assert_eq!(kind(world.commit(process, 2)), FaultKind::Poisoned);
         assert_eq!(world.write(process, 2, 0, 1), Err(FaultKind::Poisoned));
@@ -571,7 +571,7 @@ fn a_promotion_reaches_the_operation_of_its_ticket_and_no_other() {
     world.submit_raw(two, promote(3).to_sqe(epoch));
     assert_eq!(world.promoted.len(), 2);
     assert_ne!(world.promoted[0], world.promoted[1], "each its own");
-    // Of an older daemon's life: nobody waits for an answer.
+    // With an older daemon's epoch: nobody waits for an answer.
     let mut stale = promote(3).to_sqe(epoch);
     stale.epoch ^= 1;
     world.submit_raw(one, stale);
@@ -584,7 +584,7 @@ fn a_promotion_reaches_the_operation_of_its_ticket_and_no_other() {
             "a promotion has no completion"
         );
     }
-    // It has ended.
+    // The operation has ended.
     world.submit_raw(one, promote(3).to_sqe(epoch));
     assert_eq!((world.promoted.len(), world.evicted.len()), (2, 0));
     let mut nonsense = promote(3).to_sqe(epoch);

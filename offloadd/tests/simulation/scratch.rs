@@ -1,5 +1,5 @@
-//! Tiles of one session alone. What could go wrong: a commit waits for them or takes them in, they are written where something
-//! committed lies, their room is lost, or given away while a device still writes it, one session reaches another's.
+//! Tests scratch tiles. What could go wrong: a commit waits for them or contains them, they overwrite committed extents, their space is lost or freed
+//! while a device still writes to it, a session reaches another's.
 
 use crate::disks::{SimFault, SimFaultPlan};
 use offload_api::fault::{Fault, FaultKind};
@@ -11,7 +11,7 @@ use super::world::{PEER, Process, World, definition, formatted, job, outcome};
 
 const TILES: u32 = 6;
 
-/// Of six tiles whose indices follow the job's: the sizes [`World::write`] uses.
+/// Six tiles whose indices follow the job's, with the sizes that [`World::write`] uses.
 const SCRATCH: [u32; 6] = [4096, 8192, 4096, 8192, 4096, 8192];
 
 fn reserve(world: &mut World, process: Process, tile_bytes: &[u32]) -> Result<Reply, Fault> {
@@ -66,7 +66,7 @@ fn it_is_written_and_read_while_a_commit_runs_and_before_anything_is_committed()
                 world.expect_tile(process, tile, round * 100 + u64::from(tile));
             }
         }
-        // A generation holds nothing of it, and a crash leaves none of it.
+        // A generation does not contain them, and none survives a crash.
         let left = TILES;
         let (disks, random) = world.crash(durability == Committed);
         if durability == Durability::None {
@@ -106,7 +106,7 @@ fn its_room_comes_back_when_the_last_operation_has_ended_and_not_before() {
     world.run();
     assert_eq!(world.engine.strays_count, 0);
     assert_eq!(free_bytes(&mut world), with + reserved);
-    // And so for one that closes in order, with a job that is dropped afterwards.
+    // The same for a session that closes in order, whose job is deleted afterwards.
     let (process, _) = world.open(&job("a"), 0, 1).unwrap();
     reserve(&mut world, process, &SCRATCH).unwrap();
     assert_eq!(free_bytes(&mut world), with);
@@ -136,7 +136,7 @@ fn what_it_cannot_be_is_refused_and_takes_nothing() {
     refused(&mut world, &[4096; 1 << 20], FaultKind::Invalid);
     let no_room = refused(&mut world, &[1 << 20; 5], FaultKind::NoSpace);
     assert!(no_room.contains("5242880 bytes"), "{no_room}");
-    // Somebody else has no way to it.
+    // Another user cannot reach them.
     let stranger = Peer { uid: 1001, ..PEER };
     let call = world.call_as(
         stranger,

@@ -1,8 +1,8 @@
-//! Traces of the core: one line for each daemon that a test starts, with a hash of every event it was told, every action it
-//! answered with, and what can be seen of it after each event.
+//! Traces of the core: one line for each daemon that a test starts, with a hash of every event, every action of the answer, and the visible state
+//! after each event.
 //!
-//! For changes that must change no decision: `OFFLOADD_TRACES=before cargo test -p offloadd --test simulation` writes the
-//! lines to the file `before`. The sorted lines of two builds are equal if every daemon decided the same in the same order.
+//! For changes that must change no decision: `OFFLOADD_TRACES=before cargo test -p offloadd --test simulation` writes the lines to the file `before`.
+//! The sorted lines of two builds are equal if every daemon made the same decisions in the same order.
 
 use std::fmt::Write as _;
 use std::fs::{File, OpenOptions};
@@ -18,7 +18,7 @@ pub(crate) struct Trace(Option<Open>);
 
 struct Open {
     file: File,
-    /// Text of the whole trace, where one is wanted.
+    /// Text of the whole trace, if requested.
     text: Option<File>,
     test: String,
     begins_with: SimRandom,
@@ -69,7 +69,7 @@ impl Trace {
         }
     }
 
-    /// Adds what can be seen of the core.
+    /// Adds the visible state of the core.
     pub(crate) fn state(&mut self, core: &Core) {
         let Some(open) = &mut self.0 else { return };
         let mut seen = format!(
@@ -109,7 +109,7 @@ impl Drop for Trace {
             open.event_count,
             open.hash.finish()
         );
-        // One write a line: several tests append at the same time.
+        // One write per line: several tests append at the same time.
         let _ = open.file.write_all(line.as_bytes());
     }
 }

@@ -1,4 +1,4 @@
-//! What devices do wrong, at random, while jobs run: fail once, break for good, be full or gone, be slow, lie.
+//! Random faults of devices while jobs run: they fail once, break permanently, are full or gone, are slow, or lose and misdirect writes silently.
 
 use std::collections::BTreeMap;
 
@@ -8,18 +8,18 @@ use offload_api::ids::DeviceIndex;
 use offloadd::blocks::Blocks;
 use test_hooks::random::SimRandom;
 
-/// The temper of the devices in one story.
+/// Kind of faults in one scenario.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Trouble {
-    /// They do as they are told.
+    /// No faults.
     None,
-    /// Some operations fail and say so; some devices do nothing else any more.
+    /// Some operations fail and report it; some devices fail from then on.
     Failing,
-    /// One write a life is lost or lands elsewhere, and they say that all is well. `left`: not yet.
+    /// One write per incarnation is lost or misdirected and reported as done. `left`: not yet.
     Silent { left: bool },
 }
 
-/// Operations between two troubles, about.
+/// Average number of operations between two faults.
 const ONE_IN: usize = 60;
 
 impl Trouble {
@@ -35,7 +35,7 @@ impl Trouble {
         matches!(self, Self::Silent { .. })
     }
 
-    /// Whether a device that says so can be why a call or an operation ended like this.
+    /// Whether a reported device error can be the reason why a call or an operation ended with this kind.
     pub(crate) fn explains(self, kind: FaultKind) -> bool {
         let device = matches!(
             kind,
@@ -44,7 +44,7 @@ impl Trouble {
         device && self == Self::Failing
     }
 
-    /// Something may go wrong with the reads, writes and flushes of a start.
+    /// Plans a fault of the reads, writes and flushes of a start.
     pub(crate) fn before_start(self, disks: &mut SimDisks, random: &mut SimRandom) {
         if self == Self::Failing && random.one_in(4) {
             disks.plan = Some(SimFaultPlan {
@@ -55,7 +55,7 @@ impl Trouble {
         }
     }
 
-    /// Something may go wrong with the next operation.
+    /// Plans a fault of the next operation.
     pub(crate) fn before_operation(&mut self, engine: &mut SimEngine, random: &mut SimRandom) {
         if *self == Self::None {
             return;
@@ -93,7 +93,7 @@ impl Trouble {
     }
 }
 
-/// How often each thing went wrong, in words.
+/// Returns how often each fault happened, by name.
 pub(crate) fn told(happened: &BTreeMap<SimFault, u64>) -> BTreeMap<String, u64> {
     let mut told = BTreeMap::new();
     for (fault, count) in happened {

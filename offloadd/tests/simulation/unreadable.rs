@@ -1,6 +1,5 @@
-//! A record that its device does not give when the daemon starts. What could go wrong: it was the newest one, acknowledged,
-//! and somebody writes over it, or over the tiles it names, before anyone has decided. So it stays, its job's tiles stay, and
-//! who asks is told what to do.
+//! Tests a record that its device cannot read when the daemon starts. It may be the newest, acknowledged one, so neither it nor the tiles that it
+//! names may be overwritten before an administrator has decided. The record and its job's tiles stay, and callers are told what to do.
 
 use crate::disks::{SimDisks, SimFault};
 use offload_api::fault::FaultKind;
@@ -22,12 +21,12 @@ fn seed(generation: u64, tile: u32) -> u64 {
     100 * generation + u64::from(tile)
 }
 
-/// A store with two generations of a job, of which the newer one's record can no longer be read.
+/// Makes a store with two generations of a job, where the newer record can no longer be read.
 fn worn_out() -> SimDisks {
     worn_out_while(Durability::Committed, 0)
 }
 
-/// The same, while so many tiles of the third are written.
+/// The same, while `written_count` tiles of the third generation are written.
 fn worn_out_while(durability: Durability, written_count: u32) -> SimDisks {
     let mut world = World::start(formatted(), SimRandom::new(1));
     let process = world.begin("one", TILES, durability);
@@ -44,9 +43,9 @@ fn worn_out_while(durability: Durability, written_count: u32) -> SimDisks {
     }
     let (mut disks, _) = world.crash(false);
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.metadata_device].position;
+    let metadata = store[store.metadata_device].position;
     for offset in store.jobs[0].entry.area.records(0) {
-        disks.wear_out(home, offset..offset + 4096);
+        disks.wear_out(metadata, offset..offset + 4096);
     }
     disks
 }
@@ -64,7 +63,7 @@ fn what_was_written_over_beside_it_is_counted_and_not_called_damaged() {
         assert_eq!(job.generation, Generation(1));
         assert_eq!(job.differing_count, u64::from(written_count));
         assert!(!report.is_sound());
-        // Once it is given again all is as it was committed.
+        // Once the device returns it again, everything is as committed.
         disks.repair();
         let report = verify(&mut disks).unwrap();
         assert!(report.is_sound());
@@ -79,7 +78,7 @@ fn given_up_what_was_written_in_place_is_of_no_generation() {
         discard_unreadable(&mut world, PEER.uid),
         Ok(Reply::DiscardUnreadable { newest_generation })
     );
-    assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Unclean));
+    assert_eq!(resume(&mut world, 1), Err(FaultKind::Unclean));
 }
 
 #[test]
@@ -93,15 +92,15 @@ fn a_mark_that_is_withheld_may_say_that_tiles_were_written_over() {
     world.write(process, 2, 0, seed(2, 0)).unwrap();
     let (mut disks, random) = world.crash(false);
     let store = recover::read(&mut disks).unwrap();
-    let home = store[store.metadata_device].position;
+    let metadata = store[store.metadata_device].position;
     for offset in store.jobs[0].entry.area.marks(1) {
-        disks.wear_out(home, offset..offset + 4096);
+        disks.wear_out(metadata, offset..offset + 4096);
     }
     let report = verify(&mut disks).unwrap();
     assert_eq!(report.damaged_tiles, []);
     assert_eq!(report.unclean_jobs.len(), 1);
     let mut world = World::start(disks, random);
-    assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Unclean));
+    assert_eq!(resume(&mut world, 1), Err(FaultKind::Unclean));
 }
 
 fn extents(disks: &mut SimDisks) -> Vec<[Extent; 2]> {
@@ -109,8 +108,8 @@ fn extents(disks: &mut SimDisks) -> Vec<[Extent; 2]> {
     store.jobs[0].table.extents.clone()
 }
 
-/// Opens the job and goes on from `generation`, whose tiles must be there; or the kind of the refusal.
-fn goes_on(world: &mut World, generation: u64) -> Result<(), FaultKind> {
+/// Opens the job and resumes it from `generation`, whose tiles must be intact; or returns the kind of the refusal.
+fn resume(world: &mut World, generation: u64) -> Result<(), FaultKind> {
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
     let resumed = world.resume(process, generation);
     if resumed.is_ok() {
@@ -149,7 +148,7 @@ fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
             assert!(fault.message.contains(word), "{word}: {fault}");
         }
     }
-    // Who has it open may not be surprised.
+    // A process that has the job open must not be surprised.
     assert_eq!(
         discard_unreadable(&mut world, PEER.uid).unwrap_err().kind,
         FaultKind::Busy
@@ -159,7 +158,7 @@ fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
     let (mut disks, random) = world.crash(true);
     disks.repair();
     let mut world = World::start(disks, random);
-    assert_eq!(goes_on(&mut world, 2), Ok(()));
+    assert_eq!(resume(&mut world, 2), Ok(()));
 }
 
 #[test]
@@ -180,7 +179,7 @@ fn its_jobs_tiles_stay_while_others_move() {
     let call = world.drain_call("sim1");
     world.answer(call).unwrap();
     world.move_all();
-    // Told by name, and nothing spins.
+    // Named in the reason, and the daemon does not spin.
     assert_eq!(world.core.moves(), Moves::Stopped);
     let states = world.core.device_states();
     let why = states[1].status.stuck.clone().unwrap();
@@ -191,7 +190,7 @@ fn its_jobs_tiles_stay_while_others_move() {
     assert_eq!(extents(&mut disks), before);
     disks.repair();
     let mut world = World::start(disks, random);
-    assert_eq!(goes_on(&mut world, 2), Ok(()));
+    assert_eq!(resume(&mut world, 2), Ok(()));
 }
 
 #[test]
@@ -201,7 +200,7 @@ fn given_up_it_is_gone_for_good_and_its_tiles_move_again() {
     world.answer(call).unwrap();
     world.move_all();
     assert_eq!(world.core.moves(), Moves::Stopped);
-    // Another user's job of this name there is not.
+    // Another user has no job of this name.
     assert_eq!(
         discard_unreadable(&mut world, 1001).unwrap_err().kind,
         FaultKind::NotFound
@@ -211,7 +210,7 @@ fn given_up_it_is_gone_for_good_and_its_tiles_move_again() {
         discard_unreadable(&mut world, PEER.uid),
         Ok(Reply::DiscardUnreadable { newest_generation })
     );
-    // Once is enough.
+    // Discarding once is enough.
     assert_eq!(
         discard_unreadable(&mut world, PEER.uid).unwrap_err().kind,
         FaultKind::Invalid
@@ -219,11 +218,11 @@ fn given_up_it_is_gone_for_good_and_its_tiles_move_again() {
     world.event(Event::RebalanceTick { force: true });
     world.move_all();
     assert_eq!(world.left, [1]);
-    assert_eq!(goes_on(&mut world, 1), Ok(()));
+    assert_eq!(resume(&mut world, 1), Ok(()));
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks.pick(&[0]), random);
-    assert_eq!(goes_on(&mut world, 2), Err(FaultKind::WrongGeneration));
-    assert_eq!(goes_on(&mut world, 1), Ok(()));
+    assert_eq!(resume(&mut world, 2), Err(FaultKind::WrongGeneration));
+    assert_eq!(resume(&mut world, 1), Ok(()));
 }
 
 #[test]
@@ -234,7 +233,7 @@ fn it_stays_where_even_writing_over_it_fails() {
     let fault = discard_unreadable(&mut world, PEER.uid).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Io);
     assert!(fault.message.contains("it stays as it is"), "{fault}");
-    assert_eq!(goes_on(&mut world, 1), Err(FaultKind::Damaged));
+    assert_eq!(resume(&mut world, 1), Err(FaultKind::Damaged));
     world.engine.disks.repair();
     let job = job("one");
     assert!(world.ask(Call::DropJob { job }).is_ok());

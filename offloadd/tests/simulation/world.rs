@@ -1,4 +1,4 @@
-//! A daemon without sockets: the core, simulated disks, and what processes would send and see.
+//! A daemon without sockets: the core, simulated disks, and the requests and views of processes.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
@@ -37,11 +37,11 @@ pub(crate) const LIMITS: Limits = Limits {
 
 pub(crate) const PEER: Peer = Peer { uid: 1000, pid: 1 };
 
-/// Slots a session has here; each takes the largest tile.
+/// Slots of a session here; each fits the largest tile.
 pub(crate) const SLOTS: u32 = 8;
 const SLOT_BYTES: u64 = 8192;
 
-/// Two small disks that are one store.
+/// Makes a store of two small disks.
 pub(crate) fn formatted() -> SimDisks {
     let mut disks = SimDisks::new(&[5 << 19, 2 << 20]);
     let rates = [MeasuredRates::default(); 2];
@@ -49,7 +49,7 @@ pub(crate) fn formatted() -> SimDisks {
     disks
 }
 
-/// Tiles of 4 and 8 KiB in turn.
+/// Defines tiles of 4 and 8 KiB alternately.
 pub(crate) fn definition(tiles: u32, durability: Durability, nodes: u32) -> JobDefinition {
     let tile = |index: u32| Tile {
         unit: index / 3,
@@ -61,7 +61,7 @@ pub(crate) fn definition(tiles: u32, durability: Durability, nodes: u32) -> JobD
     JobDefinition::new(layout, (0..tiles).map(tile).collect(), durability, nodes).unwrap()
 }
 
-/// Bytes that only `seed` makes.
+/// Returns bytes that only `seed` gives.
 pub(crate) fn content(seed: u64, bytes: usize) -> Vec<u8> {
     let mut content = vec![0; bytes];
     for (index, number) in content.chunks_exact_mut(8).enumerate() {
@@ -90,22 +90,22 @@ pub(crate) struct World {
     pub(crate) random: SimRandom,
     pub(crate) replies: BTreeMap<CallId, Result<Reply, Fault>>,
     pub(crate) completions: HashMap<SessionId, VecDeque<Cqe>>,
-    /// [`Event::ArenaMade`] is the test's to send.
+    /// Whether the test sends [`Event::ArenaMade`] itself.
     pub(crate) arenas_take_long: bool,
     pub(crate) dropped: Vec<SessionId>,
     pub(crate) evicted: Vec<SessionId>,
     pub(crate) promoted: Vec<IoId>,
-    /// Of all devices, so far.
+    /// Flushes of all devices so far.
     pub(crate) flush_count: usize,
-    /// Under way, and of which device.
+    /// Flushes in progress, each with its device.
     flushes: BTreeMap<IoId, DeviceIndex>,
-    /// What the devices do wrong while it runs.
+    /// Faults of the devices while it runs.
     pub(crate) trouble: Trouble,
-    /// Of the disks, by device.
+    /// Positions of the disks, by device.
     pub(crate) positions: Vec<usize>,
-    /// At the start.
-    pub(crate) home_move: MetadataMove,
-    /// Positions of those that left in this life.
+    /// Result of moving the metadata at the start.
+    pub(crate) metadata_move: MetadataMove,
+    /// Positions of devices that left in this incarnation.
     pub(crate) left: Vec<usize>,
     geometries: HashMap<SessionId, Geometry>,
     pub(crate) made: HashMap<SessionToken, SessionId>,
@@ -115,14 +115,14 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// A daemon starts on these disks.
+    /// Starts a daemon on these disks.
     pub(crate) fn start(disks: SimDisks, random: SimRandom) -> Self {
         Self::try_start(disks, random)
             .map_err(|failed| failed.0)
             .expect("a store recovers")
     }
 
-    /// A daemon tries to start; the disks come back when it cannot.
+    /// Tries to start a daemon; returns the disks when it cannot start.
     pub(crate) fn try_start(
         disks: SimDisks,
         random: SimRandom,
@@ -130,75 +130,75 @@ impl World {
         Self::try_start_with(disks, random, |_| {})
     }
 
-    /// A daemon starts on these disks with what one before handed over: the sessions that go on, or why there are none.
+    /// Starts a daemon on these disks with the hand-over of the previous one. Also returns the sessions that continue, or why none do.
     pub(crate) fn start_after(
         disks: SimDisks,
         random: SimRandom,
         state: &State,
     ) -> (Self, Result<Vec<Process>, String>) {
-        let mut taken_up = Ok((Vec::new(), Vec::new()));
+        let mut adopted = Ok((Vec::new(), Vec::new()));
         let started = Self::try_start_with(disks, random, |core| {
-            taken_up = core.adopt(state, |_| true);
+            adopted = core.adopt(state, |_| true);
         });
         let mut world = started
             .map_err(|failed| failed.0)
             .expect("a store recovers");
-        let processes = taken_up.and_then(|(adopted, left_out)| {
-            let go_on = adopted.into_iter().map(|one| {
+        let processes = adopted.and_then(|(adopted, left_out)| {
+            let sessions = adopted.into_iter().map(|one| {
                 world.has_arena(one.session, one.token, one.geometry);
                 Process {
                     session: one.session,
                     token: one.token,
                 }
             });
-            let go_on = go_on.collect();
+            let sessions = sessions.collect();
             left_out
                 .is_empty()
-                .then_some(go_on)
+                .then_some(sessions)
                 .ok_or_else(|| left_out.join("; "))
         });
         (world, processes)
     }
 
-    /// A daemon starts on disks of which one may not take what a start writes: then nothing is written.
-    pub(crate) fn start_all_the_same(mut disks: SimDisks, mut random: SimRandom) -> Self {
+    /// Starts a daemon on disks of which one may fail the writes of a start: then nothing is written.
+    pub(crate) fn start_perhaps_read_only(mut disks: SimDisks, mut random: SimRandom) -> Self {
         let mut store = recover::read(&mut disks).expect("a store recovers");
-        let mended = recover::repair(&mut disks, &mut store);
+        let repaired = recover::repair(&mut disks, &mut store);
         let mut core = Core::new(store, Epoch(random.number()), LIMITS);
-        let (home, catalog) = core.first_catalog();
-        match mended.and_then(|()| catalog.write(&mut disks, home)) {
+        let (metadata, catalog) = core.first_catalog();
+        match repaired.and_then(|()| catalog.write(&mut disks, metadata)) {
             Ok(()) => core.begin_incarnation(catalog),
             Err(error) => core.begin_reading(&error),
         }
         Self::of(core, MetadataMove::NotDue, disks, random)
     }
 
-    /// `take_up` comes between recovery and the life that begins.
+    /// Starts a daemon; `adopt` runs between recovery and the beginning of the incarnation.
     fn try_start_with(
         mut disks: SimDisks,
         mut random: SimRandom,
-        take_up: impl FnOnce(&mut Core),
+        adopt: impl FnOnce(&mut Core),
     ) -> Result<Self, Box<(StoreError, SimDisks)>> {
         let opened = recover::open(&mut disks).and_then(|mut store| {
             let moved = metadata_device::settle(&mut disks, &mut store)?;
             Ok((store, moved))
         });
-        let (store, home_move) = match opened {
+        let (store, metadata_move) = match opened {
             Ok(opened) => opened,
             Err(error) => return Err(Box::new((error, disks))),
         };
         let epoch = Epoch(random.number());
         let mut core = Core::new(store, epoch, LIMITS);
-        take_up(&mut core);
-        let (home, catalog) = core.first_catalog();
-        if let Err(error) = catalog.write(&mut disks, home) {
+        adopt(&mut core);
+        let (metadata, catalog) = core.first_catalog();
+        if let Err(error) = catalog.write(&mut disks, metadata) {
             return Err(Box::new((error.into(), disks)));
         }
         core.begin_incarnation(catalog);
-        Ok(Self::of(core, home_move, disks, random))
+        Ok(Self::of(core, metadata_move, disks, random))
     }
 
-    fn of(core: Core, home_move: MetadataMove, disks: SimDisks, random: SimRandom) -> Self {
+    fn of(core: Core, metadata_move: MetadataMove, disks: SimDisks, random: SimRandom) -> Self {
         let path_of = |state: DeviceState| {
             let mut positions = 0..disks.count();
             positions.find(|&position| disks.path(position) == state.path)
@@ -208,7 +208,7 @@ impl World {
         Self {
             positions: positions.collect(),
             left: Vec::new(),
-            home_move,
+            metadata_move,
             epoch: core.epoch(),
             core,
             engine: SimEngine::new(disks),
@@ -229,7 +229,7 @@ impl World {
         }
     }
 
-    /// A new disk comes to the store, as far as its call is made.
+    /// Makes the call that adds a new disk to the store.
     pub(crate) fn add_disk(&mut self, bytes: u64, rates: MeasuredRates) -> CallId {
         let position = self.engine.disks.add(bytes);
         self.positions.push(position);
@@ -250,7 +250,7 @@ impl World {
         self.drain_call_under(path, None)
     }
 
-    /// With a ceiling, which nobody but the size of batches keeps here.
+    /// Drains with a rate limit, which here only limits the size of batches.
     pub(crate) fn drain_call_under(&mut self, path: &str, rate: Option<u64>) -> CallId {
         self.call(Call::DrainDevice {
             path: path.to_owned(),
@@ -258,7 +258,7 @@ impl World {
         })
     }
 
-    /// Lets tiles move until nothing comes of it any more: none is to, or those that are wait.
+    /// Lets tiles move until nothing changes any more: no tile is left to move, or those that are left wait.
     pub(crate) fn move_all(&mut self) {
         let state = |world: &Self| (world.core.moved_bytes(), world.core.device_states());
         let mut unchanged_count = 0;
@@ -266,7 +266,7 @@ impl World {
             let before = state(self);
             self.event(Event::RebalanceTick { force: true });
             self.run();
-            // What is waited for may have been the last commit of a device, or its settling, which moves no byte.
+            // The last step may have been the last commit of a device, or its settling, which moves no byte.
             unchanged_count = match state(self) == before {
                 true => unchanged_count + 1,
                 false => 0,
@@ -278,7 +278,7 @@ impl World {
         panic!("tiles move without end");
     }
 
-    /// The power goes, or only the daemon dies. What is left are the disks.
+    /// Cuts the power, or only kills the daemon. Returns the disks.
     pub(crate) fn crash(mut self, power: bool) -> (SimDisks, SimRandom) {
         self.engine.crash(&mut self.random, power);
         (self.engine.disks, self.random)
@@ -360,7 +360,7 @@ impl World {
         self.made.insert(token, session);
     }
 
-    /// Ends one operation, any of them. False when none is in flight.
+    /// Ends one of the operations. Returns false when none is in flight.
     pub(crate) fn step(&mut self) -> bool {
         (self.trouble).before_operation(&mut self.engine, &mut self.random);
         let Some((io, result, read)) = self.engine.end_one(&mut self.random) else {
@@ -442,7 +442,7 @@ impl World {
         Ok((Process { session, token }, job.map(|job| *job)))
     }
 
-    /// One rank of a new job, with tiles, from nothing.
+    /// Opens one rank of a new job with tiles, and resumes from nothing.
     pub(crate) fn begin(&mut self, name: &str, tiles: u32, durability: Durability) -> Process {
         let (process, record) = self.open(&job(name), 0, 1).unwrap();
         assert_eq!(record, None);
@@ -452,8 +452,8 @@ impl World {
         process
     }
 
-    /// The one rank of a job that is there goes on from `generation`.
-    pub(crate) fn go_on(&mut self, name: &str, generation: u64) -> Process {
+    /// Opens the one rank of an existing job and resumes it from `generation`.
+    pub(crate) fn reopen(&mut self, name: &str, generation: u64) -> Process {
         let (process, _) = self.open(&job(name), 0, 1).unwrap();
         self.resume(process, generation).unwrap();
         process
@@ -493,7 +493,7 @@ impl World {
         self.ask(Call::Close { token })
     }
 
-    /// What the process sees of a slot.
+    /// Returns a slot as the process sees it.
     pub(crate) fn slot(&mut self, process: Process, slot: u32, bytes: usize) -> &mut [u8] {
         let place = self.geometries[&process.session]
             .place(SlotIndex(slot))
@@ -592,7 +592,7 @@ impl World {
         Ok(bytes)
     }
 
-    /// Asserts that a tile holds what `seed` makes.
+    /// Asserts that a tile has the content of `seed`.
     pub(crate) fn expect_tile(&mut self, process: Process, tile: u32, seed: u64) {
         let bytes = self.read(process, tile).unwrap();
         assert!(

@@ -189,7 +189,7 @@ fn a_stopped_rank_ends_the_others_who_name_it() {
         succeed(first.with(&["train.stop_after=1"]).launch(2));
         let mut command = run.launch(2);
         // A step then writes for 0.4 s. Where the daemon is no test build the commit is a matter of luck.
-        command.env("OFFLOADD_PACE", "1000000000,1000000");
+        command.env("OFFLOADD_RATE_LIMIT", "1000000000,1000000");
         let child = until(spawn(command), "a step", || run.steps_written() >= 2);
         std::thread::sleep(Duration::from_millis(250));
         kill_process(rank_of(&child, 1), Signal::STOP).unwrap();

@@ -41,7 +41,7 @@ fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{said}");
     let log = std::fs::read_to_string(harness.path("offloadd.log")).unwrap();
-    let taken_up = log.matches("sessions of the previous daemon").count();
+    let taken_up = log.matches("session of the previous daemon").count();
     // Where the machine runs the trainer alone for a while, the last ones may come after its end.
     assert!(
         (1..=RESTARTS).contains(&(taken_up as u64)),

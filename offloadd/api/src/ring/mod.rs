@@ -82,7 +82,7 @@ pub enum RingError {
     /// The file is not a ring, or of another version.
     #[error("the ring's memory file: {what}")]
     Form {
-        /// What is wrong with the file.
+        /// Defect of the file.
         what: String,
     },
     /// A system call failed.
@@ -90,7 +90,7 @@ pub enum RingError {
     Os {
         /// The system call.
         op: &'static str,
-        /// Its errno.
+        /// errno of the system call.
         source: std::io::Error,
     },
 }

@@ -77,11 +77,11 @@ to the next one end.")]
         #[command(flatten)]
         store: WhichStore,
     },
-    /// Change the rate limit of the tiles that are moving now
+    /// Change the rate limit while tiles move between devices
     #[command(after_help = "Examples:
-  offloadd device rate 100MB/s
-  offloadd device rate 10000GB/s                          # in effect no limit")]
-    Rate {
+  offloadd device rebalance-rate 100MB/s
+  offloadd device rebalance-rate 10000GB/s                # in effect no limit")]
+    RebalanceRate {
         /// Bytes copied per second, on average
         #[arg(value_name = "RATE", value_parser = super::verify::rate)]
         rate: u64,
@@ -132,7 +132,7 @@ pub(crate) fn run(command: DeviceCommand) -> Result<()> {
                 Holder::Nobody(config) => calibrate::unserved(&config, &path),
             }
         }
-        DeviceCommand::Rate { rate, store } => runtime.block_on(async {
+        DeviceCommand::RebalanceRate { rate, store } => runtime.block_on(async {
             let mut daemon = serving(&store).await?;
             limit(&mut daemon, rate).await
         }),

@@ -1,10 +1,10 @@
-//! What a store says about its jobs, as text and as JSON.
+//! Prints a store's jobs as text and as JSON.
 
 use std::fmt::Write;
 
 use anyhow::Result;
 use offload_api::proto;
-use offload_support::units::ApproxBytes;
+use offload_support::units::{ApproxBytes, Counted};
 use offloadd::device::{Device, DeviceBlocks};
 use offloadd::store::content::JobContent;
 use offloadd::store::recover;
@@ -61,17 +61,16 @@ fn durability_name(durability: i32) -> &'static str {
 pub(super) fn text(job: &proto::JobContent) -> String {
     let kinds = job.kinds.iter().map(|kind| {
         let (bytes, name) = (ApproxBytes(kind.bytes), kind_name(kind.kind));
-        format!("{bytes} {name} in {} tiles", kind.tile_count)
+        format!("{bytes} {name} in {}", Counted(kind.tile_count, "tile"))
     });
     let mut text = format!(
-        "{} (uid {}): {}; {} reserved, durability {}, {} node{}\n",
+        "{} (uid {}): {}; {} reserved, durability {}, {}\n",
         job.job,
         job.uid,
         kinds.collect::<Vec<_>>().join(", "),
         ApproxBytes(job.reserved_bytes),
         durability_name(job.durability),
-        job.nodes,
-        if job.nodes == 1 { "" } else { "s" }
+        Counted(job.nodes, "node")
     );
     for record in &job.unreadable {
         let _ = writeln!(
@@ -87,13 +86,13 @@ pub(super) fn text(job: &proto::JobContent) -> String {
     for generation in &job.generations {
         let _ = writeln!(
             text,
-            "  generation {}, {}: step {} of {} ranks; {} in {} tiles, {} of them new",
+            "  generation {}, {}: step {} of {}; {} in {}, {} of them new",
             generation.generation,
             state(generation),
             steps(&generation.ranks),
-            generation.ranks.len(),
+            Counted(generation.ranks.len(), "rank"),
             ApproxBytes(generation.bytes),
-            generation.tile_count,
+            Counted(generation.tile_count, "tile"),
             ApproxBytes(generation.new_bytes)
         );
     }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use offload_support::units::{ApproxBytes, ApproxTime};
+use offload_support::units::{ApproxBytes, ApproxTime, Counted};
 use offloadd::core::{CommitState, DeviceStatus};
 use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
@@ -13,10 +13,10 @@ use super::users;
 
 pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     let (before, seconds) = continued(before, now);
-    let (sessions, s) = plural(now.session_count);
     let mut head = vec![format!(
-        "offloadd up {}, {sessions} session{s}, host memory {} of {}",
+        "offloadd up {}, {}, host memory {} of {}",
         ApproxTime(now.uptime),
+        Counted(now.session_count, "session"),
         ApproxBytes(now.arena_used_bytes),
         ApproxBytes(now.arena_bytes_max)
     )];
@@ -52,7 +52,7 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
             worn(device.worn_bytes, device.rated_bytes),
             device_notes(device).join(", ")
         );
-        let weight = weight(needs_a_look(device), moved.bytes_per_s());
+        let weight = weight(needs_attention(device), moved.bytes_per_s());
         drives.push(&line, weight);
     }
     let users = users::users(before, now, seconds);
@@ -101,8 +101,8 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     }
     let mut foot = Vec::new();
     if idle_count > 0 {
-        let (count, s) = plural(idle_count);
-        foot.push(format!("{count} job{s} in the store without a session"));
+        let jobs = Counted(idle_count, "job");
+        foot.push(format!("{jobs} in the store without a session"));
     }
     Table {
         head,
@@ -114,15 +114,15 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
     }
 }
 
-fn weight(needs_a_look: bool, bytes_per_s: f64) -> f64 {
-    match needs_a_look {
+fn weight(needs_attention: bool, bytes_per_s: f64) -> f64 {
+    match needs_attention {
         true => f64::INFINITY,
         false => bytes_per_s,
     }
 }
 
-/// Of a device: someone must look at it.
-fn needs_a_look(device: &DeviceView) -> bool {
+/// Whether a person must look at the device.
+fn needs_attention(device: &DeviceView) -> bool {
     let counts = &device.counts;
     let directions = [&counts.read, &counts.written, &counts.flushed];
     device.slow
@@ -189,13 +189,12 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
         notes.push(format!("{failed} FAILED"));
     }
     if device.damaged_count > 0 {
-        let (count, s) = plural(device.damaged_count);
-        notes.push(format!("{count} DAMAGED tile{s}"));
+        notes.push(Counted(device.damaged_count, "DAMAGED tile").to_string());
     }
     notes
 }
 
-/// What a job's sessions wait for; "-" if the daemon has no request of theirs.
+/// Names what a job's sessions wait for; "-" if the daemon has no request of theirs.
 pub(super) fn blocked_on(job: &JobView, now: &Snapshot) -> String {
     let state = &job.state;
     let mut waits = Vec::new();
@@ -206,12 +205,10 @@ pub(super) fn blocked_on(job: &JobView, now: &Snapshot) -> String {
         return "resuming: a flush or a record FAILED".into();
     }
     if state.reading_count > 0 {
-        let (count, s) = plural(state.reading_count);
-        waits.push(format!("{count} read{s}"));
+        waits.push(Counted(state.reading_count, "read").to_string());
     }
     if state.writing_count > 0 {
-        let (count, s) = plural(state.writing_count);
-        waits.push(format!("{count} write{s}"));
+        waits.push(Counted(state.writing_count, "write").to_string());
     }
     match state.commit {
         CommitState::None => {}
@@ -284,8 +281,4 @@ fn tail(name: &str, chars_max: usize) -> String {
     }
     let end: String = name.chars().skip(count - chars_max + 2).collect();
     format!("..{end}")
-}
-
-fn plural(count: u64) -> (u64, &'static str) {
-    (count, if count == 1 { "" } else { "s" })
 }

@@ -180,7 +180,7 @@ fn a_drain_that_is_stuck_says_why() {
     let device = &json(&look(10), &now)["devices"][0];
     assert_eq!(device["phase"], "draining");
     assert_eq!(device["stuck"], "the others have no room");
-    // What goes on by itself is not, nor what moves.
+    // A device that only waits for a start, and one whose tiles move, are not reported as stuck.
     now.devices[0].state.status.waits_for_start = true;
     let drawn = draw(&look(10), &now);
     assert!(drawn.contains("to move, the others have"), "{drawn}");
@@ -314,7 +314,7 @@ fn a_small_terminal_shows_who_must_be_looked_at_and_counts_the_rest() {
     assert!(text.contains("nvme3") && text.contains("nvme4"), "{text}");
     assert!(!text.contains("nvme1"), "{text}");
     assert!(text.contains("llama (uid 1000)"), "{text}");
-    // Three drives, and what is said of jobs without a process.
+    // Three drives, and the rows of jobs without a process.
     assert_eq!(shown[8], "and 4 more: offloadd top --once");
     assert_eq!(table(&look(10), &now).fitting(whole.len()), whole);
 }

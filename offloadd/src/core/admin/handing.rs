@@ -68,7 +68,7 @@ impl Admin {
         let found = self.catalog.catalog.sequence;
         let since = found.checked_sub(state.catalog);
         let none_since = since == Some(0) || (state.catalog_unsure && since == Some(1));
-        if !none_since && !is_disabled(Safeguard::Lives) {
+        if !none_since && !is_disabled(Safeguard::Incarnations) {
             return Err(format!(
                 "another daemon has served the store since, or a device was calibrated: its catalog has number {found}, \
                  {} was handed over",

@@ -1,11 +1,11 @@
-//! A kernel that takes nothing for now, and devices that it does not take at all.
+//! Tests with a kernel that refuses operations for a while, and with devices that it refuses.
 
 use super::*;
 use crate::io::{AlignedBytes, IoId};
 
 const NO_HANG: Duration = Duration::from_secs(60);
 
-/// An engine on these, or none where the machine forbids it.
+/// Opens an engine on these files; `None` where the machine forbids it.
 fn opened(files: &[Arc<File>]) -> Option<Uring> {
     let opened = Uring::open(files, 256);
     let skipped = |error: &EngineError| {
@@ -60,12 +60,12 @@ fn what_the_kernel_does_not_take_for_now_is_offered_again_and_nothing_breaks() {
         }
         engine.refuses.set((3000, errno));
         engine.start().unwrap();
-        assert_eq!(engine.refuses.get().0, 2999, "the thread goes on at once");
+        assert_eq!(engine.refuses.get().0, 2999, "the thread continues at once");
         assert_eq!(engine.again_after(), Some(AGAIN_AFTER));
         while engine.refuses.get().0 > 0 {
             engine.start().unwrap();
         }
-        // Nothing has ended that would wake anybody: the time does.
+        // No operation has ended that could wake the driver, so the time-out does.
         let mut done = finish(&mut engine, 100);
         done.sort_by_key(|done| done.id.0);
         let ids: Vec<_> = done.iter().map(|done| done.id.0).collect();
@@ -92,7 +92,7 @@ fn what_ends_is_reaped_while_the_kernel_takes_no_more() {
     let done = finish(&mut engine, 1);
     assert_eq!((done[0].id.0, &done[0].outcome), (1, &Ok(8)));
     assert!(engine.refuses.get().0 > 0);
-    // A call that was refused has read the signal: what it did not hand out is told again.
+    // A refused call has read the signal: the completions that it did not return are signalled again.
     engine.refuses.set((0, 0));
     assert_eq!(finish(&mut engine, 1)[0].outcome, Ok(4096));
 }

@@ -1,4 +1,4 @@
-//! What is counted for whom, and when wear is to be kept.
+//! Tests of which device and job an operation is counted for, and of when wear is stored.
 
 use std::time::Duration;
 
@@ -48,7 +48,7 @@ fn state(uid: u32, job: &JobName) -> JobState {
     }
 }
 
-/// A write that ends well at once.
+/// Records a write that succeeds at once.
 fn written(ledger: &mut Ledger, device: u32, bytes: u32, place: Option<JobPlace>, now: Instant) {
     let id = IoId(1);
     ledger.started(id, DeviceIndex(device), IoOp::Write, bytes, place, now);
@@ -183,7 +183,7 @@ fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_wi
     assert!(ledger.keep_wear(&[], now, false).is_empty(), "not yet");
     let kept = ledger.keep_wear(&[], first, false);
     assert_eq!(kept.len(), 2);
-    // The first one hangs from here on; the second takes it, and more is written to both.
+    // From here on the first device's write of its counters hangs, the second's succeeds, and more is written to both.
     assert!(ledger.wear_kept(DeviceIndex(1), Some(kept[1].blocks.len() as u64)));
     for device in [0, 1] {
         write(&mut ledger, device, 4096);
@@ -194,7 +194,7 @@ fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_wi
     let devices: Vec<_> = again.iter().map(|one| one.device).collect();
     assert_eq!(devices, [DeviceIndex(1)]);
     assert!(ledger.is_keeping_wear(DeviceIndex(0)));
-    // It fails in the end, after much was written, and is tried again: at once, and then not before time.
+    // The first device's write fails in the end, after much was written, and is tried again: at once, and then not before it is due.
     for _ in 0..WEAR_KEPT_BYTES >> 30 {
         write(&mut ledger, 0, 1 << 30);
     }
@@ -206,7 +206,7 @@ fn a_device_whose_wear_hangs_or_fails_keeps_no_other_from_it_and_is_not_asked_wi
     assert_eq!(ledger.keep_wear_at(), Some(second + WEAR_KEPT_EVERY));
 }
 
-/// A session of a job that writes so much to the first device.
+/// Adds a session of a job that writes `bytes` to the first device.
 fn one_that_writes(ledger: &mut Ledger, name: &JobName, bytes: u32) -> JobPlace {
     let now = ledger.started_at();
     let place = ledger.session_begins(7, name);
@@ -228,7 +228,7 @@ fn names_that_come_and_go_take_nothing_from_a_closed_job_that_stays() {
         assert_eq!(ledger.job(state(7, &name)).counts, Counts::default());
     }
     assert_eq!(ledger.jobs.len(), 2, "one place after the other");
-    // Nor do those that are never dropped and hold nothing.
+    // Jobs that are never deleted and hold nothing do not use up the places either.
     for number in 0..3 * JOBS_MAX {
         let name = JobName::new(format!("idle{number}")).unwrap();
         let place = ledger.session_begins(7, &name);
@@ -275,7 +275,7 @@ fn a_flush_that_does_not_end_is_named_beside_reads_that_do() {
     let start = Instant::now();
     let [hung, well] = [0, 1].map(DeviceIndex);
     ledger.started(IoId(7), hung, IoOp::Flush, 0, None, start);
-    // The daemon wakes to look, also if nothing is read or written.
+    // The daemon wakes to check, even if nothing is read or written.
     assert!(ledger.judge_at().is_some());
     for second in 0..20 {
         let now = start + Duration::from_secs(second);
@@ -289,7 +289,10 @@ fn a_flush_that_does_not_end_is_named_beside_reads_that_do() {
     let hanging = ledger
         .hanging(hung, start + Duration::from_secs(12))
         .unwrap();
-    let said = hanging.to_string();
-    assert!(said.contains("a flush has not ended for 12 s"), "{said}");
+    let message = hanging.to_string();
+    assert!(
+        message.contains("a flush has not ended for 12 s"),
+        "{message}"
+    );
     assert_eq!(hanging.inflight_count, 1);
 }

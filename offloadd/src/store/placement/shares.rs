@@ -1,4 +1,4 @@
-//! How many bytes each device should have, by its rate and its room, and which tiles must move for that.
+//! Computes the bytes that each device should have, from its rate and free space, and the tiles that must move for that.
 
 use offload_api::ids::DeviceIndex;
 
@@ -19,7 +19,7 @@ pub(super) struct Deal {
 }
 
 impl Deal {
-    /// How full `device` is with `bytes` more, comparable between devices.
+    /// Returns how full `device` is with `bytes` more, comparable between devices.
     pub(super) fn load(&self, device: usize, bytes: u64) -> u128 {
         let share = u128::from(self.shares[device].max(1));
         (u128::from(self.dealt[device] + bytes) << 32) / share

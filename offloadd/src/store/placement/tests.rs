@@ -1,4 +1,4 @@
-//! What could go wrong: space is given twice or lost, and devices get other shares than their rates ask for.
+//! Tests that space is never given twice or lost, and that devices get the shares that their rates call for.
 
 use super::*;
 use crate::store::definition::{Durability, Tile, TileKind};
@@ -22,7 +22,7 @@ fn definition(tiles: u32, tile_bytes: u32) -> JobDefinition {
     JobDefinition::new(Vec::new(), tiles, Durability::Committed, 1).unwrap()
 }
 
-/// Free in pieces of many sizes: a look says the same as taking, and leaves all as it was.
+/// With free pieces of many sizes, `would_lie` returns the same places as taking them, and changes nothing.
 #[test]
 fn where_ranges_would_lie_is_where_they_are_taken() {
     let device = DeviceIndex(0);
@@ -32,7 +32,7 @@ fn where_ranges_would_lie_is_where_they_are_taken() {
         let mut space = space([(64 * 4096, 0), (64 * 4096, 0)]);
         for nth in 0..8 {
             let offset = DATA_OFFSET + number(nth) % 64 * 4096;
-            // Where another lies already nothing is taken.
+            // Takes nothing where another extent lies already.
             let _ = space.take(Extent { device, offset }, 4096);
         }
         let count = 1 + number(20) % 9;
@@ -99,7 +99,7 @@ fn a_device_with_little_room_has_tiles_all_along_the_table() {
         .map(|e| e[0].device.0)
         .collect();
     let on = |device: u32| devices.iter().filter(|&&d| d == device).count();
-    // 50 tiles fill it; the rest goes to the others as one to two.
+    // 50 tiles fill device 0; the rest goes to the other two in the ratio one to two.
     assert_eq!([on(0), on(1), on(2)].iter().sum::<usize>(), 400);
     assert!((49..=50).contains(&on(1)), "{}", on(1));
     assert!((116..=118).contains(&on(0)), "{}", on(0));

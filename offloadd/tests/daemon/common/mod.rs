@@ -1,5 +1,5 @@
-//! For tests of whole daemons: a store in a temporary directory, the program on it, and a process's side by hand (the client
-//! crate has its own tests; here every byte can be wrong on purpose).
+//! Helpers for tests of whole daemons: a store in a temporary directory, the program on it, and a process's side by hand (the client crate has its
+//! own tests; here every byte can be wrong on purpose).
 
 #[macro_use]
 mod process;

@@ -14,13 +14,13 @@ use offload_api::ring::{ProcessRings, RingMap};
 use offload_api::{PROTOCOL_VERSION, geometry};
 use tonic::transport::{Channel, Endpoint};
 
-/// Calls, one at a time.
+/// A connection for calls, one at a time.
 pub(crate) struct Control {
     pub(super) runtime: tokio::runtime::Runtime,
     pub(super) client: OffloadClient<Channel>,
 }
 
-/// One blocking call.
+/// Makes one blocking call.
 macro_rules! call {
     ($name:ident, $request:ty, $reply:ty) => {
         pub(crate) fn $name(&mut self, request: $request) -> Result<$reply, Fault> {
@@ -91,7 +91,7 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// Of a session whose four slots have this size.
+    /// Attaches to a session whose four slots have this size.
     pub(crate) fn attach_sized(
         reply: &proto::OpenSessionReply,
         slot_bytes: u64,
@@ -103,7 +103,7 @@ impl Session {
         Self::attach_of(reply, class)
     }
 
-    /// Of a session whose slots are all of `class`.
+    /// Attaches to a session whose slots are all of `class`.
     pub(crate) fn attach_of(
         reply: &proto::OpenSessionReply,
         class: geometry::SlotClass,
@@ -164,7 +164,7 @@ impl Session {
         rustix::io::write(&self.received.submission_doorbell, &1u64.to_ne_bytes()).unwrap();
     }
 
-    /// The next completion, found by sleeping on the doorbell as a process does.
+    /// Returns the next completion; sleeps on the doorbell as a process does.
     pub(crate) fn complete(&mut self) -> Cqe {
         let end = Instant::now() + Duration::from_secs(60);
         loop {
@@ -189,7 +189,7 @@ pub(crate) fn readable(fd: impl std::os::fd::AsFd, limit: Duration) -> bool {
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap() == 1
 }
 
-/// Waits until `question` is answered with yes.
+/// Waits until `question` returns true.
 pub(crate) fn eventually(what: &str, limit: Duration, mut question: impl FnMut() -> bool) {
     let end = Instant::now() + limit;
     while !question() {

@@ -1,4 +1,4 @@
-//! A daemon that runs: what is set before, the program under its own name or another, and the engines that it may have here.
+//! A running daemon: its settings, the program under its own name or another, and the engines of this machine.
 
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -13,8 +13,8 @@ use offloadd::store::{SUPERBLOCK_OFFSETS, recover};
 use super::process::Control;
 use super::store::{Store, program, words};
 
-/// The program under another name. Never a copy written here: a process that another test starts meanwhile would hold it open
-/// for writing, and it could not be started ("text file busy").
+/// Links the program under another name. A copy would be open for writing, and a process that another test starts meanwhile would inherit it, so it
+/// could not be started ("text file busy").
 pub(crate) fn link_program(name: &Path) {
     let program = env!("CARGO_BIN_EXE_offloadd");
     if std::fs::hard_link(program, name).is_err() {
@@ -24,13 +24,13 @@ pub(crate) fn link_program(name: &Path) {
 }
 
 impl Store {
-    /// Before the first table of the file.
+    /// Adds a setting before the first table of the file.
     pub(crate) fn add_setting(&self, line: &str) {
         let text = std::fs::read_to_string(&self.config).unwrap();
         std::fs::write(&self.config, format!("{line}\n{text}")).unwrap();
     }
 
-    /// Makes each device's rates, both ways, what they never were. While nobody serves it.
+    /// Sets the stored rates of each device, for reads and writes, while no daemon runs.
     pub(crate) fn set_rates(&self, bytes_per_s: &[u64]) {
         let opened = self.devices.iter().map(|path| Device::open(path).unwrap());
         let opened: Vec<Device> = opened.collect();
@@ -56,23 +56,23 @@ impl Store {
         Daemon::start(self.serve_command(), self.socket())
     }
 
-    /// What a daemon says that must refuse to start.
+    /// Returns the output of a daemon that must refuse to start.
     pub(crate) fn refusal(&self) -> String {
         let mut command = self.serve_command();
         command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let mut said = String::new();
+        let mut printed = String::new();
         let stdout = child.stdout.as_mut().unwrap();
-        BufReader::new(stdout).read_line(&mut said).unwrap();
-        if said.starts_with("READY ") {
-            // Or it would be waited for without end.
+        BufReader::new(stdout).read_line(&mut printed).unwrap();
+        if printed.starts_with("READY ") {
+            // Otherwise the wait would not end.
             child.kill().unwrap();
             child.wait().unwrap();
-            panic!("it started: {said}");
+            panic!("it started: {printed}");
         }
         let output = child.wait_with_output().unwrap();
         assert!(!output.status.success(), "{}", words(&output));
-        said + &words(&output)
+        printed + &words(&output)
     }
 }
 
@@ -120,7 +120,7 @@ impl Daemon {
         rustix::process::kill_process(self.pid(), signal).unwrap();
     }
 
-    /// Its exit code, `None` when a signal ended it.
+    /// Returns its exit code, `None` when a signal ended it.
     pub(crate) fn wait(&mut self, limit: Duration) -> Option<i32> {
         let end = Instant::now() + limit;
         while Instant::now() < end {
@@ -144,7 +144,7 @@ impl Drop for Daemon {
     }
 }
 
-/// The engines this machine has; says which it has not.
+/// Returns the engines of this machine; prints which ones it lacks.
 pub(crate) fn engines() -> Vec<&'static str> {
     let any = std::sync::Arc::new(tempfile::tempfile().unwrap());
     any.set_len(4096).unwrap();

@@ -1,4 +1,4 @@
-//! Sessions of four slots and tiles of 4 KiB, as most tests have them, and the calls that only they make.
+//! Sessions of four slots and tiles of 4 KiB, which most tests use, and the calls that only they need.
 
 use std::time::Duration;
 
@@ -49,7 +49,7 @@ impl Control {
 }
 
 impl Control {
-    /// What the store knows of a session's job, put together from its parts.
+    /// Returns the record of a session's job, assembled from its parts.
     pub(crate) fn job(&mut self, token: &[u8]) -> Option<proto::JobRecord> {
         let request = proto::DescribeJobRequest {
             token: token.to_vec(),
@@ -90,7 +90,7 @@ impl Session {
         bytes
     }
 
-    /// Whether the daemon closed its end within `limit`.
+    /// Whether the daemon closes its end within `limit`.
     pub(crate) fn hung_up(&self, limit: Duration) -> bool {
         readable(&self.received.life_line, limit)
     }

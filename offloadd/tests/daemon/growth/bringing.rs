@@ -1,5 +1,5 @@
-//! Who may bring a device, and what is left of one that does not come. What could go wrong: anybody brings or drains one, a file
-//! that its daemon cannot open, files of devices that were refused, a stop that waits for one that is made ready.
+//! Tests who may add a device, and what remains of one that is refused. What could go wrong: any user adds or drains a device, the daemon cannot open
+//! its file, files of refused devices remain, a stop waits for a device that is being prepared.
 
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -47,13 +47,13 @@ fn only_root_and_who_runs_the_daemon_bring_and_drain_devices() {
         assert!(!refused.status.success(), "{told}");
         assert!(told.contains("uid 65534 may not change devices"), "{told}");
     }
-    // Neither was begun.
+    // Neither add was begun.
     assert!(!new.exists());
     let mut control = daemon.control();
     let devices = control.describe(proto::DescribeRequest {}).unwrap().devices;
     let phases: Vec<_> = devices.iter().map(|device| device.phase()).collect();
     assert_eq!(phases, [proto::DevicePhase::Settled; 2]);
-    // Root may, also of another user's daemon.
+    // Root may, even on another user's daemon.
     drop(daemon);
     std::fs::remove_dir_all(store.dir.path().join("run")).unwrap();
     for path in [store.dir.path(), &store.devices[0], &store.devices[1]] {
@@ -99,7 +99,7 @@ fn a_stop_does_not_wait_for_a_device_that_is_being_made_ready() {
     let mut format = program();
     format.arg("format").arg(&new).args(["--size", "8MiB"]);
     assert!(format.output().unwrap().status.success());
-    // Locked by a process that has ended, as the list of locks says: it is waited for, for half a minute.
+    // Locked by a process that has ended, according to the list of locks: the daemon waits half a minute for it.
     let held = std::fs::File::open(&new).unwrap();
     let locked = std::process::Command::new("flock")
         .args(["--exclusive", "0"])

@@ -1,4 +1,4 @@
-//! How fast tiles move. What could go wrong: a ceiling that is not kept, that a restart or a reload forgets, that nobody sees.
+//! Tests the rate at which tiles move. What could go wrong: a limit that is not kept, that a restart or a reload forgets, or that is not shown.
 
 use std::time::{Duration, Instant};
 
@@ -13,15 +13,15 @@ use crate::common::{
 
 const LARGE: u32 = 128 << 10;
 
-/// Two devices of which nobody knows how fast they are: tiles lie on both evenly, on a busy machine too.
+/// A store of two devices with unknown rates: tiles are spread evenly, on a busy machine too.
 fn even_store() -> Store {
     let store = Store::new(2, "auto");
     store.set_rates(&[0, 0]);
     store
 }
 
-/// What `device list` shows as the ceiling of what moves.
-fn ceiling_seen(daemon: &Daemon) -> Option<u64> {
+/// Returns the limit that `device list` shows for moving tiles.
+fn limit_shown(daemon: &Daemon) -> Option<u64> {
     let mut list = program();
     list.args(["device", "list", "--json", "--socket"]);
     let output = list.arg(&daemon.socket).output().unwrap();
@@ -39,23 +39,23 @@ fn the_settings_ceiling_holds_for_every_move_over_restarts_and_a_reload_changes_
     let mut daemon = store.serve();
     let mut control = daemon.control();
     let session = keep_room(&mut control);
-    assert_eq!(ceiling_seen(&daemon), None, "nothing moves");
+    assert_eq!(limit_shown(&daemon), None, "nothing moves");
     let drain = |index: usize| {
         let output = device(&store, "drain", &store.devices[index], &[]);
         assert!(output.status.success(), "{}", words(&output));
     };
     drain(2);
-    assert_eq!(ceiling_seen(&daemon), Some(2 << 20));
+    assert_eq!(limit_shown(&daemon), Some(2 << 20));
     let text = std::fs::read_to_string(&store.config).unwrap();
     std::fs::write(&store.config, text.replace("2MiB", "3MiB")).unwrap();
     daemon.signal(Signal::HUP);
     eventually("the changed ceiling holds", LIMIT, || {
-        ceiling_seen(&daemon) == Some(3 << 20)
+        limit_shown(&daemon) == Some(3 << 20)
     });
     let mut rate = program();
-    rate.args(["device", "rate", "5MiB/s", "--socket"]);
+    rate.args(["device", "rebalance-rate", "5MiB/s", "--socket"]);
     assert!(rate.arg(&daemon.socket).status().unwrap().success());
-    assert_eq!(ceiling_seen(&daemon), Some(5 << 20));
+    assert_eq!(limit_shown(&daemon), Some(5 << 20));
     drop((session, control));
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));
@@ -63,10 +63,10 @@ fn the_settings_ceiling_holds_for_every_move_over_restarts_and_a_reload_changes_
     let mut control = daemon.control();
     let _session = keep_room(&mut control);
     drain(1);
-    assert_eq!(ceiling_seen(&daemon), Some(3 << 20));
+    assert_eq!(limit_shown(&daemon), Some(3 << 20));
 }
 
-/// A job whose tiles nobody uses: 2.5 MiB, as much again is reserved.
+/// Creates a job whose tiles are not used: 2.5 MiB of tiles, in twice as much reserved space.
 fn idle_job(control: &mut Control) {
     let reply = control
         .open_session(open_sized("idle", LARGE.into()))
@@ -83,21 +83,21 @@ fn idle_job(control: &mut Control) {
     session.commit(control, working, b"");
 }
 
-/// Only from below: a machine may be as slow as it likes.
+/// Checks only that copying is not too fast: a machine may be as slow as it likes.
 #[test]
 fn tiles_move_no_faster_than_their_ceiling() {
     let rate = 1 << 20;
-    // The ceiling of the move, or the settings'.
+    // The limit of the move, or that of the settings.
     for asked in [true, false] {
         let store = even_store();
         if !asked {
             store.add_setting("rebalance_bytes_per_s_max = \"1MiB\"");
         }
-        let [home, old] = [0, 1].map(|index| store.devices[index].clone());
+        let [metadata, old] = [0, 1].map(|index| store.devices[index].clone());
         let daemon = store.serve();
         let mut control = daemon.control();
         idle_job(&mut control);
-        let written = |control: &mut Control| view(control, &home).unwrap().worn_bytes;
+        let written = |control: &mut Control| view(control, &metadata).unwrap().worn_bytes;
         let before = written(&mut control);
         let begun = Instant::now();
         let rate_limiter: &[&str] = if asked { &["--rate", "1MiB/s"] } else { &[] };
@@ -118,7 +118,7 @@ fn tiles_move_no_faster_than_their_ceiling() {
         let list: serde_json::Value = serde_json::from_slice(&list.unwrap().stdout).expect("JSON");
         let copied = list["devices"][0]["worn_bytes"].as_u64().unwrap() - before;
         assert!(copied >= u64::from(LARGE), "nothing was copied");
-        // Records and definitions are little beside it.
+        // Records and definitions are small in comparison.
         let least = Duration::from_secs_f64(0.8 * copied as f64 / f64::from(rate));
         assert!(took > least, "{copied} bytes in {took:?}, asked: {asked}");
     }
@@ -130,19 +130,19 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
     let old = store.devices[1].clone();
     let daemon = store.serve();
     let mut control = daemon.control();
-    // It keeps the device as long as it is there.
+    // Keeps the device in the store until the session ends.
     let session = keep_room(&mut control);
     let rate = |words: &str| {
         let mut command = program();
-        command.args(["device", "rate", words, "--socket"]);
+        command.args(["device", "rebalance-rate", words, "--socket"]);
         command.arg(&daemon.socket).output().unwrap()
     };
-    let refused = |output: std::process::Output, said: &str| {
+    let refused = |output: std::process::Output, printed: &str| {
         let told = words(&output);
-        assert!(!output.status.success() && told.contains(said), "{told}");
+        assert!(!output.status.success() && told.contains(printed), "{told}");
     };
     refused(rate("2MiB/s"), "no tiles are to move");
-    for (nonsense, said) in [
+    for (nonsense, printed) in [
         ("0MiB/s", "between 1MiB/s"),
         ("-1MB/s", "number"),
         ("fast", "number"),
@@ -150,15 +150,15 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
     ] {
         refused(
             device(&store, "drain", &old, &[&format!("--rate={nonsense}")]),
-            said,
+            printed,
         );
         let new = store.dir.path().join("device2");
         refused(
             device(&store, "add", &new, &[&format!("--rate={nonsense}")]),
-            said,
+            printed,
         );
     }
-    // As another program might ask.
+    // A request without a valid rate, from another program.
     let request = proto::DrainDeviceRequest {
         path: old.to_str().unwrap().into(),
         rebalance_bytes_per_s_max: Some(1000),

@@ -1,4 +1,4 @@
-//! A service manager as systemd is one, for tests: what a daemon gives it to be kept goes to the next daemon.
+//! A service manager for tests that keeps descriptors like systemd: what a daemon stores with it goes to the next daemon.
 
 use std::io::{IoSliceMut, Read};
 use std::mem::MaybeUninit;
@@ -30,7 +30,7 @@ impl Manager {
         Self { store, socket }
     }
 
-    /// With what is kept, and keeps no longer what it says that it has.
+    /// Starts a daemon with `kept`, and drops the descriptors that the daemon removes from the store.
     pub(super) fn start(&self, kept: &mut Kept) -> Daemon {
         self.start_as(self.store.serve_command(), kept)
     }
@@ -50,7 +50,7 @@ impl Manager {
         })
     }
 
-    /// The same of `command`, a daemon that does not come to serve. What it logged.
+    /// Like [`Self::start_as`], for a daemon that does not start to serve. Returns its log.
     pub(super) fn start_in_vain(&self, mut command: Command, kept: &mut Kept) -> String {
         command.env("NOTIFY_SOCKET", self.store.dir.path().join("notify"));
         let _numbers = inherited::pass(&mut command, kept).unwrap();
@@ -70,7 +70,7 @@ impl Manager {
         log
     }
 
-    /// What it said since, as `kept` changes by it.
+    /// Applies the daemon's messages since the last call to `kept`.
     fn hear(&self, kept: &mut Kept) {
         loop {
             let mut bytes = [0; 4096];
@@ -100,7 +100,7 @@ impl Manager {
         }
     }
 
-    /// Ends `daemon` in order. What it gave to be kept, and what it logged.
+    /// Ends `daemon` in order. Returns the descriptors that it stored, and its log.
     pub(super) fn stop(&self, mut daemon: Daemon) -> (Kept, String) {
         daemon.signal(Signal::TERM);
         let mut kept = Vec::new();
@@ -116,7 +116,7 @@ impl Manager {
         (kept, log)
     }
 
-    /// The next daemon, which has what the one before gave.
+    /// Starts the next daemon with the descriptors of this one.
     pub(super) fn restart(&self, daemon: Daemon) -> Daemon {
         let (mut kept, _) = self.stop(daemon);
         let daemon = self.start(&mut kept);
@@ -124,7 +124,7 @@ impl Manager {
         daemon
     }
 
-    /// What a daemon logs that is started with `kept` and ended again.
+    /// Returns the log of a daemon that is started with `kept` and ended again.
     pub(super) fn log_with(&self, mut kept: Kept) -> String {
         let daemon = self.start(&mut kept);
         assert!(kept.is_empty(), "what was refused is kept no longer");

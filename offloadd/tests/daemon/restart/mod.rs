@@ -1,6 +1,6 @@
-//! The daemon restarted under living processes. What could go wrong: bytes, tickets or commits that are lost or come twice, a
-//! session that goes on with what is no longer true, one that does not end when its process has, a state that somebody
-//! changed. The test is the service manager: it keeps what the daemon gives it, and gives the next one what it likes.
+//! Tests the daemon restarted under living processes. What could go wrong: bytes, tickets or commits that are lost or come twice, a session that
+//! continues with outdated state, one that does not end when its process has ended, a state that was modified. The test is the service manager: it
+//! keeps what the daemon stores with it, and passes what it wants to the next one.
 
 mod manager;
 mod states;
@@ -46,7 +46,7 @@ fn memory_rings_and_what_was_written_since_the_commit_outlive_the_daemon() {
             working = session.commit(&mut control, working, &[round]);
             expect_tiles(&mut session, 6, fill);
         }
-        // The store says the same to whoever comes anew.
+        // The store reports the same to a new session.
         drop(session);
         drop(daemon);
         let daemon = manager.start(&mut Vec::new());
@@ -80,9 +80,9 @@ fn a_start_that_cannot_write_leaves_sessions_to_the_next() {
         let Some(command) = with_failing(calls, &manager.store, &served) else {
             return;
         };
-        let said = manager.start_in_vain(command, &mut kept);
-        assert!(said.contains("remain for the next start"), "{said}");
-        assert_eq!(kept.len(), kept_count, "nothing is taken: {said}");
+        let printed = manager.start_in_vain(command, &mut kept);
+        assert!(printed.contains("remain for the next start"), "{printed}");
+        assert_eq!(kept.len(), kept_count, "nothing is taken: {printed}");
     }
     let daemon = manager.start(&mut kept);
     let mut control = daemon.control();
@@ -119,7 +119,7 @@ fn a_flush_that_fails_before_the_hand_over_poisons_what_the_next_daemon_adopts()
     });
     let fault = committed.unwrap_err();
     assert_eq!(fault.kind, FaultKind::Poisoned, "{fault}");
-    // What was acknowledged is there.
+    // The acknowledged state is there.
     drop(session);
     let mut session = control.session("tiny");
     session.resume(&mut control, working - 1);
@@ -150,7 +150,7 @@ fn what_is_submitted_while_no_daemon_runs_is_served_once_by_the_next() {
         session.rings.take().unwrap().is_none(),
         "nothing comes twice"
     );
-    // And by the one after it nothing of that again.
+    // The daemon after that one repeats none of it.
     let daemon = manager.restart(daemon);
     let again = Request {
         ticket: TicketId(9),
@@ -204,7 +204,7 @@ fn a_commit_that_waits_for_another_rank_is_called_again_and_made_once() {
     let reply = control.commit(commit(&two, 1)).unwrap();
     assert_eq!(reply.working_generation, working + 1);
     assert_eq!(waits.join().unwrap().unwrap(), reply);
-    // Who did not hear the answer finds it out.
+    // A process that did not get the answer can ask for it.
     let daemon = manager.restart(daemon);
     let found = reattach(&mut daemon.control(), &two);
     assert_eq!(
@@ -248,7 +248,7 @@ fn nobody_is_told_of_a_session_that_is_not_his() {
         .reattach(proto::ReattachRequest { token: wrong })
         .unwrap_err();
     assert_eq!(fault.kind, FaultKind::NotFound);
-    // The descriptors were handed out, to this process: not to another one with its token.
+    // The descriptors were already given to this process; another one with its token gets none.
     let reply = proto::OpenSessionReply {
         token: session.token.clone(),
         descriptor_socket: format!("{}.fds", daemon.socket.display()),

@@ -1,5 +1,4 @@
-//! What the next daemon believes of what the one before handed over: a state counts once, and only where it is whole and fits
-//! the store and the settings.
+//! Tests which handed-over states the next daemon accepts: a state is valid once, and only if it is intact and fits the store and the settings.
 
 use std::os::fd::OwnedFd;
 use std::time::Duration;
@@ -15,7 +14,7 @@ use super::LONG;
 use super::manager::{Kept, Manager, reattach};
 use crate::common::{Session, Store, expect_tiles, fill_tiles};
 
-/// A daemon with one session of 4 tiles, of which all are written and none is committed; stopped.
+/// Makes a daemon with one session of 4 tiles, all written and none committed; then stops the daemon.
 fn stopped() -> (Manager, Session, Kept) {
     let manager = Manager::new(Store::new(1, "auto"));
     let daemon = manager.start(&mut Vec::new());
@@ -31,14 +30,14 @@ fn stopped() -> (Manager, Session, Kept) {
     control.reserve_scratch(scratch).unwrap();
     let (kept, log) = manager.stop(daemon);
     assert!(
-        log.contains("handed 1 sessions over to the next daemon"),
+        log.contains("handed 1 session over to the next daemon"),
         "{log}"
     );
     assert!(kept.len() >= 8, "{kept:?}");
     (manager, session, kept)
 }
 
-/// `kept` with another state.
+/// Returns `kept` with another state.
 fn with_state(mut kept: Kept, state: OwnedFd) -> Kept {
     let at = kept.iter().position(|(name, _)| is_state(name)).unwrap();
     kept[at].1 = state;
@@ -50,7 +49,7 @@ fn state_of(kept: &Kept) -> State {
     handover::open(state).unwrap()
 }
 
-/// How a state is made wrong, and what the daemon says of it.
+/// How a state is made wrong, and the daemon's message about it.
 type Lie = (&'static str, fn(&mut State));
 
 const LIES: &[Lie] = &[
@@ -152,7 +151,7 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
     let (manager, session, kept) = stopped();
     for (words, lie) in LIES {
         let mut told = copies(&kept);
-        // The one before has served, and has emptied what can be emptied once.
+        // The previous daemon has served, and has emptied the eventfd that can be emptied once.
         renew(&manager.store, &mut told);
         let truth = state_of(&told);
         let mut state = truth.clone();
@@ -164,7 +163,7 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
         assert!(log.contains("session"), "{log}");
         assert!(!log.contains("adopted "), "{words:?}: {log}");
     }
-    // As they were they still fit.
+    // The unchanged descriptors still fit.
     let mut told = copies(&kept);
     renew(&manager.store, &mut told);
     let daemon = manager.start(&mut told);
@@ -173,7 +172,7 @@ fn a_state_that_does_not_fit_the_store_or_the_settings_is_refused_by_name() {
     assert!(!session.hung_up(Duration::ZERO));
 }
 
-/// Makes it as if nobody had taken it up, and no daemon had served since.
+/// Restores the claim and the catalog's sequence, as if no daemon had adopted the state or served since.
 fn renew(store: &Store, kept: &mut Kept) {
     let ends = |kept: &Kept, end| kept.iter().position(|(name, _)| name.ends_with(end));
     let claim = ends(kept, "-claim").unwrap();
@@ -197,14 +196,14 @@ fn what_is_left_of_a_hand_over_before_does_not_mix_with_the_next() {
     let daemon = manager.start(&mut copies(&first));
     fill_tiles(&mut session, 4, 2, 9);
     let (second, _) = manager.stop(daemon);
-    // Its manager was deaf to the words that it is kept no longer.
+    // In this case the manager did not process the request to remove the descriptors.
     let mut both: Kept = copies(&first);
     both.extend(copies(&second));
     let daemon = manager.start(&mut both);
     reattach(&mut daemon.control(), &session);
     expect_tiles(&mut session, 4, 9);
     let (third, _) = manager.stop(daemon);
-    // Two that nobody took up: neither is believed. Nor one whose names are there twice.
+    // Two states that no daemon adopted: neither is accepted. Nor is a state whose names occur twice.
     let (mut both, mut again) = (copies(&third), copies(&second));
     renew(&manager.store, &mut again);
     both.extend(again);
@@ -219,7 +218,7 @@ fn what_is_left_of_a_hand_over_before_does_not_mix_with_the_next() {
 #[test]
 fn a_start_that_fails_leaves_the_sessions_to_the_next() {
     let (manager, session, kept) = stopped();
-    // Fails late: somebody listens where the counts would be.
+    // Fails late: the metrics port is taken.
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let config = std::fs::read_to_string(&manager.store.config).unwrap();
     let address = taken.local_addr().unwrap();
@@ -240,8 +239,8 @@ fn a_start_that_fails_leaves_the_sessions_to_the_next() {
     assert_eq!(reattach(&mut daemon.control(), &session).scratch_count, 2);
 }
 
-/// The session is over, and what was committed is there.
-fn ends_and_goes_on_from_the_first(manager: &Manager, session: &Session) {
+/// Asserts that the session is over, and that the committed state is there.
+fn ends_and_resumes_from_the_first(manager: &Manager, session: &Session) {
     assert!(session.hung_up(LONG), "the process learns that it is over");
     let daemon = manager.start(&mut Vec::new());
     let mut control = daemon.control();
@@ -254,19 +253,19 @@ fn ends_and_goes_on_from_the_first(manager: &Manager, session: &Session) {
 fn a_state_counts_once() {
     let (manager, mut session, kept) = stopped();
     let daemon = manager.start(&mut copies(&kept));
-    // What the first one writes, the state does not know.
+    // The state does not know what the first daemon writes.
     fill_tiles(&mut session, 4, 2, 9);
     drop(daemon);
     let log = manager.log_with(copies(&kept));
     assert!(log.contains("used before"), "{log}");
     drop(kept);
-    ends_and_goes_on_from_the_first(&manager, &session);
+    ends_and_resumes_from_the_first(&manager, &session);
 }
 
 #[test]
 fn a_daemon_that_served_without_the_sessions_ends_them_and_nothing_committed_is_lost() {
     let (manager, session, kept) = stopped();
-    // Started by hand, so that nobody gives it anything, and killed before it has committed what it wrote.
+    // Started by hand, so that it gets no descriptors, and killed before it has committed what it wrote.
     let mut by_hand = manager.store.serve();
     let mut control = by_hand.control();
     let mut other = control.session("tiny");
@@ -277,7 +276,7 @@ fn a_daemon_that_served_without_the_sessions_ends_them_and_nothing_committed_is_
     let log = manager.log_with(kept);
     assert!(log.contains("another daemon has served"), "{log}");
     assert!(log.contains("they end"), "{log}");
-    ends_and_goes_on_from_the_first(&manager, &session);
+    ends_and_resumes_from_the_first(&manager, &session);
 }
 
 #[test]
@@ -291,17 +290,17 @@ fn what_is_not_whole_ends_the_sessions_and_nothing_else() {
         }
         less
     };
-    let said = [
+    let printed = [
         ("state", "without the state"),
         ("claim", "without the state"),
         ("arena", "descriptors of its sessions are missing"),
         ("line", "descriptors of its sessions are missing"),
     ];
-    for (end, words) in said {
+    for (end, words) in printed {
         let log = manager.log_with(without(&[end]));
         assert!(log.contains(words), "{log}");
     }
-    // Not what they are called.
+    // With other names.
     for (name, words) in [
         ("-arena", "another size or is not sealed"),
         ("-ring", "memory file"),

@@ -1,4 +1,4 @@
-//! Restarts by `offloadd supervise`, where no service manager keeps descriptors.
+//! Tests restarts by `offloadd supervise`, where no service manager keeps descriptors.
 
 use std::io::{BufRead, BufReader};
 use std::process::Stdio;
@@ -10,7 +10,7 @@ use super::LONG;
 use super::manager::reattach;
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, link_program};
 
-/// The process id of the daemon that runs.
+/// Returns the process id of the running daemon.
 fn daemon_of(supervisor: &Daemon) -> Option<i32> {
     let tasks = std::fs::read_dir(format!("/proc/{}/task", supervisor.child.id())).unwrap();
     let children = tasks.map(|task| {
@@ -27,7 +27,7 @@ fn daemon_of(supervisor: &Daemon) -> Option<i32> {
 fn more_sessions_than_the_usual_limit_of_descriptors_outlive_a_restart_by_a_supervisor() {
     let store = Store::new(1, "auto");
     let mut command = std::process::Command::new("sh");
-    // Seven a session, and some for both processes.
+    // Seven descriptors per session, and some for both processes.
     command.args(["-c", "ulimit -Sn 64; exec \"$0\" supervise --config \"$1\""]);
     command
         .arg(env!("CARGO_BIN_EXE_offloadd"))
@@ -68,11 +68,11 @@ fn sessions_wait_while_the_program_cannot_be_started() {
     supervisor.signal(Signal::USR2);
     let log = BufReader::new(supervisor.child.stderr.take().unwrap());
     let mut lines = log.lines().map(Result::unwrap);
-    let said = lines.find(|line| line.contains("could not be started"));
-    assert!(said.unwrap().contains("starting it again in a second"));
+    let printed = lines.find(|line| line.contains("could not be started"));
+    assert!(printed.unwrap().contains("starting it again in a second"));
     assert!(!session.hung_up(Duration::ZERO));
     std::fs::rename(&away, &here).unwrap();
-    assert!(lines.any(|line| line.contains("sessions of the previous daemon")));
+    assert!(lines.any(|line| line.contains("1 session of the previous daemon")));
     eventually("it listens", LONG, || {
         std::os::unix::net::UnixStream::connect(store.socket()).is_ok()
     });

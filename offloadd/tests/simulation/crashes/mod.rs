@@ -1,11 +1,11 @@
-//! Random jobs, ranks, deaths, kills, power cuts, devices that come and go, and devices that fail or lie, checked by an oracle
+//! Runs random jobs, ranks, deaths, kills, power cuts, devices that are added and drained, and devices that fail or lose writes, checked by an oracle
 //! that knows what was acknowledged.
 //!
-//! After each crash: the store recovers, no generation is older than the newest acknowledged one, every generation offered
-//! was begun, and each of its tiles and blobs is exactly what that attempt at it brought. What a device said of itself may
-//! end a call with a typed error. Where a device lied, damage is named, and no other bytes are handed out.
+//! After each crash the store recovers, no generation is older than the newest acknowledged one, every offered generation was begun, and each of its
+//! tiles and blobs is exactly what that attempt wrote. A reported device error may end a call with a typed error. After a silent fault of a device,
+//! damage is named, and no other bytes are returned.
 //!
-//! `OFFLOADD_SEEDS=0..1000000 cargo test --release -p offloadd --test simulation crashes` runs others than these.
+//! `OFFLOADD_SEEDS=0..1000000 cargo test --release -p offloadd --test simulation crashes` runs other seeds.
 
 mod ranks;
 
@@ -34,20 +34,20 @@ use super::world::{World, formatted};
 
 const SEEDS: std::ops::Range<u64> = 0..2000;
 
-/// Seeds beyond these that failed once.
+/// Further seeds that failed once.
 const FAILED_ONCE: [u64; 6] = [11_491, 14_694, 38_761, 443_761, 495_441, 636_230];
 const LIVES: usize = 4;
 
-/// What is counted of the stories.
+/// Names of counters over all scenarios.
 const DAMAGED: &str = "tiles named as damaged";
 const UNCLEAN: &str = "jobs in place without an end in order";
 const HOMES: &str = "catalogs moved to another device";
 const UNREADABLE: &str = "stores a lying device made unreadable, named";
 
-/// Most devices that a store here has.
+/// Maximum number of devices of a store here.
 const DISKS_MAX: usize = 4;
 
-/// A device comes or goes, as far as its call is made, or some tiles move.
+/// Makes the call that adds or drains a device, or moves some tiles.
 fn grow(world: &mut World) {
     let states = world.core.device_states();
     let members = states.iter().filter(|d| d.status.phase.is_some());
@@ -62,10 +62,10 @@ fn grow(world: &mut World) {
                 read_bytes_per_s: speed,
                 write_bytes_per_s: speed,
             };
-            // Room for all of the first one's.
+            // Space for all tiles of the first device.
             world.add_disk(4 << 20, rates);
         }
-        // A home that is drained waits for a start, and jobs that come need room meanwhile.
+        // A drained metadata device waits for a start, and new jobs need space meanwhile.
         1 if members.len() > 2 && !draining => {
             let which = world.random.below(members.len());
             world.drain_call(&members[which]);
@@ -77,7 +77,7 @@ fn grow(world: &mut World) {
     }
 }
 
-/// The disks that a person would list: those on which there is something.
+/// Returns the disks that an administrator would list: those that are not blank.
 fn listed(mut disks: SimDisks) -> SimDisks {
     let begun = |position: &usize| {
         let start = &disks.bytes(*position)[..CATALOG_OFFSETS[0] as usize];
@@ -88,7 +88,7 @@ fn listed(mut disks: SimDisks) -> SimDisks {
         disks = disks.pick(&begun);
     }
     match recover::identify(&mut disks) {
-        // It was cut off before its superblock was whole.
+        // The add was interrupted before the superblock was complete.
         Err(StoreError::NotAdded { path, .. } | StoreError::Damaged { path, .. }) => {
             let others = (0..disks.count()).filter(|position| disks.path(*position) != path);
             disks.pick(&others.collect::<Vec<_>>())
@@ -137,15 +137,15 @@ fn life(world: &mut World, known: &mut [Known], grows: bool, steps: usize) {
     }
 }
 
-/// A daemon starts; where devices fail, perhaps not at the first try. `None`: what a device lied about keeps it from that
-/// for good, and it said what.
+/// Starts a daemon; where devices fail, perhaps not at the first try. Returns `None` when a silent fault of a device permanently prevents a start,
+/// with a message.
 fn start(mut disks: SimDisks, mut random: SimRandom, trouble: Trouble) -> Option<World> {
     trouble.before_start(&mut disks, &mut random);
     let started = World::try_start(disks, random.clone()).or_else(|failed| {
         let (error, mut disks) = *failed;
         assert!(trouble != Trouble::None, "{error}");
-        let said = error.to_string();
-        assert!(said.contains("sim"), "it names no device: {said}");
+        let message = error.to_string();
+        assert!(message.contains("sim"), "it names no device: {message}");
         disks.repair();
         World::try_start(disks, random)
     });
@@ -162,7 +162,7 @@ fn start(mut disks: SimDisks, mut random: SimRandom, trouble: Trouble) -> Option
     }
 }
 
-/// What the stories of many seeds were made of.
+/// Counters over the scenarios of many seeds.
 #[derive(Default)]
 struct Mix {
     faults: BTreeMap<SimFault, u64>,
@@ -188,14 +188,14 @@ fn run_seed(seed: u64, mix: &mut Mix) {
     let mut known: Vec<Known> = (0..1 + random.below(2))
         .map(|index| Known::random(&format!("job-{index}"), &mut random))
         .collect();
-    // A device that fails or lies while tiles move is in `growth`.
+    // `growth` tests devices that fail while tiles move.
     let grows = matches!(trouble, Trouble::None) && random.one_in(2);
     for _ in 0..LIVES {
         let Some(mut world) = start(disks, random, trouble) else {
             mix.count(UNREADABLE, 1);
             return;
         };
-        if matches!(world.home_move, MetadataMove::Moved { .. }) {
+        if matches!(world.metadata_move, MetadataMove::Moved { .. }) {
             mix.count(HOMES, 1);
         }
         let steps = 20 + world.random.below(150);
@@ -238,11 +238,11 @@ fn run_seed(seed: u64, mix: &mut Mix) {
         if !grows {
             return;
         }
-        // What was begun ends, once nobody is in the way.
+        // Everything that was begun ends, once no fault is in the way.
         (disks, random) = world.crash(false);
         let mut world = World::start(disks, random);
         world.move_all();
-        // The home leaves at the start after its tiles.
+        // The metadata device leaves at the start after its tiles.
         (disks, random) = world.crash(false);
         let mut world = World::start(disks, random);
         world.move_all();
@@ -250,7 +250,7 @@ fn run_seed(seed: u64, mix: &mut Mix) {
         let standings = states.map(|device| device.status);
         let unsettled = standings.filter(|s| matches!(s.phase, Some(p) if p != Phase::Settled));
         for status in unsettled {
-            // Jobs came after it was drained, and no other device has room for all records.
+            // Jobs were created after the drain, and no other device has space for all records.
             let why = status.stuck.as_deref().unwrap_or_default();
             assert!(
                 why.contains("delete a job (`offloadd job delete`) or add"),
@@ -263,7 +263,7 @@ fn run_seed(seed: u64, mix: &mut Mix) {
     }
 }
 
-/// `FIRST..END`.
+/// Parses `FIRST..END`.
 fn seeds_of(text: &str) -> Option<std::ops::Range<u64>> {
     let (first, end) = text.split_once("..")?;
     Some(first.parse().ok()?..end.parse().ok()?)
@@ -310,7 +310,7 @@ fn nothing_acknowledged_is_lost_and_nothing_torn_surfaces() {
     if chosen.is_some() {
         return;
     }
-    // Otherwise the promise is kept by nothing happening.
+    // Otherwise the promise would hold only because no fault happened.
     assert_eq!(faults.len(), 9, "a kind of fault never happens: {faults:?}");
     for what in ["power cuts", "kills", UNCLEAN, DAMAGED, HOMES] {
         let count = mix.counts.get(what).copied().unwrap_or(0);

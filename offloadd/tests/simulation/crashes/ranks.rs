@@ -1,4 +1,4 @@
-//! The ranks of one job: what they ask for, and what must be true of each answer.
+//! The ranks of one job: their calls, and what must be true of each answer.
 
 use offload_api::checksum::checksum;
 use offload_api::fault::{Fault, FaultKind};
@@ -12,15 +12,15 @@ use crate::world::{Process, SLOTS, World, content, definition, outcome};
 
 const RANKS_MAX: usize = 2;
 
-/// A tile on its way and, for a write, the seed of its bytes.
+/// A tile in transfer and, for a write, the seed of its bytes.
 type Moving = (u32, Option<u64>);
 
-/// A tile as its processes know it.
+/// Content of a tile as its processes know it.
 #[derive(Clone, Copy, PartialEq)]
 enum Tile {
     Never,
     Holds(u64),
-    /// Its last write failed: it holds nothing, until it is written again.
+    /// The last write of the tile failed: it has no content until it is written again.
     Failed,
 }
 
@@ -29,16 +29,16 @@ pub(super) struct Running {
     processes: Vec<Process>,
     working: u64,
     current: Vec<Tile>,
-    /// By rank and slot.
+    /// Transfers, by rank and slot.
     slots: Vec<Vec<Option<Moving>>>,
     pub(super) commits: Vec<CallId>,
-    /// A device failed it: it must end and go on from what is durable.
+    /// Whether a device failed: the job must end and resume from the durable generation.
     pub(super) poisoned: bool,
-    /// A flush that has failed, and of which nobody was told yet, took a tile: this generation must not be acknowledged.
+    /// Whether a failed flush that was not reported yet lost a tile: this generation must not be acknowledged.
     lost: bool,
 }
 
-/// All ranks of a job, as many as it has this time.
+/// Opens all ranks of a job, with this incarnation's number of ranks.
 fn open(world: &mut World, known: &Known) -> (Vec<Process>, Option<JobRecord>) {
     let ranks = 1 + world.random.below(RANKS_MAX) as u32;
     let mut record = None;
@@ -51,7 +51,7 @@ fn open(world: &mut World, known: &Known) -> (Vec<Process>, Option<JobRecord>) {
     (processes, record)
 }
 
-/// The power will go while the job is being defined or resumed.
+/// Begins, and cuts the power while the job is being defined or resumed.
 pub(super) fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
     if known.dropping {
         return;
@@ -69,25 +69,25 @@ pub(super) fn begin_and_be_cut_off(world: &mut World, known: &mut Known) {
     for _ in 0..world.random.below(8) {
         world.step();
     }
-    // Later generations may be given up already, or not yet.
+    // Later generations may or may not be discarded already.
     known.acknowledged = generation;
     known.confirmed = known.confirmed.min(generation);
 }
 
-/// Bytes that a job which finds no room asks for. `None` for a write that found a drive full.
+/// Returns the bytes that a job without space asked for; `None` for a write to a full drive.
 fn needed_bytes(no_room: &Fault) -> Option<u64> {
     let (_, rest) = no_room.message.split_once(" needs ")?;
     rest.split_once(" bytes")?.0.parse().ok()
 }
 
-/// Free bytes of all devices that have not left.
+/// Returns the free bytes of all devices that have not left.
 fn free_bytes(world: &World) -> u64 {
     let states = world.core.device_states().into_iter();
     let members = states.filter(|device| device.status.phase.is_some());
     members.map(|device| device.free_bytes).sum()
 }
 
-/// Opens all ranks, compares what the store offers with the oracle, resumes. `None`: a device kept it from that.
+/// Opens all ranks, compares what the store offers with the oracle, and resumes. Returns `None` when a device prevented that.
 pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
     if known.dropping {
         return None;
@@ -111,7 +111,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             assert!(!known.defined, "an acknowledged job is gone");
             let definition = definition(known.tile_count, known.durability, known.nodes);
             if let Err(fault) = world.define(processes[0], definition) {
-                // Devices that went may have left the others too small, or their tiles may lie where its records would have to.
+                // After devices were drained, the others may be too small, or tiles may occupy the place of its records.
                 if fault.kind == FaultKind::NoSpace
                     && (fault.message.contains("in one piece on ")
                         || needed_bytes(&fault).is_some_and(|bytes| bytes > free_bytes(world)))
@@ -125,7 +125,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             (0, None)
         }
     };
-    // One rank that goes on is enough for the rest to be given up.
+    // When one rank has resumed, the later generations are discarded.
     known.acknowledged = known.acknowledged.min(generation);
     known.confirmed = known.confirmed.min(generation);
     for process in &processes {
@@ -134,7 +134,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
                 let working_generation = Generation(generation + 1);
                 assert_eq!(reply, Reply::Resume { working_generation });
             }
-            // One copy of a record was not given at the start, and the other was cut off: perhaps the next start reads both.
+            // The device did not return one copy of a record at the start, and the other copy was torn: perhaps the next start can read both.
             Err(fault) if fault.kind == FaultKind::Damaged => {
                 assert_eq!(world.trouble, Trouble::Failing, "{fault}");
                 leave(world, &processes);
@@ -143,7 +143,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             Err(fault) => return given_up(world, &processes, fault.kind),
         }
     }
-    known.gone_on_from(generation, world.trouble);
+    known.resumed_from(generation, world.trouble);
     let tiles = match attempt {
         Some(snapshot) => snapshot.tiles,
         None => vec![None; known.tile_count as usize],
@@ -164,7 +164,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
     })
 }
 
-/// A job written in place did not end in order: it is refused, and can be dropped and defined anew.
+/// Starts over with a job written in place that did not end in order: it is refused, and can be deleted and defined again.
 fn start_again(
     world: &mut World,
     known: &mut Known,
@@ -199,7 +199,7 @@ pub(super) fn submit(world: &mut World, known: &Known, running: &mut Running) {
         return;
     };
     let tile = world.random.below(known.tile_count as usize) as u32;
-    // Nobody touches a tile that is on its way: the daemon would refuse it.
+    // No process touches a tile in transfer: the daemon would refuse it.
     let moving = (running.slots.iter().flatten().flatten()).any(|(moving, _)| *moving == tile);
     if moving {
         return;
@@ -215,11 +215,11 @@ pub(super) fn submit(world: &mut World, known: &Known, running: &mut Running) {
     }
 }
 
-/// All ranks call; some of their writes may still be on their way.
+/// Lets all ranks call commit; some of their writes may still be in flight.
 pub(super) fn commit(world: &mut World, known: &mut Known, running: &mut Running) {
     let holds = |tile: &Tile| match tile {
         Tile::Holds(seed) => Some(*seed),
-        // With a failed one it is refused.
+        // A commit with a failed tile is refused.
         Tile::Never | Tile::Failed => None,
     };
     let mut tiles: Vec<_> = running.current.iter().map(holds).collect();
@@ -262,7 +262,7 @@ pub(super) fn take_completions(world: &mut World, running: &mut Running) {
                     let slot = world.slot(process, entry.ticket as u32, bytes.len());
                     let damaged = checksum(slot) != entry.checksum;
                     let same = *slot == bytes;
-                    // Whoever reads compares the checksum, as the client does.
+                    // The reader compares the checksum, as the client does.
                     let explained = world.trouble.is_silent() || world.trouble == Trouble::Failing;
                     assert!(
                         same || damaged && explained,
@@ -279,7 +279,7 @@ pub(super) fn take_completions(world: &mut World, running: &mut Running) {
     }
 }
 
-/// False: the job must begin again.
+/// Takes the results of commits. Returns false when the job must begin again.
 pub(super) fn take_commits(world: &mut World, known: &mut Known, running: &mut Running) -> bool {
     let answered = (running.commits.iter()).all(|call| world.replies.contains_key(call));
     if running.commits.is_empty() || !answered {
@@ -301,7 +301,7 @@ pub(super) fn take_commits(world: &mut World, known: &mut Known, running: &mut R
         }
     }
     if replies[0].is_err() {
-        // Perhaps only tiles must be written again; if it is more, what follows is refused.
+        // Perhaps only tiles must be written again; otherwise the next calls are refused.
         return world.random.one_in(2);
     }
     assert!(!running.current.contains(&Tile::Failed));
@@ -331,7 +331,7 @@ pub(super) fn take_commits(world: &mut World, known: &mut Known, running: &mut R
     true
 }
 
-/// All ranks go, one of them first, with whatever they have in flight. Their commit may still become durable.
+/// Ends all ranks, one of them first, with their operations in flight. Their commit may still become durable.
 pub(super) fn die(world: &mut World, running: &mut Running) {
     leave(world, &running.processes);
     for call in std::mem::take(&mut running.commits) {

@@ -1,4 +1,4 @@
-//! Jobs that run, commit, are dropped or come while tiles move: none loses what it has acknowledged, or space that is its own.
+//! Tests jobs that run, commit, are deleted or are created while tiles move: none loses its acknowledged state or its space.
 
 use offload_api::ids::{DeviceIndex, Generation};
 use offloadd::core::{Call, Event, Moves, Reply};
@@ -23,7 +23,7 @@ fn a_running_job_moves_by_what_it_writes() {
     }
     world.move_all();
     expect_all(&mut world, process, 5, 30);
-    // Nothing was read but what the test did: no copy was needed.
+    // Nothing was read except by the test: no copy was needed.
     assert_eq!(world.core.moves(), Moves::None);
     let (mut disks, _) = world.crash(true);
     let counts = extents(&mut disks);
@@ -58,7 +58,7 @@ fn a_job_can_be_dropped_while_its_tiles_move() {
     }
 }
 
-/// Space that tiles have left must not be written again while a cut may still bring the old definition back.
+/// The space that a tile has left must not be reused while a cut may still restore the old definition.
 #[test]
 fn what_a_tile_has_left_is_not_used_before_its_new_place_is_durable() {
     for seed in 0..1500 {
@@ -72,7 +72,7 @@ fn what_a_tile_has_left_is_not_used_before_its_new_place_is_durable() {
         for _ in 0..seed % 150 {
             world.step();
         }
-        // All that is free, as far as it is in one piece.
+        // All free space, as far as it is contiguous.
         let mut tile_bytes = vec![4096; 600];
         let token = other.token;
         while world
@@ -85,7 +85,7 @@ fn what_a_tile_has_left_is_not_used_before_its_new_place_is_durable() {
             tile_bytes.pop();
         }
         for slot in 0..SLOTS.min(tile_bytes.len() as u32 / 2) {
-            // Those of 4 KiB: a tile of another number has another size in this world.
+            // The tiles of 4 KiB: in this world, tiles with odd numbers have another size.
             world.submit_write(other, 1, 2 * slot + 2, slot, 7);
         }
         for _ in 0..6 {
@@ -102,7 +102,7 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     let process = world.begin("one", SLOTS, Durability::Committed);
     write_all(&mut world, process, 1, SLOTS);
     added(&mut world);
-    // The first copy of the first job's definition lies where data begins.
+    // The first copy of the first job's definition lies where the data area begins.
     let definition = DATA_OFFSET..DATA_OFFSET + BLOCK;
     world.engine.held = Some((DeviceIndex(0), definition));
     world.event(Event::RebalanceTick { force: false });
@@ -121,11 +121,11 @@ fn a_commit_waits_for_the_definition_that_says_where_its_tiles_lie() {
     expect_second_after_a_cut(world);
 }
 
-/// The power goes; generation 2 of job `one` is there and can be gone on from.
+/// Cuts the power, and asserts that generation 2 of job `one` is there and can be resumed.
 fn expect_second_after_a_cut(world: World) {
     let (disks, random) = world.crash(true);
     let mut world = World::start(disks, random);
-    let process = world.go_on("one", 2);
+    let process = world.reopen("one", 2);
     expect_all(&mut world, process, 2, SLOTS);
 }
 
@@ -138,7 +138,7 @@ fn a_job_that_takes_a_planned_ones_name_is_another_job() {
         world.close(process).unwrap();
     }
     added(&mut world);
-    // Some tiles of the first move, the second waits in the plan.
+    // Some tiles of the first move; the second move waits in the plan.
     world.event(Event::RebalanceTick { force: false });
     let dropped = world.ask(Call::DropJob { job: job("two") });
     assert!(matches!(dropped, Ok(Reply::DropJob { .. })), "{dropped:?}");
@@ -151,7 +151,7 @@ fn a_job_that_takes_a_planned_ones_name_is_another_job() {
     assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
 }
 
-/// Records that were cut off are cleared away before tiles move; what a rank that came meanwhile commits there is none of them.
+/// Torn records are cleared before tiles move; the commit of a rank that came meanwhile is not one of them.
 #[test]
 fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     let mut world = World::start(formatted(), SimRandom::new(12));
@@ -163,7 +163,7 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     let (mut disks, random) = world.crash(true);
     let store = recover::read(&mut disks).unwrap();
     let stored = &store.jobs[0];
-    // The newer record was cut off. A tile of the older one, on the device that is drained.
+    // The newer record is torn. The older one names a tile on the drained device.
     let damaged: Vec<u64> = stored.entry.area.records(0).into_iter().collect();
     let record = &stored.slots[1].sound().unwrap().record;
     let placed = (record.versions.iter().zip(&stored.table.extents))
@@ -177,7 +177,7 @@ fn a_commit_beside_tiles_that_move_is_not_cleared_away() {
     world.engine.held = Some((DeviceIndex(1), copied.offset..copied.offset + BLOCK));
     world.event(Event::RebalanceTick { force: true });
     world.run();
-    let process = world.go_on("one", 1);
+    let process = world.reopen("one", 1);
     write_all(&mut world, process, 2, SLOTS);
     world.engine.held = None;
     world.run();

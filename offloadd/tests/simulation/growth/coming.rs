@@ -1,4 +1,4 @@
-//! Devices that come: which tiles they take, what is told of it, and what a cut in the midst of it leaves.
+//! Tests devices that are added: which tiles move to them, what is reported, and what a cut leaves.
 
 use offloadd::core::{Event, Moves};
 use offloadd::store::catalog::Phase;
@@ -32,7 +32,7 @@ fn its_share_comes(seed: u64) {
     let (mut disks, random) = world.crash(true);
     assert_eq!(verify(&mut disks).unwrap().damaged_tiles, []);
     let counts = extents(&mut disks);
-    // Equal rates: a third of 120 extents each.
+    // Equal rates: a third of 120 extents on each device.
     assert!(
         counts.iter().all(|count| (36..=44).contains(count)),
         "{counts:?}"
@@ -40,7 +40,7 @@ fn its_share_comes(seed: u64) {
     let mut world = World::start(disks, random);
     assert_eq!(world.core.moves(), Moves::None);
     for name in ["one", "two"] {
-        let process = world.go_on(name, 1);
+        let process = world.reopen(name, 1);
         expect_all(&mut world, process, 1, 30);
         write_all(&mut world, process, 2, 30);
         expect_all(&mut world, process, 2, 30);
@@ -58,7 +58,7 @@ fn the_old_list_names_the_device_that_came_and_a_cut_off_one_is_left_alone() {
     assert_eq!(error, StoreError::Missing { number: 2, path });
     assert!(error.to_string().contains("sim2"), "{error}");
 
-    // Cut off after each step: with the old list or the new one, it is a store.
+    // Cut off after each step: it is a store with the old list or the new one.
     let mut seen = [0; 2];
     for steps in 0..40 {
         let mut world = World::start(formatted(), SimRandom::new(steps));
@@ -86,7 +86,7 @@ fn the_old_list_names_the_device_that_came_and_a_cut_off_one_is_left_alone() {
                     ),
                     "{error}"
                 );
-                // Run again, it comes.
+                // When repeated, the add succeeds.
                 let mut world = World::start(disks.pick(&[0, 1]), random);
                 added(&mut world);
             }
@@ -128,7 +128,7 @@ fn a_device_without_room_for_its_share_takes_what_it_can_and_is_settled() {
     world.add_disk(DATA_OFFSET + 4 * BLOCK, MeasuredRates::default());
     world.run();
     world.event(Event::RebalanceTick { force: false });
-    // Somebody takes what was meant for it.
+    // Another job takes the space that was meant for it.
     let states = world.core.device_states();
     assert!(states[2].free_bytes < 4 * BLOCK, "{states:?}");
     world.move_all();

@@ -1,4 +1,4 @@
-//! Numbers of devices and revisions of definitions at their end, which nobody will see: refused, and nothing goes wrong.
+//! Tests the last numbers of devices and revisions of definitions: further ones are refused without harm. No real store gets there.
 
 use crate::disks::SimDisks;
 use offload_api::fault::FaultKind;
@@ -12,7 +12,7 @@ use test_hooks::random::SimRandom;
 use super::{DISK_BYTES, expect_all, write_all};
 use crate::world::{World, formatted, job};
 
-/// A store whose numbers are nearly at their end, as nobody will see it.
+/// Makes a store whose numbers are nearly used up.
 fn at_the_end(change: impl Fn(&mut recover::RecoveredStore)) -> SimDisks {
     let mut world = World::start(formatted(), SimRandom::new(14));
     let process = world.begin("one", 20, Durability::Committed);
@@ -42,7 +42,7 @@ fn where_numbers_of_devices_end_a_device_is_refused() {
     let fault = world.answer(call).unwrap_err();
     assert_eq!(fault.kind, FaultKind::TooMany);
     assert!(fault.message.contains("none is given twice"), "{fault}");
-    let process = world.go_on("one", 1);
+    let process = world.reopen("one", 1);
     expect_all(&mut world, process, 1, 20);
 }
 
@@ -56,7 +56,7 @@ fn where_revisions_end_tiles_stay_and_the_job_goes_on() {
     assert_eq!(world.core.moves(), Moves::Stopped);
     let why = world.core.device_states()[1].status.stuck.clone();
     assert!(why.unwrap().contains("job one of uid 1000"));
-    let process = world.go_on("one", 1);
+    let process = world.reopen("one", 1);
     write_all(&mut world, process, 2, 20);
     expect_all(&mut world, process, 2, 20);
     world.close(process).unwrap();

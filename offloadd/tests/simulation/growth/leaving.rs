@@ -1,4 +1,4 @@
-//! Devices that leave: they are empty then, whatever failed meanwhile, and the store opens without them.
+//! Tests devices that leave: they are empty then, whatever failed meanwhile, and the store opens without them.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offload_api::fault::FaultKind;
@@ -34,7 +34,7 @@ fn a_drained_device_is_empty_and_the_store_opens_without_it() {
     assert_eq!(world.left, [1]);
     expect_all(&mut world, process, 4, 20);
     let (disks, random) = world.crash(true);
-    // Listed or not, it is no part of the store.
+    // Listed or not, it is not part of the store.
     let mut both = disks.clone();
     let store = recover::read(&mut both).unwrap();
     assert_eq!(store.devices.len(), 1);
@@ -52,9 +52,9 @@ fn a_drained_device_is_empty_and_the_store_opens_without_it() {
     let mut alone = disks.pick(&[0]);
     assert_eq!(verify(&mut alone).unwrap().damaged_tiles, []);
     let mut world = World::start(alone, random);
-    let process = world.go_on("one", 4);
+    let process = world.reopen("one", 4);
     expect_all(&mut world, process, 4, 20);
-    let idle = world.go_on("idle", 1);
+    let idle = world.reopen("idle", 1);
     expect_all(&mut world, idle, 1, 20);
 }
 
@@ -111,7 +111,7 @@ fn a_failed_copy_leaves_everything_and_can_be_asked_again() {
             world.answer(call).unwrap();
         }
         world.move_all();
-        let process = world.go_on("one", 1);
+        let process = world.reopen("one", 1);
         expect_all(&mut world, process, 1, 10);
         let (disks, _) = world.crash(true);
         let store = recover::read(&mut disks.pick(&[0])).unwrap();
@@ -121,7 +121,7 @@ fn a_failed_copy_leaves_everything_and_can_be_asked_again() {
             break;
         }
     }
-    // Some faults end a drain early; every operation of a whole one was reached all the same.
+    // Some faults end a drain early; every operation of a complete drain was reached nevertheless.
     assert!(tried.is_some_and(|at| at > 20), "{tried:?}");
 }
 
@@ -143,7 +143,7 @@ fn a_damaged_tile_stays_is_told_and_leaves_when_it_is_written_again() {
         stuck.contains(&format!("tile {tile} of job one")),
         "{stuck}"
     );
-    let process = world.go_on("one", 1);
+    let process = world.reopen("one", 1);
     assert_eq!(world.read(process, tile), Err(FaultKind::Damaged));
     write_all(&mut world, process, 2, 10);
     write_all(&mut world, process, 3, 10);
@@ -174,7 +174,7 @@ fn scratch_leaves_a_drained_device_when_it_is_written_or_ends() {
     world.answer(call).unwrap();
     world.move_all();
     assert!(world.left.is_empty(), "scratch is still there");
-    // It may lie there for hours; the tiles of all jobs are not gone through again and again meanwhile.
+    // A tile may wait for hours; meanwhile the tiles of all jobs are not searched again and again.
     let plans = world.core.plans_made();
     for _ in 0..50 {
         world.event(Event::RebalanceTick { force: true });
@@ -209,7 +209,7 @@ fn a_device_that_leaves_is_told_so_one_copy_after_the_other() {
         if after == before {
             continue;
         }
-        // The second is being written: the first survives every power cut.
+        // The second generation is being written: the first survives every power cut.
         for seed in 0..20 {
             let mut disks = world.engine.disks.clone();
             disks.crash(seed, Vec::new());
@@ -244,7 +244,7 @@ fn a_ceiling_of_the_settings_holds_where_nobody_says_otherwise_for_a_move() {
     // Sixteen times the definition, and the last tile.
     let copied = world.core.copied_bytes();
     assert!((1..=16 * BLOCK + 8192).contains(&copied), "{copied}");
-    // While they move it can be changed, for them and for all.
+    // The limit can be changed while tiles move, for one move and for all.
     world.event(Event::Limits(settings(Some(2))));
     assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(2));
     let call = world.call(Call::LimitMoves { bytes_per_s_max: 9 });
@@ -257,7 +257,7 @@ fn a_ceiling_of_the_settings_holds_where_nobody_says_otherwise_for_a_move() {
     assert_eq!(world.core.rebalance_bytes_per_s_max(), None);
 }
 
-/// Whoever drives pauses between batches: they must be small enough for that.
+/// The driver pauses between batches, so batches must be small enough for that.
 #[test]
 fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
     let limit = |world: &mut World, bytes_per_s_max| {
@@ -271,7 +271,7 @@ fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
         world.close(process).unwrap();
         let refused = limit(&mut world, 5).unwrap_err();
         assert_eq!(refused.kind, FaultKind::Invalid, "{refused}");
-        // What was to be had by a device that nobody has.
+        // A limit for a device that does not exist.
         let nobody = world.drain_call_under("nobody", Some(7));
         assert!(world.answer(nobody).is_err());
         let call = world.drain_call_under("sim1", rate_limiter);
@@ -279,7 +279,7 @@ fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
         assert_eq!(world.core.rebalance_bytes_per_s_max(), rate_limiter);
         if let Some(rate_limiter) = rate_limiter {
             assert_eq!(limit(&mut world, 9), Ok(Reply::LimitMoves));
-            // Asked again without one it stays.
+            // A repeated request without a limit keeps the first one's.
             let again = world.drain_call("sim1");
             assert!(world.answer(again).is_ok());
             assert_eq!(world.core.rebalance_bytes_per_s_max(), Some(9));
@@ -306,7 +306,7 @@ fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
     let whole = copied(None);
     assert_eq!(whole.len(), 1, "{whole:?}");
     let parts = copied(Some(1));
-    // Sixteen times the definition, however low the ceiling is, and the last tile.
+    // Sixteen times the definition, however low the limit is, and the last tile.
     let bytes_max = 16 * BLOCK + 8192;
     assert!(parts.iter().all(|bytes| *bytes <= bytes_max), "{parts:?}");
     assert!(

@@ -1,6 +1,5 @@
-//! A device is calibrated while no daemon serves. What could go wrong: a cut between its superblock and the catalog leaves a store
-//! that does not open, or rates that nothing goes by; bytes of a job or of a session are written over; nothing moves, or what need
-//! not.
+//! Tests that a device is calibrated while no daemon serves. What could go wrong: a cut between its superblock and the catalog leaves a store
+//! that does not open, or rates that are not used; bytes of a job or of a session are overwritten; no tiles move, or tiles that need not.
 
 use crate::disks::{SimDisks, SimFault, SimFaultPlan};
 use offloadd::blocks::Blocks;
@@ -27,7 +26,7 @@ fn rates(bytes_per_s: u64) -> MeasuredRates {
     }
 }
 
-/// Two disks with room to be measured in.
+/// Two disks with free space for measurements.
 fn disks() -> SimDisks {
     let mut disks = SimDisks::new(&[4 << 20, 4 << 20]);
     let measured = [rates(900), rates(300)];
@@ -42,7 +41,7 @@ fn disks() -> SimDisks {
     disks
 }
 
-/// Calibrates as the program does: the free space that may be overwritten is.
+/// Calibrates as the program does: overwrites all free space that it may overwrite.
 fn calibrate(disks: &mut SimDisks, path: &str, bytes_per_s: u64) -> Result<(), CalibrateError> {
     let mut store = recover::open(disks)?;
     let (device, area) = calibrate::begin(disks, &mut store, path)?;
@@ -74,7 +73,7 @@ fn job_at_rest(seed: u64) -> World {
     world
 }
 
-/// Of all extents, on each disk.
+/// Returns the bytes of all extents on each disk.
 fn bytes_on(world: &World) -> [u64; 2] {
     let store = recover::read(&mut world.engine.disks.clone()).unwrap();
     let mut bytes = [0; 2];
@@ -89,7 +88,7 @@ fn bytes_on(world: &World) -> [u64; 2] {
     bytes
 }
 
-/// Once all that is to move has, the second disk has that part of it.
+/// Moves all tiles that should move, and asserts that the second disk has this fraction of the bytes.
 fn expect_on_second(world: &mut World, part: f64) {
     world.move_all();
     assert_eq!(world.core.moves(), Moves::None);
@@ -99,7 +98,7 @@ fn expect_on_second(world: &mut World, part: f64) {
     expect_part(bytes_on(world), part);
 }
 
-/// Whole tiles move, and those of two sizes.
+/// Compares with a tolerance: whole tiles of two sizes move.
 fn expect_part(bytes: [u64; 2], part: f64) {
     let due = (bytes[0] + bytes[1]) as f64 * part;
     assert!((bytes[1] as f64 - due).abs() <= 24e3, "{bytes:?}: {due}");
@@ -119,10 +118,10 @@ fn tiles_of_jobs_go_by_the_new_rates_and_so_do_those_that_come() {
     let mut world = recalibrate(world, "sim1", 900);
     assert_eq!(kept(&world), [900, 900]);
     expect_on_second(&mut world, 0.5);
-    // It gives what it has too much as well, though nobody came.
+    // A slower device also gives tiles away, although no device was added.
     let mut world = recalibrate(world, "sim1", 100);
     expect_on_second(&mut world, 0.1);
-    // The same again moves nothing.
+    // The same rates again move nothing.
     let world = recalibrate(world, "sim1", 100);
     assert_eq!(world.core.moves(), Moves::None);
     let mut world = recalibrate(world, "sim0", 300);
@@ -182,7 +181,7 @@ fn a_cut_at_any_operation_keeps_the_rates_of_before_or_the_new_ones() {
             let moves = world.core.moves() != Moves::None;
             assert!(moves || !ended);
             seen[usize::from(new) + usize::from(moves)] += 1;
-            // Whatever it was, the same again does the rest.
+            // Whatever failed, calibrating again completes it.
             let mut world = recalibrate(world, "sim1", 900);
             expect_on_second(&mut world, 0.5);
             resumed(&mut world);
@@ -272,7 +271,7 @@ fn what_cannot_be_calibrated_is_refused_and_nothing_changes() {
         "{leaving}"
     );
 
-    // Too small a piece is free.
+    // The free space is in too small pieces.
     let mut world = World::start(formatted(), SimRandom::new(37));
     let (process, _) = world.open(&job("one"), 0, 1).unwrap();
     (world.define(process, definition(TILES, Durability::Committed, 1))).unwrap();

@@ -1,5 +1,5 @@
-//! Devices come to a store and leave it. What could go wrong: tiles that nobody finds any more, a store that opens with half
-//! of a device, extents that are used twice, a device that is never empty. Random cuts in the midst of it are in `crashes`.
+//! Tests devices that are added to a store and drained. What could go wrong: tiles that cannot be found any more, a store that opens with a partly
+//! added device, extents that are used twice, a device that is never empty. `crashes` has random cuts during these operations.
 
 mod beside_jobs;
 mod coming;
@@ -37,7 +37,7 @@ pub(crate) fn expect_all(world: &mut World, process: Process, generation: u64, t
     }
 }
 
-/// Extents of all jobs on each device, by position.
+/// Returns the number of extents of all jobs on each device, by position.
 fn extents(disks: &mut SimDisks) -> Vec<usize> {
     let store = recover::read(disks).unwrap();
     let mut counts = vec![0; disks.count()];
@@ -49,7 +49,7 @@ fn extents(disks: &mut SimDisks) -> Vec<usize> {
     counts
 }
 
-/// One bit of a tile that the first job committed in generation 1 to the device at `position`; which tile.
+/// Flips a bit of a tile that the first job committed in generation 1 to the device at `position`. Returns the tile.
 pub(crate) fn damage_a_tile(disks: &mut SimDisks, position: usize) -> u32 {
     let store = recover::read(disks).unwrap();
     let record = &store.jobs[0].slots[1].sound().unwrap().record;

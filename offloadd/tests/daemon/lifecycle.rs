@@ -1,5 +1,5 @@
-//! Start and end. What could go wrong: two daemons on one store or one socket, a dead one's socket that blocks the next, an
-//! orphan, an end that leaves sockets or loses what was acknowledged, a refusal that says nothing.
+//! Tests start and end of the daemon. What could go wrong: two daemons on one store or socket, a dead daemon's socket that blocks the
+//! next one, an orphan, an end that leaves sockets or loses acknowledged state, a refusal without a reason.
 
 use std::io::{BufRead, Read};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
@@ -42,7 +42,7 @@ fn a_daemon_that_is_given_nothing_sleeps() {
     let mut control = daemon.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, 1);
-    // After each of these it looks for the next one.
+    // After each completion it looks for the next one.
     for fill in 1..20 {
         fill_tiles(&mut session, 1, working, fill);
     }
@@ -54,7 +54,7 @@ fn a_daemon_that_is_given_nothing_sleeps() {
     };
     let before = ticks();
     std::thread::sleep(Duration::from_millis(500));
-    // Hundredths of a second.
+    // In hundredths of a second.
     let used = ticks() - before;
     assert!(used < 10, "{used} of 50 ticks");
 }
@@ -75,7 +75,7 @@ fn a_second_daemon_on_a_store_is_refused_by_name() {
         message.contains(&format!("pid {}", daemon.child.id())),
         "{message}"
     );
-    // Verifying and formatting under its feet as well.
+    // Verifying and formatting are refused too.
     let verify = program()
         .args(["verify", "--config"])
         .arg(&store.config)
@@ -117,7 +117,7 @@ fn a_living_daemons_socket_is_not_taken() {
         "{message}"
     );
     daemon.control().arena_free_bytes();
-    // Nor is a file that is no socket.
+    // A file that is not a socket is not removed either.
     let file = two.dir.path().join("notes.txt");
     std::fs::write(&file, "mine").unwrap();
     two.write_config(&file, "psync");
@@ -131,7 +131,7 @@ fn a_living_daemons_socket_is_not_taken() {
 #[test]
 fn a_private_daemon_ends_with_its_parent() {
     let store = Store::new(1, "psync");
-    // A shell between us and the daemon, killed so that it can tell nobody.
+    // A shell between this process and the daemon, killed so that it cannot notify anyone.
     let mut shell = std::process::Command::new("sh")
         .args(["-c", "\"$0\" serve --private --config \"$1\" & wait"])
         .arg(env!("CARGO_BIN_EXE_offloadd"))
@@ -151,7 +151,7 @@ fn a_private_daemon_ends_with_its_parent() {
     eventually("the orphan removes its sockets and ends", SOON, || {
         !store.socket().exists()
     });
-    // Its lock is free again.
+    // The orphan's lock is free again.
     store.serve();
 }
 
@@ -163,7 +163,7 @@ fn a_private_daemon_leaves_the_signals_of_a_group_to_its_parent() {
     let mut daemon = Daemon::start(command, store.socket());
     for signal in [Signal::TERM, Signal::INT] {
         daemon.signal(signal);
-        // Long enough to end, as it does on the signal below.
+        // Long enough to end, as it does after the signal below.
         std::thread::sleep(Duration::from_millis(200));
         assert!(store.socket().exists(), "{signal:?}");
     }
@@ -221,7 +221,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
     refused_with(&one, &["device 1 of the store"]);
     std::fs::rename(&away, &store.devices[1]).unwrap();
 
-    // One superblock is mended from the other, and told; both gone is no store.
+    // One superblock is repaired from the other, with a note; without either there is no store.
     std::fs::write(&store.config, &whole).unwrap();
     let device = std::fs::OpenOptions::new()
         .write(true)
@@ -241,7 +241,12 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
         .arg(&store.config)
         .output()
         .unwrap();
-    assert_eq!(verify.status.code(), Some(0), "mended: {}", words(&verify));
+    assert_eq!(
+        verify.status.code(),
+        Some(0),
+        "repaired: {}",
+        words(&verify)
+    );
     for offset in [0, 64 << 10] {
         device.write_all_at(&[0xA5; 4096], offset).unwrap();
     }
@@ -250,7 +255,7 @@ fn refusals_name_the_key_the_device_and_what_to_do() {
             .refusal()
             .contains(&store.devices[0].display().to_string())
     );
-    // Too small for anything.
+    // Too small for any structure.
     let small = store.dir.path().join("small");
     let output = program()
         .arg("format")
@@ -280,7 +285,7 @@ fn a_store_is_not_formatted_twice_by_accident() {
     assert!(format.arg("--force").output().unwrap().status.success());
 }
 
-/// A daemon whose system calls are refused or interrupted as `injected` says (strace's words), or `None` without strace.
+/// Starts a daemon whose system calls fail or are interrupted as `injected` says (in strace's syntax); `None` without strace.
 fn daemon_under(store: &Store, injected: &[&str]) -> Option<Daemon> {
     if std::process::Command::new("strace")
         .arg("-V")
@@ -303,7 +308,7 @@ fn daemon_under(store: &Store, injected: &[&str]) -> Option<Daemon> {
     for words in injected {
         command.args(["-e", &format!("inject={words}")]);
     }
-    // Private, because killing strace leaves its child alone.
+    // Private, because killing strace leaves its child running.
     command
         .arg(env!("CARGO_BIN_EXE_offloadd"))
         .args(["serve", "--private", "--config"])
@@ -331,8 +336,8 @@ fn where_io_uring_is_forbidden_the_next_engine_serves_and_says_why() {
             return;
         };
         let ready = &daemon.ready;
-        let said = format!("engine {engine} (instead of uring: ");
-        assert!(ready.contains(&said) && ready.contains(why), "{ready}");
+        let printed = format!("engine {engine} (instead of uring: ");
+        assert!(ready.contains(&printed) && ready.contains(why), "{ready}");
         let mut control = daemon.control();
         let session = control.session("tiny");
         session.begin(&mut control, 1);
@@ -344,7 +349,7 @@ fn where_io_uring_is_forbidden_the_next_engine_serves_and_says_why() {
     }
 }
 
-/// Every third call of the engine is interrupted by a signal; nothing is lost and nothing is done twice.
+/// Every third call of the engine is interrupted by a signal; nothing is lost, and nothing is done twice.
 #[test]
 fn interrupted_system_calls_of_an_engine_are_made_again() {
     for (engine, calls) in [
@@ -380,7 +385,7 @@ fn moves_and_commits(daemon: &Daemon) {
     }
 }
 
-/// The kernel lacks memory for operations: for half a second from the probe on, or now and then. Nobody waits for ever.
+/// The kernel lacks memory for operations: for half a second from the probe on, or now and then. No wait is endless.
 #[test]
 fn what_io_uring_does_not_take_for_now_is_offered_to_it_again() {
     if !engines().contains(&"uring") {
@@ -405,17 +410,17 @@ fn kernel_aio_with_little_room_serves_and_says_so() {
         return;
     }
     let store = Store::new(2, "aio");
-    // 1024, 512, 256, 128.
+    // Tries 1024, 512, 256 and 128 events.
     let Some(mut daemon) = daemon_under(&store, &["io_setup:error=EAGAIN:when=1..4"]) else {
         return;
     };
     moves_and_commits(&daemon);
     let log = log_of(&mut daemon);
-    let said = "kernel AIO has room for 64 operations instead of 1024";
-    assert!(log.contains(said), "{log}");
+    let printed = "kernel AIO has room for 64 operations instead of 1024";
+    assert!(log.contains(printed), "{log}");
 }
 
-/// Ends the daemon, whose parent is a program that traces it.
+/// Ends the daemon, whose parent is a tracing program, and returns its log.
 fn log_of(daemon: &mut Daemon) -> String {
     daemon.child.kill().unwrap();
     let mut log = String::new();
@@ -476,7 +481,7 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
     };
     store.devices = vec![device.0.clone().into()];
     store.write_config(&store.socket(), "auto");
-    // Where ext4 says that it is there.
+    // The byte where ext4 has its magic number.
     let foreign = |byte: u8| {
         let mut block = vec![0; 4096];
         block[1080] = byte;
@@ -509,7 +514,7 @@ fn a_raw_block_device_is_taken_whole_and_by_one_daemon() {
         let mut control = daemon.control();
         control.session("tiny");
         assert!(store.refusal().contains("in use by another offloadd"));
-        // Its claim outlives it for a moment, and the next daemon waits for that.
+        // The daemon's claim outlives it for a moment, and the next daemon waits for its release.
         daemon.child.kill().unwrap();
         daemon.child.wait().unwrap();
     }
@@ -569,7 +574,7 @@ fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
         words(&broken)
     );
     assert!(!new.exists());
-    // As FUSE and some network file systems answer.
+    // FUSE and some network file systems answer fallocate with EOPNOTSUPP.
     let filled = under("fallocate:error=EOPNOTSUPP", &new, &format);
     assert!(filled.status.success(), "{}", words(&filled));
     let found = std::fs::metadata(&new).unwrap();
