@@ -1,36 +1,36 @@
-# make demo         trains a Llama with all its state on two device files, kills everything mid-step, goes on
+# make demo         trains a Llama with all its state on two device files, kills everything in mid-step, and resumes
 # make check        the daily command: formatting, lints, links of documents, unit tests, both simulations with few seeds
-# make test         formatting, lints, links, words, documentation, licenses, every test; ends with what was skipped and which targets took longest
+# make test         formatting, lints, links, words, documentation, licenses, every test; lists skipped tests and the slowest targets
 # make nightly      the same with more seeds, kills, crash images and restarts
-# make test-tools   installs what some tests need (as root with apt; 90 MB of NVRTC with pip); they skip without it
-# make docs         writes the pages and pictures that come from the programs: configuration, commands, on-disk format, models
+# make test-tools   installs the tools of some tests (as root with apt; 90 MB of NVRTC with pip), which are skipped without them
+# make docs         writes the generated pages and pictures: configuration, commands, on-disk format, models
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
-# make deny         licenses, sources and advisories of all dependencies, with cargo-deny and the network
-# make build        offloadd, trainer and bench-io in target/release
-# make deb          a Debian package of offloadd in target/
-# make python       the Python package in place; make wheel: a wheel of it in target/wheels
+# make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
+# make build        builds offloadd, trainer and bench-io in target/release
+# make deb          builds a Debian package of offloadd in target/
+# make python       builds the Python package in place; make wheel: a wheel of it in target/wheels
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
 # LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
-# offload-client, swapper, kernels, training-state and bench-io do without: `cargo test -p swapper` needs neither libtorch nor `make`.
+# offload-client, swapper, kernels, training-state and bench-io need no libtorch: `cargo test -p swapper` works without it and without `make`.
 
 JOBS ?= 2
 CARGO := cargo
-# Has maturin; `make test-tools` makes it.
+# A Python with maturin; `make test-tools` creates it.
 PYTHON ?= .python/bin/python
 
-# Nothing is built twice there.
+# CI builds everything once.
 ifdef CI
 export CARGO_INCREMENTAL := 0
 endif
 
-# Of both simulations: enough to see a broken core, few enough to wait for.
+# Seeds of both simulations: enough to find a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
 .PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel bench libtorch clean
 
 demo: build
-	configs/demo.sh
+	trainer/demo.sh
 
 build: libtorch
 	$(CARGO) build -j$(JOBS) --release --workspace --bins
@@ -66,13 +66,13 @@ test: libtorch
 	$(CARGO) build -j$(JOBS) --workspace --lib --bins
 	OFFLOADD_BUILT=1 .ci/tests.py --cargo $(CARGO) --jobs $(JOBS) --beside trainer/python/test.sh
 
-# Tests compare the pages with the programs; here they write them.
+# With UPDATE_DOCS, the tests that compare pages write them.
 docs: libtorch
 	trainer/bench/picture.py
 	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) --workspace --no-fail-fast --lib --bins docs -- --test-threads=1
 	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) -p trainer --test runs the_table_of_models_in_docs
 
-# An hour or two more than `make test`.
+# Takes an hour or two more than `make test`.
 nightly: export OFFLOADD_SEEDS ?= 0..200000
 nightly: export SWAPPER_SEEDS ?= 0..400000
 nightly: export OFFLOADD_RESTARTS ?= 200

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Holds all dependencies to the licenses that deny.toml allows and to crates.io, without cargo-deny and without network."""
+"""Checks that all dependencies have licenses that deny.toml allows and come from crates.io, without cargo-deny and without network."""
 
 import argparse
 import json

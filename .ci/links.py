@@ -2,7 +2,7 @@
 """Checks that relative links in the documents point to files and headings that exist, that paths in backticks are files,
 and that the page about reliability names tests that exist. Prints what does not; needs no network.
 
-    .ci/links.py [ROOT]     README.md and docs/*.md, and the pages they share the reader with
+    .ci/links.py [ROOT]     README.md, docs/*.md, and the pages of measurements
 """
 
 import pathlib
@@ -11,24 +11,24 @@ import sys
 
 PAGES = ["README.md", "docs/**/*.md", "offloadd/*.md", "trainer/bench/*.md", "bench-io/measured/*.md"]
 
-# Its table names tests.
+# Page whose table names tests.
 RELIABILITY = "reliability.md"
 
 
 def without_code(text):
-    """The text without fenced blocks and code in backticks: what looks like a link there is none."""
+    """Returns the text without fenced blocks and code in backticks, whose brackets are not links."""
     text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"`[^`\n]*`", "", text)
 
 
 def named_paths(text):
-    """Paths of the repository that a page names in backticks, as in `trainer/src/plan/`."""
+    """Returns paths of the repository that a page names in backticks, as in `trainer/src/plan/`."""
     text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`((?:offloadd|client|swapper|kernels|trainer|bench-io|configs|docs|\.ci)/[\w./-]*)`", text)
 
 
 def stale_tests(root, text):
-    """Tests that a page names as in `module::a_test_...` or `module::*` and that no source file has."""
+    """Returns tests that a page names as in `module::a_test_...` or `module::*` but that no source file has."""
     sources = [path for path in root.glob("**/*.rs") if "target" not in path.relative_to(root).parts]
     code = "\n".join(path.read_text() for path in sources)
     functions = re.findall(r"\bfn (\w+)", code)
@@ -43,13 +43,13 @@ def stale_tests(root, text):
 
 
 def anchors(text):
-    """The headings' anchors, as code hosts make them."""
+    """Returns the anchors of the headings, as code hosts make them."""
     headings = re.findall(r"^#+ (.+)$", re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 def faults(root):
-    """A line for each link that leads nowhere."""
+    """Returns a line for each broken link."""
     found = []
     pages = [page for pattern in PAGES for page in sorted(root.glob(pattern))]
     for page in pages:

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs what some tests need (`make test-tools`), where it may: as root with apt, and with pip. A test whose tool is missing is skipped
-# and says so, so nothing here is an error.
+# Installs the tools of some tests (`make test-tools`), as far as possible: with apt as root, and with pip. A test whose tool is missing is skipped
+# with a message, so nothing here is an error.
 #
-#   strace           refuses system calls
+#   strace           makes system calls fail
 #   fio              beside which bench-io is measured
 #   clang-N          compiles the GPU kernels for AMD; the newest apt has
 #   libamdhip64-5    a HIP runtime that has no device, and with it a hipRTC

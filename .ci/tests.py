@@ -7,7 +7,7 @@
 
 A run fails when a test fails, when a test is skipped that `.ci/expected-skips` does not expect on this machine, when that file names a
 test that did not run, or when a target ran fewer tests than `.ci/test-counts` records. A failed test is never run again.
-It ends with what was skipped and with the targets that took longest.
+The output ends with the skipped tests and the slowest targets.
 """
 
 import argparse

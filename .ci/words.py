@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that documents, settings and the programs' texts use none of the words that were replaced. Prints each place with the word to use.
+"""Checks that documents, settings and the programs' texts use no retired words. Prints each place with the word to use.
 
     .ci/words.py [ROOT]     documents, configurations, packaging, and string literals of the programs' sources
 """
@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 
-# A regular expression of a retired word, and what to write. They match anywhere, whatever the case.
+# Regular expressions of retired words, each with the word to use. They match anywhere, in upper or lower case.
 RETIRED = {
     # Keys and variables
     r"\bsave_every\b": "checkpoint_every",
@@ -49,10 +49,10 @@ RETIRED = {
     r"\bmends?\b": "fix",
 }
 
-# Files in which they may stand, and why.
+# Files that may contain them, and why.
 ALLOWED = {
     "trainer/src/config/keys/suggest.rs": "answers an old key with the new one",
-    "offloadd/src/config.rs": "answers an old key with the new one",
+    "offloadd/src/config/keys.rs": "answers an old key with the new one",
 }
 
 PAGES = [
@@ -62,8 +62,8 @@ PAGES = [
 SOURCES = ["*/src/**/*.rs", "*/*/src/**/*.rs"]
 
 
-def said_by(source):
-    """[(line, text)]: string literals of Rust code, tests left out."""
+def literals(source):
+    """Returns [(line, text)] of the string literals in Rust code, without tests."""
     source = source.split("\n#[cfg(test)]\nmod ")[0]
     literal = r'r(?P<hashes>#+)"(?P<raw>.*?)"(?P=hashes)|"(?P<text>(?:\\.|[^"\\])*)"'
     token = r"//[^\n]*|'(?:\\[^']+|[^\\'])'|" + literal
@@ -76,10 +76,10 @@ def said_by(source):
 
 
 def lines_of(path):
-    """[(line, text)] of what a reader sees of a file."""
+    """Returns [(line, text)] of the parts of a file that a user sees."""
     text = path.read_text()
     if path.suffix == ".rs":
-        return [(number + index, line) for number, said in said_by(text) for index, line in enumerate(said.split("\n"))]
+        return [(number + index, line) for number, said in literals(text) for index, line in enumerate(said.split("\n"))]
     return list(enumerate(text.splitlines(), 1))
 
 
@@ -88,7 +88,7 @@ def is_test(path):
 
 
 def faults(root, retired=None, allowed=None):
-    """A line for each place of a retired word, and for each exception that is not needed."""
+    """Returns a line for each place of a retired word, and for each exception that is not needed."""
     retired, allowed = retired or RETIRED, ALLOWED if allowed is None else allowed
     patterns = {word: re.compile(word, re.IGNORECASE) for word in retired}
     pages = [page for pattern in PAGES for page in sorted(root.glob(pattern)) if page.is_file()]

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The whole of it on a processor, in about five minutes:
+# Shows everything on a processor, in about five minutes:
 #   1. offloadd serves a store on two device files;
 #   2. a byte-level Llama of 11 M parameters trains through it on this repository's text, parameters and optimizer on "nvme";
-#   3. a second run of the same is killed with -9 in the middle of a step, trainer and daemon both, and started again:
-#      its losses equal those of the run nobody killed.
+#   3. a second run with the same settings is killed with -9 in the middle of a step, trainer and daemon both, and started
+#      again: its losses equal those of the run that was not killed.
 #
-#   configs/demo.sh [RUN.toml]     default configs/demo.toml; DEMO_DIR (default target/demo) must be on a drive with O_DIRECT
+#   trainer/demo.sh [RUN.toml]     default configs/demo.toml; DEMO_DIR (default target/demo) must be on a drive with O_DIRECT
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
