@@ -20,7 +20,7 @@ const REPEATS: usize = 20;
 fn main() -> ExitCode {
     // cuBLAS reads it when it starts, so it has to be there before.
     if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
-        let program = std::env::current_exe().expect("a program knows its own name");
+        let program = std::env::current_exe().expect("the path of this program is known");
         let status = Command::new(program)
             .args(std::env::args_os().skip(1))
             .env(CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0])
@@ -99,15 +99,20 @@ fn measure(plain: bool) -> anyhow::Result<()> {
     })?;
     let down = (config.hidden_size * config.intermediate_size) as f64;
     let tera = products(block_params, 3.0) - products(down, 1.0) + 3.5 * attention;
-    timed(&gpu, "block backward, computed again", Some(tera), || {
-        let mut grads = engine.new_grads(1);
-        grads.write_to(&buffers[1])?;
-        engine.block_backward(1, block, &input, &input, &mut grads)?;
-        Ok(grads.finish_into(&buffers[1], engine.units()[1].elems)?)
-    })?;
     timed(
         &gpu,
-        "head, both ways",
+        "block backward with recomputation",
+        Some(tera),
+        || {
+            let mut grads = engine.new_grads(1);
+            grads.write_to(&buffers[1])?;
+            engine.block_backward(1, block, &input, &input, &mut grads)?;
+            Ok(grads.finish_into(&buffers[1], engine.units()[1].elems)?)
+        },
+    )?;
+    timed(
+        &gpu,
+        "head, forward and backward",
         Some(products(head_params, 3.0)),
         || {
             let mut grads = engine.new_grads(head);
@@ -132,7 +137,11 @@ fn measure(plain: bool) -> anyhow::Result<()> {
         let forward = || -> anyhow::Result<Vec<Activation>> {
             let mut kept = vec![engine.embed_forward(embedding, &tokens)?];
             for _ in 0..config.layers {
-                kept.push(engine.block_forward(1, block, kept.last().expect("one at least"))?);
+                kept.push(engine.block_forward(
+                    1,
+                    block,
+                    kept.last().expect("there is at least one input"),
+                )?);
             }
             Ok(kept)
         };
@@ -152,7 +161,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
             engine.embed_backward(&tokens, &grad, &mut grads)?;
             Ok(grads.finish_into(&buffers[0], engine.units()[0].elems)?)
         };
-        println!("keeping {keep:?}:");
+        println!("activation checkpointing {keep:?}:");
         let forward_ms = timed(&gpu, "  all of forward", None, || forward().map(drop))?;
         let both_ms = timed(
             &gpu,
@@ -172,7 +181,7 @@ fn measure(plain: bool) -> anyhow::Result<()> {
             kept_bytes_a_token(&config, &Dropout::NONE, SEQ_LEN, 2, keep) * MICRO_BATCH * SEQ_LEN;
         let promised = (input.size_bytes() + kept_each) * (config.layers + 1);
         println!(
-            "  torch's memory: {:.2} GiB at most, {:.2} reserved; promised {:.2} for activations, {:.2} for work",
+            "  torch's memory: {:.2} GiB at most, {:.2} reserved; planned {:.2} for activations, {:.2} for work",
             gib(memory.allocated_bytes_peak),
             gib(memory.reserved_bytes_peak),
             gib(promised as u64),
@@ -241,6 +250,6 @@ fn filled(gpu: &Gpu, engine: &Engine, unit: usize) -> UnitWeights {
     let weights = engine.new_weights(unit).expect("memory for a unit");
     let buffer = weights.buffer().expect("weights on a GPU");
     gpu.upload(&gpu.default_stream(), buffer, &[(0, &bytes)])
-        .expect("weights go up");
+        .expect("weights are copied to the GPU");
     weights
 }

@@ -11,11 +11,11 @@ pub enum AcceleratorError {
     #[error(transparent)]
     Gpu(#[from] GpuError),
     #[error(
-        "there is a GPU ({name}), but {error}. Install the torch that is built for it, name its directory in LD_LIBRARY_PATH, or set train.device = \"cpu\""
+        "there is a GPU ({name}), but {error}. Install a torch that supports it, add its directory to LD_LIBRARY_PATH, or set train.device = \"cpu\""
     )]
     Torch { name: String, error: TorchError },
     #[error(
-        "{ranks} processes on this node, each of which takes a GPU of its own, and {gpus} to be had: start at most {gpus} (--nproc {gpus}), or let all compute on processors with train.device = \"cpu\""
+        "this node has {gpus} GPUs for {ranks} processes, each of which needs its own: start at most {gpus} (--nproc {gpus}), or compute on the CPU with train.device = \"cpu\""
     )]
     Few { ranks: u32, gpus: u32 },
 }
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_without_a_gpu_of_their_own_are_refused_where_others_have_one() {
+    fn more_processes_than_gpus_are_refused() {
         for (gpus, ranks) in [(0, 1), (0, 4), (1, 1), (4, 4), (8, 2)] {
             enough(gpus, ranks).unwrap();
         }

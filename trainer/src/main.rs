@@ -285,6 +285,6 @@ fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
         Command::Train { run, from, .. } => {
             run.settings_from(from.as_deref(), Some(ranks)).map(drop)
         }
-        _ => unreachable!("it was parsed as `train`"),
+        _ => unreachable!("the arguments were parsed as `train`"),
     }
 }

@@ -11,7 +11,7 @@ pub enum ConnectError {
     #[error(transparent)]
     Collective(#[from] CollectiveError),
     #[error(
-        "{ranks} ranks, {local_ranks} of them on this node: runs over several nodes are not supported yet, start all ranks on one node"
+        "only {local_ranks} of {ranks} ranks are on this node: runs over several nodes are not supported yet; start all ranks on one node"
     )]
     Nodes { ranks: u32, local_ranks: u32 },
 }

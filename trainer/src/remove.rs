@@ -35,7 +35,7 @@ pub enum RemoveError {
     #[error(transparent)]
     Store(#[from] StoreError),
     #[error(
-        "{} belongs to the run in {}: name that directory", file.display(), run.display()
+        "{} belongs to the run in {}: remove that directory instead", file.display(), run.display()
     )]
     InUse { file: PathBuf, run: PathBuf },
     #[error(

@@ -13,12 +13,12 @@ pub enum RecordError {
     #[error(transparent)]
     Dir(#[from] DirError),
     #[error(
-        "there is no run in {}: it has no run.json. Name the directory of a run, as in its train.run_dir",
+        "there is no run in {}: run.json is missing. Name the directory of a run (its train.run_dir)",
         dir.display()
     )]
     NoRun { dir: PathBuf },
     #[error(
-        "the run in {} cannot be read: {message}. Another version of this program made it, or run.json is damaged",
+        "the run in {} cannot be read: {message}. The run was made by another version of this program, or run.json is damaged",
         dir.display()
     )]
     Unknown { dir: PathBuf, message: String },
@@ -54,7 +54,7 @@ impl RunRecord {
         let layout: Layout = serde_json::from_value(description.layout.clone())
             .map_err(|error| unknown(error.to_string()))?;
         let dtype = Dtype::parse(&layout.dtype)
-            .ok_or_else(|| unknown(format!("its numbers are {}", layout.dtype)))?;
+            .ok_or_else(|| unknown(format!("its number type is {}", layout.dtype)))?;
         Ok(Self {
             description,
             model: layout.model,

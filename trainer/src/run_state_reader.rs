@@ -7,7 +7,7 @@ use swapper::{Layout, TileVisitor};
 
 use crate::config::{DeviceChoice, RunSettings};
 use crate::model::UnitLayout;
-use crate::open::{OpenRun, Prepared, RunError, Start, mend};
+use crate::open::{OpenRun, Prepared, RunError, Start, repair};
 use training_state::ranks::Ranks;
 use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState};
 
@@ -49,7 +49,7 @@ impl RunStateReader {
         settings.ranks = 1;
         let has_store = settings.placement.has_store();
         let start = checkpoint.map_or(Start::GoOn, Start::Checkpoint);
-        mend(&settings, &mut |note| tracing::warn!("{note}"))?;
+        repair(&settings, &mut |note| tracing::warn!("{note}"))?;
         let prepared = Prepared::new(settings, &start, Ranks::alone())?;
         let (units, master) = (prepared.plan.units.clone(), prepared.plan.master);
         if has_store && start == Start::GoOn {

@@ -300,12 +300,12 @@ impl fmt::Display for Orphan {
                 let run = run.display();
                 write!(
                     f,
-                    "store without a run: {file}, {bytes}\n  its run was in {run}; `trainer remove {file}` deletes it, unless the run was moved"
+                    "store without a run: {file}, {bytes}\n  its run was in {run}; if the run was not moved, `trainer remove {file}` deletes the file"
                 )
             }
             None => write!(
                 f,
-                "store without a run: {file}, {bytes}\n  nothing says which run it was; `trainer remove {file}` deletes it"
+                "store without a run: {file}, {bytes}\n  its run is unknown; `trainer remove {file}` deletes the file"
             ),
         }
     }
@@ -336,15 +336,15 @@ impl fmt::Display for RunEntry {
             write!(f, ", {}", ApproxBytes(self.store_bytes))?;
         }
         for file in &self.store_missing {
-            write!(f, "\n  its store {} is gone", file.display())?;
+            write!(f, "\n  its store {} is missing", file.display())?;
         }
         for checkpoint in &self.checkpoints {
-            write!(f, "\n  save of {checkpoint}")?;
+            write!(f, "\n  checkpoint at {checkpoint}")?;
         }
         for checkpoint in &self.aside {
             write!(
                 f,
-                "\n  aside, {checkpoint}, in {}",
+                "\n  set aside: checkpoint at {checkpoint}, in {}",
                 checkpoint.dir.display()
             )?;
         }

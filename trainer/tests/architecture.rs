@@ -176,7 +176,7 @@ fn only_two_crates_need_libtorch() {
 }
 
 #[test]
-fn nothing_depends_on_anything_the_picture_does_not_show() {
+fn crates_have_only_the_allowed_dependencies() {
     let packages = packages();
     let names: BTreeSet<&str> = packages.iter().filter_map(|p| p["name"].as_str()).collect();
     let allowed: BTreeMap<&str, &[&str]> = ARROWS.iter().copied().collect();
@@ -200,7 +200,7 @@ fn nothing_depends_on_anything_the_picture_does_not_show() {
 }
 
 #[test]
-fn unsafe_stands_only_in_the_files_named_for_it() {
+fn unsafe_is_only_in_the_named_files() {
     let mut wrong = Vec::new();
     each_source(&root(), &mut |path| {
         let shown = path
@@ -361,7 +361,7 @@ fn paths_into_the_crate_are_found_in_every_form() {
 }
 
 #[test]
-fn every_source_file_says_what_it_is_for() {
+fn every_source_file_begins_with_a_module_comment() {
     let mut silent = Vec::new();
     each_source(&root(), &mut |path| {
         let text = std::fs::read_to_string(path).expect("a readable source file");

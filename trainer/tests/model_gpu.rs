@@ -20,7 +20,7 @@ fn on_gpu(name: &str, test: impl FnOnce(Gpu)) {
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(error) if error.is_absent() => {
-            println!("skipped: {error}: the model's arithmetic on a GPU");
+            println!("skipped: {error}: the model's computation on a GPU");
             return;
         }
         Err(error) => panic!("{error}"),
@@ -160,7 +160,7 @@ impl Case {
             }
             // By backward, a unit's buffer may hold another unit.
             let shared = weights.iter().position(UnitWeights::is_shared);
-            assert_eq!(shared, None, "something kept looks at a unit's weights");
+            assert_eq!(shared, None, "a kept tensor refers to a unit's weights");
             let (embedding, rest) = sinks.split_at_mut(1);
             let tied = self.config.tied;
             let last = kept.pop().unwrap();
@@ -239,7 +239,7 @@ impl Case {
                 let apart = apart.fold(0f64, |most, x| if x <= most { most } else { x });
                 assert!(
                     apart < tolerance,
-                    "{what}, {dtype:?}: {} is {apart:.1e} of its largest apart",
+                    "{what}, {dtype:?}: {} differs by {apart:.1e} of its largest value",
                     param.name
                 );
                 if apart > farthest.0 {
@@ -249,7 +249,7 @@ impl Case {
         }
         let apart = (a.loss / b.loss - 1.0).abs();
         println!(
-            "{what}, {dtype:?}: losses {:.6} and {:.6}, gradients at most {:.1e} apart ({})",
+            "{what}, {dtype:?}: losses {:.6} and {:.6}, gradients differ by at most {:.1e} ({})",
             a.loss, b.loss, farthest.0, farthest.1
         );
         assert!(apart < tolerance, "{what}, {dtype:?}: the loss");
@@ -356,9 +356,9 @@ fn forms(dtype: Dtype) -> Vec<Case> {
 }
 
 #[test]
-fn a_gpu_computes_every_form_of_block_as_the_cpu_and_the_same_each_time() {
+fn a_gpu_computes_every_form_of_block_like_the_cpu_and_reproducibly() {
     on_gpu(
-        "a_gpu_computes_every_form_of_block_as_the_cpu_and_the_same_each_time",
+        "a_gpu_computes_every_form_of_block_like_the_cpu_and_reproducibly",
         |gpu| {
             let gpu = ComputeDevice::Gpu(gpu);
             for case in [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16]
@@ -390,8 +390,8 @@ fn a_gpu_computes_every_form_of_block_as_the_cpu_and_the_same_each_time() {
 }
 
 #[test]
-fn a_gpu_computes_what_the_cpu_computes() {
-    on_gpu("a_gpu_computes_what_the_cpu_computes", |gpu| {
+fn a_gpu_computes_the_same_as_the_cpu() {
+    on_gpu("a_gpu_computes_the_same_as_the_cpu", |gpu| {
         let gpu = ComputeDevice::Gpu(gpu);
         for dtype in [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16] {
             for case in cases(dtype) {
@@ -405,37 +405,34 @@ fn a_gpu_computes_what_the_cpu_computes() {
 }
 
 #[test]
-fn fused_kernels_compute_what_torchs_operators_compute() {
-    on_gpu(
-        "fused_kernels_compute_what_torchs_operators_compute",
-        |gpu| {
-            let gpu = ComputeDevice::Gpu(gpu);
-            for dtype in [Dtype::Fp32, Dtype::Bf16] {
-                // Rows as long as those of real models, and logits in more than one slice.
-                let large = Case {
-                    config: ModelConfig {
-                        layers: 1,
-                        heads: 16,
-                        kv_heads: 16,
-                        initializer_range: 0.02,
-                        ..config(2048, 5504, 32000)
-                    },
-                    dropout: Dropout::NONE,
-                    dtype,
-                    seq_len: 512,
-                    micro_batch: 6,
-                    micro_batches: 1,
-                };
-                for case in cases(dtype).into_iter().chain([large]) {
-                    let fused = case.engine(&gpu);
-                    let plain = case.engine(&gpu).without_fused_kernels();
-                    let what = format!("hidden size {}, fused and not", case.config.hidden_size);
-                    let (a, b) = (case.step(&plain), case.step(&fused));
-                    case.assert_close(&what, &fused, &a, &b, tolerance(dtype));
-                }
+fn fused_kernels_compute_the_same_as_torch_operators() {
+    on_gpu("fused_kernels_compute_the_same_as_torch_operators", |gpu| {
+        let gpu = ComputeDevice::Gpu(gpu);
+        for dtype in [Dtype::Fp32, Dtype::Bf16] {
+            // Rows as long as those of real models, and logits in several slices.
+            let large = Case {
+                config: ModelConfig {
+                    layers: 1,
+                    heads: 16,
+                    kv_heads: 16,
+                    initializer_range: 0.02,
+                    ..config(2048, 5504, 32000)
+                },
+                dropout: Dropout::NONE,
+                dtype,
+                seq_len: 512,
+                micro_batch: 6,
+                micro_batches: 1,
+            };
+            for case in cases(dtype).into_iter().chain([large]) {
+                let fused = case.engine(&gpu);
+                let plain = case.engine(&gpu).without_fused_kernels();
+                let what = format!("hidden size {}, fused and not", case.config.hidden_size);
+                let (a, b) = (case.step(&plain), case.step(&fused));
+                case.assert_close(&what, &fused, &a, &b, tolerance(dtype));
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]

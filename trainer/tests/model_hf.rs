@@ -193,8 +193,8 @@ fn read(unit: &UnitLayout, places: &[names::Place], file: &SafeTensors) -> UnitW
     weights
 }
 
-/// Trains the model of `name` as the fixture's script did.
-fn ten_steps_are_the_librarys(name: &str) {
+/// Trains the model of `name` like the fixture's script.
+fn ten_steps_match_the_library(name: &str) {
     let text = std::fs::read_to_string(dir().join("losses.json")).unwrap();
     let fixture: Value = serde_json::from_str(&text).unwrap();
     for (how, micro_batches) in [("immediate", 1), ("accumulated", 2)] {
@@ -207,7 +207,7 @@ fn ten_steps_are_the_librarys(name: &str) {
                 let apart = (ours / theirs - 1.0).abs();
                 assert!(
                     apart < TOLERANCE,
-                    "{name} {how}, {what} of step {}: {ours}, the library {theirs}: {apart:.1e} apart",
+                    "{name} {how}, {what} of step {}: {ours}, the library has {theirs}: they differ by {apart:.1e}",
                     step + 1
                 );
             }
@@ -216,32 +216,32 @@ fn ten_steps_are_the_librarys(name: &str) {
 }
 
 #[test]
-fn gpt2_is_the_librarys() {
-    ten_steps_are_the_librarys("gpt2");
+fn gpt2_matches_the_library() {
+    ten_steps_match_the_library("gpt2");
 }
 
 #[test]
-fn llama_is_the_librarys() {
-    ten_steps_are_the_librarys("llama");
+fn llama_matches_the_library() {
+    ten_steps_match_the_library("llama");
 }
 
 #[test]
-fn llama_with_stretched_positions_and_biases_is_the_librarys() {
-    ten_steps_are_the_librarys("llama3");
-    ten_steps_are_the_librarys("llama_linear");
+fn llama_with_scaled_positions_and_biases_matches_the_library() {
+    ten_steps_match_the_library("llama3");
+    ten_steps_match_the_library("llama_linear");
 }
 
 #[test]
-fn mistral_with_a_window_shorter_than_the_sequence_is_the_librarys() {
-    ten_steps_are_the_librarys("mistral");
+fn mistral_with_a_window_shorter_than_the_sequence_matches_the_library() {
+    ten_steps_match_the_library("mistral");
 }
 
 #[test]
-fn qwen2_with_a_window_in_its_last_layer_is_the_librarys() {
-    ten_steps_are_the_librarys("qwen2");
+fn qwen2_with_a_window_in_its_last_layer_matches_the_library() {
+    ten_steps_match_the_library("qwen2");
 }
 
 #[test]
-fn qwen3_is_the_librarys() {
-    ten_steps_are_the_librarys("qwen3");
+fn qwen3_matches_the_library() {
+    ten_steps_match_the_library("qwen3");
 }

@@ -100,7 +100,7 @@ fn cases() -> Vec<Case> {
             2,
         ),
         case(
-            "a wide feed-forward half, fp32",
+            "a wide MLP, fp32",
             config(128, 4096, 256, 4, false),
             Dtype::Fp32,
             8,
@@ -109,7 +109,7 @@ fn cases() -> Vec<Case> {
         Case {
             tiles: 8,
             ..case(
-                "the same in 8 slices, fp32",
+                "a wide MLP in 8 chunks, fp32",
                 config(128, 4096, 256, 4, false),
                 Dtype::Fp32,
                 8,
@@ -134,7 +134,7 @@ fn cases() -> Vec<Case> {
 }
 
 #[test]
-fn the_arithmetic_takes_no_more_memory_than_is_promised() {
+fn the_computation_takes_no_more_memory_than_planned() {
     if let Ok(name) = std::env::var(CASE) {
         let case = cases()
             .into_iter()
@@ -150,7 +150,7 @@ fn the_arithmetic_takes_no_more_memory_than_is_promised() {
             let child = Command::new(std::env::current_exe().unwrap())
                 .args([
                     "--exact",
-                    "the_arithmetic_takes_no_more_memory_than_is_promised",
+                    "the_computation_takes_no_more_memory_than_planned",
                     "--nocapture",
                 ])
                 .env(CASE, case.name)
@@ -182,19 +182,19 @@ fn the_arithmetic_takes_no_more_memory_than_is_promised() {
             },
         );
         println!(
-            "{}: {} MB taken, {} MB promised",
+            "{}: {} MB taken, {} MB planned",
             case.name,
             taken / 1_000_000,
             promised / 1_000_000
         );
         assert!(
             taken <= promised,
-            "{}: {taken} bytes taken, {promised} promised",
+            "{}: {taken} bytes taken, {promised} planned",
             case.name
         );
         assert!(
             promised < 3 * taken,
-            "{}: {taken} bytes taken, {promised} promised: runs that fit are refused",
+            "{}: {taken} bytes taken, {promised} planned: runs that fit would be refused",
             case.name
         );
     }

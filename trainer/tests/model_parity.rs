@@ -174,12 +174,12 @@ fn assert_close(what: &str, ours: f64, pytorch: f64, tolerance: f64) {
     let error = (ours / pytorch - 1.0).abs();
     assert!(
         error < tolerance,
-        "{what}: {ours} here, {pytorch} in PyTorch, {error:.1e} apart"
+        "{what}: {ours} here, {pytorch} in PyTorch, they differ by {error:.1e}"
     );
 }
 
 #[test]
-fn the_first_step_in_fp32_is_pytorchs() {
+fn the_first_step_in_fp32_matches_pytorch() {
     for tied in [false, true] {
         let fixture = fixture(tied);
         let (loss, norm) = first_step(&fixture, Dtype::Fp32, 4);
@@ -201,7 +201,7 @@ fn micro_batches_add_up_to_the_batch() {
 }
 
 #[test]
-fn the_first_step_in_bf16_is_near() {
+fn the_first_step_in_bf16_is_close_to_pytorch() {
     for tied in [false, true] {
         let fixture = fixture(tied);
         let (loss, norm) = first_step(&fixture, Dtype::Bf16, 2);
@@ -211,7 +211,7 @@ fn the_first_step_in_bf16_is_near() {
 }
 
 #[test]
-fn the_first_step_in_fp16_is_nearer() {
+fn the_first_step_in_fp16_is_closer_than_in_bf16() {
     for tied in [false, true] {
         let fixture = fixture(tied);
         let (loss, norm) = first_step(&fixture, Dtype::Fp16, 2);

@@ -162,7 +162,7 @@ fn steady(lines: &[Value]) -> Step {
 const WRITTEN_BYTES: f64 = 27.5e6;
 
 #[test]
-fn deferred_steps_come_near_the_bound_and_at_once_is_the_sum() {
+fn deferred_steps_approach_the_bound_and_immediate_steps_take_the_sum() {
     let harness = Harness::new();
     let mut near = Vec::new();
     for share in [0.10, 0.75] {
@@ -171,7 +171,7 @@ fn deferred_steps_come_near_the_bound_and_at_once_is_the_sum() {
         let best = loop {
             let Some(step) = train(&harness, "deferred", staging as u64) else {
                 println!(
-                    "skipped: deferred_steps_come_near_the_bound_and_at_once_is_the_sum: this offloadd was built without the test hooks; `cargo test` of the workspace builds it with them"
+                    "skipped: deferred_steps_approach_the_bound_and_immediate_steps_take_the_sum: this offloadd was built without the test hooks; `cargo test` of the workspace builds it with them"
                 );
                 return;
             };
@@ -198,10 +198,11 @@ fn deferred_steps_come_near_the_bound_and_at_once_is_the_sum() {
         };
         near.push(best);
     }
-    let once = train(&harness, "immediate", (WRITTEN_BYTES * 0.75) as u64).expect("paced before");
-    // Nothing is written before all gradients are there, and all of it before the step ends.
+    let once = train(&harness, "immediate", (WRITTEN_BYTES * 0.75) as u64)
+        .expect("the rate limit worked before");
+    // Writes begin after all gradients are complete and end before the step does.
     let sum_s = once.forward_s + once.backward_s + once.written_bytes / (WRITE * DRIVES as f64);
-    println!("at once: {:.3} s a step, sum {sum_s:.3}", once.step_s);
+    println!("immediate: {:.3} s a step, sum {sum_s:.3}", once.step_s);
     assert!(once.step_s > 0.95 * sum_s, "{sum_s}: {once:?}");
     assert!(
         once.step_s > 1.15 * near[1].step_s,

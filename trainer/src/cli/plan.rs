@@ -166,7 +166,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
     let hardware = Hardware::new(&settings, &args.machine.overrides());
     if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
         errln!(
-            "note: {} processes on processors: say --gpu-memory for a machine with GPUs",
+            "note: planning {} processes that compute on the CPU: add --gpu-memory for a machine with GPUs",
             question.ranks
         );
     }
@@ -185,7 +185,7 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
         return Ok(());
     }
     outln!(
-        "model     {:.2} G parameters, {} tokens a step, {} {}",
+        "model     {:.2} G parameters, {} tokens in a step, {} {}",
         model.params_count() as f64 / 1e9,
         settings.step_tokens(),
         settings.ranks,

@@ -29,14 +29,17 @@ pub(crate) struct RemoveArgs {
 /// What the removal says; nobody is there to be asked.
 pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
     let removal = Removal::of(&args.run)?;
-    outln!("deletes for good:\n{removal}");
+    outln!("this permanently deletes:\n{removal}");
     if !args.yes && !agreed()? {
         outln!("nothing was deleted");
         return Ok(());
     }
     match removal.remove()? {
         None => outln!("deleted"),
-        Some(dir) => outln!("deleted; {} holds other files, which stay", dir.display()),
+        Some(dir) => outln!(
+            "deleted; {} contains other files, which were kept",
+            dir.display()
+        ),
     }
     Ok(())
 }
@@ -45,7 +48,7 @@ fn agreed() -> anyhow::Result<bool> {
     let stdin = std::io::stdin();
     anyhow::ensure!(
         stdin.is_terminal(),
-        "nothing was deleted: nobody is there to be asked; --yes deletes without asking"
+        "nothing was deleted: there is no terminal to ask for confirmation; use --yes to delete without asking"
     );
     offload_support::console::out(format_args!("delete? [y/N] "));
     // A question that is not seen is answered with no.

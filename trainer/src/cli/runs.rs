@@ -25,7 +25,7 @@ pub(crate) struct RunsArgs {
 
 pub(crate) fn list(args: &RunsArgs) -> anyhow::Result<()> {
     let list = runs::list(&args.dir)
-        .map_err(|error| anyhow::anyhow!("cannot look into {}: {error}", args.dir.display()))?;
+        .map_err(|error| anyhow::anyhow!("cannot list {}: {error}", args.dir.display()))?;
     if args.json {
         outln!("{}", serde_json::to_string_pretty(&list)?);
     } else {

@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn some_queries_at_a_time_see_what_all_at_once_see() {
+    fn queries_in_groups_give_the_result_of_all_queries_at_once() {
         let [query, key, value] = [0, 1, 2].map(numbers);
         for window in 1..=12 {
             let seen = seen([11, 11], Some(window), Device::Cpu).unwrap();

@@ -104,8 +104,8 @@ impl Masks {
             .f_unsqueeze(1)?;
         let words = (elems + 1) / 2;
         let counters = Tensor::f_arange(words, (Kind::Int64, device))?.f_unsqueeze(0)?;
-        let bits = attn_out(counters.f_add(&keys)?)?.f_view_dtype(Kind::Int)?;
-        // 0 < rate < 1: within an i32.
+        let bits = mixed(counters.f_add(&keys)?)?.f_view_dtype(Kind::Int)?;
+        // 0 < rate < 1, so this fits an i32.
         let least = (self.rate(site) * 2f64.powi(32) - 2f64.powi(31)).round() as i64;
         Ok(bits
             .f_narrow(1, 0, elems)?
@@ -116,13 +116,13 @@ impl Masks {
     fn key(&self, site: DropoutSite, sample: u64) -> u64 {
         let parts = [sample, self.unit, site as u64];
         let seed = splitmix64(self.seed ^ SALT);
-        let attn_out = |key: u64, part: u64| splitmix64(key.wrapping_add(part));
-        parts.into_iter().fold(seed, attn_out)
+        let mix = |key: u64, part: u64| splitmix64(key.wrapping_add(part));
+        parts.into_iter().fold(seed, mix)
     }
 }
 
-/// [`splitmix64`] of each element, in place.
-fn attn_out(mut z: Tensor) -> Result<Tensor, ComputeError> {
+/// Applies [`splitmix64`] to each element in place.
+fn mixed(mut z: Tensor) -> Result<Tensor, ComputeError> {
     let _ = z.f_add_scalar_(0x9E37_79B9_7F4A_7C15u64 as i64)?;
     for (shift, factor) in [
         (30, 0xBF58_476D_1CE4_E5B9u64 as i64),
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_stay_by_the_written_formula() {
+    fn elements_are_kept_according_to_the_documented_formula() {
         let masks = masks(0.3, 5, u64::MAX);
         let found = stays(&masks, DropoutSite::MlpOut, 2, 33);
         let least = (0.3 * 2f64.powi(32) - 2f64.powi(31)).round() as i64;
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_has_its_mask_in_any_micro_batch() {
+    fn a_sample_has_the_same_mask_in_any_micro_batch() {
         let whole = stays(&masks(0.5, 1, 10), DropoutSite::Attention, 4, 101);
         for (row, expected) in whole.chunks(101).enumerate() {
             let alone = stays(
@@ -194,7 +194,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_are_left_out_as_was_asked_and_the_mean_stays() {
+    fn the_rate_of_dropped_elements_is_right_and_the_mean_is_preserved() {
         let elems = 1 << 16;
         for rate in [0.1, 0.5, 0.9] {
             let x = Tensor::ones([2, elems], (Kind::Float, Device::Cpu));
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn each_spot_unit_sample_and_seed_has_a_mask_of_its_own() {
+    fn each_site_unit_sample_and_seed_has_its_own_mask() {
         let base = masks(0.5, 1, 0);
         let mut other_seed = base;
         other_seed.seed = 43;
@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_out_at_rate_zero() {
+    fn rate_zero_drops_nothing() {
         let x = Tensor::from_slice(&[1f32, 2.0]).view([1, 2]);
         let same = masks(0.0, 1, 0).apply(DropoutSite::Embedding, &x).unwrap();
         assert!(same.data_ptr() == x.data_ptr());

@@ -223,7 +223,11 @@ impl Engine {
         unit: usize,
         buffer: &DeviceBuffer,
     ) -> Result<UnitWeights, ComputeError> {
-        assert_ne!(self.device, Device::Cpu, "a GPU's memory is for a GPU");
+        assert_ne!(
+            self.device,
+            Device::Cpu,
+            "an engine on the CPU cannot use GPU memory"
+        );
         UnitWeights::over(buffer, &self.units[unit], self.kind)
     }
 
@@ -320,7 +324,7 @@ impl Engine {
         let output = block.forward(&leaf)?;
         let inputs: Vec<&Tensor> = block.params.all().iter().chain([&leaf]).collect();
         let mut found = vjp(&[&output], &[&grad_output.tensor], &inputs)?;
-        let grad_input = found.pop().expect("one gradient an input");
+        let grad_input = found.pop().expect("each input has a gradient");
         for (param, grad) in found.into_iter().enumerate() {
             grads.add(param, grad)?;
         }
@@ -388,7 +392,7 @@ impl Engine {
         match (tied_grads, layout.find(ParamRole::Projection)) {
             (Some(embedding), _) => embedding.add(0, grad_projection)?,
             (None, projection) => {
-                let projection = projection.expect("a head that is not tied has one");
+                let projection = projection.expect("an untied head has a projection");
                 grads.add(projection, grad_projection)?;
             }
         }
@@ -508,7 +512,10 @@ impl Engine {
         Ok(explicit::Block {
             ops,
             config: &self.config,
-            rotary: self.rotary.as_ref().expect("written out with angles only"),
+            rotary: self
+                .rotary
+                .as_ref()
+                .expect("an explicit block has rotary positions"),
             weights: BlockWeights::new(&self.units[1], weights)?,
         })
     }
@@ -588,7 +595,7 @@ fn check_unit(layout: &UnitLayout, weights: &UnitWeights) {
     assert_eq!(
         weights.elems(),
         layout.elems,
-        "the weights are of a unit like {}",
+        "the weights belong to a unit like {}",
         layout.name
     );
 }

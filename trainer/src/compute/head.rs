@@ -79,8 +79,8 @@ pub(super) fn loss_and_grads(
         let weights = losses.f_detach()?.f_full_like(token_weight)?;
         let mut grads = vjp(&[&losses], &[&weights], &[&slice, &projection])?.into_iter();
         let (slice_grad, grad) = (
-            grads.next().expect("two inputs"),
-            grads.next().expect("two inputs"),
+            grads.next().expect("each input has a gradient"),
+            grads.next().expect("each input has a gradient"),
         );
         normed_grads.push(slice_grad);
         projection_grad = Some(match projection_grad {

@@ -74,11 +74,12 @@ pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work
     let vocab = config.vocab_size as u64;
     let slice = (tokens * vocab).min((LOGITS_ELEMS_MAX as u64).max(vocab));
     let projection = if config.tied { embedding } else { head };
-    // Widened, its gradient, and their sum; one more where it is summed over uses, one more over micro-batches.
-    let checkpoint_tap = 3 + u64::from(config.tied) + u64::from(micro_batches > 1);
+    // The widened projection, its gradient and their sum; another one for a second use, another one for
+    // several micro-batches.
+    let copies = 3 + u64::from(config.tied) + u64::from(micro_batches > 1);
     let head_bytes = slice * 5 * WIDE_BYTES
         + 8 * tokens * hidden * WIDE_BYTES
-        + projection * checkpoint_tap * WIDE_BYTES;
+        + projection * copies * WIDE_BYTES;
     let embedding_bytes = tokens * hidden * WIDE_BYTES + embedding * 2 * WIDE_BYTES;
     // A tied embedding's sum waits from the head to the end of backward.
     let waiting = if config.tied {
@@ -225,9 +226,9 @@ pub fn device_working_bytes(
     } else {
         0
     };
-    // Weights that do not lie side by side are copied together, and gradients come apart.
-    let checkpoint_tap = if side_by_side(&units[1]) { 0 } else { 2 };
-    let block_bytes = graph + sums + block * elem_bytes * checkpoint_tap;
+    // Weights that are not adjacent are copied together, and their gradients are separate.
+    let copies = if side_by_side(&units[1]) { 0 } else { 2 };
+    let block_bytes = graph + sums + block * elem_bytes * copies;
 
     let vocab = config.vocab_size as u64;
     // A head that is not written out has some fp32 copies of its smaller slices.

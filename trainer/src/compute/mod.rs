@@ -86,7 +86,7 @@ pub enum ComputeError {
     },
     /// A token the model has no row for.
     #[error(
-        "token {id} at position {position} is outside the vocabulary of {vocab_size}: the data was made with another tokenizer"
+        "token {id} at position {position} is outside the vocabulary of {vocab_size}: the data was tokenized for another model"
     )]
     TokenOutside {
         /// The token.
@@ -96,16 +96,16 @@ pub enum ComputeError {
         /// The model's `vocab_size`.
         vocab_size: usize,
     },
-    /// A sequence longer than the engine was set up for.
-    #[error("a sequence of {seq_len} tokens is longer than the {max} this run was set up for")]
+    /// A sequence longer than the engine's maximum.
+    #[error("a sequence of {seq_len} tokens is longer than this run's maximum of {max}")]
     SequenceTooLong {
         /// Tokens in the sequence.
         seq_len: usize,
         /// The engine's `seq_len`.
         max: usize,
     },
-    /// A buffer of bytes has not the unit's length.
-    #[error("unit {unit} has {expected} bytes, the buffer {found}")]
+    /// The buffer's length differs from the unit's.
+    #[error("unit {unit} has {expected} bytes, but the buffer has {found}")]
     BufferLength {
         /// The unit's name.
         unit: String,

@@ -22,7 +22,7 @@ impl<'a> Params<'a> {
         assert_eq!(
             weights.elems(),
             layout.elems,
-            "the weights are of a unit like {}",
+            "the weights belong to a unit like {}",
             layout.name
         );
         let tensors = layout.params.iter().map(|param| weights.param(param, grad));

@@ -72,10 +72,10 @@ fn stretched(frequency: f64, scaling: &RopeScaling) -> f64 {
             high_freq_factor: high,
             original_max_position_embeddings: original,
         } => {
-            // How many times the pair turns within the first training's sequence: 1 where it is left alone, 0 where it is
-            // stretched by the whole factor, in between what lies between.
-            let step_order = original * frequency / TAU;
-            let alone = ((step_order - low) / (high - low)).clamp(0.0, 1.0);
+            // Rotations of the pair over the original sequence length. Many: not scaled; few: scaled by the
+            // whole factor; in between, interpolated.
+            let rotations = original * frequency / TAU;
+            let alone = ((rotations - low) / (high - low)).clamp(0.0, 1.0);
             alone * frequency + (1.0 - alone) * frequency / factor
         }
     }
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn frequencies_are_stretched_by_how_often_a_pair_turns() {
+    fn frequencies_are_scaled_by_the_rotations_of_a_pair() {
         assert_eq!(stretched(0.5, &RopeScaling::Linear { factor: 4.0 }), 0.125);
         let scaling = RopeScaling::Llama3 {
             factor: 8.0,
@@ -94,11 +94,11 @@ mod tests {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 100.0,
         };
-        let of_turns = |step_order: f64| {
-            let frequency = step_order * TAU / 100.0;
+        let frequency_of = |rotations: f64| {
+            let frequency = rotations * TAU / 100.0;
             stretched(frequency, &scaling) / frequency
         };
-        assert_eq!((of_turns(5.0), of_turns(0.5)), (1.0, 0.125));
-        assert!((of_turns(2.5) - (0.5 + 0.5 / 8.0)).abs() < 1e-12);
+        assert_eq!((frequency_of(5.0), frequency_of(0.5)), (1.0, 0.125));
+        assert!((frequency_of(2.5) - (0.5 + 0.5 / 8.0)).abs() < 1e-12);
     }
 }

@@ -49,7 +49,8 @@ impl Slice {
     }
 
     fn get(&self, member: ParamRole) -> &Tensor {
-        self.find(member).expect("every such block has it")
+        self.find(member)
+            .expect("every such block has this parameter")
     }
 }
 
@@ -66,7 +67,7 @@ impl Block<'_> {
                 Some(mut sum) => sum.f_add_(&part)?,
             });
         }
-        let mut sum = sum.expect("at least one slice");
+        let mut sum = sum.expect("at least one chunk");
         if let Some(bias) = self.params.find(ParamRole::DownBias) {
             sum = sum.f_add(bias)?;
         }
@@ -123,7 +124,7 @@ impl Block<'_> {
             let weights = slice.0.iter().map(|(_, tensor)| tensor);
             let inputs: Vec<&Tensor> = weights.chain([&input]).collect();
             let mut of_slice = vjp(&[&part], &[grad_fed], &inputs)?;
-            let grad = of_slice.pop().expect("one gradient an input");
+            let grad = of_slice.pop().expect("each input has a gradient");
             let grad = grad.f_to_kind(grad_fed.kind())?;
             sum = Some(match sum {
                 None => grad,
@@ -138,7 +139,7 @@ impl Block<'_> {
             let parts: Vec<&Tensor> = found.iter().map(|of_slice| &of_slice[at]).collect();
             grads.add(param, Tensor::f_cat(&parts, *dim)?)?;
         }
-        Ok(sum.expect("at least one slice"))
+        Ok(sum.expect("at least one chunk"))
     }
 
     /// Back through a graph from `output` to `input`, whose gradient comes back; those of `params` go to `grads`.
@@ -153,7 +154,7 @@ impl Block<'_> {
         let all = self.params.all();
         let inputs: Vec<&Tensor> = params.iter().map(|&at| &all[at]).chain([input]).collect();
         let mut found = vjp(&[output], &[grad_output], &inputs)?;
-        let grad_input = found.pop().expect("one gradient an input");
+        let grad_input = found.pop().expect("each input has a gradient");
         for (&param, grad) in params.iter().zip(found) {
             grads.add(param, grad)?;
         }

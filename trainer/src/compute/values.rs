@@ -92,7 +92,7 @@ impl UnitWeights {
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.place {
             Place::Host(buffer) => buffer.bytes_mut(),
-            Place::Gpu { .. } => panic!("these weights are on a GPU: write them through buffer()"),
+            Place::Gpu { .. } => panic!("weights on a GPU must be written through buffer()"),
         }
     }
 
@@ -135,7 +135,7 @@ impl UnitWeights {
     pub fn give_back(&mut self) -> Result<(), ComputeError> {
         assert!(
             !self.is_shared(),
-            "something still looks at the weights of a unit that are given back"
+            "the weights of a unit are released while a tensor still refers to them"
         );
         if cfg!(debug_assertions) {
             let mut unit = self.view(0, &[self.elems as i64])?;

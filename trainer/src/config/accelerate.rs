@@ -73,7 +73,7 @@ pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
         let kind = whole.get("distributed_type").and_then(Value::as_str);
         return Err(unfit(match kind {
             Some(kind) if kind != "DEEPSPEED" => format!(
-                "is an Accelerate configuration for {kind} and has no deepspeed_config: write the run's settings into a run file"
+                "is an Accelerate configuration for {kind} and has no deepspeed_config: write the settings into the trainer's own configuration file"
             ),
             _ => "has no deepspeed_config: expected an Accelerate configuration for DeepSpeed, or DeepSpeed's own file as JSON".into(),
         }));
@@ -110,7 +110,7 @@ pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
         .collect();
     if !without_effect.is_empty() {
         file.notes.push(format!(
-            "without effect here, of {}: {}",
+            "keys of {} without effect here: {}",
             path.display(),
             without_effect.join(", ")
         ));
@@ -119,7 +119,7 @@ pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
         && count > 1
     {
         file.notes.push(format!(
-            "num_processes is {count} in {}: `trainer launch --nproc {count}` starts so many",
+            "num_processes is {count} in {}: `trainer launch --nproc {count}` starts that many ranks",
             path.display()
         ));
     }
@@ -155,7 +155,7 @@ fn inline(inner: &Map<String, Value>) -> Value {
         let (table, key) = pointer.rsplit_once('/').expect("a path below the root");
         tree.pointer_mut(table)
             .and_then(Value::as_object_mut)
-            .expect("the tables are there")
+            .expect("the tables were made above")
             .insert(key.into(), value.clone());
     }
     tree
@@ -193,7 +193,7 @@ fn check_parallelism(whole: &Map<String, Value>) -> Result<(), String> {
         .and_then(Value::as_u64)
         .is_some_and(|count| count > 1)
     {
-        return Err("num_machines is more than 1: runs are of one machine".into());
+        return Err("num_machines is more than 1: a run uses one machine".into());
     }
     let Some(Value::Object(parallel)) = whole.get("parallelism_config") else {
         return Ok(());
@@ -206,7 +206,7 @@ fn check_parallelism(whole: &Map<String, Value>) -> Result<(), String> {
             .is_some_and(|size| size > 1)
         {
             return Err(format!(
-                "parallelism_config.{key} is more than 1: ranks divide data, and state as zero_stage says"
+                "parallelism_config.{key} is more than 1: only data parallelism is supported (zero_stage divides state among the ranks)"
             ));
         }
     }

@@ -14,17 +14,17 @@ pub(super) const AUTO: &[Auto] = &[
     (
         "train_micro_batch_size_per_gpu",
         micro_batch,
-        "8, Hugging Face's per_device_train_batch_size; beside train_batch_size it follows from that",
+        "8, Hugging Face's per_device_train_batch_size; derived from train_batch_size if that is given",
     ),
     (
         "gradient_accumulation_steps",
         |_| None,
-        "what follows from the other two sizes, or 1",
+        "derived from the other two sizes, or 1",
     ),
     (
         "train_batch_size",
         |_| None,
-        "what follows from the other two sizes and the ranks",
+        "derived from the other two sizes and the number of ranks",
     ),
     (
         "gradient_clipping",
@@ -103,7 +103,9 @@ pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
         }
         notes.push(format!("{key} is \"auto\": {what}"));
         let chosen = choose(tree).filter(|chosen| chosen.as_str() != Some("auto"));
-        *tree.pointer_mut(&pointer).expect("it was just there") = chosen.unwrap_or(Value::Null);
+        *tree
+            .pointer_mut(&pointer)
+            .expect("the value was read above") = chosen.unwrap_or(Value::Null);
     }
     leave_out("", tree, notes);
 }
@@ -133,7 +135,7 @@ fn leave_out(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
         // What is left out of our own tables is the plan's to choose, and the plan is shown. What has no effect is named
         // already.
         if auto && !path.starts_with("offload.") && keys::is_used(&path) {
-            notes.push(format!("{path} is \"auto\": the default is taken"));
+            notes.push(format!("{path} is \"auto\": using the default"));
         }
         leave_out(&path, value, notes);
         !auto
@@ -166,14 +168,14 @@ mod tests {
         let mut notes = Vec::new();
         resolve(&mut tree, &mut notes);
         let expected = json!({
-            "train_batch_size": null, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": null,
-            "optimizer": {"params": {"lr": 5e-5, "betas": [0.9, 0.999]}},
-            "scheduler": {"params": {"warmup_max_lr": 5e-5, "total_num_steps": 7}},
-            "zero_optimization": {},
-            // The checkpoint's to say.
-            "bf16": {"enabled": "auto"},
-            "train": {"steps": 7, "device": "auto"}
-        });
+                "train_batch_size": null, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": null,
+                "optimizer": {"params": {"lr": 5e-5, "betas": [0.9, 0.999]}},
+                "scheduler": {"params": {"warmup_max_lr": 5e-5, "total_num_steps": 7}},
+                "zero_optimization": {},
+        // The checkpoint determines this one.
+                "bf16": {"enabled": "auto"},
+                "train": {"steps": 7, "device": "auto"}
+            });
         assert_eq!(tree, expected);
         assert_eq!(notes.len(), 8, "{notes:?}");
         assert!(

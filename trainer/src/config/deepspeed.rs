@@ -77,7 +77,7 @@ impl DeepSpeedFile {
         let others: Vec<&str> = others.map(String::as_str).collect();
         if !others.is_empty() {
             said.notes.push(format!(
-                "{} of {shown} has no effect, in DeepSpeed neither",
+                "{} of {shown} has no effect, nor has it in DeepSpeed",
                 others.join(", ")
             ));
         }
@@ -86,7 +86,7 @@ impl DeepSpeedFile {
 
 /// The table in a JSON file.
 pub(super) fn parse(path: &Path) -> Result<Value, SettingsError> {
-    let text = super::source::read_text(path, "DeepSpeed's file")?;
+    let text = super::source::read_text(path, "the DeepSpeed configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
         path: path.into(),
         format: "JSON",

@@ -78,7 +78,7 @@ fn overflow_rules(fp16: &Value) -> OverflowPolicy {
 }
 
 #[test]
-fn the_scale_goes_as_deepspeeds_does() {
+fn the_loss_scale_follows_deepspeeds_at_every_step() {
     let cases: Vec<ScaleCase> = serde_json::from_str(SCALES).unwrap();
     assert!(cases.iter().any(|case| case.ends) && cases.len() > 5);
     for case in cases {

@@ -57,7 +57,7 @@ fn refused(more: &str, deepspeed: &str) -> String {
 }
 
 #[test]
-fn a_deepspeed_file_says_what_the_run_file_leaves_open() {
+fn a_deepspeed_file_supplies_what_the_run_file_leaves_open() {
     let files = Files::new(
         "gradient_clipping = 0.5",
         r#"{
@@ -107,7 +107,7 @@ fn a_deepspeed_file_says_what_the_run_file_leaves_open() {
     let text = files
         .read_as(Some("run.toml"), Some("other.json"), &[])
         .unwrap_err();
-    assert!(text.contains("leave one out"), "{text}");
+    assert!(text.contains("leave one of them out"), "{text}");
 }
 
 #[test]
@@ -136,7 +136,7 @@ fn a_deepspeed_file_and_settings_of_the_command_line_are_enough() {
 }
 
 #[test]
-fn two_files_that_say_different_things_are_refused_with_both() {
+fn conflicting_values_in_two_files_are_refused_and_both_are_named() {
     let text = refused(
         "train_batch_size = 8",
         r#"{"train_batch_size": 16, "train_micro_batch_size_per_gpu": 1}"#,
@@ -169,7 +169,7 @@ fn two_files_that_say_different_things_are_refused_with_both() {
 }
 
 #[test]
-fn auto_gives_way_to_the_run_file_and_else_to_hugging_faces_choice() {
+fn auto_is_replaced_by_the_run_file_or_by_hugging_faces_choice() {
     let deepspeed = r#"{
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto", "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"},
@@ -238,7 +238,7 @@ fn an_error_in_the_deepspeed_file_names_it() {
             "ds.json: steps_per_print: 0: must be at least 1",
         ),
         ("{\n\"a\": 1\n\"b\": 2}", "ds.json is not valid JSON: "),
-        (r#"{"fp16": {}, "fp16": {}}"#, "\"fp16\" is there twice"),
+        (r#"{"fp16": {}, "fp16": {}}"#, "duplicate key \"fp16\""),
         (
             "[]",
             "ds.json is not valid JSON: the outermost value must be an object",
@@ -251,7 +251,7 @@ fn an_error_in_the_deepspeed_file_names_it() {
         .read_as(Some("run.toml"), Some("no.json"), &[])
         .unwrap_err();
     assert!(
-        text.contains("cannot read DeepSpeed's file") && text.contains("no.json"),
+        text.contains("cannot read the DeepSpeed configuration") && text.contains("no.json"),
         "{text}"
     );
     let text = refused("deepspeed = 5", "{}");
@@ -284,7 +284,7 @@ fn operations_in_flight_are_aios_queue_depth() {
 }
 
 #[test]
-fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
+fn precision_is_bf16_or_fp16_with_a_valid_loss_scale() {
     let overflow = |deepspeed: &str| {
         let read = Files::new("train_batch_size = 1", deepspeed).read(&[]);
         read.map(|run| run.overflow)
@@ -339,7 +339,7 @@ fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
         ),
         (
             r#"}, "bf16": {"enabled": true"#,
-            "fp16.enabled: bf16.enabled is true, too",
+            "fp16.enabled: bf16.enabled is true too",
         ),
     ] {
         let text = fp16(rest).unwrap_err();
@@ -348,7 +348,7 @@ fn precision_is_bf16_or_fp16_with_a_scale_that_makes_sense() {
 }
 
 #[test]
-fn monitors_write_where_they_are_told_or_into_the_run_directory() {
+fn monitors_write_to_output_path_or_into_the_run_directory() {
     let reports = |deepspeed: &str| {
         let read = Files::new("train_batch_size = 1", deepspeed).read(&[]);
         read.map(|run| run.reports)

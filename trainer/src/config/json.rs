@@ -84,7 +84,7 @@ impl<'de> Visitor<'de> for StrictVisitor {
     type Value = Value;
 
     fn expecting(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
-        formatter.write_str("a value of JSON")
+        formatter.write_str("a JSON value")
     }
 
     fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
@@ -123,7 +123,7 @@ impl<'de> Visitor<'de> for StrictVisitor {
         let mut table = Map::new();
         while let Some(key) = entries.next_key::<String>()? {
             if table.contains_key(&key) {
-                return Err(de::Error::custom(format!("\"{key}\" is there twice")));
+                return Err(de::Error::custom(format!("duplicate key \"{key}\"")));
             }
             let Strict(value) = entries.next_value()?;
             table.insert(key, value);
@@ -138,7 +138,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn comments_and_trailing_commas_are_read_over() {
+    fn comments_and_trailing_commas_are_accepted() {
         let text = "{ // the stage\n\"stage\": 3, # three\n/* and\nmore */ \"path\": \"/a//b#c,]\", \"list\": [1, 2, ],\n}";
         let expected = json!({"stage": 3, "path": "/a//b#c,]", "list": [1, 2]});
         assert_eq!(parse(text).unwrap(), expected);
@@ -149,14 +149,14 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named_with_its_line() {
+    fn a_syntax_error_is_reported_with_its_line() {
         let wrong = |text: &str, part: &str| {
             let error = parse(text).unwrap_err();
             assert!(error.contains(part), "{error}");
         };
         wrong(
             "{\n\"a\": 1, // one\n\"a\": 2}",
-            "\"a\" is there twice at line 3",
+            "duplicate key \"a\" at line 3",
         );
         wrong("{/* never closed", "line 1");
         wrong("[1,, 2]", "line 1 column 4");

@@ -273,7 +273,7 @@ fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
                 json!({"_comment": "models it fits", "tensor_parallel": {"autotp_size": 2}}),
             ]),
             Err(
-                "tensor_parallel is DeepSpeed's but not supported here: leave it out: ranks divide data",
+                "tensor_parallel is DeepSpeed's but not supported here: leave it out: only data parallelism is supported",
             ),
         ),
         (
@@ -373,7 +373,7 @@ fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
                     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 3e-5, "warmup_num_steps": 500}}
                 }),
             ]),
-            Err("train_micro_batch_size_per_gpu is missing: give it, or train_batch_size"),
+            Err("train_micro_batch_size_per_gpu is missing: set it, or train_batch_size"),
         ),
         (
             "huggingface/transformers docs/source/en/deepspeed.md, NVMe",
@@ -506,7 +506,7 @@ fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
             json!({"train_batch_size": 1, "aio": {"block_size": 8388608, "queue_depth": 32, "intra_op_parallelism": 8, "use_gds": false},
                 "zero_optimization": {"stage": 3, "stage3_max_live_parameters": "auto",
                     "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "buffer_size": "auto", "buffer_count": 5}}}),
-            Err("\"none\" beside parameters on nvme"),
+            Err("\"none\" is not possible with parameters on nvme"),
         ),
         (
             "deepspeedai/DeepSpeed examples/sdma_allgather/ds_config_zero3.json",
@@ -531,7 +531,7 @@ fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
 }
 
 #[test]
-fn public_deepspeed_files_train_what_they_train_elsewhere_or_are_refused_with_the_reason() {
+fn public_deepspeed_files_train_as_elsewhere_or_are_refused_with_the_reason() {
     let bench = Bench::new();
     let files = files();
     assert!(files.len() > 30);
@@ -641,7 +641,7 @@ fn an_accelerate_configuration_may_name_deepspeeds_file() {
 }
 
 #[test]
-fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_says_what_is_taken() {
+fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_shows_the_default() {
     let bench = Bench::new();
     let warned = |shape: Value| {
         let run = bench.read("ds.json", &shape.to_string()).unwrap();
@@ -651,12 +651,12 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_says_what_is_
     let (warnings, summary) = warned(base.clone());
     assert!(
         warnings.contains(
-            "no optimizer is named: AdamW with a learning rate of 5e-5, as Hugging Face's Trainer"
+            "no optimizer is set: using AdamW with a learning rate of 5e-5, as Hugging Face's Trainer does"
         ),
         "{warnings}"
     );
     assert!(
-        warnings.contains("no scheduler is named: the learning rate falls linearly"),
+        warnings.contains("no scheduler is set: the learning rate decays linearly"),
         "{warnings}"
     );
     assert_eq!(
@@ -668,7 +668,7 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_says_what_is_
     let named = json!({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}});
     let (warnings, summary) = warned(with(&base, named.clone()));
     assert!(
-        warnings.contains("the learning rate stays 1e-4, as DeepSpeed has it"),
+        warnings.contains("the learning rate stays 1e-4, as in DeepSpeed"),
         "{warnings}"
     );
     assert!(
@@ -677,7 +677,7 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_says_what_is_
     );
     let (warnings, _) = warned(with(&base, json!({"optimizer": {"type": "Adam"}})));
     assert!(
-        warnings.contains("optimizer.params.lr is left out: 1e-3, as PyTorch's Adam"),
+        warnings.contains("optimizer.params.lr is not set: using 1e-3, as PyTorch's Adam"),
         "{warnings}"
     );
     for kind in ["linear", "constant"] {
@@ -705,7 +705,7 @@ fn weights(dtype: &str, bytes: usize) -> Vec<u8> {
 }
 
 #[test]
-fn auto_precision_is_the_checkpoints_and_another_one_is_a_warning() {
+fn auto_precision_is_the_checkpoints_and_a_different_one_is_a_warning() {
     let dir = tempfile::tempdir().unwrap();
     let config = |dtype: &str| {
         let text = format!(
@@ -735,12 +735,12 @@ fn auto_precision_is_the_checkpoints_and_another_one_is_a_warning() {
     let (dtype, warnings) = read(json!({}));
     assert_eq!(dtype, "fp32");
     assert!(
-        warnings.contains("the run computes in fp32, the checkpoint is in bf16"),
+        warnings.contains("the run computes in fp32, but the checkpoint is in bf16"),
         "{warnings}"
     );
     let (_, warnings) = read(json!({"fp16": {"enabled": true}}));
     assert!(
-        warnings.contains("the run computes in fp16, the checkpoint is in bf16"),
+        warnings.contains("the run computes in fp16, but the checkpoint is in bf16"),
         "{warnings}"
     );
     // A type that is switched off is not taken.
@@ -751,7 +751,7 @@ fn auto_precision_is_the_checkpoints_and_another_one_is_a_warning() {
     let (dtype, warnings) = read(with(&auto, inline));
     assert_eq!(dtype, "fp32");
     assert!(
-        warnings.contains("no checkpoint says one: fp32"),
+        warnings.contains("no checkpoint determines it: using fp32"),
         "{warnings}"
     );
 }

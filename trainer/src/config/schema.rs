@@ -78,9 +78,9 @@ typed! {
     bool = "true or false";
     String = "text";
     PathBuf = "a path";
-    Vec<PathBuf> = "a list of paths, as [\"a\", \"b\"]";
-    Vec<String> = "a list of texts, as [\"a\", \"b\"]";
-    [f64; 2] = "two numbers, as [0.9, 0.999]";
+    Vec<PathBuf> = "a list of paths, for example [\"a\", \"b\"]";
+    Vec<String> = "a list of texts, for example [\"a\", \"b\"]";
+    [f64; 2] = "two numbers, for example [0.9, 0.999]";
 }
 
 /// Declares tables of settings: structs in which every key may be left out, and their `Field`s.

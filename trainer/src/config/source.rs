@@ -78,7 +78,7 @@ impl Source {
             (Some(given), Some(named)) if *given != named => Err(SettingsError::Value {
                 key: "deepspeed",
                 message: format!(
-                    "the run file names {}, --deepspeed {}: leave one out",
+                    "the run file names {}, --deepspeed names {}: leave one of them out",
                     named.display(),
                     given.display()
                 ),
@@ -138,7 +138,8 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
         if let Some(key) = first_null(&tree, String::new()) {
             return Err(SettingsError::Type {
                 key,
-                message: "nan and inf are not taken: write a number, or leave the key out".into(),
+                message: "nan and inf are not accepted: write a number, or leave the key out"
+                    .into(),
             });
         }
         tree
@@ -240,7 +241,7 @@ pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
         }
         place = place
             .as_object_mut()
-            .expect("just made one")
+            .expect("replaced by a table above")
             .entry(key)
             .or_insert(Value::Null);
     }

@@ -21,7 +21,7 @@ impl RunSettings {
                 "precision {}{}",
                 self.dtype.name(),
                 match self.overflow {
-                    OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_) => ", losses scaled",
+                    OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_) => ", scaled losses",
                     OverflowPolicy::Stops | OverflowPolicy::Skips => "",
                 }
             ),

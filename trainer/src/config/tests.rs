@@ -67,7 +67,7 @@ fn a_short_run_file_gets_defaults() {
 }
 
 #[test]
-fn inputs_in_host_memory_have_deepspeeds_word_too_and_ours_goes_before_it() {
+fn cpu_checkpointing_of_deepspeed_sets_offload_activations_unless_that_is_given() {
     let of = |changes: &[(&str, Value)]| run_with(changes).unwrap().offload.activations;
     let theirs = |asked: bool| ("activation_checkpointing.cpu_checkpointing", json!(asked));
     assert_eq!(of(&[theirs(true)]), ActivationsChoice::Cpu);
@@ -155,14 +155,17 @@ fn devices_and_stages_that_contradict_are_refused() {
     const OPTIMIZER: &str = "zero_optimization.offload_optimizer.device";
     const PARAM_PATH: &str = "zero_optimization.offload_param.nvme_path";
     let nvme = json!("nvme");
-    assert!(refused(&[(PARAM, nvme.clone())]).contains("\"none\" beside parameters on nvme"));
+    assert!(
+        refused(&[(PARAM, nvme.clone())])
+            .contains("\"none\" is not possible with parameters on nvme")
+    );
     assert!(
         refused(&[(OPTIMIZER, nvme.clone())]).contains("offload_optimizer.nvme_path is missing")
     );
     assert!(
         refused(&[(PARAM, json!("disk"))]).contains("\"disk\": use \"none\", \"cpu\" or \"nvme\"")
     );
-    assert!(refused(&[("offload.socket", json!("/s"))]).contains("nothing lives on nvme"));
+    assert!(refused(&[("offload.socket", json!("/s"))]).contains("this run keeps nothing on nvme"));
     assert!(
         refused(&[("offload.resident_fraction", json!(0.5))]).contains("in host memory already")
     );
@@ -189,7 +192,7 @@ fn devices_and_stages_that_contradict_are_refused() {
 }
 
 #[test]
-fn stages_and_devices_go_together_as_deepspeed_has_them() {
+fn stages_and_devices_combine_as_in_deepspeed() {
     const STAGE: &str = "zero_optimization.stage";
     const PARAM: &str = "zero_optimization.offload_param.device";
     const OPTIMIZER: &str = "zero_optimization.offload_optimizer.device";
@@ -219,7 +222,7 @@ fn stages_and_devices_go_together_as_deepspeed_has_them() {
             "cpu",
             "offload_param.device \"cpu\" needs stage 3",
         );
-        let silent = "DeepSpeed takes it there and uses host memory without a word";
+        let silent = "DeepSpeed accepts it and silently uses host memory";
         says(stage, OPTIMIZER, "nvme", silent);
     }
     assert!(refused(&[(STAGE, json!(4))]).contains("4: there are stages 0 to 3"));
@@ -236,7 +239,7 @@ fn values_out_of_range_name_their_key() {
         (
             "model.max_position_embeddings",
             json!(16),
-            "train.seq_len: 32 is beyond model.max_position_embeddings = 16",
+            "train.seq_len: 32 is more than model.max_position_embeddings = 16",
         ),
         ("train.eval_every", json!(5), "set data.validation_fraction"),
         (
@@ -316,7 +319,7 @@ fn values_out_of_range_name_their_key() {
 }
 
 #[test]
-fn parameters_decay_in_groups_as_people_name_them() {
+fn weight_decay_groups_are_parsed_and_unmatched_patterns_noted() {
     let decay = |changes: &[(&str, Value)]| run_with(changes).map(|run| run.optimizer.decay);
     assert_eq!(decay(&[]).unwrap(), Decaying::Matrices);
     let all = ("optimizer.params.decay", json!("all"));
@@ -371,7 +374,7 @@ fn schedulers_are_deepspeeds() {
     ));
     let text = with("LRRangeTest", 20).unwrap_err().to_string();
     assert!(
-        text.contains("LRRangeTest has no warmup_num_steps: it has lr_range_test_min_lr, "),
+        text.contains("LRRangeTest has no parameter warmup_num_steps; its parameters are lr_range_test_min_lr, "),
         "{text}"
     );
     // DeepSpeed takes these, too, and says so.
@@ -395,7 +398,7 @@ fn schedulers_are_deepspeeds() {
 }
 
 #[test]
-fn a_cycle_that_is_none_is_refused() {
+fn an_invalid_one_cycle_schedule_is_refused() {
     let with = |changes: &[(&str, Value)]| {
         let base = [
             ("scheduler.type", json!("OneCycle")),
@@ -418,7 +421,7 @@ fn a_cycle_that_is_none_is_refused() {
         (
             "total_num_steps",
             json!(5),
-            "OneCycle has no total_num_steps",
+            "OneCycle has no parameter total_num_steps",
         ),
     ] {
         let text = with(&[(key, number)]).unwrap_err();
@@ -430,7 +433,10 @@ fn a_cycle_that_is_none_is_refused() {
         ("decay_mom_rate", json!(0.1)),
     ];
     let text = with(&grows).unwrap_err();
-    assert!(text.contains("at step 100, it must stay below 1"), "{text}");
+    assert!(
+        text.contains("at step 100, but must stay below 1"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -454,7 +460,7 @@ fn auto_means_the_default_and_is_shown() {
 }
 
 #[test]
-fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
+fn keys_that_the_plan_chooses_may_be_left_out_or_auto() {
     let base = [
         ("zero_optimization.offload_optimizer.device", json!("nvme")),
         ("offload.socket", json!("/s")),
@@ -475,7 +481,7 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
     assert!(
         elsewhere
             .to_string()
-            .contains("nothing else of this run lives on nvme"),
+            .contains("this run keeps nothing else on nvme"),
         "{elsewhere}"
     );
     assert_eq!(
@@ -495,7 +501,7 @@ fn what_the_plan_chooses_may_be_left_out_or_called_auto() {
 }
 
 #[test]
-fn a_word_nobody_knows_is_refused_with_those_there_are() {
+fn an_unknown_value_is_refused_with_the_list_of_valid_ones() {
     for (key, part) in [
         ("train.device", "\"tpu\": use \"auto\", \"cpu\" or \"gpu\""),
         (
@@ -533,7 +539,7 @@ fn a_run_without_steps_needs_no_data() {
 }
 
 #[test]
-fn set_lays_toml_values_over_the_file() {
+fn set_replaces_values_of_the_file() {
     let mut tree = json!({"train": {"steps": 1}});
     for set in [
         "train.steps=5",
@@ -626,7 +632,7 @@ fn a_directory_named_in_two_ways_is_one_directory() {
 }
 
 #[test]
-fn every_engine_of_the_daemon_is_one_of_the_trainers() {
+fn every_engine_of_the_daemon_is_accepted_by_the_trainer() {
     let nvme = json!({"device": "nvme", "nvme_path": "/mnt/nvme0"});
     let with = |engine: &str| {
         run_with(&[
@@ -667,12 +673,12 @@ fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
         (
             "data.files",
             json!("a.txt"),
-            "data.files: expected a list of paths, as [\"a\", \"b\"], got \"a.txt\": write [\"a.txt\"]",
+            "data.files: expected a list of paths, for example [\"a\", \"b\"], got \"a.txt\": write [\"a.txt\"]",
         ),
         (
             "offload.host_memory_bytes",
             json!([1]),
-            "offload.host_memory_bytes: expected a number of bytes, as 67108864 or \"64MiB\", got [1]",
+            "offload.host_memory_bytes: expected a number of bytes, for example 67108864 or \"64MiB\", got [1]",
         ),
         ("train", json!(5), "train: expected a table, got 5"),
         (
@@ -688,7 +694,7 @@ fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
 }
 
 #[test]
-fn nan_and_inf_are_refused_and_not_taken_for_left_out() {
+fn nan_and_inf_are_refused_instead_of_counting_as_left_out() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("run.toml");
     for (text, key) in [
@@ -707,7 +713,7 @@ fn nan_and_inf_are_refused_and_not_taken_for_left_out() {
 }
 
 #[test]
-fn a_default_that_is_listed_is_the_one_that_holds() {
+fn listed_defaults_are_the_ones_in_effect() {
     let path = (
         "zero_optimization.offload_optimizer.nvme_path",
         json!("/nvme"),

@@ -164,8 +164,8 @@ keys! {
         #[default("\"llama\"")]
         #[example("\"qwen3\"")]
         pub model_type: Option<String>,
-        /// Rows of the embedding.
-        #[default("256 without a directory: bytes")]
+        /// Number of tokens in the vocabulary.
+        #[default("256 (bytes) without a model directory")]
         #[example("32000")]
         pub vocab_size: Option<u64>,
         /// Width of the model.
@@ -209,8 +209,8 @@ keys! {
         #[default("the architecture's")]
         #[example("0.02")]
         pub initializer_range: Option<f64>,
-        /// Longest window the model takes.
-        #[default("2048, or train.seq_len where that is more")]
+        /// Longest sequence that the model accepts.
+        #[default("2048, or train.seq_len if that is larger")]
         #[example("4096")]
         pub max_position_embeddings: Option<u64>,
         /// Whether attention's projections have biases.
@@ -415,8 +415,8 @@ keys! {
         #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
         #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
-        /// Most host memory the run takes, all its processes on this node together.
-        #[default("what is free")]
+        /// Upper limit of host memory for all processes of the run on this node.
+        #[default("the free memory")]
         #[example("\"200GiB\"")]
         pub host_memory_bytes: Option<ByteCount>,
         /// Steps between commits; 0 for only before evaluation and at the end.
@@ -462,7 +462,7 @@ typed! {
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
     FractionOrAuto = "a fraction from 0 to 1, or \"auto\"";
-    ByteCount = "a number of bytes, as 67108864 or \"64MiB\"";
+    ByteCount = "a number of bytes, for example 67108864 or \"64MiB\"";
 }
 
 /// A precision's `enabled`: said, or left to the checkpoint.

@@ -89,7 +89,7 @@ impl Corpus {
         if settings.files.is_empty() {
             return Err(DataError::Setting {
                 key: "data.files",
-                message: "names nothing, and the run has no steps: there is no data".into(),
+                message: "is empty, so the run has no data".into(),
             });
         }
         let found = find(&settings.files, "data.files")?;
@@ -120,7 +120,7 @@ impl Corpus {
             shuffle: settings.shuffle,
             evaluates: frame.evaluates,
             train: Part {
-                name: "text for training",
+                name: "training text",
                 setting: "data.files",
                 found,
                 kind,
@@ -128,7 +128,7 @@ impl Corpus {
                 key: 0,
             },
             eval: eval_files.map(|found| Part {
-                name: "text for evaluation",
+                name: "evaluation text",
                 setting: "data.eval_files",
                 found,
                 kind: None,
@@ -274,7 +274,7 @@ fn refuse_same(train: &Found, eval: &Found) -> Result<(), DataError> {
         Some(source) => Err(DataError::Setting {
             key: "data.eval_files",
             message: format!(
-                "{} is one of data.files too: name it in one of them, or set data.validation_fraction to keep a part of data.files for evaluation",
+                "{} is also in data.files: leave it out of one of them, or set data.validation_fraction to keep a part of data.files for evaluation",
                 source.path.display()
             ),
         }),

@@ -13,13 +13,13 @@ pub enum DataError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("{key}: {} is empty: write some text into it, or name another file", path.display())]
+    #[error("{key}: {} is empty: name a file with text in it", path.display())]
     Empty { key: &'static str, path: PathBuf },
-    #[error("{key}: {} is neither a file nor a directory: name one, with text in it", path.display())]
+    #[error("{key}: {} is neither a file nor a directory: name a file or directory with text in it", path.display())]
     NoFile { key: &'static str, path: PathBuf },
-    #[error("{key}: {} has no .jsonl, .parquet, .u16, .u32, .npy or text file in it", path.display())]
+    #[error("{key}: {} contains no .jsonl, .parquet, .u16, .u32, .npy or text file", path.display())]
     NoText { key: &'static str, path: PathBuf },
-    #[error("{key}: {} has more than {files_max} files or directories {depth_max} deep: name a smaller directory", path.display())]
+    #[error("{key}: {} has more than {files_max} files, or directories nested deeper than {depth_max}: name a smaller directory", path.display())]
     TooMany {
         key: &'static str,
         path: PathBuf,
@@ -27,7 +27,7 @@ pub enum DataError {
         depth_max: usize,
     },
     #[error(
-        "{key}: {} and {} are the same file, which would be learned twice: name it once",
+        "{key}: {} and {} are the same file, which would count twice: leave one of them out",
         first.display(), second.display()
     )]
     Twice {
@@ -35,7 +35,7 @@ pub enum DataError {
         first: PathBuf,
         second: PathBuf,
     },
-    #[error("{key}: {} is not read as it is: {instead}", path.display())]
+    #[error("{key}: {} is not a supported format: {instead}", path.display())]
     Format {
         key: &'static str,
         path: PathBuf,
@@ -50,7 +50,7 @@ pub enum DataError {
     #[error("{key}: {message}")]
     Setting { key: &'static str, message: String },
     #[error(
-        "{key}: {} has {tokenizer} tokens, the model's vocab_size is {model}: this is the tokenizer of another model. Name the model's own, or set model.vocab_size = {tokenizer} for a model that is trained from its beginning",
+        "{key}: {} has {tokenizer} tokens, but the model's vocab_size is {model}: this is the tokenizer of another model. Name the model's own tokenizer, or set model.vocab_size = {tokenizer} for a model that is trained from scratch",
         path.display()
     )]
     OtherTokenizer {
@@ -60,7 +60,7 @@ pub enum DataError {
         model: u64,
     },
     #[error(
-        "data.files: the {part} has {tokens} tokens, one window of train.seq_len = {seq_len} tokens needs {needed}: give more text or shorter windows"
+        "data.files: the {part} has {tokens} tokens, but one window of train.seq_len = {seq_len} tokens needs {needed}: add more text or lower train.seq_len"
     )]
     TooShort {
         part: &'static str,
@@ -69,7 +69,7 @@ pub enum DataError {
         seq_len: usize,
     },
     #[error(
-        "data.loss_on: the {part} has {tokens} tokens and none of them counts: with \"completions\" there must be completions"
+        "data.loss_on: none of the {tokens} tokens of the {part} count in the loss: \"completions\" needs data with completions"
     )]
     NothingCounts { part: &'static str, tokens: u64 },
     #[error("{cache}: cannot {verb} {}: {source}", path.display(), cache = "data.cache")]
@@ -80,7 +80,7 @@ pub enum DataError {
     },
     /// Noticed while training; a start notices it before and makes the tokens again.
     #[error(
-        "data.cache: {} is damaged at byte {offset}: {message}. Start again: the tokens are then made anew",
+        "data.cache: {} is damaged at byte {offset}: {message}. Start the run again, which recreates the tokens",
         path.display()
     )]
     DamagedCache {
@@ -89,7 +89,7 @@ pub enum DataError {
         message: String,
     },
     #[error(
-        "data.cache: another trainer has {} and has written nothing for {waited_s} s: end it, or name another data.cache",
+        "data.cache: another trainer holds {} and has written nothing for {waited_s} s: end it, or set another data.cache",
         path.display()
     )]
     Busy { path: PathBuf, waited_s: u64 },

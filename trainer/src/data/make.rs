@@ -68,7 +68,7 @@ fn good(
             message,
         }) => {
             say(format!(
-                "note: the tokens in {} are damaged at byte {offset} ({message}): they are made again",
+                "note: the tokens in {} are damaged at byte {offset} ({message}); they will be recreated",
                 path.display()
             ));
             Ok(false)
@@ -166,7 +166,7 @@ fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataEr
             true,
         ),
         (
-            "held-out text",
+            "validation text",
             header.held_elems + last_held,
             writer.held_counted(),
             corpus.evaluates && part.validation_fraction > 0.0,
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_share_of_documents_is_held_out_and_spread() {
+    fn the_validation_fraction_of_documents_is_reserved_and_spread() {
         let held: Vec<u64> = (0..100).filter(|index| is_held_out(*index, 0.05)).collect();
         assert_eq!(held, [19, 39, 59, 79, 99]);
         assert_eq!(

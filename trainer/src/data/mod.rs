@@ -96,8 +96,8 @@ impl Data {
         }
         if corpus.evaluates && held_out.windows == 0 {
             let (name, elems) = match &eval {
-                Some(eval) => ("text for evaluation", eval.header().train_elems),
-                None => ("held-out text", header.held_elems),
+                Some(eval) => ("evaluation text", eval.header().train_elems),
+                None => ("validation text", header.held_elems),
             };
             return Err(too_short(corpus, name, elems));
         }
@@ -149,16 +149,16 @@ impl Data {
         } = self;
         let mut text = format!("{files} files, {documents} documents, {tokens} tokens");
         if self.masked {
-            text += &format!(", {} of them count", self.counted);
+            text += &format!(", {} of them count in the loss", self.counted);
         }
         text += &format!(
-            ", {} windows of {} tokens, {} held out",
+            ", {} windows of {} tokens, {} for validation",
             self.windows(),
             self.seq_len,
             self.holdout_windows()
         );
         if self.passed_over > 0 {
-            text += &format!("; {} other files passed over", self.passed_over);
+            text += &format!("; {} other files skipped", self.passed_over);
         }
         text
     }
@@ -205,7 +205,10 @@ impl Data {
     /// As of [`Data::samples`].
     pub fn holdout(&self, first: u64, rows: usize) -> Result<Windows, DataError> {
         let windows = self.holdout_windows();
-        assert!(windows > 0, "checked when the data was opened");
+        assert!(
+            windows > 0,
+            "opening the data checks that there are validation windows"
+        );
         let order = (first..first + rows as u64).map(|window| window % windows);
         self.collect(&self.held_out, order)
     }

@@ -25,7 +25,7 @@ pub fn show(corpus: &Corpus, data: &Data, count: u64, marks: Marks) -> Result<St
             .filter(|id| **id != IGNORED)
             .count();
         text += &format!(
-            "sample {sample}: {} tokens, {counted} count\n",
+            "sample {sample}: {} tokens, {counted} count in the loss\n",
             windows.targets.len()
         );
         text += &marked(&corpus.tokenizer, &windows, marks);
@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_counts_is_marked() {
+    fn tokens_that_count_are_marked() {
         let window = Windows {
             inputs: "ask an".bytes().map(i64::from).collect(),
             targets: vec![IGNORED, IGNORED, IGNORED, 97, 110, 115],

@@ -159,7 +159,7 @@ fn an_epoch_has_every_window_once_and_the_next_one_another_order() {
 }
 
 #[test]
-fn held_out_text_is_never_trained_on() {
+fn validation_text_is_never_trained_on() {
     let harness = Harness::new("text", bytes(240), 9).holding_out(0.25);
     let data = harness.open().unwrap();
     assert_eq!((data.windows(), data.holdout_windows()), (19, 6));
@@ -174,7 +174,7 @@ fn held_out_text_is_never_trained_on() {
 }
 
 #[test]
-fn whole_documents_are_held_out_where_there_are_some() {
+fn whole_documents_are_reserved_for_validation_if_there_are_several() {
     let lines: Vec<String> = ('a'..='j')
         .map(|c| format!("{{\"text\": \"{}\"}}", c.to_string().repeat(8)))
         .collect();
@@ -200,7 +200,7 @@ impl ConcatInputs for Vec<(String, String)> {
 }
 
 #[test]
-fn evaluation_may_have_files_of_its_own() {
+fn evaluation_may_use_its_own_files() {
     let harness = Harness::new("text", "x".repeat(40), 8);
     let eval = harness.dir.path().join("eval.txt");
     std::fs::write(&eval, "y".repeat(20)).unwrap();
@@ -215,7 +215,7 @@ fn evaluation_may_have_files_of_its_own() {
     assert_ne!(harness.open().unwrap().fingerprint(), before);
     std::fs::write(&eval, "short").unwrap();
     let text = harness.refused();
-    assert!(text.contains("text for evaluation has 5 tokens"), "{text}");
+    assert!(text.contains("evaluation text has 5 tokens"), "{text}");
 }
 
 #[test]
@@ -223,7 +223,7 @@ fn a_text_shorter_than_a_window_is_refused_and_leaves_nothing() {
     let harness = Harness::new("text", bytes(9), 9);
     let text = harness.refused();
     assert!(
-        text.contains("the text for training has 9 tokens")
+        text.contains("the training text has 9 tokens")
             && text.contains("train.seq_len = 9 tokens needs 10"),
         "{text}"
     );
@@ -232,7 +232,7 @@ fn a_text_shorter_than_a_window_is_refused_and_leaves_nothing() {
     let text = Harness::new("text", bytes(40), 9)
         .holding_out(0.2)
         .refused();
-    assert!(text.contains("the held-out text has 8 tokens"), "{text}");
+    assert!(text.contains("the validation text has 8 tokens"), "{text}");
 }
 
 const PAIRS: &str = r#"{"prompt": "ask1 ", "completion": "ans1"}
@@ -241,7 +241,7 @@ const PAIRS: &str = r#"{"prompt": "ask1 ", "completion": "ans1"}
 "#;
 
 #[test]
-fn only_completions_count_where_asked() {
+fn only_completions_count_if_loss_on_says_so() {
     let harness = Harness::new("a.jsonl", PAIRS, 10);
     let all = all_windows(&harness.open().unwrap(), 10);
     assert!(all.contains(&("ask1 ans1\n".into(), "sk1 ans1\na".into())));
@@ -269,7 +269,7 @@ fn only_completions_count_where_asked() {
     });
     harness.vocab_size = 360;
     let text = harness.refused();
-    assert!(text.contains("none of them counts"), "{text}");
+    assert!(text.contains("none of the"), "{text}");
 }
 
 #[test]
@@ -298,7 +298,7 @@ fn whole_documents_fill_windows_and_the_rest_does_not_count() {
 }
 
 #[test]
-fn packing_loses_no_document_however_many_windows_wait() {
+fn packing_loses_no_document_with_any_number_of_open_windows() {
     let mut lines = String::new();
     let mut total = 0;
     for index in 0..2000usize {
@@ -323,7 +323,7 @@ fn packing_loses_no_document_however_many_windows_wait() {
 }
 
 #[test]
-fn tokens_are_made_once_and_again_when_a_file_changes() {
+fn tokens_are_made_once_and_recreated_when_a_file_changes() {
     let harness = Harness::new("text", bytes(1000), 9);
     let first = harness.open().unwrap();
     let files = harness.token_files();
@@ -344,7 +344,7 @@ fn tokens_are_made_once_and_again_when_a_file_changes() {
 }
 
 #[test]
-fn a_damaged_cache_is_noticed_said_and_made_again() {
+fn a_damaged_cache_is_detected_reported_and_recreated() {
     let harness = Harness::new("text", bytes(200_000), 9);
     let good = harness.open().unwrap();
     let path = harness.token_files().remove(0);
@@ -359,9 +359,9 @@ fn a_damaged_cache_is_noticed_said_and_made_again() {
             .unwrap_or_else(|error| panic!("byte {at}: {error}"));
         assert_eq!(again.samples(0, 99).unwrap(), good.samples(0, 99).unwrap());
         let said = harness.said.borrow_mut().pop();
-        let said = said.unwrap_or_else(|| panic!("nothing said of byte {at}"));
+        let said = said.unwrap_or_else(|| panic!("no note about byte {at}"));
         assert!(
-            said.contains("are damaged at byte") && said.contains("made again"),
+            said.contains("are damaged at byte") && said.contains("will be recreated"),
             "{said}"
         );
         assert_eq!(std::fs::read(&path).unwrap(), whole, "byte {at}");
@@ -377,7 +377,7 @@ fn a_damaged_cache_is_noticed_said_and_made_again() {
 }
 
 #[test]
-fn damage_after_the_start_is_an_error_and_no_window() {
+fn damage_after_the_start_is_an_error() {
     use std::os::unix::fs::FileExt;
     let harness = Harness::new("text", bytes(200_000), 9);
     let data = harness.open().unwrap();
@@ -387,11 +387,11 @@ fn damage_after_the_start_is_an_error_and_no_window() {
     let failed = (0..data.windows()).find_map(|sample| data.samples(sample, 1).err());
     let text = failed.expect("one of the windows lies there").to_string();
     assert!(text.contains("damaged at byte 135168"), "{text}");
-    assert!(text.contains("Start again"), "{text}");
+    assert!(text.contains("Start the run again"), "{text}");
 }
 
 #[test]
-fn one_makes_the_tokens_and_the_others_wait() {
+fn one_process_tokenizes_while_the_others_wait() {
     let harness = Harness::new("text", bytes(300_000), 9);
     let (settings, cache) = (harness.settings.clone(), harness.cache());
     let all: Vec<u64> = std::thread::scope(|scope| {
@@ -416,7 +416,7 @@ fn one_makes_the_tokens_and_the_others_wait() {
             .collect()
     });
     assert!(all.iter().all(|print| *print == all[0]));
-    assert_eq!(harness.token_files().len(), 1, "nothing half made stays");
+    assert_eq!(harness.token_files().len(), 1, "no partial file is left");
 }
 
 fn refused_lines(content: &[u8], parts: &[&str]) {
@@ -427,29 +427,29 @@ fn refused_lines(content: &[u8], parts: &[&str]) {
 }
 
 #[test]
-fn a_broken_line_is_named_with_its_number() {
+fn an_invalid_line_is_reported_with_its_number() {
     let good = "{\"text\": \"words enough\"}\n";
     let after = |broken: &str| format!("{good}\n{good}{broken}\n{good}");
     let named = "data.jsonl, line 4: ";
     for (broken, part) in [
         (
             "{\"text\": \"open",
-            "is no JSON: EOF while parsing a string",
+            "is not JSON: EOF while parsing a string",
         ),
         ("{\"text\": 1}", "\"text\" is a number"),
         (
             "{'text': 'x'}",
-            "is no JSON: key must be a string at column 2",
+            "is not JSON: key must be a string at column 2",
         ),
-        ("[1, 2]", "is no object"),
+        ("[1, 2]", "is not an object"),
         ("{\"body\": \"x\"}", "has \"body\", but neither \"text\""),
         (
             "{\"prompt\": \"a\", \"completion\": \"b\"}",
-            "a prompt with its completion, after a text before it",
+            "a prompt with its completion after a text",
         ),
         (
             "{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}",
-            "a conversation, after a text before it",
+            "a conversation after a text",
         ),
     ] {
         refused_lines(after(broken).as_bytes(), &[named, part]);
@@ -457,19 +457,19 @@ fn a_broken_line_is_named_with_its_number() {
     let mut bytes = after("X").into_bytes();
     let at = bytes.iter().position(|byte| *byte == b'X').unwrap();
     bytes[at] = 0xFF;
-    refused_lines(&bytes, &[named, "no UTF-8 from byte 1 of the line"]);
-    refused_lines(b"\n \n", &["the text for training has 0 tokens"]);
+    refused_lines(&bytes, &[named, "not UTF-8 from byte 1 of the line"]);
+    refused_lines(b"\n \n", &["the training text has 0 tokens"]);
     let conversation = b"{\"messages\": [{\"role\": \"user\", \"content\": \"a\"}]}";
     refused_lines(
         conversation,
         &["data.tokenizer: conversations need a tokenizer"],
     );
     let deep = format!("{{\"text\": {}", "[".repeat(100_000));
-    refused_lines(deep.as_bytes(), &["line 1: is no JSON: recursion limit"]);
+    refused_lines(deep.as_bytes(), &["line 1: is not JSON: recursion limit"]);
 }
 
 #[test]
-fn a_file_may_begin_with_a_byte_order_mark_and_end_without_a_line() {
+fn a_file_may_begin_with_a_byte_order_mark_and_end_without_a_line_end() {
     let content = "\u{FEFF}{\"text\": \"12345678\"}\r\n{\"text\": \"abcdefgh\"}";
     let data = Harness::new("a.jsonl", content, 17).open().unwrap();
     assert_eq!(all_windows(&data, 17).concat_inputs(), "12345678\nabcdefgh");
@@ -493,7 +493,7 @@ fn ids(windows: &Windows) -> (Vec<i64>, Vec<i64>) {
 }
 
 #[test]
-fn token_ids_are_taken_as_they_are() {
+fn token_ids_are_used_unchanged() {
     let numbers: Vec<u32> = (0..40).map(|i| 70_000 - 1000 * i).collect();
     let mut npy = b"\x93NUMPY\x01\x00\x46\x00".to_vec();
     npy.extend(
@@ -520,7 +520,7 @@ fn token_ids_are_taken_as_they_are() {
         harness.vocab_size = 70_000;
         let text = harness.refused();
         assert!(
-            text.contains("has token id 70000, the model's vocab_size is 70000"),
+            text.contains("has token id 70000, but the model's vocab_size is 70000"),
             "{name}: {text}"
         );
     }
@@ -549,7 +549,7 @@ fn token_ids_are_taken_as_they_are() {
     let odd = Harness::new("a.u16", &bytes[..2001], 10);
     assert!(
         odd.refused()
-            .contains("has 2001 bytes of ids, which are 2 bytes each")
+            .contains("contains 2001 bytes of ids, which is not a multiple of 2 bytes")
     );
     let negative = Harness::new("a.u32", (-1i32).to_le_bytes(), 10);
     assert!(negative.refused().contains("has token id 4294967295"));
@@ -570,18 +570,14 @@ fn labels_say_which_token_ids_count() {
     let harness = harness.with(|settings| settings.loss_on = LossOn::Completions);
     let text = harness.refused();
     assert!(text.contains("line 2: has no \"labels\""), "{text}");
-    let attn_out = lines.to_owned() + "{\"text\": \"words\"}\n";
-    let mut harness = Harness::new("a.jsonl", attn_out, 4);
+    let mixed = lines.to_owned() + "{\"text\": \"words\"}\n";
+    let mut harness = Harness::new("a.jsonl", mixed, 4);
     harness.vocab_size = 400;
-    assert!(
-        harness
-            .refused()
-            .contains("a text, after token ids before it")
-    );
+    assert!(harness.refused().contains("a text after token ids"));
 }
 
 #[test]
-fn windows_come_as_they_lie_where_the_order_is_to_stay() {
+fn windows_keep_the_order_of_the_files_without_shuffling() {
     let in_order = |settings: &mut DataSettings| settings.shuffle = false;
     let data = Harness::new("text", bytes(1000), 9)
         .with(in_order)
@@ -618,7 +614,7 @@ fn windows_come_as_they_lie_where_the_order_is_to_stay() {
 }
 
 #[test]
-fn a_byte_order_mark_is_left_out_of_every_kind_of_file() {
+fn a_byte_order_mark_is_skipped_in_every_kind_of_file() {
     let inputs = |name: &str, content: &str| {
         let data = Harness::new(name, content, 8).open().unwrap();
         data.samples(0, 1).unwrap().inputs
@@ -632,12 +628,12 @@ fn a_byte_order_mark_is_left_out_of_every_kind_of_file() {
 }
 
 #[test]
-fn what_is_evaluated_on_is_not_what_was_learned() {
+fn a_training_file_cannot_be_an_evaluation_file() {
     let harness = Harness::new("text", bytes(100), 9);
     let own = harness.settings.files.clone();
     let text = harness.with(|settings| settings.eval_files = own).refused();
     assert!(
-        text.contains("data.eval_files: ") && text.contains("is one of data.files too"),
+        text.contains("data.eval_files: ") && text.contains("is also in data.files"),
         "{text}"
     );
 }

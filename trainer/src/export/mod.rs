@@ -67,12 +67,12 @@ pub struct Exported {
 pub enum ExportError {
     #[error(transparent)]
     Run(#[from] RunError),
-    #[error("{} is there already: name a directory that is not, or remove it", out.display())]
+    #[error("{} already exists: name another directory, or remove it", out.display())]
     Exists { out: PathBuf },
-    #[error("another export writes to {}: wait for it, or name another directory", partial.display())]
+    #[error("another export is writing to {}: wait for it, or name another directory", partial.display())]
     Busy { partial: PathBuf },
     #[error(
-        "the file system of {} has {} free, the weights take {}: free some, or use another one",
+        "the file system of {} has {} free, but the weights take {}: free some space, or use another file system",
         dir.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
     )]
     TooLittleSpace {
@@ -81,7 +81,7 @@ pub enum ExportError {
         needed_bytes: u64,
     },
     #[error(
-        "tensor {tensor} holds {value}, which {numbers} cannot: export with --dtype {}",
+        "tensor {tensor} contains {value}, which {numbers} cannot represent: export with --dtype {}",
         if *numbers == "fp16" { "bf16 or fp32" } else { "fp32" }
     )]
     Overflow {
@@ -158,17 +158,14 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     Ok(done)
 }
 
-/// Writes the weights that `reader` reads into `dir`, and their index if they are more than one file; `what` says so while
-/// it lasts. Answers how many files, and bytes of them.
-///
-/// # Errors
-/// Bytes of a file of weights that a run begins with.
+/// Largest number of tensor bytes in one file of weights that a run begins with.
 const COPY_SHARD_BYTES: u64 = 5_000_000_000;
 
-/// Writes the newest weights of the run in `from` into the directory `to`, in fp32. Returns the step whose result they are.
+/// Writes the newest weights of the run in `from` into the directory `to`, in fp32. Returns the step that
+/// they are from.
 ///
 /// # Errors
-/// The run cannot be read; there is no room.
+/// The run cannot be read; there is too little space.
 pub(crate) fn copy_weights(from: &Path, to: &Path) -> Result<u64, RunError> {
     let mut reader = RunReader::open(from, None)?;
     let what = "reading the other run's weights";
@@ -241,7 +238,7 @@ fn write_file(path: &Path, bytes: &[u8]) -> Result<(), ExportError> {
 }
 
 fn check_space(dir: &Path, needed_bytes: u64) -> Result<(), ExportError> {
-    let free_bytes = free_bytes(dir).map_err(ExportError::io("ask the free space of", dir))?;
+    let free_bytes = free_bytes(dir).map_err(ExportError::io("read the free space of", dir))?;
     if free_bytes < needed_bytes {
         return Err(ExportError::TooLittleSpace {
             dir: dir.to_owned(),
@@ -267,7 +264,7 @@ impl Partial {
             out: out.to_owned(),
         })?;
         let parent = parent(out);
-        make_dir(parent).map_err(ExportError::io("make the directory", parent))?;
+        make_dir(parent).map_err(ExportError::io("create the directory", parent))?;
         let mut partial_name = name.to_owned();
         partial_name.push(".partial");
         let path = parent.join(partial_name);
@@ -275,7 +272,7 @@ impl Partial {
             lock(&left, &path)?;
             fs::remove_dir_all(&path).map_err(ExportError::io("remove", &path))?;
         }
-        fs::create_dir(&path).map_err(ExportError::io("make the directory", &path))?;
+        fs::create_dir(&path).map_err(ExportError::io("create the directory", &path))?;
         let dir = File::open(&path).map_err(ExportError::io("open", &path))?;
         lock(&dir, &path)?;
         Ok(Self {
@@ -357,12 +354,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn weights_that_do_not_fit_are_refused_with_what_is_free() {
+    fn weights_that_do_not_fit_are_refused_with_the_free_space() {
         let dir = tempfile::tempdir().unwrap();
         check_space(dir.path(), 1).unwrap();
         let said = check_space(dir.path(), u64::MAX).unwrap_err().to_string();
         let dir = dir.path().display().to_string();
-        for part in [&*dir, "free, the weights take 16777216.0 TiB", "free some"] {
+        for part in [
+            &*dir,
+            "free, but the weights take 16777216.0 TiB",
+            "free some space",
+        ] {
             assert!(said.contains(part), "{part:?} is not in {said}");
         }
     }

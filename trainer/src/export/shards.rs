@@ -135,7 +135,7 @@ impl Shards {
 fn header(tensors: &[(String, TensorInfo)]) -> Vec<u8> {
     let made_by = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     let metadata = Metadata::new(Some(made_by), tensors.to_vec())
-        .expect("tensors lie side by side and take what their shapes say");
+        .expect("tensors are contiguous and have the sizes of their shapes");
     let mut text = serde_json::to_vec(&metadata).expect("plain data");
     text.resize(text.len().next_multiple_of(HEADER_ALIGN_BYTES), b' ');
     let length = (text.len() as u64).to_le_bytes();

@@ -30,9 +30,9 @@ const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
 /// Why ranks could not be started, or did not end well.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    #[error("cannot take over SIGTERM and SIGINT: {0}")]
+    #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
     Signals(std::io::Error),
-    #[error("cannot make a directory where the ranks meet, in {}: {source}", dir.display())]
+    #[error("cannot create the ranks' rendezvous directory in {}: {source}", dir.display())]
     Dir {
         dir: std::path::PathBuf,
         source: std::io::Error,
@@ -41,7 +41,7 @@ pub enum LaunchError {
     Start { rank: u32, source: std::io::Error },
     #[error(transparent)]
     Failed(#[from] Failure),
-    #[error("the launcher, process {0}, is gone")]
+    #[error("the launcher (process {0}) is gone")]
     LauncherGone(String),
 }
 

@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_launcher_left_is_removed_by_the_next() {
+    fn the_directory_of_a_killed_launcher_is_removed_by_the_next() {
         let base = tempfile::tempdir().unwrap();
         let first = left(base.path());
         std::fs::write(first.join("beat-0"), "1 2 -").unwrap();
@@ -96,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_somebody_may_use_stays() {
+    fn a_directory_that_may_be_in_use_is_kept() {
         let base = tempfile::tempdir().unwrap();
         let of_ranks = left(base.path());
         let beat = File::create_new(of_ranks.join("beat-1")).unwrap();
@@ -124,7 +124,7 @@ mod tests {
 
     /// Fails now and then where a lock can be seen before it is taken, and never where it cannot.
     #[test]
-    fn launchers_that_start_at_once_leave_each_other_their_directories() {
+    fn launchers_that_start_at_once_do_not_remove_each_others_directories() {
         let base = tempfile::tempdir().unwrap();
         std::thread::scope(|scope| {
             for _ in 0..4 {

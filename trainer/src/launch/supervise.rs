@@ -290,8 +290,8 @@ mod tests {
     }
 
     #[test]
-    fn a_killed_rank_is_blamed_before_those_that_noticed() {
-        // Two ranks end as soon as they see that the killed one is gone, or waits to be waited for.
+    fn a_killed_rank_is_reported_before_those_that_noticed() {
+        // Two ranks end as soon as they see that the killed one is gone or a zombie.
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("pid").display().to_string();
         let notices = format!(
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_is_deaf_to_sigterm_or_stopped_is_killed() {
+    fn a_rank_that_ignores_sigterm_or_is_stopped_is_killed() {
         let (failure, took) = run(&[
             "trap '' TERM; while true; do sleep 0.05; done",
             "kill -STOP $$; exit 0",

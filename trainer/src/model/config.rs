@@ -133,8 +133,8 @@ pub enum ConfigError {
     /// Not JSON, or no table.
     #[error("the model's config.json cannot be read: {0}")]
     Unreadable(String),
-    /// A key without which there is no model.
-    #[error("{key} is missing: {architecture} models have it in their config.json")]
+    /// A required key is missing.
+    #[error("{key} is missing: the config.json of a {architecture} model contains it")]
     Missing {
         /// Hugging Face's key.
         key: &'static str,
@@ -143,14 +143,14 @@ pub enum ConfigError {
     },
     /// Nothing says which architecture a file is of.
     #[error(
-        "config.json has no model_type, and its architectures ({architectures}) name no model that is trained here: set model.model_type, for example \"llama\""
+        "config.json has no model_type, and its architectures ({architectures}) name no supported model: set model.model_type, for example \"llama\""
     )]
     NoModelType {
         /// That key's value, as JSON.
         architectures: String,
     },
     /// A key has the wrong type.
-    #[error("{key} = {value}: {expected} was expected")]
+    #[error("{key} = {value}: expected {expected}")]
     Type {
         /// Hugging Face's key.
         key: String,
@@ -159,8 +159,8 @@ pub enum ConfigError {
         /// What it should be.
         expected: &'static str,
     },
-    /// A key that belongs to another architecture.
-    #[error("{key} is no key of {architecture} models: leave it out")]
+    /// A key of another architecture.
+    #[error("{key} is not a key of {architecture} models: leave it out")]
     NotOfThisModel {
         /// The key as given.
         key: String,
@@ -187,7 +187,7 @@ pub enum ConfigError {
     },
     /// `hidden_size` cannot be split into heads.
     #[error(
-        "hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}: change one, or give head_dim"
+        "hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}: change one of them, or set head_dim"
     )]
     Heads {
         /// `hidden_size`.
@@ -203,8 +203,8 @@ pub enum ConfigError {
         /// `num_key_value_heads`.
         kv_heads: usize,
     },
-    /// The rotary embedding turns pairs.
-    #[error("head_dim = {0} must be even: the rotary embedding turns pairs")]
+    /// The rotary embedding needs an even head width.
+    #[error("head_dim = {0} must be even: the rotary embedding rotates pairs")]
     OddHeadDim(usize),
     /// A key asks for a form of the model that is not built here.
     #[error("{key} = {value} is not supported: {supported}")]
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_llama_is_written_as_it_always_was() {
+    fn a_llamas_serialization_has_not_changed() {
         let written = serde_json::to_value(good()).unwrap();
         let keys: Vec<&String> = written.as_object().unwrap().keys().collect();
         assert_eq!(keys.len(), 11, "{keys:?}");

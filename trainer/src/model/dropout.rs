@@ -38,7 +38,7 @@ impl Dropout {
                 return Err(ConfigError::Unsupported {
                     key: key.into(),
                     value: share.to_string(),
-                    supported: "a share is 0 to less than 1".into(),
+                    supported: "it must be at least 0 and less than 1".into(),
                 });
             }
         }

@@ -55,7 +55,11 @@ pub fn fill(
         range_elems.end <= layout.elems,
         "the range lies inside the unit"
     );
-    assert_eq!(out.len(), range_elems.len(), "one place for each element");
+    assert_eq!(
+        out.len(),
+        range_elems.len(),
+        "the output has one place for each element"
+    );
     let key = splitmix64(splitmix64(seed).wrapping_add(unit_index as u64));
     out.par_chunks_mut(CHUNK_ELEMS)
         .enumerate()
@@ -119,7 +123,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_those_of_the_written_formula() {
+    fn weights_follow_the_documented_formula() {
         assert_eq!(splitmix64(0), 0xE220_A839_7B1D_CDAF);
         // From the formula in Python: (seed, unit, offset) and the bits of the f32.
         for (seed, unit, offset, bits) in [
@@ -148,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn any_range_alone_has_the_bits_it_has_in_the_whole() {
+    fn any_range_filled_alone_has_the_same_bits() {
         for (unit, layout) in layouts().iter().enumerate() {
             let mut whole = vec![f32::NAN; layout.elems];
             fill(layout, unit, 9, 0.02, 0..layout.elems, &mut whole);

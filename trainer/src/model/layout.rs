@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_are_aligned_and_do_not_overlap_and_are_all_there() {
+    fn parameters_are_complete_aligned_and_do_not_overlap() {
         for tied in [false, true] {
             let config = config(tied);
             let units = unit_layouts(&config);
@@ -297,7 +297,7 @@ mod tests {
                     assert!(param.offset_elems >= end, "{} overlaps", param.name);
                     assert!(
                         param.offset_elems - end < ALIGN_ELEMS,
-                        "{} wastes room",
+                        "{} wastes space",
                         param.name
                     );
                     end = param.range_elems().end;

@@ -143,9 +143,9 @@ fn llama(unit: usize, member: ParamRole) -> Place {
         ParamRole::Positions
         | ParamRole::InputNormBias
         | ParamRole::PostNormBias
-        | ParamRole::FinalNormBias => panic!("models named as Llama have no {member:?}"),
+        | ParamRole::FinalNormBias => panic!("Llama and similar models have no {member:?}"),
     };
-    assert!(unit > 0, "{member:?} is a block's");
+    assert!(unit > 0, "{member:?} belongs to a block");
     whole(format!("model.layers.{}.{name}", unit - 1))
 }
 
@@ -179,7 +179,7 @@ fn gpt2(unit: usize, member: ParamRole) -> Place {
             panic!("GPT-2 has no {member:?}")
         }
     };
-    assert!(unit > 0, "{member:?} is a block's");
+    assert!(unit > 0, "{member:?} belongs to a block");
     Place {
         name: format!("transformer.h.{}.{name}", unit - 1),
         transposed,
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn every_parameter_has_a_place_of_its_own() {
+    fn every_parameter_has_its_own_place() {
         for architecture in Architecture::ALL {
             let config = config(*architecture);
             let units = unit_layouts(&config);
@@ -220,7 +220,7 @@ mod tests {
                         assert!(stored < size, "{architecture:?}: {}", param.name);
                         assert!(
                             seen.insert((place.name.clone(), stored)),
-                            "{architecture:?}: {} lies over another parameter",
+                            "{architecture:?}: {} overlaps another parameter",
                             param.name
                         );
                     }
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn gpt2s_fused_projection_is_cut_into_its_thirds_and_turned() {
+    fn gpt2s_fused_projection_is_split_and_transposed() {
         let place = place(&config(Architecture::Gpt2), 2, ParamRole::Key);
         assert_eq!(place.name, "transformer.h.1.attn.c_attn.weight");
         assert_eq!(place.names()[1], "h.1.attn.c_attn.weight");
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_that_are_no_parameters_are_left_aside() {
+    fn tables_that_are_not_parameters_are_ignored() {
         let config = ModelConfig {
             tied: true,
             ..config(Architecture::Gpt2)

@@ -36,7 +36,7 @@ pub enum RunError {
     Weights(#[from] WeightsError),
     #[error("model.from: {0}")]
     FirstRun(Box<dyn std::error::Error + Send + Sync>),
-    #[error("model.from: {} is this run's own directory: name another train.run_dir for the new run", dir.display())]
+    #[error("model.from: {} is this run's own directory; set another train.run_dir for the new run", dir.display())]
     FromItself { dir: PathBuf },
     #[error(transparent)]
     Gpu(#[from] GpuError),
@@ -61,11 +61,11 @@ pub enum RunError {
         copy: String,
     },
     #[error(
-        "{0}\nThe run has offload.durability = \"none\": --fresh starts it again, \"full\" survives a crash"
+        "{0}\nThe run has offload.durability = \"none\", which does not survive a crash: start again with --fresh, or set \"full\" for the next run"
     )]
     InPlace(SwapperError),
     #[error(
-        "{error}\nWhen its daemon has ended, `offloadd verify --config {}` lists what is damaged. To go on, take a checkpoint with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run directory and of its store together, or start again with --fresh",
+        "{error}\nAfter the daemon has ended, `offloadd verify --config {}` lists what is damaged. To continue, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), bring back an older copy of the run directory and of its store together, or start again with --fresh",
         config.display()
     )]
     DamagedTile {
@@ -85,7 +85,7 @@ pub enum RunError {
         /// The remedy.
         change: &'static str,
     },
-    #[error("nothing was committed yet in {}", run_dir.display())]
+    #[error("the run in {} has committed nothing yet", run_dir.display())]
     NothingCommitted { run_dir: PathBuf },
 }
 

@@ -37,7 +37,7 @@ impl First {
             (FirstWeights::Files, Some(dir)) => {
                 Weights::open(dir, &settings.model).map(Self::Files)
             }
-            (FirstWeights::Files, None) => unreachable!("files lie in a directory"),
+            (FirstWeights::Files, None) => unreachable!("weights in files have a directory"),
             (FirstWeights::Run(from), _) => Ok(Self::Run {
                 from: from.clone(),
                 read: None,
@@ -68,7 +68,7 @@ impl First {
         let now = weights.identity();
         (was != NOT_KNOWN && was["files"] != now["files"]).then(|| {
             format!(
-                "note: the run goes on with its own weights; those in {} are not what it started with (--fresh starts with them)",
+                "note: the run resumes with its own weights; it did not start with those in {} (--fresh starts again with them)",
                 weights.dir().display()
             )
         })
@@ -77,7 +77,7 @@ impl First {
     /// Names the weights for the line of a fresh run.
     pub(super) fn words(&self) -> String {
         match self {
-            Self::Random { .. } => "fresh weights".into(),
+            Self::Random { .. } => "random weights".into(),
             Self::Run { from, read } => {
                 let step = read.as_ref().map_or(0, |(step, _)| *step);
                 format!("the weights of step {step} of {}", from.display())
@@ -103,7 +103,7 @@ impl First {
             Self::Run { read, .. } => {
                 let (_, weights) = read
                     .as_ref()
-                    .expect("they were read before the tiles were made");
+                    .expect("the other run's weights are read before the tiles are opened");
                 weights.fill(unit, elems, out)?;
             }
         }

@@ -4,7 +4,7 @@ pub(crate) mod backend;
 mod describe;
 mod error;
 mod first;
-mod mend;
+mod repair;
 mod room;
 mod run;
 mod shared;
@@ -19,7 +19,7 @@ use swapper::{Backing, Daemon};
 use test_hooks::kill_point::{Point, reach};
 
 pub use error::RunError;
-pub(crate) use mend::mend;
+pub(crate) use repair::repair;
 pub(crate) use run::OpenRun;
 
 use crate::accelerator;
@@ -336,7 +336,7 @@ impl Prepared {
         let metrics = MetricsFile::path(run_dir);
         if let Some(aside) = Checkpoints::of(run_dir).set_aside_after(step, &metrics)? {
             notes.push(format!(
-                "note: checkpoints newer than step {step} and a copy of the metrics are in {} now",
+                "note: checkpoints newer than step {step} and a copy of the metrics were moved to {}",
                 aside.display()
             ));
         }
@@ -393,7 +393,7 @@ impl Prepared {
             job: self.id.job.clone(),
             copy: self.copy_of.as_ref().map_or(String::new(), |of| {
                 format!(
-                    "{} is a copy of the run in {}, whose store stays that run's. ",
+                    "{} is a copy of the run in {}; the store still belongs to that run. ",
                     self.run_dir.display(),
                     of.display()
                 )
@@ -506,7 +506,7 @@ impl Prepared {
             }
         } else if earlier.is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE)) {
             say(format!(
-                "note: job {} of the earlier run stays with the daemon it used: --fresh with its offload.socket would have dropped it",
+                "note: job {} of the earlier run is still in the store of the daemon it used; delete it there with `offloadd job delete`",
                 dir.job_name()
             ));
         }
@@ -592,7 +592,7 @@ fn record(
     if lost_steps > 0 {
         let old = MetricsFile::set_aside(dir.path())?;
         say(format!(
-            "note: nothing was saved of the {lost_steps} steps in metrics.jsonl, which is {} now: starting again (train.checkpoint_every saves as it goes)",
+            "note: no checkpoint was made of the {lost_steps} steps in metrics.jsonl; the file was renamed to {} and the run starts again (set train.checkpoint_every to make checkpoints during training)",
             old.display()
         ));
     }

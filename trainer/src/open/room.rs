@@ -56,7 +56,7 @@ pub(super) fn check(
     }
     // What was cut off goes before one is made, and all of an earlier run when another begins.
     let free = free_bytes(run_dir).map_err(|source| DirError::Io {
-        verb: "ask the free space of",
+        verb: "read the free space of",
         path: run_dir.into(),
         source,
     })?;
@@ -95,14 +95,14 @@ impl Wanted {
         let (needed_bytes, what, change) = if self.at_end {
             (
                 all_bytes,
-                "the state of this run is in memory and stays in checkpoints there alone, which take up to",
-                "free some, lower train.checkpoints_kept, name a train.run_dir on a larger drive, or keep the state on nvme",
+                "the state of this run is kept only in checkpoints there, which take up to",
+                "free some space, lower train.checkpoints_kept, set a train.run_dir on a larger drive, or keep the state on nvme",
             )
         } else {
             (
                 one_bytes,
                 "a checkpoint takes",
-                "free some, name a train.run_dir on a larger drive, or set train.checkpoint_every = 0",
+                "free some space, set a train.run_dir on a larger drive, or train.checkpoint_every = 0",
             )
         };
         if free_bytes < needed_bytes {
@@ -116,7 +116,7 @@ impl Wanted {
         }
         Ok((free_bytes < all_bytes).then(|| {
             format!(
-                "the file system of {} has {} free, and up to {} checkpoints of {} take {}: those that find no room are not made. Free some, or lower train.checkpoints_kept",
+                "the file system of {} has {} free, and up to {} checkpoints of {} take {}: those that do not fit are skipped. Free some space or lower train.checkpoints_kept",
                 dir.display(),
                 ApproxBytes(free_bytes),
                 self.most,
@@ -138,8 +138,8 @@ mod tests {
     }
 
     #[test]
-    fn as_many_checkpoints_are_counted_as_are_there_at_a_time() {
-        // Only at the end, and none where that is reached or the store has the state.
+    fn checkpoints_that_exist_at_the_same_time_are_counted() {
+        // One at the end; none if the end was reached before or the store keeps the state.
         assert_eq!(most(0..100, 0, 2, 0, true), 1);
         assert_eq!(most(100..100, 0, 2, 1, true), 0);
         assert_eq!(most(0..100, 0, 2, 0, false), 0);
@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_that_cannot_be_saved_is_refused_and_one_of_many_checkpoints_is_a_warning() {
+    fn no_room_for_the_only_state_is_an_error_and_for_a_later_checkpoint_a_warning() {
         let dir = Path::new("/runs/large");
         let wanted = |at_end| Wanted::new(145 * GIB, 0..100, 10, 2, 0, at_end);
         let refused = |at_end| {
@@ -164,7 +164,7 @@ mod tests {
         let text = refused(true);
         assert!(
             text.contains("/runs/large has 128.0 GiB free")
-                && text.contains("stays in checkpoints there alone, which take up to 435.0 GiB")
+                && text.contains("is kept only in checkpoints there, which take up to 435.0 GiB")
                 && text.contains("train.checkpoints_kept"),
             "{text}"
         );

@@ -175,7 +175,7 @@ pub(super) fn resume(
     let changes = training_state::run::differences(&state.trained_with, &fresh.trained_with);
     for change in changes.iter().filter(|change| change.was != "null") {
         say(format!(
-            "note: {} was {} until step {}, is {} from here on",
+            "note: {} was {} up to step {} and is {} from now on",
             change.what, change.was, state.step, change.now
         ));
     }

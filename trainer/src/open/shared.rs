@@ -31,7 +31,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_without_a_device_of_the_shared_store_is_told() {
+    fn a_directory_without_a_device_of_the_shared_store_is_noted() {
         let dir = tempfile::tempdir().unwrap();
         let device = dir.path().join("drive.tiles");
         std::fs::write(&device, "").unwrap();

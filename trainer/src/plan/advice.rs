@@ -56,7 +56,7 @@ pub(super) fn what_fits(
     });
     best.map(|(change, s)| {
         format!(
-            "set {}: it fits then, at {} a step or more",
+            "set {}: the run then fits, with steps of at least {}",
             change.words.join(" and "),
             Span(s)
         )

@@ -24,7 +24,7 @@ pub fn parse_memory(text: &str) -> Result<u64, String> {
 /// A message for the person who wrote `text`.
 pub fn parse_rate(text: &str) -> Result<f64, String> {
     match rate(text).map_err(|error| error.to_string())? {
-        0 => Err(format!("`{text}`: a rate is more than 0")),
+        0 => Err(format!("`{text}`: a rate must be more than 0")),
         rate => Ok(rate as f64),
     }
 }
@@ -48,7 +48,9 @@ const DRIVES_MAX: u64 = 1024;
 /// A message for the person who wrote `text`.
 pub fn parse_drives(text: &str) -> Result<Drives, String> {
     let wrong = || {
-        format!("\"{text}\": expected drives and what each reads and writes, as 2x6.2GB/s:3.2GB/s")
+        format!(
+            "\"{text}\": expected a count and the read and write rate of each drive, for example 2x6.2GB/s:3.2GB/s"
+        )
     };
     let (count, rates) = match text.split_once('x') {
         Some((count, rates)) => (count.trim().parse().map_err(|_| wrong())?, rates),
@@ -89,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn drives_and_counts_are_read_as_people_write_them() {
+    fn drives_and_counts_are_parsed() {
         let two = Drives {
             count: 2,
             read_bytes_per_s: 6.2e9,

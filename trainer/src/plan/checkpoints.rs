@@ -107,7 +107,7 @@ mod tests {
     use crate::plan::Source;
 
     #[test]
-    fn checkpoints_are_told_with_their_cost() {
+    fn checkpoints_are_shown_with_their_cost() {
         let mut checkpoints = CheckpointsPlan {
             every: 100,
             kept: 2,

@@ -128,7 +128,7 @@ impl Plan {
         self.chose(
             "offload.activations",
             "cpu".to_owned(),
-            "GPU memory does not hold the blocks' inputs beside the rest: they cross the bus and back",
+            "GPU memory has no room for the block inputs",
         );
     }
 
@@ -148,7 +148,7 @@ impl Plan {
             self.chose(
                 "train.activation_checkpointing",
                 checkpointing_name(self.checkpointing).to_owned(),
-                "blocks of this form, or in slices, are always computed again: their gradients are not written out",
+                "blocks of this form, or with the MLP in chunks, have no explicit backward and are always recomputed",
             );
             return;
         }
@@ -171,7 +171,7 @@ impl Plan {
         self.chose(
             "train.activation_checkpointing",
             checkpointing_name(self.checkpointing).to_owned(),
-            "what GPU memory holds beside the rest; what is kept is not computed again",
+            "the most for which GPU memory has room; what is kept need not be recomputed",
         );
     }
 
@@ -204,12 +204,15 @@ impl Plan {
         self.refresh(settings)?;
         let value = match stay {
             0 => "nvme".to_owned(),
-            _ => format!("nvme for {:.2} of them", 1.0 - self.swapper.grad_share),
+            _ => format!(
+                "nvme for {:.2} of the gradients",
+                1.0 - self.swapper.grad_share
+            ),
         };
         self.chose(
             "offload.gradients",
             value,
-            "host memory does not hold them beside the rest; each costs two bytes more read and two more written a step",
+            "host memory has no room for all of them; each costs two more bytes read and two more written in a step",
         );
         Ok(())
     }
@@ -253,7 +256,7 @@ impl Plan {
         self.chose(
             "offload.resident_fraction",
             value,
-            "what host memory holds beside the rest, parameters first: they are read twice a step",
+            "the most for which host memory has room; parameters first, because they are read twice in a step",
         );
         Ok(())
     }
@@ -275,9 +278,9 @@ impl Plan {
         self.swapper.commit_every = every;
         self.refresh(settings)?;
         let why = if resident_bytes == 0 {
-            "every tile is written in every step anyway"
+            "every tile is written in every step in any case"
         } else {
-            "the fewest steps with which the extra writes of resident tiles stay under 5 % of a step"
+            "the fewest steps for which the extra writes of resident tiles stay below 5 % of a step"
         };
         self.chose("offload.commit_every", every.to_string(), why);
         Ok(())
@@ -317,9 +320,9 @@ impl Plan {
         let bytes = wanted.min(self.left_bytes(settings)).max(least);
         self.swapper.staging = Staging::Bytes(bytes);
         let why = if bytes < wanted {
-            "what host memory has left: the step would be shorter with more"
+            "the rest of host memory; the step would be shorter with more"
         } else {
-            "unwritten tiles are carried into backward and read-ahead out of it until something else is the wall"
+            "more would not shorten the step: something else then limits it"
         };
         self.chose("offload.staging_bytes", bytes.to_string(), why);
     }

@@ -98,9 +98,11 @@ fn configs(dir: &Path) -> Result<Vec<PathBuf>, TableError> {
         }
     }
     match paths.len() {
-        0 => Err(wrong("it has no .json files".into())),
+        0 => Err(wrong("it contains no .json files".into())),
         1..=MODELS_MAX => Ok(paths),
-        count => Err(wrong(format!("{count} files are too many"))),
+        count => Err(wrong(format!(
+            "it contains {count} .json files, but at most {MODELS_MAX} are supported"
+        ))),
     }
 }
 
@@ -148,14 +150,14 @@ impl fmt::Display for ModelsTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "# What models need in each tier
+            "# Memory and space that models need in each tier
 
 Made by `trainer plan --table configs/models`; `make docs` writes this page, and a test keeps it current. bf16 with AdamW, one process,
 {} tokens a step, nothing of a block kept for backward, the update on the processor, all gradients in host memory unless the
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
-TFLOPS and 16 cores; *wear* is what it writes at that pace. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
-blocks' inputs in host memory (`offload.activations = \"cpu\"`): what a machine must have. `trainer plan --model config.json` answers for another machine.
+TFLOPS and 16 cores; *wear* is the writes at that rate. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
+block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a machine needs. `trainer plan --model config.json` plans for another machine.
 
 | model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day | least: GPU | host | drives | step |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",

@@ -60,7 +60,7 @@ impl fmt::Display for Outlook {
         }
         write!(
             f,
-            "\nwear      {} TB written a day at most, {} TB in all",
+            "\nwear      at most {} TB written in a day, {} TB in total",
             Digits(self.written_bytes_per_day / 1e12),
             Digits(self.run_written_bytes / 1e12)
         )?;
@@ -68,7 +68,7 @@ impl fmt::Display for Outlook {
             write!(f, ", over {} drives", self.drives_count)?;
         }
         match self.rating_s {
-            Some(s) => write!(f, "; what they are rated for lasts {}", Span(s)),
+            Some(s) => write!(f, "; their rated endurance lasts {}", Span(s)),
             None => Ok(()),
         }
     }
@@ -110,7 +110,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_and_counts_read_as_people_say_them() {
+    fn times_and_counts_are_shown_in_natural_units() {
         let span = |s: f64| Span(s).to_string();
         assert_eq!(
             [span(90.0), span(600.0), span(36000.0), span(864000.0)],

@@ -44,7 +44,7 @@ impl Place {
             Self::Gpu => "GPU memory",
             Self::Host => "host memory",
             Self::HostAndDrives => "parameters host, state drives",
-            Self::DrivesAndHost => "drives, host as it has room",
+            Self::DrivesAndHost => "drives, host as far as it fits",
             Self::Drives => "drives",
         }
     }

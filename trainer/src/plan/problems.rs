@@ -77,7 +77,7 @@ fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         Problem::new(
             ProblemKind::NoGpu,
             format!(
-                "train.device is \"gpu\", and there is none: {}",
+                "train.device is \"gpu\", but there is no GPU: {}",
                 plan.hardware.no_gpu
             ),
             "install its driver and libraries, or set train.device = \"cpu\"",
@@ -98,13 +98,13 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
         (None, OptimizerDevice::Gpu | OptimizerDevice::Shared) => Some(Problem::new(
             ProblemKind::Update,
-            what(format!("and there is no GPU: {}", plan.hardware.no_gpu)),
+            what(format!("but there is no GPU: {}", plan.hardware.no_gpu)),
             "leave it out, or set it to \"cpu\"",
         )),
         (Some(_), OptimizerDevice::Cpu | OptimizerDevice::Shared) if plan.lives_in_gpu => {
             Some(Problem::new(
                 ProblemKind::Update,
-                what("and the state lives in GPU memory".into()),
+                what("but the state is in GPU memory".into()),
                 "leave it out, or set zero_optimization.offload_optimizer.device = \"cpu\"",
             ))
         }
@@ -130,7 +130,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     Some(Problem::new(
         ProblemKind::GpuMemory,
         format!(
-            "the run needs {} of GPU memory, {} is available",
+            "the run needs {} of GPU memory, but {} is available",
             ApproxBytes(needed),
             ApproxBytes(gpu.memory_bytes)
         ),
@@ -146,7 +146,7 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
             Problem::new(
                 ProblemKind::HostMemory,
                 format!(
-                    "the run needs {} of host memory, {} is {of}",
+                    "the run needs {} of host memory, but {} is {of}",
                     ApproxBytes(needed),
                     ApproxBytes(limit)
                 ),
@@ -158,7 +158,7 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     plan.hardware
         .host_memory_bytes
         .and_then(|limit| too_much(limit, "available"))
-        .or_else(|| too_much(budget?, "what offload.host_memory_bytes allows"))
+        .or_else(|| too_much(budget?, "the limit set by offload.host_memory_bytes"))
 }
 
 /// Of a private store in directories that exist on this machine. A daemon that runs already has its own room.
@@ -176,7 +176,7 @@ fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let text = error.to_string();
     let (what, change) = text
         .rsplit_once(": ")
-        .unwrap_or((&text, "name another directory"));
+        .unwrap_or((&text, "set another directory"));
     Some(Problem::new(
         ProblemKind::DeviceSpace,
         what.to_owned(),

@@ -42,7 +42,7 @@ pub enum QuestionError {
     #[error("{}: {source}", path.display())]
     Config { path: PathBuf, source: ConfigError },
     #[error(
-        "--seq-len {seq_len} is beyond the model's max_position_embeddings = {max}: use a shorter one"
+        "--seq-len {seq_len} is more than the model's max_position_embeddings = {max}: use a lower one"
     )]
     TooLong { seq_len: u64, max: usize },
     #[error(transparent)]
@@ -65,7 +65,9 @@ pub fn read_model(path: &Path) -> Result<ModelConfig, QuestionError> {
     };
     let metadata = std::fs::metadata(&path).map_err(|error| wrong(error.to_string()))?;
     if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
-        return Err(wrong("it is no file of a configuration's size".into()));
+        return Err(wrong(
+            "it is not a file, or too large for a configuration".into(),
+        ));
     }
     let text = std::fs::read_to_string(&path).map_err(|error| wrong(error.to_string()))?;
     match HfModel::from_json(&text) {

@@ -44,11 +44,11 @@ impl Plan {
     pub(super) fn set_rates(&mut self, settings: &RunSettings) {
         let hardware = &self.hardware;
         let ranks = f64::from(self.swapper.ranks);
-        // What is not divided all processes update, with the node's cores.
-        let checkpoint_tap = f64::from(self.ranks) / ranks;
+        // State that is not divided is updated by all processes, which share the node's cores.
+        let copies = f64::from(self.ranks) / ranks;
         let compute_s = 6.0 * self.params_count as f64 * settings.batch.tokens() as f64
             / (hardware.tflops.value * 1e12);
-        let cpu_s = self.params_count as f64 * checkpoint_tap / hardware.update_params_per_s.value;
+        let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         if self.lives_in_gpu {
             // No tile crosses the bus, and in the GPU's own memory an update takes some milliseconds.

@@ -61,7 +61,7 @@ impl Refusal {
             PlanError::Swapper(error) => Problem::new(
                 ProblemKind::Settings,
                 error.to_string(),
-                "change the setting it names",
+                "change the setting named in the message",
             ),
         };
         Self {

@@ -54,21 +54,17 @@ impl Plan {
         if self.hardware.gpu.is_none() {
             self.compute_parts(f)?;
         } else if self.compute.away_bytes > 0 {
-            write!(
-                f,
-                ", blocks' inputs {}",
-                ApproxBytes(self.compute.away_bytes)
-            )?;
+            write!(f, ", block inputs {}", ApproxBytes(self.compute.away_bytes))?;
         }
         if let Some(checkpoints) = &self.checkpoints {
             write!(
                 f,
-                ", copies for checkpoints {}",
+                ", checkpoint copies {}",
                 ApproxBytes(checkpoints.buffer_bytes)
             )?;
         }
         if self.ranks > 1 {
-            write!(f, "; {} times this on the node", self.ranks)?;
+            write!(f, "; the node needs {} times this", self.ranks)?;
         }
         Ok(())
     }
@@ -79,7 +75,7 @@ impl Plan {
             ("unit buffers", compute.unit_buffer_bytes),
             ("gradient buffers", compute.grad_buffer_bytes),
             ("activations", compute.activation_bytes),
-            ("kept beside them", compute.kept_bytes),
+            ("kept besides", compute.kept_bytes),
             ("computing", compute.working_bytes),
             ("streamed tiles", compute.update_bytes),
             ("libraries", compute.context_bytes),
@@ -93,7 +89,7 @@ impl Plan {
 
     fn gpu_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Some(gpu) = &self.hardware.gpu else {
-            return write!(f, "\nGPU       nothing: {}", self.hardware.no_gpu);
+            return write!(f, "\nGPU       none: {}", self.hardware.no_gpu);
         };
         write!(
             f,
@@ -108,12 +104,12 @@ impl Plan {
 
     fn device_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.device_bytes() == 0 {
-            return write!(f, "\ndevices   nothing");
+            return write!(f, "\ndevices   none");
         }
         let bytes = self.node_bytes;
         write!(
             f,
-            "\ndevices   {} of tiles, both generations\na step    reads {} (forward {}, backward {}, update {}), writes {}",
+            "\ndevices   {} for both generations of tiles\na step    reads {} (forward {}, backward {}, update {}), writes {}",
             ApproxBytes(self.device_bytes()),
             ApproxBytes(bytes.read_bytes() as u64),
             ApproxBytes(bytes.forward_read_bytes as u64),
@@ -129,7 +125,7 @@ impl Plan {
         let tflops = 6.0 * self.params_count as f64 * tokens_per_s / 1e12;
         write!(
             f,
-            "\nbound     {} a step, {tokens_per_s:.0} tokens/s, {} TFLOPS: {} is the wall, update on {}",
+            "\nbound     {} a step, {tokens_per_s:.0} tokens/s, {} TFLOPS, limited by {}; update on {}",
             Seconds(bound.s),
             Digits(tflops),
             bound.wall.word(),

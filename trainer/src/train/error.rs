@@ -35,21 +35,21 @@ pub enum TrainError {
     Checkpoints(#[from] CheckpointsFailed),
     #[error(transparent)]
     Collective(#[from] CollectiveError),
-    #[error("{death}. Here: {error}")]
+    #[error("{death}; this rank then failed: {error}")]
     AfterDeath {
         death: CollectiveError,
         error: Box<TrainError>,
     },
-    #[error("cannot take over SIGTERM and SIGINT: {0}")]
+    #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
     Signals(std::io::Error),
     #[error("cannot start {count} threads for the optimizer: {message}")]
     Threads { count: usize, message: String },
     #[error(
-        "step {step}: loss {loss}, gradient norm {norm}: training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, or start again with --fresh", step - 1
+        "step {step}: loss {loss}, gradient norm {norm}: training diverged. The state of step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, or start again with --fresh", step - 1
     )]
     Diverged { step: u64, loss: f64, norm: f64 },
     #[error(
-        "step {step}: gradients are not finite, and the loss scale is at its least, {scale} (fp16.min_loss_scale): training diverged. Step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, use bf16, or start again with --fresh", step - 1
+        "step {step}: gradients are not finite, and the loss scale is at its minimum, {scale} (fp16.min_loss_scale): training diverged. The state of step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, use bf16, or start again with --fresh", step - 1
     )]
     LeastScale { step: u64, scale: f64 },
 }

@@ -94,7 +94,10 @@ impl InputPlace {
             Input::Here(input) => return Ok(input),
             Input::Away(piece, away) => (piece, away),
         };
-        let (host_stash, compute) = self.host_stash.as_mut().expect("it is away there");
+        let (host_stash, compute) = self
+            .host_stash
+            .as_mut()
+            .expect("an input in host memory has a stash");
         let input = away.take(host_stash, piece, compute)?;
         if let Some(next) = next_piece(piece, self.micro_batches) {
             host_stash.fetch(next)?;

@@ -28,7 +28,7 @@ use crate::compute::{self, Engine};
 use crate::config::{OverflowPolicy, RunSettings};
 use crate::data::{Corpus, Data, Frame};
 use crate::export::copy_weights;
-use crate::open::{OpenRun, Prepared, Start, mend};
+use crate::open::{OpenRun, Prepared, Start, repair};
 use crate::ranks::{check_same_run, connect, ranks_of};
 use inputs::InputPlace;
 use mover::{InGpu, Memory, Shards, WithSwapper};
@@ -122,7 +122,7 @@ fn run_to_its_end(
     let ranks = &ranks_of(comm);
     if *start != Start::Fresh {
         ranks.by_first("looking for the run", || {
-            mend(&settings, &mut |note| outln!("{note}"))
+            repair(&settings, &mut |note| outln!("{note}"))
         })?;
     }
     let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
@@ -289,7 +289,7 @@ impl Shown {
         if let Err(error) = self.monitors.step(metrics, samples)
             && !std::mem::replace(&mut self.monitors_failed, true)
         {
-            tracing::warn!("{error}. Training goes on; the monitor lacks steps");
+            tracing::warn!("{error}. Training continues; the monitor misses steps");
         }
     }
 }
@@ -611,8 +611,10 @@ impl Training {
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
             if let Err(error) = self.measured().write(self.run.dir.path()) {
-                // Only a plan misses it.
-                say(&format!("note: cannot keep what was measured: {error}"));
+                // Only later plans need them.
+                say(&format!(
+                    "note: cannot store the measurements for later plans: {error}"
+                ));
             }
             let why = if asked { "stopped as asked" } else { "done" };
             let step = self.run.state.step;
@@ -622,7 +624,7 @@ impl Training {
             ) {
                 (true, _) => "all of it committed",
                 (false, true) => "all of it saved",
-                (false, false) => "not all of it saved",
+                (false, false) => "not all of it was saved",
             };
             say(&format!(
                 "{why}: at step {step} of {}, {kept}; {}",

@@ -124,7 +124,7 @@ fn parts(metrics: &StepMetrics) -> String {
     let ms = |seconds: f64| format!("{:.2} ms", seconds * 1e3);
     let named = metrics.forward_s + metrics.backward_s + metrics.waited_s;
     format!(
-        "  time (step {})  forward {}  backward {}  waiting {}  the rest {}  beside it, updates {}",
+        "  time (step {})  forward {}  backward {}  waiting {}  other {}  in parallel: updates {}",
         metrics.step,
         ms(metrics.forward_s),
         ms(metrics.backward_s),

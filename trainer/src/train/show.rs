@@ -12,9 +12,13 @@ use training_state::overflow::OverflowState;
 pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
     let (step, scale) = (metrics.step, next.scale);
     let next = match metrics.loss_scale {
-        None => "weights stay as they are".into(),
-        Some(now) if now == scale => format!("weights stay as they are, the scale stays {scale}"),
-        Some(now) => format!("weights stay as they are, the scale goes from {now} to {scale}"),
+        None => "the weights are unchanged".into(),
+        Some(now) if now == scale => {
+            format!("the weights are unchanged, the loss scale stays at {scale}")
+        }
+        Some(now) => {
+            format!("the weights are unchanged, the loss scale changes from {now} to {scale}")
+        }
     };
     format!("step {step:>5} skipped: its gradients are not finite; {next}")
 }
@@ -32,11 +36,11 @@ pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>)
     let tiers = [placement.param, placement.optimizer];
     if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
         outln!(
-            "note: this machine computes on its processor: devices \"none\" and \"cpu\" are both host memory"
+            "note: training runs on the processor: devices \"none\" and \"cpu\" are both host memory"
         );
     } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
         outln!(
-            "note: device \"none\" is host memory here: tiles live in GPU memory when both devices are \"none\""
+            "note: device \"none\" means host memory in this run: tiles are in GPU memory only when both devices are \"none\""
         );
     }
     outln!("plan");

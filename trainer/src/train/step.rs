@@ -304,7 +304,9 @@ impl Stepper {
                 head_turn(engine, tiles, pass)?;
             }
             Turn::Backward(EMBEDDING) => {
-                let embedding_grads = grads[EMBEDDING].as_mut().expect("the head made it");
+                let embedding_grads = grads[EMBEDDING]
+                    .as_mut()
+                    .expect("the head's turn makes the embedding's gradients");
                 pass.backward.of(|| {
                     let mut pairs = batches.iter().zip(&*flow);
                     pairs.try_for_each(|(batch, grad)| {

@@ -324,7 +324,7 @@ fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
 }
 
 #[test]
-fn what_is_kept_and_shared_buffers_change_no_bit_of_a_step() {
+fn activation_checkpointing_and_shared_buffers_change_no_bit_of_a_step() {
     let harness = Harness::new();
     each_way(|name, model, way| {
         let expected = alone(&harness, model, &way, None);
@@ -343,7 +343,7 @@ fn what_is_kept_and_shared_buffers_change_no_bit_of_a_step() {
 }
 
 #[test]
-fn ten_steps_written_out_are_hugging_faces_whatever_is_kept() {
+fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
     let harness = Harness::new();
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).unwrap();
@@ -404,14 +404,15 @@ const TEST_RANK: &str = "OFFLOADD_TEST_RANK";
 const TEST_RENDEZVOUS_DIR: &str = "OFFLOADD_TEST_RENDEZVOUS_DIR";
 
 #[test]
-fn what_is_kept_changes_no_bit_of_the_steps_of_two_ranks() {
+fn activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks() {
     if let Some(rank) = std::env::var_os(TEST_RANK) {
         let rank = rank.to_str().unwrap().parse().unwrap();
-        return what_is_kept_changes_no_bit_of_one_of_two_ranks(rank);
+        return activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank);
     }
     let rendezvous_dir = tempfile::tempdir().unwrap();
     let ranks = ["0", "1"].map(|rank| {
-        let name = "train::tests::what_is_kept_changes_no_bit_of_the_steps_of_two_ranks";
+        let name =
+            "train::tests::activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks";
         Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name, "--nocapture"])
             .env(TEST_RANK, rank)
@@ -432,7 +433,7 @@ fn what_is_kept_changes_no_bit_of_the_steps_of_two_ranks() {
     }
 }
 
-fn what_is_kept_changes_no_bit_of_one_of_two_ranks(rank: u32) {
+fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
     let world = World {
         rank,
         ranks: 2,
@@ -474,8 +475,8 @@ fn what_is_kept_changes_no_bit_of_one_of_two_ranks(rank: u32) {
 }
 
 #[test]
-fn what_is_kept_and_where_state_and_inputs_are_change_no_bit_of_a_step_on_a_gpu() {
-    let name = "what_is_kept_and_where_state_and_inputs_are_change_no_bit_of_a_step_on_a_gpu";
+fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
+    let name = "activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu";
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(error) if error.is_absent() => {

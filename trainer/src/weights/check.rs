@@ -43,7 +43,9 @@ impl Weights {
             blocks.par_iter().try_for_each(|&(stored, start, elems)| {
                 self.check_block(stored, start, elems)?;
                 let bytes = elems * stored.element.size_bytes();
-                work.lock().expect("nobody panics").add(bytes as u64);
+                work.lock()
+                    .expect("no thread panics while it holds the lock")
+                    .add(bytes as u64);
                 Ok(())
             })
         })

@@ -87,7 +87,11 @@ impl Element {
 
     /// The numbers in `bytes`, exactly.
     pub(super) fn decode(self, bytes: &[u8], out: &mut [f32]) {
-        assert_eq!(bytes.len(), out.len() * self.size_bytes(), "one each");
+        assert_eq!(
+            bytes.len(),
+            out.len() * self.size_bytes(),
+            "the output has one place for each number"
+        );
         let pair = |bytes: &[u8]| u16::from_le_bytes([bytes[0], bytes[1]]);
         match self {
             Self::Fp32 => {

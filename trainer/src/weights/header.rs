@@ -65,7 +65,7 @@ impl Opened {
             found_bytes: bytes,
         };
         if !metadata.is_file() {
-            return Err(wrong("it is no file".into()));
+            return Err(wrong("it is not a file".into()));
         }
         if bytes < LENGTH_BYTES {
             return Err(cut_short(LENGTH_BYTES));
@@ -78,7 +78,7 @@ impl Opened {
         read(0, &mut length)?;
         let header_bytes = u64::from_le_bytes(length);
         if header_bytes > HEADER_BYTES_MAX {
-            return Err(wrong(format!("a header of {header_bytes} bytes")));
+            return Err(wrong(format!("its header has {header_bytes} bytes")));
         }
         let data_start = LENGTH_BYTES + header_bytes;
         if data_start > bytes {
@@ -87,7 +87,7 @@ impl Opened {
         let mut header = vec![0; header_bytes as usize];
         read(LENGTH_BYTES, &mut header)?;
         let Entries(entries) = serde_json::from_slice(&header)
-            .map_err(|error| wrong(format!("its header: {error}")))?;
+            .map_err(|error| wrong(format!("its header is invalid: {error}")))?;
         let (tensors, data_bytes) = tensors(path, entries, data_start)?;
         let needed_bytes = data_start.saturating_add(data_bytes);
         if needed_bytes > bytes {
@@ -130,9 +130,9 @@ fn tensors(
             what,
         };
         let entry: Entry = serde_json::from_value(value)
-            .map_err(|error| wrong(format!("its entry in the header: {error}")))?;
+            .map_err(|error| wrong(format!("its entry in the header is invalid: {error}")))?;
         let dtype: Dtype = serde_json::from_value(Value::String(entry.dtype.clone()))
-            .map_err(|_| wrong(format!("\"{}\" is no known type of numbers", entry.dtype)))?;
+            .map_err(|_| wrong(format!("\"{}\" is not a known number type", entry.dtype)))?;
         let (start, end) = entry.data_offsets;
         let bits = entry
             .shape
@@ -145,7 +145,7 @@ fn tensors(
             .and_then(|bytes| bytes.checked_mul(8));
         if bits.is_none() || bits != held {
             return Err(wrong(format!(
-                "{dtype} of shape {:?} does not take the bytes from {start} to {end}",
+                "{dtype} of shape {:?} does not have the size of bytes {start} to {end}",
                 entry.shape
             )));
         }
@@ -167,7 +167,7 @@ fn tensors(
             return Err(WeightsError::Tensor {
                 path: path.to_owned(),
                 tensor: tensor.name.clone(),
-                what: format!("it starts at byte {start} of the data, where {before} is next"),
+                what: format!("it starts at byte {start} of the data instead of {before}"),
             });
         }
         before = *end;
@@ -194,7 +194,7 @@ impl<'de> Deserialize<'de> for Entries {
                 let mut entries = Vec::new();
                 while let Some((name, value)) = map.next_entry::<String, Value>()? {
                     if !names.insert(name.clone()) {
-                        let message = format!("tensor {name} is there twice");
+                        let message = format!("duplicate tensor {name}");
                         return Err(serde::de::Error::custom(message));
                     }
                     entries.push((name, value));

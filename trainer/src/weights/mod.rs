@@ -41,7 +41,7 @@ pub enum WeightsError {
         source: std::io::Error,
     },
     #[error(
-        "{} is cut short: its header tells of {needed_bytes} bytes, {found_bytes} are there: copy or download it again",
+        "{} is truncated: its header describes {needed_bytes} bytes, but it has {found_bytes}: copy or download it again",
         path.display()
     )]
     CutShort {
@@ -49,7 +49,7 @@ pub enum WeightsError {
         needed_bytes: u64,
         found_bytes: u64,
     },
-    #[error("{} is no file of safetensors or is damaged: {what}", path.display())]
+    #[error("{} is damaged or not a safetensors file: {what}", path.display())]
     Header { path: PathBuf, what: String },
     #[error("{}, tensor {tensor}: {what}", path.display())]
     Tensor {
@@ -60,12 +60,12 @@ pub enum WeightsError {
     #[error("{}: {what}", path.display())]
     Index { path: PathBuf, what: String },
     #[error(
-        "{} names the file {file}, which is not there: copy or download it too",
+        "{} names the file {file}, which does not exist: copy or download it too",
         index.display()
     )]
     MissingShard { index: PathBuf, file: String },
     #[error(
-        "tensor {tensor} is in {} and in {}: remove the file that is not of this model",
+        "tensor {tensor} is in {} and in {}: remove the file that does not belong to this model",
         first.display(), second.display()
     )]
     Twice {
@@ -80,7 +80,7 @@ pub enum WeightsError {
         hint: &'static str,
     },
     #[error(
-        "{}, tensor {tensor}: the model that config.json describes has no such parameter{}: weights and config.json are of different models",
+        "{}, tensor {tensor}: the model in config.json has no such parameter{}: weights and config.json belong to different models",
         path.display(), others_words(*others)
     )]
     LeftOver {
@@ -94,7 +94,7 @@ pub enum WeightsError {
     )]
     NotFound { dir: PathBuf, instead: String },
     #[error(
-        "{}, tensor lm_head.weight: it is not the embedding ({tensor}), and config.json says that it is (tie_word_embeddings): element {at_elem} is {value}, the embedding's is {embedding}. To train them apart, set model.tie_word_embeddings = false, as transformers 5 loads them; to train the embedding alone, as transformers 4 does, remove lm_head.weight from the file",
+        "{}, tensor lm_head.weight: it differs from the embedding ({tensor}), although config.json has tie_word_embeddings: element {at_elem} is {value}, the embedding's is {embedding}. To train them apart, set model.tie_word_embeddings = false, as transformers 5 loads them; to train the embedding alone, as transformers 4 does, remove lm_head.weight from the file",
         path.display()
     )]
     NotTied {
@@ -107,7 +107,7 @@ pub enum WeightsError {
     #[error("cannot start {count} threads to check the weights: {message}")]
     Threads { count: usize, message: String },
     #[error(
-        "{} has weights in {file} and none in safetensors: convert them once with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_FOLDER\"), and name that directory; or start from random weights with model.init = \"random\"",
+        "{} has weights in {file} but no safetensors: convert them with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_DIR\"), and name that directory; or start from random weights with model.init = \"random\"",
         dir.display(), dir.display()
     )]
     OtherFormat { dir: PathBuf, file: String },

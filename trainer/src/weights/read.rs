@@ -24,7 +24,11 @@ impl Weights {
     ) -> Result<(), WeightsError> {
         let layout = &self.units[unit];
         assert!(range_elems.end <= layout.elems, "within the unit");
-        assert_eq!(out.len(), range_elems.len(), "one place for each element");
+        assert_eq!(
+            out.len(),
+            range_elems.len(),
+            "the output has one place for each element"
+        );
         out.fill(0.0);
         for (param, stored) in layout.params.iter().zip(&self.stored[unit]) {
             let own = param.range_elems();

@@ -48,16 +48,16 @@ pub fn look_for(dir: &Path) -> Result<(), WeightsError> {
     {
         let (name, target) = link;
         let target = target.display();
-        format!("{name} is a link to {target}, which is not there: copy or download that file")
+        format!("{name} is a link to {target}, which does not exist: copy or download that file")
     } else if let Some(name) = first(&|name| name.ends_with(PARTIAL)) {
-        format!("{name} is a download that has not ended: let it end, or start it again")
+        format!("{name} is an incomplete download: let it finish, or start it again")
     } else if let Some(name) = first(&adapter) {
         format!(
-            "{name} belongs to an adapter (LoRA), which changes another model: merge the two once with Python (peft's merge_and_unload, then save_pretrained), and name that directory"
+            "{name} belongs to an adapter (LoRA), which changes another model: merge the two with Python (peft's merge_and_unload, then save_pretrained), and name the new directory"
         )
     } else if let Some(name) = first(&|name| name.ends_with(".safetensors")) {
         format!(
-            "{name} is there, but without its index nothing says which files the model has: copy or download {INDEX_FILE} too, or rename a single file to {SINGLE_FILE}"
+            "{name} exists, but its index is missing: copy or download {INDEX_FILE} too, or rename a single file to {SINGLE_FILE}"
         )
     } else if let Some(file) = first(&other) {
         return Err(WeightsError::OtherFormat {
@@ -65,7 +65,8 @@ pub fn look_for(dir: &Path) -> Result<(), WeightsError> {
             file,
         });
     } else {
-        "no other file of weights is there either: name the directory that has them".to_owned()
+        "it contains no weights in other formats either: name the directory with the weights"
+            .to_owned()
     };
     Err(WeightsError::NotFound {
         dir: dir.to_owned(),
@@ -236,14 +237,14 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
         .and_then(|file| file.take(INDEX_BYTES_MAX + 1).read_to_end(&mut text))
         .map_err(WeightsError::io("read", &index))?;
     if text.len() as u64 > INDEX_BYTES_MAX {
-        return Err(wrong(format!("more than {INDEX_BYTES_MAX} bytes")));
+        return Err(wrong(format!("it has more than {INDEX_BYTES_MAX} bytes")));
     }
     #[derive(serde::Deserialize)]
     struct Index {
         weight_map: BTreeMap<String, String>,
     }
     let Index { weight_map } = serde_json::from_slice(&text)
-        .map_err(|error| wrong(format!("it is no index of safetensors: {error}")))?;
+        .map_err(|error| wrong(format!("it is not a safetensors index: {error}")))?;
     let names: BTreeSet<&String> = weight_map.values().collect();
     if names.is_empty() {
         return Err(wrong("it names no file".into()));
@@ -252,7 +253,7 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     for name in names {
         // A name, not a way to somewhere else.
         if Path::new(name).file_name() != Some(name.as_ref()) {
-            return Err(wrong(format!("\"{name}\" is no file's name")));
+            return Err(wrong(format!("\"{name}\" is not a file name")));
         }
         let path = dir.join(name);
         if !path.exists() {
@@ -269,10 +270,10 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
 fn missing(dir: &Path, place: &Place) -> WeightsError {
     let hint = match place.name.as_str() {
         "lm_head.weight" => {
-            ": if the model's projection is its embedding, say model.tie_word_embeddings = true; files of a model without its language model's head cannot be trained"
+            ": if the model's projection is its embedding, set model.tie_word_embeddings = true; a model without a language model head cannot be trained"
         }
         _ => {
-            ", which the model that config.json describes has: they are of different models, or not complete"
+            ", which the model in config.json has: they belong to different models, or are incomplete"
         }
     };
     WeightsError::Missing {
@@ -290,13 +291,13 @@ fn check(file: &Opened, tensor: &Tensor, shape: &[usize]) -> Result<Element, Wei
     };
     if tensor.shape != shape {
         return Err(wrong(format!(
-            "its shape is {:?}, the model that config.json describes has {shape:?}",
+            "its shape is {:?}, but the model in config.json has {shape:?}",
             tensor.shape
         )));
     }
     Element::of(tensor.dtype).ok_or_else(|| {
         wrong(format!(
-            "{} is not read: save the model in F32, BF16 or F16",
+            "{} is not supported: save the model in F32, BF16 or F16",
             tensor.dtype
         ))
     })

@@ -162,7 +162,7 @@ fn check_all(dir: &Path, config: &ModelConfig, step: usize) {
 }
 
 #[test]
-fn every_value_comes_to_its_place_in_any_range() {
+fn every_value_is_read_to_its_place_in_any_range() {
     for architecture in Architecture::ALL {
         for (tied, dtype) in [(true, "F32"), (false, "BF16"), (true, "F16")] {
             let config = model(*architecture, tied);
@@ -177,7 +177,7 @@ fn every_value_comes_to_its_place_in_any_range() {
 }
 
 #[test]
-fn files_of_bare_models_and_stored_tables_are_taken() {
+fn files_of_bare_models_and_with_stored_tables_are_accepted() {
     let config = model(Architecture::Gpt2, true);
     let mut bare: Tensors = tensors(&config, "F32")
         .into_iter()
@@ -193,15 +193,14 @@ fn files_of_bare_models_and_stored_tables_are_taken() {
 }
 
 #[test]
-fn a_file_that_is_cut_short_anywhere_is_named() {
+fn a_file_truncated_anywhere_is_named() {
     let config = model(Architecture::Llama, true);
     let whole = file(&tensors(&config, "F32"));
     for length in [0, 7, 8, 100, whole.len() / 2, whole.len() - 1] {
         let dir = dir_of(&whole[..length]);
         let text = refused(dir.path(), &config);
         assert!(
-            text.contains("model.safetensors is cut short")
-                && text.contains("are there: copy or download"),
+            text.contains("model.safetensors is truncated") && text.contains(": copy or download"),
             "{length}: {text}"
         );
     }
@@ -210,48 +209,48 @@ fn a_file_that_is_cut_short_anywhere_is_named() {
 }
 
 #[test]
-fn a_broken_header_is_named() {
+fn an_invalid_header_is_reported() {
     let config = model(Architecture::Llama, true);
     let entry = |what: &str| format!(r#"{{"model.norm.weight": {what}}}"#);
     for (bytes, part) in [
-        (with_header("{", b""), "its header: "),
+        (with_header("{", b""), "its header is invalid: "),
         (with_header("[]", b""), "a table of tensors"),
-        (with_header("\u{1}\u{2}", b""), "its header: "),
+        (with_header("\u{1}\u{2}", b""), "its header is invalid: "),
         (
             u64::MAX.to_le_bytes().to_vec(),
-            "a header of 18446744073709551615 bytes",
+            "its header has 18446744073709551615 bytes",
         ),
         (
             with_header(
                 &entry(r#"{"dtype": "F33", "shape": [1], "data_offsets": [0, 4]}"#),
                 &[0; 4],
             ),
-            "tensor model.norm.weight: \"F33\" is no known type",
+            "tensor model.norm.weight: \"F33\" is not a known number type",
         ),
         (
             with_header(&entry(r#"{"dtype": "F32", "shape": [1]}"#), b""),
-            "tensor model.norm.weight: its entry in the header: missing field",
+            "tensor model.norm.weight: its entry in the header is invalid: missing field",
         ),
         (
             with_header(
                 &entry(r#"{"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}"#),
                 b"",
             ),
-            "tensor model.norm.weight: its entry in the header: ",
+            "tensor model.norm.weight: its entry in the header is invalid: ",
         ),
         (
             with_header(
                 &entry(r#"{"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}"#),
                 &[0; 4],
             ),
-            "F32 of shape [3] does not take the bytes from 0 to 4",
+            "F32 of shape [3] does not have the size of bytes 0 to 4",
         ),
         (
             with_header(
                 &entry(r#"{"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}"#),
                 &[0; 4],
             ),
-            "does not take the bytes from 4 to 0",
+            "does not have the size of bytes 4 to 0",
         ),
         (
             with_header(
@@ -260,21 +259,21 @@ fn a_broken_header_is_named() {
                 ),
                 &[0; 4],
             ),
-            "does not take the bytes from 0 to 4",
+            "does not have the size of bytes 0 to 4",
         ),
         (
             with_header(
                 &entry(r#"{"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}"#),
                 &[0; 8],
             ),
-            "tensor model.norm.weight: it starts at byte 4 of the data, where 0 is next",
+            "tensor model.norm.weight: it starts at byte 4 of the data instead of 0",
         ),
         (
             with_header(
                 r#"{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}"#,
                 &[0; 1],
             ),
-            "tensor a is there twice",
+            "duplicate tensor a",
         ),
     ] {
         let text = refused(dir_of(&bytes).path(), &config);
@@ -298,9 +297,7 @@ fn weights_of_another_model_are_named_by_tensor() {
     let text = with(&|tensors| tensors.get_mut(name).unwrap().shape.reverse());
     assert!(
         text.contains(name)
-            && text.contains(
-                "its shape is [12, 20], the model that config.json describes has [20, 12]"
-            ),
+            && text.contains("its shape is [12, 20], but the model in config.json has [20, 12]"),
         "{text}"
     );
     let text = with(&|tensors| {
@@ -308,7 +305,7 @@ fn weights_of_another_model_are_named_by_tensor() {
         (made.dtype, made.bytes) = ("F64", made.bytes.repeat(2));
     });
     assert!(
-        text.contains(name) && text.contains("F64 is not read: save the model in F32"),
+        text.contains(name) && text.contains("F64 is not supported: save the model in F32"),
         "{text}"
     );
     let text = with(&|tensors| drop(tensors.remove(name)));
@@ -360,7 +357,7 @@ fn shards_that_do_not_fit_together_are_named() {
     std::fs::remove_file(dir.path().join(second)).unwrap();
     let text = refused(dir.path(), &config);
     assert!(
-        text.contains("names the file model-00002-of-00002.safetensors, which is not there"),
+        text.contains("names the file model-00002-of-00002.safetensors, which does not exist"),
         "{text}"
     );
     // The whole model in a second file: each of its tensors is there twice.
@@ -371,19 +368,19 @@ fn shards_that_do_not_fit_together_are_named() {
         "{text}"
     );
     for (index, part) in [
-        ("{", "it is no index of safetensors"),
+        ("{", "it is not a safetensors index"),
         (r#"{"weight_map": {}}"#, "it names no file"),
         (
             r#"{"weight_map": {"a": "../secret"}}"#,
-            "\"../secret\" is no file's name",
+            "\"../secret\" is not a file name",
         ),
         (
             r#"{"weight_map": {"a": "/etc/passwd"}}"#,
-            "is no file's name",
+            "is not a file name",
         ),
         (
             r#"{"weight_map": {"a": 1}}"#,
-            "it is no index of safetensors",
+            "it is not a safetensors index",
         ),
     ] {
         std::fs::write(dir.path().join(INDEX_FILE), index).unwrap();
@@ -396,7 +393,7 @@ fn shards_that_do_not_fit_together_are_named() {
 }
 
 #[test]
-fn weights_that_are_not_found_are_refused_with_what_is_there_instead() {
+fn missing_weights_are_refused_with_what_is_there_instead() {
     let config = model(Architecture::Llama, true);
     let with = |names: &[&str]| {
         let dir = tempfile::tempdir().unwrap();
@@ -415,15 +412,21 @@ fn weights_that_are_not_found_are_refused_with_what_is_there_instead() {
         refused(dir.path(), &config)
     };
     for (names, part) in [
-        (&["config.json"][..], "no other file of weights is there"),
-        (&["training_args.bin"], "no other file of weights is there"),
+        (
+            &["config.json"][..],
+            "it contains no weights in other formats",
+        ),
+        (
+            &["training_args.bin"],
+            "it contains no weights in other formats",
+        ),
         (
             &["model-00001-of-00002.safetensors"],
-            "model-00001-of-00002.safetensors is there, but without its index",
+            "model-00001-of-00002.safetensors exists, but its index is missing",
         ),
         (
             &["model.safetensors->gone"],
-            "model.safetensors is a link to ../blobs/gone, which is not there",
+            "model.safetensors is a link to ../blobs/gone, which does not exist",
         ),
         (
             &["adapter_model.safetensors", "adapter_config.json"],
@@ -431,11 +434,11 @@ fn weights_that_are_not_found_are_refused_with_what_is_there_instead() {
         ),
         (
             &["model.safetensors.incomplete"],
-            "is a download that has not ended",
+            "is an incomplete download",
         ),
         (
             &[".cache/huggingface/download/abc.incomplete"],
-            "abc.incomplete is a download that has not ended",
+            "abc.incomplete is an incomplete download",
         ),
     ] {
         let text = with(names);
@@ -482,7 +485,7 @@ fn a_weight_that_is_not_finite_is_found_wherever_it_is() {
 }
 
 #[test]
-fn a_tied_models_own_projection_must_be_its_embedding() {
+fn a_tied_models_projection_must_equal_its_embedding() {
     let config = model(Architecture::Qwen2, true);
     let mut repeated = tensors(&config, "F32");
     let embedding = repeated["model.embed_tokens.weight"].clone();
@@ -496,7 +499,7 @@ fn a_tied_models_own_projection_must_be_its_embedding() {
     head[40..44].copy_from_slice(&7.5f32.to_le_bytes());
     let text = check(&repeated).unwrap_err().to_string();
     for part in [
-        "tensor lm_head.weight: it is not the embedding",
+        "tensor lm_head.weight: it differs from the embedding",
         "element 10 is 7.5",
         "model.tie_word_embeddings = false",
     ] {

@@ -27,7 +27,7 @@ fn inputs_in_host_memory_change_no_bit_on_a_gpu() {
 }
 
 #[test]
-fn without_a_gpu_they_are_in_host_memory_anyway_and_the_run_says_so() {
+fn without_a_gpu_offloading_activations_has_no_effect_and_the_run_says_so() {
     let harness = Harness::new();
     let sets = ["train.device=cpu"];
     let plain = harness.run("plain", &sets);
@@ -48,7 +48,7 @@ fn without_a_gpu_they_are_in_host_memory_anyway_and_the_run_says_so() {
 }
 
 #[test]
-fn slices_of_the_feed_forward_half_train_to_the_same_loss() {
+fn an_mlp_in_chunks_trains_to_the_same_loss() {
     let harness = Harness::new();
     for kind in ["bf16.enabled=false", "bf16.enabled=true"] {
         let run = |name: &str, tiling: &str| {

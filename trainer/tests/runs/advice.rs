@@ -13,7 +13,7 @@ const DATA_OFFSET: usize = 1 << 20;
 const BLOCK_BYTES: usize = 4096;
 
 #[test]
-fn a_damaged_tile_leads_to_verify_and_to_a_way_on() {
+fn the_advice_for_a_damaged_tile_works() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.steps=3"]).with(&harness.nvme());
     run.train();

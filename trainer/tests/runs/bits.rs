@@ -124,7 +124,7 @@ fn offload_changes_no_bit_in_fp32() {
 }
 
 #[test]
-fn parameters_at_home_and_rare_commits_change_no_bit() {
+fn parameters_in_host_memory_and_rare_commits_change_no_bit() {
     let ways = Ways::new(&["bf16.enabled=true"]);
     ways.same_on_store("params-at-home", &[CPU[0], NVME[1]]);
     let rarely = ["offload.commit_every=4", "offload.resident_fraction=0.5"];
@@ -140,7 +140,7 @@ fn spilled(run: &Run) -> [u64; 2] {
 }
 
 #[test]
-fn gradients_on_devices_change_no_bit_and_move_what_the_plan_says() {
+fn gradients_on_devices_change_no_bit_and_move_the_planned_bytes() {
     let ways = Ways::new(&["bf16.enabled=true", "gradient_accumulation_steps=2"]);
     with_both(|schedule| {
         let trained = |gradients: &str| {

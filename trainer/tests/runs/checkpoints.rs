@@ -97,7 +97,7 @@ fn checkpoints_hold_the_bits_of_their_steps_and_change_none() {
 }
 
 #[test]
-fn the_newest_checkpoints_are_kept_and_the_others_go() {
+fn the_newest_checkpoints_are_kept_and_the_others_removed() {
     let harness = Harness::new();
     let run = harness.run(
         "run",
@@ -123,7 +123,7 @@ fn the_newest_checkpoints_are_kept_and_the_others_go() {
 }
 
 #[test]
-fn a_run_goes_back_to_a_checkpoint_and_comes_to_the_same_end() {
+fn a_run_that_returns_to_a_checkpoint_reaches_the_same_end() {
     let harness = Harness::new();
     let (whole, fingerprints) = whole(&harness);
     let sets = [
@@ -136,7 +136,7 @@ fn a_run_goes_back_to_a_checkpoint_and_comes_to_the_same_end() {
         run.train();
         let said = succeed(from(&run, "3"));
         assert!(said.contains("resumed at step 3"), "{said}");
-        let says = "note: checkpoints newer than step 3 and a copy of the metrics are in ";
+        let says = "note: checkpoints newer than step 3 and a copy of the metrics were moved to ";
         assert!(said.contains(says), "{said}");
         assert_same(&whole, &run);
         let left = ["metrics.jsonl", "step-00000006", "step-00000009"];
@@ -146,7 +146,7 @@ fn a_run_goes_back_to_a_checkpoint_and_comes_to_the_same_end() {
         assert_eq!(text.lines().count(), 9);
         let aside = CheckpointName::Dir(aside.join("step-00000006"));
         assert_eq!(run.fingerprint_of(Some(aside)), fingerprints[1].1);
-        assert_eq!(names(&run, "").len(), 4, "made again");
+        assert_eq!(names(&run, "").len(), 4, "checkpoints were made again");
     }
 }
 
@@ -163,7 +163,10 @@ fn a_checkpoint_moves_between_devices_and_runs() {
     let on_host = |extra: &[&str]| harness.run("run", &sets).with(extra);
     on_store(&["train.stop_after=4"]).train();
     let text = on_host(&[]).refused();
-    assert!(text.contains("holds another run: store was in "), "{text}");
+    assert!(
+        text.contains("holds another run: its store was in "),
+        "{text}"
+    );
     let said = succeed(from(&on_host(&["train.stop_after=7"]), "3"));
     assert!(said.contains("resumed at step 3"), "{said}");
     // The store is still there, with a step of the way that was left.
@@ -187,12 +190,12 @@ fn a_checkpoint_moves_between_devices_and_runs() {
     succeed(fresh);
     assert!(
         harness.store_files().is_empty(),
-        "--fresh finds the store that was left"
+        "--fresh finds the earlier store"
     );
 }
 
 #[test]
-fn another_number_of_ranks_goes_on_from_a_checkpoint() {
+fn another_number_of_ranks_resumes_from_a_checkpoint() {
     let harness = Harness::new();
     let sets = ["train.steps=6", "train.checkpoint_every=2"];
     for (name, nvme) in [("store", harness.nvme()), ("host", Vec::new())] {
@@ -227,7 +230,7 @@ fn another_number_of_ranks_goes_on_from_a_checkpoint() {
 }
 
 #[test]
-fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
+fn an_unusable_checkpoint_is_named_and_nothing_changes() {
     let harness = Harness::new();
     let sets = ["train.checkpoint_every=2", "train.checkpoints_kept=0"];
     let run = harness.run("run", &sets).with(&harness.nvme());
@@ -239,16 +242,19 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
     };
     refused(
         "3",
-        "step-00000003 is no checkpoint: the run has checkpoints of step 2, 4, 6",
+        "step-00000003 is not a checkpoint: the run has checkpoints of step 2, 4, 6",
     );
-    refused("/nowhere", "/nowhere is no checkpoint");
+    refused("/nowhere", "/nowhere is not a checkpoint");
     let tiles = run.dir.join("checkpoints/step-00000002/tiles.0");
     let good = std::fs::read(&tiles).unwrap();
     let mut bad = good.clone();
     let last = bad.len() - 20;
     bad[last] ^= 4;
     std::fs::write(&tiles, bad).unwrap();
-    refused("2", "step-00000002/tiles.0 is damaged: fingerprint ");
+    refused(
+        "2",
+        "step-00000002/tiles.0 is damaged: expected fingerprint ",
+    );
     std::fs::write(&tiles, &good[..good.len() - 1]).unwrap();
     refused("2", "tiles.0 is damaged: ");
     let wide = harness.run("wide", &["model.hidden_size=64"]);
@@ -258,7 +264,7 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
         .display()
         .to_string();
     let text = fail(from(&wide, &checkpoint));
-    let says = "is of another run: layout.model.hidden_size is 32 there, 64 here";
+    let says = "belongs to another run: its layout.model.hidden_size is 32, this run's is 64";
     assert!(text.contains(says), "{text}");
     let kept = ["step-00000002", "step-00000004", "step-00000006"];
     assert_eq!(names(&run, ""), kept);
@@ -266,7 +272,7 @@ fn what_cannot_be_gone_back_to_is_named_and_nothing_changes() {
 }
 
 #[test]
-fn a_step_that_changed_nothing_has_its_checkpoint_too() {
+fn a_skipped_step_has_its_checkpoint_too() {
     let harness = Harness::new();
     // Too large a scale to begin with: the first steps overflow.
     let fp16 = [
@@ -296,7 +302,7 @@ fn a_step_that_changed_nothing_has_its_checkpoint_too() {
 }
 
 #[test]
-fn runs_are_listed_with_their_checkpoints_and_what_is_damaged_is_named() {
+fn runs_are_listed_with_their_checkpoints_and_damage() {
     let harness = Harness::new();
     let sets = ["train.checkpoint_every=2", "train.checkpoints_kept=0"];
     let good = harness.run("good", &sets).with(&harness.nvme());
@@ -331,12 +337,12 @@ fn runs_are_listed_with_their_checkpoints_and_what_is_damaged_is_named() {
     for says in [
         "/good\n  0.03 M parameters (2 layers of 32, fp32), step 6, loss ",
         "\n  state in ",
-        ".tiles is gone\n  save of step 2: 20",
-        "\n  save of step 6: 20",
+        ".tiles is missing\n  checkpoint at step 2: 20",
+        "\n  checkpoint at step 6: 20",
         " KiB, loss ",
         "/broken\n  damaged: ",
         "tiles.0 is damaged: ",
-        " bytes expected, 100 found",
+        " bytes, found 100",
         "\nno run in ",
         "\n3 runs, ",
     ] {
@@ -359,11 +365,11 @@ fn runs_are_listed_with_their_checkpoints_and_what_is_damaged_is_named() {
     let tiles = good.dir.join("checkpoints/step-00000004/tiles.0");
     assert_eq!(checkpoint["bytes"], std::fs::metadata(tiles).unwrap().len());
     let text = fail(runs(&["/nowhere"]));
-    assert!(text.contains("cannot look into /nowhere"), "{text}");
+    assert!(text.contains("cannot list /nowhere"), "{text}");
 }
 
 #[test]
-fn a_full_drive_is_said_and_training_goes_on() {
+fn a_full_drive_is_reported_and_training_continues() {
     let harness = Harness::new();
     let sets = [
         "train.steps=60",
@@ -396,9 +402,9 @@ fn a_full_drive_is_said_and_training_goes_on() {
             [&output.stdout, &output.stderr].map(|words| String::from_utf8_lossy(words));
         assert_eq!(output.status.code(), Some(1), "{name}: {out}\n{err}");
         for says in [
-            "step-00000060.partial/tiles.0 beyond its first ",
+            "step-00000060.partial/tiles.0 after its first ",
             " bytes: File too large",
-            "training continues, and earlier checkpoints stay",
+            "training continues, and earlier checkpoints are kept",
             " checkpoints could not be made",
         ] {
             assert!(err.contains(says), "{name}: {says:?} is not in {err}");
@@ -423,7 +429,7 @@ fn a_full_drive_is_said_and_training_goes_on() {
 }
 
 #[test]
-fn kills_leave_whole_checkpoints_only() {
+fn kills_leave_only_complete_checkpoints() {
     for (name, kills) in [("store", 8), ("host", 12)] {
         let harness = Harness::new();
         let sets = [

@@ -21,7 +21,7 @@ fn end(mut command: Command, out: Stdio) -> (Option<i32>, String) {
 }
 
 #[test]
-fn a_reader_that_has_gone_ends_no_run() {
+fn a_reader_that_stops_reading_does_not_end_the_run() {
     let harness = Harness::new();
     let run = harness.run("unread", &["train.steps=3", "train.log_every=1"]);
     let (code, said) = end(run.command("train"), unread());
@@ -38,7 +38,7 @@ fn a_reader_that_has_gone_ends_no_run() {
 }
 
 #[test]
-fn a_result_that_a_full_disk_does_not_take_is_a_failure() {
+fn a_result_that_does_not_fit_on_a_full_disk_is_a_failure() {
     let Ok(full) = File::options().write(true).open("/dev/full") else {
         println!("skipped: there is no /dev/full here: a result on a full disk");
         return;

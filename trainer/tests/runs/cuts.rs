@@ -92,12 +92,12 @@ impl Cuts {
         }
         let said = String::from_utf8_lossy(&output.stderr);
         let of_its_daemon = ["private offloadd", "offloadd.sock"].map(|name| said.contains(name));
-        assert!(of_its_daemon.contains(&true), "not its power: {said}");
+        assert!(of_its_daemon.contains(&true), "not a power cut: {said}");
         let steps_written = run.steps_written();
         self.forget_unflushed(&run);
         let output = finish(spawn(run.command("train")));
         let [out, err] = [output.stdout, output.stderr]
-            .map(|words| String::from_utf8(words).expect("what it says is text"));
+            .map(|words| String::from_utf8(words).expect("output is text"));
         if !output.status.success() {
             return Outcome::Wrong(err);
         }
@@ -105,11 +105,11 @@ impl Cuts {
         let step = step.map_or(0, |step| step.parse().unwrap());
         // The commit of a step may be on its way while the next one's line is written, and no longer.
         if step + 2 < steps_written {
-            let why = format!("step {step} of {steps_written} that were written");
+            let why = format!("step {step}, but {steps_written} steps are in the metrics");
             return Outcome::Wrong(why);
         }
         if run.fingerprint() != self.fingerprint {
-            return Outcome::Wrong(format!("from step {step} on it trains something else"));
+            return Outcome::Wrong(format!("from step {step} on it trains differently"));
         }
         self.compare_metrics(&run);
         Outcome::WentOn {
@@ -164,9 +164,12 @@ fn seed() -> u64 {
 }
 
 #[test]
-fn a_training_goes_on_from_any_crash_image_bit_for_bit() {
-    let images = std::env::var("OFFLOADD_POWER_TRAININGS")
-        .map_or(5, |images| images.parse().expect("a number of images"));
+fn a_training_resumes_from_any_crash_image_bit_for_bit() {
+    let images = std::env::var("OFFLOADD_POWER_TRAININGS").map_or(5, |images| {
+        images
+            .parse()
+            .expect("OFFLOADD_POWER_TRAININGS is a number")
+    });
     let mut cuts = Cuts::new(seed());
     let (mut drawn, mut went_on, mut later) = (0, 0, 0);
     while went_on < images || later == 0 {
@@ -177,7 +180,9 @@ fn a_training_goes_on_from_any_crash_image_bit_for_bit() {
                 step,
                 steps_written,
             } => {
-                println!("image {drawn}: from step {step}, {steps_written} were written");
+                println!(
+                    "image {drawn}: resumed at step {step}, {steps_written} steps were written"
+                );
                 went_on += 1;
                 later += u64::from(step > 0);
             }
@@ -185,16 +190,16 @@ fn a_training_goes_on_from_any_crash_image_bit_for_bit() {
         }
         drawn += 1;
     }
-    println!("{went_on} of {drawn} starts were cut and went on, {later} of them after step 0");
+    println!("{went_on} of {drawn} starts were cut and resumed, {later} of them after step 0");
 }
 
 #[test]
-fn without_the_first_flush_a_crash_image_is_of_two_steps() {
+fn without_the_first_flush_a_crash_image_mixes_two_steps() {
     let mut cuts = Cuts::new(seed());
     for image in 0..20 {
         if let Outcome::Wrong(why) = cuts.image(image, "first-flush") {
             return println!("image {image}: {why}");
         }
     }
-    panic!("nobody missed the first flush");
+    panic!("the missing flush was not detected");
 }

@@ -44,7 +44,7 @@ fn flip(file: &PathBuf, offset: u64) {
 }
 
 #[test]
-fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
+fn a_flipped_byte_in_a_tile_stops_the_run_and_is_reported() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
     // A byte of every block that holds weights or moments: whichever extent is current, it is damaged.
@@ -65,12 +65,12 @@ fn a_flipped_byte_in_a_tile_stops_the_run_and_is_named() {
     ] {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
-    assert_eq!(run.metrics().len(), 3, "no step was made of damaged tiles");
+    assert_eq!(run.metrics().len(), 3, "no step used damaged tiles");
     let config = text
         .split_once("`offloadd verify --config ")
         .and_then(|(_, rest)| rest.split_once('`'))
         .map(|(config, _)| config)
-        .unwrap_or_else(|| panic!("no command to look at the damage in {text}"));
+        .unwrap_or_else(|| panic!("the message names no command to examine the damage: {text}"));
     let listed = verify(Path::new(config));
     assert!(listed.contains("damaged"), "{listed}");
     start_again(&run);
@@ -92,7 +92,7 @@ fn verify(config: &Path) -> String {
 fn start_again(run: &Run) {
     let mut fresh = run.command("train");
     fresh.arg("--fresh");
-    assert!(succeed(fresh).contains("started with fresh weights"));
+    assert!(succeed(fresh).contains("started with random weights"));
     assert_eq!(run.metrics().len(), 6);
 }
 
@@ -108,7 +108,7 @@ fn tile_blocks(content: &[u8]) -> Vec<u64> {
 }
 
 #[test]
-fn an_older_copy_of_the_store_is_told_and_what_to_do_about_it() {
+fn an_older_copy_of_the_store_is_reported_with_advice() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
     let older = std::fs::read(&file).expect("the store");
@@ -130,13 +130,13 @@ fn an_older_copy_of_the_store_is_told_and_what_to_do_about_it() {
 }
 
 #[test]
-fn one_damaged_superblock_is_survived_and_two_are_named() {
+fn one_damaged_superblock_is_survived_and_two_are_reported() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
     let fingerprint = run.fingerprint();
     flip(&file, SUPERBLOCK_COPIES[0]);
-    assert_eq!(run.fingerprint(), fingerprint, "the second copy serves");
-    // Both at once: the first may have been mended from the second meanwhile.
+    assert_eq!(run.fingerprint(), fingerprint, "the second copy is used");
+    // Both are damaged again, because the first may have been repaired from the second.
     for offset in SUPERBLOCK_COPIES {
         flip(&file, offset);
     }
@@ -153,7 +153,7 @@ fn one_damaged_superblock_is_survived_and_two_are_named() {
 }
 
 #[test]
-fn damaged_records_are_named_and_never_taken_for_a_new_run() {
+fn damaged_records_are_reported_and_never_taken_for_a_new_run() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
     // Each generation's record carries the run's state, which is text.

@@ -49,7 +49,7 @@ fn losses(run: &Run) -> Vec<f64> {
 }
 
 #[test]
-fn answers_are_learned_and_questions_are_not_where_asked() {
+fn only_answers_are_learned_if_loss_on_says_so() {
     let harness = Harness::new();
     let sets = [
         "train.steps=40",
@@ -63,7 +63,7 @@ fn answers_are_learned_and_questions_are_not_where_asked() {
     let said = answers.train();
     assert!(said.contains("documents end with <|im_end|>"), "{said}");
     assert!(
-        said.contains("400 documents") && said.contains("of them count"),
+        said.contains("400 documents") && said.contains("of them count in the loss"),
         "{said}"
     );
     let learned = losses(&answers);
@@ -74,12 +74,15 @@ fn answers_are_learned_and_questions_are_not_where_asked() {
     let all = chat_run(&harness, "all", &sets);
     all.train();
     let all = losses(&all);
-    assert!(all[39] > 2.0 * learned[39], "questions are chance: {all:?}");
+    assert!(
+        all[39] > 2.0 * learned[39],
+        "questions cannot be learned: {all:?}"
+    );
 }
 
 /// Windows of whole documents whose answers differ in length: micro-batches have very different numbers of tokens that count.
 #[test]
-fn tokens_weigh_the_same_however_they_lie_in_micro_batches_and_on_ranks() {
+fn tokens_weigh_the_same_in_any_division_into_micro_batches_and_ranks() {
     let harness = Harness::new();
     let sets = [
         "train.steps=6",
@@ -119,7 +122,7 @@ fn tokens_weigh_the_same_however_they_lie_in_micro_batches_and_on_ranks() {
 }
 
 #[test]
-fn a_resumed_run_reads_the_same_windows_and_makes_no_tokens_again() {
+fn a_resumed_run_reads_the_same_windows_without_tokenizing_again() {
     let harness = Harness::new();
     let sets = [
         "data.packing=documents",
@@ -152,21 +155,21 @@ fn a_resumed_run_reads_the_same_windows_and_makes_no_tokens_again() {
     assert!(said.contains("resumed at step 4"), "{said}");
     assert!(
         !said.contains("note: text was"),
-        "the tokens are the same: {said}"
+        "the tokens have not changed: {said}"
     );
     let run = parts("6");
     assert_eq!(run.bits("loss"), whole.bits("loss"));
 }
 
 #[test]
-fn data_that_cannot_be_learned_from_is_refused_and_leaves_nothing() {
+fn unusable_data_is_refused_and_leaves_nothing() {
     let harness = Harness::new();
     let lines = harness.path("broken.jsonl");
     std::fs::write(&lines, "{\"text\": \"good\"}\n{\"text\": broken}\n").unwrap();
     let files = format!("data.files=[\"{}\"]", lines.display());
     let broken = harness.run("broken", &[&files]);
     let text = broken.refused();
-    assert!(text.contains("broken.jsonl, line 2: is no JSON"), "{text}");
+    assert!(text.contains("broken.jsonl, line 2: is not JSON"), "{text}");
     assert!(!broken.dir.exists());
     let other = chat_run(&harness, "other", &["train.seq_len=32"]).with(&["model.vocab_size=300"]);
     let text = other.refused();
@@ -178,7 +181,7 @@ fn data_that_cannot_be_learned_from_is_refused_and_leaves_nothing() {
 }
 
 #[test]
-fn what_will_be_learned_can_be_looked_at() {
+fn preview_data_shows_what_counts_in_the_loss() {
     let harness = Harness::new();
     let sets = [
         "data.packing=documents",
@@ -225,7 +228,7 @@ fn answers_alone_count_in_fp16_too() {
 
 /// A text as bytes, as token ids and as records of them: the same tokens are the same run, and no tokenizer is needed.
 #[test]
-fn token_ids_train_as_the_text_they_are_of() {
+fn token_ids_train_like_the_text_that_they_encode() {
     let harness = Harness::new();
     let text = std::fs::read(harness.path("text")).unwrap();
     let ids: Vec<u8> = text
@@ -249,7 +252,7 @@ fn token_ids_train_as_the_text_they_are_of() {
         let said = run.train();
         assert_eq!(
             file != "text",
-            said.contains("token ids as they are"),
+            said.contains("token ids from the data"),
             "{said}"
         );
         (run.bits("loss"), run)

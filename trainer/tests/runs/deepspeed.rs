@@ -61,7 +61,7 @@ fn hugging_faces_zero_infinity_example_trains() {
 }
 
 #[test]
-fn a_launcher_takes_a_deepspeed_file_and_counts_its_ranks() {
+fn a_launcher_accepts_a_deepspeed_file_and_counts_its_ranks() {
     let harness = Harness::new();
     let file = harness.path("ds.json");
     std::fs::write(
@@ -84,7 +84,7 @@ fn a_launcher_takes_a_deepspeed_file_and_counts_its_ranks() {
 }
 
 #[test]
-fn monitors_and_times_are_told_and_cut_back_on_resume() {
+fn monitors_and_times_are_reported_and_truncated_on_resume() {
     let harness = Harness::new();
     let file = harness.path("ds.json");
     let deepspeed = json!({
@@ -125,5 +125,5 @@ fn monitors_and_times_are_told_and_cut_back_on_resume() {
         assert_eq!(text.lines().count(), 5, "{name}: {text}");
     }
     let events = std::fs::read_dir(harness.path("tb/job")).unwrap();
-    assert_eq!(events.count(), 2, "one file a start");
+    assert_eq!(events.count(), 2, "one file for each start");
 }

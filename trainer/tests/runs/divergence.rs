@@ -18,7 +18,7 @@ fn keeps_what_was_good(run: &Run, stopped: &Run) {
     let good = run.steps_written();
     assert!(
         line.contains(&format!("step {}: ", good + 1))
-            && line.contains(&format!("Step {good} was kept")),
+            && line.contains(&format!("The state of step {good} was kept")),
         "{line}"
     );
     stopped.train();
@@ -32,7 +32,7 @@ fn keeps_what_was_good(run: &Run, stopped: &Run) {
     assert_eq!(
         run.refused().lines().last(),
         Some(line),
-        "a resumed run says the same"
+        "a resumed run reports the same"
     );
     assert_eq!(run.steps_written(), good);
 }

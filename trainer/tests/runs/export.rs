@@ -31,7 +31,7 @@ fn a_killed_export_leaves_no_directory() {
         if out.exists() {
             assert!(
                 tensors(&out) == expected,
-                "a part of an export has its name"
+                "an incomplete export has the final name"
             );
             std::fs::remove_dir_all(&out).unwrap();
         }
@@ -43,18 +43,18 @@ fn a_killed_export_leaves_no_directory() {
         .status
         .success()
     {
-        assert!(Instant::now() < deadline, "it cannot be exported any more");
+        assert!(Instant::now() < deadline, "the run could not be exported");
         std::thread::sleep(Duration::from_millis(50));
     }
     assert!(tensors(&out) == expected);
     assert!(
         !harness.path("out.partial").exists(),
-        "what the killed ones left stays"
+        "the remains of killed exports were not removed"
     );
 }
 
 #[test]
-fn what_cannot_be_exported_is_said() {
+fn a_run_that_cannot_be_exported_is_refused_with_the_reason() {
     let harness = Harness::new();
     let run = moving_run(&harness, "run", &fixture("llama"));
     let out = harness.path("out");
@@ -66,16 +66,16 @@ fn what_cannot_be_exported_is_said() {
     run.train();
     std::fs::create_dir(&out).unwrap();
     let text = export_refused(&run, &out, &[]);
-    assert!(text.contains("out is there already"), "{text}");
+    assert!(text.contains("out already exists"), "{text}");
     std::fs::remove_dir(&out).unwrap();
     std::fs::remove_dir_all(run.dir.join("checkpoints")).unwrap();
     let text = export_refused(&run, &out, &[]);
-    assert!(text.contains("nothing was committed yet in "), "{text}");
+    assert!(text.contains("has committed nothing yet"), "{text}");
     let record = run.dir.join("run.json");
     let text = std::fs::read_to_string(&record).unwrap();
     std::fs::write(&record, text.replace("fp32", "fp7")).unwrap();
     let text = export_refused(&run, &out, &[]);
-    assert!(text.contains("its numbers are fp7"), "{text}");
+    assert!(text.contains("its number type is fp7"), "{text}");
     std::fs::write(&record, "{").unwrap();
     assert!(export_refused(&run, &out, &[]).contains("run.json is damaged"));
     assert!(!out.exists());
@@ -102,8 +102,9 @@ fn a_number_beyond_fp16_is_named_and_refused() {
     run.train();
     let out = harness.path("out");
     let text = export_refused(&run, &out, &["--dtype", "fp16"]);
-    let expected =
-        format!("tensor {name} holds 70000, which fp16 cannot: export with --dtype bf16 or fp32");
+    let expected = format!(
+        "tensor {name} contains 70000, which fp16 cannot represent: export with --dtype bf16 or fp32"
+    );
     assert!(text.contains(&expected), "{text}");
     assert!(!out.exists());
     export(&run, &out, &["--dtype", "bf16"]);
@@ -114,11 +115,13 @@ fn a_run_is_not_exported_while_it_trains() {
     let harness = Harness::new();
     let run = moving_run(&harness, "run", &fixture("llama")).with(&["train.steps=100000"]);
     let metrics = run.dir.join("metrics.jsonl");
-    let mut child = until(spawn(run.command("train")), "it began", || metrics.exists());
+    let mut child = until(spawn(run.command("train")), "it started training", || {
+        metrics.exists()
+    });
     let text = export_refused(&run, &harness.path("out"), &[]);
     child.kill().expect("killed");
     drop(finish(child));
-    assert!(text.contains("another trainer works in "), "{text}");
+    assert!(text.contains("another trainer is using "), "{text}");
 }
 
 #[test]

@@ -20,7 +20,7 @@ const STAGING_BYTES: u64 = 100_000;
 const LAYERS: u64 = 12;
 
 #[test]
-fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() {
+fn a_step_on_a_drive_writes_twelve_bytes_a_parameter_and_reads_up_to_fourteen() {
     let harness = Harness::new();
     let sets = [
         "bf16.enabled=true",
@@ -86,7 +86,7 @@ fn a_step_on_a_drive_moves_twelve_bytes_a_parameter_out_and_up_to_fourteen_in() 
 }
 
 #[test]
-fn in_host_memory_a_step_moves_nothing_and_takes_as_long_as_its_computing() {
+fn in_host_memory_a_step_moves_nothing_and_takes_as_long_as_its_computation() {
     let harness = Harness::new();
     let run = harness.run("run", &[]);
     run.train();

@@ -259,7 +259,7 @@ pub(crate) fn fail(command: Command) -> String {
     assert_eq!(
         output.status.code(),
         Some(1),
-        "an error was expected: {}\n{out}\n{err}",
+        "expected an error: {}\n{out}\n{err}",
         output.status
     );
     err
@@ -278,7 +278,10 @@ pub(crate) fn finish(mut child: Child) -> Output {
     while child.try_wait().expect("the child can be asked").is_none() {
         if Instant::now() > deadline {
             kill_all(&mut child);
-            panic!("it hung for {RUN_WAIT:?}: {:?}", words(&output_of(child)));
+            panic!(
+                "the process hung for {RUN_WAIT:?}: {:?}",
+                words(&output_of(child))
+            );
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -291,7 +294,7 @@ fn output_of(child: Child) -> Output {
     std::thread::spawn(move || said.send(child.wait_with_output()));
     let output = output.recv_timeout(RUN_WAIT);
     let output = output.unwrap_or_else(|_| {
-        panic!("it has ended, and somebody whom it started has had its pipes for {RUN_WAIT:?}")
+        panic!("the process has ended, but a child has held its pipes for {RUN_WAIT:?}")
     });
     output.expect("its words")
 }
@@ -406,7 +409,7 @@ staging_bytes = 100000
 }
 
 #[test]
-fn one_that_hangs_is_killed_with_all_it_started() {
+fn a_hanging_process_is_killed_with_its_children() {
     let mut command = Command::new("sh");
     command.args(["-c", "sh -c 'sleep 600; true' & wait"]);
     command.stdout(Stdio::piped()).stderr(Stdio::piped());

@@ -28,7 +28,7 @@ fn rename(run: &Run, name: &str) -> PathBuf {
 }
 
 #[test]
-fn a_renamed_run_goes_on_and_is_exported() {
+fn a_renamed_run_resumes_and_can_be_exported() {
     let harness = Harness::new();
     let whole = run(&harness, "whole", 6);
     whole.train();
@@ -47,7 +47,7 @@ fn a_renamed_run_goes_on_and_is_exported() {
         "{said}{err}"
     );
     let was = format!(
-        "was in {} before",
+        "was moved from {}",
         std::fs::canonicalize(harness.path("runs"))
             .unwrap()
             .join("first")
@@ -66,7 +66,7 @@ fn a_renamed_run_goes_on_and_is_exported() {
 }
 
 #[test]
-fn a_copied_run_leaves_the_store_of_the_first_alone() {
+fn a_copied_run_does_not_use_the_store_of_the_original() {
     let harness = Harness::new();
     let first = run(&harness, "first", 3);
     first.train();
@@ -87,7 +87,7 @@ fn a_copied_run_leaves_the_store_of_the_first_alone() {
 }
 
 #[test]
-fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
+fn a_damaged_record_is_rebuilt_and_the_run_resumes_with_equal_bits() {
     let harness = Harness::new();
     let whole = run(&harness, "whole", 6);
     whole.train();
@@ -109,13 +109,12 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
         ],
     ));
     assert!(
-        text.contains("`trainer train` with the run's file creates it again"),
+        text.contains("`trainer train` with the run's configuration rebuilds it"),
         "{text}"
     );
     let said = run(&harness, name, 3).train();
     assert!(
-        said.contains("run.json was damaged (")
-            && said.contains("made again from the store's record"),
+        said.contains("run.json was damaged (") && said.contains("rebuilt from the store's record"),
         "{said}"
     );
     assert!(said.contains("resumed at step 1"), "{said}");
@@ -128,7 +127,10 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
     let other =
         run(&harness, name, 6).with(&["offload.tile_elems=8192", "offload.staging_bytes=400000"]);
     let text = other.refused();
-    assert!(text.contains("tile_elems was 4096, is now 8192"), "{text}");
+    assert!(
+        text.contains("tile_elems was 4096 and is now 8192"),
+        "{text}"
+    );
     let rest = run(&harness, name, 6);
     assert!(rest.train().contains("resumed at step 3"));
     assert_eq!(rest.bits("loss"), whole.bits("loss"));
@@ -136,14 +138,14 @@ fn a_damaged_record_is_made_again_and_the_run_goes_on_in_equal_bits() {
 }
 
 #[test]
-fn a_damaged_record_of_a_run_in_memory_is_made_again_from_its_newest_checkpoint() {
+fn a_damaged_record_of_a_run_in_memory_is_rebuilt_from_its_newest_checkpoint() {
     let harness = Harness::new();
     let run = |until: u64| harness.run("run", &[&format!("train.stop_after={until}")]);
     run(2).train();
     std::fs::write(run(2).dir.join("run.json"), "{").unwrap();
     let said = run(4).train();
     assert!(
-        said.contains("made again from the newest checkpoint"),
+        said.contains("rebuilt from the newest checkpoint"),
         "{said}"
     );
     assert!(said.contains("resumed at step 2"), "{said}");
@@ -183,7 +185,7 @@ fn the_store_of_a_deleted_run_is_listed_and_removed() {
 }
 
 #[test]
-fn a_run_is_removed_with_its_store_once_nobody_trains_it() {
+fn a_run_is_removed_with_its_store_unless_it_is_being_trained() {
     let harness = Harness::new();
     let run = harness
         .run("run", &["train.steps=100000", "scheduler={}"])
@@ -193,7 +195,7 @@ fn a_run_is_removed_with_its_store_once_nobody_trains_it() {
     });
     let remove = |args: &[&Path]| verb(&run, "remove", args);
     let yes = Path::new("--yes");
-    assert!(fail(remove(&[&run.dir, yes])).contains("another trainer works in"));
+    assert!(fail(remove(&[&run.dir, yes])).contains("another trainer is using"));
     child.kill().expect("killed");
     child.wait().expect("it ended");
     let text = fail(remove(&[&run.dir]));
@@ -202,7 +204,7 @@ fn a_run_is_removed_with_its_store_once_nobody_trains_it() {
     std::fs::write(run.dir.join("notes.txt"), "mine").unwrap();
     let said = succeed(remove(&[&run.dir, yes]));
     assert!(
-        said.contains(".tiles") && said.contains("holds other files"),
+        said.contains(".tiles") && said.contains("contains other files"),
         "{said}"
     );
     assert_eq!(std::fs::read_dir(harness.path("drive")).unwrap().count(), 0);

@@ -103,18 +103,24 @@ impl Killed {
         seen.told = seen.told.max(run.steps_written());
         let Some(fingerprint) = run.fingerprint_if_any(None) else {
             // It had not been opened.
-            assert!(!seen.begun && seen.told == 0, "{after}: all is lost");
+            assert!(
+                !seen.begun && seen.told == 0,
+                "{after}: the committed state is lost"
+            );
             return;
         };
         seen.begun = true;
         let step = self.compare(&fingerprint, after);
         let before = seen.committed;
-        assert!(step >= before, "{after}: step {step}, {before} before");
-        // One commit may be on its way, and one wait for it, while the next step is told.
+        assert!(
+            step >= before,
+            "{after}: step {step}, but {before} was seen before"
+        );
+        // One commit may be in progress, and one waiting for it, while the next step is reported.
         let told = seen.told;
         assert!(
             step + 2 * self.commit_every >= told,
-            "{after}: step {step} of {told} that were told"
+            "{after}: step {step}, but {told} steps were reported"
         );
         seen.committed = step;
     }
@@ -129,7 +135,10 @@ impl Killed {
             )
         });
         let before = seen.saved;
-        assert!(saved >= before, "{after}: save {saved}, {before} before");
+        assert!(
+            saved >= before,
+            "{after}: checkpoint {saved}, but {before} was seen before"
+        );
         seen.saved = saved;
     }
 

@@ -23,7 +23,7 @@ fn lines(path: &Path) -> usize {
 }
 
 #[test]
-fn a_killed_run_that_saved_nothing_starts_again_and_says_so() {
+fn a_killed_run_without_saved_state_starts_again_and_says_so() {
     let harness = Harness::new();
     let long = ["train.steps=100000", "scheduler={}"];
     let run = |extra: &[&str]| harness.run("run", &long).with(extra);
@@ -32,25 +32,25 @@ fn a_killed_run_that_saved_nothing_starts_again_and_says_so() {
     let said = run(&["train.stop_after=2"]).train();
     assert!(
         said.contains(&format!(
-            "note: nothing was saved of the {steps} steps in metrics.jsonl"
+            "note: no checkpoint was made of the {steps} steps in metrics.jsonl"
         )) && said.contains("train.checkpoint_every"),
         "{said}"
     );
-    assert!(said.contains("started with fresh weights"), "{said}");
+    assert!(said.contains("started with random weights"), "{said}");
     let old = run(&[]).dir.join("metrics.jsonl.old");
     assert_eq!(lines(&old), steps, "the metrics of the killed run are kept");
     assert_eq!(run(&[]).metrics().len(), 2);
     // Said once: the second start has something to go on from.
     let said = run(&["train.stop_after=2"]).train();
-    assert!(!said.contains("nothing was saved"), "{said}");
+    assert!(!said.contains("no checkpoint was made"), "{said}");
     let mut fresh = run(&["train.stop_after=2"]).command("train");
     fresh.arg("--fresh");
     succeed(fresh);
-    assert!(!old.exists(), "--fresh forgets it too");
+    assert!(!old.exists(), "--fresh removes it too");
 }
 
 #[test]
-fn a_killed_run_that_checkpoints_as_it_goes_resumes_at_its_last_checkpoint() {
+fn a_killed_run_with_checkpoints_resumes_at_the_last_one() {
     let harness = Harness::new();
     let sets = [
         "train.steps=100000",
@@ -79,7 +79,7 @@ fn a_killed_run_that_checkpoints_as_it_goes_resumes_at_its_last_checkpoint() {
 }
 
 #[test]
-fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
+fn a_run_whose_only_checkpoint_was_removed_starts_again_and_says_so() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.checkpoint_every=0"]);
     run.train();
@@ -92,7 +92,7 @@ fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
     std::fs::remove_dir_all(&checkpoint).unwrap();
     let said = run.train();
     assert!(
-        said.contains("nothing was saved of the 6 steps in metrics.jsonl"),
+        said.contains("no checkpoint was made of the 6 steps in metrics.jsonl"),
         "{said}"
     );
     assert_eq!(lines(&run.dir.join("metrics.jsonl.old")), 6);
@@ -100,7 +100,7 @@ fn the_only_checkpoint_removed_is_a_new_start_with_a_word() {
 }
 
 #[test]
-fn a_line_that_a_crash_took_is_made_up_for() {
+fn a_metrics_line_lost_in_a_crash_is_written_again() {
     let harness = Harness::new();
     let run = harness
         .run("run", &["train.stop_after=3"])
@@ -121,7 +121,7 @@ fn a_line_that_a_crash_took_is_made_up_for() {
         let (before, after) = (before[key].as_f64().unwrap(), after[key].as_f64().unwrap());
         assert!(
             after > before / 2.0 && after < before * 2.0,
-            "{key}: {before} and made up {after}"
+            "{key}: {before}, written again as {after}"
         );
     }
     let bound_s = |line: &serde_json::Value| line["bound_s"].as_f64().unwrap();
@@ -132,7 +132,7 @@ fn a_line_that_a_crash_took_is_made_up_for() {
 }
 
 #[test]
-fn fresh_removes_the_store_where_it_was() {
+fn fresh_removes_the_store_at_its_earlier_place() {
     let harness = Harness::new();
     let other = harness.path("other");
     std::fs::create_dir(&other).unwrap();
@@ -168,7 +168,7 @@ fn fresh_removes_the_store_where_it_was() {
 }
 
 #[test]
-fn fresh_says_what_stays_with_a_shared_daemon() {
+fn fresh_reports_a_job_left_with_a_shared_daemon() {
     let harness = Harness::new();
     let daemon = Daemon::start(&harness);
     let nvme = "zero_optimization.offload_optimizer.device=nvme";
@@ -178,7 +178,8 @@ fn fresh_says_what_stays_with_a_shared_daemon() {
     moved.arg("--fresh");
     let said = succeed(moved);
     assert!(
-        said.contains("note: job run-") && said.contains("stays with the daemon it used"),
+        said.contains("note: job run-")
+            && said.contains("is still in the store of the daemon it used"),
         "{said}"
     );
 }

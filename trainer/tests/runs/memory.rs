@@ -20,25 +20,25 @@ fn a_finished_run_started_again_changes_nothing_and_fresh_starts_over() {
     );
     let mut again = run.command("train");
     again.arg("--fresh");
-    assert!(crate::harness::succeed(again).contains("started with fresh weights"));
+    assert!(crate::harness::succeed(again).contains("started with random weights"));
     assert_eq!((run.bits("loss"), run.fingerprint()), (losses, fingerprint));
 }
 
 #[test]
-fn a_run_that_could_not_checkpoint_its_state_is_refused_before_its_first_step() {
+fn a_run_without_space_for_its_checkpoint_is_refused_before_its_first_step() {
     let harness = Harness::new();
     let run = harness.run("run", &[]);
     std::fs::create_dir_all(&run.dir).unwrap();
     let mount = format!("mount -t tmpfs -o size=256k none '{}'", run.dir.display());
     let Some(inside) = where_mounted(&mount, &run.command("train")) else {
         println!(
-            "skipped: a_run_that_could_not_save_its_state_is_refused_before_its_first_step: mounting a tmpfs needs root"
+            "skipped: a_run_without_space_for_its_checkpoint_is_refused_before_its_first_step: mounting a tmpfs needs root"
         );
         return;
     };
     let text = fail(inside);
     assert!(
-        text.contains("stays in checkpoints there alone") && text.contains("train.run_dir"),
+        text.contains("is kept only in checkpoints there") && text.contains("train.run_dir"),
         "{text}"
     );
     assert!(!text.contains("step 1"), "{text}");
@@ -157,7 +157,7 @@ fn a_tied_head_trains_too() {
 }
 
 #[test]
-fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
+fn a_damaged_checkpoint_is_named_and_the_one_before_kept() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.checkpoint_every=3"]);
     run.train();
@@ -179,7 +179,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_still_there() {
 }
 
 #[test]
-fn new_directories_are_flushed_before_the_first_checkpoint_counts() {
+fn new_directories_are_synced_before_the_first_checkpoint_is_complete() {
     let harness = Harness::new();
     let run = harness.run("new", &["train.stop_after=1"]);
     let trace = harness.path("trace");
@@ -203,7 +203,7 @@ fn new_directories_are_flushed_before_the_first_checkpoint_counts() {
         succeed(traced);
     } else {
         println!(
-            "skipped: new_folders_are_flushed_before_the_first_save_counts: strace is missing or may trace nothing"
+            "skipped: new_directories_are_synced_before_the_first_checkpoint_is_complete: strace is missing or not permitted"
         );
         return;
     }
@@ -212,7 +212,7 @@ fn new_directories_are_flushed_before_the_first_checkpoint_counts() {
     let named = lines
         .iter()
         .position(|line| line.contains("rename") && line.contains("step-00000001.partial"))
-        .expect("the checkpoint got its name");
+        .expect("the checkpoint was renamed");
     for (dir, above) in [
         (run.dir.join("checkpoints"), run.dir.clone()),
         (run.dir.clone(), harness.path("runs")),
@@ -224,14 +224,14 @@ fn new_directories_are_flushed_before_the_first_checkpoint_counts() {
             .position(|line| {
                 line.contains("mkdir") && line.contains(&made) && line.ends_with("= 0")
             })
-            .unwrap_or_else(|| panic!("{} was not made: {trace}", dir.display()));
+            .unwrap_or_else(|| panic!("{} was not created: {trace}", dir.display()));
         let above = above.canonicalize().unwrap();
         let flushed = format!("<{}>", above.display());
         assert!(
             lines[made..named]
                 .iter()
                 .any(|line| line.contains("fsync(") && line.contains(&flushed)),
-            "{} was not flushed: {trace}",
+            "{} was not synced: {trace}",
             above.display()
         );
     }

@@ -97,6 +97,6 @@ pub(crate) fn export(run: &Run, out: &Path, more: &[&str]) -> String {
 pub(crate) fn export_refused(run: &Run, out: &Path, more: &[&str]) -> String {
     let text = fail(export_command(run, out, more));
     let partial = out.with_extension("partial");
-    assert!(!partial.exists(), "{} was left", partial.display());
+    assert!(!partial.exists(), "{} was not removed", partial.display());
     text
 }

@@ -91,7 +91,7 @@ fn bits(run: &Run) -> (Vec<u64>, Vec<u64>, String) {
 }
 
 #[test]
-fn what_is_left_out_of_a_gpt2_is_the_same_wherever_its_tiles_live_and_when_it_goes_on() {
+fn dropout_of_a_gpt2_does_not_depend_on_the_place_of_tiles_or_on_resuming() {
     let harness = Harness::new();
     let model = gpt2(0.2);
     let common = ["bf16.enabled=true", "gradient_accumulation_steps=2"];
@@ -112,11 +112,11 @@ fn what_is_left_out_of_a_gpt2_is_the_same_wherever_its_tiles_live_and_when_it_go
     assert_eq!(bits(&goes_on), expected, "resumed");
     let without = run(&harness, "without", &gpt2(0.0), &common);
     without.train();
-    assert_ne!(bits(&without).0, expected.0, "something is left out");
+    assert_ne!(bits(&without).0, expected.0, "dropout changes the losses");
 }
 
 #[test]
-fn ranks_leave_out_the_same_of_a_gpt2() {
+fn dropout_of_a_gpt2_does_not_depend_on_ranks() {
     let harness = Harness::new();
     let model = gpt2(0.2);
     let sets = ["train.eval_every=4", "train_micro_batch_size_per_gpu=2"];

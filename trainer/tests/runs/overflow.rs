@@ -36,7 +36,7 @@ fn tiles(run: &Run) -> String {
 }
 
 #[test]
-fn fp16_learns_what_fp32_does_with_one_rank_or_two() {
+fn fp16_learns_like_fp32_with_one_rank_or_two() {
     let harness = Harness::new();
     let sets = [
         "train.steps=20",
@@ -83,7 +83,7 @@ fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
     };
     let said = run(1).train();
     assert!(
-        said.contains("skipped: its gradients are not finite; weights stay as they are, the scale goes from 4194304 to 2097152"),
+        said.contains("skipped: its gradients are not finite; the weights are unchanged, the loss scale changes from 4194304 to 2097152"),
         "{said}"
     );
     let fresh = tiles(&run(1));
@@ -142,7 +142,7 @@ fn a_step_that_is_skipped_moves_no_state() {
 }
 
 #[test]
-fn where_tiles_live_and_where_a_run_was_cut_makes_no_difference_to_overflows() {
+fn overflows_do_not_depend_on_the_place_of_tiles_or_on_resuming() {
     let harness = Harness::new();
     let whole = harness.run("whole", &TOO_LARGE);
     whole.train();
@@ -182,7 +182,7 @@ fn a_run_whose_scale_cannot_go_lower_ends() {
     for part in [
         "step 2: gradients are not finite",
         "2147483648 (fp16.min_loss_scale)",
-        "Step 1 was kept",
+        "The state of step 1 was kept",
     ] {
         assert!(text.contains(part), "{text}");
     }
@@ -190,7 +190,7 @@ fn a_run_whose_scale_cannot_go_lower_ends() {
 }
 
 #[test]
-fn bf16_stops_at_an_overflow_or_skips_it_as_asked() {
+fn bf16_stops_at_an_overflow_or_skips_it_by_policy() {
     let harness = Harness::new();
     let wild = [
         "bf16.enabled=true",
@@ -205,7 +205,7 @@ fn bf16_stops_at_an_overflow_or_skips_it_as_asked() {
         .with(&["bf16.check_grad_overflow=true"]);
     let said = skips.train();
     assert!(
-        said.contains("skipped: its gradients are not finite; weights stay as they are"),
+        said.contains("skipped: its gradients are not finite; the weights are unchanged"),
         "{said}"
     );
     let skipped = skipped(&skips);

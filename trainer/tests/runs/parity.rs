@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use crate::harness::{Harness, Run, succeed};
 
 #[test]
-fn twenty_steps_are_those_of_plain_pytorch() {
+fn twenty_steps_match_plain_pytorch() {
     let harness = Harness::new();
     let fixtures = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures");
     let text =
@@ -125,7 +125,7 @@ impl Library {
 }
 
 #[test]
-fn ten_steps_of_each_architecture_are_hugging_faces() {
+fn ten_steps_of_each_architecture_match_hugging_face() {
     let (harness, library) = (Harness::new(), Library::new());
     std::thread::scope(|scope| {
         for name in crate::model_dir::ALL {
@@ -149,8 +149,8 @@ fn ten_steps_of_each_architecture_are_hugging_faces() {
 /// On a GPU a block may keep values from forward to backward, while its weights leave the GPU. With `--nocapture` this prints the
 /// gradient norms.
 #[test]
-fn ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept() {
-    let name = "ten_steps_on_gpus_are_hugging_faces_wherever_state_is_and_whatever_is_kept";
+fn ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing() {
+    let name = "ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing";
     let gpus = match Gpu::count() {
         Ok(0) => return println!("skipped: {name}: there is no GPU"),
         Err(error) => return println!("skipped: {name}: {error}"),

@@ -17,7 +17,7 @@ pub(crate) fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
 }
 
 #[test]
-fn a_plan_touches_nothing_and_needs_neither_text_nor_drive() {
+fn a_plan_changes_nothing_and_needs_neither_text_nor_drive() {
     let harness = Harness::new();
     let dir = harness.path("nowhere").display().to_string();
     let run = harness
@@ -60,13 +60,13 @@ fn a_plan_promises_the_bytes_that_a_step_moves() {
 }
 
 #[test]
-fn what_does_not_fit_is_refused_alike_by_plan_and_train() {
+fn plan_and_train_refuse_the_same_runs() {
     let harness = Harness::new();
     let run = harness.run("run", &["offload.host_memory_bytes=\"1MiB\""]);
     let (report, fits) = plan(&run, &[]);
     assert!(!fits && report["fits"] == false, "{report}");
     assert_eq!(report["problems"][0]["kind"], "host_memory");
-    let part = "of host memory, 1.0 MiB is what offload.host_memory_bytes allows: ";
+    let part = "of host memory, but 1.0 MiB is the limit set by offload.host_memory_bytes: ";
     for verb in ["plan", "train"] {
         let text = fail(run.command(verb));
         assert!(text.contains(part), "{verb}: {text}");
@@ -133,17 +133,17 @@ fn checkpoints_are_planned_with_their_bytes_and_their_cost() {
 }
 
 #[test]
-fn a_gpu_that_is_not_there_is_refused_before_a_byte_moves() {
+fn a_missing_gpu_is_refused_before_anything_is_created() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.device=gpu"]);
     let (report, _) = plan(&run, &[]);
     if report["gpu"].is_object() {
-        println!("skipped: a_gpu_that_is_not_there_is_refused_before_a_byte_moves: there is one");
+        println!("skipped: a_missing_gpu_is_refused_before_anything_is_created: there is one");
         return;
     }
     let text = run.refused();
     assert!(
-        text.contains("train.device is \"gpu\", and there is none: "),
+        text.contains("train.device is \"gpu\", but there is no GPU: "),
         "{text}"
     );
     assert!(!run.dir.exists());
@@ -195,7 +195,7 @@ fn a_configuration_alone_is_enough_for_a_plan() {
     };
     let text = succeed(with(&[]));
     for part in [
-        "6.74 G parameters, 16384 tokens a step, 2 processes",
+        "6.74 G parameters, 16384 tokens in a step, 2 processes",
         "GPU of 24.0 GiB",
     ] {
         assert!(text.contains(part), "{part} is not in {text}");
@@ -209,7 +209,10 @@ fn a_configuration_alone_is_enough_for_a_plan() {
     // 14 bytes a parameter on two GPUs do not go into 24 GiB each; the sentence says what does.
     assert_eq!(place("gpu")["fits"], false);
     let refused = place("gpu")["refused"][0].as_str().unwrap();
-    assert!(refused.contains(": it fits then, at "), "{refused}");
+    assert!(
+        refused.contains(": the run then fits, with steps of at least "),
+        "{refused}"
+    );
     assert_eq!(place("drives")["fits"], true);
     // 12 bytes a parameter twice, and 1 G tokens in steps of 16,384.
     let device_bytes = place("drives")["device_bytes"].as_f64().unwrap();
@@ -230,7 +233,7 @@ fn a_configuration_alone_is_enough_for_a_plan() {
     );
     let text = fail(ask(&["--model", &model, "--seq-len", "8192"]));
     assert!(
-        text.contains("beyond the model's max_position_embeddings = 4096"),
+        text.contains("more than the model's max_position_embeddings = 4096"),
         "{text}"
     );
     let text = fail(ask(&["--model", &model, "--set", "offload.gradint=1"]));

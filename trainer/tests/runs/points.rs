@@ -53,7 +53,7 @@ impl Killed {
             }
             let after = format!("{}@{times} of run {number}", point.name());
             let met = killed(run.command("train"), point, times);
-            assert!(met, "{after}: it never came by");
+            assert!(met, "{after}: the point was never reached");
             kills += 1;
             println!("{after}: {} steps were written", run.steps_written());
             let committed = !matches!(
@@ -62,7 +62,7 @@ impl Killed {
             );
             if committed {
                 self.look(&run, &mut seen, &after);
-                assert!(seen.begun, "{after}: nothing is committed");
+                assert!(seen.begun, "{after}: nothing was committed");
             }
             self.look_at_checkpoint(&run, &mut seen, &after);
         }
@@ -72,7 +72,7 @@ impl Killed {
 }
 
 #[test]
-fn a_run_killed_at_each_named_point_goes_on_bit_for_bit() {
+fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
     let wanted = std::env::var("OFFLOADD_KILLS")
         .map_or(1, |kills| kills.parse().expect("a number of kills"));
     let seed = Random::seed("numbers of times that each point is passed before its kill");
@@ -113,7 +113,7 @@ fn contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn an_export_killed_at_its_points_is_not_there_and_can_be_made() {
+fn an_export_killed_at_its_points_is_absent_and_can_be_repeated() {
     let harness = Harness::new();
     let run = harness.run("run", &[]).with(&harness.nvme());
     run.train();
@@ -137,7 +137,7 @@ fn an_export_killed_at_its_points_is_not_there_and_can_be_made() {
 }
 
 #[test]
-fn another_runs_weights_are_brought_whole_whenever_that_is_killed() {
+fn copying_another_runs_weights_survives_a_kill_at_any_point() {
     let harness = Harness::new();
     let first = harness.run("first", &[]).with(&harness.nvme());
     first.train();

@@ -172,9 +172,9 @@ impl Killed {
                 daemons[0]
             }
         };
-        kill_process(pid, Signal::KILL).expect("it is there");
+        kill_process(pid, Signal::KILL).expect("the victim exists");
         let since = Instant::now();
-        std::fs::remove_file(&held).expect("nobody else removes it");
+        std::fs::remove_file(&held).expect("the file exists until this test removes it");
         let left = |pids: &[Pid]| format!("{after}: {pids:?} ran on");
         loop {
             let pids = processes_of(&temporary);
@@ -257,7 +257,7 @@ impl Killed {
 }
 
 #[test]
-fn ranks_killed_beside_each_other_end_together_and_go_on_bit_for_bit() {
+fn ranks_killed_beside_each_other_end_together_and_resume_bit_for_bit() {
     let seed = Random::seed("situations and numbers of times that a point is passed before");
     let killed = |steps_count| {
         let killed = Killed::new(RANKS, steps_count, 1, &[], seed);

@@ -67,12 +67,12 @@ fn one_two_three_and_four_ranks_learn_the_same() {
         assert_close(&losses(&run), &expected, &what);
         assert_close(&evaluations(&run), &evaluations(&alone), &what);
         let done = said.lines().filter(|line| line.starts_with("done:"));
-        assert_eq!(done.count(), 1, "one rank speaks: {said}");
+        assert_eq!(done.count(), 1, "only one rank prints: {said}");
     }
 }
 
 #[test]
-fn where_tiles_live_changes_no_bit_with_ranks_either() {
+fn the_place_of_tiles_changes_no_bit_with_several_ranks() {
     let harness = Harness::new();
     let memory = harness.run("memory", &FP32).with(&none());
     let store = harness.run("store", &FP32).with(&harness.nvme());
@@ -95,12 +95,12 @@ fn where_tiles_live_changes_no_bit_with_ranks_either() {
 }
 
 #[test]
-fn what_two_ranks_committed_one_and_three_go_on_from() {
+fn one_and_three_ranks_resume_what_two_committed() {
     goes_on_with_other_ranks(|harness| harness.nvme());
 }
 
 #[test]
-fn what_two_ranks_saved_one_and_three_go_on_from() {
+fn one_and_three_ranks_resume_what_two_saved() {
     goes_on_with_other_ranks(|_| none());
 }
 
@@ -121,7 +121,7 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
     let said = until(4).train();
     assert!(said.contains("resumed at step 2"), "{said}");
     assert!(
-        said.contains("note: ranks was 2 until step 2, is 1"),
+        said.contains("note: ranks was 2 up to step 2 and is 1"),
         "{said}"
     );
     // What one rank committed three read as it is: they stop before their first step.
@@ -137,7 +137,7 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
 }
 
 #[test]
-fn a_killed_rank_ends_the_others_and_the_run_goes_on() {
+fn a_killed_rank_ends_the_others_and_the_run_resumes() {
     let harness = Harness::new();
     for (name, devices) in [("store", harness.nvme()), ("memory", none())] {
         let long = ["train.steps=100000", "scheduler={}"];
@@ -178,7 +178,7 @@ fn a_killed_rank_ends_the_others_and_the_run_goes_on() {
 }
 
 #[test]
-fn a_stopped_rank_ends_the_others_who_name_it() {
+fn a_stopped_rank_ends_the_others_which_report_it() {
     let harness = Harness::new();
     // Deferred, rank 0 will wait for it in an exchange; at once on a slow drive, in a commit that will not come.
     for schedule in ["deferred", "immediate"] {
@@ -257,7 +257,7 @@ fn ranks_whose_launcher_is_killed_end_in_order() {
 }
 
 #[test]
-fn what_is_wrong_with_a_launch_is_said_once() {
+fn an_error_of_a_launch_is_reported_once() {
     let harness = Harness::new();
     let run = harness.run("run", &["train_batch_size=7"]);
     let err = fail(run.launch(2));
@@ -277,23 +277,23 @@ fn what_is_wrong_with_a_launch_is_said_once() {
         "{err}"
     );
     assert!(
-        err.contains("trainer: rank 1: rank 0 failed in checking the run"),
+        err.contains("trainer: rank 1: rank 0 failed while checking the run"),
         "{err}"
     );
 }
 
 #[test]
-fn a_directory_that_another_run_has_is_refused_by_all_ranks() {
+fn a_directory_in_use_is_refused_by_all_ranks() {
     let harness = Harness::new();
     let run = harness.run("run", &[]);
     let taken = RunDir::open(&run.dir, &RunId::of(&run.dir).0).unwrap();
     let err = fail(run.launch(3));
     assert!(
-        err.contains("trainer: rank 0: train.run_dir: another trainer works in"),
+        err.contains("trainer: rank 0: train.run_dir: another trainer is using"),
         "{err}"
     );
     for rank in [1, 2] {
-        let says = format!("trainer: rank {rank}: rank 0 failed in opening the run's directory");
+        let says = format!("trainer: rank {rank}: rank 0 failed while opening the run's directory");
         assert!(err.contains(&says), "{err}");
     }
     drop(taken);
@@ -339,11 +339,11 @@ fn an_environment_that_contradicts_itself_is_refused() {
         let err = fail(command);
         assert!(err.contains(words), "{variables:?}: {err}");
     }
-    assert!(!run.dir.exists(), "nothing was touched");
+    assert!(!run.dir.exists(), "nothing was created");
 }
 
 #[test]
-fn ranks_of_torchruns_environment_meet_and_other_settings_are_refused() {
+fn ranks_with_torchruns_environment_connect_and_different_settings_are_refused() {
     let harness = Harness::new();
     let port = free_port();
     let rank = |rank: u32, sets: &[&str]| {

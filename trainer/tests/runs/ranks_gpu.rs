@@ -21,7 +21,7 @@ const SETS: [&str; 3] = [
 fn gpus(test: &str) -> Option<u32> {
     match Gpu::count() {
         Ok(count) if count > 1 => return Some(count.min(4)),
-        Ok(_) => println!("skipped: {test}: there is one GPU only"),
+        Ok(_) => println!("skipped: {test}: there is only one GPU"),
         Err(error) => println!("skipped: {test}: {error}"),
     }
     None
@@ -34,8 +34,8 @@ fn tier(name: &str) -> Vec<String> {
 }
 
 #[test]
-fn ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit() {
-    let Some(count) = gpus("ranks_on_gpus_learn_as_one_does_and_where_tiles_live_changes_no_bit")
+fn ranks_on_gpus_learn_like_one_and_the_place_of_tiles_changes_no_bit() {
+    let Some(count) = gpus("ranks_on_gpus_learn_like_one_and_the_place_of_tiles_changes_no_bit")
     else {
         return;
     };

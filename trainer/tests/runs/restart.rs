@@ -14,7 +14,7 @@ const RESTARTS: u64 = 3;
 const STEPS: &str = "train.steps=40";
 
 #[test]
-fn a_run_whose_daemon_is_restarted_three_times_is_the_unbroken_one() {
+fn three_restarts_of_the_daemon_change_no_bit_of_a_run() {
     let harness = Harness::new();
     let sets = [
         STEPS,

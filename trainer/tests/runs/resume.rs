@@ -36,7 +36,7 @@ fn ten_steps_are_five_and_five_more() {
 }
 
 #[test]
-fn the_size_of_tiles_stays_with_a_run_that_leaves_it_open() {
+fn a_run_keeps_its_tile_size_if_the_setting_is_auto() {
     let harness = Harness::new();
     let whole = harness.run("whole", &[]);
     whole.train();
@@ -49,13 +49,13 @@ fn the_size_of_tiles_stays_with_a_run_that_leaves_it_open() {
     assert_eq!(whole.fingerprint(), parts(&[]).fingerprint());
     let text = parts(&["offload.tile_elems=8192", "offload.staging_bytes=auto"]).refused();
     assert!(
-        text.contains("layout.tile_elems was 4096, is now 8192"),
+        text.contains("layout.tile_elems was 4096 and is now 8192"),
         "{text}"
     );
 }
 
 #[test]
-fn tiles_spread_over_several_directories_come_back() {
+fn tiles_in_several_directories_are_read_back() {
     let harness = Harness::new();
     let whole = harness.run("whole", &[]);
     whole.train();
@@ -79,7 +79,7 @@ fn tiles_spread_over_several_directories_come_back() {
 }
 
 #[test]
-fn a_store_written_in_place_goes_on_after_an_orderly_end_only() {
+fn a_store_written_in_place_resumes_only_after_an_orderly_end() {
     let harness = Harness::new();
     let whole = harness.run("whole", &["train.steps=40"]);
     whole.train();
@@ -144,8 +144,8 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
 }
 
 #[test]
-fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
-    // One commit may be on its way, and one wait for it, while the next step is told.
+fn a_run_killed_at_any_instant_resumes_bit_for_bit() {
+    // One commit may be in progress, and one waiting for it, while the next step is reported.
     let rarely = ["offload.resident_fraction=0.5", "offload.commit_every=3"];
     let hit = std::thread::scope(|scope| {
         let deferred =
@@ -155,7 +155,7 @@ fn a_run_killed_at_any_instant_goes_on_bit_for_bit() {
     });
     assert!(
         hit >= 2 * kills(),
-        "{hit} kills hit a run, or one of them went wrong"
+        "{hit} kills hit a run, or one of the runs failed"
     );
 }
 
@@ -165,8 +165,8 @@ fn kills() -> usize {
 }
 
 #[test]
-fn a_run_without_a_store_goes_on_from_what_it_saved_bit_for_bit() {
-    // A checkpoint is whole before the next one begins.
+fn a_run_without_a_store_resumes_from_its_checkpoint_bit_for_bit() {
+    // A checkpoint is complete before the next one begins.
     let hit = Kills::new("train.checkpoint_every=4", &[], 8).hit(5);
     assert!(hit >= 5, "{hit} kills hit a run");
 }
@@ -277,7 +277,7 @@ impl Kills {
                     let mut child = spawn(run.command("train"));
                     let instant = if self.on_store && draw(8) > 0 {
                         let id = child.id();
-                        child = until(child, "its daemon was there", || !children(id).is_empty());
+                        child = until(child, "its daemon was started", || !children(id).is_empty());
                         later
                     } else {
                         load.mul_f64(0.8) + later
@@ -295,7 +295,7 @@ impl Kills {
             if let Some(step) = went_on_from(&out) {
                 assert!(
                     step + self.steps_lost_max >= told,
-                    "step {step} of {told} that were told, seed {seed}"
+                    "step {step}, but {told} steps were reported, seed {seed}"
                 );
             }
             told = told.max(run.steps_written());
@@ -324,7 +324,7 @@ impl Kills {
                 }
                 (_, Some(code)) => panic!("it ended with {code} by itself, seed {seed}: {err}"),
                 (_, None) => {
-                    let trains = ["resumed at step ", "started with fresh weights"]
+                    let trains = ["resumed at step ", "started with random weights"]
                         .iter()
                         .any(|says| out.contains(says));
                     if alive > 0 || !self.on_store && trains {
@@ -366,7 +366,7 @@ impl Kills {
         let mut child = spawn(run.command("train"));
         let (on_store, dir) = (self.on_store, run.dir.clone());
         let id = child.id();
-        child = until(child, "it began", || {
+        child = until(child, "the run started", || {
             if on_store {
                 !children(id).is_empty()
             } else {
@@ -393,7 +393,7 @@ impl Kills {
 /// The step that a start says it goes on from, if it came so far.
 fn went_on_from(out: &str) -> Option<u64> {
     out.lines().find_map(|line| {
-        let fresh = line.starts_with("started with fresh weights");
+        let fresh = line.starts_with("started with random weights");
         let step = line.strip_prefix("resumed at step ");
         step.map(|step| step.parse().expect("a step"))
             .or(fresh.then_some(0))

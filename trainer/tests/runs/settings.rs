@@ -15,8 +15,8 @@ fn refused_untouched(harness: &Harness, run: &Run, parts: &[&str]) {
     for part in parts {
         assert!(text.contains(part), "{part:?} is not in {text}");
     }
-    assert!(!run.dir.exists(), "the run directory was made");
-    assert!(harness.store_files().is_empty(), "a store was made");
+    assert!(!run.dir.exists(), "the run directory was created");
+    assert!(harness.store_files().is_empty(), "a store was created");
 }
 
 #[test]
@@ -54,12 +54,12 @@ fn texts_that_are_too_short_are_refused() {
     for (name, parts) in [
         (
             "empty",
-            ["data.files", "empty is empty: write some text into it"],
+            ["data.files", "empty is empty: name a file with text in it"],
         ),
         (
             "short",
             [
-                "the text for training has 16 tokens",
+                "the training text has 16 tokens",
                 "train.seq_len = 16 tokens needs 17",
             ],
         ),
@@ -74,7 +74,7 @@ fn texts_that_are_too_short_are_refused() {
 }
 
 #[test]
-fn what_is_no_file_is_not_read_as_text() {
+fn a_device_or_pipe_is_not_read_as_text() {
     let harness = Harness::new();
     let pipe = harness.path("pipe");
     let mode = rustix::fs::Mode::from_raw_mode(0o600);
@@ -142,8 +142,8 @@ fn a_store_larger_than_the_free_space_is_refused() {
         &[
             "nvme_path: the file system of ",
             "drive has ",
-            " free, and the store needs ",
-            "TiB there: free some, name directories on more drives",
+            " free, but the store needs ",
+            "TiB there: free some space, name directories on more drives",
         ],
     );
     let in_memory = harness.run("run", &large);
@@ -195,7 +195,7 @@ fn a_socket_nobody_listens_on_is_named() {
 }
 
 #[test]
-fn a_shared_daemon_serves_a_run_file_that_names_a_directory_for_a_private_one() {
+fn a_shared_daemon_ignores_nvme_path_and_a_note_says_so() {
     let harness = Harness::new();
     let daemon = Daemon::start(&harness);
     let elsewhere = harness.path("elsewhere");
@@ -213,7 +213,7 @@ fn a_shared_daemon_serves_a_run_file_that_names_a_directory_for_a_private_one() 
         err.contains("elsewhere has no effect") && err.contains("behind offload.socket"),
         "{err}"
     );
-    assert!(!err.contains('\x1b'), "colours in a file: {err}");
+    assert!(!err.contains('\x1b'), "colors in a file: {err}");
     assert_eq!(std::fs::read_dir(&elsewhere).unwrap().count(), 0);
 }
 
@@ -226,9 +226,9 @@ fn another_model_in_the_same_run_directory_is_refused() {
     for (set, part) in [
         (
             "model.intermediate_size=128",
-            "layout.model.intermediate_size was 64, is now 128",
+            "layout.model.intermediate_size was 64 and is now 128",
         ),
-        ("bf16.enabled=true", "layout.dtype was fp32, is now bf16"),
+        ("bf16.enabled=true", "layout.dtype was fp32 and is now bf16"),
     ] {
         let text = harness
             .run("run", &["train.steps=1", "scheduler={}", set])
@@ -240,7 +240,7 @@ fn another_model_in_the_same_run_directory_is_refused() {
         .with(&harness.nvme());
     let text = moved.refused();
     assert!(
-        text.contains("store was in the run directory, is now in "),
+        text.contains("store was in the run directory and is now in "),
         "{text}"
     );
     assert_eq!(
@@ -257,15 +257,15 @@ fn a_second_trainer_in_a_run_directory_is_refused() {
     let run = harness.run("run", &["train.steps=100000", "scheduler={}"]);
     let metrics = run.dir.join("metrics.jsonl");
     let first = spawn(run.command("train"));
-    let mut first = until(first, "its first line", || metrics.exists());
+    let mut first = until(first, "it wrote its first line", || metrics.exists());
     let text = run.refused();
-    assert!(text.contains("another trainer works in"), "{text}");
+    assert!(text.contains("another trainer is using"), "{text}");
     first.kill().unwrap();
     first.wait().unwrap();
 }
 
 #[test]
-fn a_changed_learning_rate_or_text_is_said_and_taken() {
+fn a_changed_learning_rate_or_text_is_reported_and_used() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.stop_after=2"]);
     run.train();
@@ -273,7 +273,7 @@ fn a_changed_learning_rate_or_text_is_said_and_taken() {
     let said = harness.run("run", &["optimizer.params.lr=0.5"]).train();
     assert!(said.contains("note: text was 2000"), "{said}");
     assert!(
-        said.contains("note: optimizer.lr was 0.003 until step 2, is 0.5 from here on"),
+        said.contains("note: optimizer.lr was 0.003 up to step 2 and is 0.5 from now on"),
         "{said}"
     );
 }

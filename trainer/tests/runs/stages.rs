@@ -58,7 +58,7 @@ fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
     let ([weights, grads], whole) = one;
     assert!(
         weights > 0 && grads == weights,
-        "fp32, padded alike: {one:?}"
+        "fp32 with equal padding: {one:?}"
     );
     assert_eq!(two.0, one.0);
     assert!(three.0[0] > weights * 5 / 4 && three.0[1] == grads);
@@ -67,7 +67,7 @@ fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
     assert_eq!(zero.1, whole);
     assert!(
         whole <= weights,
-        "less only by the padding of shards: {one:?}"
+        "less by only the padding of shards: {one:?}"
     );
     for (stage, held) in [(2, two.1), (3, three.1)] {
         assert!(held < whole, "stage {stage}: {held} of {whole}");
@@ -99,7 +99,7 @@ fn succeed_fresh(run: &Run) {
 }
 
 #[test]
-fn a_run_goes_on_in_another_stage_and_with_other_ranks() {
+fn a_run_resumes_in_another_stage_and_with_other_ranks() {
     let harness = Harness::new();
     let sets = [&SETS[..], &["train.steps=10"]].concat();
     let alone = harness.run("alone", &sets);
@@ -116,7 +116,7 @@ fn a_run_goes_on_in_another_stage_and_with_other_ranks() {
     let said = succeed(part(4, 1).launch(2));
     assert!(said.contains("resumed at step 2"), "{said}");
     assert!(
-        said.contains("note: stage was 0 until step 2, is 1"),
+        said.contains("note: stage was 0 up to step 2 and is 1"),
         "{said}"
     );
     succeed(part(6, 3).launch(4));
@@ -126,7 +126,7 @@ fn a_run_goes_on_in_another_stage_and_with_other_ranks() {
 }
 
 #[test]
-fn a_store_is_of_stage_3_and_says_so() {
+fn a_store_needs_stage_3_and_the_error_says_so() {
     let harness = Harness::new();
     let run = harness.run("run", &[]).with(&harness.nvme());
     run.with(&["train.stop_after=1"]).train();

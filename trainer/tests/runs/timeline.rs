@@ -121,7 +121,7 @@ fn a_timeline_shows_what_each_step_computed_and_moved() {
 }
 
 #[test]
-fn timelines_of_ranks_show_what_goes_between_them_while_units_compute() {
+fn timelines_of_ranks_show_collectives_during_computation() {
     let harness = Harness::new();
     let run = harness.run("run", &["train.steps=4"]);
     let mut command = run.launch(2);

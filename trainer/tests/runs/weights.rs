@@ -24,7 +24,7 @@ fn places(harness: &Harness) -> Vec<(Vec<String>, u32)> {
 }
 
 #[test]
-fn what_comes_in_goes_out_bit_for_bit_wherever_it_was() {
+fn imported_weights_are_exported_bit_for_bit_from_any_place() {
     let harness = Harness::new();
     let places = places(&harness);
     for (number, model) in ALL.iter().enumerate() {
@@ -49,7 +49,7 @@ fn what_comes_in_goes_out_bit_for_bit_wherever_it_was() {
 }
 
 #[test]
-fn sixteen_bits_keep_the_whole_master() {
+fn sixteen_bit_runs_keep_the_whole_master() {
     let harness = Harness::new();
     let dir = fixture("gpt2");
     let run = still_run(&harness, "run", &dir).with(&["bf16.enabled=true"]);
@@ -58,7 +58,7 @@ fn sixteen_bits_keep_the_whole_master() {
     export(&run, &whole, &["--dtype", "fp32"]);
     export(&run, &half, &[]);
     let (whole, half) = (tensors(&whole), tensors(&half));
-    assert!(tensors(&dir) == whole, "the masters are the weights");
+    assert!(tensors(&dir) == whole, "the masters equal the weights");
     for (name, tensor) in &whole {
         let bytes: Vec<u8> = numbers(tensor)
             .iter()
@@ -71,7 +71,7 @@ fn sixteen_bits_keep_the_whole_master() {
 }
 
 #[test]
-fn a_run_in_fp16_is_exported_as_any_other() {
+fn a_run_in_fp16_is_exported_like_any_other() {
     let harness = Harness::new();
     let dir = fixture("llama");
     let run = still_run(&harness, "run", &dir).with(&["fp16.enabled=true"]);
@@ -81,7 +81,7 @@ fn a_run_in_fp16_is_exported_as_any_other() {
     export(&run, &half, &[]);
     assert!(
         tensors(&dir) == tensors(&whole),
-        "the masters are the weights"
+        "the masters equal the weights"
     );
     let half = tensors(&half);
     assert!(
@@ -113,7 +113,7 @@ fn a_directory_of_several_files_is_the_same_model() {
 }
 
 #[test]
-fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
+fn incomplete_weights_are_refused_before_anything_is_created() {
     let harness = Harness::new();
     let dir = copy(&harness, "llama", "model");
     let whole = std::fs::read(dir.join(FILE)).unwrap();
@@ -129,16 +129,16 @@ fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
     for (content, part) in [
         (
             &whole[..whole.len() - 4],
-            "is cut short: its header tells of",
+            "is truncated: its header describes",
         ),
-        (&other[..], "does not take the bytes from"),
-        (b"not safetensors at all", "a header of "),
+        (&other[..], "does not have the size of bytes"),
+        (b"not safetensors at all", "its header has "),
     ] {
         std::fs::write(dir.join(FILE), content).unwrap();
         let text = run.refused();
         assert!(text.contains(part) && text.contains(FILE), "{part}: {text}");
-        assert!(!run.dir.exists(), "the run directory was made");
-        assert!(harness.store_files().is_empty(), "a store was made");
+        assert!(!run.dir.exists(), "the run directory was created");
+        assert!(harness.store_files().is_empty(), "a store was created");
     }
     // The first element of the first tensor that is stored, and no file at all.
     let mut broken = whole.clone();
@@ -147,8 +147,8 @@ fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
     std::fs::write(dir.join(FILE), &broken).unwrap();
     let text = run.refused();
     assert!(text.contains("element 0 is NaN"), "{text}");
-    assert!(!run.dir.exists(), "the run directory was made");
-    assert!(harness.store_files().is_empty(), "a store was made");
+    assert!(!run.dir.exists(), "the run directory was created");
+    assert!(harness.store_files().is_empty(), "a store was created");
     std::fs::remove_file(dir.join(FILE)).unwrap();
     let mut from = harness
         .run("from", &["model={}", "scheduler={}"])
@@ -160,14 +160,14 @@ fn weights_that_are_not_whole_are_refused_before_anything_is_made() {
             "{text}"
         );
     }
-    assert!(!run.dir.exists(), "the run directory was made");
+    assert!(!run.dir.exists(), "the run directory was created");
     std::fs::write(dir.join(FILE), &whole).unwrap();
     let text = run.with(&["model.num_hidden_layers=3"]).refused();
     assert!(text.contains("have no tensor model.layers.2."), "{text}");
 }
 
 #[test]
-fn a_run_that_goes_on_does_not_need_the_directory() {
+fn a_resumed_run_does_not_need_the_model_directory() {
     let harness = Harness::new();
     let dir = copy(&harness, "mistral", "model");
     let run = moving_run(&harness, "run", &dir).with(&harness.nvme());
@@ -175,7 +175,7 @@ fn a_run_that_goes_on_does_not_need_the_directory() {
     let broken = moving_run(&harness, "broken", &dir).with(&["train.steps=2"]);
     broken.train();
     run.with(&["train.stop_after=1"]).train();
-    let named = "are not what it started with";
+    let named = "it did not start with those in";
     assert!(
         !again()
             .with(&["train.stop_after=1"])
@@ -208,7 +208,7 @@ fn a_run_that_goes_on_does_not_need_the_directory() {
 }
 
 #[test]
-fn random_weights_are_taken_where_they_are_asked_for() {
+fn random_weights_are_used_if_configured() {
     let harness = Harness::new();
     let dir = fixture("llama");
     let run = |name, sets: &[&str]| {
@@ -218,12 +218,12 @@ fn random_weights_are_taken_where_they_are_asked_for() {
     };
     let (with, _) = run("with", &[]);
     let (without, said) = run("without", &["model.init=random"]);
-    assert!(said.contains("started with fresh weights"), "{said}");
+    assert!(said.contains("started with random weights"), "{said}");
     assert_ne!(with, without);
 }
 
 #[test]
-fn all_parameters_decay_where_the_run_says_so() {
+fn all_parameters_decay_if_configured() {
     let harness = Harness::new();
     let (lr, decay) = (0.01f32, 0.5f32);
     let after = |name: &str, sets: &[&str]| {
@@ -320,12 +320,12 @@ fn another_runs_weights_start_a_new_run() {
     assert!(text.contains("is this run's own directory"), "{text}");
     assert!(first.fingerprint().starts_with("step 2"));
     let text = from("none").with(&["model.from=/nowhere"]).refused();
-    assert!(text.contains("there is no /nowhere"), "{text}");
+    assert!(text.contains("/nowhere does not exist"), "{text}");
 }
 
 /// Weights in, weights out, in another type: no step and no data between.
 #[test]
-fn a_run_without_steps_converts_its_first_weights() {
+fn a_run_without_steps_converts_its_initial_weights() {
     let harness = Harness::new();
     let dir = fixture("qwen2");
     for (number, (sets, ranks)) in places(&harness).iter().enumerate().take(2) {

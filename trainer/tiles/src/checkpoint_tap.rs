@@ -54,7 +54,7 @@ impl CheckpointTap {
         let (full, taken) = channel();
         let (given_back, empty) = channel();
         for _ in 0..BUFFERS {
-            given_back.send(Vec::new()).expect("the other end is here");
+            given_back.send(Vec::new()).expect("the receiver exists");
         }
         *self.lane() = Some(Lane {
             empty: Arc::new(Mutex::new(empty)),
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn as_many_tiles_are_copied_as_are_wanted() {
+    fn exactly_the_wanted_number_of_tiles_is_copied() {
         let checkpoint_tap = CheckpointTap::default();
         checkpoint_tap.offer(&range(0), &[1], &[2]);
         let taken = checkpoint_tap.want(2);
@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_wait_for_buffers_and_not_for_one_who_gave_up() {
+    fn copies_wait_for_buffers_but_not_for_a_receiver_that_gave_up() {
         let checkpoint_tap = CheckpointTap::default();
         let taken = checkpoint_tap.want(100);
         std::thread::scope(|scope| {
@@ -170,7 +170,7 @@ mod tests {
             let first = taken.full.recv().unwrap();
             while taken.full.try_recv().is_ok() {}
             std::thread::sleep(std::time::Duration::from_millis(20));
-            assert!(!offering.is_finished(), "only {BUFFERS} buffers are there");
+            assert!(!offering.is_finished(), "there are only {BUFFERS} buffers");
             taken.empty.send(first.bytes).unwrap();
             taken.full.recv().unwrap();
             drop(taken);
@@ -179,7 +179,7 @@ mod tests {
         assert_eq!(checkpoint_tap.stop(), 0);
         let taken = checkpoint_tap.want(3);
         checkpoint_tap.offer(&range(0), &[1], &[2]);
-        assert_eq!(checkpoint_tap.stop(), 2, "what did not come is counted");
+        assert_eq!(checkpoint_tap.stop(), 2, "missing copies are counted");
         assert_eq!(taken.full.iter().count(), 1, "the lane ends");
     }
 }

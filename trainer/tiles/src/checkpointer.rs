@@ -54,7 +54,7 @@ pub struct CheckpointerParts {
 
 /// Checkpoints that failed while training went on.
 #[derive(Debug, thiserror::Error)]
-#[error("{count} checkpoints could not be made, all else is done; the first: {first}")]
+#[error("{count} checkpoints could not be made, but training finished; the first error: {first}")]
 pub struct CheckpointsFailed {
     count: u64,
     first: String,
@@ -207,7 +207,7 @@ impl Checkpointer {
         while let Some(checkpoint) = &mut self.under_way {
             self.parts.checkpoint_tap.stop();
             if checkpoint.state.is_none() {
-                let why = "its step did not end".into();
+                let why = "its step did not finish".into();
                 let path = self.parts.checkpoints.partial(checkpoint.step);
                 checkpoint.work = Work::Failed(CheckpointError::Abandoned { path, why });
             }
@@ -297,7 +297,7 @@ impl Checkpointer {
         match &checkpoint.work {
             Work::Failed(error) => self.failed(&error.to_string()),
             _ => self.failed(&format!(
-                "rank {rank} could not save step {}: see its own message",
+                "rank {rank} could not write the checkpoint of step {}: see its own message",
                 checkpoint.step
             )),
         }
@@ -310,7 +310,7 @@ impl Checkpointer {
     fn failed(&mut self, why: &str) {
         self.failed_count += 1;
         self.first_failure.get_or_insert_with(|| why.to_owned());
-        tracing::error!("{why}; training continues, and earlier checkpoints stay");
+        tracing::error!("{why}; training continues, and earlier checkpoints are kept");
     }
 }
 
@@ -361,7 +361,7 @@ fn write(
         let Ok(copy) = taken.full.recv() else {
             return Err(CheckpointError::Abandoned {
                 path: writer.path().to_owned(),
-                why: format!("{done} of {count} tiles came"),
+                why: format!("received only {done} of {count} tiles"),
             });
         };
         let (param, state) = copy.bytes.split_at(copy.param_bytes);

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn how_bytes_are_cut_into_calls_makes_no_difference() {
+    fn division_into_calls_makes_no_difference() {
         let bytes: Vec<u8> = (0..100u8).collect();
         for first in 0..30 {
             for second in first..50 {
@@ -91,7 +91,7 @@ mod tests {
     }
 
     #[test]
-    fn every_bit_and_the_length_count() {
+    fn every_bit_and_the_length_change_the_fingerprint() {
         let bytes = vec![0u8; 33];
         let mut seen = std::collections::HashSet::from([Fingerprint::of(&bytes)]);
         for bit in 0..33 * 8 {

@@ -170,7 +170,7 @@ fn between(warmup: &Warmup, share: f64) -> f64 {
 
 /// The share of the rise at iteration `at`; `None` afterwards.
 fn rising(warmup: &Warmup, at: u64) -> Option<f64> {
-    assert!(warmup.steps >= 2, "the logarithm of one step is no divisor");
+    assert!(warmup.steps >= 2, "a logarithmic warm-up needs two steps");
     (at < warmup.steps).then(|| {
         if warmup.logarithmic {
             ((at + 1) as f64).ln() / (warmup.steps as f64).ln()
@@ -229,7 +229,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_constant_rate_stays() {
+    fn a_constant_rate_does_not_change() {
         let constant = LrSchedule::Constant { lr: 0.5 };
         assert_eq!(
             [1, 2, 1000].map(|step| learning_rate(&constant, step)),
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_linear_fall_begins_with_the_whole_rate_and_would_be_0_after_the_last_step() {
+    fn a_linear_decay_starts_with_the_full_rate_and_reaches_0_after_the_last_step() {
         let linear = LrSchedule::Linear {
             lr: 0.5,
             total_steps: 4,

@@ -121,7 +121,7 @@ impl MetricsFile {
     pub fn set_aside(run_dir: &Path) -> Result<PathBuf, MetricsError> {
         let (path, old) = (Self::path(run_dir), Self::old_path(run_dir));
         std::fs::rename(&path, &old).map_err(|source| MetricsError {
-            verb: "move away",
+            verb: "move aside",
             path,
             source,
         })?;
@@ -168,7 +168,7 @@ impl MetricsFile {
             .open(&path);
         let file = opened.map_err(failed("open"))?;
         let (kept_bytes, last_step) = kept(&file, step).map_err(failed("read"))?;
-        file.set_len(kept_bytes).map_err(failed("cut back"))?;
+        file.set_len(kept_bytes).map_err(failed("truncate"))?;
         let opened = Self {
             path,
             file,
@@ -192,7 +192,7 @@ impl MetricsFile {
                     let path = self.path.display();
                     tracing::warn!(
                         step = metrics.step,
-                        "cannot write {path}: {source}. Training goes on; the file lacks the lines of steps that cannot be written"
+                        "cannot write {path}: {source}. Training continues; the file will lack the lines of some steps"
                     );
                 }
             }
@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn opening_for_a_step_drops_what_lies_beyond_it() {
+    fn opening_for_a_step_drops_later_lines() {
         let dir = tempfile::tempdir().unwrap();
         let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         for step in 1..=5 {
@@ -284,7 +284,7 @@ mod tests {
     }
 
     #[test]
-    fn a_torn_last_line_is_dropped_and_a_missing_one_shows() {
+    fn an_incomplete_last_line_is_dropped_and_a_missing_one_detected() {
         let dir = tempfile::tempdir().unwrap();
         let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         file.write(&line(1));
@@ -322,7 +322,7 @@ mod tests {
         let whole = std::mem::replace(&mut file.file, full);
         file.write(&line(2));
         file.write(&line(3));
-        assert!(file.failed, "it was said");
+        assert!(file.failed, "the failure was logged");
         file.file = whole;
         file.write(&line(4));
         assert_eq!(steps(dir.path()), [1, 4]);

@@ -151,7 +151,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scale_that_stays_skips_and_stays() {
+    fn a_fixed_scale_skips_overflows_and_does_not_change() {
         let rules = OverflowPolicy::Scaled { scale: 128.0 };
         let mut state = OverflowState::new(&rules, None);
         for finite in [false, true, false, false] {
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_scale_an_overflow_ends_the_run_or_is_skipped_as_asked() {
+    fn without_a_scale_an_overflow_ends_the_run_or_is_skipped_by_policy() {
         let mut state = OverflowState::new(&OverflowPolicy::Stops, None);
         assert_eq!(state.step(&OverflowPolicy::Stops, true), Outcome::Updates);
         assert_eq!(state.step(&OverflowPolicy::Stops, false), Outcome::Ends);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn other_rules_begin_anew_but_for_what_was_skipped() {
+    fn another_policy_resets_everything_except_the_skipped_steps() {
         let dynamic = dynamic(16.0);
         let mut state = OverflowState::new(&dynamic, None);
         assert_eq!(state.step(&dynamic, false), Outcome::Skips);

@@ -43,7 +43,7 @@ pub struct GroupError(pub Box<dyn Error + Send + Sync>);
 pub enum RankError {
     #[error(transparent)]
     Group(#[from] GroupError),
-    #[error("rank {rank} failed in {what}: see its own message")]
+    #[error("rank {rank} failed while {what}: see its own message")]
     OtherRank { rank: u32, what: String },
 }
 
@@ -108,7 +108,8 @@ impl Ranks {
     pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, RankError> {
         let own: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
         let all = self.0.gather(&own)?;
-        let number = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("as sent"));
+        let number =
+            |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("a number has eight bytes"));
         let numbers = |bytes: &Vec<u8>| std::array::from_fn(|n| number(&bytes[n * 8..n * 8 + 8]));
         Ok(all.iter().map(numbers).collect())
     }
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_first_rank_found_all_know() {
+    fn all_ranks_get_the_first_ranks_result() {
         let found = on_ranks(3, |ranks| {
             ranks.by_first::<_, RankError>("looking", || {
                 assert!(ranks.is_first());
@@ -274,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_fails_fails_all_and_keeps_its_own_words() {
+    fn a_failed_rank_fails_all_and_keeps_its_own_error() {
         let ended = on_ranks(3, |ranks| {
             ranks.together("counting", || match ranks.rank() {
                 1 => Err(RankError::Group(GroupError("out of fingers".into()))),
@@ -285,7 +286,7 @@ mod tests {
             .into_iter()
             .map(|ended| ended.unwrap_err().to_string())
             .collect();
-        let others = "rank 1 failed in counting: see its own message";
+        let others = "rank 1 failed while counting: see its own message";
         assert_eq!(words, [others, "out of fingers", others]);
     }
 }

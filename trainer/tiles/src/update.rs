@@ -135,7 +135,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_tile_is_cut_where_decay_begins_and_ends() {
+    fn a_tile_is_split_where_decay_begins_and_ends() {
         let decaying = [10..20, 20..30, 40..50];
         assert_eq!(parts(&(0..10), &decaying), [(0..10, false)]);
         assert_eq!(

@@ -207,9 +207,9 @@ impl Attention {
             .f_transpose(1, 2)?;
         let leaves: Vec<&Tensor> = leaves.iter().collect();
         let grads = vjp(&[&self.output], &[&grad], &leaves)?;
-        let step_order = [Turn::Backward, Turn::Backward, Turn::Not];
+        let turns = [Turn::Backward, Turn::Backward, Turn::Not];
         let mut start = 0;
-        for (grad, turn) in grads.iter().zip(step_order) {
+        for (grad, turn) in grads.iter().zip(turns) {
             let count = grad.size()[1];
             let from = grad.f_transpose(1, 2)?;
             ops.rotary(&from, &shape.of(&packed, start, count)?, rotary, turn)?;

@@ -39,7 +39,7 @@ impl BlockWeights {
             let weight = weights.param(&layout.params[at], false);
             Some(weight.map(|weight| Norm { weight, at }))
         };
-        let always = |member| norm(member).expect("every block has two norms");
+        let always = |member| norm(member).expect("every block has both norms");
         let head_norms = match (norm(QueryNorm), norm(KeyNorm)) {
             (Some(query), Some(key)) => Some([query?, key?]),
             _ => None,

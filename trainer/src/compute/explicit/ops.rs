@@ -62,7 +62,7 @@ impl Ops {
             Ops::Fused(fused) => {
                 let normed = fused.rms_norm(x, Some(added), weight, eps)?;
                 let (output, scale) = (normed.output, normed.scale);
-                let sum = normed.sum.expect("there is a sum");
+                let sum = normed.sum.expect("add_rms_norm returns a sum");
                 Ok((sum, Normed { output, scale }))
             }
         }

@@ -146,11 +146,11 @@ fn cases(kind: Kind) -> Vec<(String, Box<dyn Fn() -> Case>)> {
             Box::new(move || of(&config)),
         );
         add(
-            format!("{name}, {kind:?}, elements left out"),
+            format!("{name}, {kind:?}, dropout"),
             Box::new(move || of(&left_out).leaving_out(SOME)),
         );
         add(
-            format!("{name}, {kind:?}, written out"),
+            format!("{name}, {kind:?}, explicit"),
             Box::new(move || of(&whole).written_out()),
         );
     }
@@ -158,7 +158,7 @@ fn cases(kind: Kind) -> Vec<(String, Box<dyn Fn() -> Case>)> {
 }
 
 #[test]
-fn blocks_that_share_buffers_give_the_bits_of_blocks_that_do_not() {
+fn blocks_with_shared_buffers_give_the_bits_of_blocks_with_their_own() {
     for (name, case) in [Kind::Float, Kind::BFloat16].into_iter().flat_map(cases) {
         for (tiles, micro_batches) in [(1, 1), (1, 2), (3, 2)] {
             let tiled = |keep| {
@@ -185,7 +185,7 @@ fn blocks_that_share_buffers_give_the_bits_of_blocks_that_do_not() {
 }
 
 #[test]
-fn nothing_that_is_kept_shares_memory_with_a_units_weights() {
+fn kept_values_share_no_memory_with_a_units_weights() {
     for (name, case) in [Kind::Float, Kind::BFloat16].into_iter().flat_map(cases) {
         for keep in KEEPS {
             let mut case = case();
@@ -201,7 +201,7 @@ fn nothing_that_is_kept_shares_memory_with_a_units_weights() {
             case.engine.set_checkpointing(ActivationCheckpointing::Full);
             let inputs = case.forward();
             let least: usize = inputs.iter().map(Activation::size_bytes).sum();
-            let keeps = keep != ActivationCheckpointing::Full && name.ends_with("written out");
+            let keeps = keep != ActivationCheckpointing::Full && name.ends_with("explicit");
             let written_out = keeps && !name.starts_with("gpt2");
             assert_eq!(bytes > least, written_out, "{name}, {keep:?}");
         }
@@ -209,7 +209,7 @@ fn nothing_that_is_kept_shares_memory_with_a_units_weights() {
 }
 
 #[test]
-fn weights_that_were_given_back_are_no_numbers() {
+fn released_weights_are_nan() {
     let mut case = Case::new(false, Kind::BFloat16);
     let inputs = case.forward();
     case.weights[1].give_back().unwrap();
@@ -219,8 +219,8 @@ fn weights_that_were_given_back_are_no_numbers() {
 }
 
 #[test]
-#[should_panic(expected = "something still looks at the weights of a unit")]
-fn weights_that_something_looks_at_are_not_given_back() {
+#[should_panic(expected = "the weights of a unit are released")]
+fn weights_with_references_cannot_be_released() {
     let mut case = Case::new(false, Kind::Float);
     let layout = &case.engine.units()[1];
     let _kept = case.weights[1].param(&layout.params[0], false).unwrap();

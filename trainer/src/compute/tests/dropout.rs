@@ -20,7 +20,7 @@ fn of_rows(config: &ModelConfig, first: usize, rows: usize) -> Vec<f64> {
 }
 
 #[test]
-fn other_micro_batches_leave_out_the_same() {
+fn other_micro_batches_drop_the_same_elements() {
     for (name, config) in forms(&config(false)) {
         let whole = of_rows(&config, 0, 4);
         for parts in [vec![(0, 2), (2, 2)], vec![(0, 1), (1, 3)]] {
@@ -38,14 +38,14 @@ fn other_micro_batches_leave_out_the_same() {
 }
 
 #[test]
-fn samples_without_a_number_have_nothing_left_out() {
+fn samples_without_a_number_have_no_dropout() {
     for (name, config) in forms(&config(false)) {
         let plain = Case::of(&config, Kind::Float, MICRO_BATCH, SEQ_LEN);
         let mut case = Case::of(&config, Kind::Float, MICRO_BATCH, SEQ_LEN).leaving_out(SOME);
         assert_ne!(case.loss(), plain.loss(), "{name}");
         let another = case.loss();
         case.inputs = case.inputs.numbered(6);
-        assert_ne!(case.loss(), another, "{name}: each sample has its own");
+        assert_ne!(case.loss(), another, "{name}: each sample has its own mask");
         case.inputs = Case::of(&config, Kind::Float, MICRO_BATCH, SEQ_LEN).inputs;
         assert_eq!(case.loss().to_bits(), plain.loss().to_bits(), "{name}");
     }

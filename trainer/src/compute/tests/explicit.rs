@@ -51,7 +51,7 @@ fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
 }
 
 #[test]
-fn gradients_written_out_of_biases_and_head_norms_are_the_slope_of_the_loss() {
+fn explicit_gradients_with_biases_and_head_norms_are_the_slope_of_the_loss() {
     let base = ModelConfig {
         layers: 1,
         ..config(false)
@@ -63,7 +63,7 @@ fn gradients_written_out_of_biases_and_head_norms_are_the_slope_of_the_loss() {
 }
 
 #[test]
-fn a_window_is_written_out_where_it_hides_nothing() {
+fn a_window_that_hides_nothing_has_an_explicit_backward() {
     let mistral = forms(&config(false)).swap_remove(2).1;
     let window = mistral.sliding_window.unwrap().tokens;
     let written_out = |seq_len| explicit::block_is_written_out(&mistral, &Dropout::NONE, seq_len);
@@ -71,8 +71,8 @@ fn a_window_is_written_out_where_it_hides_nothing() {
 }
 
 #[test]
-fn written_out_agrees_with_autograd() {
-    // Roundings differ in order only, so errors stay at some units in the last place of the largest.
+fn the_explicit_backward_agrees_with_autograd() {
+    // Only the order of roundings differs, so errors are some units in the last place of the largest value.
     for (kind, loss_tolerance, tolerance) in
         [(Kind::Float, 1e-6, 1e-5), (Kind::BFloat16, 3e-3, 4e-2)]
     {
@@ -96,7 +96,7 @@ fn written_out_agrees_with_autograd() {
                 );
                 assert!(
                     (other.loss() / other_loss - 1.0).abs() < 1e-9,
-                    "evaluation sees the same loss"
+                    "evaluation has the same loss"
                 );
                 for ((a, b), unit) in grads.iter().zip(&other_grads).zip(other.engine.units()) {
                     for param in &unit.params {
@@ -114,7 +114,7 @@ fn written_out_agrees_with_autograd() {
 }
 
 #[test]
-fn written_out_in_slices_is_written_out_at_once() {
+fn explicit_logits_in_slices_equal_all_logits_at_once() {
     let (loss, grads) = Case::new(false, Kind::Float)
         .written_out()
         .loss_and_grads(1.0);
@@ -132,7 +132,7 @@ fn written_out_in_slices_is_written_out_at_once() {
 }
 
 #[test]
-fn written_out_a_batch_without_targets_has_no_loss_and_no_gradient() {
+fn an_explicit_batch_without_targets_has_no_loss_and_no_gradient() {
     let mut case = Case::new(true, Kind::Float).written_out();
     case.targets =
         Tokens::targets(&[IGNORED; MICRO_BATCH * SEQ_LEN], MICRO_BATCH, SEQ_LEN, 11).unwrap();
@@ -145,7 +145,7 @@ fn written_out_a_batch_without_targets_has_no_loss_and_no_gradient() {
 }
 
 #[test]
-fn what_is_kept_changes_no_bit_and_is_counted() {
+fn activation_checkpointing_changes_no_bit_and_its_bytes_are_counted() {
     for kind in [Kind::Float, Kind::BFloat16] {
         let forms = written_out_forms(&larger(true));
         for config in [config(false), larger(true)].into_iter().chain(forms) {

@@ -34,7 +34,7 @@ pub(super) fn forms(base: &ModelConfig) -> Vec<(&'static str, ModelConfig)> {
             },
         ),
         (
-            "llama with biases and stretched positions",
+            "llama with biases and scaled positions",
             ModelConfig {
                 biases: all,
                 rope_scaling: Some(RopeScaling::Llama3 {
@@ -83,7 +83,7 @@ fn the_gradients_of_every_form_are_slopes() {
 }
 
 #[test]
-fn gradients_with_elements_left_out_are_slopes() {
+fn gradients_with_dropout_are_slopes() {
     let base = ModelConfig {
         layers: 1,
         ..config(true)

@@ -25,7 +25,7 @@ pub(super) fn gradients_are_slopes(mut case: Case) {
     let (loss, grads) = case.loss_and_grads(loss_scale);
     assert!(
         (loss - case.loss()).abs() < 1e-12,
-        "training and evaluation see one loss"
+        "training and evaluation have the same loss"
     );
     for (unit, flat) in grads.iter().enumerate() {
         let flat = f64s(flat);
@@ -77,12 +77,12 @@ fn the_gradient_of_a_tied_embedding_counts_both_of_its_uses() {
 }
 
 #[test]
-fn gradients_written_out_are_the_slope_of_the_loss() {
+fn explicit_gradients_are_the_slope_of_the_loss() {
     all_gradients_are_slopes(false, Case::written_out);
 }
 
 #[test]
-fn gradients_written_out_of_a_tied_model_are_the_slope_of_the_loss() {
+fn explicit_gradients_of_a_tied_model_are_the_slope_of_the_loss() {
     all_gradients_are_slopes(true, Case::written_out);
 }
 

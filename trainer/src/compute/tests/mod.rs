@@ -238,7 +238,7 @@ fn tokens_that_do_not_fit_are_refused() {
     ] {
         match Tokens::inputs(&ids, 1, 2, 8) {
             Err(ComputeError::TokenOutside { position, .. }) => assert_eq!(position, at),
-            _ => panic!("{ids:?} was taken"),
+            _ => panic!("{ids:?} was accepted"),
         }
     }
     assert_eq!(
@@ -277,12 +277,12 @@ fn a_later_token_changes_nothing_before_it() {
             position < SEQ_LEN as i64 - 2,
             "position {position}"
         );
-        assert!(same(1, position), "the other sequence sees nothing");
+        assert!(same(1, position), "the other sequence is not affected");
     }
 }
 
 #[test]
-fn a_model_without_opinion_loses_the_logarithm_of_its_vocabulary() {
+fn uniform_predictions_have_the_logarithm_of_the_vocabulary_size_as_loss() {
     let mut case = Case::new(false, Kind::Float);
     let head = case.head();
     let projection = case.engine.units()[head].params[1].range_elems();
@@ -291,7 +291,7 @@ fn a_model_without_opinion_loses_the_logarithm_of_its_vocabulary() {
 }
 
 #[test]
-fn the_loss_in_slices_is_the_loss_at_once() {
+fn the_loss_in_slices_equals_the_loss_at_once() {
     let whole = Case::new(false, Kind::Float);
     let (loss, grads) = whole.loss_and_grads(1.0);
     for logits_elems_max in [1, 11 * 3, 11 * 10 - 1] {

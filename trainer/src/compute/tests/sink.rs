@@ -60,7 +60,7 @@ fn several_micro_batches_are_summed_in_fp32_and_rounded_once() {
 }
 
 #[test]
-fn one_micro_batch_is_stored_as_it_is_with_zero_padding_and_the_sink_is_empty_after() {
+fn one_micro_batch_is_stored_unchanged_with_zero_padding_and_empties_the_sink() {
     let mut sink = GradSink::new(&layout(), Dtype::Fp32);
     for round in 1..=2 {
         let a: Vec<f32> = (0..6).map(|i| (i * round) as f32 + 0.1).collect();
@@ -86,7 +86,7 @@ fn one_micro_batch_is_stored_as_it_is_with_zero_padding_and_the_sink_is_empty_af
 
 #[test]
 #[should_panic(expected = "b got no gradient")]
-fn a_parameter_without_gradient_is_our_mistake() {
+fn a_parameter_without_gradient_panics() {
     let mut sink = GradSink::new(&layout(), Dtype::Fp32);
     sink.add(0, tensor(&[0.0; 6], &[2, 3], Kind::Float))
         .unwrap();

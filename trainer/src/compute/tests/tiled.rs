@@ -18,7 +18,7 @@ impl Case {
 }
 
 #[test]
-fn gradients_in_slices_are_slopes() {
+fn gradients_with_an_mlp_in_chunks_are_slopes() {
     let base = ModelConfig {
         layers: 1,
         ..config(false)
@@ -32,7 +32,7 @@ fn gradients_in_slices_are_slopes() {
 }
 
 #[test]
-fn slices_give_the_loss_and_gradients_of_the_whole() {
+fn chunks_give_the_loss_and_gradients_of_the_whole_mlp() {
     for (name, config) in forms(&config(true)) {
         let case = || Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN).leaving_out(SOME);
         let (loss, grads) = case().loss_and_grads(0.5);
@@ -55,7 +55,7 @@ fn slices_give_the_loss_and_gradients_of_the_whole() {
 }
 
 #[test]
-fn one_slice_is_the_whole_bit_for_bit() {
+fn one_chunk_is_the_whole_mlp_bit_for_bit() {
     let case = || Case::of(&config(false), Kind::Float, MICRO_BATCH, SEQ_LEN);
     assert_eq!(
         case().loss_and_grads(1.0),

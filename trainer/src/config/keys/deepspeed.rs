@@ -11,27 +11,27 @@ Generated from the program by `make docs`; a test keeps it current.
 
 ## Moving a run
 
-1. Write a run file that says what DeepSpeed leaves to your script: `model.path`, `data.files`, `train.steps`, `train.seq_len`, `train.run_dir`
+1. Write a run file with the settings that DeepSpeed leaves to your script: `model.path`, `data.files`, `train.steps`, `train.seq_len`, `train.run_dir`
    (`configs/deepspeed.toml` is an example).
-2. `trainer plan run.toml --deepspeed ds_config.json` reads your JSON as it is: comments, trailing commas and numbers such as 5e8 included. It lists each key
-   without effect with the reason, and refuses what asks for something that is not built. All that is refused is reported at once.
+2. `trainer plan run.toml --deepspeed ds_config.json` reads your JSON unchanged, including comments, trailing commas and numbers such as 5e8. It lists each key
+   without effect with the reason, and refuses keys that ask for an unsupported feature. All refused keys are reported at once.
 3. `trainer train run.toml --deepspeed ds_config.json`. A value in the run file, or in `--set`, replaces an \"auto\" in the JSON; two different values are refused.
-4. Weights come from a model directory: export a DeepSpeed checkpoint with its `zero_to_fp32.py` to safetensors first. Optimizer state is not taken over.
+4. Weights come from a model directory: export a DeepSpeed checkpoint with its `zero_to_fp32.py` to safetensors first. Optimizer state is not imported.
 
 What changes: the launcher is `trainer launch --nproc N`, or torchrun's environment. Buffers, buckets and thresholds are sized by the plan. Checkpoints
-are for any number of ranks. State on drives is committed while training continues, so a crash costs at most the steps since the last commit.
+can be resumed with any number of ranks. State on drives is committed while training continues, so a crash costs at most the steps since the last commit.
 
-Keys that are used mean what they mean in DeepSpeed. What is refused is accepted when it is switched off (false, null, `enabled` false).
+Keys that are used have the same meaning as in DeepSpeed. A refused key is accepted if it switches its feature off (false, null, `enabled` false).
 
 Older spellings are read as DeepSpeed reads them: `bfloat16` as `bf16`, `zero_optimization = true` as stage 1, `cpu_offload = true` as
-`offload_optimizer.device = \"cpu\"`. A key that is not in these tables is left out and named where DeepSpeed ignores it (at the top
-level and in some tables), and refused where DeepSpeed refuses it (in `zero_optimization`, the precisions, the monitors, `optimizer.params`,
+`offload_optimizer.device = \"cpu\"`. A key that is not in these tables is ignored and reported if DeepSpeed ignores it (at the top
+level and in some tables), and refused if DeepSpeed refuses it (in `zero_optimization`, the precisions, the monitors, `optimizer.params`,
 `scheduler.params`).
 
-`--deepspeed` also takes an Accelerate configuration (YAML): DeepSpeed's file that its `deepspeed_config_file` names, or the settings
-inline in `deepspeed_config`, and its `mixed_precision`.
+`--deepspeed` also accepts an Accelerate configuration (YAML). It reads the file that `deepspeed_config_file` names, or the inline settings
+in `deepspeed_config`, and `mixed_precision`.
 
-What DeepSpeed has and this project does not plan to build: 1-bit Adam, LAMB, ZeRO++ quantization, compression, random-LTD, Windows; pipeline and
+DeepSpeed features that this project does not plan to support: 1-bit Adam, LAMB, ZeRO++ quantization, compression, random-LTD, Windows; pipeline and
 tensor parallelism (Megatron-LM, torchtitan); serving (vLLM, SGLang); ONNX (Optimum).
 ";
 
@@ -41,7 +41,7 @@ pub fn deepspeed_keys() -> String {
     for (title, keys) in SECTIONS {
         let _ = write!(
             text,
-            "\n## {title}\n\n| key | what becomes of it | |\n|---|---|---|\n"
+            "\n## {title}\n\n| key | support | explanation |\n|---|---|---|\n"
         );
         for key in *keys {
             let support = match key.support {
@@ -54,10 +54,10 @@ pub fn deepspeed_keys() -> String {
         }
     }
     text += "\n## \"auto\"\n
-A value of the run file or of `--set` takes the place of \"auto\". Where there is none, it is what Hugging Face's Trainer would fill in
-without an argument of its own, and the choice is shown. Any other key that is \"auto\" is as good as left out.
+A value in the run file or in `--set` replaces \"auto\". Without one, \"auto\" becomes what Hugging Face's Trainer fills in
+by default, and the trainer prints the choice. Any other key that is \"auto\" counts as left out.
 
-| key | \"auto\" is |
+| key | value of \"auto\" |
 |---|---|
 ";
     for (key, _, what) in AUTO {

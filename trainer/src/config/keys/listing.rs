@@ -22,7 +22,7 @@ pub fn listing() -> String {
         };
         rows.push([path, field.kind.words.into(), default.into(), what]);
     });
-    let heads = ["key", "type", "default", "what it is for"].map(str::to_owned);
+    let heads = ["key", "type", "default", "description"].map(str::to_owned);
     rows.insert(0, heads);
     let width = |column: usize| rows.iter().map(|row| row[column].len()).max().unwrap_or(0);
     let widths = [width(0), width(1), width(2)];
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_key_that_is_read_is_listed_with_its_type_and_what_it_is_for() {
+    fn every_key_is_listed_with_its_type_and_description() {
         let listing = listing();
         each_used("", &ConfigToml::KIND, &mut |path, field| {
             let line = listing
@@ -50,7 +50,7 @@ mod tests {
                 .find(|line| line.split(' ').next() == Some(&path));
             assert_eq!(line.is_none(), field.kind.fields.is_some(), "{path}");
             let told = line.is_none_or(|line| !line.ends_with("  "));
-            assert!(told, "{path}: nobody says what it is for");
+            assert!(told, "{path} has no description");
         });
         let steps = listing
             .lines()

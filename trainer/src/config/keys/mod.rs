@@ -319,7 +319,7 @@ mod tests {
     }
 
     #[test]
-    fn a_deepspeed_key_we_do_not_read_is_never_silent() {
+    fn a_deepspeed_key_without_effect_is_always_reported() {
         let note = check(&json!({"aio": {"block_size": 1}, "steps_per_print": 10})).note;
         let note = note.unwrap();
         assert!(
@@ -349,7 +349,7 @@ mod tests {
     }
 
     #[test]
-    fn what_asks_for_something_that_is_not_here_is_refused_unless_it_is_off() {
+    fn an_unsupported_feature_is_refused_unless_it_is_off() {
         for (file, part) in [
             (
                 json!({"optimizer": {"params": {"max_grad_norm": 1.0}}}),
@@ -357,7 +357,7 @@ mod tests {
             ),
             (
                 json!({"optimizer": {"params": {"bias_correction": false}}}),
-                "the correction is always made",
+                "bias correction is always applied",
             ),
             (
                 json!({"gradient_allreduce_op": "sum"}),
@@ -365,7 +365,7 @@ mod tests {
             ),
             (
                 json!({"zero_optimization": {"zero_hpz_partition_size": 8}}),
-                "runs are of one node",
+                "a run uses one node",
             ),
             (
                 json!({"zero_optimization": {"cpu_offload": true}}),

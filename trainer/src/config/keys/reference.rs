@@ -10,13 +10,13 @@ const HEAD: &str = "# Configuration of the trainer
 
 Generated from the program by `make docs`; a test keeps it current. `trainer config-reference` prints the same keys for the terminal.
 
-A run is one TOML file, or JSON if its name ends in `.json`. It has DeepSpeed's keys with DeepSpeed's names and meaning, and
+A run is configured by one TOML file, or by JSON if its name ends in `.json`. It contains DeepSpeed's keys with DeepSpeed's meaning, and
 the tables `model`, `data`, `train` and `offload`. An unknown key is an error that names the nearest known one. `--set KEY=VALUE` replaces a
-value on the command line. Sizes are bytes, or text with KiB, MiB, GiB or TiB. Where the
-default is –, the meaning says it. `trainer plan RUN.toml` shows all values as they were resolved, with those that
+value on the command line. Sizes are bytes, or text with KiB, MiB, GiB or TiB. If the
+default is –, the meaning describes it. `trainer plan RUN.toml` shows all resolved values, including those that
 the plan chose.
 
-[What the trainer can do](training.md) says what the keys are good for; [coming from DeepSpeed](coming-from-deepspeed.md) has DeepSpeed's
+[What the trainer can do](training.md) explains the features that the keys control; [coming from DeepSpeed](coming-from-deepspeed.md) lists DeepSpeed's
 keys that are not read.
 ";
 
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn every_key_of_ours_has_a_sentence_a_default_and_an_example_of_its_type() {
+    fn every_own_key_has_a_description_a_default_and_an_example_of_its_type() {
         let mut ours = 0;
         for (path, field) in sections().into_iter().flat_map(|section| section.rows) {
             let meaning = meaning(&path, field);

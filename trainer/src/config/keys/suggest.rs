@@ -66,7 +66,7 @@ const OTHERS: &[(&str, &str)] = &[
     ("accumulate_grad_batches", "gradient_accumulation_steps"),
     (
         "gradient_checkpointing",
-        "train.activation_checkpointing (blocks are computed again unless it says otherwise)",
+        "train.activation_checkpointing (blocks are recomputed unless it says otherwise)",
     ),
     ("activation_offloading", "offload.activations"),
     ("output_dir", "train.run_dir"),
@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_of_other_programs_are_known_as_what_they_mean() {
+    fn names_of_other_programs_are_suggested_by_meaning() {
         let used = used_keys();
         for (other, ours) in OTHERS.iter().chain(FORMER) {
             let key = ours.split(' ').next().unwrap();

@@ -54,12 +54,12 @@ pub(super) fn batch(
         (_, Some(micro), Some(steps)) => (micro, steps),
         (Some(_), Some(micro), None) => (micro, divided(micro, "train_micro_batch_size_per_gpu")?),
         (Some(_), None, Some(steps)) => (divided(steps, "gradient_accumulation_steps")?, steps),
-        (Some(_), None, None) => (divided(1, "one window a rank")?, 1),
+        (Some(_), None, None) => (divided(1, "one sample for each rank")?, 1),
         (None, Some(micro), None) => (micro, 1),
         (None, None, _) => {
             return Err(SettingsError::Missing {
                 key: "train_micro_batch_size_per_gpu",
-                message: "give it, or train_batch_size",
+                message: "set it, or train_batch_size",
             });
         }
     };

@@ -21,7 +21,7 @@ pub(super) fn data(given: &DataToml, steps: u64) -> Result<DataSettings, Setting
     if !eval_files.is_empty() && validation_fraction.get() > 0.0 {
         return Err(value(
             "data.validation_fraction",
-            "data.eval_files is what is evaluated on: leave one of them out",
+            "contradicts data.eval_files: leave one of them out",
         ));
     }
     Ok(DataSettings {

@@ -60,13 +60,13 @@ pub(super) fn resolve(
     let steps = required(
         "train.steps",
         train.steps,
-        "say how many optimizer steps the run has",
+        "set the number of optimizer steps",
     );
     let steps = faults.take(steps);
     let seq_len = required(
         "train.seq_len",
         train.seq_len,
-        "say how many tokens a window has",
+        "set the number of tokens in a sequence",
     );
     let seq_len = faults.take(seq_len.and_then(|seq_len| {
         within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
@@ -185,7 +185,7 @@ fn resolve_train(
     {
         faults.0.push(value(
             "train.eval_every",
-            "evaluation needs a text of its own: set data.validation_fraction, for example 0.05, or data.eval_files",
+            "evaluation needs its own text: set data.validation_fraction, for example 0.05, or data.eval_files",
         ));
     }
     let eval_batches = train.eval_batches.unwrap_or(4);
@@ -307,7 +307,7 @@ fn resolve_offload(
     if gradients == Some(GradientsChoice::Nvme) && has_no_store {
         faults.0.push(value(
             "offload.gradients",
-            "\"nvme\", and nothing else of this run lives on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
+            "\"nvme\" needs a device, but this run keeps nothing else on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
         ));
     }
     let durability = faults.take(word(
@@ -320,7 +320,7 @@ fn resolve_offload(
     if offload.engine.is_some() && offload.socket.is_some() {
         faults.0.push(value(
             "offload.engine",
-            "belongs to the settings of the daemon behind offload.socket: leave it out",
+            "is a setting of the daemon behind offload.socket: leave it out",
         ));
     }
     if has_no_store {
@@ -332,7 +332,7 @@ fn resolve_offload(
             if given {
                 faults.0.push(value(
                     key,
-                    "nothing lives on nvme in this run: leave it out, or set a device to \"nvme\"",
+                    "this run keeps nothing on nvme: leave it out, or set a device to \"nvme\"",
                 ));
             }
         }
@@ -410,7 +410,7 @@ fn word<T: Clone>(
             .iter()
             .map(|(word, _)| format!("\"{word}\""))
             .collect();
-        let (last, others) = names.split_last().expect("a word has alternatives");
+        let (last, others) = names.split_last().expect("there are several choices");
         value(
             key,
             format!("\"{given}\": use {} or {last}", others.join(", ")),
@@ -425,7 +425,7 @@ fn bytes(key: &'static str, count: Option<&ByteCount>) -> Result<Option<u64>, Se
         Some(bytes) if bytes > 0 => Ok(Some(bytes)),
         _ => Err(value(
             key,
-            "expected a number of bytes, as 67108864 or \"64MiB\"",
+            "expected a number of bytes, for example 67108864 or \"64MiB\"",
         )),
     }
 }

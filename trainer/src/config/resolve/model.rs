@@ -47,7 +47,7 @@ pub(super) fn model(
             return Err(value(
                 "model.from",
                 format!(
-                    "{} holds no run, and model.path names another directory: leave one out",
+                    "{} contains no run, and model.path names another directory: leave one of them out",
                     from.display()
                 ),
             ));
@@ -57,7 +57,7 @@ pub(super) fn model(
     if seq_len > most as u64 {
         return Err(value(
             "train.seq_len",
-            format!("{seq_len} is beyond model.max_position_embeddings = {most}"),
+            format!("{seq_len} is more than model.max_position_embeddings = {most}"),
         ));
     }
     Ok(resolved)
@@ -80,7 +80,7 @@ fn described(
         None if inline.is_empty() => {
             return Err(SettingsError::Missing {
                 key: "model",
-                message: "name a directory of Hugging Face's (model.path), or describe the model with its keys",
+                message: "set model.path to a Hugging Face model directory, or describe the model with its keys",
             });
         }
         None => {
@@ -182,7 +182,7 @@ fn of_run(
             ..here
         }),
         Some(Difference { what, was, now }) => Err(wrong(format!(
-            "the run in {} has another model: its {what} is {was}, here it is {now}. Leave the model's keys out to take its own",
+            "the run in {} has another model: its {what} is {was}, this run's is {now}. Leave out the model's keys to use that run's model",
             from.display()
         ))),
     }
@@ -221,7 +221,7 @@ fn first_weights(
         None if init == Init::Auto => Ok(FirstWeights::Random),
         None => Err(value(
             "model.init",
-            "\"weights\" needs a directory that has them: name it with model.path",
+            "\"weights\" needs a directory that contains them: set model.path",
         )),
     }
 }
@@ -230,7 +230,7 @@ fn first_weights(
 fn inline_keys(given: &ModelToml) -> Map<String, Value> {
     let Value::Object(mut keys) = serde_json::to_value(given).expect("the settings are plain data")
     else {
-        unreachable!("a struct is a table")
+        unreachable!("a struct serializes to a table")
     };
     for ours in ["path", "from", "init"] {
         keys.remove(ours);
@@ -253,7 +253,7 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
     let shown = file_path.display();
     if !path.exists() {
         return Err(wrong(format!(
-            "there is no {}: name a directory with a config.json (nothing is downloaded: `hf download NAME --local-dir {}` does that)",
+            "{} does not exist: set a directory with a config.json (the trainer downloads nothing; use `hf download NAME --local-dir {}`)",
             path.display(),
             path.display()
         )));
@@ -261,7 +261,7 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
     let unreadable = |error: std::io::Error| wrong(format!("cannot read {shown}: {error}"));
     let file = File::open(&file_path).map_err(unreadable)?;
     if !file.metadata().map_err(unreadable)?.is_file() {
-        return Err(wrong(format!("{shown} is no file")));
+        return Err(wrong(format!("{shown} is not a file")));
     }
     let mut bytes = Vec::new();
     file.take(CONFIG_BYTES_MAX + 1)
@@ -269,11 +269,10 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
         .map_err(unreadable)?;
     if bytes.len() as u64 > CONFIG_BYTES_MAX {
         return Err(wrong(format!(
-            "{shown} has more than {CONFIG_BYTES_MAX} bytes: that is no config.json"
+            "{shown} has more than {CONFIG_BYTES_MAX} bytes, so it is not a config.json"
         )));
     }
-    let text =
-        String::from_utf8(bytes).map_err(|_| wrong(format!("{shown} is no text in UTF-8")))?;
+    let text = String::from_utf8(bytes).map_err(|_| wrong(format!("{shown} is not UTF-8 text")))?;
     let keys = parse(&text).map_err(|error| wrong(format!("{shown}: {error}")))?;
     let dir = match file_path.parent() {
         Some(dir) if dir != Path::new("") => dir.to_path_buf(),
@@ -327,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_those_of_the_directory_unless_the_run_says_otherwise() {
+    fn initial_weights_are_those_of_the_directory_unless_configured_otherwise() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("config.json"), GPT2).unwrap();
         let with = |init: Option<&str>| {
@@ -354,16 +353,11 @@ mod tests {
             num_attention_heads: Some(4),
             ..ModelToml::default()
         };
-        assert!(
-            resolve(&inline)
-                .err()
-                .unwrap()
-                .contains("name it with model.path")
-        );
+        assert!(resolve(&inline).err().unwrap().contains("set model.path"));
     }
 
     #[test]
-    fn what_is_no_model_directory_is_refused_with_its_path() {
+    fn a_path_that_is_not_a_model_directory_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("config.json");
         let refused = |path: &Path| match resolve(&at(path)) {
@@ -372,7 +366,7 @@ mod tests {
         };
         let text = refused(Path::new("no/such-model"));
         assert!(
-            text.contains("there is no no/such-model") && text.contains("nothing is downloaded"),
+            text.contains("no/such-model does not exist") && text.contains("downloads nothing"),
             "{text}"
         );
         let text = refused(dir.path());
@@ -386,7 +380,7 @@ mod tests {
             (b"\xFF\xFE", "UTF-8"),
             (
                 br#"{"model_type": "t5"}"#,
-                "encoder models are not trained here yet",
+                "encoder models are not supported yet",
             ),
         ] {
             std::fs::write(&file, content).unwrap();
@@ -397,7 +391,7 @@ mod tests {
             );
         }
         std::fs::write(&file, vec![b' '; CONFIG_BYTES_MAX as usize + 1]).unwrap();
-        assert!(refused(&file).contains("that is no config.json"));
+        assert!(refused(&file).contains("so it is not a config.json"));
         std::fs::remove_file(&file).unwrap();
         std::fs::create_dir(&file).unwrap();
         assert!(refused(&dir.path().join("config.json")).contains("config.json"));
@@ -416,7 +410,7 @@ mod tests {
         .err()
         .unwrap();
         assert!(
-            text.contains("embd_pdrop is no key of llama models"),
+            text.contains("embd_pdrop is not a key of llama models"),
             "{text}"
         );
     }

@@ -42,13 +42,13 @@ pub(super) fn optimizer(
         Some(lr) => lr,
         None if is_left_out(optimizer) => {
             said.warnings.push(format!(
-                "no optimizer is named: AdamW with a learning rate of {TRAINER_LR:e}, as Hugging Face's Trainer; optimizer.params.lr sets another"
+                "no optimizer is set: using AdamW with a learning rate of {TRAINER_LR:e}, as Hugging Face's Trainer does; set optimizer.params.lr to change it"
             ));
             TRAINER_LR
         }
         None => {
             said.warnings.push(format!(
-                "optimizer.params.lr is left out: {ADAM_LR:e}, as PyTorch's {kind}; trained models mostly need less"
+                "optimizer.params.lr is not set: using {ADAM_LR:e}, as PyTorch's {kind} does; fine-tuning usually needs a lower rate"
             ));
             ADAM_LR
         }
@@ -92,7 +92,7 @@ fn decaying(params: &OptimizerParamsToml) -> Result<Decaying, SettingsError> {
     if params.decay.as_deref().is_some_and(|word| word != "all") {
         return Err(value(
             "optimizer.params.decay",
-            "contradicts optimizer.params.no_decay, which names what of all parameters does not decay: leave one of them out",
+            "contradicts optimizer.params.no_decay, which excludes parameters from weight decay: leave one of them out",
         ));
     }
     if patterns.iter().any(String::is_empty) {

@@ -22,7 +22,7 @@ pub(super) fn placement(
     if param == Tier::Nvme && optimizer == Tier::None {
         return Err(value(
             OPTIMIZER,
-            "\"none\" beside parameters on nvme: the optimizer's state is five times as large, set it to \"nvme\" or \"cpu\"",
+            "\"none\" is not possible with parameters on nvme, because the optimizer state is five times as large: use \"nvme\" or \"cpu\"",
         ));
     }
     // A directory named in two ways is one directory, with one device file.
@@ -43,7 +43,7 @@ pub(super) fn placement(
             (Tier::Nvme, Some(paths)) => {
                 let paths = paths.list();
                 if paths.is_empty() || paths.iter().any(|path| path.as_os_str().is_empty()) {
-                    return Err(value(key, "names no directory"));
+                    return Err(value(key, "contains no directory"));
                 }
                 for path in paths {
                     let same = |other: &PathBuf| resolved(other) == resolved(&path);
@@ -55,7 +55,7 @@ pub(super) fn placement(
             (Tier::Nvme, None) if !has_socket => {
                 return Err(SettingsError::Missing {
                     key,
-                    message: "device is \"nvme\": name a directory on the drive, or the socket of a running offloadd in offload.socket",
+                    message: "device \"nvme\" needs a directory on the drive, or the socket of a running offloadd in offload.socket",
                 });
             }
             (Tier::None | Tier::Cpu, Some(_)) => notes.push(format!(
@@ -68,7 +68,7 @@ pub(super) fn placement(
     if has_socket && !has_store {
         return Err(value(
             "offload.socket",
-            "nothing lives on nvme in this run: leave the socket out, or set a device to \"nvme\"",
+            "this run keeps nothing on nvme: leave the socket out, or set a device to \"nvme\"",
         ));
     }
     if offload.resident_fraction.is_some() && !has_store {
@@ -99,7 +99,7 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
         return Err(value(
             KEY,
             format!(
-                "{number} keeps parameters with what computes, offload_param.device \"{device}\" needs stage 3: set stage = 3, or leave offload_param out"
+                "{number} keeps parameters where they are computed with, and offload_param.device \"{device}\" needs stage 3: set stage = 3, or leave offload_param out"
             ),
         ));
     }
@@ -107,13 +107,13 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
         Tier::Nvme if !stage.divides_parameters() => Err(value(
             KEY,
             format!(
-                "{number} has no offload_optimizer.device \"nvme\" (DeepSpeed takes it there and uses host memory without a word): set stage = 3, or device \"cpu\""
+                "{number} does not support offload_optimizer.device \"nvme\" (DeepSpeed accepts it and silently uses host memory): set stage = 3, or device \"cpu\""
             ),
         )),
         Tier::Cpu if !stage.divides_state() => Err(value(
             KEY,
             format!(
-                "{number} keeps the optimizer's state with what computes: set stage 1, 2 or 3 for offload_optimizer.device \"cpu\""
+                "{number} keeps the optimizer state where parameters are computed with: set stage 1, 2 or 3 for offload_optimizer.device \"cpu\""
             ),
         )),
         _ => Ok(stage),
@@ -132,7 +132,7 @@ fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, Settings
         Some(FractionOrAuto::Word(word)) if word == "auto" => Ok(ResidentFraction::Auto),
         Some(FractionOrAuto::Word(word)) => Err(value(
             KEY,
-            format!("\"{word}\": use a share from 0 to 1, or \"auto\""),
+            format!("\"{word}\": use a fraction from 0 to 1, or \"auto\""),
         )),
     }
 }

@@ -24,7 +24,7 @@ pub(super) fn precision(
         (true, true) => {
             return Err(value(
                 "fp16.enabled",
-                "bf16.enabled is true, too: leave one of them out",
+                "bf16.enabled is true too: leave one of them out",
             ));
         }
         (true, false) => Dtype::Bf16,
@@ -35,7 +35,7 @@ pub(super) fn precision(
             _ => {
                 if any_auto && stored.is_none() {
                     said.warnings.push(
-                        "the precision is \"auto\" and no checkpoint says one: fp32, as Hugging Face's Trainer; bf16.enabled = true trains in bf16".into(),
+                        "the precision is \"auto\" and no checkpoint determines it: using fp32, as Hugging Face's Trainer does; bf16.enabled = true trains in bf16".into(),
                     );
                 }
                 Dtype::Fp32
@@ -50,12 +50,12 @@ pub(super) fn precision(
         let (name, stored) = (dtype.name(), stored.name());
         let why = match dtype {
             Dtype::Fp32 => format!(
-                "more memory and time than in {stored}, which {stored}.enabled = true asks for"
+                "this takes more memory and time than {stored}; set {stored}.enabled = true to use that"
             ),
             Dtype::Bf16 | Dtype::Fp16 => format!("weights are rounded to {name} to compute"),
         };
         said.warnings.push(format!(
-            "the run computes in {name}, the checkpoint is in {stored}: {why}"
+            "the run computes in {name}, but the checkpoint is in {stored}: {why}"
         ));
     }
     let overflow = match dtype {
@@ -71,7 +71,7 @@ fn scaling(fp16: &Fp16Toml) -> Result<OverflowPolicy, SettingsError> {
     if !(scale.is_finite() && scale >= 0.0) {
         return Err(value(
             "fp16.loss_scale",
-            format!("{scale}: must be 0 for a scale that adapts, or a number above"),
+            format!("{scale}: must be 0 for an adaptive scale, or a positive number"),
         ));
     }
     if scale > 0.0 {

@@ -36,9 +36,7 @@ fn dir(
     if !is_name {
         return Err(value(
             job_key,
-            format!(
-                "\"{job}\": must be the name of a directory, which output_path says where to make"
-            ),
+            format!("\"{job}\": must be a directory name; set its parent with output_path"),
         ));
     }
     let given = monitor.output_path.as_deref();

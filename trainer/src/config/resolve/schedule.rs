@@ -124,13 +124,13 @@ fn left_out(
     if !trainers {
         if written_for == WrittenFor::DeepSpeed {
             said.warnings.push(format!(
-                "no scheduler is named: the learning rate stays {lr:e}, as DeepSpeed has it; Hugging Face's Trainer would let it fall, scheduler.type = \"{LINEAR}\" does that"
+                "no scheduler is set: the learning rate stays {lr:e}, as in DeepSpeed; set scheduler.type = \"{LINEAR}\" for a linear decay, as in Hugging Face's Trainer"
             ));
         }
         return LrSchedule::Constant { lr };
     }
     said.warnings.push(format!(
-        "no scheduler is named: the learning rate falls linearly to 0 over the run, without warm-up, as Hugging Face's Trainer has it; scheduler.type = \"{CONSTANT}\" keeps it"
+        "no scheduler is set: the learning rate decays linearly to 0 over the run without warm-up, as in Hugging Face's Trainer; set scheduler.type = \"{CONSTANT}\" to keep it constant"
     ));
     LrSchedule::Linear {
         lr,
@@ -152,7 +152,10 @@ fn check_params(
         None => Ok(()),
         Some((name, _)) => Err(value(
             "scheduler.params",
-            format!("{kind} has no {name}: it has {}", known.join(", ")),
+            format!(
+                "{kind} has no parameter {name}; its parameters are {}",
+                known.join(", ")
+            ),
         )),
     }
 }
@@ -207,7 +210,7 @@ fn one_cycle(params: &SchedulerParamsToml, steps: u64) -> Result<LrSchedule, Set
         return Err(value(
             "scheduler.params.decay_mom_rate",
             format!(
-                "the momentum comes to {last:.3} at step {steps}, it must stay below 1: make the rate smaller, or decay_step_size larger"
+                "the momentum reaches {last:.3} at step {steps}, but must stay below 1: lower the rate, or raise decay_step_size"
             ),
         ));
     }
@@ -266,17 +269,17 @@ fn warmup(
     let mut note = |text: String| notes.push(text);
     if given_steps < 2 {
         note(format!(
-            "scheduler.params.warmup_num_steps is {given_steps}: 2 is taken, as DeepSpeed does"
+            "scheduler.params.warmup_num_steps is {given_steps}: using 2, as DeepSpeed does"
         ));
     }
     if kind != "WarmupLR" && total_steps != steps {
         note(format!(
-            "scheduler.params.total_num_steps is {total_steps}, the run has {steps} steps"
+            "scheduler.params.total_num_steps is {total_steps}, but the run has {steps} steps"
         ));
     }
     if given_steps >= steps {
         note(format!(
-            "scheduler.params.warmup_num_steps is {given_steps}, the run has {steps} steps: the learning rate does not come to its maximum"
+            "scheduler.params.warmup_num_steps is {given_steps}, but the run has {steps} steps: the learning rate will not reach its maximum"
         ));
     }
     let mut warmup = Warmup {
@@ -290,7 +293,7 @@ fn warmup(
         "WarmupDecayLR" => {
             if params.warmup_max_lr.is_none() && lr != DECAY_MAX_LR {
                 note(format!(
-                    "scheduler.params.warmup_max_lr is left out: {lr}, the optimizer's (DeepSpeed's WarmupDecayLR has {DECAY_MAX_LR} then)"
+                    "scheduler.params.warmup_max_lr is not set: using the optimizer's rate, {lr} (DeepSpeed's WarmupDecayLR uses {DECAY_MAX_LR})"
                 ));
             }
             LrSchedule::WarmupDecay {

@@ -75,13 +75,16 @@ impl Header {
             *word = u64::from_le_bytes(place.try_into().expect("eight bytes"));
         }
         if words[0] != MAGIC {
-            return Err("it is no file of tokens".into());
+            return Err("it is not a token file".into());
         }
         if words[WORDS - 1] != u64::from(crc32c(&bytes[..HEADER_BYTES - 8])) {
             return Err("its header fails its checksum".into());
         }
         if words[1] != VERSION {
-            return Err(format!("it has version {}, not {VERSION}", words[1]));
+            return Err(format!(
+                "it has format version {}, but this trainer reads version {VERSION}",
+                words[1]
+            ));
         }
         let header = Self {
             key: words[2],
@@ -110,7 +113,10 @@ impl Header {
         for &element in elements {
             let id = element & !NOT_COUNTED;
             let counts = element & NOT_COUNTED == 0;
-            assert!(counts || self.masked, "a mask was not planned for");
+            assert!(
+                counts || self.masked,
+                "a file without a mask cannot store tokens that do not count"
+            );
             let stored = if counts { id } else { id | top };
             out.extend_from_slice(&stored.to_le_bytes()[..self.elem_bytes]);
         }

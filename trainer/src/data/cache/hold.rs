@@ -72,7 +72,10 @@ pub(in crate::data) fn claim(
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 if !said {
-                    say(format!("another trainer makes {}: waiting", path.display()));
+                    say(format!(
+                        "another trainer is creating {}: waiting",
+                        path.display()
+                    ));
                     said = true;
                 }
                 let bytes = file.metadata().map_err(failed)?.len();

@@ -48,16 +48,16 @@ impl Stored {
         file.read_exact_at(&mut start, 0).map_err(failed)?;
         let header = Header::decode(&start).map_err(|message| damaged(&message))?;
         if header.key != key {
-            return Err(damaged("it holds other tokens than its name says"));
+            return Err(damaged("its key differs from the one in its name"));
         }
         if bytes != header.file_bytes() {
-            return Err(damaged("it has not the length that its header says"));
+            return Err(damaged("its length differs from the one in its header"));
         }
         let mut table = vec![0; 4 * header.blocks() as usize];
         file.read_exact_at(&mut table, ELEMENTS_AT + header.elements_bytes())
             .map_err(failed)?;
         if crc32c(&table) != header.table_crc {
-            return Err(damaged("its table of checksums fails its own"));
+            return Err(damaged("its table of checksums fails its own checksum"));
         }
         let table = table.chunks_exact(4);
         Ok(Some(Self {
@@ -143,7 +143,7 @@ impl Stored {
             Ok(())
         } else {
             Err(damaged(format!(
-                "checksum {found:08x} where {expected:08x} was written"
+                "the checksum is {found:08x}, expected {expected:08x}"
             )))
         }
     }

@@ -5,7 +5,7 @@ use super::*;
 
 /// 16-bit elements, some masked, three for training and two held out.
 #[test]
-fn the_format_is_what_it_was() {
+fn the_stored_format_has_not_changed() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("x.tokens");
     let file = std::fs::File::options()
@@ -40,12 +40,12 @@ fn the_format_is_what_it_was() {
     let mut found = Vec::new();
     stored.read(1, 3, &mut found).unwrap();
     assert_eq!(found, [2 | NOT_COUNTED, 7, 32767]);
-    assert!(Stored::open(&path, 1).is_err(), "of another key");
+    assert!(Stored::open(&path, 1).is_err(), "a file with another key");
     assert!(Stored::open(&dir.path().join("none"), 1).unwrap().is_none());
 }
 
 #[test]
-fn elements_are_as_wide_as_their_ids_ask() {
+fn elements_are_as_wide_as_their_ids_need() {
     let widths = |masked| {
         [128, 129, 256, 257, 32768, 32769, 65536, 65537].map(|end| elem_bytes(end, masked))
     };

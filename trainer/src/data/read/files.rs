@@ -64,13 +64,13 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
         });
     }
     let instead = match ending(path).as_str() {
-        "json" => "make it .jsonl, an object on each line (`jq -c '.[]' FILE.json > FILE.jsonl`)",
-        "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
-        "bin" => {
-            "if it holds token ids, give it the ending that says how wide they are: .u16 or .u32"
+        "json" => {
+            "convert it to .jsonl with one object on each line (`jq -c '.[]' FILE.json > FILE.jsonl`)"
         }
+        "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
+        "bin" => "if it contains token ids, rename it to .u16 or .u32 according to their width",
         "csv" | "tsv" | "arrow" => {
-            "write it as .jsonl or .parquet, which `datasets` does with to_json and to_parquet"
+            "convert it to .jsonl or .parquet, for example with to_json or to_parquet of `datasets`"
         }
         _ if metadata.len() == 0 => {
             return Err(DataError::Empty {
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_named() {
+    fn unreadable_files_are_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
         let refused = |path: &Path| {
             let error = find(&[path.into()], "data.files").unwrap_err();
@@ -259,9 +259,9 @@ mod tests {
         };
         assert!(refused(dir.path()).contains("no .jsonl, .parquet, .u16, .u32, .npy or text file"));
         for (name, content, part) in [
-            ("empty", "", "empty is empty: write some text into it"),
+            ("empty", "", "empty is empty: name a file with text in it"),
             ("empty.jsonl", "", "empty.jsonl is empty"),
-            ("a.json", "[]", "make it .jsonl"),
+            ("a.json", "[]", "convert it to .jsonl"),
             ("a.JSONL.gz", "x", "unpack it"),
             ("a.csv", "x", "to_parquet"),
             ("train.bin", "x", ".u16 or .u32"),

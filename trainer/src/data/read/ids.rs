@@ -52,7 +52,7 @@ pub(super) fn pieces(
     let left = source.bytes.saturating_sub(layout.start_bytes);
     if !left.is_multiple_of(layout.elem_bytes as u64) {
         return Err(damaged(format!(
-            "it has {left} bytes of ids, which are {} bytes each",
+            "it contains {left} bytes of ids, which is not a multiple of {} bytes",
             layout.elem_bytes
         )));
     }
@@ -78,7 +78,7 @@ pub(super) fn pieces(
             let id = u32::try_from(number).map_err(|_| DataError::Record {
                 place: place.clone(),
                 message: format!(
-                    "element {} is {number}, which is no token id",
+                    "element {} is {number}, which is not a token id",
                     first + at as u64
                 ),
             })?;
@@ -126,13 +126,13 @@ fn npy(file: &mut impl Read) -> Result<Layout, HeaderError> {
     };
     let start = read(8)?;
     if &start[..6] != b"\x93NUMPY" {
-        return Err(wrong("it is no array of NumPy's".into()));
+        return Err(wrong("it is not a NumPy array".into()));
     }
     let length = if start[6] == 1 { read(2)? } else { read(4)? };
     let start_bytes = 8 + length.len();
     let length = (length.iter().rev()).fold(0usize, |sum, byte| sum << 8 | usize::from(*byte));
     if length > HEADER_BYTES_MAX {
-        return Err(wrong(format!("a header of {length} bytes")));
+        return Err(wrong(format!("its header has {length} bytes")));
     }
     let header = String::from_utf8_lossy(&read(length)?).into_owned();
     let value = |name: &str| {
@@ -159,13 +159,13 @@ fn npy(file: &mut impl Read) -> Result<Layout, HeaderError> {
     };
     let Some((elem_bytes, signed)) = elem else {
         return Err(wrong(format!(
-            "its numbers are \"{descr}\": whole numbers are read, little endian (array.astype(\"<u4\"))"
+            "its element type is \"{descr}\": convert it to little-endian integers (array.astype(\"<u4\"))"
         )));
     };
     let shape = value("shape").unwrap_or_default();
     if shape.matches(',').count() != 1 || !shape.ends_with(",)") {
         return Err(wrong(format!(
-            "its shape is {shape}: one dimension is read (array.reshape(-1))"
+            "its shape is {shape}: convert it to one dimension (array.reshape(-1))"
         )));
     }
     Ok(Layout {
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn numpys_header_says_how_numbers_lie() {
+    fn numpys_header_determines_the_layout() {
         let of = |descr: &str, shape: &str| {
             let dict =
                 format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}   \n");
@@ -201,7 +201,7 @@ mod tests {
         assert_eq!(of("<u2", "(7,)").unwrap(), (2, false));
         assert_eq!(of("<i8", "(7,)").unwrap(), (8, true));
         for (descr, shape, part) in [
-            ("<f4", "(7,)", "\"<f4\": whole numbers"),
+            ("<f4", "(7,)", "type is \"<f4\""),
             (">u2", "(7,)", "\">u2\""),
             ("<u2", "(7, 2)", "its shape is (7, 2)"),
             ("<u2", "()", "its shape is ()"),
@@ -211,7 +211,7 @@ mod tests {
                 HeaderError::Io(error) => panic!("{error}"),
             }
         }
-        for bytes in [&b"\x93NUM"[..], b"no array of NumPy's", &header("{}")[..11]] {
+        for bytes in [&b"\x93NUM"[..], b"not a NumPy array", &header("{}")[..11]] {
             assert!(npy(&mut &bytes[..]).is_err());
         }
     }

@@ -62,13 +62,13 @@ pub(super) fn documents(
 fn document(line: &[u8]) -> Result<Document, String> {
     let text = std::str::from_utf8(line).map_err(|error| {
         let at = error.valid_up_to() + 1;
-        format!("is no UTF-8 from byte {at} of the line on: write the file as UTF-8")
+        format!("is not UTF-8 from byte {at} of the line on: convert the file to UTF-8")
     })?;
     let value: Value = serde_json::from_str(text).map_err(|error| {
         // The line within the text is always the first.
         let (message, column) = (error.to_string(), error.column());
         let message = message.split(" at line ").next().unwrap_or_default();
-        format!("is no JSON: {message} at column {column}")
+        format!("is not JSON: {message} at column {column}")
     })?;
     Document::of(&value)
 }

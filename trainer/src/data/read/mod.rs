@@ -96,9 +96,7 @@ pub(super) fn documents(
         let expected = *kind.get_or_insert(found);
         if found != expected {
             return Err(DataError::Record {
-                message: format!(
-                    "{found}, after {expected} before it: all of a run's data must be of one kind"
-                ),
+                message: format!("{found} after {expected}: all data of a run must be of one kind"),
                 place: piece.place,
             });
         }

@@ -51,7 +51,7 @@ pub(super) fn pieces(
             Document::Text(String::from_utf8(piece).map_err(|error| DataError::Record {
                 place: place.clone(),
                 message: format!(
-                    "is no UTF-8 from byte {} on: write it as UTF-8, or set data.tokenizer = \"bytes\"",
+                    "is not UTF-8 from byte {} on: convert it to UTF-8, or set data.tokenizer = \"bytes\"",
                     before_bytes + error.utf8_error().valid_up_to() as u64
                 ),
             })?)
@@ -153,7 +153,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_text_comes_in_pieces_that_add_up() {
+    fn a_long_text_is_read_in_pieces_that_add_up() {
         let line = "äöü and other words\n";
         let text = line.repeat(3 * PIECE_BYTES / line.len());
         for content in [text.clone(), text.replace('\n', "")] {
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_order_mark_begins_a_file_and_no_text() {
+    fn a_byte_order_mark_at_the_start_of_a_file_is_not_text() {
         for any_bytes in [false, true] {
             for text in ["words", ""] {
                 let with = format!("\u{FEFF}{text}");
@@ -198,11 +198,11 @@ mod tests {
         let mut broken = "\u{FEFF}abc".as_bytes().to_vec();
         broken.push(0xFF);
         let text = read(&broken, false).unwrap_err().to_string();
-        assert!(text.contains("no UTF-8 from byte 6 on"), "{text}");
+        assert!(text.contains("not UTF-8 from byte 6 on"), "{text}");
     }
 
     #[test]
-    fn a_piece_ends_where_tokens_do() {
+    fn a_piece_ends_between_tokens() {
         for (text, first) in [
             ("one two thr", "one two"),
             ("one two  three", "one"),
@@ -236,12 +236,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_utf8_is_named_with_its_byte() {
+    fn invalid_utf8_is_reported_with_its_position() {
         let mut content = vec![b'a'; PIECE_BYTES + 100];
         content[PIECE_BYTES + 7] = 0xFF;
         let text = read(&content, false).unwrap_err().to_string();
         assert!(
-            text.contains(&format!("no UTF-8 from byte {} on", PIECE_BYTES + 7)),
+            text.contains(&format!("not UTF-8 from byte {} on", PIECE_BYTES + 7)),
             "{text}"
         );
     }

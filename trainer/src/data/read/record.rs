@@ -75,7 +75,7 @@ impl Document {
     /// From the fields of a record. Other fields than ours are the person's own.
     pub(super) fn of(record: &Value) -> Result<Self, String> {
         if record.kind() != ValueKind::Map {
-            return Err("is no object: expected {\"text\": ...} or the like".into());
+            return Err("is not an object: expected, for example, {\"text\": ...}".into());
         }
         let field = |name| {
             let value = record.get_attr(name).unwrap_or_default();
@@ -85,7 +85,7 @@ impl Document {
             let text = ["messages", "prompt", "completion", "text"];
             if let Some(other) = text.iter().find(|name| field(name).is_some()) {
                 return Err(format!(
-                    "has \"input_ids\" and \"{other}\": leave out the one that is not to be learned"
+                    "has both \"input_ids\" and \"{other}\": leave one of them out"
                 ));
             }
             return token_ids(&ids, field("labels"), field("attention_mask"));
@@ -142,7 +142,7 @@ fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<
             _ => None,
         });
         let numbers: Option<Vec<i64>> = numbers.collect();
-        numbers.ok_or_else(|| format!("\"{name}\" has something in it that is no whole number"))
+        numbers.ok_or_else(|| format!("\"{name}\" has an element that is not a whole number"))
     };
     let ids = whole("input_ids", ids)?;
     let beside = |name: &str, value: Option<Value>| match value.filter(|value| !value.is_none()) {
@@ -150,7 +150,7 @@ fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<
         Some(value) => match whole(name, &value)? {
             numbers if numbers.len() == ids.len() => Ok(Some(numbers)),
             numbers => Err(format!(
-                "\"{name}\" has {} elements, \"input_ids\" {}",
+                "\"{name}\" has {} elements, but \"input_ids\" has {}",
                 numbers.len(),
                 ids.len()
             )),
@@ -158,7 +158,7 @@ fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<
     };
     let (labels, mask) = (beside("labels", labels)?, beside("attention_mask", mask)?);
     if mask.is_some_and(|mask| mask.iter().any(|&seen| seen != 1)) {
-        return Err("\"attention_mask\" leaves tokens out: give records without padding".into());
+        return Err("\"attention_mask\" masks some tokens: provide records without padding".into());
     }
     let counts = labels.map(|labels| {
         let pairs = labels.iter().zip(&ids).enumerate();
@@ -166,13 +166,13 @@ fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<
             IGNORED_LABEL => Ok(false),
             label if label == *id => Ok(true),
             label => Err(format!(
-                "label {at} is {label}, where \"input_ids\" has {id}: a label is the token itself or {IGNORED_LABEL}"
+                "label {at} is {label}, but \"input_ids\" has {id} there: a label must be the token itself or {IGNORED_LABEL}"
             )),
         });
         counts.collect::<Result<Vec<bool>, String>>()
     });
     let numbers = ids.iter().map(|&id| {
-        u32::try_from(id).map_err(|_| format!("\"input_ids\" has {id}, which is no token id"))
+        u32::try_from(id).map_err(|_| format!("\"input_ids\" has {id}, which is not a token id"))
     });
     Ok(Document::Ids {
         ids: numbers.collect::<Result<_, _>>()?,
@@ -184,7 +184,7 @@ fn text(name: &str, value: &Value) -> Result<String, String> {
     match (value.as_str(), value.kind()) {
         (Some(text), _) => Ok(text.to_owned()),
         (None, ValueKind::Seq) => Err(format!(
-            "\"{name}\" is a list: conversations go into one field \"messages\""
+            "\"{name}\" is a list: put conversations into a field \"messages\""
         )),
         (None, kind) => Err(format!("\"{name}\" is {}, not text", word(kind))),
     }
@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn fields_say_what_a_record_is() {
+    fn fields_determine_the_kind_of_a_record() {
         let kind = |json| of(json).map(|document| document.kind());
         assert_eq!(kind(r#"{"text": "a", "id": 3}"#), Ok(Kind::Text));
         assert_eq!(
@@ -262,9 +262,9 @@ mod tests {
                 r#"{"input_ids": 3}"#,
                 r#""input_ids" is a number, not a list"#,
             ),
-            (r#"{"input_ids": [1, "a"]}"#, "no whole number"),
-            (r#"{"input_ids": [1.5]}"#, "no whole number"),
-            (r#"{"input_ids": [-1]}"#, "has -1, which is no token id"),
+            (r#"{"input_ids": [1, "a"]}"#, "not a whole number"),
+            (r#"{"input_ids": [1.5]}"#, "not a whole number"),
+            (r#"{"input_ids": [-1]}"#, "has -1, which is not a token id"),
             (
                 r#"{"input_ids": [1], "labels": [1, 2]}"#,
                 r#""labels" has 2 elements"#,
@@ -276,7 +276,7 @@ mod tests {
             ),
             (
                 r#"{"input_ids": [1], "text": "a"}"#,
-                r#"has "input_ids" and "text""#,
+                r#"has both "input_ids" and "text""#,
             ),
         ] {
             let message = of(json).unwrap_err();
@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_record_says_what_it_has() {
+    fn an_unknown_record_is_reported_with_its_fields() {
         for (json, part) in [
             ("{}", "has no field"),
             (r#"{"a": 1, "b": 2}"#, r#"has "a", "b", but neither "text""#),
@@ -295,7 +295,7 @@ mod tests {
             (r#"{"completion": "a"}"#, r#"no "prompt""#),
             (
                 r#"{"prompt": [], "completion": []}"#,
-                r#"one field "messages""#,
+                r#"a field "messages""#,
             ),
             (r#"{"messages": []}"#, r#""messages" is empty"#),
             (r#"{"messages": {}}"#, r#""messages" is an object"#),

@@ -21,7 +21,7 @@ pub(super) fn documents(
 ) -> Result<(), DataError> {
     let damaged = |message: String| DataError::Damaged {
         path: source.path.clone(),
-        message: format!("{message}: write or fetch the parquet file again"),
+        message: format!("{message}: create or download the parquet file again"),
     };
     let file = std::fs::File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
     let reader = held(|| SerializedFileReader::new(file)).map_err(damaged)?;
@@ -116,7 +116,7 @@ fn value(field: Field) -> Result<Value, String> {
         Field::Str(text) => text.into(),
         // Text of writers that do not mark it as such.
         Field::Bytes(bytes) => std::str::from_utf8(bytes.data())
-            .map_err(|_| "holds bytes that are no UTF-8")?
+            .map_err(|_| "contains bytes that are not UTF-8")?
             .into(),
         Field::Group(row) => record(row)?,
         Field::ListInternal(list) => {
@@ -127,10 +127,14 @@ fn value(field: Field) -> Result<Value, String> {
             let entries = map.entries().iter().cloned();
             let entries = entries.map(|(key, field)| match key {
                 Field::Str(key) => Ok((key, value(field)?)),
-                _ => Err("has a map whose keys are no text".to_owned()),
+                _ => Err("contains a map whose keys are not text".to_owned()),
             });
             Value::from_pairs(entries.collect::<Result<Vec<_>, _>>()?)
         }
-        other => return Err(format!("has {other}, which is neither text nor a number")),
+        other => {
+            return Err(format!(
+                "contains {other}, which is neither text nor a number"
+            ));
+        }
     })
 }

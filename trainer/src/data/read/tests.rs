@@ -50,7 +50,7 @@ fn tables_give_their_rows_in_order() {
 }
 
 #[test]
-fn conversations_of_a_table_are_those_of_lines() {
+fn conversations_in_a_table_equal_those_in_lines() {
     let chats = read(&fixture("chats.parquet")).unwrap();
     assert_eq!(chats.len(), 6);
     let dir = tempfile::tempdir().unwrap();
@@ -74,7 +74,7 @@ fn conversations_of_a_table_are_those_of_lines() {
 }
 
 #[test]
-fn a_table_without_our_columns_says_what_it_has() {
+fn a_table_without_known_columns_is_reported_with_its_columns() {
     let text = read(&fixture("columns.parquet")).unwrap_err().to_string();
     assert!(
         text.contains("columns.parquet: has \"body\", \"label\", but neither"),
@@ -84,7 +84,7 @@ fn a_table_without_our_columns_says_what_it_has() {
 
 /// Whatever a damaged table is, it is an error or other text, never the end of the process.
 #[test]
-fn a_damaged_table_is_an_error_and_not_a_panic() {
+fn a_damaged_table_is_an_error_and_never_a_panic() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.parquet");
     let whole = std::fs::read(fixture("chats.parquet")).unwrap();

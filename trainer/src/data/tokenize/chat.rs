@@ -86,7 +86,7 @@ impl Template {
                     begun = None;
                 }
                 (None, None) => {}
-                _ => return Err("the template's marks of what the assistant says are not in pairs, or the conversation has U+FDD0 or U+FDD1 in it".into()),
+                _ => return Err("the template's generation marks are not in pairs, or the conversation contains U+FDD0 or U+FDD1".into()),
             }
         }
         Ok(Chat {
@@ -112,7 +112,7 @@ impl Template {
             };
             if !(with.starts_with(&before) && text.starts_with(&with)) {
                 return Err(format!(
-                    "the template writes message {} differently once others follow, so what the assistant says there cannot be found: use a template with {{% generation %}} (data.chat_template), conversations that end with their first answer, or data.loss_on = \"all\"",
+                    "the template formats message {} differently once others follow, so the assistant's part cannot be found: use a template with {{% generation %}} (data.chat_template), conversations that end with their first answer, or data.loss_on = \"all\"",
                     turn + 1
                 ));
             }
@@ -135,7 +135,7 @@ impl Template {
         let found = begins.and_then(|begins| Some(turn.find(begins)? + begins.len()));
         match found {
             Some(end) => Ok(turn[..end].to_owned()),
-            None => Err("the assistant speaks first, and where its words begin cannot be found with this template: use one with {% generation %} (data.chat_template), leave such conversations out, or set data.loss_on = \"all\"".into()),
+            None => Err("the assistant speaks first, and this template does not show where its part begins: use one with {% generation %} (data.chat_template), leave such conversations out, or set data.loss_on = \"all\"".into()),
         }
     }
 
@@ -153,7 +153,7 @@ impl Template {
         };
         let values = context! { ..conversation, ..self.tokens.clone() };
         dialect::render(&self.environment, values)
-            .map_err(|message| format!("the chat template says: {message}"))
+            .map_err(|message| format!("the chat template failed: {message}"))
     }
 }
 
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_what_they_add() {
+    fn each_turn_is_the_text_that_it_adds() {
         let chat = template(CHATML)
             .text_counted(&conversation(), None)
             .unwrap();
@@ -198,7 +198,7 @@ mod tests {
 
     /// As Qwen's, which looks at the first message and writes a system's turn where there is none.
     #[test]
-    fn only_its_words_count_where_the_assistant_speaks_first() {
+    fn only_the_assistants_words_count_if_it_speaks_first() {
         let greeting: Vec<Value> = conversation()[1..].to_vec();
         let source = format!(
             "{{% if messages[0].role != 'system' %}}<|system|>\nBe brief.<|end|>\n{{% endif %}}{CHATML}"
@@ -217,7 +217,7 @@ mod tests {
 
     /// Jinja2 makes each line's end of a template a line feed, and leaves those of a conversation.
     #[test]
-    fn lines_of_a_template_end_with_a_line_feed_whatever_its_file_has() {
+    fn line_ends_of_a_template_become_line_feeds() {
         let message = context! { role => "user", content => "a\r\nb" };
         let expected = "<|user|>\na\r\nb<|end|>\n";
         for end in ["\n", "\r\n", "\r"] {
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn a_template_that_marks_is_believed() {
+    fn generation_marks_of_a_template_are_used() {
         let chat = template(MARKED)
             .text_counted(&conversation(), None)
             .unwrap();
@@ -246,7 +246,7 @@ mod tests {
         let error = template(source)
             .text_counted(&conversation(), None)
             .unwrap_err();
-        assert!(error.contains("writes message 2 differently"), "{error}");
+        assert!(error.contains("formats message 2 differently"), "{error}");
         let first: Vec<Value> = conversation().into_iter().take(2).collect();
         let error = template(source).text_counted(&first, None).unwrap_err();
         assert!(error.contains("message 2"), "{error}");
@@ -260,11 +260,11 @@ mod tests {
     }
 
     #[test]
-    fn templates_say_what_they_refuse_and_end() {
+    fn template_errors_are_reported_and_endless_templates_stopped() {
         let refused = |source: &str| template(source).text(&conversation(), None).unwrap_err();
         assert_eq!(
             refused("{{ raise_exception('roles must alternate') }}"),
-            "the chat template says: roles must alternate"
+            "the chat template failed: roles must alternate"
         );
         let endless =
             "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn templates_find_what_transformers_gives_them() {
+    fn templates_have_the_variables_and_functions_of_transformers() {
         let text = |source: &str| template(source).text(&conversation(), None).unwrap().text;
         assert_eq!(text("{{ bos_token }}{{ messages | length }}"), "<s>4");
         assert_eq!(text("{{ messages[0]['content'].upper() }}"), "HI");

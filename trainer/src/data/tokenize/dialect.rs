@@ -104,7 +104,7 @@ fn strftime_now(format: String) -> Result<String, Error> {
     write!(text, "{}", chrono::Local::now().format(&format)).map_err(|_| {
         Error::new(
             ErrorKind::InvalidOperation,
-            format!("strftime_now: \"{format}\" is no format of a time"),
+            format!("strftime_now: \"{format}\" is not a valid time format"),
         )
     })?;
     Ok(text)
@@ -171,7 +171,7 @@ impl Json {
             kind => {
                 return Err(Error::new(
                     ErrorKind::InvalidOperation,
-                    format!("tojson: {kind} is nothing that JSON has"),
+                    format!("tojson: {kind} cannot be represented in JSON"),
                 ));
             }
         }

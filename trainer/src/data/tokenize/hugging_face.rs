@@ -45,8 +45,8 @@ impl HuggingFace {
         };
         let json = read_bounded(path, key, FILE_BYTES_MAX)?;
         let mut inner = Tokenizer::from_bytes(&json)
-            .map_err(|error| wrong(format!("is no tokenizer: {error}")))?;
-        // Documents are cut and filled by packing alone.
+            .map_err(|error| wrong(format!("is not a tokenizer: {error}")))?;
+        // Only packing truncates and pads documents.
         inner
             .with_truncation(None)
             .map_err(|error| wrong(error.to_string()))?
@@ -71,13 +71,15 @@ impl HuggingFace {
             .max()
             .map_or(0, |id| u64::from(id) + 1);
         if ids_end == 0 || ids_end > u64::from(NOT_COUNTED) {
-            return Err(wrong(format!("has {ids_end} tokens")));
+            return Err(wrong(format!(
+                "has {ids_end} tokens, which is not supported"
+            )));
         }
         let eos = match &special.eos {
             None => special.eos_id.filter(|id| u64::from(*id) < ids_end),
             Some(token) => Some(inner.token_to_id(token).ok_or_else(|| {
                 wrong(format!(
-                    "eos_token \"{token}\" of tokenizer_config.json is none of its tokens"
+                    "eos_token \"{token}\" of tokenizer_config.json is not among its tokens"
                 ))
             })?),
         };
@@ -106,7 +108,7 @@ impl HuggingFace {
         let eos = match (&self.special.eos, self.eos) {
             (Some(token), _) => format!("documents end with {token}"),
             (None, Some(id)) => format!("documents end with token {id}"),
-            (None, None) => "no token ends a document: none is named beside it".into(),
+            (None, None) => "no token ends a document: its directory names none".into(),
         };
         format!("{}, {} tokens; {eos}", self.path.display(), self.ids_end)
     }
@@ -130,7 +132,7 @@ impl HuggingFace {
         Err(DataError::Setting {
             key: "data.tokenizer",
             message: format!(
-                "conversations need a chat template, and {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to a file with one",
+                "conversations need a chat template, but {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to a template file",
                 self.path.parent().unwrap_or(Path::new(".")).display()
             ),
         })
@@ -144,8 +146,10 @@ impl HuggingFace {
         encoding: Encoding,
     ) -> Result<Vec<u32>, String> {
         match document {
-            Document::Bytes(_) => unreachable!("text is read as text for a tokenizer"),
-            Document::Ids { .. } => unreachable!("taken as they are"),
+            Document::Bytes(_) => {
+                unreachable!("text files are read as text if there is a tokenizer")
+            }
+            Document::Ids { .. } => unreachable!("token ids are not tokenized"),
             Document::Text(text) => {
                 let mut ids = self.ids(text, after.unwrap_or_default(), PIECE_BYTES)?;
                 if after.is_none() {
@@ -170,7 +174,10 @@ impl HuggingFace {
                 Ok(ids)
             }
             Document::Chat { messages, tools } => {
-                let template = self.template.as_ref().expect("check_chat was asked");
+                let template = self
+                    .template
+                    .as_ref()
+                    .expect("check_chat has found a template");
                 let chat = match encoding.loss_on {
                     LossOn::All => template.text(messages, tools.as_ref())?,
                     LossOn::Completions => template.text_counted(messages, tools.as_ref())?,
@@ -248,7 +255,7 @@ impl HuggingFace {
         };
         if text.len() > COUNTED_BYTES_MAX {
             return Err(format!(
-                "has {} MB: a prompt or a conversation has at most {}",
+                "has {} MB: a prompt or a conversation may have at most {}",
                 text.len() / 1_000_000,
                 COUNTED_BYTES_MAX / 1_000_000
             ));
@@ -287,6 +294,6 @@ fn text(path: &Path, key: &'static str) -> Result<String, DataError> {
     let bytes = read_bounded(path, key, FILE_BYTES_MAX)?;
     String::from_utf8(bytes).map_err(|_| DataError::Setting {
         key,
-        message: format!("{} is no text in UTF-8", path.display()),
+        message: format!("{} is not UTF-8 text", path.display()),
     })
 }

@@ -76,7 +76,7 @@ impl Wanted<'_> {
             Some(name) => Err(DataError::Setting {
                 key: "model.path",
                 message: format!(
-                    "{} has {name} but no tokenizer.json: transformers makes it (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)); data.tokenizer = \"bytes\" trains on bytes",
+                    "{} has {name} but no tokenizer.json: create it with transformers (AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or set data.tokenizer = \"bytes\" to train on bytes",
                     dir.display()
                 ),
             }),
@@ -110,7 +110,7 @@ impl Tokenizer {
                 return Err(DataError::Setting {
                     key: "model.vocab_size",
                     message: format!(
-                        "{}: bytes are tokens, at least {BYTE_VOCAB_SIZE}",
+                        "{}: must be at least {BYTE_VOCAB_SIZE}, because bytes are tokens",
                         wanted.vocab_size
                     ),
                 });
@@ -140,7 +140,7 @@ impl Tokenizer {
     pub(super) fn describe(&self) -> String {
         match self {
             Self::Bytes => "bytes as tokens".into(),
-            Self::Ids(_) => "token ids as they are".into(),
+            Self::Ids(_) => "token ids from the data".into(),
             Self::HuggingFace(found) => found.describe(),
         }
     }
@@ -176,13 +176,13 @@ impl Tokenizer {
         if kind == Kind::Text && encoding.loss_on == LossOn::Completions {
             return Err(DataError::Setting {
                 key: "data.loss_on",
-                message: "\"completions\" needs data with completions: {\"prompt\", \"completion\"} or {\"messages\"}, and this is text".into(),
+                message: "\"completions\" needs data with completions: {\"prompt\", \"completion\"} or {\"messages\"}, but this is text".into(),
             });
         }
         match self {
             Self::Bytes if kind == Kind::Chat => Err(DataError::Setting {
                 key: "data.tokenizer",
-                message: "conversations need a tokenizer with a chat template: name a directory with tokenizer.json".into(),
+                message: "conversations need a tokenizer with a chat template: set data.tokenizer to a directory with tokenizer.json".into(),
             }),
             Self::HuggingFace(found) if kind == Kind::Chat => found.check_chat(),
             _ => Ok(()),
@@ -205,7 +205,7 @@ impl Tokenizer {
             (Document::Ids { ids, counts }, _) => given(ids, counts.as_deref(), encoding),
             (_, Self::Bytes) => Ok(bytes(document, encoding)),
             (_, Self::HuggingFace(found)) => found.encode(document, after, ends, encoding),
-            (_, Self::Ids(_)) => unreachable!("chosen for data of token ids"),
+            (_, Self::Ids(_)) => unreachable!("this tokenizer is only chosen for token ids"),
         }
     }
 
@@ -229,7 +229,7 @@ impl Tokenizer {
 fn given(ids: &[u32], counts: Option<&[bool]>, encoding: Encoding) -> Result<Vec<u32>, String> {
     if let Some(id) = ids.iter().find(|id| u64::from(**id) >= encoding.vocab_size) {
         return Err(format!(
-            "has token id {id}, the model's vocab_size is {}: the ids are of another tokenizer",
+            "has token id {id}, but the model's vocab_size is {}: the ids are from another tokenizer",
             encoding.vocab_size
         ));
     }
@@ -240,10 +240,9 @@ fn given(ids: &[u32], counts: Option<&[bool]>, encoding: Encoding) -> Result<Vec
             Ok(marked.collect())
         }
         (None, LossOn::All) => Ok(ids.to_vec()),
-        (None, LossOn::Completions) => Err(
-            "has no \"labels\": with data.loss_on = \"completions\" they say which token ids count"
-                .into(),
-        ),
+        (None, LossOn::Completions) => {
+            Err("has no \"labels\", which data.loss_on = \"completions\" needs".into())
+        }
     }
 }
 
@@ -262,7 +261,7 @@ fn bytes(document: &Document, encoding: Encoding) -> Vec<u32> {
             (ids, true)
         }
         Document::Chat { .. } => unreachable!("refused by check"),
-        Document::Ids { .. } => unreachable!("taken as they are"),
+        Document::Ids { .. } => unreachable!("token ids are handled by the caller"),
     };
     if record && ids.last() != Some(&u32::from(b'\n')) {
         ids.push(u32::from(b'\n'));

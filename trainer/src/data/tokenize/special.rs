@@ -47,7 +47,7 @@ impl Special {
             let bytes = read_bounded(&jinja, key, FILE_BYTES_MAX)?;
             Some(String::from_utf8(bytes).map_err(|_| DataError::Setting {
                 key,
-                message: format!("{} is no text in UTF-8", jinja.display()),
+                message: format!("{} is not UTF-8 text", jinja.display()),
             })?)
         } else {
             config.get("chat_template").and_then(template)
@@ -97,8 +97,8 @@ fn object(dir: &Path, name: &str, key: &'static str) -> Result<Map<String, Value
     };
     match serde_json::from_slice(&bytes) {
         Ok(Value::Object(table)) => Ok(table),
-        Ok(_) => Err(wrong("is no object".into())),
-        Err(error) => Err(wrong(format!("is no JSON: {error}"))),
+        Ok(_) => Err(wrong("is not an object".into())),
+        Err(error) => Err(wrong(format!("is not JSON: {error}"))),
     }
 }
 
@@ -115,7 +115,7 @@ pub(super) fn read_bounded(
     };
     // A pipe would never begin.
     if !std::fs::metadata(path).map_err(&failed)?.is_file() {
-        return Err(wrong("is no file".into()));
+        return Err(wrong("is not a file".into()));
     }
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(&failed)?;

@@ -59,7 +59,7 @@ fn conversation(chat: &Value) -> Document {
 }
 
 #[test]
-fn texts_become_the_tokens_that_transformers_finds() {
+fn texts_have_the_tokens_of_transformers() {
     let expected = expected();
     for (name, eos) in [("qwen", 2), ("llama", 2), ("gpt2", 0)] {
         let tokenizer = open(&fixtures().join(name), None, 512).unwrap();
@@ -77,7 +77,7 @@ fn texts_become_the_tokens_that_transformers_finds() {
 }
 
 #[test]
-fn chats_are_what_the_template_makes_of_them() {
+fn chats_have_the_tokens_of_transformers() {
     let expected = expected();
     for name in ["qwen", "llama"] {
         let tokenizer = open(&fixtures().join(name), None, 512).unwrap();
@@ -96,7 +96,7 @@ fn chats_are_what_the_template_makes_of_them() {
 }
 
 #[test]
-fn a_template_of_ones_own_that_marks_what_counts() {
+fn generation_marks_of_an_own_template_determine_what_counts() {
     let marked = fixtures().join("marked.jinja");
     let tokenizer = open(&fixtures().join("qwen"), Some(&marked), 512).unwrap();
     let plain = open(&fixtures().join("qwen"), None, 512).unwrap();
@@ -129,7 +129,7 @@ fn tools_are_written_as_python_writes_them() {
 }
 
 #[test]
-fn what_a_template_refuses_is_said_in_its_words() {
+fn an_error_raised_by_a_template_is_reported() {
     let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
     let twice = r#"[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]"#;
     let document = Document::Chat {
@@ -138,7 +138,7 @@ fn what_a_template_refuses_is_said_in_its_words() {
     };
     let message = tokenizer.encode(&document, None, true, ALL).unwrap_err();
     assert!(
-        message.contains("the chat template says: two turns of the user in a row"),
+        message.contains("the chat template failed: two turns of the user in a row"),
         "{message}"
     );
 }
@@ -178,7 +178,7 @@ fn a_completion_counts_from_the_token_that_holds_its_first_byte() {
 }
 
 #[test]
-fn pieces_of_a_text_have_one_beginning_and_one_end() {
+fn pieces_of_a_text_share_one_beginning_and_one_end() {
     let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
     let piece = |text: &str, after, ends| {
         let document = Document::Text(text.into());
@@ -296,7 +296,7 @@ fn a_tokenizer_of_another_model_is_refused() {
 }
 
 #[test]
-fn what_is_no_tokenizer_is_refused() {
+fn an_invalid_tokenizer_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     let refused = || {
@@ -306,19 +306,22 @@ fn what_is_no_tokenizer_is_refused() {
     // Without any, bytes are tokens; they need room.
     assert!(matches!(open(dir.path(), None, 256), Ok(Tokenizer::Bytes)));
     let error = open(dir.path(), None, 255).err().unwrap().to_string();
-    assert!(error.contains("bytes are tokens, at least 256"), "{error}");
+    assert!(
+        error.contains("must be at least 256, because bytes are tokens"),
+        "{error}"
+    );
     std::fs::write(at("tokenizer.model"), "sentences").unwrap();
     assert!(refused().contains("tokenizer.model but no tokenizer.json"));
     for content in ["", "{", "{}", "[1]", "\u{1}"] {
         std::fs::write(at("tokenizer.json"), content).unwrap();
-        assert!(refused().contains("is no tokenizer"), "{}", refused());
+        assert!(refused().contains("is not a tokenizer"), "{}", refused());
     }
     let good = std::fs::read(fixtures().join("gpt2/tokenizer.json")).unwrap();
     std::fs::write(at("tokenizer.json"), &good).unwrap();
     open(dir.path(), None, 512).unwrap();
     for (config, part) in [
-        ("{", "tokenizer_config.json: is no JSON"),
-        ("3", "tokenizer_config.json: is no object"),
+        ("{", "tokenizer_config.json: is not JSON"),
+        ("3", "tokenizer_config.json: is not an object"),
         (r#"{"eos_token": "<none>"}"#, "eos_token \"<none>\""),
         (r#"{"chat_template": "{% if %}"}"#, "the chat template of"),
     ] {
@@ -328,7 +331,7 @@ fn what_is_no_tokenizer_is_refused() {
 }
 
 #[test]
-fn the_end_of_a_document_is_found_where_models_name_it() {
+fn the_end_of_document_token_is_found_where_models_name_it() {
     let dir = tempfile::tempdir().unwrap();
     let at = |name: &str| dir.path().join(name);
     std::fs::copy(fixtures().join("gpt2/tokenizer.json"), at("tokenizer.json")).unwrap();

@@ -82,7 +82,7 @@ pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
             ("max_window_layers", json!(28)),
             ("layer_types", Value::Null),
         ],
-        Architecture::Gpt2 => unreachable!("answered above"),
+        Architecture::Gpt2 => unreachable!("GPT-2 is handled above"),
     });
     keys
 }
@@ -95,15 +95,23 @@ pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>
         (
             "quantization_config",
             vec![],
-            "weights of full precision are: take the model that this one was made from",
+            "only full-precision weights are; use the model that this one was made from",
         ),
-        ("is_encoder_decoder", off(), "models of one decoder are"),
-        ("add_cross_attention", off(), "models of one decoder are"),
-        ("pruned_heads", vec![json!({})], "all heads are kept"),
+        (
+            "is_encoder_decoder",
+            off(),
+            "only models with a single decoder are",
+        ),
+        (
+            "add_cross_attention",
+            off(),
+            "only models with a single decoder are",
+        ),
+        ("pruned_heads", vec![json!({})], "pruned heads are not"),
         (
             "partial_rotary_factor",
             vec![json!(1.0), json!(1)],
-            "whole heads are turned",
+            "only rotation of whole heads is",
         ),
     ];
     keys.extend(match architecture {
@@ -111,7 +119,7 @@ pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>
             (
                 "activation_function",
                 vec![json!("gelu_new"), json!("gelu_pytorch_tanh")],
-                "\"gelu_new\" is",
+                "only \"gelu_new\" is",
             ),
             ("scale_attn_weights", vec![json!(true)], "only true is"),
             ("scale_attn_by_inverse_layer_idx", off(), "only false is"),
@@ -120,7 +128,7 @@ pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>
         _ => vec![(
             "hidden_act",
             vec![json!("silu"), json!("swish")],
-            "\"silu\" is",
+            "only \"silu\" is",
         )],
     });
     keys

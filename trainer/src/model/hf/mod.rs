@@ -57,7 +57,7 @@ impl HfModel {
         let mut values = common_names(architecture, file)?;
         check_keys(architecture, &mut values, |key| {
             notes.push(format!(
-                "{key} of the model's config.json is not known and not used"
+                "{key} of the model's config.json is unknown and not used"
             ));
             Ok(())
         })?;
@@ -72,7 +72,7 @@ impl HfModel {
             let before = values.insert(key.clone(), value.clone());
             if let Some(before) = before.filter(|before| *before != value) {
                 notes.push(format!(
-                    "model.{key} = {value} takes the place of {before} in the model's config.json"
+                    "model.{key} = {value} replaces {before} from the model's config.json"
                 ));
             }
         }
@@ -126,11 +126,11 @@ fn architecture(
         value: given.to_string(),
         supported: if ENCODERS.contains(&name) {
             format!(
-                "encoder models are not trained here yet, decoders are: {}",
+                "encoder models are not supported yet; supported decoders: {}",
                 supported()
             )
         } else {
-            format!("these are: {}", supported())
+            format!("supported: {}", supported())
         },
     })
 }
@@ -148,7 +148,7 @@ fn by_class(
         });
     };
     notes.push(format!(
-        "the model's config.json has no model_type: \"{}\" is taken, as architectures names {}",
+        "the model's config.json has no model_type: using \"{}\", because architectures names {}",
         found.model_type(),
         found.class()
     ));
@@ -297,7 +297,8 @@ fn first_windowed_layer(layers: usize, table: &Table) -> Result<usize, ConfigErr
         return Err(ConfigError::Unsupported {
             key: "layer_types".into(),
             value: types.to_string(),
-            supported: "layers of full attention come first, sliding ones after them".into(),
+            supported: "layers with full attention must come before those with a sliding window"
+                .into(),
         });
     }
     Ok(full)

@@ -64,7 +64,7 @@ fn check_table(name: &str, table: &Map<String, Value>) -> Result<(), ConfigError
             return refuse(
                 "rope_type",
                 &Value::Null,
-                "say \"default\", \"linear\" or \"llama3\"",
+                "use \"default\", \"linear\" or \"llama3\"",
             );
         }
         None | Some((_, Some("default" | "linear" | "llama3"))) => {}
@@ -72,7 +72,7 @@ fn check_table(name: &str, table: &Map<String, Value>) -> Result<(), ConfigError
             return refuse(
                 "rope_type",
                 kind,
-                "\"default\", \"linear\" and \"llama3\" are",
+                "only \"default\", \"linear\" and \"llama3\" are",
             );
         }
     }
@@ -81,7 +81,11 @@ fn check_table(name: &str, table: &Map<String, Value>) -> Result<(), ConfigError
             continue;
         }
         if !KEYS.contains(&key.as_str()) && !value.is_null() {
-            return refuse(key, value, "a key of another form of the rotary embedding");
+            return refuse(
+                key,
+                value,
+                "it is a key of an unsupported form of the rotary embedding",
+            );
         }
     }
     Ok(())

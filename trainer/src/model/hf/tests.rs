@@ -80,7 +80,7 @@ fn llamas_keys_are_read_and_the_rest_has_its_defaults() {
 }
 
 #[test]
-fn a_file_without_a_model_type_is_of_the_class_it_names_or_refused() {
+fn a_file_without_model_type_is_identified_by_its_class_or_refused() {
     let without = |architectures: Value| {
         let mut table = sizes("llama");
         table.as_object_mut().unwrap().remove("model_type");
@@ -125,7 +125,7 @@ fn a_file_without_a_model_type_is_of_the_class_it_names_or_refused() {
 }
 
 #[test]
-fn both_forms_of_the_rotary_keys_say_the_same() {
+fn both_forms_of_the_rotary_keys_have_the_same_meaning() {
     let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192});
     let mut newer = llama3.clone();
@@ -237,7 +237,7 @@ fn gpt2_has_its_own_names_and_defaults() {
 }
 
 #[test]
-fn windows_are_mistrals_and_qwens_later_layers() {
+fn mistral_and_later_layers_of_qwen_have_windows() {
     let window = |model_type: &str, extra| {
         let config = with(sizes(model_type), extra).unwrap().config;
         (0..3).map(|layer| config.window(layer)).collect::<Vec<_>>()
@@ -258,13 +258,13 @@ fn windows_are_mistrals_and_qwens_later_layers() {
     let types = json!({"use_sliding_window": true, "sliding_window": 9,
         "layer_types": ["full_attention", "full_attention", "sliding_attention"]});
     assert_eq!(window("qwen2", types), [None, None, Some(9)]);
-    let attn_out = json!({"use_sliding_window": true, "sliding_window": 9,
+    let mixed = json!({"use_sliding_window": true, "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]});
-    assert_eq!(refused(sizes("qwen2"), attn_out).0, "layer_types");
+    assert_eq!(refused(sizes("qwen2"), mixed).0, "layer_types");
 }
 
 #[test]
-fn qwens_have_biases_and_heads_of_their_own() {
+fn qwen_models_have_their_own_biases_and_head_widths() {
     let qwen2 = with(sizes("qwen2"), json!({})).unwrap().config;
     assert!(qwen2.biases.qkv && !qwen2.biases.out && !qwen2.biases.mlp);
     assert_eq!(qwen2.head_dim(), 16);
@@ -284,7 +284,7 @@ fn another_form_of_model_is_refused_by_name() {
     let (key, text) = refused(sizes("bert"), json!({}));
     assert_eq!(key, "model_type");
     assert!(
-        text.contains("encoder models are not trained here yet") && text.contains("qwen2"),
+        text.contains("encoder models are not supported yet") && text.contains("qwen2"),
         "{text}"
     );
     let (key, text) = refused(sizes("mamba"), json!({}));
@@ -328,16 +328,16 @@ fn another_form_of_model_is_refused_by_name() {
 }
 
 #[test]
-fn a_key_that_nobody_knows_is_named() {
+fn an_unknown_key_is_reported() {
     let model = with(sizes("llama"), json!({"my_trick": 3})).unwrap();
     assert_eq!(
         model.notes,
-        ["my_trick of the model's config.json is not known and not used"]
+        ["my_trick of the model's config.json is unknown and not used"]
     );
 }
 
 #[test]
-fn inline_keys_win_over_the_files_and_must_be_the_models() {
+fn inline_keys_take_precedence_and_must_belong_to_the_model() {
     let file = parse(&gpt2().to_string()).unwrap();
     let inline = |value: Value| value.as_object().unwrap().clone();
     let model = HfModel::read(
@@ -351,7 +351,7 @@ fn inline_keys_win_over_the_files_and_must_be_the_models() {
     );
     assert_eq!(
         model.notes,
-        ["model.hidden_size = 32 takes the place of 64 in the model's config.json"]
+        ["model.hidden_size = 32 replaces 64 from the model's config.json"]
     );
     let wrong = HfModel::read(Some(file), inline(json!({"num_key_value_heads": 2})));
     assert!(

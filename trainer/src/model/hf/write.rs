@@ -30,7 +30,7 @@ pub fn config_json(
         }
         table.extend(model_keys(config));
     }
-    assert!(says_so(&table), "the keys written are those of the model");
+    assert!(says_so(&table), "the written keys describe the model");
     if !table.contains_key("architectures") {
         table.insert("architectures".into(), json!([config.architecture.class()]));
     }
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_as_the_same_model() {
+    fn a_written_model_is_read_as_the_same_model() {
         for model in models() {
             let table = config_json(&model, "float32", None);
             let text = serde_json::to_string_pretty(&table).unwrap();
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn a_models_own_file_stays_as_it_is() {
+    fn a_models_own_file_is_kept() {
         for model in models() {
             let mut own = config_json(&model, "float32", None);
             own.remove("torch_dtype");
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn two_tables_of_the_rotary_embedding_do_not_stay_side_by_side() {
+    fn only_one_table_of_the_rotary_embedding_is_written() {
         let model = models().remove(2);
         assert_eq!(model.architecture, Architecture::Llama);
         let mut own = config_json(&model, "float32", None);

@@ -11,7 +11,10 @@ fn all_state_on_drives_is_bound_by_their_writes() {
         plan.check().unwrap();
         assert!((least..most).contains(&tflops(&plan)), "{}", tflops(&plan));
         assert_eq!(plan.bound.wall, swapper::Wall::Writes);
-        assert_eq!(plan.bound.terms[0].what, "W/w", "staging is no wall");
+        assert_eq!(
+            plan.bound.terms[0].what, "W/w",
+            "staging does not limit the step"
+        );
         let chosen = plan.memory.staging_bytes() as f64;
         assert!((0.8..1.1).contains(&(chosen / staging)), "{chosen}");
         assert_eq!(plan.swapper.commit_every, 1);
@@ -24,7 +27,7 @@ fn all_state_on_drives_is_bound_by_their_writes() {
 }
 
 #[test]
-fn parameters_at_home_are_committed_every_few_steps() {
+fn parameters_in_host_memory_are_committed_every_few_steps() {
     let plan = plan(&large("cpu", "nvme", &[]), &h200(1.0));
     assert_eq!(plan.swapper.commit_every, 4);
     let params = plan.params_count as f64;
@@ -91,7 +94,7 @@ fn device_none_is_gpu_memory_where_there_is_a_gpu() {
 }
 
 #[test]
-fn what_a_gpu_has_left_keeps_results_of_products() {
+fn spare_gpu_memory_keeps_results_of_matrix_products() {
     let settings = large("cpu", "cpu", &[]);
     let keep = |gib: u64, settings: &RunSettings| {
         let machine = Overrides {
@@ -128,7 +131,7 @@ fn what_a_gpu_has_left_keeps_results_of_products() {
 }
 
 #[test]
-fn a_form_of_block_that_is_not_written_out_keeps_nothing_and_says_so() {
+fn a_block_without_explicit_backward_keeps_nothing_and_the_plan_says_so() {
     let of = |model: Value, more: &[(&str, Value)]| {
         let mut settings = large("cpu", "cpu", more);
         settings.model = HfModel::from_json(&model.to_string()).unwrap().config;
@@ -155,12 +158,17 @@ fn a_form_of_block_that_is_not_written_out_keeps_nothing_and_says_so() {
             .choices
             .iter()
             .find(|choice| choice.key == "train.activation_checkpointing");
-        assert!(chosen.expect("it says so").why.contains("computed again"));
+        assert!(
+            chosen
+                .expect("the plan explains the choice")
+                .why
+                .contains("always recomputed")
+        );
     }
 }
 
 #[test]
-fn a_budget_of_host_memory_is_used_up_and_kept_to() {
+fn a_host_memory_budget_is_used_and_not_exceeded() {
     let mut before = 0;
     for gib in [6, 8, 12, 16, 24] {
         let budget = [("offload.host_memory_bytes", json!(format!("{gib}GiB")))];
@@ -192,7 +200,7 @@ fn a_budget_of_host_memory_is_used_up_and_kept_to() {
 }
 
 #[test]
-fn staging_takes_no_more_than_host_memory_has_left() {
+fn staging_fits_in_the_rest_of_host_memory() {
     let machine = Overrides {
         host_memory_bytes: Some(4 * GIB),
         ..h200(4.0)
@@ -208,7 +216,7 @@ fn staging_takes_no_more_than_host_memory_has_left() {
 }
 
 #[test]
-fn gradients_stay_while_they_fit_and_then_as_many_as_do() {
+fn as_many_gradients_as_fit_stay_in_host_memory() {
     let params = 1.345e9;
     let mut before = 0.0;
     for gib in [1, 2, 3, 8] {
@@ -228,7 +236,10 @@ fn gradients_stay_while_they_fit_and_then_as_many_as_do() {
         assert_eq!(plan.memory.scratch_bytes as f64, bytes.grad_written_bytes);
         if share < 1.0 {
             let written = bytes.written_bytes - bytes.grad_written_bytes;
-            assert!((written / params - 12.0).abs() < 0.1, "nothing else stays");
+            assert!(
+                (written / params - 12.0).abs() < 0.1,
+                "nothing else is resident"
+            );
         }
         let chosen = plan.choices().iter().find(|c| c.key == "offload.gradients");
         assert_eq!(chosen.is_some(), share < 1.0);
@@ -246,7 +257,7 @@ fn gradients_stay_while_they_fit_and_then_as_many_as_do() {
 }
 
 #[test]
-fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
+fn block_inputs_move_to_host_memory_if_gpu_memory_is_too_small() {
     let plan_of = |bytes: u64, changes: &[(&str, Value)]| {
         let machine = Overrides {
             gpu_memory_bytes: Some(bytes),
@@ -283,7 +294,7 @@ fn blocks_inputs_go_to_host_memory_when_the_gpu_is_too_small_for_them() {
     assert!(small_gpu.inputs_away && chosen(&small_gpu));
     assert!(!large_gpu.inputs_away && !chosen(&large_gpu));
     assert!(
-        small_gpu.to_string().contains("blocks' inputs 1.5 GiB"),
+        small_gpu.to_string().contains("block inputs 1.5 GiB"),
         "{small_gpu}"
     );
     // Asked to stay where they do not fit, they are refused.

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn attentions_weights_are_counted_where_some_are_left_out() {
+fn attention_weights_are_counted_with_attention_dropout() {
     let mut settings = large("cpu", "cpu", &[]);
     let before = plan(&settings, &h200(1.0)).compute.working_bytes;
     settings.dropout.attention = 0.1;
@@ -14,7 +14,7 @@ fn attentions_weights_are_counted_where_some_are_left_out() {
 }
 
 #[test]
-fn what_nobody_measured_is_called_assumed() {
+fn figures_that_were_not_measured_are_called_assumed() {
     let settings = large("nvme", "nvme", &[]);
     let unknown = Overrides {
         read_bytes_per_s: None,
@@ -52,7 +52,7 @@ fn ranks_share_state_drives_and_host_memory() {
 }
 
 #[test]
-fn the_report_has_the_names_that_others_read() {
+fn the_report_has_its_documented_names() {
     let report =
         serde_json::to_value(plan(&large("nvme", "nvme", &[]), &h200(1.0)).report()).unwrap();
     for (path, is) in [
@@ -171,11 +171,11 @@ fn time_and_wear_follow_from_the_bound() {
     );
     let text = plan.to_string();
     assert!(
-        text.contains("wear      1106 TB written a day at most"),
+        text.contains("wear      at most 1106 TB written in a day"),
         "{text}"
     );
     assert!(
-        text.contains("over 4 drives; what they are rated for lasts 2.17 days"),
+        text.contains("over 4 drives; their rated endurance lasts 2.17 days"),
         "{text}"
     );
     let in_host = self::plan(&large("cpu", "cpu", &[]), &machine);

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_does_not_fit_is_refused_with_what_to_change() {
+fn a_run_that_does_not_fit_is_refused_with_what_to_change() {
     let small_gpu = Overrides {
         gpu_memory_bytes: Some(16 * GIB),
         ..h200(1.0)
@@ -11,7 +11,7 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
     let text = refused(&large("none", "none", &[]), &small_gpu);
     assert!(
         text.contains(
-            "of GPU memory, 16.0 GiB is available: set zero_optimization.offload_param.device = \"cpu\" and zero_optimization.offload_optimizer.device = \"cpu\": it fits then, at "
+            "of GPU memory, but 16.0 GiB is available: set zero_optimization.offload_param.device = \"cpu\" and zero_optimization.offload_optimizer.device = \"cpu\": the run then fits, with steps of at least "
         ),
         "{text}"
     );
@@ -30,7 +30,7 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
     };
     let text = refused(&large("cpu", "cpu", &[]), &small_host);
     assert!(
-        text.contains("of host memory, 8.0 GiB is available: set zero_optimization.offload_param.device = \"nvme\" with"),
+        text.contains("of host memory, but 8.0 GiB is available: set zero_optimization.offload_param.device = \"nvme\" with"),
         "{text}"
     );
     let budget = [
@@ -39,13 +39,13 @@ fn what_does_not_fit_is_refused_with_what_to_change() {
     ];
     let text = refused(&large("nvme", "nvme", &budget), &h200(1.0));
     assert!(
-        text.contains("2.0 GiB is what offload.host_memory_bytes allows"),
+        text.contains("2.0 GiB is the limit set by offload.host_memory_bytes"),
         "{text}"
     );
 }
 
 #[test]
-fn a_gpu_that_is_not_there_is_refused() {
+fn a_missing_gpu_is_refused() {
     let without = Overrides {
         gpu_memory_bytes: Some(0),
         ..h200(1.0)
@@ -54,17 +54,17 @@ fn a_gpu_that_is_not_there_is_refused() {
         (
             "train.device",
             "gpu",
-            "train.device is \"gpu\", and there is none",
+            "train.device is \"gpu\", but there is no GPU",
         ),
         (
             "offload.optimizer_device",
             "gpu",
-            "offload.optimizer_device is \"gpu\", and there is no GPU",
+            "offload.optimizer_device is \"gpu\", but there is no GPU",
         ),
         (
             "offload.optimizer_device",
             "shared",
-            "offload.optimizer_device is \"shared\", and there is no GPU",
+            "offload.optimizer_device is \"shared\", but there is no GPU",
         ),
     ] {
         let changes = [(key, json!(value))];
@@ -78,14 +78,14 @@ fn a_gpu_that_is_not_there_is_refused() {
     let changes = [("offload.optimizer_device", json!("cpu"))];
     let text = refused(&large("none", "none", &changes), &h200(1.0));
     assert!(
-        text.contains("the state lives in GPU memory: leave it out"),
+        text.contains("the state is in GPU memory: leave it out"),
         "{text}"
     );
 }
 
 #[test]
-fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
-    // Kept to what was asked: the largest micro-batch of the same step that fits.
+fn advice_names_a_change_with_which_the_run_fits() {
+    // The advice keeps the step: the largest micro-batch of the same samples that fits.
     let here = [
         ("train.activation_checkpointing", json!("full")),
         ("offload.activations", json!("gpu")),
@@ -104,7 +104,7 @@ fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
     };
     let text = refused(&in_host, &tight);
     assert!(
-        text.contains("set train_micro_batch_size_per_gpu = 8 with gradient_accumulation_steps = 4: it fits then"),
+        text.contains("set train_micro_batch_size_per_gpu = 8 with gradient_accumulation_steps = 4: the run then fits"),
         "{text}"
     );
 
@@ -116,7 +116,7 @@ fn a_run_that_does_not_fit_is_told_a_change_with_which_it_does() {
     let in_host = large("cpu", "cpu", &[]);
     let text = refused(&in_host, &small_host);
     assert!(
-        text.contains("offload_optimizer.device = \"nvme\" with an nvme_path: it fits then"),
+        text.contains("offload_optimizer.device = \"nvme\" with an nvme_path: the run then fits"),
         "{text}"
     );
     let tiny = Overrides {

@@ -89,7 +89,7 @@ impl Memory {
                 TileBackend::Swapper(swapper, with)
             }
             (TileBackend::Gpu(backend, ()), Self::InGpu(with)) => TileBackend::Gpu(backend, with),
-            _ => panic!("memory to compute in was taken by another plan"),
+            _ => panic!("memory to compute in was allocated for tiles in another place"),
         }
     }
 }

@@ -33,7 +33,7 @@ impl CsvDir {
                     && name.ends_with(".csv")
             };
             if name.is_some_and(|name| is_ours(&name)) && path.is_file() {
-                cut(&path, samples).map_err(MonitorError::of(MONITOR, "cut back", &path))?;
+                cut(&path, samples).map_err(MonitorError::of(MONITOR, "truncate", &path))?;
             }
         }
         Ok(Self {
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn rows_are_deepspeeds_and_those_beyond_a_resumed_step_go() {
+    fn rows_are_deepspeeds_and_those_after_a_resumed_step_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let dir = &dir.path().join("a/b");
         let mut csv = CsvDir::open(dir, 0).unwrap();
@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_is_named() {
+    fn a_directory_that_cannot_be_created_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("file");
         std::fs::write(&file, "").unwrap();

@@ -187,8 +187,8 @@ mod tests {
     }
 
     #[test]
-    fn bytes_are_those_that_tensorboard_reads() {
-        // The first record of any such file but for its time, as TensorFlow's own writer makes it.
+    fn records_have_the_bytes_that_tensorboard_reads() {
+        // The first record of such a file, except for its time, as written by TensorFlow.
         let mut event = Event {
             file_version: Some("brain.Event:2".into()),
             ..Event::default()

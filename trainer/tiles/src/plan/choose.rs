@@ -119,18 +119,22 @@ mod tests {
             ..rates(4.0)
         };
         let bound = |rates| bound_s(Schedule::Deferred, &all, rates);
-        assert_eq!(bound(&chosen), bound(&endless), "no more would help");
+        assert_eq!(
+            bound(&chosen),
+            bound(&endless),
+            "more staging would not help"
+        );
     }
 
     #[test]
-    fn a_commit_that_writes_nothing_more_comes_every_step() {
+    fn a_commit_without_extra_writes_is_made_in_every_step() {
         let all = bytes(2.0, 10.0);
         assert_eq!(commit_every(Schedule::Deferred, &all, 0, &rates(1.0)), 1);
     }
 
     #[test]
-    fn commits_of_resident_tiles_cost_less_than_a_twentieth_and_no_fewer_would() {
-        // 16-bit parameters in host memory, all in host memory, half of all.
+    fn commits_of_resident_tiles_cost_less_than_a_twentieth_at_the_shortest_interval() {
+        // 16-bit parameters in host memory, everything in host memory, half of everything.
         for (staged, resident) in [
             (bytes(0.0, 10.0), 2.0),
             (bytes(0.0, 0.0), 12.0),
@@ -158,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn parameters_stay_in_host_memory_before_state_does() {
+    fn parameters_take_precedence_in_host_memory() {
         let param = Tiles {
             count: 100,
             slot_bytes: 2,

@@ -74,7 +74,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn figures_come_back_and_nonsense_does_not() {
+    fn figures_are_restored_and_invalid_ones_ignored() {
         let dir = tempfile::tempdir().unwrap();
         assert_eq!(Measured::read(dir.path()), None);
         let measured = Measured {

@@ -62,12 +62,12 @@ pub enum DirError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("train.run_dir: another trainer works in {}", path.display())]
+    #[error("train.run_dir: another trainer is using {}", path.display())]
     Busy { path: PathBuf },
-    #[error("{} is damaged ({message}): `trainer train` with the run's file creates it again", path.display())]
+    #[error("{} is damaged ({message}): `trainer train` with the run's configuration rebuilds it", path.display())]
     Damaged { path: PathBuf, message: String },
     #[error(
-        "{} holds another run: {} was {was}, is now {now}. Use another train.run_dir, or start again with --fresh",
+        "{} holds another run: its {} was {was} and is now {now}. Use another train.run_dir, or start again with --fresh",
         path.display(), what
     )]
     Changed {
@@ -106,7 +106,7 @@ impl RunDir {
 
     fn open_within(path: &Path, id: &RunId, limit: Duration) -> Result<Self, DirError> {
         make_dir(path).map_err(|source| DirError::Io {
-            verb: "make the directory",
+            verb: "create the directory",
             path: path.into(),
             source,
         })?;
@@ -136,7 +136,7 @@ impl RunDir {
             Origin::Here => id.keep()?,
             Origin::MovedFrom(from) => {
                 tracing::warn!(
-                    "the run in {} was in {} before: it continues as job {}",
+                    "the run in {} was moved from {}; it continues as job {}",
                     path.display(),
                     from.display(),
                     id.job
@@ -456,7 +456,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn one_trainer_works_in_a_directory() {
+    fn one_trainer_at_a_time_uses_a_directory() {
         let dir = tempfile::tempdir().unwrap();
         let (id, _) = RunId::of(&resolved(dir.path()));
         let first = RunDir::open(dir.path(), &id).unwrap();
@@ -490,7 +490,7 @@ mod tests {
         assert!(check(64).unwrap());
         let text = check(128).unwrap_err().to_string();
         assert!(
-            text.contains("layout.model.hidden_size was 64, is now 128")
+            text.contains("layout.model.hidden_size was 64 and is now 128")
                 && text.contains("--fresh"),
             "{text}"
         );
@@ -499,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_has_one_name_before_and_after_it_is_made() {
+    fn a_resolved_path_does_not_change_when_the_directory_is_created() {
         let dir = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink(dir.path(), dir.path().join("link")).unwrap();
         let path = dir.path().join("link/a/b");

@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moved_run_is_the_same_and_a_copied_one_is_another() {
+    fn a_moved_run_keeps_its_identity_and_a_copy_gets_another() {
         let dir = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(dir.path()).unwrap();
         let [first, second, third] = ["first", "second", "third"].map(|name| root.join(name));
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn either_file_tells_who_a_run_is() {
+    fn either_file_identifies_the_run() {
         let dir = tempfile::tempdir().unwrap();
         let root = fs::canonicalize(dir.path()).unwrap();
         let (id, _) = kept_in(&root);

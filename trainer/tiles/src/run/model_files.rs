@@ -68,7 +68,7 @@ impl ModelFiles {
         if paths.is_empty() {
             return Ok(());
         }
-        fs::create_dir(&self.dir).map_err(failed("make the directory", &self.dir))?;
+        fs::create_dir(&self.dir).map_err(failed("create the directory", &self.dir))?;
         for from in paths {
             let to = self.dir.join(from.file_name().expect("a file has a name"));
             fs::copy(&from, &to)

@@ -37,7 +37,7 @@ pub enum StateError {
     #[error("the committed state of the run cannot be read: {0}")]
     Unreadable(#[from] serde_json::Error),
     #[error(
-        "the committed state of the run has version {found}, this trainer knows version {VERSION}: use the trainer that wrote it, or --fresh"
+        "the committed state of the run has format version {found}, but this trainer reads version {VERSION}: use the trainer that wrote it, or start again with --fresh"
     )]
     Version { found: u32 },
 }
@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_state_comes_back_as_it_was() {
+    fn a_state_is_restored_unchanged() {
         let mut state = RunState::new(u64::MAX, serde_json::json!({"lr": 0.1}));
         state.lr = f64::from_bits(0x3FD5_5555_5555_5557);
         assert_eq!(RunState::decode(&state.encode()).unwrap(), state);

@@ -21,12 +21,12 @@ pub enum StoreError {
         source: std::io::Error,
     },
     #[error(
-        "nvme_path: the file system of {} has no direct I/O (O_DIRECT): name a directory on a drive (ext4, xfs, btrfs)",
+        "nvme_path: the file system of {} has no direct I/O (O_DIRECT): name a directory on a drive with ext4, xfs or btrfs",
         path.display()
     )]
     NoDirect { path: PathBuf },
     #[error(
-        "nvme_path: the file system of {} has {} free, and the store needs {} there: free some, name directories on more drives, or keep more in host memory",
+        "nvme_path: the file system of {} has {} free, but the store needs {} there: free some space, name directories on more drives, or keep more in host memory",
         path.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
     )]
     TooLittleSpace {
@@ -40,11 +40,11 @@ pub enum StoreError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("nvme_path: {} is used by another offloadd: end the run it serves first", path.display())]
+    #[error("nvme_path: {} is used by another offloadd: end the run that it serves first", path.display())]
     Busy { path: PathBuf },
     #[error(transparent)]
     Daemon(swapper::ClientError),
-    #[error("{0}\nIf nothing of the run is needed, --fresh creates its store again")]
+    #[error("{0}\nIf the run is no longer needed, --fresh creates its store again")]
     Private(swapper::ClientError),
 }
 
@@ -55,7 +55,7 @@ pub enum StoreError {
 /// The first thing that is wrong.
 pub fn check_dirs(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
     for file in files {
-        check_dir(file.parent().expect("a device file lies in a directory"))?;
+        check_dir(file.parent().expect("a device file has a directory"))?;
     }
     check_space(files, file_bytes)
 }
@@ -69,7 +69,7 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
     // Each file system's number, its first directory, and the bytes that its directories need so far.
     let mut systems: Vec<(u64, PathBuf, u64)> = Vec::new();
     for file in files {
-        let dir = file.parent().expect("a device file lies in a directory");
+        let dir = file.parent().expect("a device file has a directory");
         let Ok(system) = fs::metadata(dir).map(|metadata| metadata.dev()) else {
             continue;
         };
@@ -83,7 +83,7 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
     }
     for (_, path, needed_bytes) in systems {
         let free_bytes = free_bytes(&path).map_err(|source| StoreError::Io {
-            verb: "ask the free space of",
+            verb: "read the free space of",
             path: path.clone(),
             source,
         })?;
@@ -117,7 +117,7 @@ fn check_dir(dir: &Path) -> Result<(), StoreError> {
         }
         Err(source) => {
             return Err(StoreError::Io {
-                verb: "look at",
+                verb: "read the metadata of",
                 path: path(),
                 source,
             });
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn too_little_space_says_how_much_is_missing_and_leaves_nothing_behind() {
+    fn too_little_space_is_reported_and_leaves_no_file() {
         let dir = tempfile::tempdir().unwrap();
         let text = refused(dir.path(), 1 << 60);
         assert!(text.contains("the store needs 1048576.0 TiB"), "{text}");
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_on_one_file_system_share_its_room() {
+    fn directories_on_one_file_system_share_its_space() {
         let dir = tempfile::tempdir().unwrap();
         let files = ["a", "b"].map(|name| dir.path().join(name).join("store"));
         for file in &files {

@@ -236,7 +236,7 @@ impl Trace {
         let Some(recorder) = &self.0 else {
             return Ok(None);
         };
-        let mut state = self.state().expect("it has a recorder");
+        let mut state = self.state().expect("a trace with a file has a recorder");
         let events = std::mem::take(&mut state.events);
         let written = file::write(
             &recorder.path,
@@ -272,8 +272,8 @@ impl Trace {
     }
 }
 
-/// Records when it is dropped.
-#[must_use = "it records what happens until it is dropped"]
+/// Records a span that ends when it is dropped.
+#[must_use = "the span ends when the guard is dropped"]
 pub struct Guard<'a> {
     trace: &'a Trace,
     track: Track,

@@ -65,7 +65,7 @@ fn a_short_run_is_recorded_from_its_first_step() {
 }
 
 #[test]
-fn what_overlaps_gets_lanes_of_its_own_and_what_nests_does_not() {
+fn overlapping_events_get_separate_lanes_and_nested_ones_do_not() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("trace.json");
     let trace = Trace::new(&path, 5, 0);
@@ -103,17 +103,17 @@ fn what_overlaps_gets_lanes_of_its_own_and_what_nests_does_not() {
 }
 
 #[test]
-fn nothing_is_kept_or_written_without_a_file() {
+fn nothing_is_recorded_without_a_file() {
     let trace = Trace::off();
     trace.begin(100);
-    let guard = trace.span(Track::Compute, || panic!("nobody asks for the name"));
+    let guard = trace.span(Track::Compute, || panic!("the name is not needed"));
     drop(guard);
     assert!(!trace.recording() && !trace.begins_after() && !trace.has_ended());
     assert_eq!(trace.write().unwrap(), None);
 }
 
 #[test]
-fn ranks_write_files_of_their_own() {
+fn each_rank_writes_its_own_file() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("trace.json");
     for rank in 0..3 {
@@ -130,7 +130,7 @@ fn ranks_write_files_of_their_own() {
 }
 
 #[test]
-fn a_place_that_cannot_be_written_is_named() {
+fn a_path_that_cannot_be_written_is_named() {
     let trace = Trace::new(Path::new("/nonexistent/trace.json"), 5, 0);
     trace.write().unwrap_err();
     let text = trace.check().unwrap_err().to_string();

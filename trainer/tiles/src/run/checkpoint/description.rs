@@ -112,7 +112,7 @@ impl CheckpointDescription {
             hex::text(fingerprint_of(&checkpoint)),
         );
         if *says != found {
-            let message = format!("fingerprint {says} expected, \"{found}\" found");
+            let message = format!("expected fingerprint {says}, found \"{found}\"");
             return Err(CheckpointError::damaged(&path, message));
         }
         serde_json::from_value(checkpoint).map_err(damaged)

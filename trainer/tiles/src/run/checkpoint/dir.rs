@@ -133,10 +133,10 @@ impl Checkpoints {
     /// Too little space, or the directory cannot be created.
     pub fn begin(&self, step: u64, tile_bytes: u64) -> Result<(), CheckpointError> {
         let path = self.partial(step);
-        make_dir(&self.dir).map_err(CheckpointError::io("make the directory of", &path))?;
+        make_dir(&self.dir).map_err(CheckpointError::io("create the directory of", &path))?;
         self.clean()?;
         let free_bytes =
-            free_bytes(&self.dir).map_err(CheckpointError::io("ask the free space for", &path))?;
+            free_bytes(&self.dir).map_err(CheckpointError::io("read the free space for", &path))?;
         let needed_bytes = tile_bytes.saturating_add(SLACK_BYTES);
         if free_bytes < needed_bytes {
             return Err(CheckpointError::TooLittleSpace {
@@ -163,8 +163,8 @@ impl Checkpoints {
         description.write(&partial)?;
         flush(&partial)?;
         if path.exists() {
-            // The step was done again; at every instant it has a checkpoint.
-            exchange(&partial, &path).map_err(CheckpointError::io("name", &path))?;
+            // The step was repeated; a checkpoint of it exists at every moment.
+            exchange(&partial, &path).map_err(CheckpointError::io("rename", &path))?;
             flush(&self.dir)?;
             fs::remove_dir_all(&partial).map_err(CheckpointError::io("remove", &partial))?;
         } else {
@@ -204,7 +204,7 @@ impl Checkpoints {
     pub fn clean(&self) -> Result<(), CheckpointError> {
         for path in self.leftovers()? {
             fs::remove_dir_all(&path)
-                .map_err(CheckpointError::io("remove what was left of", &path))?;
+                .map_err(CheckpointError::io("remove the remains of", &path))?;
         }
         Ok(())
     }
@@ -258,7 +258,7 @@ impl Checkpoints {
         let aside = (1..)
             .map(|number| self.dir.join(format!("{ASIDE}{number}")))
             .find(|aside| !aside.exists())
-            .expect("a number that is free");
+            .expect("there is an unused number");
         fs::create_dir(&aside).map_err(CheckpointError::io("make", &aside))?;
         if metrics.exists() {
             let copy = aside.join("metrics.jsonl");
@@ -267,7 +267,7 @@ impl Checkpoints {
         for checkpoint in newer {
             let to = aside.join(step_name(checkpoint.step));
             fs::rename(&checkpoint.path, &to)
-                .map_err(CheckpointError::io("move away", &checkpoint.path))?;
+                .map_err(CheckpointError::io("move aside", &checkpoint.path))?;
         }
         flush(&aside)?;
         flush(&self.dir)?;
@@ -331,5 +331,5 @@ fn exchange(one: &Path, other: &Path) -> std::io::Result<()> {
 fn flush(dir: &Path) -> Result<(), CheckpointError> {
     File::open(dir)
         .and_then(|dir| dir.sync_all())
-        .map_err(CheckpointError::io("flush the directory", dir))
+        .map_err(CheckpointError::io("sync the directory", dir))
 }

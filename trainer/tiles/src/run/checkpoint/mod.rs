@@ -43,14 +43,14 @@ pub enum CheckpointError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("cannot write the checkpoint {} beyond its first {written_bytes} bytes: {source}", path.display())]
+    #[error("cannot write the checkpoint {} after its first {written_bytes} bytes: {source}", path.display())]
     Write {
         path: PathBuf,
         written_bytes: u64,
         source: std::io::Error,
     },
     #[error(
-        "the checkpoint {} takes {}, and the file system has {} free: free some, keep fewer checkpoints (train.checkpoints_kept), or move train.run_dir",
+        "the checkpoint {} takes {}, but the file system has {} free: free some space, keep fewer checkpoints (train.checkpoints_kept), or move train.run_dir",
         path.display(), ApproxBytes(*needed_bytes), ApproxBytes(*free_bytes)
     )]
     TooLittleSpace {
@@ -63,20 +63,20 @@ pub enum CheckpointError {
         path.display()
     )]
     Damaged { path: PathBuf, message: String },
-    #[error("the checkpoint {} is of another run: {what} is {was} there, {now} here", path.display())]
+    #[error("the checkpoint {} belongs to another run: its {what} is {was}, this run's is {now}", path.display())]
     Other {
         path: PathBuf,
         what: String,
         was: String,
         now: String,
     },
-    #[error("{} has version {found}, this trainer knows checkpoints of version {known}: use the trainer that wrote it", path.display())]
+    #[error("{} has format version {found}, but this trainer reads version {known}: use the trainer that wrote it", path.display())]
     Version {
         path: PathBuf,
         found: u64,
         known: u64,
     },
-    #[error("{} is no checkpoint: {}", path.display(), others(has))]
+    #[error("{} is not a checkpoint: {}", path.display(), others(has))]
     Missing { path: PathBuf, has: Vec<u64> },
     #[error("the checkpoint {} was abandoned: {why}", path.display())]
     Abandoned { path: PathBuf, why: String },

@@ -67,7 +67,10 @@ impl Checkpoint {
         if let Some(file) = description.files.iter().find(foreign) {
             return Err(CheckpointError::damaged(
                 dir,
-                format!("it names a file {:?}", file.name),
+                format!(
+                    "it names the file {:?}, which is outside its directory",
+                    file.name
+                ),
             ));
         }
         let own_name = file_name(rank);
@@ -147,7 +150,7 @@ impl Checkpoint {
         let expected = (param.len() as u64, state.len() as u64);
         if saved != expected {
             let message = format!(
-                "tiles of {} and {} bytes expected, {} and {} found",
+                "expected tiles of {} and {} bytes, found {} and {}",
                 expected.0, expected.1, saved.0, saved.1
             );
             return Err(CheckpointError::damaged(
@@ -233,7 +236,7 @@ fn check_size(path: &Path, says: &SavedFile) -> Result<File, CheckpointError> {
     };
     let metadata = file.metadata().map_err(CheckpointError::io("read", path))?;
     if metadata.len() != says.bytes || says.bytes < FINGERPRINT_BYTES {
-        let message = format!("{} bytes expected, {} found", says.bytes, metadata.len());
+        let message = format!("expected {} bytes, found {}", says.bytes, metadata.len());
         return Err(CheckpointError::damaged(path, message));
     }
     Ok(file)
@@ -263,7 +266,7 @@ fn check_fingerprint(
     );
     for expected in [own, says.fingerprint] {
         if expected != found {
-            let message = format!("fingerprint {expected:016x} expected, {found:016x} found");
+            let message = format!("expected fingerprint {expected:016x}, found {found:016x}");
             return Err(CheckpointError::damaged(path, message));
         }
     }
@@ -287,7 +290,7 @@ fn read_places(reader: &mut BufReader<File>, file: usize) -> Result<Vec<(Key, Pl
     let mut magic = [0u8; 8];
     reader.read_exact(&mut magic)?;
     if &magic != MAGIC {
-        return Err(Unusable::Wrong("it is no file of a checkpoint".into()));
+        return Err(Unusable::Wrong("it is not a checkpoint file".into()));
     }
     let mut tiles = Vec::new();
     loop {
@@ -300,7 +303,9 @@ fn read_places(reader: &mut BufReader<File>, file: usize) -> Result<Vec<(Key, Pl
         let bytes = param_bytes
             .checked_add(state_bytes)
             .and_then(|bytes| i64::try_from(bytes).ok())
-            .ok_or_else(|| Unusable::Wrong(format!("a tile of {param_bytes} bytes")))?;
+            .ok_or_else(|| {
+                Unusable::Wrong(format!("its tile of {param_bytes} bytes is too large"))
+            })?;
         reader.seek_relative(bytes)?;
         let place = Place {
             file,

@@ -81,7 +81,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 #[test]
-fn the_newest_of_two_kept_checkpoints_comes_back_to_any_number_of_ranks() {
+fn the_newest_of_two_checkpoints_is_read_by_any_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     assert_eq!(checkpoints.newest().unwrap(), None);
@@ -106,7 +106,7 @@ fn the_newest_of_two_kept_checkpoints_comes_back_to_any_number_of_ranks() {
 }
 
 #[test]
-fn a_rank_reads_its_own_file_and_not_all_others() {
+fn a_rank_reads_only_its_own_file() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 4);
@@ -115,12 +115,12 @@ fn a_rank_reads_its_own_file_and_not_all_others() {
     checkpoint
         .check(&tiles_of(2, 4), &mut |bytes| read_bytes += bytes)
         .unwrap();
-    assert_eq!(checkpoint.unread.len(), 3, "of the four files");
+    assert_eq!(checkpoint.unread.len(), 3, "three of the four files");
     assert_eq!(read_bytes + 8, checkpoint.description.files[2].bytes);
 }
 
 #[test]
-fn other_tiles_or_another_layout_than_expected_are_refused() {
+fn unexpected_tiles_or_layouts_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 2);
@@ -134,7 +134,7 @@ fn other_tiles_or_another_layout_than_expected_are_refused() {
         read.unwrap_err().to_string()
     };
     let text = refused(0, 0, 19);
-    let says = "tiles of 19 and 7 bytes expected, 20 and 7 found";
+    let says = "expected tiles of 19 and 7 bytes, found 20 and 7";
     assert!(text.contains(says), "{text}");
     let text = refused(1, 5, 20);
     let says = "no tile of unit 1 from element 5 on";
@@ -142,12 +142,12 @@ fn other_tiles_or_another_layout_than_expected_are_refused() {
     let of = |hidden: u64| serde_json::json!({"model": {"hidden_size": hidden}});
     checkpoint.check_layout(&of(32)).unwrap();
     let text = checkpoint.check_layout(&of(64)).unwrap_err().to_string();
-    let says = "is of another run: layout.model.hidden_size is 32 there, 64 here";
+    let says = "belongs to another run: its layout.model.hidden_size is 32, this run's is 64";
     assert!(text.contains(says), "{text}");
 }
 
 #[test]
-fn a_flipped_bit_or_a_missing_end_is_found_and_the_file_named() {
+fn a_flipped_bit_or_a_missing_end_is_detected_and_the_file_named() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 2);
@@ -179,7 +179,7 @@ fn a_flipped_bit_or_a_missing_end_is_found_and_the_file_named() {
 }
 
 #[test]
-fn a_changed_description_is_refused_or_says_the_same() {
+fn a_changed_description_is_refused_or_equivalent() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 2);
@@ -209,9 +209,9 @@ fn a_changed_description_is_refused_or_says_the_same() {
     let newer = text.replace("\n  \"version\": 1", "\n  \"version\": 7");
     fs::write(&path, newer).unwrap();
     let text = Checkpoint::open(&dir, 0).unwrap_err().to_string();
-    assert!(text.contains("save.json has version 7"), "{text}");
+    assert!(text.contains("save.json has format version 7"), "{text}");
     let text = Checkpoint::open(dir.parent().unwrap(), 0).unwrap_err();
-    assert!(text.to_string().contains("is no checkpoint"), "{text}");
+    assert!(text.to_string().contains("is not a checkpoint"), "{text}");
 }
 
 #[test]
@@ -224,12 +224,15 @@ fn a_file_of_another_checkpoint_is_refused() {
     // Whole, and as long, but of another step.
     fs::copy(two.join("tiles.1"), one.join("tiles.1")).unwrap();
     let text = read(&one, 2).unwrap_err().to_string();
-    assert!(text.contains("tiles.1 is damaged: fingerprint "), "{text}");
+    assert!(
+        text.contains("tiles.1 is damaged: expected fingerprint "),
+        "{text}"
+    );
     assert_eq!(read(&two, 2).unwrap(), 2);
 }
 
 #[test]
-fn what_is_cut_off_is_no_checkpoint_and_goes_with_the_next() {
+fn an_interrupted_checkpoint_is_not_listed_and_is_removed_by_the_next() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 2);
@@ -251,7 +254,7 @@ fn what_is_cut_off_is_no_checkpoint_and_goes_with_the_next() {
 }
 
 #[test]
-fn a_step_that_was_done_again_has_its_newer_checkpoint() {
+fn a_repeated_step_has_its_newer_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 2);
@@ -263,7 +266,7 @@ fn a_step_that_was_done_again_has_its_newer_checkpoint() {
 }
 
 #[test]
-fn newer_checkpoints_are_put_aside_and_named_apart() {
+fn newer_checkpoints_are_moved_aside_under_distinct_names() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     let metrics = dir.path().join("metrics.jsonl");
@@ -282,12 +285,12 @@ fn newer_checkpoints_are_put_aside_and_named_apart() {
 }
 
 #[test]
-fn too_little_room_is_said_before_anything_is_written() {
+fn too_little_space_is_reported_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     let text = checkpoints.begin(1, 1 << 60).unwrap_err().to_string();
     assert!(
-        text.contains("step-00000001 takes 1048576.0 TiB, and the file system has ")
+        text.contains("step-00000001 takes 1048576.0 TiB, but the file system has ")
             && text.contains("train.checkpoints_kept"),
         "{text}"
     );
@@ -295,12 +298,12 @@ fn too_little_room_is_said_before_anything_is_written() {
 }
 
 #[test]
-fn a_file_that_leads_elsewhere_is_no_part_of_a_checkpoint() {
+fn a_file_outside_the_directory_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
     let mut description = begin(&checkpoints, 1, 1);
     description.files[0].name = "../step-00000001/tiles.0".into();
     let path = checkpoints.finish(&description).unwrap();
     let text = Checkpoint::open(&path, 0).unwrap_err().to_string();
-    assert!(text.contains("it names a file"), "{text}");
+    assert!(text.contains("it names the file"), "{text}");
 }

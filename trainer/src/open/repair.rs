@@ -23,8 +23,8 @@ const ARENA_BYTES: u64 = 64 << 20;
 /// where the directory holds no run, or one that has made no step.
 ///
 /// # Errors
-/// Somebody works in the directory; the store cannot be asked; the directory's file system fails.
-pub(crate) fn mend(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
+/// Another process uses the directory; the store cannot be read; the directory's file system fails.
+pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
     let run_dir = resolved(&settings.train.run_dir);
     let damaged = match RunDir::described(&run_dir) {
         Ok(Some(_)) => return Ok(()),
@@ -41,9 +41,12 @@ pub(crate) fn mend(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Resul
     let what = match damaged {
         Some(message) => {
             let aside = dir.set_description_aside()?;
-            format!("was damaged ({message}) and is {} now", aside.display())
+            format!(
+                "was damaged ({message}) and was renamed to {}",
+                aside.display()
+            )
         }
-        None => "was gone".to_owned(),
+        None => "was missing".to_owned(),
     };
     let paths = &settings.placement.nvme_paths;
     let files = StoreFiles::new(paths, &id.job, 0);
@@ -60,7 +63,7 @@ pub(crate) fn mend(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Resul
         id: Some(id),
     })?;
     say(format!(
-        "note: {} {what}: it was made again from {source}",
+        "note: {} {what}; it was rebuilt from {source}",
         run_dir.join("run.json").display()
     ));
     Ok(())
