@@ -1,11 +1,11 @@
-//! The GPU a process computes on: found at run time, or the reason why the processor computes.
+//! Finds the GPU that a process computes on, or the reason why there is none.
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels_torch::TorchError;
 
 use crate::config::DeviceChoice;
 
-/// Why a run that wants a GPU cannot start.
+/// Error of opening a GPU.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceleratorError {
     #[error(transparent)]
@@ -20,10 +20,11 @@ pub enum AcceleratorError {
     Few { ranks: u32, gpus: u32 },
 }
 
-/// The GPU of the process `rank` of `ranks` on this node, if `device` allows one and there are any.
+/// Opens the GPU of process `rank` of `ranks` on this node, if `device` allows one and the node has any.
 ///
 /// # Errors
-/// There are fewer GPUs than processes; there is one that cannot be used: its driver fails, or torch's half for it is not there.
+/// There are fewer GPUs than processes; a GPU cannot be used, because its driver fails or torch has no
+/// support for it.
 pub(crate) fn open(
     device: DeviceChoice,
     rank: u32,
@@ -32,13 +33,13 @@ pub(crate) fn open(
     if device == DeviceChoice::Cpu {
         return Ok(None);
     }
-    // Before any of them waits for the others.
+    // Checked before any process waits for the others.
     if let Ok(gpus) = Gpu::count() {
         enough(gpus, ranks)?;
     }
     let gpu = match Gpu::open(rank) {
         Ok(gpu) => gpu,
-        // The plan refuses a run that wants one, with all else that is missing.
+        // If the run needs a GPU, the plan reports it together with other problems.
         Err(error) if error.is_absent() => return Ok(None),
         Err(error) => return Err(error.into()),
     };
@@ -50,7 +51,7 @@ pub(crate) fn open(
     Ok(Some(gpu))
 }
 
-/// Whether each of `ranks` processes has a GPU, or none has.
+/// Checks that each of `ranks` processes has a GPU, or that there is none.
 fn enough(gpus: u32, ranks: u32) -> Result<(), AcceleratorError> {
     if (1..ranks).contains(&gpus) {
         return Err(AcceleratorError::Few { ranks, gpus });

@@ -1,4 +1,4 @@
-//! The command reference and the documents' shell lines agree with the program.
+//! Tests that the command reference and the shell commands in documents match the program.
 
 use clap::CommandFactory;
 

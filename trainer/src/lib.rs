@@ -1,4 +1,5 @@
-//! ZeRO-3 training of a Llama-shaped model whose parameters and optimizer state live where the run file says.
+//! ZeRO-3 training of language models whose parameters and optimizer state are kept in GPU memory, host
+//! memory or on NVMe drives.
 //!
 //! ```text
 //!   RUN.toml ─▶ config ─▶ plan ─▶ store (directories checked, private daemon) ─▶ swapper
@@ -6,11 +7,11 @@
 //!   text files ─▶ data ─▶ windows of tokens ─▶ train/step.rs: forward, backward, unit by unit (compute) ─▶ metrics.jsonl
 //! ```
 //!
-//! Several processes may do this together (`ranks`, started by `launch`): each owns a part of the tiles, gathers the rest.
-//! `model` and `compute` know nothing of tiles or drives; everything that moves state is the swapper's.
+//! Several processes can train one run together (`ranks`, started by `launch`): each owns a part of the tiles
+//! and gathers the rest. `model` and `compute` know nothing of tiles or drives; the swapper moves all state.
 
 #![forbid(unsafe_code)]
-// They panic when nobody reads: `outln!` does not.
+// These macros panic when the reader of the output is gone; `outln!` does not.
 #![cfg_attr(not(test), deny(clippy::print_stdout, clippy::print_stderr))]
 
 mod accelerator;

@@ -1,7 +1,7 @@
 //! The `trainer` command: parses arguments and calls the library.
 
 #![forbid(unsafe_code)]
-// They panic when the reader of standard output is gone; `outln!` does not.
+// These macros panic when the reader of the output is gone; `outln!` does not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod cli;
@@ -150,13 +150,13 @@ impl TraceArgs {
     }
 }
 
-/// Iterations a waiting libgomp thread spins before it sleeps, about 50 us. Its default is milliseconds: with an optimizer thread,
-/// a daemon or another run on the same cores, steps took 2.5 times as long (4 threads on 4 cores). With this value they did not,
-/// and idle cores showed no difference.
+/// Iterations that a waiting libgomp thread spins before it sleeps, about 50 us. The default is milliseconds:
+/// with an optimizer thread, a daemon or another run on the same cores, steps took 2.5 times as long (4
+/// threads on 4 cores). With this value they did not, and on idle cores there was no difference.
 const SPIN_COUNT: &str = "20000";
 
-/// Executes this program again with the environment variables that libraries need and that are not set. The libraries read them
-/// when they are loaded, before `main`.
+/// Executes this program again with environment variables that libraries need, unless they are set. Libraries
+/// read them when they are loaded, before `main`.
 fn set_environment() {
     use std::os::unix::process::CommandExt;
     let missing = |name: &str| std::env::var_os(name).is_none();
@@ -170,13 +170,14 @@ fn set_environment() {
     if settings.is_empty() {
         return;
     }
-    // `exec` returns only on failure. The run is then slower on a busy machine, and a run on a GPU is refused.
+    // `exec` returns only on failure. The run is then slower on a busy machine, and a run on a GPU is
+    // refused.
     let Ok(program) = std::env::current_exe() else {
         return;
     };
     let mut args = std::env::args_os();
     let mut again = std::process::Command::new(program);
-    // Help texts, `ps` and `pkill` show the name it was called by.
+    // Keeps the name in help texts, `ps` and `pkill`.
     if let Some(name) = args.next() {
         again.arg0(name);
     }
@@ -195,11 +196,12 @@ fn main() -> ExitCode {
         )
         .with_writer(std::io::stderr)
         .with_ansi(console::in_colour(&std::io::stderr()))
-        // It would panic when the reader of standard error is gone.
+        // Logging an internal error would panic when the reader of standard error is gone.
         .log_internal_errors(false)
         .init();
     let command = Cli::parse().command;
-    // Run directories hold private data and weights: only the owner may read them. An export is made to be shared.
+    // Run directories contain private data and weights, so only the owner may read them. Exports are meant to
+    // be shared.
     if !matches!(command, Command::Export(_)) {
         let others = rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO;
         rustix::process::umask(others);
@@ -269,7 +271,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
     Ok(0)
 }
 
-/// The prefix that tells processes of one run apart in messages.
+/// Prefix that identifies this process among those of one run in messages.
 fn rank_name() -> String {
     match World::from_env() {
         Ok(world) if world.ranks > 1 => format!("rank {}: ", world.rank),
@@ -277,7 +279,8 @@ fn rank_name() -> String {
     }
 }
 
-/// Checks the arguments and the run file in the launcher, so that faults are reported once and not by each rank.
+/// Checks the arguments and the run file in the launcher, so that errors are reported once and not by each
+/// rank.
 fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
     let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| error.exit());

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kernels_torch::collective::{CollectiveError, Comm, Rendezvous, Timeouts, World};
 use training_state::ranks::{Group, GroupError, Ranks};
 
-/// Why ranks could not be connected.
+/// Error of connecting ranks.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
     #[error(transparent)]
@@ -16,10 +16,10 @@ pub enum ConnectError {
     Nodes { ranks: u32, local_ranks: u32 },
 }
 
-/// Connects to the ranks that the environment names; without any, the run is one process.
+/// Connects to the ranks given in the environment; without them the run is one process.
 ///
 /// # Errors
-/// The environment contradicts itself, processes run on several nodes, or ranks do not come.
+/// The environment contradicts itself, processes are on several nodes, or ranks do not connect in time.
 pub(crate) fn connect() -> Result<Arc<Comm>, ConnectError> {
     let world = World::from_env()?;
     if !world.one_node() {
@@ -38,10 +38,10 @@ pub(crate) fn ranks_of(comm: &Arc<Comm>) -> Ranks {
     Ranks::new(Arc::new(CommGroup(comm.clone())))
 }
 
-/// Refuses ranks whose settings or text differ from those of the first rank.
+/// Refuses ranks whose settings or data differ from those of the first rank.
 ///
 /// # Errors
-/// What is different; a rank is gone.
+/// Names the difference; a rank is gone.
 pub(crate) fn check_same_run(
     comm: &Comm,
     settings: &[String],
@@ -49,7 +49,7 @@ pub(crate) fn check_same_run(
 ) -> Result<(), CollectiveError> {
     let same = |what: &str, value: &str| comm.same_everywhere(what, value);
     same("the program", env!("CARGO_PKG_VERSION"))?;
-    // As many calls on every rank.
+    // Every rank must make the same number of calls.
     same("the number of settings", &settings.len().to_string())?;
     for line in settings {
         same("a setting", line)?;

@@ -1,5 +1,5 @@
-//! Reads a run tile by tile from its directory alone: its newest state, or one of its checkpoints. One process reads what any number
-//! of ranks wrote.
+//! Reads a run tile by tile from its directory: its newest state or a checkpoint. One process reads what any
+//! number of ranks wrote.
 
 use std::path::{Path, PathBuf};
 
@@ -14,15 +14,15 @@ use crate::run_record::{RecordError, RunRecord};
 use crate::run_state_reader::RunStateReader;
 use training_state::run::{CheckpointName, resolved};
 
-/// A run's tiles.
+/// Reader of a run's tiles.
 pub(crate) struct RunReader {
     pub(crate) model: ModelConfig,
     pub(crate) units: Vec<UnitLayout>,
     pub(crate) dtype: Dtype,
     pub(crate) master: Master,
-    /// The step whose result they are.
+    /// Step of the state that is read.
     pub(crate) step: u64,
-    /// The run's directory, links resolved.
+    /// The run's directory without symbolic links.
     pub(crate) dir: PathBuf,
     tiles: RunStateReader,
 }
@@ -31,7 +31,8 @@ impl RunReader {
     /// Opens the run in `dir` at its newest state, or at `checkpoint`.
     ///
     /// # Errors
-    /// There is no run, or somebody works in it; it has no such state; its store or save says no.
+    /// There is no run, or another process uses it; the state does not exist; the store or checkpoint cannot
+    /// be read.
     pub(crate) fn open(dir: &Path, checkpoint: Option<CheckpointName>) -> Result<Self, RunError> {
         let dir = &resolved(dir);
         let record = RunRecord::read(dir)?;
@@ -51,24 +52,24 @@ impl RunReader {
         })
     }
 
-    /// Calls `see` with each range's param and state, units and elements in order.
+    /// Calls `see` with the parameters and optimizer state of each range, in the order of units and elements.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub(crate) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), RunError> {
         self.tiles.visit(see)
     }
 
-    /// Ends in order.
+    /// Closes the run.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub(crate) fn close(self) -> Result<(), RunError> {
         self.tiles.close()
     }
 }
 
-/// The settings of a run as far as its record has them: enough to read its tiles.
+/// Reconstructs the settings of a run from its record, as far as reading tiles needs them.
 fn settings(dir: &Path, record: &RunRecord) -> Result<RunSettings, SettingsError> {
     let description = &record.description;
     let in_dir = description.store == STORE_IN_DIR;
@@ -90,7 +91,7 @@ fn settings(dir: &Path, record: &RunRecord) -> Result<RunSettings, SettingsError
         } else {
             json!({"stage": 3, "offload_param": nvme, "offload_optimizer": nvme})
         },
-        // Not read: the run's own takes its place.
+        // A placeholder, which the run's own model replaces.
         "model": {
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1
         },
@@ -105,7 +106,7 @@ fn settings(dir: &Path, record: &RunRecord) -> Result<RunSettings, SettingsError
     });
     let mut settings = config::check(tree, "run", Some(1))?;
     settings.model = record.model.clone();
-    // They pass through.
+    // Tiles pass through; none stay in memory.
     settings.placement.resident_fraction = ResidentFraction::Fixed(Fraction::NONE);
     if description.store.ends_with(IN_PLACE) {
         settings.offload.durability = Durability::None;

@@ -1,4 +1,4 @@
-//! Deleting a run: what is in its directory and what a store keeps of it. Or the file of a store that no run uses.
+//! Deletes a run with its directory and its state in a store, or the file of a store that no run uses.
 
 use std::fmt;
 use std::fs;
@@ -14,18 +14,18 @@ use training_state::store::{StoreError, file_name, remove_files};
 
 /// Files and jobs to delete, found and locked.
 pub struct Removal {
-    /// Files of its private store.
+    /// Files of the private store with their sizes.
     files: Vec<(PathBuf, u64)>,
     run: Option<Run>,
 }
 
 struct Run {
     dir: RunDir,
-    /// Socket of the shared daemon that has its job.
+    /// Socket of the shared daemon that holds the job.
     socket: Option<PathBuf>,
 }
 
-/// Why nothing is deleted.
+/// Error of a removal.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoveError {
     #[error(transparent)]
@@ -48,7 +48,7 @@ impl Removal {
     /// Finds the run in the directory `path`, or the file `path` of a store whose run is gone.
     ///
     /// # Errors
-    /// There is neither; somebody trains the run; the file's run is there.
+    /// There is neither; the run is being trained; the file belongs to an existing run.
     pub fn of(path: &Path) -> Result<Self, RemoveError> {
         let path = resolved(path);
         if path.is_file() {
@@ -60,12 +60,12 @@ impl Removal {
         }
         let (id, _) = RunId::of(&path);
         let dir = RunDir::open(&path, &id)?;
-        // A run.json that cannot be read names no store: `trainer runs` lists what stays.
+        // An unreadable run.json names no store; `trainer runs` lists what remains of it.
         let described = described.ok().flatten();
         let (files, socket) = described.map_or_else(Default::default, |described| {
             (described.files, described.socket)
         });
-        // A copy of another run's directory names that run's files.
+        // The directory may be a copy and name another run's files.
         let name = file_name(dir.job_name());
         let ours = |file: &PathBuf| file.file_name().is_some_and(|found| *found == *name);
         let files = files.into_iter().filter(ours).filter_map(|file| {
@@ -97,11 +97,12 @@ impl Removal {
         }
     }
 
-    /// Deletes it: what is in the store first, so that a run that is half deleted still names the rest. Files of others in the
-    /// run's directory stay. Returns the directory if it is still there.
+    /// Deletes the run: the state in the store first, so that the directory of a partly deleted run still
+    /// names the rest. Files that do not belong to the run stay in the directory. Returns the directory if it
+    /// still exists.
     ///
     /// # Errors
-    /// A daemon uses the store or cannot be asked; something cannot be deleted.
+    /// A daemon uses the store or does not answer; a file cannot be deleted.
     pub fn remove(self) -> Result<Option<PathBuf>, RemoveError> {
         let files: Vec<PathBuf> = self.files.into_iter().map(|(file, _)| file).collect();
         remove_files(&files)?;

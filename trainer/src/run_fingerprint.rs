@@ -1,5 +1,5 @@
-//! A fingerprint of weights and optimizer state, unit by unit, at the last committed step. Two runs with equal
-//! fingerprints hold the same bits, wherever they keep them.
+//! Fingerprints of weights and optimizer state for each unit, at the last committed step. Runs with equal
+//! fingerprints have the same bits, wherever they keep them.
 
 use std::fmt;
 
@@ -15,12 +15,12 @@ use training_state::run::CheckpointName;
 /// Fingerprints of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunFingerprint {
-    /// The step whose result this is.
+    /// Step of the state.
     pub step: u64,
     pub units: Vec<UnitFingerprint>,
 }
 
-/// Fingerprints of one unit: its parameters, and residuals and moments.
+/// Fingerprints of one unit: of its parameters, and of residuals and moments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnitFingerprint {
     pub name: String,
@@ -28,7 +28,7 @@ pub struct UnitFingerprint {
     pub state: u64,
 }
 
-/// Reads the run's tiles where they are, or those of `checkpoint`; changes none of them.
+/// Reads the run's tiles, or those of `checkpoint`, without changing them.
 ///
 /// # Errors
 /// Nothing was committed yet; the run cannot be opened or read.

@@ -1,4 +1,4 @@
-//! What the record of a run, `run.json`, tells of its model.
+//! Reads the model of a run from its record, `run.json`.
 
 use std::path::{Path, PathBuf};
 
@@ -7,7 +7,7 @@ use training_state::run::{DirError, RunDescription, RunDir};
 
 use crate::model::{Dtype, ModelConfig};
 
-/// Why a directory is not read as a run.
+/// Error of reading a directory as a run.
 #[derive(Debug, thiserror::Error)]
 pub enum RecordError {
     #[error(transparent)]
@@ -24,7 +24,7 @@ pub enum RecordError {
     Unknown { dir: PathBuf, message: String },
 }
 
-/// What a run is for its whole life.
+/// Record of what stays fixed for the life of a run.
 pub(crate) struct RunRecord {
     pub(crate) description: RunDescription,
     pub(crate) model: ModelConfig,
@@ -36,7 +36,7 @@ impl RunRecord {
     /// Reads the record of the run in `dir`.
     ///
     /// # Errors
-    /// There is no run, or one that this program does not know.
+    /// There is no run, or its format is unknown.
     pub(crate) fn read(dir: &Path) -> Result<Self, RecordError> {
         #[derive(Deserialize)]
         struct Layout {

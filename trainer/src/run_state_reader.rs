@@ -1,6 +1,7 @@
-//! The tiles of a run while nobody trains it, read one after the other: what its store has committed, or a checkpoint.
+//! Reads the tiles of a run that is not being trained, one after the other: from its store's newest commit,
+//! or from a checkpoint.
 //!
-//! A checkpoint is streamed from its files: no daemon, and no memory beyond a tile.
+//! A checkpoint is streamed from its files, without a daemon and with memory for one tile.
 
 use kernels::adamw::Master;
 use swapper::{Layout, TileVisitor};
@@ -11,13 +12,13 @@ use crate::open::{OpenRun, Prepared, RunError, Start, repair};
 use training_state::ranks::Ranks;
 use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState};
 
-/// One state of a run.
+/// Reader of one state of a run.
 pub(crate) struct RunStateReader {
-    /// State of the run at that point.
+    /// State of the run at that step.
     pub(crate) state: RunState,
     /// Units that the tiles belong to.
     pub(crate) units: Vec<UnitLayout>,
-    /// Form of the master weights.
+    /// Format of the master weights.
     pub(crate) master: Master,
     tiles: Tiles,
 }
@@ -30,22 +31,23 @@ enum Tiles {
 struct Saved {
     checkpoint: Checkpoint,
     layout: Layout,
-    /// Locked, so that nobody removes the checkpoint meanwhile; not where it is another run's.
+    /// Lock of the run's directory, so that the checkpoint is not removed while it is read; `None` for
+    /// another run's checkpoint.
     _dir: Option<RunDir>,
 }
 
 impl RunStateReader {
-    /// The newest state of the run that `settings` describe, or the one that `checkpoint` names.
+    /// Opens the newest state of the run that `settings` describe, or the one that `checkpoint` names.
     ///
     /// # Errors
-    /// There is none; what opening it says.
+    /// There is no such state; the run cannot be opened.
     pub(crate) fn open(
         mut settings: RunSettings,
         checkpoint: Option<CheckpointName>,
     ) -> Result<Self, RunError> {
-        // Tiles are the same bytes wherever they lived; to read them no GPU is needed.
+        // Tiles have the same bytes wherever they were kept, so no GPU is needed to read them.
         settings.train.device = DeviceChoice::Cpu;
-        // One process reads what any number of them wrote.
+        // One process reads what any number of ranks wrote.
         settings.ranks = 1;
         let has_store = settings.placement.has_store();
         let start = checkpoint.map_or(Start::GoOn, Start::Checkpoint);
@@ -77,10 +79,10 @@ impl RunStateReader {
         })
     }
 
-    /// Calls `see` with each range's param and state, units and elements in order.
+    /// Calls `see` with the parameters and optimizer state of each range, in the order of units and elements.
     ///
     /// # Errors
-    /// A tile cannot be read or is damaged.
+    /// A tile is damaged or cannot be read.
     pub(crate) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), RunError> {
         match &mut self.tiles {
             Tiles::Store(run) => Ok(run.backend.visit(see)?),
@@ -88,10 +90,10 @@ impl RunStateReader {
         }
     }
 
-    /// Ends in order.
+    /// Closes the run.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub(crate) fn close(self) -> Result<(), RunError> {
         match self.tiles {
             Tiles::Store(run) => run.close(),

@@ -1,5 +1,5 @@
-//! The runs below a directory: how far each is, where its state is, and which saves it can go back to. Looks at files only; a run
-//! that trains just now is not disturbed.
+//! Lists the runs below a directory: their progress, the place of their state, and the checkpoints they can
+//! return to. Only reads files, so a run in training is not disturbed.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -17,29 +17,29 @@ use training_state::store::{job_of, link_of};
 /// Version of the list's JSON format; raised when a field changes its name or meaning.
 const LIST_VERSION: u32 = 1;
 
-/// Directories below the one that is asked for in which runs are looked for.
+/// Levels of directories below the given one in which runs are searched for.
 const DEPTH_MAX: u32 = 3;
 
-/// Directories that are looked into, whatever is asked for.
+/// Largest number of directories that are searched.
 const DIRS_MAX: usize = 10_000;
 
-/// Runs and orphaned files that were found.
+/// Runs and orphaned files found.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunsList {
     version: u32,
     pub runs: Vec<RunEntry>,
-    /// Directories in the one that was asked for that hold no run.
+    /// Directories in the given one that contain no run.
     pub no_runs: Vec<PathBuf>,
-    /// Files of private stores whose run is gone, in the directories that were looked into and those that the runs use.
+    /// Files of private stores whose run is gone, in the searched directories and in those that the runs use.
     pub orphans: Vec<Orphan>,
 }
 
-/// A file of a private store that no run uses.
+/// File of a private store that no run uses.
 #[derive(Clone, Debug, Serialize)]
 pub struct Orphan {
     pub file: PathBuf,
     pub bytes: u64,
-    /// Directory of its run when it used the file, if that is known.
+    /// Directory of its run when the run used the file, if known.
     pub run: Option<PathBuf>,
 }
 
@@ -47,41 +47,41 @@ pub struct Orphan {
 #[derive(Clone, Debug, Serialize)]
 pub struct RunEntry {
     pub dir: PathBuf,
-    /// Name of its job in a store.
+    /// Name of the run's job in a store.
     pub job: Option<String>,
-    /// Why nothing more is known of it.
+    /// Reason why the run cannot be read.
     pub damaged: Option<String>,
     pub parameters: Option<u64>,
     pub layers: Option<u64>,
     pub hidden_size: Option<u64>,
     pub dtype: Option<String>,
-    /// Step of the newest line of metrics; the committed state may be a step older.
+    /// Step of the newest line of metrics; the committed state may be one step older.
     pub step: u64,
     pub loss: Option<f64>,
-    /// Place of the state, in words.
+    /// Place of the state.
     pub store: Option<String>,
-    /// Bytes of its private store on drives.
+    /// Bytes of the private store on drives.
     pub store_bytes: u64,
-    /// Files of its private store.
+    /// Files of the private store.
     #[serde(skip)]
     store_dirs: Vec<PathBuf>,
-    /// Files of a private store that are gone.
+    /// Files of the private store that are missing.
     pub store_missing: Vec<PathBuf>,
-    /// Oldest first.
+    /// Checkpoints, oldest first.
     pub checkpoints: Vec<CheckpointEntry>,
-    /// Checkpoints that were set aside.
+    /// Checkpoints that were moved aside.
     pub aside: Vec<CheckpointEntry>,
 }
 
-/// One save of a run.
+/// One checkpoint of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct CheckpointEntry {
     pub step: u64,
     pub dir: PathBuf,
-    /// The fault, as far as its description and the sizes of its files tell.
+    /// Damage found from its description and the sizes of its files.
     pub damaged: Option<String>,
     pub bytes: u64,
-    /// Seconds since 1970 when it was made.
+    /// Creation time in seconds since 1970.
     pub unix_s: u64,
     pub loss: Option<f64>,
 }
@@ -121,7 +121,8 @@ pub fn list(dir: &Path) -> std::io::Result<RunsList> {
     Ok(list)
 }
 
-/// The files of stores in `dirs` that neither one of `runs` uses nor the run that the link beside them leads to.
+/// Returns store files in `dirs` that belong neither to one of `runs` nor to the run that the link beside
+/// them points to.
 fn orphans(dirs: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
     let dirs = dirs.iter().filter_map(|dir| fs::canonicalize(dir).ok());
     let dirs: BTreeSet<PathBuf> = dirs.collect();
@@ -132,7 +133,8 @@ fn orphans(dirs: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
     orphans
 }
 
-/// What `file` is, if it belongs to a store that neither one of `runs` uses nor the run that the link beside it leads to.
+/// Describes `file` if it is a store file that belongs neither to one of `runs` nor to the run that the link
+/// beside it points to.
 pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
     let job = job_of(file.file_name()?.to_str()?)?;
     let run = fs::read_link(link_of(file)).ok();
@@ -149,7 +151,7 @@ pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
     })
 }
 
-/// Takes `dir` up if it is a run's: then nothing below it is.
+/// Adds `dir` if it contains a run. Directories below a run are not searched.
 fn look(dir: &Path, runs: &mut Vec<RunEntry>) -> bool {
     match RunDir::described(dir) {
         Ok(None) => return false,
@@ -173,14 +175,14 @@ fn look_below(
     if depth == 0 {
         return;
     }
-    // In a directory that cannot be read no run is found.
+    // An unreadable directory counts as empty.
     for below in dirs_in(dir).unwrap_or_default() {
         *left = left.saturating_sub(1);
         look_below(&below, depth - 1, left, runs, looked);
     }
 }
 
-/// Directories in `dir`, by name; links and hidden ones are left out.
+/// Returns the directories in `dir` by name, without links and hidden ones.
 fn dirs_in(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
     let entries = fs::read_dir(dir)?.filter_map(Result::ok);
     let mut dirs: Vec<PathBuf> = entries
@@ -243,7 +245,7 @@ impl RunEntry {
         }
     }
 
-    /// Bytes of all its checkpoints.
+    /// Bytes of all checkpoints.
     fn checkpoints_bytes(&self) -> u64 {
         let all = self.checkpoints.iter().chain(&self.aside);
         all.map(|checkpoint| checkpoint.bytes).sum()
@@ -371,14 +373,14 @@ impl fmt::Display for CheckpointEntry {
     }
 }
 
-/// Date and minute of a second since 1970, as everywhere on earth.
+/// Formats seconds since 1970 as date and time in UTC, to the minute.
 fn utc(unix_s: u64) -> String {
     let (mut year, mut day) = (1970, unix_s / 86400);
     let is_leap = |year: u64| {
         year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
     };
     let days_of_year = |year| 365 + u64::from(is_leap(year));
-    // Numbers that no clock shows must not take long.
+    // Limits the loop for implausible values.
     while day >= days_of_year(year) && year < 9999 {
         day -= days_of_year(year);
         year += 1;

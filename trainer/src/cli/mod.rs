@@ -1,4 +1,4 @@
-//! Commands whose arguments fill a file.
+//! Commands whose arguments need a file of their own.
 
 pub(crate) mod export;
 pub(crate) mod plan;

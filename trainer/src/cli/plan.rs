@@ -1,4 +1,4 @@
-//! `trainer plan`: of a run file, of a model's configuration alone, or a table of models.
+//! `trainer plan`: plans a run, plans a model without a run, or prints a table of models.
 
 use std::path::PathBuf;
 
@@ -12,7 +12,7 @@ use trainer::plan::{
     Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
 };
 
-/// Shown below the options.
+/// Examples shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer plan configs/demo.toml
   trainer plan RUN.toml --gpu-memory 139GiB --host-memory 128GiB --cores 16 --drives 4x6.2GB/s:3.2GB/s
@@ -23,19 +23,19 @@ pub(crate) const EXAMPLES: &str = "Examples:
       --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB
   trainer plan --table configs/models                  # what each model needs in each tier, as Markdown";
 
-/// What is planned, and for which machine.
+/// What to plan, and for which machine.
 #[derive(Args)]
 pub(crate) struct PlanArgs {
-    /// The run file: TOML, or JSON when its name ends in .json.
+    /// The run file: TOML, or JSON if its name ends in .json.
     #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "table", "deepspeed"], conflicts_with_all = ["model", "table"])]
     file: Option<PathBuf>,
-    /// A file for DeepSpeed (JSON) or an Accelerate configuration (YAML), as it is; the run file says what it leaves open.
+    /// DeepSpeed configuration (JSON) or Accelerate configuration (YAML); the run file completes it.
     #[arg(long, value_name = "ds_config.json", conflicts_with_all = ["model", "table"])]
     deepspeed: Option<PathBuf>,
-    /// Replace a setting; the value is TOML. What is not TOML is text, unless it begins with [, {, " or '.
+    /// Replace a setting. The value is TOML; other text is a string, unless it begins with [, {, " or '.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// As JSON, for programs.
+    /// Print JSON, for programs.
     #[arg(long)]
     json: bool,
     #[command(flatten)]
@@ -44,63 +44,66 @@ pub(crate) struct PlanArgs {
     machine: MachineArgs,
 }
 
-/// A run without a file.
+/// A run without a configuration file.
 #[derive(Args)]
 struct AskedArgs {
-    /// Plan this model instead of a run: its config.json, or a directory with one. Nothing else needs to be there.
+    /// Plan this model instead of a run: its config.json, or a directory that contains one. Needs no other
+    /// files.
     #[arg(long, value_name = "config.json", conflicts_with = "table")]
     model: Option<PathBuf>,
-    /// Print what the models of a directory (NAME.json each) need in each tier, as Markdown.
+    /// Print what the models in a directory (NAME.json each) need in each tier, as Markdown.
     #[arg(long, value_name = "DIR")]
     table: Option<PathBuf>,
-    /// Tokens of a sequence.
+    /// Tokens in a sequence.
     #[arg(long, value_name = "N", default_value_t = 2048, requires = "model")]
     seq_len: u64,
-    /// Sequences each process computes at a time.
+    /// Sequences that each process computes at a time.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     micro_batch: u64,
     /// Micro-batches of each process in a step.
     #[arg(long, value_name = "N", default_value_t = 1, requires = "model", value_parser = clap::value_parser!(u64).range(1..=1 << 20))]
     accumulation: u64,
-    /// Plan 32-bit training; otherwise bf16 with a 32-bit master.
+    /// Plan 32-bit training instead of bf16 with a 32-bit master.
     #[arg(long, requires = "model")]
     fp32: bool,
     /// Steps of the run.
     #[arg(long, value_name = "N", requires = "model", conflicts_with = "tokens", value_parser = parse_count)]
     steps: Option<u64>,
-    /// Tokens of the run, as 2G.
+    /// Tokens of the run, for example 2G.
     #[arg(long, value_name = "N", default_value = "1G", requires = "model", value_parser = parse_count)]
     tokens: u64,
 }
 
-/// Another machine than this one.
+/// Properties of another machine.
 #[derive(Args)]
 struct MachineArgs {
-    /// Host memory for the run, as 128GiB; otherwise what is available here.
+    /// Host memory for the run, for example 128GiB; by default what is available on this machine.
     #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     host_memory: Option<u64>,
-    /// Memory of each process's GPU, as 139GiB; 0 for none; otherwise what this machine has.
+    /// Memory of each process's GPU, for example 139GiB; 0 for none; by default this machine's.
     #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     gpu_memory: Option<u64>,
-    /// Drives, and what each reads and writes, as 2x6.2GB/s:3.2GB/s; otherwise what the run measured.
+    /// Number of drives with the read and write rate of each, for example 2x6.2GB/s:3.2GB/s; by default what
+    /// the run measured.
     #[arg(long, value_name = "NxREAD:WRITE", value_parser = parse_drives, conflicts_with_all = ["read", "write"])]
     drives: Option<Drives>,
-    /// What all drives read together, as 6.2GB/s.
+    /// Read rate of all drives together, for example 6.2GB/s.
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     read: Option<f64>,
-    /// What all drives write together, as 3.2GB/s.
+    /// Write rate of all drives together, for example 3.2GB/s.
     #[arg(long, value_name = "RATE", value_parser = parse_rate)]
     write: Option<f64>,
-    /// What each drive is rated to take over its life, as 1200TB.
+    /// Rated endurance of each drive, for example 1200TB.
     #[arg(long, value_name = "BYTES", value_parser = parse_memory)]
     tbw: Option<u64>,
-    /// Cores for the optimizer, of all processes together.
+    /// Cores for the optimizer, for all processes together.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=65536))]
     cores: Option<u64>,
-    /// Processes of the run, one a GPU.
+    /// Processes of the run, one for each GPU.
     #[arg(long, visible_alias = "gpus", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Option<u32>,
-    /// What one process computes in forward and backward: 6 operations a parameter and token, in 10^12 a second.
+    /// Rate of forward and backward in one process, in 10^12 operations per second, with 6 operations for
+    /// each parameter and token.
     #[arg(long, value_name = "N", value_parser = parse_tflops)]
     tflops: Option<f64>,
 }
@@ -131,10 +134,10 @@ fn parse_tflops(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Prints what was asked for, also of what is refused.
+/// Prints the plan, even of a run that does not fit.
 ///
 /// # Errors
-/// Settings or a model that nothing can be planned from; a run that does not fit.
+/// The settings or the model cannot be planned; the run does not fit.
 pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
     if let Some(dir) = &args.asked.table {
         out(format_args!("{}", ModelsTable::new(dir)?));

@@ -1,4 +1,4 @@
-//! `trainer remove`: a run and what a store keeps of it.
+//! `trainer remove`: deletes a run and its state in a store.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
@@ -12,21 +12,21 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer remove runs/demo --yes
   trainer remove /mnt/nvme0/offloadd-demo-12.tiles       # a store without a run, as `trainer runs` lists it";
 
-/// The arguments of `remove`.
+/// Arguments of `trainer remove`.
 #[derive(Args)]
 pub(crate) struct RemoveArgs {
     /// A run's directory, or a file of a private store whose run is gone.
     #[arg(value_name = "RUN")]
     run: PathBuf,
-    /// Do not ask.
+    /// Delete without asking.
     #[arg(long)]
     yes: bool,
 }
 
-/// Deletes what is named, if a person agrees.
+/// Deletes a run after asking for confirmation.
 ///
 /// # Errors
-/// What the removal says; nobody is there to be asked.
+/// The removal fails, or there is no terminal to ask on.
 pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
     let removal = Removal::of(&args.run)?;
     outln!("this permanently deletes:\n{removal}");
@@ -51,7 +51,7 @@ fn agreed() -> anyhow::Result<bool> {
         "nothing was deleted: there is no terminal to ask for confirmation; use --yes to delete without asking"
     );
     offload_support::console::out(format_args!("delete? [y/N] "));
-    // A question that is not seen is answered with no.
+    // If the question cannot be shown, the answer is read as no.
     let _ = std::io::stdout().flush();
     let mut answer = String::new();
     stdin.read_line(&mut answer)?;

@@ -1,4 +1,4 @@
-//! `trainer runs`: what there is to go on from.
+//! `trainer runs`: lists runs and their checkpoints.
 
 use std::path::PathBuf;
 
@@ -12,13 +12,13 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer runs /mnt/nvme0                       # stores there whose run is gone
   trainer runs --json | jq '.runs[].checkpoints'      # for other programs";
 
-/// The arguments of `runs`.
+/// Arguments of `trainer runs`.
 #[derive(Args)]
 pub(crate) struct RunsArgs {
-    /// A run's directory, or one with runs in it or up to three directories down.
+    /// A run's directory, or a directory that contains runs up to three levels down.
     #[arg(value_name = "DIR", default_value = ".")]
     dir: PathBuf,
-    /// For other programs.
+    /// Print JSON, for programs.
     #[arg(long)]
     json: bool,
 }

@@ -1,20 +1,22 @@
-//! Where a run's settings come from, as arguments of every command that reads a run.
+//! Arguments for a run's settings, common to all commands that read them.
 
 use std::path::{Path, PathBuf};
 
 use clap::Args;
 use trainer::config::{RunSettings, Source};
 
-/// The files of a run, and what is laid over them.
+/// Configuration files of a run, and settings that replace theirs.
 #[derive(Args)]
 pub(crate) struct SourceArgs {
-    /// The run file: TOML, or JSON when its name ends in .json. With --deepspeed it may be left out, and --set say the rest.
+    /// The run file: TOML, or JSON if its name ends in .json. Optional with --deepspeed if --set supplies the
+    /// other settings.
     #[arg(value_name = "RUN.toml", required_unless_present = "deepspeed")]
     file: Option<PathBuf>,
-    /// A file for DeepSpeed (JSON) or an Accelerate configuration (YAML), as it is; the run file says what it leaves open.
+    /// DeepSpeed configuration (JSON) or Accelerate configuration (YAML); the run file completes it.
     #[arg(long, value_name = "ds_config.json")]
     deepspeed: Option<PathBuf>,
-    /// Replace a setting of the files; the value is TOML. What is not TOML is text, unless it begins with [, {, " or '.
+    /// Replace a setting of the files. The value is TOML; other text is a string, unless it begins with [, {,
+    /// " or '.
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
 }
@@ -24,7 +26,7 @@ impl SourceArgs {
         read(&self.file, &self.deepspeed, &self.sets, ranks)
     }
 
-    /// The same, started with the weights in `from`, if that names a directory.
+    /// Like [`SourceArgs::settings`], for a run that starts with the weights in `from`, if given.
     pub(crate) fn settings_from(
         &self,
         from: Option<&Path>,
@@ -39,7 +41,7 @@ impl SourceArgs {
     }
 }
 
-/// The settings of a run; what is wrong is said with the file's name.
+/// Reads a run's settings; errors include the file's name.
 pub(crate) fn read(
     run: &Option<PathBuf>,
     deepspeed: &Option<PathBuf>,

@@ -1,4 +1,4 @@
-//! Causal attention, with what a model adds to it: norms of heads, a window, weights left out at random.
+//! Causal attention with the options of models: norms of heads, a sliding window, dropout of weights.
 
 use tch::{Device, Kind, Tensor};
 
@@ -9,20 +9,21 @@ use super::norm::rms_norm;
 use super::positions::Rotary;
 use crate::model::ModelConfig;
 
-/// What attention of one layer does besides multiplying.
+/// Options of one layer's attention.
 pub(super) struct Attention<'a> {
     pub(super) config: &'a ModelConfig,
-    /// Turns query and key, unless positions are learned.
+    /// Rotates query and key; `None` if positions are learned.
     pub(super) rotary: Option<&'a Rotary>,
     /// Weights of the norms of query and key heads.
     pub(super) head_norms: Option<[&'a Tensor; 2]>,
-    /// Tokens seen, the own included, if not all.
+    /// Number of tokens that a query sees, including its own; `None`: all.
     pub(super) window: Option<usize>,
     pub(super) masks: Masks,
 }
 
 impl Attention<'_> {
-    /// Of query, key and value [micro_batch, seq_len, heads * head_dim] each; the result is an input for a product.
+    /// Computes attention of query, key and value, each [micro_batch, seq_len, heads * head_dim]. The result
+    /// has the kind that matrix products take.
     pub(super) fn of(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor, ComputeError> {
         let config = self.config;
         let (micro_batch, seq_len, _) = q.size3()?;
@@ -49,13 +50,13 @@ impl Attention<'_> {
         let attn_out = attn_out
             .f_transpose(1, 2)?
             .f_reshape([micro_batch, seq_len, -1])?;
-        // Rounded as a bf16 attention's output is.
+        // Rounded like the output of bf16 attention.
         product_input(&attn_out.f_to_kind(q.kind())?)
     }
 }
 
-/// Causal attention of [micro_batch, heads, seq_len, head_dim], keys and values with a `share`-th of the heads; the result
-/// is as wide as [`product_input`] makes its inputs.
+/// Computes causal attention of [micro_batch, heads, seq_len, head_dim]; `share` query heads use each key and
+/// value head. The result has the kind of [`product_input`].
 pub(super) fn causal_attention(
     [query, key, value]: [&Tensor; 3],
     share: i64,
@@ -77,7 +78,8 @@ pub(super) fn causal_attention(
     }
 }
 
-/// Each query's sum of what it sees: itself and what is before it, or what `seen` says.
+/// Computes each query's weighted sum over the keys that it sees: itself and those before it, or those that
+/// `seen` selects.
 fn attend(
     query: &Tensor,
     key: &Tensor,
@@ -96,16 +98,16 @@ fn attend(
     )?)
 }
 
-/// Queries taken at a time where a window hides something, at least: fewer would be small products.
+/// Fewest queries computed at a time with a window; fewer would make matrix products too small.
 const QUERIES_MIN: i64 = 512;
 
-/// Queries taken at a time for a window of `window` tokens.
+/// Number of queries computed at a time for a window of `window` tokens.
 pub(super) fn queries_at_a_time(window: i64) -> i64 {
     window.max(QUERIES_MIN)
 }
 
-/// Causal attention within a window, some queries at a time with the keys they see: memory and work grow with the sequence, and
-/// not with its square.
+/// Computes causal attention within a window, some queries at a time with the keys that they see, so that
+/// memory and work grow linearly with the sequence.
 fn windowed(
     [query, key, value]: [&Tensor; 3],
     window: i64,
@@ -115,7 +117,7 @@ fn windowed(
     let mut outputs = Vec::new();
     for start in (0..seq_len).step_by(queries as usize) {
         let count = queries.min(seq_len - start);
-        // The first query sees furthest back.
+        // The first query sees the furthest back.
         let before = start.min(window - 1);
         let keys = |x: &Tensor| x.f_narrow(2, start - before, before + count);
         let seen = seen([count, before + count], Some(window), query.device())?;
@@ -125,8 +127,8 @@ fn windowed(
     Ok(Tensor::f_cat(&outputs, 2)?)
 }
 
-/// The same with all weights at once, of which some are left out at random: torch's own kernels would choose them by a state
-/// of their own, which computing again does not have.
+/// Computes causal attention with all weights at once and dropout. Torch's fused kernels would draw the
+/// dropout from their own generator, so recomputation would differ.
 fn weighed(
     [query, key, value]: [&Tensor; 3],
     window: Option<i64>,
@@ -145,8 +147,8 @@ fn weighed(
     Ok(weights.f_matmul(value)?)
 }
 
-/// Which keys (columns) each query (row) sees: its own token's and those before it, within the window. The last of both are of
-/// the same token.
+/// Returns which keys (columns) each query (row) sees: its own token's and those before it within the window.
+/// The last query and the last key belong to the same token.
 fn seen(
     [queries, keys]: [i64; 2],
     window: Option<i64>,
@@ -160,8 +162,8 @@ fn seen(
     })
 }
 
-/// Each key or value head repeated for the `share` query heads that use it. Repeated here and not inside the attention
-/// (`enable_gqa`) so that every device's attention kernel is open to torch's choice.
+/// Repeats each key or value head for the `share` query heads that use it. Repeating here, not with
+/// `enable_gqa`, lets torch choose from all attention kernels of a device.
 fn shared_heads(x: &Tensor, share: i64) -> Result<Tensor, ComputeError> {
     if share == 1 {
         return Ok(x.shallow_clone());

@@ -1,5 +1,5 @@
-//! One transformer block in torch operators, made of what its configuration says, as the blocks of Hugging Face's models
-//! compute it.
+//! One transformer block in torch operators, composed according to the configuration and equal to the blocks
+//! of Hugging Face's models.
 
 use tch::Tensor;
 
@@ -12,19 +12,19 @@ use super::params::Params;
 use super::positions::Rotary;
 use crate::model::{Mlp, ModelConfig, ParamRole};
 
-/// A block's arithmetic with its weights.
+/// A block's computation with its weights.
 pub(super) struct Block<'a> {
     pub(super) config: &'a ModelConfig,
-    /// `None` where positions are learned.
+    /// `None` if positions are learned.
     pub(super) rotary: Option<&'a Rotary>,
     pub(super) params: Params<'a>,
-    /// Tokens seen, the own included, if not all.
+    /// Number of tokens that a query sees, including its own; `None`: all.
     pub(super) window: Option<usize>,
     pub(super) masks: Masks,
 }
 
 impl Block<'_> {
-    /// The block's output for input `x`, both [micro_batch, seq_len, hidden_size].
+    /// Computes the block's output for input `x`, both [micro_batch, seq_len, hidden_size].
     pub(super) fn forward(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         use ParamRole::*;
         let x = self.attended(x)?;
@@ -40,7 +40,7 @@ impl Block<'_> {
         Ok(x.f_add(&self.masks.apply(DropoutSite::MlpOut, &mlp_out)?)?)
     }
 
-    /// `x` and what attention adds to it: the block's first half.
+    /// Computes the first half of the block: `x` plus the attention output.
     pub(super) fn attended(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         use ParamRole::*;
         let normed = self.norm(x, InputNorm, InputNormBias)?;
@@ -61,7 +61,7 @@ impl Block<'_> {
         Ok(x.f_add(&self.masks.apply(DropoutSite::AttnOut, &attn_out)?)?)
     }
 
-    /// `x` normed, as an input for products.
+    /// Normalizes `x` and converts it to an input for matrix products.
     pub(super) fn norm(
         &self,
         x: &Tensor,
@@ -72,7 +72,8 @@ impl Block<'_> {
         product_input(&norm(self.config, x, &weights)?)
     }
 
-    /// The product of `x`, as [`product_input`] gives it, rounded to the parameters' kind.
+    /// Multiplies `x`, which is in the form of [`product_input`], and rounds the product to the parameters'
+    /// kind.
     fn project(
         &self,
         x: &Tensor,

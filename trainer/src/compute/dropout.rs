@@ -1,16 +1,17 @@
-//! What is left out at random in training, by a counter: whether an element is left out is a function of (seed, sample, unit,
-//! spot, element) alone. So computing a block again leaves out the same, and so does a run that goes on, one with other
-//! micro-batches or ranks, and one whose state lies elsewhere.
+//! Dropout from a counter: whether an element is dropped depends only on (seed, sample, unit, site, element).
+//! Recomputing a block therefore drops the same elements, and so does a resumed run, a run with other
+//! micro-batches or ranks, and one whose state is kept elsewhere.
 //!
-//! With `mix` of `model/init.rs` and samples counted over the whole run,
+//! With `mix` of `model/init.rs` and samples numbered over the whole run,
 //!
 //! ```text
-//! key   = mix(mix(mix(mix(seed ^ SALT) + sample) + unit) + spot)
-//! word  = mix(key + element / 2), and of it the lower 32 bits for an even element, the upper ones for an odd one
+//! key   = mix(mix(mix(mix(seed ^ SALT) + sample) + unit) + site)
+//! word  = mix(key + element / 2); an even element takes its lower 32 bits, an odd one the upper 32
 //! ```
 //!
-//! An element (counted within its sample) stays where its 32 bits, as a signed number, are at least
-//! `rate * 2^32 - 2^31`. In torch's operators, which wrap 64-bit numbers on every device: no table comes from the host.
+//! An element (numbered within its sample) is kept if its 32 bits, as a signed number, are at least `rate *
+//! 2^32 - 2^31`. All of this uses torch operators, which wrap 64-bit integers on every device, so nothing is
+//! copied from the host.
 
 use tch::{Device, Kind, Tensor};
 
@@ -18,34 +19,34 @@ use super::ComputeError;
 use crate::model::Dropout;
 use crate::model::init::splitmix64;
 
-/// Keeps these choices apart from the first weights, which are made from the same seed.
+/// Separates dropout from the initial weights, which use the same seed.
 const SALT: u64 = 0x5EED_0D20_9A17_C0DE;
 
-/// Where a block or the embedding leaves something out.
+/// Place of dropout in a block or in the embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DropoutSite {
-    /// The embedding's sum.
+    /// Sum of the embeddings.
     Embedding,
-    /// Attention's weights.
+    /// Attention weights.
     Attention,
-    /// What attention adds to the residual stream.
+    /// Attention output before it is added to the residual stream.
     AttnOut,
-    /// What the feed-forward part adds to it.
+    /// MLP output before it is added to the residual stream.
     MlpOut,
 }
 
-/// What is left out of one unit's results for one micro-batch.
+/// Dropout masks of one unit for one micro-batch.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Masks {
     rates: Dropout,
     seed: u64,
     unit: u64,
-    /// The micro-batch's first.
+    /// Number of the micro-batch's first sample.
     first_sample: u64,
 }
 
 impl Masks {
-    /// Nothing is left out.
+    /// No dropout.
     pub(super) const NONE: Self = Masks {
         rates: Dropout::NONE,
         seed: 0,
@@ -70,13 +71,13 @@ impl Masks {
         }
     }
 
-    /// Whether anything is left out there.
+    /// Returns whether this site has dropout.
     pub(super) fn leave_out(&self, site: DropoutSite) -> bool {
         self.rate(site) > 0.0
     }
 
-    /// `x`, whose first dimension are the micro-batch's samples, with some elements zero and the others scaled up. Linear, and
-    /// its own transpose: a gradient goes back through it by it.
+    /// Applies dropout to `x`, whose first dimension is the samples: sets some elements to zero and scales
+    /// the others. The operation is linear and its own transpose, so it also applies to gradients.
     pub(super) fn apply(&self, site: DropoutSite, x: &Tensor) -> Result<Tensor, ComputeError> {
         if !self.leave_out(site) {
             return Ok(x.shallow_clone());
@@ -88,7 +89,7 @@ impl Masks {
             .f_mul_scalar(1.0 / (1.0 - self.rate(site)))?)
     }
 
-    /// Which of `elems` elements of each of `samples` samples stay.
+    /// Returns which of the `elems` elements of each of `samples` samples are kept.
     fn stays(
         &self,
         site: DropoutSite,
@@ -135,7 +136,7 @@ fn mixed(mut z: Tensor) -> Result<Tensor, ComputeError> {
     Ok(z.f_bitwise_xor_tensor_(&shifted)?)
 }
 
-/// Zeros come in from the left; torch's shift repeats the sign.
+/// Shifts right logically; torch's own shift repeats the sign bit.
 fn shifted_right(z: &Tensor, bits: i64) -> Result<Tensor, ComputeError> {
     let mut shifted = z.f_bitwise_right_shift_tensor_scalar(bits)?;
     Ok(shifted.f_bitwise_and_((1i64 << (64 - bits)) - 1)?)
@@ -164,7 +165,7 @@ mod tests {
         let masks = masks(0.3, 5, u64::MAX);
         let found = stays(&masks, DropoutSite::MlpOut, 2, 33);
         let least = (0.3 * 2f64.powi(32) - 2f64.powi(31)).round() as i64;
-        // Sample numbers wrap, as all of this does.
+        // Sample numbers wrap around, like all of this arithmetic.
         for (row, sample) in [(0, u64::MAX), (1, 0)] {
             let mut key = splitmix64(42 ^ SALT);
             for part in [sample, 5, 3] {

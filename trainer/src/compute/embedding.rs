@@ -1,4 +1,4 @@
-//! The tokens' rows, and their positions' where those are learned.
+//! The embedding: rows for tokens, and for positions if those are learned.
 
 use tch::{Kind, Tensor};
 
@@ -8,7 +8,7 @@ use super::params::Params;
 use super::{ComputeError, GradSink};
 use crate::model::{ParamRole, UnitLayout};
 
-/// Rows for `ids` [micro_batch, seq_len]: [micro_batch, seq_len, hidden_size].
+/// Looks up the rows for `ids` [micro_batch, seq_len]: [micro_batch, seq_len, hidden_size].
 pub(super) fn forward(
     params: &Params,
     ids: &Tensor,
@@ -22,8 +22,8 @@ pub(super) fn forward(
     masks.apply(DropoutSite::Embedding, &rows)
 }
 
-/// Adds the gradients of the unit `layout` to `grads`: each token's row of `grad_output`, and each position's, summed in fp32
-/// at least, since a frequent token's sum in bf16 would stop growing.
+/// Adds the gradients of the unit `layout` to `grads`: `grad_output` summed for each token's row and for each
+/// position's. The sum is in fp32 at least, because a frequent token's sum in bf16 would stop growing.
 pub(super) fn backward(
     layout: &UnitLayout,
     ids: &Tensor,
@@ -50,7 +50,8 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// `grad` [micro_batch, seq_len, hidden_size] summed over the micro-batch, zero for positions beyond it: [rows, hidden_size].
+/// Sums `grad` [micro_batch, seq_len, hidden_size] over the micro-batch; rows of later positions are zero:
+/// [rows, hidden_size].
 fn sum_of_positions(grad: &Tensor, rows: i64, wide: Kind) -> Result<Tensor, ComputeError> {
     let (_, seq_len, hidden_size) = grad.size3()?;
     let all = Tensor::f_zeros([rows, hidden_size], (wide, grad.device()))?;

@@ -20,30 +20,30 @@ use super::{
 };
 use crate::model::{Dropout, Dtype, ModelConfig, ParamRole, Positions, UnitLayout, unit_layouts};
 
-/// Sets torch up for the process: `threads` for its operators, and only algorithms that give the same bits each time.
+/// Sets up torch for the process: `threads` for its operators, and only deterministic algorithms.
 ///
 /// # Errors
-/// What torch throws.
+/// Torch fails.
 pub fn set_up(threads: usize) -> Result<(), ComputeError> {
     kernels_torch::set_threads(threads)?;
     Ok(kernels_torch::set_deterministic(true)?)
 }
 
-/// A model's arithmetic, without its weights.
+/// A model's computation without its weights.
 pub struct Engine {
     config: ModelConfig,
     units: Vec<UnitLayout>,
     kind: Kind,
     seq_len: usize,
     on: ComputeDevice,
-    /// The same as torch names it.
+    /// Torch's name of the device.
     device: Device,
     arithmetic: Arithmetic,
-    /// Of models whose positions are turned in.
+    /// Tables of rotary positions, if the model uses them.
     rotary: Option<Rotary>,
     logits_elems_max: usize,
     checkpointing: ActivationCheckpointing,
-    /// Slices of a block's feed-forward half.
+    /// Chunks of a block's MLP.
     tiles: usize,
     dropout: Dropout,
     dropout_seed: u64,
@@ -51,26 +51,26 @@ pub struct Engine {
 
 /// How blocks and the head are computed.
 enum Arithmetic {
-    /// In torch's operators, back by its autograd.
+    /// In torch operators, with autograd.
     Autograd,
-    /// Both ways written out, where the model's form is (`explicit/mod.rs`); as above where it is not.
+    /// With an explicit backward if the model's form has one (`explicit/mod.rs`), otherwise with autograd.
     Explicit(Ops),
 }
 
 impl Engine {
-    /// The arithmetic of `config` in `dtype`, for sequences of up to `seq_len` tokens.
+    /// Makes the engine for `config` in `dtype`, for sequences of up to `seq_len` tokens.
     ///
     /// # Errors
-    /// A configuration that describes no model; out of memory.
+    /// The configuration is invalid; out of memory.
     pub fn new(config: &ModelConfig, dtype: Dtype, seq_len: usize) -> Result<Self, ComputeError> {
         Self::of_kind(config, kind_of(dtype), seq_len)
     }
 
-    /// As [`Engine::new`], computing on `device`. What is given to the engine afterwards comes from it (weights, gradient
-    /// sinks), and the thread that calls this is the one that computes.
+    /// Like [`Engine::new`], computing on `device`. Weights and gradient sinks passed to the engine must come
+    /// from it, and the calling thread must be the one that computes.
     ///
     /// # Errors
-    /// As [`Engine::new`]; no GPU half of torch, or one that does not see the GPU.
+    /// Same as [`Engine::new`]; torch has no GPU support or does not see the GPU.
     pub fn on(
         device: &ComputeDevice,
         config: &ModelConfig,
@@ -87,7 +87,7 @@ impl Engine {
             on: device.clone(),
             device: torch_device,
             arithmetic: Arithmetic::Explicit(match dtype {
-                // The fused kernels know bf16 and fp32.
+                // The fused kernels support bf16 and fp32 only.
                 Dtype::Fp16 => Ops::Plain,
                 Dtype::Bf16 | Dtype::Fp32 => {
                     Ops::Fused(Box::new(Fused::compile(gpu, torch_device)?))
@@ -136,28 +136,31 @@ impl Engine {
         self
     }
 
-    /// Leaves out at random, as `seed` and the samples' numbers choose, what `dropout` says. Only for tokens that are numbered.
+    /// Enables dropout with the rates in `dropout`, determined by `seed` and sample numbers. Applies only to
+    /// numbered tokens.
     pub fn leaving_out(mut self, dropout: Dropout, seed: u64) -> Self {
         self.dropout = dropout;
         self.dropout_seed = seed;
         self
     }
 
-    /// Keeps more of a block from forward to backward. No effect where a block is not written out, as on the CPU.
+    /// Sets what a block keeps from forward to backward. Has no effect on blocks without an explicit
+    /// backward, as on the CPU.
     pub fn with_checkpointing(mut self, checkpointing: ActivationCheckpointing) -> Self {
         self.checkpointing = checkpointing;
         self
     }
 
-    /// Computes blocks' feed-forward halves in `tiles` slices of their intermediate size, one after the other, from two on: less
-    /// memory, the same numbers within the rounding of sums. Such blocks are not written out.
+    /// Computes the MLP of blocks in `tiles` chunks of its intermediate size, one after the other, if `tiles`
+    /// is at least 2. This needs less memory and gives the same numbers within the rounding of sums. Such
+    /// blocks have no explicit backward.
     pub fn in_tiles(mut self, tiles: usize) -> Self {
         assert!((1..=self.config.intermediate_size).contains(&tiles));
         self.tiles = tiles;
         self
     }
 
-    /// Changes what blocks keep from now on, and says what they kept so far.
+    /// Sets what blocks keep from now on, and returns the previous setting.
     pub fn set_checkpointing(
         &mut self,
         checkpointing: ActivationCheckpointing,
@@ -165,7 +168,7 @@ impl Engine {
         std::mem::replace(&mut self.checkpointing, checkpointing)
     }
 
-    /// The same arithmetic in torch's operators alone, without fused kernels: what those are held against.
+    /// Uses torch operators instead of fused kernels; tests compare the kernels with them.
     pub fn without_fused_kernels(mut self) -> Self {
         if let Arithmetic::Explicit(ops) = &mut self.arithmetic {
             *ops = Ops::Plain;
@@ -173,7 +176,7 @@ impl Engine {
         self
     }
 
-    /// The GPU's way of computing, in torch's operators on the CPU.
+    /// Uses the explicit backward of GPUs in torch operators on the CPU.
     #[cfg(test)]
     pub(crate) fn written_out(mut self) -> Self {
         self.arithmetic = Arithmetic::Explicit(Ops::Plain);
@@ -190,7 +193,7 @@ impl Engine {
         &self.units
     }
 
-    /// Room for unit number `unit`'s weights.
+    /// Allocates memory for the weights of unit number `unit`.
     ///
     /// # Errors
     /// Out of memory.
@@ -198,9 +201,10 @@ impl Engine {
         self.new_padded_weights(unit, self.units[unit].elems)
     }
 
-    /// As [`Engine::new_weights`], the buffer `padded_elems` long: so that each of several ranks owns an equal part.
+    /// Like [`Engine::new_weights`], with a buffer of `padded_elems`, so that each of several ranks owns an
+    /// equal part.
     ///
-    /// Panics if that is less than the unit's.
+    /// Panics if `padded_elems` is less than the unit's length.
     ///
     /// # Errors
     /// Out of memory.
@@ -212,12 +216,12 @@ impl Engine {
         UnitWeights::on(&self.on, &self.units[unit], self.kind, padded_elems)
     }
 
-    /// Unit number `unit`'s weights where they lie in a GPU's `buffer`, from its start on.
+    /// Makes a view of the weights of unit number `unit` at the start of a GPU's `buffer`.
     ///
     /// Panics if this engine computes on the CPU, or the buffer is shorter than the unit.
     ///
     /// # Errors
-    /// What torch throws.
+    /// Torch fails.
     pub fn weights_in(
         &self,
         unit: usize,
@@ -231,7 +235,8 @@ impl Engine {
         UnitWeights::over(buffer, &self.units[unit], self.kind)
     }
 
-    /// The same tokens where this engine computes. Tokens elsewhere are taken too, but copied at each use.
+    /// Moves tokens to the device of this engine. Tokens on another device also work, but are copied at each
+    /// use.
     ///
     /// # Errors
     /// Out of memory.
@@ -239,15 +244,16 @@ impl Engine {
         tokens.moved(self.device)
     }
 
-    /// An empty sum of unit number `unit`'s gradients.
+    /// Makes an empty sum of the gradients of unit number `unit`.
     pub fn new_grads(&self, unit: usize) -> GradSink {
         GradSink::on(self.device, &self.units[unit], self.kind)
     }
 
-    /// The tokens' rows of the embedding, [micro_batch, seq_len, hidden_size], with their positions' where those are learned.
+    /// Computes the embedding of the tokens, [micro_batch, seq_len, hidden_size], including learned
+    /// positions.
     ///
     /// # Errors
-    /// Sequences that are too long; out of memory.
+    /// A sequence is too long; out of memory.
     pub fn embed_forward(
         &self,
         weights: &UnitWeights,
@@ -261,7 +267,8 @@ impl Engine {
         Ok(Activation::new(rows, tokens.first_sample()))
     }
 
-    /// The output of the block that is unit number `unit`. What is kept for a backward pass lies with `input`.
+    /// Computes the output of the block that is unit number `unit`. Stores what is kept for backward in
+    /// `input`.
     ///
     /// # Errors
     /// Out of memory.
@@ -291,8 +298,8 @@ impl Engine {
         Ok(Activation::new(output, input.first_sample))
     }
 
-    /// Computes a block again from its input, but for what was kept, and goes back through it: adds the gradients of its
-    /// weights to `grads`, returns the gradient of its input.
+    /// Recomputes what a block did not keep and computes its backward pass: adds the gradients of its weights
+    /// to `grads`, returns the gradient of its input.
     ///
     /// # Errors
     /// Out of memory.
@@ -331,9 +338,10 @@ impl Engine {
         Ok(Activation::new(grad_input, input.first_sample))
     }
 
-    /// The loss (mean over the counted targets, in nats), and the gradients of `loss_scale` times it: the head's go to
-    /// `grads`, the gradient of the input comes back. `loss_scale` is this micro-batch's share of the step.
-    /// A tied model's projection is the embedding: give its weights and its sink in `tied`.
+    /// Computes the loss (mean over the counted targets, in nats) and the gradients of `loss_scale` times the
+    /// loss. The head's gradients are added to `grads`; the gradient of the input is returned. `loss_scale`
+    /// is this micro-batch's weight in the step. A tied model's projection is the embedding, whose weights
+    /// and sink are in `tied`.
     ///
     /// # Errors
     /// Out of memory.
@@ -385,7 +393,7 @@ impl Engine {
             }
         };
         let layout = self.units.last().expect("a model has a head");
-        // The norm's parameters come first.
+        // The norm's parameters are first in the layout.
         for (param, grad) in grad_norm.into_iter().enumerate() {
             grads.add(param, grad)?;
         }
@@ -400,7 +408,7 @@ impl Engine {
         Ok((loss, Activation::new(grad_input, input.first_sample)))
     }
 
-    /// The loss (mean over the counted targets, in nats), for evaluation.
+    /// Computes the loss (mean over the counted targets, in nats) for evaluation.
     ///
     /// # Errors
     /// Out of memory.
@@ -462,7 +470,7 @@ impl Engine {
         embedding::backward(&self.units[0], &ids, &masks, &grad_output.tensor, grads)
     }
 
-    /// What writes blocks out, if it does.
+    /// Returns the operators of explicit blocks, if blocks have an explicit backward.
     fn block_ops(&self) -> Option<&Ops> {
         match &self.arithmetic {
             Arithmetic::Explicit(ops)
@@ -479,7 +487,7 @@ impl Engine {
         }
     }
 
-    /// What writes the head out, if it does.
+    /// Returns the operators of an explicit head, if the head has an explicit backward.
     fn head_ops(&self) -> Option<&Ops> {
         match &self.arithmetic {
             Arithmetic::Explicit(ops) if explicit::head_is_written_out(&self.config) => Some(ops),
@@ -520,7 +528,7 @@ impl Engine {
         })
     }
 
-    /// Of samples without a number nothing is left out.
+    /// Returns the dropout masks; samples without a number have no dropout.
     pub(super) fn masks(&self, unit: usize, first_sample: Option<u64>) -> Masks {
         match first_sample {
             Some(first) => Masks::new(self.dropout, self.dropout_seed, unit, first),
@@ -548,7 +556,7 @@ impl Engine {
         Ok(())
     }
 
-    /// The final norm and the projection.
+    /// Returns the parameters of the final norm and the projection.
     fn head_params(
         &self,
         weights: &UnitWeights,
@@ -572,7 +580,7 @@ impl Engine {
         Ok((norm, projection))
     }
 
-    /// The input as [rows, hidden_size] and the targets as `[rows]`.
+    /// Reshapes the input to [rows, hidden_size] and the targets to `[rows]`.
     fn head_rows(
         &self,
         input: &Activation,

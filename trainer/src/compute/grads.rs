@@ -1,8 +1,8 @@
-//! Where a unit's gradients are gathered until they are written out as one flat buffer.
+//! Sums a unit's gradients until they are written to one flat buffer.
 //!
-//! The first contribution to a parameter is kept as it came; from the second on they are summed in fp32 in the order
-//! they come and rounded once at the end. So one micro-batch costs no fp32 buffer, and the sum of several does not
-//! lose what 16 bits cannot hold.
+//! The first contribution to a parameter is kept unchanged. Further ones are summed in fp32 in order of
+//! arrival, and the sum is rounded once at the end. So one micro-batch needs no fp32 buffer, and the sum of
+//! several keeps what 16 bits cannot represent.
 
 use std::ops::Range;
 
@@ -14,12 +14,12 @@ use super::ComputeError;
 use super::values::{adjacent, kind_of};
 use crate::model::{Dtype, ParamLayout, UnitLayout};
 
-/// The gradients of one unit's parameters, summed over micro-batches and over uses of the unit.
+/// Gradients of one unit's parameters, summed over micro-batches and over uses of the unit.
 pub struct GradSink {
     layout: UnitLayout,
     kind: Kind,
     device: Device,
-    /// The unit's flat gradient on a GPU: the buffer it will end up in, or one made when the first product is written.
+    /// The unit's flat gradient on a GPU: its final buffer, or one made when the first product is written.
     flat: Option<Tensor>,
     params: Vec<Sum>,
 }
@@ -27,12 +27,12 @@ pub struct GradSink {
 enum Sum {
     Nothing,
     One(Tensor),
-    /// Owned by us alone, fp32 at least.
+    /// Owned exclusively, fp32 at least.
     Many(Tensor),
 }
 
 impl GradSink {
-    /// An empty sum for the parameters of `layout`, to be stored as `dtype`.
+    /// Makes an empty sum for the parameters of `layout`, stored as `dtype`.
     pub fn new(layout: &UnitLayout, dtype: Dtype) -> Self {
         Self::on(Device::Cpu, layout, kind_of(dtype))
     }
@@ -47,11 +47,11 @@ impl GradSink {
         }
     }
 
-    /// Lets products be written straight into `buffer`, which holds the flat gradient once [`GradSink::finish_into`] was
-    /// called with it. Nothing else may use it until then.
+    /// Makes matrix products write directly to `buffer`, which holds the flat gradient after a call of
+    /// [`GradSink::finish_into`] with it. Nothing else may use the buffer until then.
     ///
     /// # Errors
-    /// What torch throws.
+    /// Torch fails.
     pub fn write_to(&mut self, buffer: &DeviceBuffer) -> Result<(), ComputeError> {
         assert!(
             self.params.iter().all(|sum| matches!(sum, Sum::Nothing)),
@@ -66,7 +66,7 @@ impl GradSink {
         Ok(())
     }
 
-    /// Adds a gradient of parameter number `param`, which nothing else writes to.
+    /// Adds a gradient of parameter number `param`. Nothing else may modify the tensor.
     pub(super) fn add(&mut self, param: usize, grad: Tensor) -> Result<(), ComputeError> {
         assert_eq!(
             grad.numel(),
@@ -76,7 +76,7 @@ impl GradSink {
         let slot = &mut self.params[param];
         *slot = match std::mem::replace(slot, Sum::Nothing) {
             Sum::Nothing => Sum::One(grad),
-            // Out of place: the first may be a view of something, and has the stored kind.
+            // Not in place: the first gradient may be a view, and it has the stored kind.
             Sum::One(first) => Sum::Many(widened(&first)?.f_add(&grad)?),
             Sum::Many(mut sum) => {
                 let _ = sum.f_add_(&grad)?;
@@ -86,8 +86,9 @@ impl GradSink {
         Ok(())
     }
 
-    /// Adds a gradient of parameters that follow one another and have rows of one length: `write` writes it over the matrix of
-    /// all their rows that it is given, which is the place in the flat buffer itself where that is possible.
+    /// Adds a gradient of consecutive parameters whose rows have the same length. `write` overwrites the
+    /// matrix of all their rows that it receives; if possible, that matrix is a part of the flat buffer
+    /// itself.
     pub(super) fn add_product(
         &mut self,
         params: Range<usize>,
@@ -124,7 +125,7 @@ impl GradSink {
         Ok(())
     }
 
-    /// Adds a gradient of vectors that follow one another, given as one: biases of what is one product.
+    /// Adds a gradient of consecutive vectors, given as one vector: the biases of a joined product.
     pub(super) fn add_parts(
         &mut self,
         params: Range<usize>,
@@ -144,11 +145,11 @@ impl GradSink {
         self.layout.elems * self.kind.elt_size_in_bytes()
     }
 
-    /// Writes the unit's flat gradient to `out`, rounded to the stored kind, padding zero; the sink is empty after.
-    /// Every parameter must have got a gradient.
+    /// Writes the unit's flat gradient to `out`, rounded to the stored kind, with zero padding. The sink is
+    /// empty afterwards. Every parameter must have a gradient.
     ///
     /// # Errors
-    /// `out` has not [`GradSink::size_bytes`] bytes, or does not start at a multiple of an element's size.
+    /// `out` does not have [`GradSink::size_bytes`] bytes, or is not aligned to an element.
     pub fn finish(&mut self, out: &mut [u8]) -> Result<(), ComputeError> {
         if out.len() != self.size_bytes() {
             let (unit, expected) = (self.layout.name.clone(), self.size_bytes());
@@ -162,13 +163,13 @@ impl GradSink {
         with_tensor_over(out, kind, &shape, |flat| self.gather(flat))
     }
 
-    /// As [`GradSink::finish`], into memory of the GPU that computed. The elements from the unit's end up to `padded_elems`
-    /// are zero too. Everything is enqueued on the default stream, nothing waits.
+    /// Like [`GradSink::finish`], into memory of the GPU that computed. Elements from the unit's end to
+    /// `padded_elems` are zero. All work is enqueued on the default stream, without waiting.
     ///
-    /// Panics if the buffer has no room for `padded_elems`, or they are fewer than the unit's.
+    /// Panics if the buffer is shorter than `padded_elems`, or these are fewer than the unit's elements.
     ///
     /// # Errors
-    /// What torch throws.
+    /// Torch fails.
     pub fn finish_into(
         &mut self,
         buffer: &DeviceBuffer,
@@ -185,7 +186,7 @@ impl GradSink {
         Ok(())
     }
 
-    /// Empties the sink into `flat`, of the unit's length.
+    /// Moves all gradients into `flat`, which has the unit's length.
     fn gather(&mut self, flat: &Tensor) -> Result<(), ComputeError> {
         for (slot, param) in self.params.iter_mut().zip(&self.layout.params) {
             let grad = match std::mem::replace(slot, Sum::Nothing) {
@@ -193,7 +194,7 @@ impl GradSink {
                 Sum::Nothing => panic!("{} got no gradient", param.name),
             };
             let mut place = flat.f_narrow(0, param.offset_elems as i64, param.elems() as i64)?;
-            // A product was written where it belongs.
+            // A product may already have been written to its final place.
             if grad.data_ptr() != place.data_ptr() {
                 place.f_copy_(&grad.f_reshape([-1])?)?;
             }
@@ -206,7 +207,7 @@ impl GradSink {
     }
 }
 
-/// fp32 in place of 16 bits; wider kinds as they are.
+/// Converts 16-bit tensors to fp32; others are unchanged.
 fn widened(tensor: &Tensor) -> Result<Tensor, ComputeError> {
     Ok(match tensor.kind() {
         Kind::BFloat16 | Kind::Half => tensor.f_to_kind(Kind::Float)?,
@@ -214,7 +215,7 @@ fn widened(tensor: &Tensor) -> Result<Tensor, ComputeError> {
     })
 }
 
-/// The parts of a unit's buffer that belong to no parameter: (start, length).
+/// Returns the parts of a unit's buffer that belong to no parameter: (start, length).
 fn padding(layout: &UnitLayout) -> Vec<(usize, usize)> {
     let ends = layout.params.iter().map(|param| param.range_elems().end);
     let starts = layout

@@ -1,5 +1,5 @@
-//! The final norm, the output projection and the loss. Logits are the largest thing a step computes (a row has
-//! `vocab_size` numbers), so they exist for one slice of rows at a time: forward, loss, gradient, gone.
+//! The final norm, the output projection and the loss. Logits are the largest tensor of a step (a row has
+//! `vocab_size` numbers), so they exist for one slice of rows at a time, from forward to gradient.
 
 use kernels_torch::vjp;
 use tch::{Kind, Reduction, Tensor};
@@ -10,10 +10,10 @@ use super::norm::{NormWeights, norm};
 use super::tokens::IGNORED;
 use crate::model::ModelConfig;
 
-/// Logits held at a time: 16 MiB in fp32, some copies of it in flight.
+/// Logits held at a time: 16 MiB in fp32; several copies exist at once.
 pub(super) const LOGITS_ELEMS_MAX: usize = 4 << 20;
 
-/// The sum of the counted tokens' losses, in fp64 over fp32 losses in the order of rows.
+/// Returns the sum of the losses of counted tokens, in fp64 over fp32 losses in the order of rows.
 pub(super) fn loss_sum(
     config: &ModelConfig,
     rows: &Tensor,
@@ -37,20 +37,21 @@ pub(super) fn loss_sum(
     Ok(sum)
 }
 
-/// What the head's backward pass gives.
+/// Results of the head's backward pass.
 pub(super) struct HeadGrads {
-    /// The sum of the counted tokens' losses.
+    /// Sum of the losses of counted tokens.
     pub(super) loss_sum: f64,
     /// Gradient of the rows, [rows, hidden_size].
     pub(super) rows: Tensor,
-    /// Gradients of the final norm's parameters, in the order they lie.
+    /// Gradients of the final norm's parameters, in the order of the layout.
     pub(super) norm: Vec<Tensor>,
-    /// Gradient of the projection; not yet rounded to the kind it is stored in where it was computed in fp32.
+    /// Gradient of the projection. If it was computed in fp32, it is not yet rounded to the stored kind.
     pub(super) projection: Tensor,
 }
 
-/// Loss and gradients of `token_weight` times the sum of the counted tokens' losses. `rows` is [rows, hidden_size],
-/// the norm's parameters are leaves that want gradients, `targets`, `[rows]`.
+/// Computes the loss, and the gradients of `token_weight` times the sum of the losses of counted tokens.
+/// `rows` is [rows, hidden_size], `targets` is `[rows]`; the norm's parameters are leaves that require
+/// gradients.
 pub(super) fn loss_and_grads(
     config: &ModelConfig,
     rows: &Tensor,
@@ -99,7 +100,7 @@ pub(super) fn loss_and_grads(
     })
 }
 
-/// Each row's loss in fp32 at least, from logits rounded to `kind`; 0 for an ignored target.
+/// Computes each row's loss in fp32 at least, from logits rounded to `kind`; 0 for an ignored target.
 fn row_losses(
     normed: &Tensor,
     projection: &Tensor,
@@ -111,7 +112,8 @@ fn row_losses(
     Ok(logits.f_cross_entropy_loss(targets, None::<Tensor>, Reduction::None, IGNORED, 0.0)?)
 }
 
-/// Cuts `rows` so that a slice's logits stay within `logits_elems_max`: (start, length), at least one row each.
+/// Divides `rows` into slices whose logits stay within `logits_elems_max`: (start, length), at least one row
+/// each.
 pub(super) fn slices(
     rows: i64,
     vocab_size: i64,

@@ -1,10 +1,10 @@
-//! In which kinds numbers are multiplied and summed, and the product of a projection.
+//! Kinds of numbers in which products and sums are computed, and the product of a projection.
 
 use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
 
-/// The kind sums and norms are computed in.
+/// Kind in which sums and norms are computed.
 pub(super) fn at_least_fp32(kind: Kind) -> Kind {
     if kind == Kind::Double {
         Kind::Double
@@ -13,9 +13,10 @@ pub(super) fn at_least_fp32(kind: Kind) -> Kind {
     }
 }
 
-/// `x` as matrix products take it. On the CPU that is fp32 for 16 bits: few CPUs multiply bf16, and the others go through it
-/// element by element (17 times slower than fp32 for a whole step on an EPYC with AVX2). Products of two bf16 numbers are
-/// exact in fp32, and those of two fp16 numbers too, so a result rounded to bf16 is what bf16 units with fp32 sums give, but for the order of the sums.
+/// Converts `x` to the kind in which matrix products are computed. On the CPU, 16-bit kinds become fp32: few
+/// CPUs multiply bf16, and the others process it element by element (17 times slower than fp32 for a whole
+/// step on an EPYC with AVX2). Products of two bf16 or two fp16 numbers are exact in fp32, so a result
+/// rounded to 16 bits equals that of 16-bit units with fp32 sums, except for the order of the sums.
 pub(super) fn product_input(x: &Tensor) -> Result<Tensor, ComputeError> {
     Ok(match (x.kind(), x.device()) {
         (Kind::BFloat16 | Kind::Half, Device::Cpu) => x.f_to_kind(Kind::Float)?,
@@ -23,7 +24,8 @@ pub(super) fn product_input(x: &Tensor) -> Result<Tensor, ComputeError> {
     })
 }
 
-/// `x` times the transposed `weight`, and `bias` added before it is rounded to `kind`; all as [`product_input`] gives them.
+/// Multiplies `x` by the transposed `weight` and adds `bias` before rounding to `kind`. All inputs are in the
+/// form of [`product_input`].
 pub(super) fn linear(
     x: &Tensor,
     weight: &Tensor,

@@ -1,10 +1,10 @@
-//! How much memory the arithmetic takes beside what the caller holds: known before the start, so that a run that does not
-//! fit is refused.
+//! Memory that the computation needs besides the caller's buffers. It is known before the start, so that a
+//! run that does not fit is refused.
 //!
-//! The caller holds the units' weights and the activations kept between units. What torch takes on top is largest in one
-//! of three places: a block's graph with its gradients, a slice of logits with the projection's gradient, the
-//! embedding's gradient. The counts below follow the operators in block.rs, attention.rs and head.rs; `tests/model_memory.rs` holds
-//! them against what a process really takes.
+//! The caller holds the units' weights and the activations kept between units. Torch's additional memory is
+//! largest in one of three places: a block's graph with its gradients, a slice of logits with the
+//! projection's gradient, the embedding's gradient. The counts below follow the operators in block.rs,
+//! attention.rs and head.rs. `tests/model_memory.rs` compares them with the memory of a real process.
 
 use super::ActivationCheckpointing;
 use super::attention::queries_at_a_time;
@@ -13,29 +13,29 @@ use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
 use crate::model::{Dropout, Dtype, Mlp, ModelConfig, ParamRole, UnitLayout, unit_layouts};
 
-/// What is alive at the peak times this is what the process has: freed pieces of one size do not serve another. Measured 1.5
-/// to 2.3 times what is alive with glibc; giving every freed piece back instead (`M_MMAP_THRESHOLD`) takes 2.5 times as
-/// long a step in page faults. The counts here are some 30 % high by themselves.
+/// Factor from live memory to the memory of the process: freed pieces of one size do not serve requests of
+/// another. Measured 1.5 to 2.3 with glibc. Returning every freed piece (`M_MMAP_THRESHOLD`) makes a step
+/// take 2.5 times as long because of page faults. The counts here are already about 30 % too high.
 const FRAGMENTATION: f64 = 1.75;
 
-/// Sums, gradients of losses, and all of an fp32 run.
+/// Bytes of an fp32 element: sums, gradients of losses, and everything in an fp32 run.
 const WIDE_BYTES: u64 = 4;
 
-/// What a unit is computed with at a time.
+/// Amount of data that a unit processes at a time.
 #[derive(Clone, Copy, Debug)]
 pub struct Work {
-    /// Sequences of a micro-batch.
+    /// Sequences in a micro-batch.
     pub micro_batch: usize,
-    /// Tokens of one.
+    /// Tokens in a sequence.
     pub seq_len: usize,
-    /// Micro-batches that are summed in a step: from two on, sums are fp32.
+    /// Micro-batches summed in a step; with two or more, sums are fp32.
     pub micro_batches: usize,
-    /// Slices of a block's feed-forward half.
+    /// Chunks of a block's MLP.
     pub tiles: usize,
 }
 
-/// Most bytes torch takes at a time for micro-batches of `micro_batch` sequences of `seq_len` tokens, beside weights and
-/// kept activations.
+/// Returns the most bytes that torch takes at a time for micro-batches of `micro_batch` sequences of
+/// `seq_len` tokens, besides weights and kept activations.
 pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work: Work) -> u64 {
     let Work {
         micro_batch,
@@ -57,7 +57,8 @@ pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work
     } else {
         elem_bytes
     };
-    // 16-bit weights are widened for products on the CPU, and their gradients come back wide before they are rounded.
+    // On the CPU, 16-bit weights are widened for products, and their gradients are fp32 until they are
+    // rounded.
     let widened_bytes = if dtype != Dtype::Fp32 { WIDE_BYTES } else { 0 };
 
     let hidden = config.hidden_size as u64;
@@ -81,7 +82,7 @@ pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work
         + 8 * tokens * hidden * WIDE_BYTES
         + projection * copies * WIDE_BYTES;
     let embedding_bytes = tokens * hidden * WIDE_BYTES + embedding * 2 * WIDE_BYTES;
-    // A tied embedding's sum waits from the head to the end of backward.
+    // A tied embedding's sum is kept from the head to the end of backward.
     let waiting = if config.tied {
         embedding * WIDE_BYTES
     } else {
@@ -91,7 +92,8 @@ pub fn working_bytes(config: &ModelConfig, dropout: &Dropout, dtype: Dtype, work
     (alive as f64 * FRAGMENTATION) as u64
 }
 
-/// A block's graph in torch's operators, with gradients in flight, as if all were fp32.
+/// Counts a block's graph in torch operators with the gradients that exist at the same time, as if all were
+/// fp32.
 fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
     let Work {
         micro_batch,
@@ -101,11 +103,11 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
     } = work;
     let hidden = config.hidden_size as u64;
     let attention = (config.heads * config.head_dim()) as u64;
-    // One slice of it at a time.
+    // One chunk at a time.
     let feed_forward = config.intermediate_size.div_ceil(tiles) as u64;
     let form = config.architecture.form();
-    // Kept for backward: two norms (input, quotient, result) and two sums; query, key, value, output twice; gate, its silu,
-    // up, their product.
+    // Kept for backward: two norms (input, quotient, result) and two sums; query, key, value and output
+    // twice; gate, its silu, up, their product.
     let mut kept_elems = 8 * hidden + 6 * attention;
     kept_elems += match form.mlp {
         Mlp::GatedSilu => 4 * feed_forward,
@@ -115,27 +117,27 @@ fn graph_bytes(config: &ModelConfig, dropout: &Dropout, work: Work) -> u64 {
         kept_elems += 6 * attention;
     }
     if dropout.residual > 0.0 {
-        // Twice: what stays, and the scaled result; before, the numbers that choose.
+        // Twice: the mask and the scaled result; before that, the random numbers.
         kept_elems += 4 * hidden;
     }
     if tiles > 1 {
-        // The norm's result and its gradient, the sum of the parts, the gradient they all have; and what the slice before left in
-        // pieces that do not serve this one.
+        // The norm's result and its gradient, the sum of the chunks, their common gradient; and what the
+        // previous chunk left in fragments.
         kept_elems += 4 * hidden + 4 * feed_forward;
     }
-    // Then gradients in flight: of the widest, some at once.
+    // Gradients that exist at the same time, at the widest tensor.
     let flying_elems = 4 * hidden.max(attention).max(feed_forward);
     let tokens = (micro_batch * seq_len) as u64;
     tokens * (kept_elems + flying_elems) * WIDE_BYTES
         + weights_bytes(config, dropout, micro_batch, seq_len)
 }
 
-/// Copies of attention's weights that are there at a time where some are left out: scores, hidden, softmax, chosen; the
-/// numbers that choose, or gradients.
+/// Copies of the attention weights that exist at the same time with dropout: scores, hidden, softmax, kept;
+/// the random numbers, or gradients.
 const WEIGHTS_COPIES: u64 = 8;
 
-/// What attention of one layer takes for all its weights at once where it needs them; for who sees whom, where a window hides
-/// something.
+/// Memory of one layer's attention for all its weights at once, if it needs them, and for the visibility mask
+/// of a window.
 fn weights_bytes(
     config: &ModelConfig,
     dropout: &Dropout,
@@ -155,21 +157,22 @@ fn weights_bytes(
     }
 }
 
-/// What torch keeps from the device beyond what is alive: pieces of one size that do not serve another.
+/// Factor from live memory to the memory that torch takes from the device, because of fragmentation.
 const DEVICE_FRAGMENTATION: f64 = 1.3;
 
-/// Buffers of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and room for a vendor that takes more.
+/// Buffers of cuBLAS and cuBLASLt, 32 MiB each on Hopper, with a reserve for other vendors.
 const LIBRARY_BYTES: u64 = 128 << 20;
 
-/// Into how many parts flash attention's deterministic backward pass sums the query's gradient: so many that every
-/// multiprocessor has work. An H200 has 132.
+/// Parts into which the deterministic backward pass of flash attention divides the sum of the query's
+/// gradient: enough for every multiprocessor. An H200 has 132.
 const ATTENTION_PARTS: u64 = 160;
 
-/// What a process takes of a GPU before its first tensor: context, code of cuBLAS and torch. A guess on the safe side: with
-/// it a run on an H200 was planned at 20.8 GiB and took 20.3. No part of [`device_working_bytes`].
+/// GPU memory that a process takes before its first tensor: context, code of cuBLAS and torch. A safe estimate:
+/// with it a run on an H200 was planned at 20.8 GiB and took 20.3. Not part of [`device_working_bytes`].
 pub const DEVICE_CONTEXT_BYTES: u64 = 1 << 30;
 
-/// As [`working_bytes`], of a GPU's memory. The caller holds weights, gradients' buffers and kept activations.
+/// Like [`working_bytes`], for a GPU's memory. The caller holds weights, gradient buffers and kept
+/// activations.
 pub fn device_working_bytes(
     config: &ModelConfig,
     dropout: &Dropout,
@@ -203,12 +206,13 @@ pub fn device_working_bytes(
         2 * query
     };
 
-    // Computed again and kept: the first norm, query, key and value, attention's output (twice, where torch lays it out
-    // otherwise).
+    // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
+    // another memory layout).
     let attended = hidden + projected + repeated + 2 * query;
-    // At the down projection: the sum, the second norm, gate and up, and their product's gradient.
+    // At the down projection: the sum, the second norm, gate and up, and the gradient of their product.
     let at_down = attended + 2 * hidden + 3 * feed_forward;
-    // At attention: gradients of the sum and of attention's output, of query, key and value, and those packed.
+    // At attention: gradients of the sum and of the attention output, of query, key and value, and these
+    // packed.
     let at_attention = attended + hidden + query + projected + repeated + projected;
     let head_dim = config.head_dim() as u64;
     let attention_parts =
@@ -219,7 +223,8 @@ pub fn device_working_bytes(
     } else {
         graph_bytes(config, dropout, work) + attention_parts + block * elem_bytes
     };
-    // From the second micro-batch on: the sums, and the largest product before it is added; twice, since a sum is new.
+    // With several micro-batches: the sums, and the largest product before it is added; twice, because a sum
+    // is a new tensor.
     let largest = (projected.max(2 * feed_forward) * hidden) * (elem_bytes + WIDE_BYTES);
     let sums = if several {
         block * WIDE_BYTES + largest
@@ -231,14 +236,14 @@ pub fn device_working_bytes(
     let block_bytes = graph + sums + block * elem_bytes * copies;
 
     let vocab = config.vocab_size as u64;
-    // A head that is not written out has some fp32 copies of its smaller slices.
+    // A head without explicit backward has some fp32 copies of its smaller slices.
     let (logits_max, logits_bytes) = if explicit::head_is_written_out(config) {
         (explicit::LOGITS_ELEMS_MAX as u64, elem_bytes)
     } else {
         (LOGITS_ELEMS_MAX as u64, 5 * WIDE_BYTES)
     };
     let projection = if config.tied { embedding } else { head };
-    // Its fp32 sum over slices; where another is there already, that one and the new sum of both.
+    // Its fp32 sum over slices; if there is a sum already, that one and the new sum of both.
     let added = |again: bool| if again { 3 } else { 1 };
     let head_bytes = (tokens * vocab).min(logits_max.max(vocab)) * logits_bytes
         + 3 * tokens * hidden * elem_bytes
@@ -246,7 +251,7 @@ pub fn device_working_bytes(
     let embedding_bytes = tokens * hidden * WIDE_BYTES
         + tokens * 64
         + embedding * WIDE_BYTES * added(several || config.tied);
-    // A tied embedding's sum waits from the head to the end of backward.
+    // A tied embedding's sum is kept from the head to the end of backward.
     let waiting = if config.tied {
         embedding * WIDE_BYTES
     } else {
@@ -256,15 +261,15 @@ pub fn device_working_bytes(
     (alive as f64 * DEVICE_FRAGMENTATION) as u64 + LIBRARY_BYTES
 }
 
-/// Whether a GPU can keep anything of such a model's blocks from forward to backward.
+/// Returns whether a GPU can keep anything of this model's blocks from forward to backward.
 pub fn can_keep(config: &ModelConfig, dropout: &Dropout, seq_len: usize) -> bool {
     explicit::block_is_written_out(config, dropout, seq_len)
 }
 
-/// Bytes that a block keeps for each token beside its input, elements of `elem_bytes`. All blocks keep so from forward to
-/// backward, for every micro-batch.
+/// Bytes that a block keeps for each token besides its input, with elements of `elem_bytes`. Every block
+/// keeps them from forward to backward, for every micro-batch.
 ///
-/// None where blocks are not written out: those are always computed again.
+/// `None` for blocks without explicit backward, which are always recomputed.
 pub fn kept_bytes_a_token(
     config: &ModelConfig,
     dropout: &Dropout,
@@ -293,7 +298,7 @@ pub fn kept_bytes_a_token(
     }
 }
 
-/// What norms of query and key heads keep for each token.
+/// Bytes that norms of query and key heads keep for each token.
 fn normed_bytes(config: &ModelConfig, elem_bytes: u64) -> u64 {
     if !config.architecture.form().qk_norm {
         return 0;
@@ -302,7 +307,7 @@ fn normed_bytes(config: &ModelConfig, elem_bytes: u64) -> u64 {
     (elems * explicit::normed_elem_bytes(elem_bytes as usize)) as u64
 }
 
-/// Whether query, key and value are one matrix as they lie, and gate and up too.
+/// Returns whether query, key and value are adjacent and form one matrix, and gate and up too.
 fn side_by_side(block: &UnitLayout) -> bool {
     let side_by_side = |first, last| match (block.find(first), block.find(last)) {
         (Some(first), Some(last)) => adjacent(&block.params[first..=last]),

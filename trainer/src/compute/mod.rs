@@ -1,27 +1,27 @@
-//! A model's arithmetic, one unit at a time. The only module that uses `tch`: nothing outside names a tensor.
+//! A model's computation, one unit at a time. The only module that uses `tch`: its interface contains no
+//! tensors.
 //!
 //! ```text
 //! tokens ─▶ embed_forward ─▶ block_forward ─▶ .. ─▶ block_forward ─▶ head_loss_backward ─▶ loss
-//!               the activations between are kept by the caller               │
+//!               the caller keeps the activations in between                │
 //! embed_backward ◀─ block_backward ◀─ .. ◀─ block_backward ◀─────────────────┘ gradient of an activation
 //!        └───────────────┴──────────────────────┴──────▶ GradSink, one a unit ─▶ the unit's flat gradient
 //! ```
 //!
-//! A forward keeps nothing but its output; a backward computes its unit again from the unit's input. So weights are
-//! needed only while their unit runs, and memory is one unit's graph and one activation a unit. A GPU with memory to spare
-//! may keep more of a block ([`ActivationCheckpointing`]).
+//! A forward pass keeps only its output; a backward pass recomputes its unit from the unit's input. So
+//! weights are needed only while their unit runs, and memory holds one unit's graph and one activation for
+//! each unit. A GPU with enough memory may keep more of a block ([`ActivationCheckpointing`]).
 //!
 //! ```text
-//!   embedding.rs, block.rs, head.rs     the units, back by torch's autograd: how a processor computes
-//!   norm.rs, positions.rs, attention.rs, dropout.rs, linear.rs    what blocks are made of, as the configuration says
-//!   explicit/                           block and head with both ways written out: how a GPU computes, the forms it has
-//!   params.rs, values.rs, tokens.rs, grads.rs    what goes in and out
-//!   engine.rs, memory.rs                a unit's turn; what it takes
+//!   embedding.rs, block.rs, head.rs     the units with torch's autograd: how a processor computes
+//!   norm.rs, positions.rs, attention.rs, dropout.rs, linear.rs    parts of blocks, selected by the configuration
+//!   explicit/                           block and head with an explicit backward: how a GPU computes the forms that have one
+//!   params.rs, values.rs, tokens.rs, grads.rs    inputs and outputs
+//!   engine.rs, memory.rs                computation of a unit; the memory that it takes
 //! ```
 //!
-//! Promises: the same bits from the same weights and tokens each time, wherever the caller's buffers lie; gradients
-//! equal to those of one graph over the whole model, bit for bit, in fp32 and bf16, also where elements are left out at
-//! random.
+//! Guarantees: the same weights and tokens give the same bits each time, wherever the caller's buffers are;
+//! gradients equal those of one graph over the whole model bit for bit, in fp32 and bf16, also with dropout.
 
 mod attention;
 mod block;
@@ -53,7 +53,7 @@ pub use values::{Activation, ActivationCheckpointing, AwayActivation, LossHandle
 use kernels::gpu::{Gpu, GpuError};
 use kernels_torch::TorchError;
 
-/// What computes.
+/// Device that computes.
 #[derive(Clone, Debug)]
 pub enum ComputeDevice {
     /// The processor, with weights in host memory.
@@ -62,36 +62,36 @@ pub enum ComputeDevice {
     Gpu(Gpu),
 }
 
-/// Why something could not be computed.
+/// Error of a computation.
 #[derive(Debug, thiserror::Error)]
 pub enum ComputeError {
     /// The model's configuration does not describe a model.
     #[error(transparent)]
     Config(#[from] crate::model::ConfigError),
-    /// torch failed, out of memory most likely.
+    /// Torch failed, most likely because it is out of memory.
     #[error(transparent)]
     Torch(#[from] TorchError),
     /// The GPU failed, or has too little memory.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// Tokens do not fill the batch.
+    /// The tokens do not fill the batch.
     #[error("{count} tokens do not fill {micro_batch} sequences of {seq_len}")]
     TokenCount {
-        /// Tokens given.
+        /// Number of tokens given.
         count: usize,
-        /// Sequences.
+        /// Sequences in the batch.
         micro_batch: usize,
-        /// Tokens of one.
+        /// Tokens in a sequence.
         seq_len: usize,
     },
-    /// A token the model has no row for.
+    /// A token outside the vocabulary.
     #[error(
         "token {id} at position {position} is outside the vocabulary of {vocab_size}: the data was tokenized for another model"
     )]
     TokenOutside {
         /// The token.
         id: i64,
-        /// Where in the batch, counted over all sequences.
+        /// Position in the batch, counted over all sequences.
         position: usize,
         /// The model's `vocab_size`.
         vocab_size: usize,

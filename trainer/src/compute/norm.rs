@@ -1,4 +1,4 @@
-//! Norms of rows, and of heads.
+//! Norms of rows and of heads.
 
 use tch::Tensor;
 
@@ -10,7 +10,7 @@ use crate::model::{ModelConfig, Norm, ParamRole};
 /// A norm's parameters.
 pub(super) struct NormWeights {
     pub(super) weight: Tensor,
-    /// Of a layer norm.
+    /// Bias of a layer norm.
     pub(super) bias: Option<Tensor>,
 }
 
@@ -22,13 +22,13 @@ impl NormWeights {
         }
     }
 
-    /// In the order in which they lie in their unit.
+    /// Returns the parameters in the order of the layout.
     pub(super) fn all(&self) -> Vec<&Tensor> {
         [&self.weight].into_iter().chain(&self.bias).collect()
     }
 }
 
-/// `x` with its rows normed as the model norms them.
+/// Normalizes the rows of `x` as the model does.
 pub(super) fn norm(
     config: &ModelConfig,
     x: &Tensor,
@@ -36,7 +36,7 @@ pub(super) fn norm(
 ) -> Result<Tensor, ComputeError> {
     match config.architecture.form().norm {
         Norm::Rms => rms_norm(x, &weights.weight, config.norm_eps),
-        // Computed in fp32 inside, rounded at its end.
+        // Computed in fp32 internally and rounded at the end.
         Norm::Layer => Ok(x.f_layer_norm(
             [config.hidden_size as i64],
             Some(&weights.weight),
@@ -47,7 +47,8 @@ pub(super) fn norm(
     }
 }
 
-/// `weight * x / rms(x)`, the quotient computed in fp32 and rounded to x's kind before the weight is applied.
+/// Computes `weight * x / rms(x)`. The quotient is computed in fp32 and rounded to x's kind before it is
+/// multiplied by the weight.
 pub(super) fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor, ComputeError> {
     let wide = x.f_to_kind(at_least_fp32(x.kind()))?;
     let mean_square = wide

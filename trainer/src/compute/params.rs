@@ -1,19 +1,20 @@
-//! A unit's parameters as tensors, found by what they are.
+//! A unit's parameters as tensors, found by their role.
 
 use tch::Tensor;
 
 use super::{ComputeError, UnitWeights};
 use crate::model::{ParamRole, UnitLayout};
 
-/// The parameters of one unit.
+/// Parameters of one unit.
 pub(super) struct Params<'a> {
     layout: &'a UnitLayout,
-    /// In the order of the layout.
+    /// Tensors in the order of the layout.
     tensors: Vec<Tensor>,
 }
 
 impl<'a> Params<'a> {
-    /// Tensors that share the memory of `weights`, which are of a unit like `layout`; leaves of a graph with `grad`.
+    /// Makes tensors that share the memory of `weights`, which must belong to a unit like `layout`; with
+    /// `grad` they are leaves of a graph.
     pub(super) fn new(
         layout: &'a UnitLayout,
         weights: &UnitWeights,
@@ -32,23 +33,23 @@ impl<'a> Params<'a> {
         })
     }
 
-    /// The parameter that is `member`, if the unit has it.
+    /// Returns the parameter with this role, if the unit has it.
     pub(super) fn find(&self, member: ParamRole) -> Option<&Tensor> {
         self.layout.find(member).map(|param| &self.tensors[param])
     }
 
-    /// The parameter that is `member`, which every such unit has.
+    /// Returns the parameter with this role, which every such unit has.
     pub(super) fn get(&self, member: ParamRole) -> &Tensor {
         self.find(member)
             .unwrap_or_else(|| panic!("{} has a {member:?}", self.layout.name))
     }
 
-    /// The number of the parameter that is `member`, if the unit has it.
+    /// Returns the index of the parameter with this role, if the unit has it.
     pub(super) fn index(&self, member: ParamRole) -> Option<usize> {
         self.layout.find(member)
     }
 
-    /// The numbers of those that are `wanted`.
+    /// Returns the indices of parameters whose role is `wanted`.
     pub(super) fn indices(&self, wanted: impl Fn(ParamRole) -> bool) -> Vec<usize> {
         let params = self.layout.params.iter().enumerate();
         params
@@ -57,7 +58,7 @@ impl<'a> Params<'a> {
             .collect()
     }
 
-    /// All of them, in the order of the layout.
+    /// Returns all parameters in the order of the layout.
     pub(super) fn all(&self) -> &[Tensor] {
         &self.tensors
     }

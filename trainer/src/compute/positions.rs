@@ -1,4 +1,4 @@
-//! The rotary embedding: query and key turned by their positions' angles.
+//! Rotary position embedding: rotates query and key by angles that depend on their position.
 
 use std::f64::consts::TAU;
 
@@ -8,15 +8,16 @@ use super::ComputeError;
 use super::linear::at_least_fp32;
 use crate::model::{ModelConfig, RopeScaling};
 
-/// cos and sin of each position's angles, [seq_len, head_dim], of the kind the model computes in.
+/// Cosines and sines of each position's angles, [seq_len, head_dim], in the model's kind.
 pub(super) struct Rotary {
     pub(super) cos: Tensor,
     pub(super) sin: Tensor,
 }
 
 impl Rotary {
-    /// Angles `position * frequency` for pair i, in fp32 (fp64 for an fp64 model), the pairs' angles twice over: pair i is
-    /// the elements i and i + head_dim / 2. Its frequency is `theta^(-2i / head_dim)`, or less where the model stretches.
+    /// Computes the angles `position * frequency` of all pairs in fp32 (fp64 for an fp64 model), repeated for
+    /// both halves: pair i is the elements i and i + head_dim / 2. Its frequency is `theta^(-2i / head_dim)`,
+    /// or less if the model scales it.
     pub(super) fn new(
         config: &ModelConfig,
         seq_len: usize,
@@ -43,7 +44,8 @@ impl Rotary {
         })
     }
 
-    /// The same numbers on `device`: computed once, on the CPU, so that every device turns by the same angles.
+    /// Copies the tables to `device`. They are computed once, on the CPU, so that every device uses the same
+    /// angles.
     pub(super) fn on(&self, device: Device) -> Result<Self, ComputeError> {
         Ok(Rotary {
             cos: self.cos.f_to_device(device)?,
@@ -51,7 +53,7 @@ impl Rotary {
         })
     }
 
-    /// `x` [micro_batch, heads, seq_len, head_dim] with each pair turned.
+    /// Rotates each pair of `x` [micro_batch, heads, seq_len, head_dim].
     pub(super) fn turn(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         let seq_len = x.size()[2];
         let cos = self.cos.f_narrow(0, 0, seq_len)?;
@@ -62,7 +64,7 @@ impl Rotary {
     }
 }
 
-/// A pair's frequency in a model made for longer sequences than it was first trained for.
+/// Scales a pair's frequency for a model that accepts longer sequences than it was first trained with.
 fn stretched(frequency: f64, scaling: &RopeScaling) -> f64 {
     match *scaling {
         RopeScaling::Linear { factor } => frequency / factor,

@@ -1,13 +1,14 @@
-//! A block's feed-forward half in slices of its intermediate size, one after the other.
+//! A block's MLP in chunks of its intermediate size, computed one after the other.
 //!
 //! ```text
-//!   x + down(act(gate n) * up n)  =  x + sum over slices of  down[:, slice](act(gate[slice] n) * up[slice] n),   n = norm x
+//!   x + down(act(gate n) * up n)  =  x + sum over chunks of  down[:, chunk](act(gate[chunk] n) * up[chunk] n),   n = norm x
 //! ```
 //!
-//! What that half takes beside its input is mostly as wide as the intermediate size, several times over: in slices only one
-//! slice's graph is there at a time, going back too, where each slice is computed again. Weights' gradients are whole: each
-//! slice has its own rows or columns of them. Parts of the result are summed in fp32 at least and rounded once, in another
-//! order than the whole product sums: the loss agrees within the rounding of sums, not bit for bit.
+//! Most of the MLP's memory is tensors as wide as the intermediate size. With chunks, the graph of only one
+//! chunk exists at a time, also in backward, where each chunk is recomputed. Gradients of weights are
+//! complete, because each chunk has its own rows or columns of them. The partial results are summed in fp32
+//! at least and rounded once, in another order than the whole product: the loss agrees within the rounding of
+//! sums, not bit for bit.
 
 use kernels_torch::vjp;
 use tch::Tensor;
@@ -18,7 +19,7 @@ use super::linear::{at_least_fp32, linear, product_input};
 use super::{ComputeError, GradSink};
 use crate::model::{Mlp, ParamRole};
 
-/// All that belongs to the feed-forward half.
+/// Parameters of the MLP.
 const HALF: [ParamRole; 8] = [
     ParamRole::PostNorm,
     ParamRole::PostNormBias,
@@ -30,7 +31,7 @@ const HALF: [ParamRole; 8] = [
     ParamRole::DownBias,
 ];
 
-/// Those that have rows or columns for each intermediate number, and the dimension in which they do.
+/// Parameters with rows or columns for each intermediate element, and the dimension of these.
 const SLICED: [(ParamRole, i64); 5] = [
     (ParamRole::Gate, 0),
     (ParamRole::GateBias, 0),
@@ -39,7 +40,7 @@ const SLICED: [(ParamRole, i64); 5] = [
     (ParamRole::Down, 1),
 ];
 
-/// A slice of each of [`SLICED`] that the block has.
+/// One chunk of each of [`SLICED`] that the block has.
 struct Slice(Vec<(ParamRole, Tensor)>);
 
 impl Slice {
@@ -55,7 +56,7 @@ impl Slice {
 }
 
 impl Block<'_> {
-    /// As [`Block::forward`], the feed-forward half in `tiles` slices.
+    /// Like [`Block::forward`], with the MLP in `tiles` chunks.
     pub(super) fn forward_tiled(&self, x: &Tensor, tiles: usize) -> Result<Tensor, ComputeError> {
         let x = self.attended(x)?;
         let normed = self.norm(&x, ParamRole::PostNorm, ParamRole::PostNormBias)?;
@@ -75,7 +76,8 @@ impl Block<'_> {
         Ok(x.f_add(&self.masks.apply(DropoutSite::MlpOut, &mlp_out)?)?)
     }
 
-    /// The gradient of `x`; those of the parameters, which are leaves of a graph, go to `grads`.
+    /// Computes the gradient of `x`. Gradients of the parameters, which are leaves of a graph, are added to
+    /// `grads`.
     pub(super) fn backward_tiled(
         &self,
         x: &Tensor,
@@ -108,7 +110,7 @@ impl Block<'_> {
         self.back(&attended, &grad, &leaf, &others, grads)
     }
 
-    /// Goes back through all slices: the gradient of `normed`, at least fp32.
+    /// Computes the backward pass of all chunks and returns the gradient of `normed`, in fp32 at least.
     fn feed_back(
         &self,
         normed: &Tensor,
@@ -142,7 +144,8 @@ impl Block<'_> {
         Ok(sum.expect("at least one chunk"))
     }
 
-    /// Back through a graph from `output` to `input`, whose gradient comes back; those of `params` go to `grads`.
+    /// Computes the backward pass from `output` to `input` and returns the gradient of `input`. Gradients of
+    /// `params` are added to `grads`.
     fn back(
         &self,
         output: &Tensor,
@@ -161,7 +164,7 @@ impl Block<'_> {
         Ok(grad_input)
     }
 
-    /// What one slice adds to the feed-forward half's result, without the last bias.
+    /// Computes the contribution of one chunk to the MLP output, without the last bias.
     fn part(&self, normed: &Tensor, slice: &Slice) -> Result<Tensor, ComputeError> {
         let project = |weight: ParamRole, bias: ParamRole| -> Result<Tensor, ComputeError> {
             let weight = slice.get(weight);
@@ -185,7 +188,8 @@ impl Block<'_> {
         linear(&product_input(&wide)?, &product_input(down)?, None, kind)
     }
 
-    /// The weights of `tiles` slices as equal as can be; leaves of graphs of their own with `grad`.
+    /// Divides the weights into `tiles` chunks of almost equal size; with `grad` they are leaves of separate
+    /// graphs.
     fn slices(&self, tiles: usize, grad: bool) -> Result<Vec<Slice>, ComputeError> {
         let elems = self.config.intermediate_size;
         let at = |tile: usize| (tile * elems / tiles) as i64;

@@ -1,13 +1,13 @@
-//! Tokens: checked against the vocabulary once, then taken as they are.
+//! Token ids, checked against the vocabulary once.
 
 use tch::{Device, Tensor};
 
 use super::ComputeError;
 
-/// A target that is not counted in the loss: padding, or a prompt.
+/// Target that does not count in the loss, for padding or a prompt.
 pub const IGNORED: i64 = -100;
 
-/// A micro-batch of token numbers, `micro_batch` sequences of `seq_len`: inputs, or the targets they should predict.
+/// Token ids of a micro-batch, `micro_batch` sequences of `seq_len`: inputs, or the targets to predict.
 pub struct Tokens {
     pub(super) ids: Tensor,
     counted: usize,
@@ -17,10 +17,11 @@ pub struct Tokens {
 }
 
 impl Tokens {
-    /// Inputs: `ids` holds the sequences one after another, each number below `vocab_size`.
+    /// Makes inputs from `ids`, which holds the sequences one after another. Each id must be below
+    /// `vocab_size`.
     ///
     /// # Errors
-    /// Too few or too many tokens, or one outside the vocabulary.
+    /// The number of tokens is wrong, or a token is outside the vocabulary.
     pub fn inputs(
         ids: &[i64],
         micro_batch: usize,
@@ -30,10 +31,10 @@ impl Tokens {
         Self::checked(ids, micro_batch, seq_len, vocab_size, false)
     }
 
-    /// Targets: as inputs, and [`IGNORED`] where nothing is to be predicted.
+    /// Makes targets. Like inputs, with [`IGNORED`] where nothing is to be predicted.
     ///
     /// # Errors
-    /// Too few or too many tokens, or one outside the vocabulary.
+    /// The number of tokens is wrong, or a token is outside the vocabulary.
     pub fn targets(
         ids: &[i64],
         micro_batch: usize,
@@ -79,8 +80,8 @@ impl Tokens {
         })
     }
 
-    /// The same for training: `first_sample` is the first sequence's number in the run, the others follow. What is left out at
-    /// random is chosen by these numbers; where there are none, nothing is left out.
+    /// Numbers the sequences for training, starting with `first_sample`. The numbers determine dropout;
+    /// without them there is none.
     pub fn numbered(self, first_sample: u64) -> Self {
         Tokens {
             first_sample: Some(first_sample),
@@ -92,8 +93,8 @@ impl Tokens {
         self.first_sample
     }
 
-    /// The numbers on `device`. Some hundred kilobytes, at a step's start, when a GPU has nothing else to do: pinning them
-    /// would save nothing.
+    /// Copies the ids to `device`. This happens at the start of a step, when a GPU is idle, and takes some
+    /// hundred kilobytes, so pinned memory would save nothing.
     pub(super) fn ids_on(&self, device: Device) -> Result<Tensor, ComputeError> {
         if self.ids.device() == device {
             return Ok(self.ids.shallow_clone());
@@ -101,23 +102,23 @@ impl Tokens {
         Ok(self.ids.f_to_device(device)?)
     }
 
-    /// The same tokens on `device`, so that each use need not copy them.
+    /// Moves the tokens to `device`, so that they are not copied at each use.
     pub(super) fn moved(self, device: Device) -> Result<Self, ComputeError> {
         let ids = self.ids_on(device)?;
         Ok(Tokens { ids, ..self })
     }
 
-    /// Tokens that count in a loss: all but the [`IGNORED`] ones.
+    /// Number of tokens that count in a loss: all except the [`IGNORED`] ones.
     pub fn counted(&self) -> usize {
         self.counted
     }
 
-    /// Sequences, and tokens of each.
+    /// Number of sequences, and of tokens in each.
     pub fn shape(&self) -> (usize, usize) {
         self.shape
     }
 
-    /// All numbers are below this.
+    /// Upper limit (exclusive) of the ids.
     pub(super) fn vocab_size(&self) -> usize {
         self.vocab_size
     }

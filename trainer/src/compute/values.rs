@@ -1,4 +1,4 @@
-//! What goes in and out of the arithmetic: weights as bytes, losses as numbers, activations as nothing but a size.
+//! Inputs and outputs of the computation: weights as bytes, losses as numbers, activations as opaque values.
 
 use std::cell::RefCell;
 
@@ -10,7 +10,7 @@ use super::explicit::Kept;
 use super::{ComputeDevice, ComputeError};
 use crate::model::{Dtype, ParamLayout, UnitLayout};
 
-/// torch's kind of `dtype`.
+/// Returns torch's kind for `dtype`.
 pub(super) fn kind_of(dtype: Dtype) -> Kind {
     match dtype {
         Dtype::Bf16 => Kind::BFloat16,
@@ -19,8 +19,8 @@ pub(super) fn kind_of(dtype: Dtype) -> Kind {
     }
 }
 
-/// Room for one unit's gathered weights: filled as bytes, computed with as parameters. Blocks are alike, so one can
-/// serve one block after another.
+/// Memory for one unit's gathered weights, filled as bytes and used as parameters. Blocks have the same
+/// layout, so one buffer can serve several blocks in turn.
 pub struct UnitWeights {
     place: Place,
     elems: usize,
@@ -36,7 +36,7 @@ enum Place {
 }
 
 impl UnitWeights {
-    /// Room for the weights of `layout`, zero at first.
+    /// Allocates zeroed memory for the weights of `layout`.
     ///
     /// # Errors
     /// Out of memory.
@@ -48,7 +48,7 @@ impl UnitWeights {
         Self::on(&ComputeDevice::Cpu, layout, kind, layout.elems)
     }
 
-    /// On `device`, with room for `padded_elems`, at least the layout's.
+    /// Allocates memory on `device` for `padded_elems` elements, at least as many as in the layout.
     pub(super) fn on(
         device: &ComputeDevice,
         layout: &UnitLayout,
@@ -71,7 +71,7 @@ impl UnitWeights {
         })
     }
 
-    /// Over weights that lie at the start of `buffer` already.
+    /// Makes a view of weights that are already at the start of `buffer`.
     pub(super) fn over(
         buffer: &DeviceBuffer,
         layout: &UnitLayout,
@@ -87,8 +87,9 @@ impl UnitWeights {
         })
     }
 
-    /// The flat buffer: `layout.elems` elements of the dtype and any padding asked for, native byte order. Write the
-    /// gathered weights here. Panics for weights on a GPU, which are reached by [`UnitWeights::buffer`].
+    /// Returns the flat buffer, for writing the gathered weights: `layout.elems` elements of the dtype and
+    /// any requested padding, in native byte order. Panics for weights on a GPU, whose buffer is returned by
+    /// [`UnitWeights::buffer`].
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         match &mut self.place {
             Place::Host(buffer) => buffer.bytes_mut(),
@@ -96,8 +97,8 @@ impl UnitWeights {
         }
     }
 
-    /// The flat buffer on the host, for an operation that owns it while it is under way. Until [`UnitWeights::put_host`] gives it
-    /// back there are no weights. Panics for weights on a GPU.
+    /// Takes the flat buffer on the host, for an operation that owns it while it runs. There are no weights
+    /// until [`UnitWeights::put_host`] returns it. Panics for weights on a GPU.
     pub fn take_host(&mut self) -> HostBuffer {
         match &mut self.place {
             Place::Host(buffer) => std::mem::take(buffer),
@@ -105,13 +106,14 @@ impl UnitWeights {
         }
     }
 
-    /// Gives back what [`UnitWeights::take_host`] took.
+    /// Returns the buffer taken by [`UnitWeights::take_host`].
     pub fn put_host(&mut self, buffer: HostBuffer) {
         self.place = Place::Host(buffer);
     }
 
-    /// The flat buffer on a GPU, to write the gathered weights to; `None` on the CPU. What is computed with the weights is
-    /// enqueued on the default stream: a copy on another stream is ordered against it by events.
+    /// Returns the flat buffer on a GPU, for writing the gathered weights; `None` on the CPU. Computation
+    /// with the weights is enqueued on the default stream; a copy on another stream must be ordered by
+    /// events.
     pub fn buffer(&self) -> Option<&DeviceBuffer> {
         match &self.place {
             Place::Host(_) => None,
@@ -119,19 +121,20 @@ impl UnitWeights {
         }
     }
 
-    /// Elements of the unit, padding of the buffer not counted.
+    /// Number of elements of the unit, without the buffer's padding.
     pub fn elems(&self) -> usize {
         self.elems
     }
 
-    /// Ends their use: until the buffer is filled again nothing may look at it, and what was kept from forward to backward owns
-    /// its values. In debug builds the buffer is filled with NaN, behind what was computed on a GPU, so that a look shows.
+    /// Ends the use of the weights: nothing may read the buffer until it is filled again. Values kept from
+    /// forward to backward own their memory. Debug builds fill the buffer with NaN, after the work enqueued
+    /// on a GPU, so that a wrong use becomes visible.
     ///
-    /// Panics if a tensor, or what a graph saved, still shares the buffer's memory: a later backward pass would take another
-    /// unit's weights for these.
+    /// Panics if a tensor or a saved graph still shares the buffer's memory, because a later backward pass
+    /// would read another unit's weights.
     ///
     /// # Errors
-    /// What torch throws.
+    /// Torch fails.
     pub fn give_back(&mut self) -> Result<(), ComputeError> {
         assert!(
             !self.is_shared(),
@@ -144,7 +147,7 @@ impl UnitWeights {
         Ok(())
     }
 
-    /// Whether a tensor, or what a graph saved for its backward pass, shares the buffer's memory.
+    /// Returns whether a tensor or a saved graph shares the buffer's memory.
     pub fn is_shared(&self) -> bool {
         match &self.place {
             Place::Host(buffer) => buffer.is_shared(),
@@ -163,9 +166,9 @@ impl UnitWeights {
         })
     }
 
-    /// Parameters that follow one another and have rows of one length (or are vectors), as one tensor of all their rows: a view
-    /// where nothing lies between them, which is so when their sizes are multiples of [`crate::model::ALIGN_ELEMS`], a copy
-    /// otherwise.
+    /// Returns consecutive parameters whose rows have the same length (or vectors) as one tensor of all their
+    /// rows. This is a view if they are adjacent, which is so if their sizes are multiples of
+    /// [`crate::model::ALIGN_ELEMS`], otherwise a copy.
     pub(super) fn joined(&self, params: &[ParamLayout]) -> Result<Tensor, ComputeError> {
         if adjacent(params) {
             let rows: usize = params.iter().map(|param| param.shape[0]).sum();
@@ -180,8 +183,9 @@ impl UnitWeights {
         Ok(Tensor::f_cat(&parts, 0)?)
     }
 
-    /// A parameter as a tensor of its own that shares the memory. With `grad` it is a leaf autograd gives a gradient
-    /// for: one leaf a parameter, because the gradient of a slice of one flat leaf is as long as the whole buffer.
+    /// Returns a parameter as a tensor that shares the memory. With `grad` it is a leaf of autograd. Each
+    /// parameter is its own leaf, because the gradient of a slice of one flat leaf would be as long as the
+    /// whole buffer.
     pub(super) fn param(&self, param: &ParamLayout, grad: bool) -> Result<Tensor, ComputeError> {
         let shape: Vec<i64> = param.shape.iter().map(|&n| n as i64).collect();
         let view = self.view(param.offset_elems, &shape)?;
@@ -189,21 +193,22 @@ impl UnitWeights {
     }
 }
 
-/// Whether nothing lies between parameters.
+/// Returns whether parameters are adjacent.
 pub(super) fn adjacent(params: &[ParamLayout]) -> bool {
     params
         .windows(2)
         .all(|pair| pair[0].range_elems().end == pair[1].offset_elems)
 }
 
-/// A micro-batch's loss: a mean over the counted targets, in nats. On a GPU it is still being computed when this exists.
+/// Loss of a micro-batch: mean over the counted targets, in nats. On a GPU the computation may still be
+/// running.
 pub struct LossHandle {
     value: LossValue,
 }
 
 enum LossValue {
     Known(f64),
-    /// The sum of the losses, a number on a device, and how many count.
+    /// Sum of the losses, a number on a device, and the number of counted targets.
     Pending {
         sum: Tensor,
         counted: f64,
@@ -223,10 +228,10 @@ impl LossHandle {
         }
     }
 
-    /// The number. Waits for a GPU until it is computed: ask at the end of a step.
+    /// Returns the number. Waits for a GPU, so call it at the end of a step.
     ///
     /// # Errors
-    /// The GPU failed at this or at something before it.
+    /// The GPU failed in this or an earlier operation.
     pub fn value(&self) -> Result<f64, ComputeError> {
         match &self.value {
             LossValue::Known(loss) => Ok(*loss),
@@ -235,27 +240,28 @@ impl LossHandle {
     }
 }
 
-/// What a block's backward pass computes again. The bits are the same. All but `Full` need forward and backward that are written
-/// out (`explicit/`), which is so on a GPU.
+/// What a block's backward pass recomputes. The choice does not change results. All levels except `Full` need
+/// an explicit backward (`explicit/`), which GPUs use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationCheckpointing {
     /// Everything: only the block's input is kept.
     #[default]
     Full,
-    /// Everything but query, key, value and attention's result.
+    /// Everything except query, key, value and the attention output.
     Attention,
-    /// Norms and elementwise operations. The results of all matrix products are kept but the last one's, which backward does not
-    /// need.
+    /// Norms and elementwise operations. The results of all matrix products are kept except the last one's,
+    /// which backward does not need.
     Matmuls,
 }
 
-/// What flows between units, [micro_batch, seq_len, hidden_size]: an activation forward, its gradient backward.
+/// Tensor between units, [micro_batch, seq_len, hidden_size]: an activation in forward, its gradient in
+/// backward.
 pub struct Activation {
     pub(super) tensor: Tensor,
-    /// The number of its first sample in a run, in training.
+    /// Number of the first sample in the run, in training.
     pub(super) first_sample: Option<u64>,
-    /// What the block that took this as its input kept.
+    /// Values kept by the block that took this as its input.
     pub(super) kept: RefCell<Kept>,
 }
 
@@ -268,8 +274,8 @@ impl Activation {
         }
     }
 
-    /// Copies it to `host_stash` as its piece of that number and lets go of it here, but for what a block kept beside it. `compute` is
-    /// the stream that made it.
+    /// Copies the activation to piece number `piece` of `host_stash` and releases its memory here, except for
+    /// what a block kept. `compute` is the stream that produced it.
     ///
     /// # Errors
     /// The GPU or torch failed.
@@ -290,13 +296,13 @@ impl Activation {
         })
     }
 
-    /// Bytes it takes, with what was kept beside it.
+    /// Bytes of the activation, including what was kept with it.
     pub fn size_bytes(&self) -> usize {
         size_bytes(&self.tensor) + self.kept.borrow().size_bytes()
     }
 }
 
-/// An activation whose content is on a shelf.
+/// Activation whose content is in a host stash.
 pub struct AwayActivation {
     kind: Kind,
     shape: Vec<i64>,
@@ -305,10 +311,10 @@ pub struct AwayActivation {
 }
 
 impl AwayActivation {
-    /// Copies it back from its piece of `host_stash`, for what is enqueued on `compute` from now on.
+    /// Copies the activation back from `host_stash`, for work enqueued on `compute` from now on.
     ///
     /// # Errors
-    /// The GPU or torch failed; too little memory.
+    /// The GPU or torch failed; out of memory.
     pub fn take(
         self,
         host_stash: &mut HostStash,

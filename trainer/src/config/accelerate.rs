@@ -1,5 +1,6 @@
-//! Configurations of Hugging Face's Accelerate: YAML with DeepSpeed's settings in `deepspeed_config`, in a file of their own that
-//! it names, or inline with Accelerate's names. What is left open there is "auto", as Accelerate leaves it to the Trainer.
+//! Reads configurations of Hugging Face Accelerate: YAML with DeepSpeed's settings in `deepspeed_config`,
+//! either in a separate file that it names or inline under Accelerate's names. Settings left open become
+//! "auto", as Accelerate leaves them to the Trainer.
 
 use std::path::{Path, PathBuf};
 
@@ -9,7 +10,7 @@ use super::SettingsError;
 use super::deepspeed::{DeepSpeedFile, parse};
 use super::source::read_text;
 
-/// Accelerate's inline names, and DeepSpeed's.
+/// Accelerate's inline names with DeepSpeed's.
 const INLINE: &[(&str, &str)] = &[
     (
         "gradient_accumulation_steps",
@@ -39,7 +40,7 @@ const INLINE: &[(&str, &str)] = &[
     ),
 ];
 
-/// Keys that are read here beside `deepspeed_config`, or say nothing about a run.
+/// Keys besides `deepspeed_config` that are read here or do not concern a run.
 const READ: &[&str] = &[
     "deepspeed_config",
     "distributed_type",
@@ -49,11 +50,11 @@ const READ: &[&str] = &[
     "parallelism_config",
 ];
 
-/// Reads DeepSpeed's settings out of the Accelerate configuration at `path`.
+/// Reads DeepSpeed's settings from the Accelerate configuration at `path`.
 ///
 /// # Errors
-/// It cannot be read, is not YAML, has no `deepspeed_config`, or asks for what is not here: several machines, ranks that divide
-/// more than data, fp8.
+/// The file cannot be read, is not YAML, has no `deepspeed_config`, or asks for an unsupported feature:
+/// several machines, parallelism other than data parallelism, fp8.
 pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     let text = read_text(path, "the Accelerate configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
@@ -126,7 +127,8 @@ pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     Ok(file)
 }
 
-/// A path as Accelerate takes it, from the working directory; one that is not there, from beside the configuration.
+/// Resolves a path as Accelerate does, from the working directory; if nothing is there, from the
+/// configuration's directory.
 fn beside(yaml: &Path, name: &str) -> PathBuf {
     let named = PathBuf::from(name);
     match yaml.parent() {
@@ -135,7 +137,7 @@ fn beside(yaml: &Path, name: &str) -> PathBuf {
     }
 }
 
-/// What Accelerate makes of inline names.
+/// Converts inline names to DeepSpeed's tables as Accelerate does.
 fn inline(inner: &Map<String, Value>) -> Value {
     let mut tree = json!({
         "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -148,7 +150,7 @@ fn inline(inner: &Map<String, Value>) -> Value {
         let Some(value) = inner.get(*name) else {
             continue;
         };
-        // Accelerate's word for no path.
+        // Accelerate writes "none" for a missing path.
         if name.ends_with("nvme_path") && value.as_str() == Some("none") {
             continue;
         }
@@ -161,11 +163,11 @@ fn inline(inner: &Map<String, Value>) -> Value {
     tree
 }
 
-/// Gives "auto" and missing precisions what `mixed_precision` says, if it says something.
+/// Replaces "auto" and missing precisions by those that `mixed_precision` selects, if it is given.
 fn fill_precision(tree: &mut Value, precision: &Value) -> Result<(), String> {
     let wanted = match precision {
         Value::Null => return Ok(()),
-        // YAML's older word for false.
+        // Older YAML parses `no` as false.
         Value::Bool(false) => "no",
         other => other.as_str().unwrap_or_default(),
     };
@@ -186,7 +188,7 @@ fn fill_precision(tree: &mut Value, precision: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Ranks are of one machine and divide data and state, nothing else.
+/// Refuses several machines and any parallelism other than data parallelism.
 fn check_parallelism(whole: &Map<String, Value>) -> Result<(), String> {
     if whole
         .get("num_machines")

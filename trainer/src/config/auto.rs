@@ -1,15 +1,18 @@
-//! "auto" in a DeepSpeed file: what Hugging Face's Trainer fills in there, from our settings and its own defaults.
+//! Resolves "auto" in a DeepSpeed file to what Hugging Face's Trainer fills in there, from other settings and
+//! its own defaults.
 //!
-//! A value of the run file or of `--set` has taken the place of "auto" before; what is left is resolved here, and shown.
+//! Values of the run's configuration file and of `--set` have replaced "auto" before. What is left is
+//! resolved here and reported.
 
 use serde_json::{Value, json};
 
 use super::keys;
 
-/// A key, its value out of all settings (`None`: it is left out, and follows from the rest), and a word about it.
+/// A key, the function that computes its value from all settings (`None`: the key is left out and derived
+/// later), and the text that explains the choice.
 type Auto = (&'static str, fn(&Value) -> Option<Value>, &'static str);
 
-/// In this order: the later ones look at what the earlier ones became.
+/// The order matters: later entries read the results of earlier ones.
 pub(super) const AUTO: &[Auto] = &[
     (
         "train_micro_batch_size_per_gpu",
@@ -83,7 +86,7 @@ pub(super) const AUTO: &[Auto] = &[
     ),
 ];
 
-/// Keys for which "auto" is a word of its own, not the same as leaving them out.
+/// Keys for which "auto" is a value with its own meaning, different from leaving the key out.
 const AUTO_IS_A_WORD: &[&str] = &[
     "bf16.enabled",
     "fp16.enabled",
@@ -94,7 +97,7 @@ const AUTO_IS_A_WORD: &[&str] = &[
     "train.activation_checkpointing",
 ];
 
-/// Resolves every "auto" in `tree`. The choices are added to `notes`, but for our own tables' that the plan shows.
+/// Resolves every "auto" in `tree`. Adds the choices to `notes`, except those that the plan shows.
 pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
     for (key, choose, what) in AUTO {
         let pointer = format!("/{}", key.replace('.', "/"));
@@ -110,7 +113,7 @@ pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
     leave_out("", tree, notes);
 }
 
-/// Whether a value of `tree` is "auto" that Hugging Face's Trainer fills in.
+/// Returns whether `tree` contains an "auto" that Hugging Face's Trainer fills in.
 pub(super) fn is_asked_for(tree: &Value) -> bool {
     let mut keys = AUTO.iter().map(|(key, ..)| key.replace('.', "/"));
     keys.any(|key| is_auto(tree, &format!("/{key}")))
@@ -120,20 +123,19 @@ fn is_auto(tree: &Value, pointer: &str) -> bool {
     tree.pointer(pointer).and_then(Value::as_str) == Some("auto")
 }
 
-/// Beside a whole batch it follows from that.
+/// The micro-batch size; left out if `train_batch_size` determines it.
 fn micro_batch(tree: &Value) -> Option<Value> {
     let whole = tree.get("train_batch_size").is_some_and(Value::is_number);
     (!whole).then(|| json!(8))
 }
 
-/// A key that is still "auto" is as good as left out.
+/// Removes keys that are still "auto".
 fn leave_out(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
     let Value::Object(table) = tree else { return };
     table.retain(|key, value| {
         let path = keys::join(prefix, key);
         let auto = value.as_str() == Some("auto") && !AUTO_IS_A_WORD.contains(&path.as_str());
-        // What is left out of our own tables is the plan's to choose, and the plan is shown. What has no effect is named
-        // already.
+        // Omitted keys of `offload` are chosen and shown by the plan. Keys without effect were named before.
         if auto && !path.starts_with("offload.") && keys::is_used(&path) {
             notes.push(format!("{path} is \"auto\": using the default"));
         }

@@ -1,5 +1,5 @@
-//! A file for DeepSpeed, or a configuration of Hugging Face's Accelerate with DeepSpeed's settings in it, as one tree with
-//! DeepSpeed's names of today.
+//! Reads a DeepSpeed configuration, or a configuration of Hugging Face Accelerate that contains one, into one
+//! tree with DeepSpeed's current names.
 //!
 //! ```text
 //!   ds_config.json ─────────────────────────────┐
@@ -13,23 +13,23 @@ use serde_json::{Map, Value, json};
 
 use super::{Said, SettingsError, accelerate, json, keys};
 
-/// What was read.
+/// DeepSpeed settings that were read from a file.
 #[derive(Debug)]
 pub(super) struct DeepSpeedFile {
-    /// The file the settings stand in: the one that was named, or that which an Accelerate configuration names.
+    /// File that contains the settings: the given one, or the one named by an Accelerate configuration.
     pub(super) path: PathBuf,
     pub(super) tree: Value,
-    /// Keys that neither DeepSpeed nor anything here reads.
+    /// Keys that neither DeepSpeed nor this program reads.
     pub(super) ignored: Vec<String>,
     pub(super) notes: Vec<String>,
-    /// Whether Hugging Face's Trainer fills in a part of it: some value is "auto".
+    /// Whether Hugging Face's Trainer fills in a part of the file: some value is "auto".
     pub(super) for_trainer: bool,
 }
 
-/// Reads the file at `path`: YAML when its name ends so, JSON otherwise.
+/// Reads the file at `path`: YAML if its extension says so, JSON otherwise.
 ///
 /// # Errors
-/// It cannot be read, is neither, or is an Accelerate configuration without DeepSpeed.
+/// The file cannot be read or parsed, or is an Accelerate configuration without DeepSpeed.
 pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     let is_yaml = path
         .extension()
@@ -57,7 +57,7 @@ impl DeepSpeedFile {
         }
     }
 
-    /// Names what was left aside. What looks like a key with an effect is a warning.
+    /// Reports the ignored keys. One that resembles a key with an effect is a warning.
     pub(super) fn note_ignored(&self, said: &mut Said) {
         let shown = self.path.display();
         for (key, near) in self
@@ -84,7 +84,7 @@ impl DeepSpeedFile {
     }
 }
 
-/// The table in a JSON file.
+/// Parses the JSON file at `path`; its outermost value must be an object.
 pub(super) fn parse(path: &Path) -> Result<Value, SettingsError> {
     let text = super::source::read_text(path, "the DeepSpeed configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
@@ -106,7 +106,8 @@ fn drop_nulls(tree: &mut Value) {
     table.values_mut().for_each(drop_nulls);
 }
 
-/// Older spellings that DeepSpeed still takes, in those of today. What is there in both spellings stays, to be refused.
+/// Replaces old spellings that DeepSpeed still accepts by the current ones. A key present in both spellings
+/// stays in both and is refused later.
 fn rename(tree: &mut Value) {
     let Value::Object(table) = tree else { return };
     if !table.contains_key("bf16")
@@ -127,7 +128,7 @@ fn rename(tree: &mut Value) {
     }
 }
 
-/// `old = true` is `new = {"device": "cpu"}`.
+/// Replaces `old = true` by `new = {"device": "cpu"}`.
 fn to_device(zero: &mut Map<String, Value>, old: &str, new: &str) {
     if zero.get(old) == Some(&Value::Bool(true)) && !zero.contains_key(new) {
         zero.remove(old);

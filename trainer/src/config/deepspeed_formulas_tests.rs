@@ -1,5 +1,5 @@
-//! What could go wrong: a learning rate, a momentum or a loss scale, or a step's place in it, is not DeepSpeed's. The values come
-//! from DeepSpeed itself: the scripts beside the fixtures in `tests/fixtures/deepspeed` wrote them.
+//! Compares learning rates, momenta and loss scales of every step with DeepSpeed's. DeepSpeed itself computed
+//! the expected values, by the scripts beside the fixtures in `tests/fixtures/deepspeed`.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -91,7 +91,7 @@ fn the_loss_scale_follows_deepspeeds_at_every_step() {
             skipped += u64::from(outcome == Outcome::Skips);
             ended = outcome == Outcome::Ends;
             assert_eq!(outcome == Outcome::Updates, !overflow);
-            // As after a restart.
+            // The state survives a restart.
             let text = serde_json::to_string(&state).unwrap();
             let kept: OverflowState = serde_json::from_str(&text).unwrap();
             assert_eq!(OverflowState::new(&rules, Some(kept)), state);

@@ -1,5 +1,6 @@
-//! A DeepSpeed file below a run file. What could go wrong: one of two values wins in silence; "auto" hides a value, or stays; a
-//! number that is whole to a reader is refused; an error does not say which file it is in.
+//! Tests of a DeepSpeed file combined with the run's own configuration. Errors that this finds: one of two
+//! conflicting values wins silently; "auto" hides a value or remains; a whole number written as a float is
+//! refused; an error does not name its file.
 
 use std::path::PathBuf;
 
@@ -21,7 +22,7 @@ seq_len = 32
 struct Files(tempfile::TempDir);
 
 impl Files {
-    /// A run file (`more` stands above its tables) and DeepSpeed's.
+    /// Writes a run file (`more` precedes its tables) and a DeepSpeed file.
     fn new(more: &str, deepspeed: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("run.toml"), format!("{more}\n{RUN}")).unwrap();
@@ -79,7 +80,7 @@ fn a_deepspeed_file_supplies_what_the_run_file_leaves_open() {
         .iter()
         .find(|note| note.contains("reduce_bucket_size"));
     assert!(unused.unwrap().contains("has no effect here"));
-    // The command line has the last word, and the run file may name the file itself.
+    // The command line takes precedence, and the run file may name the DeepSpeed file.
     let run = files
         .read(&["gradient_clipping=2", "train.log_every=5"])
         .unwrap();
@@ -124,7 +125,7 @@ fn a_deepspeed_file_and_settings_of_the_command_line_are_enough() {
     ];
     let run = files.read_as(None, Some("ds.json"), &sets).unwrap();
     assert_eq!(run.train.run_dir, PathBuf::from("runs/ds"));
-    // All that it does not say is asked for at once.
+    // All missing settings are reported at once.
     let text = files.read_as(None, Some("ds.json"), &[]).unwrap_err();
     assert!(text.starts_with("4 settings are wrong\n"), "{text}");
     for missing in ["train.steps", "train.seq_len", "model", "data.files"] {
@@ -256,7 +257,7 @@ fn an_error_in_the_deepspeed_file_names_it() {
     );
     let text = refused("deepspeed = 5", "{}");
     assert!(text.contains("deepspeed: 5: expected the path"), "{text}");
-    // An error in the run file does not.
+    // An error in the run file does not name the DeepSpeed file.
     let text = refused("gradient_clipping = -1", r#"{"train_batch_size": 1}"#);
     assert!(text.starts_with("gradient_clipping: -1"), "{text}");
 }

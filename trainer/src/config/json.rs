@@ -1,14 +1,14 @@
-//! JSON as people have it: with comments and trailing commas, which DeepSpeed reads, and no key twice, which it refuses.
+//! Parses JSON as DeepSpeed does: accepts comments and trailing commas, refuses duplicate keys.
 
 use std::fmt;
 
 use serde::de::{self, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 
-/// The value of `text`.
+/// Parses `text`.
 ///
 /// # Errors
-/// What is wrong, with line and column of the text.
+/// The message has the line and column in `text`.
 pub(super) fn parse(text: &str) -> Result<Value, String> {
     let plain = without_trimmings(text);
     serde_json::from_str::<Strict>(&plain)
@@ -16,11 +16,13 @@ pub(super) fn parse(text: &str) -> Result<Value, String> {
         .map_err(|error| error.to_string())
 }
 
-/// `text` with comments (`//`, `#`, `/* */`) and commas before a closing bracket as spaces, so that places stay where they were.
+/// Replaces comments (`//`, `#`, `/* */`) and commas before a closing bracket by spaces, so that line and
+/// column numbers stay the same.
 fn without_trimmings(text: &str) -> String {
     let mut plain: Vec<char> = Vec::with_capacity(text.len());
     let mut rest = text.chars().peekable();
-    // The last comma that ended an entry and after which nothing came but spaces; what came last that was no space.
+    // Position of the last comma that ended an entry and was followed by white space only; last character that
+    // is not white space.
     let (mut comma, mut last) = (None, ' ');
     while let Some(next) = rest.next() {
         let is_line = next == '#' || (next == '/' && rest.peek() == Some(&'/'));
@@ -69,7 +71,7 @@ fn without_trimmings(text: &str) -> String {
     plain.into_iter().collect()
 }
 
-/// A value in which no table has a key twice.
+/// JSON value in which no object has duplicate keys.
 struct Strict(Value);
 
 impl<'de> de::Deserialize<'de> for Strict {

@@ -1,11 +1,12 @@
-//! A run's settings: from a file and `--set` to `RunSettings`, every contradiction refused before anything is touched.
+//! Reads a run's settings from files and `--set` into `RunSettings`. Refuses every contradiction before
+//! anything is created or opened.
 //!
 //! ```text
 //!   RUN.toml | RUN.json ──┐
 //!   ds_config.json ──below┴─▶ tree ──▶ --set on top ──▶ keys/: known keys, right types? ──▶ "auto" ──▶ ConfigToml ──▶ resolve/ ──▶ RunSettings
 //! ```
 //!
-//! What is wrong is collected on the way and reported at once.
+//! Errors are collected on the way and reported together.
 
 mod accelerate;
 mod auto;
@@ -37,17 +38,17 @@ pub use training_state::stage::Stage;
 
 use source::{Tree, apply};
 
-/// Why a run file was refused. Nothing has been touched when this is answered.
+/// Error in a run's settings. Nothing has been created or changed when it is returned.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
-    /// The file cannot be read at all.
+    /// The file cannot be read.
     #[error("cannot read {what} {}: {source}", path.display())]
     Read {
         what: &'static str,
         path: PathBuf,
         source: std::io::Error,
     },
-    /// The file is no TOML, or no JSON when its name ends in .json.
+    /// The file is not TOML, or not JSON if its name ends in .json.
     #[error("{} is not valid {format}: {message}", path.display())]
     Syntax {
         path: PathBuf,
@@ -57,20 +58,20 @@ pub enum SettingsError {
     /// `--set` without a key or a value.
     #[error("--set {text}: expected key=value with dots between tables, as in train.steps=100")]
     Set { text: String },
-    /// `--set` with a value that begins as TOML and is none.
+    /// `--set` with a value that starts like TOML but is not valid.
     #[error("--set {key}: {value} is not valid TOML: {message}")]
     SetSyntax {
         key: String,
         value: String,
         message: String,
     },
-    /// An Accelerate configuration that holds no run of this kind.
+    /// An Accelerate configuration that cannot be used.
     #[error("{} {message}", path.display())]
     Accelerate { path: PathBuf, message: String },
-    /// More than one thing is wrong.
+    /// Several errors.
     #[error("{} settings are wrong{}", .0.len(), lines(.0))]
     Several(Vec<SettingsError>),
-    /// The run file and DeepSpeed's file say different things.
+    /// The run's configuration and DeepSpeed's have different values for a key.
     #[error(
         "{key} is {over} in {} and {under} in {}: leave it out of one of them, or write \"auto\" in the second",
         run.display(),
@@ -83,28 +84,28 @@ pub enum SettingsError {
         deepspeed: PathBuf,
         under: String,
     },
-    /// Something in a file beside the run file.
+    /// An error in a file other than the run's own configuration.
     #[error("{}: {error}", path.display())]
     InFile {
         path: PathBuf,
         error: Box<SettingsError>,
     },
-    /// A key nobody knows. `nearest` may carry a remark after the key.
+    /// Unknown key. `nearest` may carry a remark after the key.
     #[error("unknown key `{key}`{}", did_you_mean(nearest))]
     UnknownKey {
         key: String,
         nearest: Option<String>,
     },
-    /// A key of DeepSpeed's that asks for what is not built.
+    /// DeepSpeed key that asks for an unsupported feature.
     #[error("{key} is DeepSpeed's but not supported here: {instead}")]
     NotSupported { key: String, instead: &'static str },
     /// A value of the wrong type.
     #[error("{key}: {message}")]
     Type { key: String, message: String },
-    /// A value out of its range, or two that contradict each other.
+    /// A value out of its range, or a contradiction between two values.
     #[error("{key}: {message}")]
     Value { key: &'static str, message: String },
-    /// A key without which nothing can start.
+    /// A required key is missing.
     #[error("{key} is missing: {message}")]
     Missing {
         key: &'static str,
@@ -113,7 +114,7 @@ pub enum SettingsError {
 }
 
 impl SettingsError {
-    /// The key it is about.
+    /// The key that the error is about.
     fn key(&self) -> Option<&str> {
         match self {
             Self::UnknownKey { key, .. } | Self::NotSupported { key, .. } => Some(key),
@@ -123,7 +124,7 @@ impl SettingsError {
         }
     }
 
-    /// An error of all `faults`.
+    /// Combines `faults` into one error, or returns `Ok` if there are none.
     fn all(mut faults: Vec<Self>) -> Result<(), Self> {
         match faults.len() {
             0 => Ok(()),
@@ -141,37 +142,38 @@ fn did_you_mean(nearest: &Option<String>) -> String {
     format!("; did you mean `{key}`{remark}?")
 }
 
-/// Each fault on a line of its own.
+/// Formats each fault on its own line.
 fn lines(faults: &[SettingsError]) -> String {
     let lines = faults.iter().map(|fault| format!("\n  {fault}"));
     lines.collect()
 }
 
-/// Who fills in what a file leaves out.
+/// The program whose defaults apply to keys that a file leaves out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WrittenFor {
-    /// We do: there is no file for DeepSpeed.
+    /// This one: there is no DeepSpeed file.
     Us,
     /// DeepSpeed alone.
     DeepSpeed,
-    /// Hugging Face's Trainer: the file has an "auto" that it fills in.
+    /// Hugging Face's Trainer: the file contains an "auto" that it fills in.
     Trainer,
 }
 
-/// What a reader of the settings should know.
+/// Messages for the person who wrote the settings.
 #[derive(Debug, Default)]
 struct Said {
-    /// Choices that may be another than what was meant.
+    /// Choices that may differ from what was intended.
     warnings: Vec<String>,
     notes: Vec<String>,
 }
 
-/// Reads the files of `source`, lays its `sets` over them and checks all of it.
+/// Reads the files of `source`, applies its `sets` and checks the result.
 ///
-/// `ranks` is how many processes train the run. Without it the run is only looked at: as many as its batch sizes say, or one.
+/// `ranks` is the number of processes that train the run. Without it the run is only examined: the number
+/// follows from the batch sizes, or is one.
 ///
 /// # Errors
-/// All that is wrong, each with the key's path and what to do.
+/// All errors found, each with the key's path and what to do.
 pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, SettingsError> {
     let Tree { tree, deepspeed } = source.tree()?;
     let mut said = Said::default();
@@ -188,16 +190,16 @@ pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, Settings
         .map_err(|error| Tree::blame(&deepspeed, error))
 }
 
-/// Lays `sets`, each `key=value`, over a tree of settings.
+/// Applies `sets`, each `key=value`, to a tree of settings.
 ///
 /// # Errors
-/// The first that has no key or no value.
+/// The first one without a key or a value.
 pub fn apply_overrides(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
     sets.iter().try_for_each(|set| apply(tree, set))
 }
 
-/// Checks a whole tree of settings. `name` is the run file's stem; it names the run directory when the file does not. `ranks` as
-/// for [`read`].
+/// Checks a whole tree of settings. `name` is the stem of the configuration's file name, which names the run
+/// directory if no key does. `ranks` is as in [`read`].
 ///
 /// # Errors
 /// As for [`read`].
@@ -222,7 +224,7 @@ fn check_as(
     match resolve::resolve(config, name, ranks, written_for, said) {
         Ok(settings) => SettingsError::all(faults).map(|()| settings),
         Err(more) => {
-            // A value that was taken out is missing, and nobody needs to hear of it twice.
+            // A value with a wrong type was removed from the tree; the error that it is missing would be a duplicate.
             let told = |fault: &SettingsError| {
                 let same = |other: &SettingsError| other.key() == fault.key();
                 fault.key().is_some() && faults.iter().any(same)

@@ -1,13 +1,14 @@
-//! The shapes of public files, written anew: what is read out of each, or why it is refused. What could go wrong: a file that
-//! trains elsewhere is refused, or trains something else here than it does there.
+//! Reads configurations with the structure of public files, and checks the settings that result or the reason
+//! for a refusal. Errors that this finds: a file that trains elsewhere is refused, or trains differently
+//! here.
 //!
-//! The sources are named by repository and path. All were read in August 2026.
+//! Sources are named by repository and path, as of August 2026.
 
 use serde_json::{Value, json};
 
 use super::*;
 
-/// A run with a model directory whose config.json says that the checkpoint is in bf16.
+/// Directory with a run and a model whose config.json says that the checkpoint is in bf16.
 struct Bench(tempfile::TempDir);
 
 impl Bench {
@@ -50,7 +51,7 @@ impl Bench {
     }
 }
 
-/// What matters of a run, in a line.
+/// Summarizes the settings under test in one line.
 fn told(run: &RunSettings) -> String {
     let tiers = [run.placement.param, run.placement.optimizer].map(Tier::word);
     let schedule = match &run.lr {
@@ -72,7 +73,7 @@ fn told(run: &RunSettings) -> String {
     )
 }
 
-/// Lays `more` over `base`, table by table.
+/// Merges `more` into `base`, table by table.
 fn with(base: &Value, more: Value) -> Value {
     match (base, more) {
         (Value::Object(base), Value::Object(more)) => {
@@ -144,7 +145,7 @@ fn all(parts: &[Value]) -> Value {
         .fold(json!({}), |sum, part| with(&sum, part.clone()))
 }
 
-/// Axolotl's stage 3: its fields go by name, not by alias.
+/// Axolotl's stage 3 file, with the fields' names instead of their aliases.
 fn axolotl_3() -> Value {
     json!({
         "zero_optimization": {
@@ -156,7 +157,7 @@ fn axolotl_3() -> Value {
     })
 }
 
-/// Source, shape, what is read out of it or a part of the refusal.
+/// Source, structure, and the expected summary or a part of the expected error.
 fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
     let axolotl_fp16 = json!({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "auto_cast": false, "initial_scale_power": 32}});
     let axolotl = all(&[sizes(), axolotl_fp16]);
@@ -547,7 +548,7 @@ fn public_deepspeed_files_train_as_elsewhere_or_are_refused_with_the_reason() {
     }
 }
 
-/// What Accelerate configurations have beside `deepspeed_config`.
+/// Keys of Accelerate configurations besides `deepspeed_config`.
 const AROUND: &str = "compute_environment: LOCAL_MACHINE
 debug: false
 distributed_type: DEEPSPEED
@@ -630,7 +631,7 @@ fn an_accelerate_configuration_may_name_deepspeeds_file() {
         "{:?}",
         run.notes
     );
-    // What is wrong is said of the file it is in.
+    // The error names the file that contains it.
     let wrong = with(&shape, json!({"zero_optimization": {"stage": 7}}));
     std::fs::write(bench.0.path().join("ds.json"), wrong.to_string()).unwrap();
     let text = bench.read("accelerate.yaml", yaml).unwrap_err();
@@ -664,7 +665,7 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_shows_the_def
         "optimizer AdamW, lr 5e-5, betas 0.9 and 0.999, eps 1e-8, weight decay 0\n\
          schedule  linear, from 5e-5 down to 0 over 1000 steps, no warm-up\nprecision bf16"
     );
-    // DeepSpeed alone keeps the rate; so is it here, and said.
+    // DeepSpeed alone keeps the rate constant; so does this program, with a warning.
     let named = json!({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}});
     let (warnings, summary) = warned(with(&base, named.clone()));
     assert!(
@@ -694,7 +695,7 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_shows_the_def
     }
 }
 
-/// A file of safetensors with one number of a type.
+/// Contents of a safetensors file with one element of type `dtype`.
 fn weights(dtype: &str, bytes: usize) -> Vec<u8> {
     let header =
         format!("{{\"t\":{{\"dtype\":\"{dtype}\",\"shape\":[1],\"data_offsets\":[0,{bytes}]}}}}");
@@ -722,7 +723,7 @@ fn auto_precision_is_the_checkpoints_and_a_different_one_is_a_warning() {
         (run.dtype.name(), run.warnings.join("\n"))
     };
     let auto = json!({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}});
-    // The file's own type, where config.json says none; config.json's before it.
+    // The type in config.json takes precedence; without it, the weights' own type is used.
     for (dtype, bytes, expected) in [("BF16", 2, "bf16"), ("F16", 2, "fp16"), ("F32", 4, "fp32")] {
         config("");
         std::fs::write(dir.path().join("model.safetensors"), weights(dtype, bytes)).unwrap();
@@ -743,7 +744,7 @@ fn auto_precision_is_the_checkpoints_and_a_different_one_is_a_warning() {
         warnings.contains("the run computes in fp16, but the checkpoint is in bf16"),
         "{warnings}"
     );
-    // A type that is switched off is not taken.
+    // A type that is disabled is not chosen.
     let (dtype, warnings) = read(json!({"bf16": {"enabled": false}, "fp16": {"enabled": "auto"}}));
     assert_eq!(dtype, "fp32");
     assert!(warnings.contains("the checkpoint is in bf16"), "{warnings}");

@@ -1,7 +1,8 @@
-//! What each key of a run file is: its type, its default and what it is for, taken from the declarations in `toml.rs`.
+//! Type, default and description of each configuration key, taken from the declarations in `toml.rs`.
 //!
-//! `keys! { ... }` declares a table as a struct, and keeps the doc comment, the default, an example and the type of every field. The check of a
-//! file, the errors about types and `trainer config-reference` read this, so none of them can disagree with what is parsed.
+//! `keys! { ... }` declares a table as a struct and keeps the doc comment, default, example and type of every
+//! field. Checks, error messages and `trainer config-reference` use this data, so they cannot disagree with
+//! the parser.
 
 use std::path::PathBuf;
 
@@ -12,33 +13,33 @@ use serde_json::Value;
 pub(super) struct Field {
     pub(super) name: &'static str,
     pub(super) kind: Kind,
-    /// What holds without the key: a TOML value, or words. Empty where `what` or DeepSpeed's table says it.
+    /// Value without the key: a TOML value, or words. Empty if `what` or DeepSpeed's table says it.
     pub(super) default: &'static str,
-    /// A value as a run file has it, for `docs/trainer-configuration.md`. Empty for DeepSpeed's keys.
+    /// Example value for `docs/trainer-configuration.md`. Empty for DeepSpeed's keys.
     #[cfg(test)]
     pub(super) example: &'static str,
-    /// The first sentence or more of its doc comment, a line each. Empty for DeepSpeed's keys, whose table has it.
+    /// Lines of the doc comment. Empty for DeepSpeed's keys, which are described in their table.
     pub(super) what: &'static [&'static str],
 }
 
 /// The type of a key.
 #[derive(Clone, Copy)]
 pub(super) struct Kind {
-    /// As a person calls it, after "expected".
+    /// Name of the type in an error message after "expected".
     pub(super) words: &'static str,
-    /// Whether the parser takes a value for it.
+    /// Returns whether the parser accepts a value of this kind.
     pub(super) accepts: fn(&Value) -> bool,
     /// The keys of a table.
     pub(super) fields: Option<&'static [Field]>,
 }
 
-/// A type that a key may have.
+/// Type that a key may have.
 pub(super) trait Typed {
     const KIND: Kind;
 }
 
 impl Kind {
-    /// Of a value that is parsed as `T`.
+    /// Kind of a value that is parsed as `T`.
     pub(super) const fn of<T: DeserializeOwned>(words: &'static str) -> Self {
         Self {
             words,
@@ -47,7 +48,7 @@ impl Kind {
         }
     }
 
-    /// Of a table.
+    /// Kind of a table.
     pub(super) const fn table(fields: &'static [Field]) -> Self {
         Self {
             words: "a table",
@@ -57,12 +58,12 @@ impl Kind {
     }
 }
 
-/// A key that may be left out.
+/// An optional key has the kind of its value.
 impl<T: Typed> Typed for Option<T> {
     const KIND: Kind = T::KIND;
 }
 
-/// Declares which words name a type.
+/// Declares the names of types in error messages.
 macro_rules! typed {
     ($($type:ty = $words:literal;)*) => { $(
         impl $crate::config::schema::Typed for $type {
@@ -83,7 +84,7 @@ typed! {
     [f64; 2] = "two numbers, for example [0.9, 0.999]";
 }
 
-/// Declares tables of settings: structs in which every key may be left out, and their `Field`s.
+/// Declares tables of settings: structs whose keys are all optional, and their `Field`s.
 macro_rules! keys {
     ($(
         $(#[doc = $about:literal])*
@@ -124,7 +125,7 @@ macro_rules! keys {
 }
 pub(super) use keys;
 
-/// The first of one or two.
+/// Expands to the first of one or two arguments.
 macro_rules! first {
     ($one:expr) => {
         $one
@@ -136,7 +137,7 @@ macro_rules! first {
 pub(super) use first;
 
 impl Field {
-    /// Its doc comment as one line.
+    /// The doc comment as one line.
     pub(super) fn what(&self) -> String {
         let lines = self.what.iter().map(|line| line.trim());
         lines.collect::<Vec<_>>().join(" ")

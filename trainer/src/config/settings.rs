@@ -1,4 +1,5 @@
-//! The checked settings of a run. Whatever holds one of these has been through `resolve/`; no field contradicts another.
+//! Checked settings of a run. A value of these types has been through `resolve/`, so no field contradicts
+//! another.
 
 use std::path::PathBuf;
 
@@ -8,25 +9,27 @@ use super::{LrSchedule, OverflowPolicy, Reports, Stage};
 use crate::compute::ActivationCheckpointing;
 use crate::model::{Dropout, Dtype, ModelConfig};
 
-/// A run, ready to be planned.
+/// Settings of a run, ready to be planned.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunSettings {
     pub model: ModelConfig,
-    /// The directory that `model.path` names, with the model's `config.json`, and its tokenizer and weights if it has them.
+    /// Directory named by `model.path`, with the model's `config.json` and, if present, its tokenizer and
+    /// weights.
     pub model_dir: Option<PathBuf>,
-    /// What the weights of a fresh run are.
+    /// Initial weights of a fresh run.
     pub first_weights: FirstWeights,
-    /// What is left out at random in training.
+    /// Dropout probabilities in training.
     pub dropout: Dropout,
-    /// Parameters and activations. Bf16 keeps its fp32 master split, fp16 whole.
+    /// Type of parameters and activations. Bf16 parameters are the upper half of a split fp32 master; fp16
+    /// has a separate fp32 master.
     #[serde(serialize_with = "dtype_word")]
     pub dtype: Dtype,
     pub overflow: OverflowPolicy,
-    /// Of one rank.
+    /// Batch of one rank.
     pub batch: Batch,
     /// Processes that train the run together.
     pub ranks: u32,
-    /// Largest global norm of the gradients; 0 leaves them as they are.
+    /// Largest global norm of the gradients; 0 disables clipping.
     pub gradient_clipping: f64,
     pub optimizer: OptimizerSettings,
     pub lr: LrSchedule,
@@ -35,10 +38,10 @@ pub struct RunSettings {
     pub reports: Reports,
     pub placement: Placement,
     pub offload: OffloadSettings,
-    /// Choices made for the reader of the run file that may be another than what was meant.
+    /// Choices that may differ from what the author of the settings intended.
     #[serde(skip)]
     pub warnings: Vec<String>,
-    /// What a reader of the run file should know: keys without effect, defaults taken.
+    /// Information for the author of the settings: keys without effect, defaults used.
     #[serde(skip)]
     pub notes: Vec<String>,
 }
@@ -54,7 +57,7 @@ impl RunSettings {
         self.batch.tokens() * u64::from(self.ranks)
     }
 
-    /// Every resolved setting as `key = value`, one a line.
+    /// Formats every resolved setting as a line `key = value`.
     pub fn lines(&self) -> Vec<String> {
         fn walk(path: &str, value: &serde_json::Value, lines: &mut Vec<String>) {
             let serde_json::Value::Object(table) = value else {
@@ -98,15 +101,15 @@ impl Batch {
     }
 }
 
-/// What the weights of a fresh run are. A run that goes on has its own.
+/// Initial weights of a fresh run. A resumed run has its own.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstWeights {
     /// Random numbers, by `train.seed`.
     Random,
-    /// Those in the model's directory.
+    /// Weights in the model's directory.
     Files,
-    /// Those that the run in a directory holds.
+    /// Weights of the run in this directory.
     Run(PathBuf),
 }
 
@@ -120,95 +123,98 @@ pub struct OptimizerSettings {
     pub decay: Decaying,
 }
 
-/// Which parameters weight decay takes from.
+/// Parameters to which weight decay applies.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Decaying {
-    /// Matrices and the embedding: not norms, not biases.
+    /// Matrices and the embedding; neither norms nor biases.
     Matrices,
-    /// All, as an optimizer has it that was given a model's parameters in one group.
+    /// All parameters, as with a PyTorch optimizer that has a single parameter group.
     All,
-    /// All whose name in a checkpoint has none of these texts in it.
+    /// All parameters whose name in a checkpoint contains none of these texts.
     AllBut(Vec<String>),
 }
 
-/// What is learned from, how it becomes tokens, and what of it is kept for evaluation.
+/// Training data: its files, how they are tokenized, and what is reserved for evaluation.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DataSettings {
-    /// Empty where the run has no steps.
+    /// Empty if the run has no steps.
     pub files: Vec<PathBuf>,
-    /// Text of its own for evaluation; empty when a share of `files` is held out, or nothing.
+    /// Files for evaluation; empty if a fraction of `files` is used, or nothing.
     pub eval_files: Vec<PathBuf>,
     pub validation_fraction: Fraction,
-    /// A directory with `tokenizer.json`, or such a file; "bytes"; `None` for that of the model's directory, or bytes.
+    /// Directory with `tokenizer.json`, or such a file, or "bytes"; `None` for the model directory's
+    /// tokenizer, or bytes if it has none.
     pub tokenizer: Option<PathBuf>,
-    /// Takes the place of the tokenizer's own.
+    /// Replaces the tokenizer's own template.
     pub chat_template: Option<PathBuf>,
     pub packing: Packing,
     pub loss_on: LossOn,
-    /// Whether windows are drawn in an order of the seed, another one each time through; otherwise they come as they lie in the files.
+    /// Whether windows are shuffled by the seed, differently in each epoch; otherwise they follow the order
+    /// of the files.
     pub shuffle: bool,
-    /// Where tokens are kept for other runs too; `None` for the run directory.
+    /// Directory of a token cache shared with other runs; `None` for the run directory.
     pub cache: Option<PathBuf>,
 }
 
-/// How documents fill windows. In both, attention reaches back over documents that stand before in the same window.
+/// How documents fill windows. Either way, attention reaches back over earlier documents in the same window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Packing {
-    /// One after another, cut where a window ends.
+    /// One after another, cut at the end of a window.
     Concatenate,
-    /// Whole, with padding that does not count.
+    /// Whole, with padding that does not count in the loss.
     Documents,
 }
 
-/// Which tokens the loss is the mean of.
+/// Tokens that the loss is averaged over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LossOn {
-    /// All.
+    /// All tokens.
     All,
-    /// Completions, and what the assistant says in conversations.
+    /// Completions, and the assistant's messages in conversations.
     Completions,
 }
 
-/// The run itself.
+/// Length, reports and directory of the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TrainSettings {
-    /// Steps of the whole run; 0: it is made from its first weights, and can be exported.
+    /// Steps of the whole run; 0: the run only takes its initial weights, and can be exported.
     pub steps: u64,
-    /// The step this start ends with: `steps`, or less when the run is to be continued later.
+    /// Step at which this start ends: `steps`, or less if the run is to be continued later.
     pub stop_after: u64,
     pub seed: u64,
     /// Steps between evaluations; 0: none.
     pub eval_every: u64,
     pub eval_batches: u64,
     pub log_every: u64,
-    /// Steps between checkpoints into the run directory; 0: none, but for runs without a store one at the end and on SIGTERM.
+    /// Steps between checkpoints; 0: none, except that a run without a store makes one at its end and on
+    /// SIGTERM.
     pub checkpoint_every: u64,
-    /// Checkpoints that are kept, the newest ones; 0: all.
+    /// Number of newest checkpoints to keep; 0: all.
     pub checkpoints_kept: u64,
     pub run_dir: PathBuf,
-    /// Threads that compute.
+    /// Computing threads.
     pub threads: usize,
     pub device: DeviceChoice,
-    /// `None`: the plan chooses.
+    /// `None` if the plan chooses.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
-    /// Chunks in which blocks' feed-forward parts are computed, one after the other; 1: whole. More chunks take less memory and
-    /// sum in another order.
+    /// Chunks into which the MLP of a block is divided; they are computed one after the other. 1: undivided.
+    /// More chunks need less memory and change the order of summation.
     pub mlp_chunks: usize,
 }
 
-/// Where blocks' inputs wait from forward to backward when a GPU computes. The bits are the same. Without a GPU they are in host
-/// memory in any case.
+/// Where block inputs are kept from forward to backward when a GPU computes. The choice does not change
+/// results. Without a GPU they are in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationsChoice {
-    /// In GPU memory while they fit.
+    /// GPU memory as long as they fit.
     Auto,
-    /// In GPU memory.
+    /// GPU memory.
     Gpu,
-    /// In host memory: they cross the bus and back.
+    /// Host memory; each input crosses the bus twice.
     Cpu,
 }
 
@@ -220,38 +226,38 @@ pub enum DeviceChoice {
     Auto,
     /// The processor.
     Cpu,
-    /// A GPU. Without one the run does not start.
+    /// A GPU. The run refuses to start without one.
     Gpu,
 }
 
-/// Where the optimizer runs. All give the same bits, so a run may go on with another one.
+/// Where the optimizer runs. The choice does not change results, so a resumed run may change it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerDevice {
-    /// The plan chooses.
+    /// Chosen by the plan.
     Auto,
-    /// The processor, on host memory.
+    /// The processor, on state in host memory.
     Cpu,
-    /// The GPU: state that lives in host memory or on devices is streamed through it.
+    /// The GPU. State in host memory or on devices is streamed through it.
     Gpu,
-    /// Some tiles here, some there.
+    /// Both; each updates a part of the tiles.
     Shared,
 }
 
-/// Where something lives between uses.
+/// Where parameters or optimizer state are kept between uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Tier {
-    /// With the processor that computes: host memory on a machine without a GPU.
+    /// Memory of the processor or GPU that computes.
     None,
     /// Host memory.
     Cpu,
-    /// Devices of the store.
+    /// NVMe devices of the store.
     Nvme,
 }
 
 impl Tier {
-    /// DeepSpeed's word.
+    /// The tier's name in DeepSpeed's configuration.
     pub fn word(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -261,37 +267,37 @@ impl Tier {
     }
 }
 
-/// Where parameters and optimizer state live.
+/// Where parameters and optimizer state are kept.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Placement {
-    /// What the ranks divide among themselves.
+    /// Which parts of the state are divided among the ranks.
     pub stage: Stage,
     pub param: Tier,
     pub optimizer: Tier,
-    /// Directories for a private daemon's device files, each once.
+    /// Directories of a private daemon's device files, without duplicates.
     pub nvme_paths: Vec<PathBuf>,
-    /// How many of the tiles whose tier is nvme stay in host memory.
+    /// Fraction of the tiles of tier nvme that stays in host memory.
     pub resident_fraction: ResidentFraction,
 }
 
-/// How many of the tiles whose tier is nvme stay in host memory.
+/// Fraction of the tiles of tier nvme that stays in host memory.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ResidentFraction {
     /// This fraction of each kind of tile.
     Fixed(Fraction),
-    /// What fits the budget beside the rest: parameters first, they are read twice a step.
+    /// As much as fits the memory budget; parameters first, because they are read twice a step.
     Auto,
 }
 
 impl Placement {
-    /// Whether anything lives on devices.
+    /// Returns whether any state is kept on devices.
     pub fn has_store(&self) -> bool {
         self.param == Tier::Nvme || self.optimizer == Tier::Nvme
     }
 }
 
-/// A fraction between 0 and 1, both included.
+/// Number from 0 to 1 inclusive.
 #[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize)]
 pub struct Fraction(f64);
 
@@ -299,7 +305,7 @@ impl Fraction {
     pub const NONE: Self = Self(0.0);
     pub const ALL: Self = Self(1.0);
 
-    /// `None` unless `0 <= fraction <= 1`.
+    /// Returns `None` unless `0 <= fraction <= 1`.
     pub fn new(fraction: f64) -> Option<Self> {
         (0.0..=1.0).contains(&fraction).then_some(Self(fraction))
     }
@@ -309,58 +315,59 @@ impl Fraction {
     }
 }
 
-/// When a step's update runs.
+/// When the optimizer updates the parameters of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OptimizerStep {
     /// After backward, before the next step.
     Immediate,
-    /// Each unit's just before its first use in the next step.
+    /// Each unit just before its first use in the next step.
     Deferred,
 }
 
-/// Where gradients are between backward and update. All give the same bits, so a run may go on with another one.
+/// Where gradients are kept between backward and update. The choice does not change results, so a resumed run
+/// may change it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum GradientsChoice {
-    /// In host memory while they fit; what does not goes to devices.
+    /// In host memory as far as they fit, the rest on devices.
     Auto,
     /// In host memory.
     Cpu,
-    /// On devices of the store: two bytes more read and two more written a parameter.
+    /// On devices of the store; reads and writes two more bytes a parameter.
     Nvme,
 }
 
-/// What a crash may cost.
+/// What a crash of the machine may destroy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Durability {
-    /// Nothing that was committed: two extents a tile.
+    /// Nothing that was committed: each tile has two extents on the device.
     Full,
-    /// Everything: one extent a tile, written in place.
+    /// Everything: each tile has one extent and is written in place.
     None,
 }
 
-/// How tiles move.
+/// How tiles are moved between memory and devices.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OffloadSettings {
-    /// A daemon that runs already; without one a private daemon is started.
+    /// Socket of a running daemon; `None` starts a private daemon.
     pub socket: Option<PathBuf>,
     pub optimizer_step: OptimizerStep,
-    /// Steps between commits; 0: only before evaluation and at the end. `None`: the plan chooses.
+    /// Steps between commits; 0: only before evaluation and at the end. `None` if the plan chooses.
     pub commit_every: Option<u64>,
-    /// Most host memory the run may take, all its processes on this node together. `None`: what is free.
+    /// Upper limit of host memory for all processes of the run on this node. `None`: the free memory.
     pub host_memory_bytes: Option<u64>,
     pub optimizer_device: OptimizerDevice,
     pub activations: ActivationsChoice,
-    /// Where gradients wait for their update.
+    /// Where gradients are kept until their update.
     pub gradients: GradientsChoice,
-    /// Elements of a tile; chosen from the model's size when left out.
+    /// Elements of a tile; derived from the model's size if left out.
     pub tile_elems: Option<u64>,
-    /// Bytes of slots through which tiles pass. `None`: the plan chooses.
+    /// Bytes of the slots that tiles pass through. `None` if the plan chooses.
     pub staging_bytes: Option<u64>,
     pub iodepth: u32,
     pub durability: Durability,
-    /// The private daemon's engine: one of [`swapper::ENGINES`].
+    /// The private daemon's I/O engine: one of [`swapper::ENGINES`].
     pub engine: String,
 }

@@ -1,4 +1,5 @@
-//! Where settings come from: a run file, DeepSpeed's file laid under it, and what the command line lays over both.
+//! Combines the sources of settings: the run's configuration file, a DeepSpeed file below it, and the command
+//! line above both.
 
 use std::path::{Path, PathBuf};
 
@@ -7,35 +8,35 @@ use serde_json::{Map, Value};
 use super::deepspeed::{self, DeepSpeedFile};
 use super::{SettingsError, json, keys};
 
-/// The files of a run, and what is laid over them.
+/// Configuration files of a run, and the values that replace theirs.
 #[derive(Clone, Debug, Default)]
 pub struct Source {
     /// TOML, or JSON when its name ends in .json.
     pub run: Option<PathBuf>,
-    /// A file for DeepSpeed, as it is. The run file may name it, too.
+    /// DeepSpeed configuration, unchanged. The run's own file may name it too.
     pub deepspeed: Option<PathBuf>,
-    /// Each `key=value`.
+    /// Items of the form `key=value`.
     pub sets: Vec<String>,
 }
 
-/// All settings in one tree, and what DeepSpeed's file has of it.
+/// All settings in one tree, with the DeepSpeed part of it.
 pub(super) struct Tree {
     pub(super) tree: Value,
     pub(super) deepspeed: Option<DeepSpeedFile>,
 }
 
 impl Source {
-    /// The run file's stem, or that of DeepSpeed's file when it is alone.
+    /// Returns the stem of the run file's name, or of the DeepSpeed file's if there is no run file.
     pub(super) fn name(&self) -> String {
         let file = self.run.as_deref().or(self.deepspeed.as_deref());
         file.and_then(Path::file_stem)
             .map_or_else(|| "run".into(), |stem| stem.to_string_lossy().into_owned())
     }
 
-    /// Reads the files and lays them over each other.
+    /// Reads the files and combines them.
     ///
     /// # Errors
-    /// A file that cannot be read; two files that say different things; a `--set` without key or value.
+    /// A file cannot be read; two files contradict each other; a `--set` has no key or no value.
     pub(super) fn tree(&self) -> Result<Tree, SettingsError> {
         let mut tree = match &self.run {
             Some(path) => parse(path, "the run file")?,
@@ -59,7 +60,7 @@ impl Source {
         Ok(Tree { tree, deepspeed })
     }
 
-    /// The one that the command line names, or the run file.
+    /// Returns the DeepSpeed file named on the command line or in the run file.
     fn deepspeed_path(&self, tree: &mut Value) -> Result<Option<PathBuf>, SettingsError> {
         let named = tree
             .as_object_mut()
@@ -89,7 +90,7 @@ impl Source {
 }
 
 impl Tree {
-    /// Names DeepSpeed's file in an error about a key that came from there.
+    /// Adds the DeepSpeed file's path to an error about a key from that file.
     pub(super) fn blame(deepspeed: &Option<DeepSpeedFile>, error: SettingsError) -> SettingsError {
         let Some(file) = deepspeed else {
             return error;
@@ -134,7 +135,7 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
         json::parse(&text).map_err(|message| syntax("JSON", message))?
     } else {
         let tree = ::toml::from_str(&text).map_err(|error| syntax("TOML", error.to_string()))?;
-        // TOML has no null: this is what becomes of nan and inf, which would count as left out.
+        // TOML has no null: nan and inf become null here, and would count as left out.
         if let Some(key) = first_null(&tree, String::new()) {
             return Err(SettingsError::Type {
                 key,
@@ -152,7 +153,7 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
     }
 }
 
-/// The first key below `key` whose value is null.
+/// Returns the path of the first key below `key` whose value is null.
 fn first_null(tree: &Value, key: String) -> Option<String> {
     match tree {
         Value::Null => Some(key),
@@ -164,7 +165,8 @@ fn first_null(tree: &Value, key: String) -> Option<String> {
     }
 }
 
-/// Adds to `tree`, of the first of `files`, what `below`, of the second, has besides. "auto" gives way to a value.
+/// Adds to `tree`, which comes from the first of `files`, what `below`, from the second, has in addition. A
+/// value replaces "auto".
 fn lay_under(
     tree: &mut Value,
     below: &Value,
@@ -199,7 +201,7 @@ fn lay_under(
     }
 }
 
-/// Whether two values mean the same: 1000, 1000.0 and 1e3 do.
+/// Returns whether two values mean the same, as 1000, 1000.0 and 1e3 do.
 fn same(a: &Value, b: &Value) -> bool {
     match (a, b) {
         (Value::Number(a), Value::Number(b)) => a.as_f64() == b.as_f64(),
@@ -210,8 +212,8 @@ fn same(a: &Value, b: &Value) -> bool {
     }
 }
 
-/// Lays one `a.b=value` over the tree. The value is TOML. What is not TOML is text, so that paths and sizes need no quotes,
-/// unless it begins as a list, a table or quoted text: then it is a typing error.
+/// Applies one `a.b=value` to the tree. The value is TOML. Other text is a string, so that paths and sizes
+/// need no quotes, unless it starts like a list, a table or a quoted string: then it is a syntax error.
 pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     let wrong = || SettingsError::Set { text: set.into() };
     let (path, text) = set.split_once('=').ok_or_else(wrong)?;
@@ -221,7 +223,7 @@ pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     }
     let value = match ::toml::from_str::<Map<String, Value>>(&format!("value = {text}")) {
         Ok(mut table) if table.len() == 1 => match table.remove("value") {
-            // nan and inf, which no key takes: the error shows them as text.
+            // nan and inf, which no key accepts; the error message shows them as text.
             None | Some(Value::Null) => Value::String(text.into()),
             Some(value) => value,
         },
@@ -249,10 +251,10 @@ pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     Ok(())
 }
 
-/// Numbers such as 5e8 and 1000.0 where they are whole, as a reader means them. Not those of the model, which has readers of
-/// its own.
+/// Converts numbers such as 5e8 and 1000.0 to integers where they are whole. Leaves the model's keys alone,
+/// which have their own parser.
 pub(super) fn whole_numbers(tree: &mut Value) {
-    /// Up to here every whole number is one f64.
+    /// Up to this value every whole number is exactly one f64.
     const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
     match tree {
         Value::Number(number) if number.is_f64() => {

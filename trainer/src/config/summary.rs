@@ -1,11 +1,11 @@
-//! What a run trains with, in the lines of its plan that come first: the optimizer, the learning rate, the precision.
+//! The first lines of a run's plan: optimizer, learning rate and precision.
 
 use std::fmt;
 
 use super::{LrSchedule, OverflowPolicy, RunSettings, Warmup};
 
 impl RunSettings {
-    /// The optimizer, its learning rate over the steps, and the precision, a line each.
+    /// Formats the optimizer, its learning rate over the steps, and the precision, each on one line.
     pub fn summary(&self) -> [String; 3] {
         let optimizer = &self.optimizer;
         let [first, second] = optimizer.betas;
@@ -29,7 +29,7 @@ impl RunSettings {
     }
 }
 
-/// A learning rate as people write it: 5e-5, and 0.
+/// Learning rate in the usual notation, as 5e-5 or 0.
 struct Rate(f64);
 
 impl fmt::Display for Rate {

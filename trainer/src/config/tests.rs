@@ -1,5 +1,5 @@
-//! What a run file means, and what is refused. What could go wrong: a typing error is taken for a default, two keys
-//! contradict each other and one wins in silence, a DeepSpeed file means something else here.
+//! Tests of the meaning of configuration files. Errors that this finds: a misspelled key is taken for a
+//! default; one of two contradicting keys wins silently; a DeepSpeed file means something else here.
 
 use std::path::Path;
 
@@ -7,12 +7,12 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A small run that is right; `changes` (dotted path, value) are laid over it.
+/// Checks a small valid run with `changes` (dotted path, value) applied to it.
 fn run_with(changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
     run_of(Some(1), changes)
 }
 
-/// The same, trained by `ranks` processes.
+/// Like [`run_with`], for `ranks` processes.
 fn run_of(ranks: Option<u32>, changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
     let mut tree = json!({
         "train_micro_batch_size_per_gpu": 2,
@@ -40,7 +40,7 @@ fn read_file(path: &Path) -> Result<RunSettings, SettingsError> {
     read(&source, None)
 }
 
-/// The message of a refusal.
+/// Returns the error message for `changes`.
 fn refused(changes: &[(&str, Value)]) -> String {
     run_with(changes).expect_err("must be refused").to_string()
 }
@@ -130,7 +130,7 @@ fn ranks_share_the_batch() {
     assert_eq!(batch(Some(4), &all).unwrap(), (2, 4, 16));
     let text = batch(Some(2), &all).unwrap_err().to_string();
     assert!(text.contains("= 2 * 2 * 2 ranks = 8"), "{text}");
-    // Looked at by one process, whoever trained it.
+    // Without a number of ranks, it follows from the batch sizes.
     assert_eq!(batch(None, &all).unwrap(), (2, 4, 16));
     assert_eq!(batch(None, &train(16)).unwrap(), (8, 1, 16));
     let micro = [
@@ -328,7 +328,7 @@ fn weight_decay_groups_are_parsed_and_unmatched_patterns_noted() {
     let run = run_with(&[all, but.clone()]).unwrap();
     let patterns = ["bias", "norm"].map(str::to_owned).to_vec();
     assert_eq!(run.optimizer.decay, Decaying::AllBut(patterns));
-    // The model has no biases: said, not refused.
+    // The model has no biases: a note, not an error.
     let notes = run.notes.iter().filter(|note| note.contains("no_decay"));
     let notes: Vec<&String> = notes.collect();
     assert_eq!(notes.len(), 1, "{notes:?}");
@@ -377,7 +377,7 @@ fn schedulers_are_deepspeeds() {
         text.contains("LRRangeTest has no parameter warmup_num_steps; its parameters are lr_range_test_min_lr, "),
         "{text}"
     );
-    // DeepSpeed takes these, too, and says so.
+    // DeepSpeed accepts these too; a note reports the effect.
     for steps in [0, 1, 100] {
         let notes = with("WarmupDecayLR", steps).unwrap().notes;
         assert!(
@@ -488,7 +488,7 @@ fn keys_that_the_plan_chooses_may_be_left_out_or_auto() {
         share(&[("offload.resident_fraction", json!("auto"))]),
         ResidentFraction::Auto
     );
-    // A budget is there to be used, unless a share is given.
+    // A memory budget makes the fraction "auto" unless one is given.
     let budget = ("offload.host_memory_bytes", json!("64GiB"));
     assert_eq!(share(std::slice::from_ref(&budget)), ResidentFraction::Auto);
     assert_eq!(
@@ -553,7 +553,7 @@ fn set_replaces_values_of_the_file() {
         "train": {"steps": 5}, "offload": {"socket": "/run/x.sock"}, "data": {"files": ["a", "b"]}, "bf16": {"enabled": true}
     });
     assert_eq!(tree, expected);
-    // What begins as structured is not text by mistake; sizes and paths are.
+    // Text that starts like a structure must be valid TOML; sizes and paths are plain text.
     for (set, value) in [
         ("offload.staging_bytes=64MiB", json!("64MiB")),
         ("train.run_dir=2026-runs/a", json!("2026-runs/a")),
@@ -735,7 +735,7 @@ fn listed_defaults_are_the_ones_in_effect() {
             return;
         };
         let value = table.remove("value").unwrap();
-        // Beside the test's model, whose type is the default.
+        // The test's model has the default architecture.
         assert_eq!(lines(&[(key, value)]), without, "{key} = {default}");
         compared += 1;
     });

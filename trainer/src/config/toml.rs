@@ -1,8 +1,9 @@
-//! The run file as written: every key we read, none of them checked yet.
+//! The configuration file as written: every key that is read, not yet checked.
 //!
-//! Each table is declared once, here: its doc comments, defaults and types are what `trainer config-reference` lists, what a file is checked
-//! against (`keys/`) and what is parsed. Top-level keys are DeepSpeed's, with DeepSpeed's meaning, and `keys/table.rs` says what
-//! they are for; `[model] [data] [train] [offload]` are ours.
+//! Each table is declared once, here. Its doc comments, defaults and types are what `trainer
+//! config-reference` lists, what a file is checked against (`keys/`) and what is parsed. Top-level keys are
+//! DeepSpeed's with DeepSpeed's meaning and are described in `keys/table.rs`; `[model] [data] [train]
+//! [offload]` are this program's own.
 
 use std::path::PathBuf;
 
@@ -12,9 +13,10 @@ use serde::{Deserialize, Serialize};
 use super::schema::{keys, typed};
 
 keys! {
-    /// A run file, unchecked. `RunSettings` is the checked form.
+    /// Configuration file, unchecked. `RunSettings` is the checked form.
     pub struct ConfigToml {
-        /// A file for DeepSpeed or an Accelerate YAML, laid under the run file.
+        /// A DeepSpeed configuration or an Accelerate YAML file, whose values this file completes or replaces
+        /// "auto" in.
         #[default("none")]
         #[example("\"ds_config.json\"")]
         pub deepspeed: Option<PathBuf>,
@@ -39,13 +41,13 @@ keys! {
         pub offload: OffloadToml,
     }
 
-    /// `bf16`: DeepSpeed's table of that precision.
+    /// `bf16`: DeepSpeed's table for bf16.
     pub struct Bf16Toml {
         pub enabled: Option<Switch>,
         pub check_grad_overflow: Option<bool>,
     }
 
-    /// `fp16`: DeepSpeed's table of that precision, and of how losses are scaled.
+    /// `fp16`: DeepSpeed's table for fp16 and loss scaling.
     pub struct Fp16Toml {
         pub enabled: Option<Switch>,
         pub loss_scale: Option<f64>,
@@ -56,7 +58,7 @@ keys! {
         pub min_loss_scale: Option<f64>,
     }
 
-    /// `activation_checkpointing`: where DeepSpeed keeps what is not computed again.
+    /// `activation_checkpointing`: DeepSpeed's table; where kept activations are stored.
     pub struct CheckpointingToml {
         pub cpu_checkpointing: Option<bool>,
     }
@@ -68,17 +70,17 @@ keys! {
         pub params: OptimizerParamsToml,
     }
 
-    /// `optimizer.params`: those of Adam and AdamW.
+    /// `optimizer.params`: parameters of Adam and AdamW.
     pub struct OptimizerParamsToml {
         pub lr: Option<f64>,
         pub betas: Option<[f64; 2]>,
         pub eps: Option<f64>,
         pub weight_decay: Option<f64>,
-        /// Which parameters decay: "matrices" (not norms, not biases) or "all".
+        /// Parameters that weight decay applies to: "matrices" (neither norms nor biases) or "all".
         #[default("\"matrices\"")]
         #[example("\"all\"")]
         pub decay: Option<String>,
-        /// All parameters decay except those with one of these texts in their name.
+        /// Weight decay applies to all parameters except those whose name contains one of these texts.
         #[default("none")]
         #[example("[\"bias\", \"norm\"]")]
         pub no_decay: Option<Vec<String>>,
@@ -92,7 +94,7 @@ keys! {
         pub params: SchedulerParamsToml,
     }
 
-    /// `scheduler.params`: those of all schedulers together.
+    /// `scheduler.params`: parameters of all schedulers.
     pub struct SchedulerParamsToml {
         pub warmup_min_lr: Option<f64>,
         pub warmup_max_lr: Option<f64>,
@@ -127,40 +129,43 @@ keys! {
         pub aio: AioToml,
     }
 
-    /// `tensorboard`, `csv_monitor`: files with a step's scalars.
+    /// `tensorboard`, `csv_monitor`: files with the scalars of each step.
     pub struct MonitorToml {
         pub enabled: Option<bool>,
         pub output_path: Option<PathBuf>,
         pub job_name: Option<String>,
     }
 
-    /// `aio`: how DeepSpeed's swapper does I/O.
+    /// `aio`: DeepSpeed's settings of asynchronous I/O.
     pub struct AioToml {
         pub queue_depth: Option<u64>,
     }
 
-    /// Where the parameters, or the optimizer's state, live between uses.
+    /// Where the parameters or the optimizer's state are kept between uses.
     pub struct TierToml {
         pub device: Option<String>,
         pub nvme_path: Option<Paths>,
     }
 
-    /// The model: a directory of Hugging Face's (`path`), or its shape with Hugging Face's names, or both: what is named here then
-    /// takes the place of what the directory's `config.json` says. Which keys a model has depends on its architecture.
+    /// The model: a Hugging Face model directory (`path`), or its shape under Hugging Face's names, or both;
+    /// a key here replaces the one in the directory's `config.json`. The keys that a model has depend on its
+    /// architecture.
     pub struct ModelToml {
-        /// Model directory of Hugging Face's, or its config.json; its weights and tokenizer are used where it has them.
+        /// Hugging Face model directory, or its config.json. Weights and tokenizer in the directory are used.
         #[default("none")]
         #[example("\"Qwen3-8B\"")]
         pub path: Option<PathBuf>,
-        /// Run directory, or model directory, whose weights a fresh run starts with; the optimizer starts anew.
+        /// Run directory or model directory whose weights a fresh run starts with. The optimizer state starts
+        /// at zero.
         #[default("none")]
         #[example("\"runs/first\"")]
         pub from: Option<PathBuf>,
-        /// What a fresh run starts with: "auto" (those of model.path, which must be there; random without a model.path), "weights", "random".
+        /// Initial weights of a fresh run: "auto" (from model.path, where they must exist; random without a
+        /// model.path), "weights" or "random".
         #[default("\"auto\"")]
         #[example("\"random\"")]
         pub init: Option<String>,
-        /// Architecture, by Hugging Face's name.
+        /// Architecture, under Hugging Face's name.
         #[default("\"llama\"")]
         #[example("\"qwen3\"")]
         pub model_type: Option<String>,
@@ -168,11 +173,11 @@ keys! {
         #[default("256 (bytes) without a model directory")]
         #[example("32000")]
         pub vocab_size: Option<u64>,
-        /// Width of the model.
+        /// Width of the hidden states.
         #[default("the architecture's")]
         #[example("2048")]
         pub hidden_size: Option<u64>,
-        /// Width of the feed-forward part.
+        /// Width of the MLP.
         #[default("the architecture's")]
         #[example("5504")]
         pub intermediate_size: Option<u64>,
@@ -180,32 +185,32 @@ keys! {
         #[default("the architecture's")]
         #[example("24")]
         pub num_hidden_layers: Option<u64>,
-        /// Heads of attention.
+        /// Attention heads.
         #[default("the architecture's")]
         #[example("16")]
         pub num_attention_heads: Option<u64>,
-        /// Heads of keys and values.
+        /// Key and value heads.
         #[default("num_attention_heads")]
         #[example("8")]
         pub num_key_value_heads: Option<u64>,
-        /// Width of a head.
+        /// Width of an attention head.
         #[default("hidden_size / num_attention_heads")]
         #[example("128")]
         pub head_dim: Option<u64>,
-        /// Base of the rotary embedding.
+        /// Base of the rotary position embedding.
         #[default("the architecture's")]
         #[example("500000.0")]
         pub rope_theta: Option<f64>,
         pub rope_scaling: RopeScalingToml,
-        /// Added to the mean square in norms.
+        /// Epsilon added to the mean square in RMSNorm.
         #[default("the architecture's")]
         #[example("1e-5")]
         pub rms_norm_eps: Option<f64>,
-        /// Whether the head is the embedding.
+        /// Whether the head shares the embedding's weights.
         #[default("the architecture's")]
         #[example("false")]
         pub tie_word_embeddings: Option<bool>,
-        /// Standard deviation of random first weights.
+        /// Standard deviation of random initial weights.
         #[default("the architecture's")]
         #[example("0.02")]
         pub initializer_range: Option<f64>,
@@ -213,103 +218,104 @@ keys! {
         #[default("2048, or train.seq_len if that is larger")]
         #[example("4096")]
         pub max_position_embeddings: Option<u64>,
-        /// Whether attention's projections have biases.
+        /// Whether the attention projections have biases.
         #[default("the architecture's")]
         #[example("false")]
         pub attention_bias: Option<bool>,
-        /// Whether the feed-forward part's projections have biases.
+        /// Whether the MLP projections have biases.
         #[default("the architecture's")]
         #[example("false")]
         pub mlp_bias: Option<bool>,
-        /// Tokens that attention reaches back.
+        /// Number of previous tokens that attention sees.
         #[default("the architecture's")]
         #[example("4096")]
         pub sliding_window: Option<u64>,
-        /// Whether sliding_window holds (Qwen2, Qwen3).
+        /// Whether sliding_window is used (Qwen2, Qwen3).
         #[default("the architecture's")]
         #[example("false")]
         pub use_sliding_window: Option<bool>,
-        /// Blocks below this one have no sliding window (Qwen2, Qwen3).
+        /// Number of first blocks without a sliding window (Qwen2, Qwen3).
         #[default("the architecture's")]
         #[example("28")]
         pub max_window_layers: Option<u64>,
-        /// Share of attention's weights that is left out at random in training.
+        /// Dropout probability of attention weights in training.
         #[default("the architecture's")]
         #[example("0.1")]
         pub attention_dropout: Option<f64>,
-        /// GPT-2's hidden_size.
+        /// GPT-2's name for hidden_size.
         #[default("the architecture's")]
         #[example("768")]
         pub n_embd: Option<u64>,
-        /// GPT-2's intermediate_size.
+        /// GPT-2's name for intermediate_size.
         #[default("4 * n_embd")]
         #[example("3072")]
         pub n_inner: Option<u64>,
-        /// GPT-2's num_hidden_layers.
+        /// GPT-2's name for num_hidden_layers.
         #[default("the architecture's")]
         #[example("12")]
         pub n_layer: Option<u64>,
-        /// GPT-2's num_attention_heads.
+        /// GPT-2's name for num_attention_heads.
         #[default("the architecture's")]
         #[example("12")]
         pub n_head: Option<u64>,
-        /// GPT-2's max_position_embeddings.
+        /// GPT-2's name for max_position_embeddings.
         #[default("the architecture's")]
         #[example("1024")]
         pub n_positions: Option<u64>,
-        /// GPT-2's number added to the variance in norms.
+        /// GPT-2's epsilon, added to the variance in LayerNorm.
         #[default("the architecture's")]
         #[example("1e-5")]
         pub layer_norm_epsilon: Option<f64>,
-        /// GPT-2's dropout of the embedding.
+        /// GPT-2's dropout probability of the embedding.
         #[default("the architecture's")]
         #[example("0.1")]
         pub embd_pdrop: Option<f64>,
-        /// GPT-2's dropout of what blocks add.
+        /// GPT-2's dropout probability of the outputs of attention and MLP.
         #[default("the architecture's")]
         #[example("0.1")]
         pub resid_pdrop: Option<f64>,
-        /// GPT-2's attention_dropout.
+        /// GPT-2's name for attention_dropout.
         #[default("the architecture's")]
         #[example("0.1")]
         pub attn_pdrop: Option<f64>,
     }
 
-    /// `model.rope_scaling`: how the rotary embedding is stretched.
+    /// `model.rope_scaling`: scaling of the rotary position embedding.
     pub struct RopeScalingToml {
-        /// Form of the stretching, by Hugging Face's name.
+        /// Scaling method, under Hugging Face's name.
         #[default("none")]
         #[example("\"llama3\"")]
         pub rope_type: Option<String>,
-        /// How far positions are stretched.
+        /// Factor by which positions are scaled.
         #[default("required with rope_type")]
         #[example("8.0")]
         pub factor: Option<f64>,
-        /// Llama 3: waves longer than the old window divided by this are stretched in full.
+        /// Llama 3: wavelengths longer than the original window divided by this are scaled by the full
+        /// factor.
         #[default("required with rope_type = \"llama3\"")]
         #[example("1.0")]
         pub low_freq_factor: Option<f64>,
-        /// Llama 3: waves shorter than the old window divided by this stay.
+        /// Llama 3: wavelengths shorter than the original window divided by this are not scaled.
         #[default("required with rope_type = \"llama3\"")]
         #[example("4.0")]
         pub high_freq_factor: Option<f64>,
-        /// Longest window the model was first trained with.
+        /// Longest sequence that the model was first trained with.
         #[default("required with rope_type = \"llama3\"")]
         #[example("8192")]
         pub original_max_position_embeddings: Option<u64>,
     }
 
-    /// `data`: files or directories of text, how it becomes tokens, what of it is held out.
+    /// `data`: files or directories of text, how they are tokenized, and what is reserved for evaluation.
     pub struct DataToml {
         /// Files to train on: text, records (.jsonl, .parquet), token ids (.u16, .u32, .npy), or directories of them.
         #[default("required")]
         #[example("[\"chats.jsonl\", \"more/\"]")]
         pub files: Option<Vec<PathBuf>>,
-        /// Text to evaluate on; without it data.validation_fraction of data.files is used.
+        /// Text to evaluate on. Without it, data.validation_fraction of data.files is used.
         #[default("[]")]
         #[example("[\"held-out.jsonl\"]")]
         pub eval_files: Option<Vec<PathBuf>>,
-        /// Fraction of the documents in data.files that is held out for evaluation.
+        /// Fraction of the documents in data.files that is reserved for evaluation.
         #[default("0.0")]
         #[example("0.05")]
         pub validation_fraction: Option<f64>,
@@ -317,39 +323,41 @@ keys! {
         #[default("the model directory's, or \"bytes\"")]
         #[example("\"Qwen3-8B\"")]
         pub tokenizer: Option<PathBuf>,
-        /// Template of conversations, in Jinja, in the place of the tokenizer's own.
+        /// Jinja template for conversations, instead of the tokenizer's own.
         #[default("the tokenizer's")]
         #[example("\"chatml.jinja\"")]
         pub chat_template: Option<PathBuf>,
-        /// How documents fill windows: "concatenate" (cut where a window ends) or "documents" (whole, with padding).
+        /// How documents fill windows: "concatenate" (cut at the end of a window) or "documents" (whole, with
+        /// padding).
         #[default("\"concatenate\"")]
         #[example("\"documents\"")]
         pub packing: Option<String>,
-        /// Tokens that count in the loss: "all", or "completions" (and what the assistant says in conversations).
+        /// Tokens that count in the loss: "all", or "completions" (completions, and the assistant's messages
+        /// in conversations).
         #[default("\"all\"")]
         #[example("\"completions\"")]
         pub loss_on: Option<String>,
-        /// Whether windows are drawn in an order of `train.seed`; false: they come in the order in which they lie.
+        /// Whether windows are shuffled by `train.seed`; false keeps the order of the files.
         #[default("true")]
         #[example("false")]
         pub shuffle: Option<bool>,
-        /// Directory where tokens are kept for other runs too.
+        /// Directory of a token cache that several runs share.
         #[default("the run directory")]
         #[example("\"tokens\"")]
         pub cache: Option<PathBuf>,
     }
 
-    /// `train`: length, order, reports and place of the run.
+    /// `train`: length, order, reports and directory of the run.
     pub struct TrainToml {
-        /// Optimizer steps of the whole run. 0: the run only takes its first weights, for `trainer export`.
+        /// Optimizer steps of the whole run. 0: the run only takes its initial weights, for `trainer export`.
         #[default("required")]
         #[example("1000")]
         pub steps: Option<u64>,
-        /// Tokens of a window.
+        /// Tokens in a sequence.
         #[default("required")]
         #[example("4096")]
         pub seq_len: Option<u64>,
-        /// Seed of first weights, order of the data and dropout.
+        /// Seed of initial weights, data order and dropout.
         #[default("0")]
         #[example("1")]
         pub seed: Option<u64>,
@@ -357,7 +365,7 @@ keys! {
         #[default("0")]
         #[example("100")]
         pub eval_every: Option<u64>,
-        /// Batches of an evaluation.
+        /// Batches in an evaluation.
         #[default("4")]
         #[example("8")]
         pub eval_batches: Option<u64>,
@@ -369,7 +377,7 @@ keys! {
         #[default("0")]
         #[example("200")]
         pub checkpoint_every: Option<u64>,
-        /// Checkpoints that are kept, the newest ones; 0 for all.
+        /// Number of newest checkpoints to keep; 0 for all.
         #[default("2")]
         #[example("3")]
         pub checkpoints_kept: Option<u64>,
@@ -381,7 +389,7 @@ keys! {
         #[default("train.steps")]
         #[example("500")]
         pub stop_after: Option<u64>,
-        /// Threads that compute.
+        /// Computing threads.
         #[default("all cores, divided among the ranks")]
         #[example("16")]
         pub threads: Option<u64>,
@@ -389,29 +397,31 @@ keys! {
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub device: Option<String>,
-        /// What a block computes again in backward: "full" (everything, only its input is kept), "attention" (everything but query,
-        /// key, value and attention's result), "matmuls" (only norms and elementwise operations), or "auto": the least for which GPU
-        /// memory has room. The bits are the same.
+        /// What a block recomputes in backward: "full" (everything; only its input is kept), "attention"
+        /// (everything except queries, keys, values and the attention output), "matmuls" (only norms and
+        /// elementwise operations), or "auto": as little as GPU memory allows. The choice does not change
+        /// results.
         #[default("\"auto\"")]
         #[example("\"attention\"")]
         pub activation_checkpointing: Option<String>,
-        /// Chunks in which a block's feed-forward part is computed, one after the other.
+        /// Chunks into which the MLP of a block is divided; they are computed one after the other.
         #[default("1")]
         #[example("4")]
         pub mlp_chunks: Option<u64>,
     }
 
-    /// `offload`: how tiles move.
+    /// `offload`: how tiles are moved between memory and devices.
     pub struct OffloadToml {
-        /// Socket of an offloadd that runs already.
+        /// Socket of a running offloadd.
         #[default("none: a private offloadd is started")]
         #[example("\"/run/offloadd/offloadd.sock\"")]
         pub socket: Option<PathBuf>,
-        /// When the optimizer step runs: "deferred" (a unit's just before the unit's next use) or "immediate" (after backward); the bits are the same.
+        /// When the optimizer runs: "deferred" (for each unit just before its next use) or "immediate" (after
+        /// backward). The choice does not change results.
         #[default("\"deferred\"")]
         #[example("\"immediate\"")]
         pub optimizer_step: Option<String>,
-        /// Fraction of the tiles with device "nvme" that stays in host memory, or "auto" for what fits.
+        /// Fraction of the tiles with device "nvme" that stays in host memory, or "auto" for as much as fits.
         #[default("0.0, or \"auto\" with offload.host_memory_bytes")]
         #[example("0.25")]
         pub resident_fraction: Option<FractionOrAuto>,
@@ -423,35 +433,38 @@ keys! {
         #[default("the plan's choice")]
         #[example("1")]
         pub commit_every: Option<u64>,
-        /// Elements of a tile, a multiple of 4096.
+        /// Elements in a tile, a multiple of 4096.
         #[default("the plan's choice")]
         #[example("4194304")]
         pub tile_elems: Option<u64>,
-        /// Host memory that tiles pass through.
+        /// Host memory for tiles in transit.
         #[default("the plan's choice")]
         #[example("\"8GiB\"")]
         pub staging_bytes: Option<ByteCount>,
-        /// Operations in flight of a process, 2 to 1024.
+        /// I/O operations in flight for each process, 2 to 1024.
         #[default("aio.queue_depth, or 64")]
         #[example("32")]
         pub iodepth: Option<u64>,
-        /// What a crash may cost: "full" (nothing that was committed) or "none" (everything; one copy on the device).
+        /// What survives a crash: "full" (everything that was committed) or "none" (nothing; one copy on the
+        /// device).
         #[default("\"full\"")]
         #[example("\"none\"")]
         pub durability: Option<String>,
-        /// The private offloadd's engine: "auto", "uring", "aio" or "psync".
+        /// I/O engine of the private offloadd: "auto", "uring", "aio" or "psync".
         #[default("\"auto\"")]
         #[example("\"uring\"")]
         pub engine: Option<String>,
-        /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared" (some tiles on each); the bits are the same.
+        /// Where the optimizer runs: "auto", "cpu", "gpu" or "shared" (each updates a part of the tiles). The
+        /// choice does not change results.
         #[default("\"auto\"")]
         #[example("\"gpu\"")]
         pub optimizer_device: Option<String>,
-        /// Where blocks' inputs wait for backward when a GPU computes: "auto" (in GPU memory while they fit), "gpu" or "cpu".
+        /// Where block inputs are kept until backward when a GPU computes: "auto" (GPU memory as long as they
+        /// fit), "gpu" or "cpu".
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub activations: Option<String>,
-        /// Where gradients wait for their update: "auto", "cpu" or "nvme".
+        /// Where gradients are kept until their update: "auto", "cpu" or "nvme".
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub gradients: Option<String>,
@@ -465,7 +478,7 @@ typed! {
     ByteCount = "a number of bytes, for example 67108864 or \"64MiB\"";
 }
 
-/// A precision's `enabled`: said, or left to the checkpoint.
+/// A precision's `enabled`: a boolean, or "auto" for the checkpoint's type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Switch {
@@ -473,14 +486,14 @@ pub enum Switch {
     Auto(Auto),
 }
 
-/// The word "auto".
+/// The value "auto".
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Auto {
     #[serde(rename = "auto")]
     Auto,
 }
 
-/// DeepSpeed knows one path; we take a list too, one store over all of them.
+/// DeepSpeed accepts one path; a list makes one store over all of them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum Paths {
@@ -498,7 +511,7 @@ impl Paths {
     }
 }
 
-/// A fraction from 0 to 1, or "auto": as much as fits.
+/// A fraction from 0 to 1, or "auto" for as much as fits.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum FractionOrAuto {
@@ -515,7 +528,7 @@ pub enum ByteCount {
 }
 
 impl ByteCount {
-    /// The bytes, or `None` when the text is not a size.
+    /// Returns the bytes, or `None` if the text is not a size.
     pub fn bytes(&self) -> Option<u64> {
         match self {
             Self::Number(bytes) => Some(*bytes),

@@ -1,4 +1,4 @@
-//! What a run is to learn from: files found, tokenizer read, nothing made yet.
+//! Finds a run's training files and reads its tokenizer, before anything is tokenized.
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -11,10 +11,10 @@ use crate::config::{DataSettings, Packing, RunSettings};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::{resolved, tokens_dir};
 
-/// Raised when tokens of the same files would be others.
+/// Version of the tokenization; raised when the same files would give other tokens.
 const TOKENS_VERSION: u64 = 2;
 
-/// The data of a run before it is read.
+/// Data of a run before it is tokenized.
 pub struct Corpus {
     pub(super) tokenizer: Tokenizer,
     pub(super) encoding: Encoding,
@@ -23,18 +23,18 @@ pub struct Corpus {
     pub(super) shuffle: bool,
     pub(super) evaluates: bool,
     pub(super) train: Part,
-    /// Of `data.eval_files`.
+    /// Files of `data.eval_files`.
     pub(super) eval: Option<Part>,
 }
 
-/// Files that become one file of tokens.
+/// Files that are tokenized into one token file.
 pub(super) struct Part {
-    /// What it is called in messages.
+    /// Name in messages.
     pub(super) name: &'static str,
     /// The setting that names the files.
     pub(super) setting: &'static str,
     pub(super) found: Found,
-    /// Of its documents, if it has any.
+    /// Kind of the documents, if there are any.
     pub(super) kind: Option<Kind>,
     pub(super) validation_fraction: f64,
     pub(super) key: u64,
@@ -45,13 +45,13 @@ impl Part {
         dir.join(format!("{:016x}.tokens", self.key))
     }
 
-    /// Whether the last tokens are held out, not documents.
+    /// Returns whether the last tokens are reserved for evaluation, instead of whole documents.
     pub(super) fn by_tail(&self) -> bool {
         are_whole(&self.found)
     }
 }
 
-/// Where the tokens of a run are.
+/// Directory of a run's token files.
 fn dir(settings: &RunSettings) -> PathBuf {
     match &settings.data.cache {
         Some(dir) => dir.clone(),
@@ -59,7 +59,7 @@ fn dir(settings: &RunSettings) -> PathBuf {
     }
 }
 
-/// What data depends on beside its own settings.
+/// Settings outside `data` that tokens depend on.
 #[derive(Clone, Copy, Debug)]
 pub struct Frame<'a> {
     pub model_dir: Option<&'a Path>,
@@ -69,7 +69,7 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// That of a run.
+    /// Takes the values from a run's settings.
     pub fn of(settings: &'a RunSettings) -> Self {
         Self {
             model_dir: settings.model_dir.as_deref(),
@@ -81,10 +81,11 @@ impl<'a> Frame<'a> {
 }
 
 impl Corpus {
-    /// Finds the files, reads the tokenizer, looks at the first document.
+    /// Finds the files, reads the tokenizer, examines the first document.
     ///
     /// # Errors
-    /// Files that are missing, empty or of no kind that is read; a tokenizer of another model; data that the settings do not fit.
+    /// Files are missing, empty or of an unsupported kind; the tokenizer belongs to another model; the
+    /// settings do not suit the data.
     pub fn find(settings: &DataSettings, frame: &Frame<'_>) -> Result<Self, DataError> {
         if settings.files.is_empty() {
             return Err(DataError::Setting {
@@ -100,7 +101,7 @@ impl Corpus {
         if let Some(eval) = &eval_files {
             refuse_same(&found, eval)?;
         }
-        // Bytes are never refused: with them only the kind is asked.
+        // The tokenizer is not known yet; any bytes are accepted while determining the kind.
         let kind = first_kind(&found.sources, "data.files", true)?;
         let tokenizer = Tokenizer::open(&Wanted {
             tokenizer: settings.tokenizer.as_deref(),
@@ -154,7 +155,7 @@ impl Corpus {
         Ok(corpus)
     }
 
-    /// Token ids of `part` are below this.
+    /// Returns the upper limit (exclusive) of the token ids of `part`.
     pub(super) fn ids_end(&self, part: &Part) -> u64 {
         match part.kind {
             Some(Kind::Ids) => self.encoding.vocab_size,
@@ -162,30 +163,32 @@ impl Corpus {
         }
     }
 
-    /// Makes the tokens of a run where they are not there, in `data.cache` or the run directory. One process does, others wait.
+    /// Tokenizes the run's data into `data.cache` or the run directory, unless the token files exist. One
+    /// process does it while others wait.
     ///
     /// # Errors
-    /// Data that cannot be read or is too little; the directory cannot be written.
+    /// Data cannot be read or is too short; the directory cannot be written.
     pub fn prepare(
         &self,
         settings: &RunSettings,
         say: &mut dyn FnMut(String),
     ) -> Result<(), DataError> {
-        // Other ranks wait: all the node's share of threads is the first one's.
+        // The other ranks wait, so the first one may use their threads too.
         let threads = settings.train.threads * settings.ranks as usize;
         let owned = settings.data.cache.is_none();
         self.prepare_in(&dir(settings), owned, threads, say)
     }
 
-    /// The tokens of a run, as [`Corpus::prepare`] left them.
+    /// Opens the run's tokens, as [`Corpus::prepare`] left them.
     ///
     /// # Errors
-    /// They are not there any more, or damaged.
+    /// The token files are gone or damaged.
     pub fn open(&self, settings: &RunSettings) -> Result<Data, DataError> {
         Data::open(self, &dir(settings), settings.train.seed)
     }
 
-    /// As [`Corpus::prepare`], in `dir`. `owned` ones hold nothing else: what earlier settings left in them goes.
+    /// Like [`Corpus::prepare`], in `dir`. An `owned` directory contains nothing else: token files of earlier
+    /// settings are removed.
     pub(super) fn prepare_in(
         &self,
         dir: &Path,
@@ -202,7 +205,7 @@ impl Corpus {
         Ok(())
     }
 
-    /// Changes when the tokens would.
+    /// Returns a fingerprint that changes whenever the tokens would.
     pub fn fingerprint(&self) -> u64 {
         let mut print = Fingerprint::default();
         for part in self.parts() {
@@ -211,7 +214,7 @@ impl Corpus {
         print.finish()
     }
 
-    /// What a person should know before it is read.
+    /// Describes the data on one line before it is read.
     pub fn describe(&self) -> String {
         self.tokenizer.describe()
     }
@@ -220,8 +223,8 @@ impl Corpus {
         [&self.train].into_iter().chain(&self.eval)
     }
 
-    /// Of everything that tokens depend on: files by name, length and times, since reading all of them takes as long as
-    /// tokenizing some.
+    /// Returns the key of a token file: a fingerprint of everything that its tokens depend on. Files are
+    /// identified by name, length and times, because reading all of them takes as long as tokenizing some.
     fn key(&self, part: &Part) -> u64 {
         let mut print = Fingerprint::default();
         let mut number = |number: u64| print.add(&number.to_le_bytes());
@@ -229,7 +232,7 @@ impl Corpus {
         number(self.tokenizer.fingerprint());
         number(self.encoding.loss_on as u64);
         number(self.packing as u64);
-        // Windows of whole documents are packed for one length.
+        // Packing whole documents depends on the window's length.
         number(match self.packing {
             Packing::Concatenate => 0,
             Packing::Documents => self.seq_len as u64,
@@ -254,7 +257,7 @@ impl Corpus {
 
     fn remove_others(&self, dir: &Path) {
         let ours: Vec<PathBuf> = self.parts().map(|part| part.path(dir)).collect();
-        // What stays costs room, nothing else.
+        // Failures are ignored: a file that stays only costs space.
         for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
             let path = entry.path();
             let tokens = path.extension().is_some_and(|ending| ending == "tokens");
@@ -265,7 +268,7 @@ impl Corpus {
     }
 }
 
-/// What was learned shows nothing of what was not.
+/// Refuses evaluation on a training file, which would not show how well the model generalizes.
 fn refuse_same(train: &Found, eval: &Found) -> Result<(), DataError> {
     let learned: HashSet<_> = train.sources.iter().map(|source| source.identity).collect();
     let mut sources = eval.sources.iter();

@@ -1,10 +1,10 @@
-//! Why a run has no data.
+//! Errors of a run's data.
 
 use std::path::{Path, PathBuf};
 
 use super::read::Place;
 
-/// Why a run has no data.
+/// Error in a run's data.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     #[error("{key}: cannot read {}: {source}", path.display())]
@@ -41,7 +41,7 @@ pub enum DataError {
         path: PathBuf,
         instead: &'static str,
     },
-    /// A line or a row that is no record.
+    /// A line or a row that is not a valid record.
     #[error("{place}: {message}")]
     Record { place: Place, message: String },
     /// A file whose records cannot be found.
@@ -78,7 +78,7 @@ pub enum DataError {
         path: PathBuf,
         source: std::io::Error,
     },
-    /// Noticed while training; a start notices it before and makes the tokens again.
+    /// Damage found during training. A start would find it and tokenize again.
     #[error(
         "data.cache: {} is damaged at byte {offset}: {message}. Start the run again, which recreates the tokens",
         path.display()
@@ -98,7 +98,7 @@ pub enum DataError {
 }
 
 impl DataError {
-    /// For `map_err` where the file `path`, which `key` names, was read.
+    /// Returns a conversion for `map_err` for reading the file `path`, which the setting `key` names.
     pub(super) fn reading(key: &'static str, path: &Path) -> impl Fn(std::io::Error) -> Self {
         move |source| Self::Read {
             key,

@@ -1,4 +1,4 @@
-//! Makes a file of tokens: reads documents, tokenizes them on all threads, packs them.
+//! Creates a token file: reads documents, tokenizes them on all threads, packs them into windows.
 
 use rayon::prelude::*;
 
@@ -11,17 +11,17 @@ use super::{DataError, too_short};
 use crate::config::{LossOn, Packing};
 use offload_support::progress::{Audience, Progress, Unit};
 
-/// Text that is tokenized at a time, on all threads.
+/// Text that is tokenized at a time by all threads.
 const BATCH_BYTES: u64 = 64 * PIECE_BYTES as u64;
 const BATCH_DOCUMENTS: usize = 16_384;
 
-/// A piece, and whether its document ends with it.
+/// A piece, with a flag for the last one of its document.
 struct Whole {
     piece: Piece,
     ends: bool,
 }
 
-/// The file of tokens of `part` in `dir`: checked if it is there, made if not or if it is damaged.
+/// Makes sure that the token file of `part` is in `dir` and undamaged; creates it if necessary.
 pub(super) fn ensure(
     corpus: &Corpus,
     part: &Part,
@@ -36,7 +36,7 @@ pub(super) fn ensure(
     let Some(claim) = claim(&path, say)? else {
         return ensure(corpus, part, dir, threads, say);
     };
-    // Another trainer may have been faster.
+    // Another trainer may have created it while this one waited.
     if Stored::open(&path, part.key).is_ok_and(|found| found.is_some())
         && good(part, &path, &mut |_| {})?
     {
@@ -46,7 +46,7 @@ pub(super) fn ensure(
     claim.keep()
 }
 
-/// Whether the file of tokens is there and undamaged.
+/// Returns whether the token file exists and is undamaged.
 fn good(
     part: &Part,
     path: &std::path::Path,
@@ -91,7 +91,7 @@ fn make(
             count: threads,
             message: error.to_string(),
         })?;
-    // Records of token ids may have labels.
+    // Records of token ids may contain labels.
     let labelled = part.kind == Some(Kind::Ids) && !part.by_tail();
     let masked = labelled
         || corpus.encoding.loss_on == LossOn::Completions
@@ -127,7 +127,7 @@ fn make(
         let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
         read::documents(source, part.setting, any_bytes, &mut kind, &mut |piece| {
             work.add(piece.bytes);
-            // Whether a piece is its document's last, the next one says.
+            // The following piece shows whether this one was its document's last.
             let ends = piece.after.is_none();
             match before.replace(piece) {
                 Some(piece) => making.take(Whole { piece, ends }),
@@ -187,13 +187,13 @@ fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataEr
     Ok(())
 }
 
-/// Documents on their way.
+/// Documents on their way to the token file.
 struct Making<'c, 'w, 'f> {
     corpus: &'c Corpus,
     pool: rayon::ThreadPool,
     batch: Vec<Whole>,
     batch_bytes: u64,
-    /// Whether the last tokens are held out, not documents.
+    /// Whether the last tokens are reserved for evaluation, instead of whole documents.
     by_tail: bool,
     share: f64,
     documents: u64,
@@ -210,7 +210,7 @@ impl Making<'_, '_, '_> {
         Ok(())
     }
 
-    /// Tokenizes what has gathered, and packs it in its order.
+    /// Tokenizes the collected pieces and packs them in order.
     fn tokenize(&mut self) -> Result<(), DataError> {
         let batch = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
@@ -243,13 +243,15 @@ impl Making<'_, '_, '_> {
     }
 }
 
-/// Whether document number `index` is held out: evenly spread over all of them, since data is often sorted.
+/// Returns whether document number `index` is reserved for evaluation. Such documents are spread evenly,
+/// because data is often sorted.
 fn is_held_out(index: u64, share: f64) -> bool {
     let upto = |count: u64| (count as f64 * share).floor();
     upto(index + 1) > upto(index)
 }
 
-/// Whether all files are documents themselves. Their last tokens are held out then: there may be one file alone.
+/// Returns whether all files are single documents. The last tokens are then reserved for evaluation, since
+/// there may be only one file.
 pub(super) fn are_whole(found: &read::Found) -> bool {
     let mut sources = found.sources.iter();
     sources.all(|source| source.format.is_one_document())

@@ -1,14 +1,16 @@
-//! Files into windows of tokens, in an order that any language can repeat.
+//! Turns files into windows of tokens, in an order that is easy to reproduce in any language.
 //!
 //! ```text
-//!   files ─▶ read: documents ─▶ tokenize: tokens, and which count ─▶ packing: windows ─▶ cache: a file of tokens, made once
+//!   files ─▶ read: documents ─▶ tokenize: tokens, and which count ─▶ packing: windows ─▶ cache: a token file, made once
 //!                                                                                           │ ranges
 //!                                                       order: sample i is window ... ──────┴─▶ Windows: inputs, targets
 //! ```
 //!
-//! [`Corpus`] is what is to be read, found and checked; [`Data`] what was read. Sample i (from 0, over the whole run) is window
-//! `order::permuted(seed, i / W, W, i % W)` of the W for training, or window i % W with `data.shuffle = false`. Nothing here has state: the next sample's number is all that
-//! a resumed run needs.
+//! [`Corpus`] is the data found and checked before tokenization; [`Data`] is the tokenized data. Sample i
+//! (from 0, over the
+//! whole run) is window `order::permuted(seed, i / W, W, i % W)` of the W training windows, or window i % W
+//! with
+//! `data.shuffle = false`. Nothing here has state: a resumed run needs only the number of its next sample.
 
 mod cache;
 mod corpus;
@@ -35,7 +37,7 @@ pub use read::Place;
 pub struct Data {
     train: Section,
     held_out: Section,
-    /// Of all tokens, those that came with the training files first.
+    /// Fingerprint of all tokens; of those in the training files first.
     fingerprint: u64,
     tokens: u64,
     documents: u64,
@@ -43,20 +45,21 @@ pub struct Data {
     masked: bool,
     packing: Packing,
     seq_len: usize,
-    /// Of the order; none: windows come as they lie.
+    /// Seed of the order; `None` keeps windows in file order.
     seed: Option<u64>,
     files: usize,
     passed_over: usize,
 }
 
-/// A range of a file of tokens.
+/// Range of elements in a token file.
 struct Section {
     stored: std::sync::Arc<Stored>,
     first_elem: u64,
     windows: u64,
 }
 
-/// Windows of one micro-batch, row by row: `rows * seq_len` inputs and as many targets, [`IGNORED`] where one does not count.
+/// Windows of one micro-batch in row order: `rows * seq_len` inputs and as many targets, [`IGNORED`] where a
+/// token does not count.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Windows {
     pub inputs: Vec<i64>,
@@ -90,7 +93,7 @@ impl Data {
             None => section(&train, header.train_elems, header.held_elems),
         };
         let train_section = section(&train, 0, header.train_elems);
-        // A file that was made for other windows.
+        // The token file was made for other windows.
         if train_section.windows == 0 {
             return Err(too_short(corpus, corpus.train.name, header.train_elems));
         }
@@ -129,17 +132,17 @@ impl Data {
         })
     }
 
-    /// Tokens of all files together, with those that end documents, and padding.
+    /// Number of tokens in all files, including end-of-document tokens and padding.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Files that were read.
+    /// Number of files read.
     pub fn files(&self) -> usize {
         self.files
     }
 
-    /// In a line, for people.
+    /// Describes the data in one line.
     pub fn describe(&self) -> String {
         let Self {
             files,
@@ -163,30 +166,30 @@ impl Data {
         text
     }
 
-    /// A fingerprint of the tokens, to tell that they changed between two starts.
+    /// Fingerprint of the tokens, to detect that they changed between two starts.
     pub fn fingerprint(&self) -> u64 {
         self.fingerprint
     }
 
-    /// Whether there are tokens that do not count in the loss.
+    /// Returns whether some tokens do not count in the loss.
     pub fn masked(&self) -> bool {
         self.masked
     }
 
-    /// Windows of the training part.
+    /// Number of training windows.
     pub fn windows(&self) -> u64 {
         self.train.windows
     }
 
-    /// Windows that are held out.
+    /// Number of validation windows.
     pub fn holdout_windows(&self) -> u64 {
         self.held_out.windows
     }
 
-    /// `rows` samples from sample number `first` on.
+    /// Returns `rows` samples from sample number `first` on.
     ///
     /// # Errors
-    /// The file of tokens cannot be read, or was damaged since the start.
+    /// The token file cannot be read, or was damaged since the start.
     pub fn samples(&self, first: u64, rows: usize) -> Result<Windows, DataError> {
         let windows = self.windows();
         let order = (first..first + rows as u64).map(|sample| {
@@ -199,10 +202,10 @@ impl Data {
         self.collect(&self.train, order)
     }
 
-    /// `rows` held-out windows from window `first` on, starting over at their end.
+    /// Returns `rows` validation windows from window `first` on, continuing at the first one after the last.
     ///
     /// # Errors
-    /// As of [`Data::samples`].
+    /// Same as [`Data::samples`].
     pub fn holdout(&self, first: u64, rows: usize) -> Result<Windows, DataError> {
         let windows = self.holdout_windows();
         assert!(

@@ -1,7 +1,8 @@
-//! The order of windows in an epoch: a keyed permutation that needs no table and starts anywhere.
+//! The order of windows in an epoch: a keyed permutation that needs no table and can start anywhere.
 //!
-//! P(seed, epoch) of 0..W is a Feistel network of four rounds over `bits` bits, walked until the value is below W
-//! (a permutation of a larger range, restricted by following its cycles, stays a permutation; fewer than four steps on average):
+//! P(seed, epoch) of 0..W is a Feistel network of four rounds over `bits` bits, applied repeatedly until the
+//! value is below W. Following the cycles of a permutation of a larger range gives a permutation of the
+//! smaller one, in fewer than four steps on average.
 //!
 //! ```text
 //!   bits = max(2, bits of W-1) rounded up to even, half = bits/2, mask = 2^half - 1
@@ -12,7 +13,7 @@
 
 use crate::model::init::splitmix64;
 
-/// Where `index` of 0..`count` comes in this seed's and epoch's order.
+/// Position of `index` of 0..`count` in the order of this seed and epoch.
 pub fn permuted(seed: u64, epoch: u64, count: u64, index: u64) -> u64 {
     assert!(index < count, "index {index} of {count}");
     let bits = (u64::BITS - (count - 1).leading_zeros())
@@ -65,7 +66,7 @@ mod tests {
         assert_eq!(order(1, 1), order(1, 1));
     }
 
-    /// The published first outputs of splitmix64 for seed 0.
+    /// Compares with the published first outputs of splitmix64 for seed 0.
     #[test]
     fn the_mixer_is_splitmix64() {
         assert_eq!(splitmix64(0), 0xE220_A839_7B1D_CDAF);

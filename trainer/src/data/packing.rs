@@ -1,28 +1,29 @@
-//! Documents into windows.
+//! Packs documents into windows.
 //!
 //! ```text
-//!   concatenate   documents one after another, window w is elements w*seq_len ..= w*seq_len + seq_len: nothing is lost, and a
-//!                 window may hold parts of several documents
-//!   documents     whole documents into windows of seq_len + 1 elements, each into the first with room; the rest is padding that
-//!                 does not count. A document longer than a window is cut into several
+//!   concatenate   documents one after another; window w is elements w*seq_len ..= w*seq_len + seq_len. No token is lost, and a
+//!                 window may contain parts of several documents
+//!   documents     whole documents in windows of seq_len + 1 elements, each in the first window with room; the rest is padding
+//!                 that does not count. A document longer than a window is divided
 //! ```
 //!
-//! Documents that are to keep their order (`data.shuffle = false`) wait in one window, which the first without room there closes.
+//! With `data.shuffle = false` documents keep their order: only one window is open, and the first document
+//! that does not fit closes it.
 //!
-//! A window's inputs are all its elements but the last, its targets all but the first. In "documents" the first element of a
-//! document does not count: nothing of its document comes before it. In both, attention reaches back over documents that stand
-//! before in the same window, as it does in most training.
+//! The inputs of a window are all its elements except the last, the targets all except the first. With
+//! "documents", the first element of a document does not count, because nothing of its document precedes it.
+//! Either way, attention reaches back over earlier documents in the same window, as is usual in training.
 
 use super::DataError;
 use super::cache::Writer;
 use super::tokenize::NOT_COUNTED;
 use crate::config::Packing;
 
-/// Windows that wait for documents that fit: more would fill them better and hold more memory.
+/// Windows kept open for documents that fit. More would waste less padding and need more memory.
 const OPEN_MAX: usize = 256;
 const OPEN_BYTES_MAX: usize = 64 << 20;
 
-/// Where windows begin, as a multiple of elements.
+/// Distance between the starts of windows, in elements.
 pub(super) fn stride(packing: Packing, seq_len: usize) -> u64 {
     match packing {
         Packing::Concatenate => seq_len as u64,
@@ -30,7 +31,7 @@ pub(super) fn stride(packing: Packing, seq_len: usize) -> u64 {
     }
 }
 
-/// Whole windows in `elems` elements.
+/// Number of whole windows in `elems` elements.
 pub(super) fn windows(packing: Packing, seq_len: usize, elems: u64) -> u64 {
     match packing {
         Packing::Concatenate => elems.saturating_sub(1) / seq_len as u64,
@@ -38,16 +39,16 @@ pub(super) fn windows(packing: Packing, seq_len: usize, elems: u64) -> u64 {
     }
 }
 
-/// Packs documents as they come.
+/// Packs documents in the order in which they arrive.
 pub(super) struct Packer<'w, 'f> {
     writer: &'w mut Writer<'f>,
     packing: Packing,
     window_elems: usize,
     padding: u32,
-    /// Of training and of what is held out.
+    /// Open windows for training and for validation.
     open: [Vec<Vec<u32>>; 2],
     open_max: usize,
-    /// What of the document at hand is in no window yet; only for whole documents.
+    /// Elements of the current document that are not in a window yet; only used for whole documents.
     part: Vec<u32>,
     held: bool,
 }
@@ -74,13 +75,13 @@ impl<'w, 'f> Packer<'w, 'f> {
         }
     }
 
-    /// A document begins; it may be held out.
+    /// Begins a document; `held` reserves it for validation.
     pub(super) fn begin(&mut self, held: bool) {
         self.writer.document();
         self.held = held;
     }
 
-    /// More of the document.
+    /// Adds elements to the current document.
     pub(super) fn add(&mut self, elements: &[u32]) -> Result<(), DataError> {
         if self.packing == Packing::Concatenate {
             return self.write(self.held, elements);
@@ -94,19 +95,19 @@ impl<'w, 'f> Packer<'w, 'f> {
             if self.part.len() == self.window_elems && !rest.is_empty() {
                 let last = *self.part.last().expect("it is full");
                 self.place()?;
-                // The next window goes on where this one's last target was.
+                // The next window starts with this one's last target.
                 self.part.push(last);
             }
         }
         Ok(())
     }
 
-    /// The document ends.
+    /// Ends the current document.
     pub(super) fn end(&mut self) -> Result<(), DataError> {
         self.place()
     }
 
-    /// Writes the windows that still wait.
+    /// Writes the windows that are still open.
     pub(super) fn finish(mut self) -> Result<(), DataError> {
         for held in [false, true] {
             for window in std::mem::take(&mut self.open[usize::from(held)]) {
@@ -116,10 +117,10 @@ impl<'w, 'f> Packer<'w, 'f> {
         Ok(())
     }
 
-    /// Puts the part at hand into the first window that has room.
+    /// Adds the current part to the first window with room.
     fn place(&mut self) -> Result<(), DataError> {
         let mut part = std::mem::take(&mut self.part);
-        // One element alone predicts nothing.
+        // A single element predicts nothing.
         if part.len() < 2 {
             return Ok(());
         }
@@ -142,7 +143,7 @@ impl<'w, 'f> Packer<'w, 'f> {
             return self.close(held, full);
         }
         if open.len() > self.open_max {
-            // The new one is the last: where one may wait, it is the other.
+            // The new window is the last one. With the order kept, the only other window is closed.
             let others = 0..open.len() - 1;
             let fullest = others.max_by_key(|&at| (open[at].len(), usize::MAX - at));
             let fullest = open.remove(fullest.expect("at least one may wait"));

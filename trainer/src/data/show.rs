@@ -1,19 +1,20 @@
-//! Windows as text, with what counts in the loss marked: what a run is about to learn, for people to look at.
+//! Prints windows as text with the tokens that count in the loss marked, so that a person can check what a
+//! run will train on.
 
 use super::tokenize::Tokenizer;
 use super::{Corpus, Data, DataError, Windows};
 use crate::compute::IGNORED;
 
-/// How what counts is marked.
+/// How tokens that count are marked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Marks {
-    /// What does not count is dim.
+    /// Tokens that do not count are dim.
     Colours,
-    /// What counts stands between these.
+    /// Tokens that count are between brackets.
     Brackets,
 }
 
-/// The first `count` samples of a run.
+/// Formats the first `count` samples of a run.
 ///
 /// # Errors
 /// The tokens cannot be read.
@@ -34,12 +35,12 @@ pub fn show(corpus: &Corpus, data: &Data, count: u64, marks: Marks) -> Result<St
     Ok(text)
 }
 
-/// Padding beyond this is counted, not shown.
+/// Longer padding is shown as a number of tokens.
 const PADDING_SHOWN_MAX: usize = 4;
 
-/// A window's text.
+/// Formats the text of a window.
 fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
-    // The first token is nobody's target; the last is only a target.
+    // The first token is never a target; the last is only a target.
     let counts = [IGNORED].into_iter().chain(window.targets.iter().copied());
     let ids = window
         .inputs
@@ -57,7 +58,7 @@ fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
         }
     }
     let mut text = String::new();
-    // What fills a window is one token, which may also end its last document.
+    // The padding token may also be the end-of-document token, so the first one may belong to the text.
     let padding = tokenizer.padding();
     let padded = match runs.last_mut() {
         Some((false, ids)) => {

@@ -1,12 +1,13 @@
-//! Could be wrong: what a window holds, whose tokens are held out, what counts, what a cache gives back when its source or its
-//! bytes changed, what two makers at once do. Found with texts whose every token is known.
+//! Tests with texts whose every token is known. Errors that they find: wrong contents of a window, wrong
+//! validation tokens, wrong tokens in the loss, a cache used after its source or its bytes changed, two
+//! trainers tokenizing at once.
 
 use std::path::{Path, PathBuf};
 
 use super::*;
 use crate::config::{DataSettings, Fraction, LossOn};
 
-/// Data in a directory of its own.
+/// Data in its own directory.
 struct Harness {
     dir: tempfile::TempDir,
     settings: DataSettings,
@@ -17,7 +18,7 @@ struct Harness {
 }
 
 impl Harness {
-    /// Of one file.
+    /// Makes data from one file.
     fn new(name: &str, content: impl AsRef<[u8]>, seq_len: usize) -> Self {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join(name);
@@ -99,7 +100,7 @@ fn bytes(count: usize) -> Vec<u8> {
     (0..count).map(|i| (i % 251) as u8).collect()
 }
 
-/// Inputs as text, and targets with a dot for what does not count.
+/// Returns each window's inputs as text, and its targets with a dot for those that do not count.
 fn texts(windows: &Windows, seq_len: usize) -> Vec<(String, String)> {
     let text = |ids: &[i64]| -> String {
         let letter = |id: &i64| match *id {
@@ -261,7 +262,7 @@ fn only_completions_count_if_loss_on_says_so() {
         text.contains("data.loss_on: \"completions\" needs data with completions"),
         "{text}"
     );
-    // Nobody answers.
+    // A conversation without an answer.
     let asked = r#"{"messages": [{"role": "user", "content": "the old clock waits"}]}"#;
     let mut harness = Harness::new("a.jsonl", asked, 4).with(|settings| {
         settings.loss_on = LossOn::Completions;
@@ -280,7 +281,8 @@ fn whole_documents_fill_windows_and_the_rest_does_not_count() {
         .with(|settings| settings.packing = Packing::Documents);
     let data = harness.open().unwrap();
     let mut expected = [
-        // Each with its line's end: 5 + 3, 7, and 16 in 10 and the rest, which begins with the last of the ten.
+        // Each document has its line end: 5 + 3, 7, and 16, of which 10 fill a window and the rest starts
+        // with the last of these.
         ("aaaa\ncc\n_", "aaa\n.c\n.."),
         ("bbbbbb\n__", "bbbbb\n..."),
         ("ddddddddd", "ddddddddd"),
@@ -338,7 +340,7 @@ fn tokens_are_made_once_and_recreated_when_a_file_changes() {
     assert_eq!(third.tokens(), 2000);
     assert_ne!(third.fingerprint(), first.fingerprint());
     assert_eq!(harness.token_files().len(), 1, "the old one went");
-    // What was opened before goes on reading what it opened.
+    // Data that is already open still reads the old file.
     assert_eq!(second.samples(5, 3).unwrap(), first.samples(5, 3).unwrap());
     assert!(harness.said.borrow().is_empty());
 }
@@ -524,7 +526,7 @@ fn token_ids_are_used_unchanged() {
             "{name}: {text}"
         );
     }
-    // Two bytes each, some of them in the highest bit; more than a piece.
+    // Two bytes each, some with the highest bit set; longer than a piece.
     let long: Vec<u16> = (0..200_000u32).map(|i| (i * 7 % 65_521) as u16).collect();
     let bytes: Vec<u8> = long.iter().flat_map(|id| id.to_le_bytes()).collect();
     let mut harness = Harness::new("a.u16", &bytes, 1000).with(|settings| settings.shuffle = false);
@@ -587,7 +589,7 @@ fn windows_keep_the_order_of_the_files_without_shuffling() {
         let first = data.samples(sample, 1).unwrap().inputs[0];
         assert_eq!(first, (sample % 111 * 9 % 251) as i64, "sample {sample}");
     }
-    // Short documents would fill the room that long ones left.
+    // Without an order to keep, short documents would fill the space behind long ones.
     let mut lines = String::new();
     for index in 0..200usize {
         let letter = char::from(b'a' + (index % 26) as u8);

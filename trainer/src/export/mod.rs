@@ -1,13 +1,14 @@
-//! From a run's tiles to a directory that Hugging Face's library loads.
+//! Exports a run's weights to a directory that Hugging Face's library loads.
 //!
 //! ```text
-//!   run directory ──▶ reader.rs: tiles ──▶ masters in fp32 ──▶ numbers of the type asked for ──▶ their place in OUT.partial/model*.safetensors
+//!   run directory ──▶ reader.rs: tiles ──▶ masters in fp32 ──▶ numbers of the requested type ──▶ their place in OUT.partial/model*.safetensors
 //!   RUN/model: config.json, tokenizer ──────────────────────────────────────────────────────▶ OUT.partial
 //!                                                                    all flushed, then renamed: OUT.partial ──▶ OUT
 //! ```
 //!
-//! Where each tensor goes is known before the first tile is read (`shards.rs`), so tiles are written as they come and none is
-//! kept. `OUT` is there as a whole or not at all; what a killed export leaves is `OUT.partial`, which the next one removes.
+//! The position of each tensor is known before the first tile is read (`shards.rs`), so tiles are written as
+//! they arrive and not kept. `OUT` appears complete or not at all. A killed export leaves `OUT.partial`,
+//! which the next one removes.
 
 mod shards;
 mod write;
@@ -30,21 +31,21 @@ use training_state::run::{CheckpointName, ModelFiles, make_dir};
 use training_state::store::free_bytes;
 use write::Writer;
 
-/// What is exported, and how.
+/// Parameters of an export.
 #[derive(Clone, Debug)]
 pub struct Export {
     pub run_dir: PathBuf,
-    /// One of its checkpoints; its newest state when left out.
+    /// Checkpoint to export; `None` for the newest state.
     pub checkpoint: Option<CheckpointName>,
-    /// The directory to be made.
+    /// Directory to create.
     pub out: PathBuf,
-    /// The numbers that are written; those that the run computes with when left out.
+    /// Number type of the weights; `None` for the type that the run computes with.
     pub numbers: Option<Numbers>,
-    /// Most bytes of tensors in one file, unless one alone is larger.
+    /// Largest number of tensor bytes in one file, unless a single tensor is larger.
     pub shard_bytes: u64,
 }
 
-/// A type of numbers that weights are written in.
+/// Number type in which weights are written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Numbers {
     Bf16,
@@ -52,7 +53,7 @@ pub enum Numbers {
     Fp32,
 }
 
-/// What was exported.
+/// Result of an export.
 #[derive(Clone, Debug)]
 pub struct Exported {
     pub step: u64,
@@ -62,7 +63,7 @@ pub struct Exported {
     pub bytes: u64,
 }
 
-/// Why nothing was exported.
+/// Error of an export.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     #[error(transparent)]
@@ -98,7 +99,7 @@ pub enum ExportError {
 }
 
 impl ExportError {
-    /// For `map_err` where `verb` was tried on `path`.
+    /// Returns a conversion for `map_err` for the operation `verb` on `path`.
     fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { verb, path, source }
@@ -123,11 +124,11 @@ impl Numbers {
     }
 }
 
-/// Exports what a run holds: its newest state, or a checkpoint.
+/// Exports a run's newest state, or a checkpoint.
 ///
 /// # Errors
-/// There is no run, or it is in use; `out` is there already, or has no room; a number that the type asked for cannot hold.
-/// Nothing is left of `out` then.
+/// There is no run, or it is in use; `out` already exists or has too little space; the requested type cannot
+/// represent a number. Nothing is left of `out` then.
 pub fn export(export: &Export) -> Result<Exported, ExportError> {
     if fs::symlink_metadata(&export.out).is_ok() {
         return Err(ExportError::Exists {
@@ -176,7 +177,8 @@ pub(crate) fn copy_weights(from: &Path, to: &Path) -> Result<u64, RunError> {
     Ok(step)
 }
 
-/// As [`export`].
+/// Writes the weights read by `reader` into `dir`, with an index if they are more than one file; `what`
+/// labels the progress. Returns the number of files and their bytes.
 fn write_weights(
     reader: &mut RunReader,
     dir: &Path,
@@ -206,7 +208,7 @@ fn write_weights(
     Ok((shards.count(), shards.bytes()))
 }
 
-/// `config.json`, and what else the model came with.
+/// Writes `config.json` and copies the other files that the model came with.
 fn write_rest(reader: &RunReader, dir: &Path, element: Element) -> Result<(), ExportError> {
     let kept = ModelFiles::of(&reader.dir);
     let dtype = element.torch_word();
@@ -249,16 +251,16 @@ fn check_space(dir: &Path, needed_bytes: u64) -> Result<(), ExportError> {
     Ok(())
 }
 
-/// The directory while it is being filled; removed unless it is finished.
+/// Directory being filled; removed on drop unless it is finished.
 struct Partial {
     path: PathBuf,
-    /// Locked against another export to the same place.
+    /// Locked against another export to the same directory.
     dir: File,
     finished: bool,
 }
 
 impl Partial {
-    /// Makes `OUT.partial`, and removes what a killed export left there.
+    /// Creates `OUT.partial`; removes what a killed export left there.
     fn make(out: &Path) -> Result<Self, ExportError> {
         let name = out.file_name().ok_or_else(|| ExportError::Exists {
             out: out.to_owned(),
@@ -282,7 +284,7 @@ impl Partial {
         })
     }
 
-    /// Makes it `out`, for good.
+    /// Renames it to `out` durably.
     fn finish(mut self, out: &Path) -> Result<(), ExportError> {
         self.dir
             .sync_all()
@@ -308,10 +310,10 @@ impl Partial {
 impl Drop for Partial {
     fn drop(&mut self) {
         if !self.finished {
-            // The reason that it was not finished says more than that this failed too.
+            // A failure here is ignored: the reason that the export was not finished is reported.
             let _ = fs::remove_dir_all(&self.path);
         }
-        // A process that was just started may still have a copy of the locked file.
+        // A child process that was just started may still hold a copy of the locked file.
         let _ = self.dir.unlock();
     }
 }

@@ -1,4 +1,4 @@
-//! Where each tensor goes: which file, and where in it. Known from the model alone.
+//! Assigns each tensor a file and a position in it, from the model alone.
 
 use std::collections::HashMap;
 
@@ -9,38 +9,38 @@ use crate::model::names::{Place, places};
 use crate::model::{ModelConfig, UnitLayout};
 use crate::weights::{Element, SINGLE_FILE};
 
-/// Data starts at a multiple of this, as Hugging Face's own files have it.
+/// Alignment of the data, as in Hugging Face's own files.
 const HEADER_ALIGN_BYTES: usize = 8;
 
-/// The files of a model.
+/// Files of a model.
 pub(super) struct Shards {
     pub(super) element: Element,
     pub(super) units: Vec<UnitLayout>,
-    /// Of each parameter: `[unit][parameter]`.
+    /// Position of each parameter: `[unit][parameter]`.
     pub(super) targets: Vec<Vec<Target>>,
     pub(super) files: Vec<ShardFile>,
 }
 
-/// Where a parameter's tensor is.
+/// Position of a parameter's tensor.
 pub(super) struct Target {
     pub(super) place: Place,
-    /// In `Shards::files`.
+    /// Index in `Shards::files`.
     pub(super) file: usize,
-    /// In the file.
+    /// Offset in the file.
     pub(super) start: u64,
 }
 
-/// One file to be.
+/// File to be written.
 pub(super) struct ShardFile {
     pub(super) name: String,
-    /// Its length and the header itself, padded.
+    /// Length field and header, padded.
     pub(super) header: Vec<u8>,
     pub(super) data_bytes: u64,
     tensors: Vec<(String, TensorInfo)>,
 }
 
 impl Shards {
-    /// Tensors in the model's order, a new file where one would come to more than `shard_bytes`.
+    /// Places tensors in the model's order; starts a new file when one would exceed `shard_bytes`.
     pub(super) fn new(
         model: &ModelConfig,
         units: &[UnitLayout],
@@ -48,7 +48,7 @@ impl Shards {
         shard_bytes: u64,
     ) -> Self {
         let mut files: Vec<ShardFile> = Vec::new();
-        // By name: several parameters may be parts of one tensor.
+        // By name, because several parameters may be parts of one tensor.
         let mut placed: HashMap<String, (usize, u64)> = HashMap::new();
         let mut targets = Vec::with_capacity(units.len());
         for (unit, places) in units.iter().zip(places(model)) {
@@ -92,7 +92,7 @@ impl Shards {
             };
             file.header = header(&file.tensors);
         }
-        // What was counted from the data's start is now counted from the file's.
+        // Converts offsets in the data to offsets in the file.
         for target in targets.iter_mut().flatten() {
             target.start += files[target.file].header.len() as u64;
         }
@@ -104,12 +104,12 @@ impl Shards {
         }
     }
 
-    /// How many files.
+    /// Number of files.
     pub(super) fn count(&self) -> usize {
         self.files.len()
     }
 
-    /// Of all files.
+    /// Bytes of all files.
     pub(super) fn bytes(&self) -> u64 {
         let files = self.files.iter();
         files
@@ -117,7 +117,7 @@ impl Shards {
             .sum()
     }
 
-    /// The table of several files; one needs none.
+    /// Returns the index of several files; `None` for a single file.
     pub(super) fn index(&self) -> Option<Value> {
         if self.files.len() == 1 {
             return None;

@@ -1,4 +1,4 @@
-//! Tiles into the places of their tensors, as they come.
+//! Writes tiles to the positions of their tensors, in any order.
 
 use std::fs::File;
 use std::ops::Range;
@@ -17,7 +17,7 @@ use training_state::aligned::AlignedBytes;
 /// Bytes written at a time.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// The files, open and of their full length.
+/// Open files of their final length.
 pub(super) struct Writer<'a> {
     shards: &'a Shards,
     master: Master,
@@ -27,7 +27,7 @@ pub(super) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Makes the files, with their headers and room for the rest.
+    /// Creates the files with their headers and reserves space for the rest.
     pub(super) fn make(
         dir: &Path,
         shards: &'a Shards,
@@ -52,7 +52,7 @@ impl<'a> Writer<'a> {
         })
     }
 
-    /// Writes what a tile has of each tensor.
+    /// Writes a tile's part of each tensor.
     pub(super) fn tile(
         &mut self,
         range: &TileRange,
@@ -62,7 +62,7 @@ impl<'a> Writer<'a> {
         let elems = range.elems.start as usize..range.elems.end as usize;
         let mut masters = std::mem::take(&mut self.masters);
         masters.resize(elems.len(), 0.0);
-        // As tiles come they need not be aligned, and read as masters they must be.
+        // Tiles may be unaligned, but reading them as masters needs alignment.
         let [param, state] = [param, state].map(|bytes| {
             let mut lines = AlignedBytes::new(bytes.len());
             lines.bytes_mut().copy_from_slice(bytes);
@@ -90,7 +90,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Puts all on the drive.
+    /// Syncs all files to the drive.
     pub(super) fn finish(self) -> Result<(), ExportError> {
         for (path, file) in self.files {
             file.sync_all().map_err(ExportError::io("flush", &path))?;
@@ -98,7 +98,8 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A part of a matrix that lies as [inputs, outputs] in its file: a strip of columns there, row by row.
+    /// Writes a part of a matrix that is stored as [inputs, outputs] in its file: a strip of columns, row by
+    /// row.
     fn write_turned(
         &mut self,
         param: &ParamLayout,
@@ -111,7 +112,7 @@ impl<'a> Writer<'a> {
         let mut strip = Vec::with_capacity(outputs.len());
         for input in 0..inputs {
             strip.clear();
-            // The first and the last output may be there in part only.
+            // The first and the last output may be partial.
             let elems = outputs.clone().map(|output| output * inputs + input);
             let mut there = elems.filter(|elem| range.contains(elem)).peekable();
             let Some(&first) = there.peek() else { continue };
@@ -122,7 +123,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// Numbers of a tensor from its element `first` on, in the file's order.
+    /// Writes numbers of a tensor from its element `first` on, in the file's order.
     fn write(&mut self, target: &Target, first: usize, values: &[f32]) -> Result<(), ExportError> {
         let element = self.shards.element;
         let size = element.size_bytes();
@@ -145,7 +146,8 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Gives the file its length, and its blocks where the file system can: what fits then is known before the first tile.
+/// Sets the file's length and allocates its blocks if the file system can, so that a lack of space is known
+/// before the first tile.
 fn reserve(file: &File, bytes: u64) -> std::io::Result<()> {
     match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
         Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => file.set_len(bytes),

@@ -1,14 +1,15 @@
-//! `trainer launch`: several ranks of one run on this machine, as processes of this program, ended together.
+//! `trainer launch`: starts several ranks of one run on this machine as processes of this program, and ends
+//! them together.
 //!
 //! ```text
-//!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's names, and the directory where they meet
-//!          ──SIGTERM, SIGINT──▶        forwarded once for each that comes: every rank ends after its step, all is committed
-//!          ◀──status──                 the first failure ends the others: SIGTERM, after a while SIGKILL. 128 and the signal's
+//!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's variables, and the rendezvous directory
+//!          ──SIGTERM, SIGINT──▶        each signal is forwarded: every rank ends after its step, with everything committed
+//!          ◀──status──                 the first failure ends the others: SIGTERM, later SIGKILL. 128 plus the signal's
 //!                                      number is no failure: the rank was asked to stop, and the others end with it
 //! ```
 //!
-//! Each rank is its own process group: a terminal's Ctrl-C reaches the launcher alone, and so each rank once. A rank asks for
-//! SIGTERM when its launcher dies, whichever way.
+//! Each rank has its own process group, so a terminal's Ctrl-C reaches only the launcher, and each rank gets
+//! the signal once. A rank requests SIGTERM for the death of its launcher.
 
 mod rendezvous_dir;
 mod supervise;
@@ -24,10 +25,10 @@ use rendezvous_dir::RendezvousDir;
 pub use supervise::Failure;
 use supervise::{Limits, supervise};
 
-/// Tells a rank the process number of its launcher.
+/// Environment variable with the launcher's process id.
 const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
 
-/// Why ranks could not be started, or did not end well.
+/// Error of starting or ending ranks.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
     #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
@@ -45,11 +46,11 @@ pub enum LaunchError {
     LauncherGone(String),
 }
 
-/// Starts `ranks` processes `trainer train ARGS...` and waits until none is left. Returns the exit status: 0 when the run is
-/// done, that of the ranks when they were asked to stop before.
+/// Starts `ranks` processes `trainer train ARGS...` and waits until all have ended. Returns the exit status:
+/// 0 when the run is done, the ranks' status when they were asked to stop earlier.
 ///
 /// # Errors
-/// They cannot be started; the first one that failed, with its status.
+/// Ranks cannot be started; the first rank that failed, with its status.
 pub fn launch(ranks: u32, args: &[OsString]) -> Result<u8, LaunchError> {
     let base = std::env::temp_dir();
     let rendezvous_dir =
@@ -76,18 +77,19 @@ pub fn launch(ranks: u32, args: &[OsString]) -> Result<u8, LaunchError> {
     supervise((0..ranks).map(command), Limits::default())
 }
 
-/// For a rank: ends it in order when its launcher dies. Does nothing in a process that `launch` did not start.
+/// Makes a rank receive SIGTERM when its launcher dies. Does nothing in a process that was not started by
+/// `launch`.
 ///
 /// # Errors
-/// The launcher is dead already.
+/// The launcher is already dead.
 pub fn end_with_launcher() -> Result<(), LaunchError> {
     let Some(launcher) = std::env::var_os(LAUNCHER_VARIABLE) else {
         return Ok(());
     };
     let launcher = launcher.to_string_lossy().into_owned();
-    // The kernel's only refusal is a signal that does not exist.
+    // The only possible error is an invalid signal.
     let _ = set_parent_process_death_signal(Some(Signal::TERM));
-    // It may have died before it was asked for.
+    // The launcher may have died before the request.
     let parent = getppid().map(|pid| pid.to_string());
     if parent.as_deref() == Some(launcher.as_str()) {
         Ok(())

@@ -1,4 +1,5 @@
-//! The directory where ranks meet. Their launcher removes it; one that was killed could not, and the next launcher does.
+//! The directory through which ranks find each other. Their launcher removes it. If it was killed, the next
+//! launcher does.
 
 use std::fs::File;
 use std::io;
@@ -9,13 +10,14 @@ use tempfile::TempDir;
 
 const PREFIX: &str = "offloadd-launch-";
 
-/// Locked while the launcher lives. Ranks lock what they put beside it.
+/// Lock file held while the launcher lives. Ranks also lock the files that they put beside it.
 const LOCK: &str = "launcher";
 
-/// The same before it is locked: nobody may see it unlocked by its name while the launcher lives.
+/// Name of the lock file before it is locked: under its final name it must never be seen unlocked while the
+/// launcher lives.
 const LOCK_NEW: &str = "launcher.new";
 
-/// A directory of one launch, gone with this value.
+/// Rendezvous directory of one launch, removed on drop.
 #[derive(Debug)]
 pub(super) struct RendezvousDir {
     dir: TempDir,
@@ -23,9 +25,10 @@ pub(super) struct RendezvousDir {
 }
 
 impl RendezvousDir {
-    /// Makes one in `base`, and removes there what launchers of this user left that are dead, and their ranks with them.
+    /// Creates a directory in `base`. Removes directories of this user's launches in which neither the
+    /// launcher nor a rank is alive.
     pub(super) fn new(base: &Path) -> io::Result<Self> {
-        // It is in nobody's way, and whoever may not look into the base may still make directories there.
+        // Leftovers disturb nobody, and a user who cannot list the base may still create directories there.
         let _ = remove_left(base);
         let dir = tempfile::Builder::new().prefix(PREFIX).tempdir_in(base)?;
         let new = dir.path().join(LOCK_NEW);
@@ -44,17 +47,18 @@ fn remove_left(base: &Path) -> io::Result<()> {
     let us = rustix::process::geteuid().as_raw();
     for entry in base.read_dir()?.flatten() {
         let ours = entry.file_name().as_encoded_bytes().starts_with(PREFIX.as_bytes())
-            // Of the name itself: a link is nobody's directory.
+            // Metadata of the entry itself, so that links are ignored.
             && entry.metadata().is_ok_and(|found| found.is_dir() && found.uid() == us);
         if ours && is_left(&entry.path()).unwrap_or(false) {
-            // Two launchers may be at it.
+            // Another launcher may be removing it at the same time.
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
     Ok(())
 }
 
-/// Whether nobody lives who has locked anything in it. One without a launcher's lock is being made.
+/// Returns whether no live process holds a lock in the directory. A directory without a launcher's lock is
+/// just being created.
 fn is_left(dir: &Path) -> io::Result<bool> {
     let is_free = |path: &Path| Ok::<_, io::Error>(File::open(path)?.try_lock_shared().is_ok());
     if !is_free(&dir.join(LOCK))? {
@@ -70,12 +74,12 @@ fn is_left(dir: &Path) -> io::Result<bool> {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: a directory is taken from under living ranks, or stays for good.
+    //! Errors that these tests find: a directory is removed while its ranks live, or is never removed.
 
     use super::*;
 
-    /// As a launcher leaves it that is killed. Unlocked by hand: another test's thread may be about to start a process, which
-    /// has a copy of the file for a moment.
+    /// Makes a directory like that of a killed launcher. It is unlocked explicitly, because another test's
+    /// thread may be starting a process, which holds a copy of the file for a moment.
     fn left(base: &Path) -> std::path::PathBuf {
         let RendezvousDir { dir, _lock } = RendezvousDir::new(base).unwrap();
         _lock.unlock().unwrap();
@@ -122,7 +126,7 @@ mod tests {
         assert!(!of_ranks.exists());
     }
 
-    /// Fails now and then where a lock can be seen before it is taken, and never where it cannot.
+    /// Fails sometimes if a lock file is visible before it is locked, and never otherwise.
     #[test]
     fn launchers_that_start_at_once_do_not_remove_each_others_directories() {
         let base = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Waiting for ranks: all end well, or the first that does not ends the others.
+//! Waits for ranks: either all end well, or the first one that fails ends the others.
 
 use std::fmt;
 use std::os::unix::process::ExitStatusExt;
@@ -11,16 +11,16 @@ use signal_hook::iterator::Signals;
 
 use super::LaunchError;
 
-/// Between two looks at the ranks. std cannot wait for one of several processes.
+/// Interval between checks of the ranks. The standard library cannot wait for one of several processes.
 const LOOK: Duration = Duration::from_millis(10);
 
-/// How long ranks are waited for.
+/// Time limits for ranks to end.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Limits {
-    /// From SIGTERM to SIGKILL, once a rank has failed. The others need some seconds to find out themselves who is gone or
-    /// does not answer, and their words are worth having.
+    /// Time from SIGTERM to SIGKILL after a rank has failed. The others need some seconds to notice which
+    /// rank is gone or does not answer, and their messages are useful.
     pub(super) end: Duration,
-    /// From the first rank that ended well to the last: they end together.
+    /// Time from the first rank that ended well to the last: they should end together.
     pub(super) close: Duration,
 }
 
@@ -36,13 +36,13 @@ impl Default for Limits {
 /// The rank that failed first.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Failure {
-    /// Which.
+    /// Number of the rank.
     pub rank: u32,
-    /// Its process.
+    /// Process id of the rank.
     pub pid: u32,
-    /// What the launcher exits with: the rank's own status, or 128 and the signal that killed it.
+    /// Exit status for the launcher: the rank's own status, or 128 plus the signal that killed it.
     pub code: u8,
-    /// What happened to it.
+    /// How it failed.
     how: How,
     others_count: usize,
 }
@@ -51,7 +51,7 @@ pub struct Failure {
 enum How {
     Exited(u8),
     Killed(i32),
-    /// It ran on while the others had ended.
+    /// It still ran after the others had ended.
     Stayed(Duration),
 }
 
@@ -80,23 +80,23 @@ impl fmt::Display for Failure {
     }
 }
 
-/// A started rank.
+/// Started rank.
 struct Rank {
     child: Child,
     ended: Option<ExitStatus>,
 }
 
-/// All of them. Dropped, it leaves none behind.
+/// All ranks. Dropping it kills and waits for those that are left.
 #[derive(Default)]
 struct Ranks(Vec<Rank>);
 
-/// Starts all of `commands` as ranks and waits for their end. SIGTERM and SIGINT are forwarded. Returns 0, or the status of a
-/// rank that was asked to stop.
+/// Starts all of `commands` as ranks and waits until they have ended. Forwards SIGTERM and SIGINT. Returns 0,
+/// or the status of a rank that was asked to stop.
 pub(super) fn supervise(
     commands: impl Iterator<Item = Command>,
     limits: Limits,
 ) -> Result<u8, LaunchError> {
-    // Before there is anyone to forward them to: none is lost.
+    // Installed before the ranks start, so that no signal is lost.
     let mut signals = Signals::new([SIGTERM, SIGINT]).map_err(LaunchError::Signals)?;
     let mut ranks = Ranks::default();
     for (mut command, rank) in commands.zip(0..) {
@@ -139,7 +139,7 @@ pub(super) fn supervise(
     }
 }
 
-/// The status of a rank that was asked to stop and did so in order.
+/// Returns the status of a rank that was asked to stop and ended in order.
 fn stopped(status: ExitStatus) -> Option<u8> {
     let asked = [SIGINT, SIGTERM].map(|signal| 128 + signal);
     let code = status.code().filter(|code| asked.contains(code))?;
@@ -147,24 +147,26 @@ fn stopped(status: ExitStatus) -> Option<u8> {
 }
 
 impl Ranks {
-    /// Looks who has ended. False when all have.
+    /// Checks which ranks have ended. Returns false when all have.
     fn look(&mut self) -> bool {
         for rank in self.0.iter_mut().filter(|rank| rank.ended.is_none()) {
-            // An error would mean that it is not our child.
+            // An error would mean that the process is not a child.
             rank.ended = rank.child.try_wait().expect("a child can be waited for");
         }
         self.0.iter().any(|rank| rank.ended.is_none())
     }
 
-    /// To all that have not ended. They have not been waited for, so the numbers are still theirs.
+    /// Sends a signal to all ranks that have not ended. They have not been waited for, so their process ids
+    /// are still valid.
     fn signal(&self, signal: Signal) {
         for rank in self.0.iter().filter(|rank| rank.ended.is_none()) {
             let _ = kill_process(Pid::from_child(&rank.child), signal);
         }
     }
 
-    /// The rank to blame among those that have failed: one that was killed, as the others end by themselves then. All are looked at
-    /// once more, because the killed one may have ended just after the last look, and a rank that noticed just before it.
+    /// Returns the rank that caused the failure. A killed rank takes precedence, because the others then end
+    /// by themselves. All ranks are checked again, because the killed one may have ended just after the last
+    /// check and a rank that noticed just before it.
     fn failure(&mut self) -> Option<Failure> {
         self.failed()?;
         self.look();
@@ -184,7 +186,7 @@ impl Ranks {
         failed.min_by_key(|failure| matches!(failure.how, How::Exited(_)))
     }
 
-    /// The status of the first rank that was asked to stop, if one was.
+    /// Returns the status of the first rank that was asked to stop, if any.
     fn stopped(&self) -> Option<u8> {
         self.0.iter().find_map(|rank| stopped(rank.ended?))
     }
@@ -216,7 +218,7 @@ impl Drop for Ranks {
             self.signal(Signal::KILL);
         }
         for rank in &mut self.0 {
-            // It is waited for already, or was just killed.
+            // It was waited for before, or was just killed.
             let _ = rank.child.wait();
         }
     }
@@ -224,19 +226,20 @@ impl Drop for Ranks {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: a rank outlives the others, the wrong one is blamed, a deaf one is waited for without end.
+    //! Errors that these tests find: a rank outlives the others, the wrong rank is reported, an unresponsive
+    //! rank is waited for without end.
 
     use rustix::process::{WaitId, WaitIdOptions, waitid};
 
     use super::*;
 
-    /// Of those who end well the last may be late: the machine may stop between two ends.
+    /// A generous limit between ranks that end well, because the machine may be busy.
     const LIMITS: Limits = Limits {
         end: Duration::from_millis(300),
         close: Duration::from_secs(60),
     };
 
-    /// Ranks that run these shell scripts; the failure, the time it took.
+    /// Runs these shell scripts as ranks; returns the failure and the time taken.
     fn run(scripts: &[&str]) -> (Option<Failure>, Duration) {
         run_within(LIMITS, scripts)
     }
@@ -302,7 +305,7 @@ mod tests {
         let (failure, _) = run(&[&notices, &killed, &notices]);
         let failure = failure.unwrap();
         assert_eq!((failure.rank, failure.code), (1, 137), "{failure}");
-        // The killed one ended after it was looked at, and one that noticed before it was.
+        // The killed rank ends after it was checked, and one that noticed before its own check.
         let mut ranks = Ranks::default();
         for script in ["exit 1", "kill -9 $$"] {
             let child = Command::new("sh").arg("-c").arg(script).spawn().unwrap();

@@ -1,29 +1,29 @@
-//! The architectures that are known, each as settings of one block: what a block computes follows from these and from the
-//! sizes, never from the architecture's name.
+//! The supported architectures, each described by options of one common block. A block's computation depends
+//! on these options and on sizes, never on the architecture's name.
 //!
 //! ```text
-//! model_type   norm    positions   feed-forward   biases               besides
-//! gpt2         layer   learned     gelu           all                  scaled first weights, tied
+//! model_type   norm    positions   MLP            biases               besides
+//! gpt2         layer   learned     gelu           all                  scaled initial weights, tied
 //! llama        rms     rotary      gated silu     as configured
 //! mistral      rms     rotary      gated silu     none                 sliding window
 //! qwen2        rms     rotary      gated silu     query, key, value    sliding window in later layers
-//! qwen3        rms     rotary      gated silu     as configured        norms of query and key heads, head_dim by itself
+//! qwen3        rms     rotary      gated silu     as configured        norms of query and key heads, independent head_dim
 //! ```
 //!
-//! A new decoder is a row here, its keys in `hf/keys.rs`, its names in `names.rs` and a fixture (`tests/fixtures/hf/make.py`).
-//! Encoder models (BERT, RoBERTa, T5) would come in the same way, and need three things more: attention that sees both
-//! directions (`compute/attention.rs`), another head and another loss (beside `compute/head.rs`). Until then `ENCODERS` has
-//! them refused as what they are.
+//! A new decoder needs a row here, its keys in `hf/keys.rs`, its names in `names.rs` and a fixture
+//! (`tests/fixtures/hf/make.py`). Encoder models (BERT, RoBERTa, T5) would also need bidirectional attention
+//! (`compute/attention.rs`), another head and another loss (beside `compute/head.rs`). They are refused by
+//! name until then (`ENCODERS`).
 
 use serde::{Deserialize, Serialize};
 
-/// A model family, by Hugging Face's `model_type`.
+/// Model family, identified by Hugging Face's `model_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Architecture {
     /// `gpt2`
     Gpt2,
-    /// `llama`: Llama 1, 2, 3, and what takes its form.
+    /// `llama`: Llama 1, 2, 3, and models of the same form.
     #[default]
     Llama,
     /// `mistral`
@@ -34,7 +34,7 @@ pub enum Architecture {
     Qwen3,
 }
 
-/// How rows are normed.
+/// Normalization of rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Norm {
     /// `weight * x / rms(x)`
@@ -43,32 +43,32 @@ pub enum Norm {
     Layer,
 }
 
-/// How a block knows where a token is.
+/// How a block knows the position of a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Positions {
-    /// A row for each position, added to the token's.
+    /// A learned row for each position is added to the token's embedding.
     Learned,
-    /// Query and key turned by their positions' angles.
+    /// Query and key are rotated by angles that depend on the position.
     Rotary,
 }
 
-/// The feed-forward part.
+/// Form of the MLP.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mlp {
     /// `down(silu(gate(x)) * up(x))`
     GatedSilu,
-    /// `down(gelu(up(x)))`, gelu in its form with tanh (`gelu_new`).
+    /// `down(gelu(up(x)))` with the tanh approximation of gelu (`gelu_new`).
     Gelu,
 }
 
-/// Which projections have a bias.
+/// Projections with a bias.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Biases {
-    /// Query, key and value.
+    /// Query, key and value projections.
     pub qkv: bool,
-    /// Attention's output.
+    /// Attention output projection.
     pub out: bool,
-    /// Those of the feed-forward part.
+    /// Projections of the MLP.
     pub mlp: bool,
 }
 
@@ -84,25 +84,26 @@ impl Biases {
     }
 }
 
-/// What an architecture's blocks are made of, whatever their sizes.
+/// Form of an architecture's blocks, independent of sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Form {
-    /// Of all norms.
+    /// Kind of all norms.
     pub norm: Norm,
-    /// Where positions come in.
+    /// Kind of positions.
     pub positions: Positions,
-    /// The feed-forward part.
+    /// Form of the MLP.
     pub mlp: Mlp,
-    /// Whether each query and key head is normed before it is turned.
+    /// Whether each query and key head is normalized before rotation.
     pub qk_norm: bool,
-    /// Biases where the configuration does not say.
+    /// Biases if the configuration does not specify them.
     pub biases: Biases,
-    /// Whether the matrices that write to the residual stream start smaller, by the root of how many there are.
+    /// Whether initial weights of matrices that write to the residual stream are divided by the root of their
+    /// number.
     pub scaled_residual: bool,
 }
 
 impl Architecture {
-    /// All of them.
+    /// All architectures.
     pub const ALL: &[Self] = &[
         Self::Gpt2,
         Self::Llama,
@@ -122,7 +123,7 @@ impl Architecture {
         }
     }
 
-    /// The class that Hugging Face's library trains it with.
+    /// Class that Hugging Face's library trains it with.
     pub fn class(self) -> &'static str {
         match self {
             Self::Gpt2 => "GPT2LMHeadModel",
@@ -133,13 +134,13 @@ impl Architecture {
         }
     }
 
-    /// The architecture of a `model_type`.
+    /// Returns the architecture with this `model_type`.
     pub fn named(model_type: &str) -> Option<Self> {
         let mut all = Self::ALL.iter().copied();
         all.find(|architecture| architecture.model_type() == model_type)
     }
 
-    /// What its blocks are made of.
+    /// Returns the form of its blocks.
     pub fn form(self) -> Form {
         let llama = Form {
             norm: Norm::Rms,
@@ -182,7 +183,7 @@ impl Architecture {
     }
 }
 
-/// The `model_type`s of models that read in both directions, which are not trained here yet.
+/// `model_type`s of encoder models, which are not supported yet.
 pub(super) const ENCODERS: &[&str] = &[
     "albert",
     "bert",

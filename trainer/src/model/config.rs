@@ -1,33 +1,34 @@
-//! A model's sizes and constants, with Hugging Face's key names, checked.
+//! A model's sizes and constants under Hugging Face's key names, with their checks.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Architecture, Biases, Mlp, Norm, Positions};
 
-/// A model: its architecture, sizes and constants. Written out with the keys of Hugging Face's `config.json`; what was added
-/// after Llama is left out where it is as Llama has it, so that runs of earlier versions go on.
+/// A model: architecture, sizes and constants. Serialized with the keys of Hugging Face's `config.json`. Keys
+/// that were added after Llama are omitted if they have Llama's value, so that runs of earlier versions can
+/// be resumed.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
-    /// The family: names, and what blocks are made of.
+    /// Model family, which determines names and the form of blocks.
     #[serde(
         rename = "model_type",
         default,
         skip_serializing_if = "Architecture::is_llama"
     )]
     pub architecture: Architecture,
-    /// Tokens the model knows.
+    /// Number of tokens in the vocabulary.
     pub vocab_size: usize,
     /// Width of the residual stream.
     pub hidden_size: usize,
-    /// Width inside the feed-forward part.
+    /// Width of the MLP.
     pub intermediate_size: usize,
     /// Transformer blocks.
     #[serde(rename = "num_hidden_layers")]
     pub layers: usize,
-    /// Query heads.
+    /// Number of query heads.
     #[serde(rename = "num_attention_heads")]
     pub heads: usize,
-    /// Key and value heads; a divisor of `heads`.
+    /// Number of key and value heads; a divisor of `heads`.
     #[serde(rename = "num_key_value_heads")]
     pub kv_heads: usize,
     /// Width of a head; `hidden_size / heads` when left out.
@@ -36,57 +37,60 @@ pub struct ModelConfig {
     /// Base of the rotary embedding's wavelengths.
     #[serde(default = "default_rope_theta")]
     pub rope_theta: f64,
-    /// What stretches them for longer sequences.
+    /// Scaling of the rotary embedding for longer sequences.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rope_scaling: Option<RopeScaling>,
-    /// Added to the mean square, or the variance, in each norm.
+    /// Epsilon added to the mean square or the variance in each norm.
     #[serde(rename = "rms_norm_eps", default = "default_norm_eps")]
     pub norm_eps: f64,
-    /// Whether the output projection is the embedding's matrix.
+    /// Whether the output projection shares the embedding's matrix.
     #[serde(rename = "tie_word_embeddings", default)]
     pub tied: bool,
-    /// Standard deviation of fresh weights.
+    /// Standard deviation of random initial weights.
     #[serde(default = "default_initializer_range")]
     pub initializer_range: f64,
-    /// Longest sequence the model is meant for; a run's sequence may be shorter. Learned positions have so many rows.
+    /// Longest sequence that the model supports; a run may use shorter ones. Learned positions have this
+    /// number of rows.
     #[serde(default = "default_max_position_embeddings")]
     pub max_position_embeddings: usize,
     /// Which projections have a bias.
     #[serde(default, skip_serializing_if = "Biases::is_none")]
     pub biases: Biases,
-    /// How far blocks see back, if not to the start.
+    /// Sliding window, if blocks do not see all previous tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<Window>,
 }
 
-/// How the rotary embedding's wavelengths are stretched.
+/// Scaling of the rotary embedding's wavelengths.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
     /// All by the same factor.
     Linear {
-        /// By how much.
+        /// Factor on the wavelengths.
         factor: f64,
     },
-    /// Llama 3.1's: long ones by the factor, short ones not at all, in between a mixture.
+    /// Llama 3.1's scaling: long wavelengths by the factor, short ones not at all, those in between
+    /// interpolated.
     Llama3 {
-        /// By how much, at most.
+        /// Largest factor on a wavelength.
         factor: f64,
-        /// Wavelengths beyond `original_max_position_embeddings` over this are stretched by the whole factor.
+        /// Wavelengths above `original_max_position_embeddings` divided by this are scaled by the whole
+        /// factor.
         low_freq_factor: f64,
-        /// Wavelengths below `original_max_position_embeddings` over this are left alone.
+        /// Wavelengths below `original_max_position_embeddings` divided by this are not scaled.
         high_freq_factor: f64,
-        /// The sequence that the model was first trained for.
+        /// Length of sequences that the model was first trained with.
         original_max_position_embeddings: f64,
     },
 }
 
-/// A sliding window: each token sees itself and the `tokens - 1` before it.
+/// Sliding window: each token sees itself and the `tokens - 1` before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Window {
-    /// Tokens seen, the own included.
+    /// Number of tokens seen, including the own one.
     pub tokens: usize,
-    /// The first layer that has the window; the layers before see everything.
+    /// First layer with the window; earlier layers see everything.
     pub first_layer: usize,
 }
 
@@ -103,7 +107,7 @@ fn default_max_position_embeddings() -> usize {
     2048
 }
 
-/// Llama's constants, and no sizes: not a model before those are given.
+/// Llama's constants without sizes; not a valid model until those are set.
 impl Default for ModelConfig {
     fn default() -> Self {
         ModelConfig {
@@ -127,10 +131,10 @@ impl Default for ModelConfig {
     }
 }
 
-/// Why a model cannot be built from its configuration.
+/// Error in a model's configuration.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {
-    /// Not JSON, or no table.
+    /// The text is not JSON, or not a table.
     #[error("the model's config.json cannot be read: {0}")]
     Unreadable(String),
     /// A required key is missing.
@@ -141,7 +145,7 @@ pub enum ConfigError {
         /// Its `model_type`.
         architecture: &'static str,
     },
-    /// Nothing says which architecture a file is of.
+    /// The architecture of a file is unknown.
     #[error(
         "config.json has no model_type, and its architectures ({architectures}) name no supported model: set model.model_type, for example \"llama\""
     )]
@@ -156,7 +160,7 @@ pub enum ConfigError {
         key: String,
         /// The value given, as JSON.
         value: String,
-        /// What it should be.
+        /// Expected type.
         expected: &'static str,
     },
     /// A key of another architecture.
@@ -167,14 +171,14 @@ pub enum ConfigError {
         /// The `model_type`.
         architecture: &'static str,
     },
-    /// A size is zero or beyond what is plausible.
+    /// A size is zero or implausibly large.
     #[error("{key} = {value} must be between 1 and {max}")]
     Size {
         /// Hugging Face's key.
         key: &'static str,
         /// The value given.
         value: usize,
-        /// The largest value taken.
+        /// Largest value accepted.
         max: usize,
     },
     /// A constant is not a positive finite number.
@@ -185,7 +189,7 @@ pub enum ConfigError {
         /// The value given.
         value: f64,
     },
-    /// `hidden_size` cannot be split into heads.
+    /// `hidden_size` is not divisible by the number of heads.
     #[error(
         "hidden_size = {hidden_size} is not a multiple of num_attention_heads = {heads}: change one of them, or set head_dim"
     )]
@@ -195,7 +199,7 @@ pub enum ConfigError {
         /// `num_attention_heads`.
         heads: usize,
     },
-    /// Query heads cannot share the key heads evenly.
+    /// Query heads cannot be divided evenly among key heads.
     #[error("num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")]
     KvHeads {
         /// `num_attention_heads`.
@@ -206,26 +210,26 @@ pub enum ConfigError {
     /// The rotary embedding needs an even head width.
     #[error("head_dim = {0} must be even: the rotary embedding rotates pairs")]
     OddHeadDim(usize),
-    /// A key asks for a form of the model that is not built here.
+    /// A key asks for an unsupported form of the model.
     #[error("{key} = {value} is not supported: {supported}")]
     Unsupported {
         /// Hugging Face's key.
         key: String,
         /// The value given, as JSON.
         value: String,
-        /// What is.
+        /// What is supported.
         supported: String,
     },
 }
 
-/// Sizes beyond this are mistakes, and products of a few of them still fit 64 bits.
+/// Largest plausible size; products of a few such sizes fit 64 bits.
 const SIZE_MAX: usize = 1 << 22;
 
 impl ModelConfig {
-    /// Checks that a model can be built.
+    /// Checks that the model can be built.
     ///
     /// # Errors
-    /// The first thing wrong, naming its key.
+    /// The first invalid key.
     pub fn validate(&self) -> Result<(), ConfigError> {
         for (key, value) in [
             ("vocab_size", self.vocab_size),
@@ -288,7 +292,7 @@ impl ModelConfig {
                 ("rope_scaling.low_freq_factor", low),
                 ("rope_scaling.high_freq_factor", high),
                 ("rope_scaling.original_max_position_embeddings", original),
-                // What is mixed lies between them.
+                // Wavelengths between the two limits are interpolated.
                 (
                     "rope_scaling.high_freq_factor - low_freq_factor",
                     high - low,
@@ -308,18 +312,19 @@ impl ModelConfig {
             .unwrap_or(self.hidden_size / self.heads.max(1))
     }
 
-    /// Tokens that layer number `layer` sees, the own included, if it does not see everything.
+    /// Number of tokens that layer number `layer` sees, including the own one; `None` if it sees everything.
     pub fn window(&self, layer: usize) -> Option<usize> {
         let window = self.sliding_window.filter(|w| layer >= w.first_layer);
         window.map(|window| window.tokens)
     }
 
-    /// Parameters of the whole model, without the layouts' padding.
+    /// Number of parameters of the whole model, without padding.
     pub fn params_count(&self) -> usize {
         self.products_count() + self.other_count()
     }
 
-    /// Parameters of matrix products: projections of blocks, and the head's (the embedding's own table in a tied model).
+    /// Number of parameters in matrix products: projections of blocks and of the head (the embedding's table
+    /// in a tied model).
     fn products_count(&self) -> usize {
         let (h, ff, d) = (self.hidden_size, self.intermediate_size, self.head_dim());
         let attention = h * d * (self.heads + 2 * self.kv_heads) + self.heads * d * h;
@@ -330,7 +335,7 @@ impl ModelConfig {
         self.layers * (attention + mlp) + self.vocab_size * h
     }
 
-    /// All others: norms, biases, positions, the embedding of a model that is not tied.
+    /// Number of other parameters: norms, biases, positions, the embedding of an untied model.
     fn other_count(&self) -> usize {
         let (h, ff, d) = (self.hidden_size, self.intermediate_size, self.head_dim());
         let form = self.architecture.form();
@@ -349,15 +354,16 @@ impl ModelConfig {
         self.layers * block + norm + positions + when(!self.tied, self.vocab_size * h)
     }
 
-    /// Floating-point operations of forward and backward for one token in a sequence of `seq_len`, as model FLOPs are
-    /// counted: 6 for each parameter of a matrix product, and attention's half of the square. Recomputing adds none.
+    /// Floating-point operations of forward and backward for one token in a sequence of `seq_len`, in the
+    /// usual count of model FLOPs: 6 for each parameter of a matrix product, and half of attention's square.
+    /// Recomputation is not counted.
     pub fn flops_per_token(&self, seq_len: usize) -> f64 {
         let width = (self.heads * self.head_dim()) as f64;
         let attention: f64 = (0..self.layers)
             .map(|layer| {
                 let seen = self.window(layer).unwrap_or(seq_len).min(seq_len) as f64;
                 let seq_len = seq_len as f64;
-                // Twice what a token sees on average: less at the start, then the window.
+                // Twice the average number of tokens seen: fewer at the start, then the window.
                 width * seen * (2.0 - seen / seq_len)
             })
             .sum();

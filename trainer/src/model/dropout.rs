@@ -1,29 +1,30 @@
-//! How much is left out at random in training. Not part of what a model computes: a run may go on with another share.
+//! Dropout rates in training. They are not part of a model's computation, so a resumed run may change them.
 
 use serde::{Deserialize, Serialize};
 
 use super::ConfigError;
 
-/// Shares that are left out, 0 to less than 1; what stays is scaled up, so that sums stay the same on average.
+/// Dropout probabilities from 0 to less than 1; kept elements are scaled up, so that sums stay the same on
+/// average.
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 pub struct Dropout {
-    /// Of the embedding's sum (`embd_pdrop`).
+    /// Probability for the sum of embeddings (`embd_pdrop`).
     pub embedding: f64,
-    /// Of what attention and the feed-forward part add to the residual stream (`resid_pdrop`).
+    /// Probability for the outputs of attention and MLP (`resid_pdrop`).
     pub residual: f64,
-    /// Of attention's weights (`attn_pdrop`, `attention_dropout`).
+    /// Probability for attention weights (`attn_pdrop`, `attention_dropout`).
     pub attention: f64,
 }
 
 impl Dropout {
-    /// Nothing is left out.
+    /// No dropout.
     pub const NONE: Self = Self {
         embedding: 0.0,
         residual: 0.0,
         attention: 0.0,
     };
 
-    /// Whether nothing is left out.
+    /// Returns whether there is no dropout.
     pub fn is_none(&self) -> bool {
         *self == Self::NONE
     }

@@ -1,11 +1,11 @@
-//! The kinds of numbers that a model is computed with.
+//! Number types of a model's computation.
 
-/// The kind of number of parameters, activations and stored gradients.
+/// Number type of parameters, activations and stored gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dtype {
-    /// 16 bits: norms, rotary tables and losses still compute in fp32 where Hugging Face's model does.
+    /// 16 bits; norms, rotary tables and losses are computed in fp32, as in Hugging Face's models.
     Bf16,
-    /// 16 bits of which five are the exponent: losses are scaled so that small gradients do not vanish.
+    /// 16 bits with a 5-bit exponent: losses are scaled so that small gradients do not vanish.
     Fp16,
     /// 32 bits throughout.
     Fp32,
@@ -20,7 +20,7 @@ impl Dtype {
         }
     }
 
-    /// The name in settings and records.
+    /// Name in settings and records.
     pub fn name(self) -> &'static str {
         match self {
             Dtype::Bf16 => "bf16",
@@ -29,7 +29,7 @@ impl Dtype {
         }
     }
 
-    /// The type of this name.
+    /// Returns the type with this name.
     pub fn parse(name: &str) -> Option<Self> {
         [Self::Bf16, Self::Fp16, Self::Fp32]
             .into_iter()

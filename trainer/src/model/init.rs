@@ -1,5 +1,5 @@
-//! The first weights of a fresh model, by a counter: each element is a function of (seed, unit, offset) alone, so any
-//! tile can be filled by itself, on any rank, by any number of threads, with the same bits.
+//! Random initial weights from a counter: each element depends only on (seed, unit, offset), so any tile can
+//! be filled separately, on any rank and with any number of threads, with the same bits.
 //!
 //! With wrapping 64-bit arithmetic and
 //!
@@ -19,9 +19,9 @@
 //! w     = f32(initializer_range * sqrt(-2 ln u1) * cos(2 pi u2))     all in f64, rounded once
 //! ```
 //!
-//! where GPT-2's matrices that write to the residual stream take `initializer_range / sqrt(2 * layers)`. Norm weights are
-//! 1, biases and padding are 0. `ln` and `cos` of another mathematics library may differ in the last bit of an
-//! f64, which changes the f32 about once in 10^8 elements.
+//! GPT-2's matrices that write to the residual stream use `initializer_range / sqrt(2 * layers)`. Norm
+//! weights are 1, biases and padding are 0. `ln` and `cos` of another math library may differ in the last bit
+//! of an f64, which changes the f32 about once in 10^8 elements.
 
 use std::f64::consts::TAU;
 use std::ops::Range;
@@ -30,10 +30,10 @@ use rayon::prelude::*;
 
 use super::{Start, UnitLayout};
 
-/// Elements one task fills: some tens of microseconds of work.
+/// Elements filled by one task: some tens of microseconds of work.
 const CHUNK_ELEMS: usize = 1 << 14;
 
-/// splitmix64: the next state's output for state `z`.
+/// splitmix64: returns the output for the state after `z`.
 pub fn splitmix64(z: u64) -> u64 {
     let z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -41,8 +41,8 @@ pub fn splitmix64(z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Fills `out` with the fresh weights of elements `range_elems` of unit number `unit_index` (`layout` is its layout).
-/// `out` is as long as the range, which lies inside the unit.
+/// Fills `out` with the initial weights of elements `range_elems` of unit number `unit_index`, whose layout
+/// is `layout`. `out` must be as long as the range.
 pub fn fill(
     layout: &UnitLayout,
     unit_index: usize,
@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn weights_follow_the_documented_formula() {
         assert_eq!(splitmix64(0), 0xE220_A839_7B1D_CDAF);
-        // From the formula in Python: (seed, unit, offset) and the bits of the f32.
+        // Computed with the formula in Python: (seed, unit, offset) and the bits of the f32.
         for (seed, unit, offset, bits) in [
             (0, 0, 0, 0xBB07_3D13),
             (42, 0, 5, 0x3BB8_B5E8),
@@ -210,7 +210,7 @@ mod tests {
                     .all(|(&w, &covered)| covered || w.to_bits() == 0)
             );
         }
-        // Another seed or unit is another model.
+        // Another seed or unit gives other weights.
         let mut a = vec![0f32; 64];
         let mut b = vec![0f32; 64];
         fill(&layouts()[0], 0, 1, 0.02, 0..64, &mut a);

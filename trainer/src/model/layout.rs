@@ -1,20 +1,20 @@
-//! Where each parameter lies in its unit's flat buffer. A layout is a function of the configuration alone; it is
-//! stored with a job's record, so a change of it is a change of format.
+//! Position of each parameter in its unit's flat buffer. A layout depends only on the configuration. It is
+//! stored in a job's record, so changing it changes the format.
 
 use serde::{Deserialize, Serialize};
 
 use super::{Mlp, ModelConfig, Norm, ParamRole, Positions, names};
 
-/// Each parameter starts at a multiple of this many elements, and each unit's length is one: 128 bytes in 16 bit, so
-/// that vector loads and tensors over the buffer are aligned whatever lies before.
+/// Each parameter starts at a multiple of this many elements, and each unit's length is a multiple of it: 128
+/// bytes in 16 bits, so that vector loads and tensors over the buffer are aligned.
 pub const ALIGN_ELEMS: usize = 64;
 
-/// What a fresh parameter starts as.
+/// Initial value of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub enum Start {
-    /// Normal numbers of `scale` times the configuration's `initializer_range`.
+    /// Normally distributed numbers with `scale` times the configuration's `initializer_range`.
     Normal {
-        /// 1, or less where a block's result is added to the residual stream and the architecture says so.
+        /// 1, or less for a matrix that writes to the residual stream if the architecture scales it.
         scale: f64,
     },
     /// A norm's weight.
@@ -26,42 +26,42 @@ pub enum Start {
 /// One parameter inside its unit.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ParamLayout {
-    /// Which of its unit's parameters it is.
+    /// Role of the parameter in its unit.
     pub member: ParamRole,
-    /// Hugging Face's name, as in a checkpoint; with the part's in brackets where several parameters are one tensor there
-    /// (`names.rs`).
+    /// Hugging Face's name, as in a checkpoint. If several parameters are one tensor there, the part follows
+    /// in brackets (`names.rs`).
     pub name: String,
     /// Sizes, outermost first; a matrix is [outputs, inputs].
     pub shape: Vec<usize>,
-    /// Where it starts in the unit's flat buffer.
+    /// Offset in the unit's flat buffer.
     pub offset_elems: usize,
-    /// Whether weight decay applies unless the run says otherwise: to matrices, not to norms and biases.
+    /// Whether weight decay applies by default: to matrices, not to norms and biases.
     pub decay: bool,
-    /// What it starts as in a fresh model.
+    /// Initial value in a fresh model.
     pub start: Start,
 }
 
 impl ParamLayout {
-    /// Elements of the parameter.
+    /// Number of elements of the parameter.
     pub fn elems(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The elements it takes of the unit's flat buffer.
+    /// Range of elements in the unit's flat buffer.
     pub fn range_elems(&self) -> std::ops::Range<usize> {
         self.offset_elems..self.offset_elems + self.elems()
     }
 }
 
-/// One unit: parameters that are gathered together, in one flat buffer. The elements between parameters are padding:
-/// zero in weights and in gradients.
+/// One unit: parameters that are gathered together in one flat buffer. Elements between parameters are
+/// padding, which is zero in weights and gradients.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct UnitLayout {
     /// `embedding`, `block.N`, `head`.
     pub name: String,
-    /// In the order they lie.
+    /// Parameters in the order of the buffer.
     pub params: Vec<ParamLayout>,
-    /// Length of the flat buffer, padding included.
+    /// Length of the flat buffer, including padding.
     pub elems: usize,
 }
 
@@ -95,18 +95,18 @@ impl UnitLayout {
         }
     }
 
-    /// The number of the parameter that is `member`, if the unit has it.
+    /// Returns the index of the parameter with this role, if the unit has it.
     pub fn find(&self, member: ParamRole) -> Option<usize> {
         self.params.iter().position(|param| param.member == member)
     }
 
-    /// Elements of all parameters, padding left out.
+    /// Number of elements of all parameters, without padding.
     pub fn params_elems(&self) -> usize {
         self.params.iter().map(ParamLayout::elems).sum()
     }
 }
 
-/// The model's units in the order forward uses them: embedding, blocks, head.
+/// Units of the model in forward order: embedding, blocks, head.
 pub fn unit_layouts(config: &ModelConfig) -> Vec<UnitLayout> {
     let (h, vocab) = (config.hidden_size, config.vocab_size);
     let form = config.architecture.form();
@@ -133,7 +133,7 @@ pub fn unit_layouts(config: &ModelConfig) -> Vec<UnitLayout> {
     units
 }
 
-/// A block's parameters. Those that are multiplied with the same input lie side by side, and so do their biases.
+/// Parameters of a block. Those that are multiplied by the same input are adjacent, and so are their biases.
 fn block(config: &ModelConfig) -> Vec<(ParamRole, Vec<usize>)> {
     let form = config.architecture.form();
     let (h, ff, d) = (
@@ -171,7 +171,7 @@ fn block(config: &ModelConfig) -> Vec<(ParamRole, Vec<usize>)> {
     there.map(|(_, member, shape)| (member, shape)).collect()
 }
 
-/// As Hugging Face's models start: `_init_weights` of the architecture.
+/// Initial value as in Hugging Face's models (`_init_weights` of the architecture).
 fn start(config: &ModelConfig, member: ParamRole) -> Start {
     match member {
         ParamRole::InputNorm

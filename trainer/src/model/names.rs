@@ -1,42 +1,43 @@
-//! What Hugging Face's checkpoints call each parameter, and how it lies there: the one table that reading and writing go by.
+//! Names and layouts of parameters in Hugging Face's checkpoints: the table used for reading and writing.
 //!
 //! ```text
-//! ours                    Llama, Qwen2, Qwen3, Mistral                     GPT-2
+//! here                    Llama, Qwen2, Qwen3, Mistral                     GPT-2
 //! Embedding               model.embed_tokens.weight                        transformer.wte.weight
 //! Query [outputs, inputs] model.layers.N.self_attn.q_proj.weight           transformer.h.N.attn.c_attn.weight, [inputs,
 //!                                                                          3 * outputs]: the first third, transposed
 //! ```
 //!
-//! A file of a bare model (without its language model's head) has the same names without the first word.
+//! A file of a bare model (without a language model head) has the same names without the first component.
 
 use super::{Architecture, ModelConfig, ParamRole, unit_layouts};
 
-/// The projection's tensor, in all architectures.
+/// Name of the projection's tensor in all architectures.
 pub const PROJECTION: &str = "lm_head.weight";
 
-/// Where a parameter is in a checkpoint.
+/// Place of a parameter in a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
-    /// The tensor's name as it is written.
+    /// Name of the tensor in written files.
     pub name: String,
-    /// Whether a matrix lies there as [inputs, outputs].
+    /// Whether the matrix is stored as [inputs, outputs].
     pub transposed: bool,
-    /// The tensor holds `count` parameters of one size side by side along their outputs; this is number `index`. (0, 1):
-    /// this one alone.
+    /// The part of the tensor that is this parameter, if several parameters are stored side by side along
+    /// their outputs.
     pub part: Part,
 }
 
-/// One of several parameters in one tensor.
+/// Position among the parameters in one tensor; (0, 1) for a parameter with its own tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Part {
-    /// Its number.
+    /// Index of the parameter.
     pub index: usize,
-    /// How many there are.
+    /// Number of parameters in the tensor.
     pub count: usize,
 }
 
 impl Place {
-    /// The names a file may have the tensor under, the written one first: bare models' files leave the first word out.
+    /// Names under which a file may contain the tensor, the written one first. Files of bare models omit the
+    /// first component.
     pub fn names(&self) -> Vec<&str> {
         let bare = ["model.", "transformer."]
             .iter()
@@ -44,7 +45,7 @@ impl Place {
         [self.name.as_str()].into_iter().chain(bare).collect()
     }
 
-    /// The whole tensor's shape in the file, for a parameter of `shape`.
+    /// Shape of the whole tensor in the file for a parameter of `shape`.
     pub fn stored_shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut stored = shape.to_vec();
         stored[0] *= self.part.count;
@@ -54,8 +55,8 @@ impl Place {
         stored
     }
 
-    /// Where element `elem` of a parameter of `shape`, counted in our order (row by row of [outputs, inputs]), is in the
-    /// tensor, counted in the file's order.
+    /// Converts element `elem` of a parameter of `shape`, counted row by row in [outputs, inputs], to its
+    /// position in the file's tensor.
     pub fn stored_elem(&self, shape: &[usize], elem: usize) -> usize {
         let inputs: usize = shape[1..].iter().product();
         let (output, input) = (elem / inputs, elem % inputs);
@@ -67,7 +68,7 @@ impl Place {
         }
     }
 
-    /// A name of this parameter alone.
+    /// Name of this parameter alone.
     pub(super) fn label(&self) -> String {
         if self.part.count == 1 {
             return self.name.clone();
@@ -77,7 +78,7 @@ impl Place {
     }
 }
 
-/// The places of all parameters: `[unit][parameter]`, in the order of [`unit_layouts`].
+/// Places of all parameters: `[unit][parameter]`, in the order of [`unit_layouts`].
 pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
     let units = unit_layouts(config).into_iter().enumerate();
     units
@@ -90,7 +91,7 @@ pub fn places(config: &ModelConfig) -> Vec<Vec<Place>> {
         .collect()
 }
 
-/// The place of unit number `unit`'s `member`.
+/// Place of the parameter of unit number `unit` with this role.
 pub fn place(config: &ModelConfig, unit: usize, member: ParamRole) -> Place {
     match config.architecture {
         Architecture::Gpt2 => gpt2(unit, member),
@@ -100,8 +101,8 @@ pub fn place(config: &ModelConfig, unit: usize, member: ParamRole) -> Place {
     }
 }
 
-/// Whether a checkpoint may have a tensor of this name that no parameter is read from: tables that older versions stored, and
-/// the projection that a tied model repeats.
+/// Returns whether a checkpoint may contain a tensor of this name that is not read: tables stored by older
+/// versions, and the repeated projection of a tied model.
 pub fn is_left_aside(config: &ModelConfig, name: &str) -> bool {
     let table = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"]
         .iter()
@@ -152,7 +153,7 @@ fn llama(unit: usize, member: ParamRole) -> Place {
 fn gpt2(unit: usize, member: ParamRole) -> Place {
     let third = |index| Part { index, count: 3 };
     let one = Part { index: 0, count: 1 };
-    // Matrices lie as [inputs, outputs] (`Conv1D`).
+    // Matrices are stored as [inputs, outputs] (`Conv1D`).
     let (name, transposed, part) = match member {
         ParamRole::Embedding => return whole("transformer.wte.weight".into()),
         ParamRole::Positions => return whole("transformer.wpe.weight".into()),

@@ -1,18 +1,18 @@
-//! The parameters that units are made of, by what they do. Which of them a model has follows from its configuration
-//! (`layout.rs`), what a checkpoint calls them from its architecture (`names.rs`).
+//! Roles of parameters in units. The configuration determines which a model has (`layout.rs`), the
+//! architecture how a checkpoint names them (`names.rs`).
 
 use serde::{Deserialize, Serialize};
 
-/// What a parameter is in its unit. Matrices are [outputs, inputs].
+/// Role of a parameter in its unit. Matrices are [outputs, inputs].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum ParamRole {
-    /// The embedding's table, [vocab_size, hidden_size].
+    /// Embedding table, [vocab_size, hidden_size].
     Embedding,
     /// Learned positions, [max_position_embeddings, hidden_size].
     Positions,
     /// Weight of the norm before attention.
     InputNorm,
-    /// Its bias.
+    /// Bias of the norm before attention.
     InputNormBias,
     /// Query projection.
     Query,
@@ -30,30 +30,30 @@ pub enum ParamRole {
     QueryNorm,
     /// Weight of the norm of each key head, `[head_dim]`.
     KeyNorm,
-    /// Attention's output projection.
+    /// Attention output projection.
     Out,
-    /// Its bias.
+    /// Bias of the attention output projection.
     OutBias,
-    /// Weight of the norm before the feed-forward part.
+    /// Weight of the norm before the MLP.
     PostNorm,
-    /// Its bias.
+    /// Bias of the norm before the MLP.
     PostNormBias,
-    /// The gate's projection.
+    /// Gate projection of the MLP.
     Gate,
-    /// Its bias.
+    /// Bias of the gate projection.
     GateBias,
-    /// The projection to the width of the feed-forward part.
+    /// Up projection of the MLP.
     Up,
-    /// Its bias.
+    /// Bias of the up projection.
     UpBias,
-    /// The projection back.
+    /// Down projection of the MLP.
     Down,
-    /// Its bias.
+    /// Bias of the down projection.
     DownBias,
-    /// Weight of the last norm.
+    /// Weight of the final norm.
     FinalNorm,
-    /// Its bias.
+    /// Bias of the final norm.
     FinalNormBias,
-    /// The output projection of a model that is not tied, [vocab_size, hidden_size].
+    /// Output projection of an untied model, [vocab_size, hidden_size].
     Projection,
 }

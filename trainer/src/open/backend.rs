@@ -1,4 +1,4 @@
-//! Opens a run's tiles, and chooses what updates them.
+//! Opens a run's tiles and chooses the optimizers that update them.
 
 use kernels::adamw::Hyper;
 use kernels::gpu::TileUpdater;
@@ -13,21 +13,22 @@ use training_state::backend::{GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, Copied};
 use training_state::update::{CpuUpdate, Decay, GPU_UPDATERS, GpuUpdate};
 
-/// Threads that update on the processor while state comes from devices, each a tile of its own. One keeps up with drives that
-/// write 8 GB/s; with more than these the copying of bytes waits for cores and memory: on 16 cores with four drives of 6.2 and
-/// 3.2 GB/s a step took 1.43 to 1.45 s with 3, 1.38 to 1.55 with 4, 1.55 with 6; with half of the state in host memory 0.74 s
-/// with 3, 0.83 with 6.
+/// Optimizer threads when state comes from devices; each updates a tile of its own. One thread keeps up with
+/// drives that write 8 GB/s. With more than three, copying competes for cores and memory bandwidth: on 16
+/// cores with four drives of 6.2 GB/s read and 3.2 GB/s write, a step took 1.43 to 1.45 s with 3 threads,
+/// 1.38 to 1.55 s with 4 and 1.55 s with 6. With half of the state in host memory it took 0.74 s with 3 and
+/// 0.83 s with 6.
 const CPU_UPDATERS_BESIDE_DEVICES: usize = 3;
 
-/// Threads that update on the processor. What lives in host memory comes at no device's pace: when that is more than half, the
-/// more it is, the more of them, up to all.
+/// Returns the number of optimizer threads. State in host memory is not limited by a device, so when more
+/// than half of the state is there, the number grows with that fraction up to `threads`.
 fn cpu_updaters(threads: usize, state_share: f64) -> usize {
     let pace = 0.5 / (1.0 - state_share);
     let wanted = CPU_UPDATERS_BESIDE_DEVICES as f64 * pace.max(1.0);
     threads.min(wanted.ceil() as usize).max(1)
 }
 
-/// The elements that decay under `rule`.
+/// Elements that `rule` applies weight decay to.
 pub(crate) fn decay(units: &[UnitLayout], rule: &Decaying) -> Decay {
     let decays = |param: &&ParamLayout| match rule {
         Decaying::Matrices => param.decay,
@@ -44,7 +45,8 @@ pub(crate) fn decay(units: &[UnitLayout], rule: &Decaying) -> Decay {
 }
 
 impl Prepared {
-    /// Allocates the tiles or opens their store. Tiles that are updated on the host are offered to `checkpoint_tap`.
+    /// Allocates the tiles or opens their store. Tiles that are updated on the host are offered to
+    /// `checkpoint_tap`.
     pub(super) fn open_backend(
         &self,
         plan: &Plan,
@@ -77,7 +79,8 @@ impl Prepared {
         Ok((TileBackend::Swapper(Box::new(swapper), ()), opened))
     }
 
-    /// The optimizers: on the processor, on the GPU, or both, where each tile goes to the one that is free.
+    /// Makes the optimizers: on the processor, on the GPU, or on both, where each tile goes to the one that
+    /// is idle.
     fn optimizers(
         &self,
         plan: &Plan,

@@ -1,4 +1,5 @@
-//! The record of what a run is for its whole life, and the settings it is trained with now.
+//! Builds the record of what stays fixed for the life of a run, and of the settings that may change between
+//! starts.
 
 use std::path::Path;
 
@@ -9,25 +10,25 @@ use crate::config::{Durability, RunSettings};
 use crate::plan::Plan;
 use training_state::run::{RunDescription, RunDir, resolved};
 
-/// Version of the description that a store keeps with a job.
+/// Version of the job layout that the store keeps beside a job.
 const LAYOUT_VERSION: u32 = 1;
 
-/// Words of `run.json` for state with a shared daemon.
+/// `store` value in `run.json` for state held by a shared daemon.
 pub(crate) const SHARED_STORE: &str = "with the daemon of offload.socket";
 
-/// Words of `run.json` for state in checkpoints only.
+/// `store` value in `run.json` for state that is kept only in checkpoints.
 pub(crate) const STORE_IN_DIR: &str = "in the run directory";
 
-/// Words of `run.json` that follow for a store without durability.
+/// Suffix of the `store` value in `run.json` for a store without durability.
 pub(crate) const IN_PLACE: &str = ", written in place";
 
-/// Elements of a tile in the run that the directory holds, if it holds one.
+/// Returns the tile size in elements of the run in `run_dir`, or `None` if there is no run.
 pub(super) fn tile_elems_of(run_dir: &Path) -> Result<Option<u64>, RunError> {
     let earlier = RunDir::described(run_dir)?;
     Ok(earlier.and_then(|earlier| earlier.layout["tile_elems"].as_u64()))
 }
 
-/// The record of the run.
+/// Builds the description of a run.
 pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     let lines: Value = serde_json::to_value(settings).expect("plain data");
     RunDescription {
@@ -45,7 +46,7 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     }
 }
 
-/// Words for where the state is kept between starts.
+/// Describes where the state is kept between starts.
 pub(super) fn store_words(settings: &RunSettings) -> String {
     let mut store = match (&settings.offload.socket, settings.placement.has_store()) {
         (_, false) => STORE_IN_DIR.to_owned(),
@@ -64,7 +65,8 @@ pub(super) fn store_words(settings: &RunSettings) -> String {
     store
 }
 
-/// Settings that may change between two starts of a run. The text is added when it was read.
+/// Settings that may change between two starts of a run. The data's description is added once the data has
+/// been read.
 pub(super) fn trained_with(settings: &RunSettings) -> Value {
     let lines = serde_json::to_value(settings).expect("plain data");
     json!({

@@ -1,4 +1,4 @@
-//! Why a run could not be opened, read or closed.
+//! Errors of opening, reading and closing a run.
 
 use std::path::PathBuf;
 
@@ -17,7 +17,7 @@ use training_state::ranks::RankError;
 use training_state::run::{CheckpointError, DirError, StateError, daemon_dir, resolved};
 use training_state::store::StoreError;
 
-/// Why a run could not be opened, read or closed.
+/// Error of opening, reading or closing a run.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error(transparent)]
@@ -57,7 +57,7 @@ pub enum RunError {
         steps: u64,
         devices: String,
         job: String,
-        /// A sentence saying that the directory is a copy, if it is one.
+        /// A sentence that says that the directory is a copy, or empty.
         copy: String,
     },
     #[error(
@@ -80,7 +80,7 @@ pub enum RunError {
         dir: PathBuf,
         free_bytes: u64,
         needed_bytes: u64,
-        /// The thing that needs the bytes, as the beginning of a sentence.
+        /// What needs the bytes, as the beginning of a sentence.
         what: &'static str,
         /// The remedy.
         change: &'static str,
@@ -99,8 +99,8 @@ impl From<BackendError> for RunError {
 }
 
 impl RunError {
-    /// Whether another rank's death may be why, of which the daemon or its end told first. The first rank's daemon dies with it
-    /// and with nobody else.
+    /// Returns whether this error may be a consequence of another rank's death. A private daemon is a child
+    /// of the first rank and dies with it, so losing the daemon counts on every other rank.
     pub(crate) fn may_follow_a_death(&self, is_first: bool) -> bool {
         match self {
             Self::Swapper(error) | Self::InPlace(error) => {
@@ -110,7 +110,7 @@ impl RunError {
         }
     }
 
-    /// Adds the remedy, as far as that depends on the run.
+    /// Adds a remedy that depends on the run's settings.
     pub(crate) fn of_run(self, settings: &RunSettings) -> Self {
         match self {
             Self::Swapper(

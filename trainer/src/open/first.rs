@@ -1,4 +1,4 @@
-//! What the tiles of a fresh run are filled with: random weights, or those of a model's files.
+//! Initial weights of a fresh run: random, or from a model's files or another run.
 
 use std::fs;
 use std::ops::Range;
@@ -11,16 +11,16 @@ use crate::config::{FirstWeights, RunSettings};
 use crate::model::{ModelConfig, UnitLayout, init};
 use crate::weights::{Weights, WeightsError};
 
-/// Stands for the origin of first weights in a record that was made again.
+/// Origin of the initial weights in a `run.json` that was rebuilt.
 pub(super) const NOT_KNOWN: &str = "not known";
 
-/// First weights, found and checked.
+/// Initial weights, found and checked.
 pub(super) enum First {
-    /// Random numbers of this seed and spread.
+    /// Random numbers with this seed and standard deviation.
     Random { seed: u64, range: f64 },
     /// Weights in files.
     Files(Weights),
-    /// Weights of the run in `from`, with their step once they were read.
+    /// Weights of the run in `from`. The step is known once they have been read.
     Run {
         from: PathBuf,
         read: Option<(u64, Weights)>,
@@ -28,10 +28,11 @@ pub(super) enum First {
 }
 
 impl First {
-    /// Looks for what the settings name.
+    /// Finds the initial weights that the settings name.
     ///
     /// # Errors
-    /// Weights that are not there, not whole, or of another model. A run that goes on does not need them.
+    /// The weights are missing, incomplete, or belong to another model. The caller ignores the error when a
+    /// run resumes.
     pub(super) fn look(settings: &RunSettings) -> Result<Self, WeightsError> {
         match (&settings.first_weights, &settings.model_dir) {
             (FirstWeights::Files, Some(dir)) => {
@@ -49,7 +50,8 @@ impl First {
         }
     }
 
-    /// For the run's record: which weights these are. Nothing for random ones: the seed stands elsewhere.
+    /// Identifies the weights in the run's record. Null for random weights: their seed is in the model's
+    /// settings.
     pub(super) fn identity(&self) -> Value {
         match self {
             Self::Random { .. } => Value::Null,
@@ -60,7 +62,8 @@ impl First {
         }
     }
 
-    /// A note for a run that started with the weights of the record `was` and resumes while the settings name these.
+    /// Returns a note if a resumed run started with the weights recorded in `was` and the settings now name
+    /// others.
     pub(super) fn note(&self, was: &Value) -> Option<String> {
         let Self::Files(weights) = self else {
             return None;
@@ -74,7 +77,7 @@ impl First {
         })
     }
 
-    /// Names the weights for the line of a fresh run.
+    /// Names the weights in the console line of a fresh run.
     pub(super) fn words(&self) -> String {
         match self {
             Self::Random { .. } => "random weights".into(),
@@ -86,10 +89,10 @@ impl First {
         }
     }
 
-    /// The weights of elements `elems` of `unit`.
+    /// Returns the weights of elements `elems` of `unit`.
     ///
     /// # Errors
-    /// A file cannot be read, or holds what cannot be trained.
+    /// A file cannot be read, or holds a value that cannot be trained.
     pub(super) fn fill(
         &self,
         layout: &UnitLayout,
@@ -111,24 +114,25 @@ impl First {
     }
 }
 
-/// Another run's weights in files, exactly, for as long as a start takes: that run's tiles may be cut in another way, and each
-/// rank reads only its own. 4 bytes a parameter, where the state takes 12 to 16.
+/// Exact fp32 copy of another run's weights, kept in files during a start. The other run may use another tile
+/// size, and each rank reads only its own part. Takes 4 bytes a parameter, where the whole state takes 12 to
+/// 16.
 pub(super) struct Staged {
     dir: PathBuf,
 }
 
 impl Staged {
-    /// The staged weights of the run in `run_dir`, which need not exist.
+    /// Staged weights of the run in `run_dir`; they need not exist yet.
     pub(super) fn of(run_dir: &Path) -> Self {
         Self {
             dir: run_dir.join("first-weights"),
         }
     }
 
-    /// Brings the weights of the run in `from`. Returns the step whose result they are.
+    /// Copies the weights of the run in `from`. Returns the step that they are from.
     ///
     /// # Errors
-    /// The run cannot be read, or there is no space.
+    /// The run cannot be read, or the file system has too little space.
     pub(super) fn fill(&self, from: &Path, copy: CopyWeights<'_>) -> Result<u64, RunError> {
         self.remove()?;
         fs::create_dir(&self.dir).map_err(WeightsError::io("make the directory", &self.dir))?;
@@ -140,10 +144,10 @@ impl Staged {
         Weights::open(&self.dir, model)
     }
 
-    /// Removes them, if they are there.
+    /// Removes the staged weights if there are any.
     ///
     /// # Errors
-    /// They cannot be removed.
+    /// The directory cannot be removed.
     pub(super) fn remove(&self) -> Result<(), WeightsError> {
         match fs::remove_dir_all(&self.dir) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {

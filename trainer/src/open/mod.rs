@@ -1,4 +1,5 @@
-//! From settings to a run that can step: everything checked first, then directory, store, swapper, and where the run stands.
+//! Opens a run from its settings: checks everything first, then opens directory, store and swapper, and finds
+//! the step to resume from.
 
 pub(crate) mod backend;
 mod describe;
@@ -42,45 +43,46 @@ use training_state::run::{
 };
 use training_state::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 
-/// Where a start begins.
+/// Point from which a start begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// Resumes the run; begins with fresh weights if there is none.
+    /// Resumes the run; begins with initial weights if there is none.
     GoOn,
-    /// Begins with fresh weights; an earlier run of the same directory is removed.
+    /// Begins with initial weights; removes an earlier run in the same directory.
     Fresh,
-    /// Begins at a checkpoint, of this run or another.
+    /// Begins at a checkpoint of this run or of another one.
     Checkpoint(CheckpointName),
 }
 
-/// Writes the newest weights of the run in the first directory into the second one, as fp32 safetensors. Returns their step.
+/// Function that writes the newest weights of the run in its first argument into the directory in its second,
+/// as fp32 safetensors. Returns their step.
 pub(crate) type CopyWeights<'a> = &'a dyn Fn(&Path, &Path) -> Result<u64, RunError>;
 
-/// A run whose settings, directories and memory were checked; nothing was made yet.
+/// Run whose settings, directory and memory needs were checked. Nothing has been created yet.
 pub(crate) struct Prepared {
     pub(crate) settings: RunSettings,
     pub(crate) plan: Plan,
     run_dir: PathBuf,
     id: RunId,
-    /// The run whose directory was copied to make this one's, if one was.
+    /// The run whose directory was copied to make this one, if any.
     copy_of: Option<PathBuf>,
-    /// Files of a private store, if the run has one.
+    /// Files of the private store, if the run has one.
     files: Option<StoreFiles>,
     description: RunDescription,
-    /// Settings that may change between two starts; a change is shown.
+    /// Settings that may change between two starts; a change is reported.
     trained_with: Value,
-    /// Whether the directory holds the run already.
+    /// Whether the directory already holds the run.
     begun: bool,
-    /// The checkpoint that is asked for.
+    /// The checkpoint to begin from, if one was requested.
     from: Option<PathBuf>,
-    /// First weights. An error matters to a fresh run only.
+    /// Initial weights. An error matters only to a fresh run.
     first: Result<First, WeightsError>,
     /// The GPU that computes; `None` for the processor.
     pub(crate) gpu: Option<Gpu>,
     ranks: Ranks,
 }
 
-/// Results of the first rank's start, which the other ranks get.
+/// Results of the first rank's start that the other ranks need.
 #[derive(Serialize, Deserialize)]
 struct Started {
     /// Steps in the metrics of an earlier start.
@@ -89,15 +91,15 @@ struct Started {
     socket: Option<PathBuf>,
     /// Checkpoint that the run begins from, if not from its store's newest generation.
     checkpoint: Option<PathBuf>,
-    /// The run's identity, as the first rank found or chose it.
+    /// Identity of the run, as found or chosen by the first rank.
     id: RunId,
 }
 
 impl Prepared {
-    /// Plans the run. With [`Start::Fresh`], what an earlier run left in its directory does not count.
+    /// Plans the run. With [`Start::Fresh`], an earlier run in the directory is ignored.
     ///
     /// # Errors
-    /// Settings that contradict each other, the run that the directory holds, or the checkpoint that is asked for.
+    /// The settings contradict each other, the run in the directory, or the requested checkpoint.
     pub(crate) fn new(
         mut settings: RunSettings,
         start: &Start,
@@ -115,13 +117,13 @@ impl Prepared {
             .map(|dir| Checkpoint::open(&dir, ranks.rank()))
             .transpose()?;
         if !fresh && settings.offload.tile_elems.is_none() {
-            // What was chosen for a run stays with it, whatever would be chosen now.
+            // The tile size chosen for an existing run stays, even if a new run would get another one.
             settings.offload.tile_elems = match &from {
                 Some(checkpoint) => checkpoint.description.layout["tile_elems"].as_u64(),
                 None => tile_elems_of(&run_dir)?,
             };
         }
-        // First: the plan's look at the GPU then finds its context made, which takes a while.
+        // Opened first because creating the GPU's context takes a while; the plan then finds it ready.
         let gpu = accelerator::open(settings.train.device, ranks.rank(), ranks.count())?;
         let hardware = Hardware::new(&settings, &Overrides::default());
         let mut plan = Plan::new(&settings, hardware)?;
@@ -132,13 +134,13 @@ impl Prepared {
         let mut description = describe(&settings, &plan);
         let begun = match &from {
             None => !fresh && RunDir::check(&run_dir, &description)?,
-            // Its place may be another one than the directory's run had: there is nothing to bring from there.
+            // Everything comes from the checkpoint, so only the layout must match, not where the state was kept.
             Some(checkpoint) => {
                 checkpoint.check_layout(&description.layout)?;
                 RunDir::check_layout(&run_dir, &description)?
             }
         };
-        // Also where it would go on: a new run was asked for.
+        // An error even if the run would resume: the settings ask for a new run.
         if settings.first_weights == FirstWeights::Run(run_dir.clone()) {
             return Err(RunError::FromItself { dir: run_dir });
         }
@@ -156,7 +158,7 @@ impl Prepared {
         if from.is_some()
             && let Some(earlier) = RunDir::described(&run_dir)?
         {
-            // A store that the run leaves stays until --fresh.
+            // Files of a store that the run moves away from are kept until --fresh.
             let files = &mut description.files;
             let left = earlier.files.into_iter();
             let left: Vec<PathBuf> = left.filter(|file| !files.contains(file)).collect();
@@ -182,20 +184,20 @@ impl Prepared {
         })
     }
 
-    /// Notes what the run is trained on, to tell a difference at the next start.
+    /// Records what data the run is trained on, so that the next start can report a change.
     pub(crate) fn train_on(&mut self, data: &Data) {
         let (tokens, fingerprint) = (data.tokens(), data.fingerprint());
         let text = format!("{tokens} tokens, fingerprint {fingerprint:016x}");
         self.trained_with["text"] = text.into();
     }
 
-    /// Checks that there is room for the run: directories of a private store, or the daemon of a shared one, then memory,
-    /// then the checkpoints that it will make. Touches nothing.
+    /// Checks that there is room for the run: the private store's directories or the shared daemon, then
+    /// memory, then checkpoints. Changes nothing.
     ///
     /// # Errors
-    /// The first thing that is missing.
+    /// The first shortage found.
     pub(crate) fn check_room(&self) -> Result<(), RunError> {
-        // The plan counts all ranks of the node.
+        // The plan covers all ranks of the node, so only the first one checks.
         if !self.ranks.is_first() {
             return Ok(());
         }
@@ -222,13 +224,13 @@ impl Prepared {
         Ok(())
     }
 
-    /// Reads the weights that a fresh run starts with, once, to find what cannot be trained before anything is made.
+    /// Reads the initial weights of a fresh run once, to reject unusable values before anything is created.
     ///
     /// # Errors
-    /// The first that cannot; a file cannot be read.
+    /// The first value that cannot be trained; a file cannot be read.
     pub(crate) fn check_weights(&self) -> Result<(), RunError> {
         let fresh = !self.begun && self.from.is_none();
-        // Other ranks wait: all the node's share of threads is the first one's.
+        // The other ranks wait, so the first one may use their threads too.
         let threads = self.settings.train.threads * self.settings.ranks as usize;
         match &self.first {
             Ok(First::Files(weights)) if fresh => Ok(weights.check(threads)?),
@@ -236,11 +238,11 @@ impl Prepared {
         }
     }
 
-    /// Opens the run where it stands, or makes it, with all ranks. Returns it and whether it was resumed. A run that begins with
-    /// another run's weights gets them by `copy_weights`.
+    /// Opens the run at its newest state or creates it, together with all ranks. Returns the run and whether
+    /// it was resumed. If the run begins with another run's weights, `copy_weights` copies them.
     ///
     /// # Errors
-    /// Directory, store, daemon or save; another rank failed or is gone.
+    /// The directory, the store, the daemon or the checkpoint fails; another rank failed or is gone.
     pub(crate) fn open(
         self,
         start: &Start,
@@ -311,7 +313,7 @@ impl Prepared {
         })?;
         if let Some(first) = first {
             ranks.together("filling the tiles", || run.initialize(&first))?;
-            // Also what a start left that was killed.
+            // Also removes files left by a start that was killed.
             ranks.together("removing what it started with", || match ranks.is_first() {
                 true => Ok::<(), RunError>(staged.remove()?),
                 false => Ok(()),
@@ -321,7 +323,7 @@ impl Prepared {
         Ok((run, resumed))
     }
 
-    /// A whole checkpoint was asked for: checkpoints newer than it are put aside.
+    /// Moves checkpoints newer than the requested one aside.
     fn go_back(
         &self,
         start: &Start,
@@ -343,7 +345,8 @@ impl Prepared {
         Ok(())
     }
 
-    /// The first rank's part: locks the directory, forgets what is to be forgotten, starts a private daemon.
+    /// Does the first rank's part: locks the directory, removes an earlier run if asked to, starts a private
+    /// daemon.
     fn start(
         &self,
         start: &Start,
@@ -361,7 +364,8 @@ impl Prepared {
             None => checkpoints.newest()?,
         };
         let steps = MetricsFile::last_step(dir.path());
-        // Asked before a private daemon makes its files anew, or a shared one makes room for a new job.
+        // Checked before a private daemon creates its files anew or a shared one reserves space for a new
+        // job.
         if steps > 0 && checkpoint.is_none() && !self.store_has_job()? {
             let files = self.files.as_ref().map(StoreFiles::names);
             let socket = || {
@@ -401,10 +405,10 @@ impl Prepared {
         }
     }
 
-    /// Opens a run that has something committed in its store, to read it.
+    /// Opens a run with a committed state in its store, to read it.
     ///
     /// # Errors
-    /// Nothing was committed yet; an error of directory, store or daemon.
+    /// Nothing was committed yet; the directory, the store or the daemon fails.
     pub(crate) fn open_existing(self) -> Result<OpenRun, RunError> {
         if self.begun && self.store_has_job()? {
             let dir = RunDir::open(&self.run_dir, &self.id)?;
@@ -420,10 +424,11 @@ impl Prepared {
         })
     }
 
-    /// The checkpoint that is asked for, or the newest of a run without a store; the run's directory, locked, if the checkpoint is in it.
+    /// Returns the requested checkpoint, or the newest one of a run without a store. If the checkpoint is in
+    /// the run's directory, the locked directory is returned too.
     ///
     /// # Errors
-    /// There is no checkpoint yet; an error of the directory.
+    /// There is no checkpoint yet; the directory fails.
     pub(crate) fn existing_checkpoint(self) -> Result<(PathBuf, Option<RunDir>), RunError> {
         if let Some(checkpoint) = &self.from
             && !checkpoint.starts_with(&self.run_dir)
@@ -444,8 +449,8 @@ impl Prepared {
         })
     }
 
-    /// Opens this rank's part of the run, and the blob of its store's newest generation if there is one. `socket` is the
-    /// private daemon's.
+    /// Opens this rank's part of the run and returns the blob of the store's newest generation, if any.
+    /// `socket` belongs to the private daemon.
     fn open_at(
         &self,
         dir: RunDir,
@@ -485,12 +490,12 @@ impl Prepared {
         Ok((run, committed))
     }
 
-    /// Removes what an earlier run of the same directory left, here and in the store, the one it had then included.
+    /// Removes an earlier run of the same directory, here and in the stores it used.
     fn forget(&self, dir: &RunDir, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
         let earlier = dir.earlier();
         let mut files = self.description.files.clone();
         if let Some(earlier) = &earlier {
-            // A copy of another run's directory names that run's files, which are not this run's to remove.
+            // The directory may be a copy and name another run's files; those are not removed.
             let name = file_name(dir.job_name());
             let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
             files.extend(earlier.files.iter().filter(ours).cloned());
@@ -513,7 +518,7 @@ impl Prepared {
         Ok(dir.forget()?)
     }
 
-    /// Whether the run's job can be in its store. True for runs without a store.
+    /// Returns whether the store may hold the run's job. True for runs without a store.
     fn store_has_job(&self) -> Result<bool, RunError> {
         if let Some(files) = &self.files {
             return Ok(files.exist());
@@ -528,7 +533,7 @@ impl Prepared {
             .any(|job| job.job == self.id.job))
     }
 
-    /// The daemon behind `offload.socket`, if the run has its store there.
+    /// Connects to the daemon behind `offload.socket`, if the run has its store there.
     fn shared_daemon(&self) -> Result<Option<Daemon>, StoreError> {
         let Some(socket) = &self.settings.offload.socket else {
             return Ok(None);
@@ -537,13 +542,13 @@ impl Prepared {
         Ok(Some(daemon))
     }
 
-    /// Starts the run's private daemon, if it is to have one.
+    /// Starts the run's private daemon, if it uses one.
     fn private_daemon(&self, dir: &RunDir) -> Result<Option<PrivateDaemon>, RunError> {
-        // A shared one was asked before, and is asked again when the job is opened.
+        // A shared daemon needs no start.
         let Some(files) = &self.files else {
             return Ok(None);
         };
-        // Planned for the first rank, which owns most.
+        // The plan describes the first rank, whose part is the largest.
         let rank_bytes = self.plan.memory.arena_bytes()?;
         files.link_run(dir.path())?;
         let daemon = start_private(
@@ -557,7 +562,7 @@ impl Prepared {
     }
 }
 
-/// The weights that a fresh run starts with, read where they are another run's.
+/// Returns the initial weights of a fresh run; reads them first if they are another run's.
 fn bring(
     first: Result<First, WeightsError>,
     staged: &Staged,
@@ -579,8 +584,8 @@ fn bring(
     Ok(first)
 }
 
-/// Writes the run's record, with what its model came with where it starts with `first`. Metrics of `lost_steps` that nothing was
-/// saved of are set aside.
+/// Writes the run's record and, if the run starts with `first`, its model's files. Moves aside metrics of
+/// `lost_steps` steps whose state was not kept.
 fn record(
     dir: &RunDir,
     mut description: RunDescription,
@@ -603,7 +608,7 @@ fn record(
             .earlier()
             .map_or(Value::Null, |earlier| earlier.first_weights),
     };
-    // Before the run's record: with it they are there.
+    // Written before the run's record: a record implies that they are there.
     if first.is_some() {
         let tokenizer = tokenizer_dir(settings);
         let model = settings.model_dir.as_deref();
@@ -613,7 +618,7 @@ fn record(
     Ok(dir.describe(&description)?)
 }
 
-/// Directory of the run's tokenizer; `None` where bytes are its tokens.
+/// Returns the directory of the run's tokenizer, or `None` if tokens are bytes.
 fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
     match settings.data.tokenizer.as_deref() {
         None => settings.model_dir.as_deref(),
@@ -622,8 +627,8 @@ fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
     }
 }
 
-/// A warning when the store lacks generations that the metrics know to be committed: an older copy of it was brought back, or
-/// its newest record was discarded.
+/// Returns a warning when the store lacks generations that the metrics report as committed: it is an older
+/// copy, or its newest record was discarded.
 fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
     let (step, generation) = (run.state.step, run.opened.generation);
     (generation < last.generation).then(|| {

@@ -1,5 +1,5 @@
-//! A `run.json` that is damaged or gone is made again: the store keeps the description of the job's layout, and so does each
-//! save. What else it says follows from the settings.
+//! Rebuilds a damaged or missing `run.json`. The layout comes from the store's record of the job or from the
+//! newest checkpoint; everything else follows from the settings.
 
 use std::path::Path;
 
@@ -16,11 +16,11 @@ use training_state::run::{
 };
 use training_state::store::{StoreError, StoreFiles, start_private};
 
-/// A daemon that is asked for a job's record needs no more.
+/// Arena of the private daemon that is started only to read the job's record.
 const ARENA_BYTES: u64 = 64 << 20;
 
-/// Makes the run's `run.json` again if it is damaged or gone. A damaged one stays beside it under another name. Does nothing
-/// where the directory holds no run, or one that has made no step.
+/// Rebuilds the run's `run.json` if it is damaged or missing. A damaged file is renamed and kept. Does
+/// nothing if the directory holds no run, or a run that has made no step.
 ///
 /// # Errors
 /// Another process uses the directory; the store cannot be read; the directory's file system fails.
@@ -28,7 +28,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
     let run_dir = resolved(&settings.train.run_dir);
     let damaged = match RunDir::described(&run_dir) {
         Ok(Some(_)) => return Ok(()),
-        // A start that was cut off before it described its run has lost nothing.
+        // A start that was killed before it wrote run.json has lost nothing.
         Ok(None) if RunId::kept(&run_dir).is_none() || MetricsFile::last_step(&run_dir) == 0 => {
             return Ok(());
         }
@@ -51,7 +51,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
     let paths = &settings.placement.nvme_paths;
     let files = StoreFiles::new(paths, &id.job, 0);
     let Some((layout, source)) = layout_of(settings, &dir, &files)? else {
-        // What the run needs is lost, or never was: what opens it says so.
+        // Without a layout there is nothing to rebuild from; opening the run reports the reason.
         return Ok(());
     };
     dir.describe(&RunDescription {
@@ -69,7 +69,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
     Ok(())
 }
 
-/// The layout of the run in `dir`, and what has kept it.
+/// Returns the layout of the run in `dir` and the name of its source, or `None` if nothing kept it.
 fn layout_of(
     settings: &RunSettings,
     dir: &RunDir,

@@ -1,5 +1,5 @@
-//! Whether the file system of the run's directory has room for the checkpoints that the run will make. Asked before training:
-//! a run whose state lives in memory would otherwise train to its end and then lose it.
+//! Checks free space for the checkpoints of a run before training. Without the check, a run whose state lives
+//! in memory would train to its end and then lose it.
 
 use std::path::Path;
 
@@ -13,21 +13,23 @@ use training_state::store::free_bytes;
 
 /// Checkpoints that a start will make.
 struct Wanted {
-    /// Bytes of each.
+    /// Bytes of one checkpoint.
     bytes: u64,
-    /// How many there will be at a time beside those that are there already. The oldest goes when a new one is whole.
+    /// Checkpoints that exist at the same time, beyond those that exist already. The oldest is removed after
+    /// a new one is complete.
     most: u64,
-    /// Whether one of them is all that stays of the run.
+    /// Whether the last checkpoint is the only place where the run's state is kept.
     at_end: bool,
 }
 
-/// Refuses a run whose directory has no room for a single checkpoint that it will make, or for all of them where they are all that
-/// stays of the run. Returns a warning when another run has no room for all: whether they fit depends on what else the drive
-/// holds by then. A run that is not `begun` starts anew, over what
-/// an earlier one left; one that starts `from_checkpoint` counts as one that has made none.
+/// Checks the free space of the run's directory for checkpoints. Returns a warning when there is room for one
+/// but not for all: whether the others fit depends on what else the drive holds by then. A run that is not
+/// `begun` replaces what an earlier one left; a run that starts `from_checkpoint` counts as having no
+/// checkpoints.
 ///
 /// # Errors
-/// The first that does not fit, and what to change; the directory cannot be looked at.
+/// There is no room for one checkpoint, or, if checkpoints are the only place where state is kept, not for
+/// all; the directory cannot be examined.
 pub(super) fn check(
     settings: &RunSettings,
     plan: &Plan,
@@ -49,12 +51,13 @@ pub(super) fn check(
         there as u64,
         !settings.placement.has_store(),
     );
-    // The checkpoint that it starts from may be another run's: without a store it is made again, first of all.
+    // The checkpoint to begin from may be another run's. Without a store, a copy of it is made first.
     wanted.most += u64::from(from_checkpoint && wanted.at_end);
     if wanted.most == 0 {
         return Ok(None);
     }
-    // What was cut off goes before one is made, and all of an earlier run when another begins.
+    // Leftovers of unfinished checkpoints are removed first, and all checkpoints of an earlier run when a
+    // fresh one begins.
     let free = free_bytes(run_dir).map_err(|source| DirError::Io {
         verb: "read the free space of",
         path: run_dir.into(),
@@ -143,7 +146,7 @@ mod tests {
         assert_eq!(most(0..100, 0, 2, 0, true), 1);
         assert_eq!(most(100..100, 0, 2, 1, true), 0);
         assert_eq!(most(0..100, 0, 2, 0, false), 0);
-        // Two that are kept, and the one that is made.
+        // Two that are kept, and one being written.
         assert_eq!(most(0..100, 10, 2, 0, true), 3);
         assert_eq!(most(50..100, 10, 2, 2, true), 1);
         assert_eq!(most(0..20, 10, 2, 0, true), 2);
@@ -169,7 +172,7 @@ mod tests {
             "{text}"
         );
         assert!(refused(false).contains("train.checkpoint_every = 0"));
-        // The last one is the run's result: room for the others is not enough.
+        // The last checkpoint is the run's result: room for the earlier ones is not enough.
         assert!(wanted(true).judge(dir, 300 * GIB).is_err());
         let warned = wanted(false).judge(dir, 300 * GIB).unwrap().unwrap();
         assert!(

@@ -1,4 +1,4 @@
-//! An open run: its tiles, where it stands, how it begins and is closed.
+//! An open run: its tiles, its current step, how it is initialized, restored and closed.
 
 use std::path::Path;
 
@@ -19,34 +19,34 @@ use training_state::checkpoint_tap::CheckpointTap;
 use training_state::ranks::Ranks;
 use training_state::run::{Checkpoint, RunDir, RunState};
 
-/// An open run. Fields are dropped in this order: the swapper before the daemon it talks to.
+/// Open run. Fields are dropped in order: the swapper before the daemon it talks to.
 ///
-/// `S` and `G` are what computes with its tiles, as in [`TileBackend`].
+/// `S` and `G` are the buffers that compute with the tiles, as in [`TileBackend`].
 pub(crate) struct OpenRun<S = (), G = ()> {
     pub(crate) backend: TileBackend<S, G>,
     /// Registration of the slots as pinned memory of the GPU.
     pub(super) _pinned: Option<Registration>,
     pub(crate) opened: swapper::Opened,
     pub(crate) state: RunState,
-    /// Origin of a fresh run's weights, for people.
+    /// Origin of a fresh run's weights, shown on the console.
     pub(crate) started_with: String,
     pub(crate) plan: Plan,
-    /// Gets updated tiles.
+    /// Receives updated tiles while a checkpoint is being written.
     pub(crate) checkpoint_tap: CheckpointTap,
-    /// As the run's directory says.
+    /// Layout from the run's description.
     pub(crate) layout: Value,
     pub(crate) dir: RunDir,
-    /// The first rank's, for all.
+    /// Private daemon; only the first rank holds one, for all ranks.
     pub(super) _daemon: Option<PrivateDaemon>,
     pub(super) ranks: Ranks,
 }
 
 impl OpenRun {
-    /// Goes to what the checkpoint in `dir` holds. Everything of it is checked before a tile is changed; `on_checked` is done
-    /// between, by the first rank.
+    /// Restores the checkpoint in `dir`. Verifies all of it before any tile changes; the first rank calls
+    /// `on_checked` in between.
     ///
     /// # Errors
-    /// The checkpoint cannot be read or is damaged; the tiles' place fails.
+    /// The checkpoint cannot be read or is damaged; the backend fails.
     pub(super) fn restore(
         &mut self,
         dir: &Path,
@@ -80,12 +80,12 @@ impl OpenRun {
         })
     }
 
-    /// First weights into every tile; commits them as step 0.
+    /// Fills every tile with its initial weights and commits them as step 0.
     pub(super) fn initialize(&mut self, first: &First) -> Result<(), RunError> {
         let (units, master) = (&self.plan.units, self.plan.master);
         self.started_with = first.words();
         let mut work = self.progress("filling the tiles");
-        // A weight's value follows from its place alone, so tiles may be filled side by side.
+        // A weight's value depends only on its position, so tiles may be filled in parallel.
         let fill = |blanks: &mut [UninitTile]| {
             blanks.par_iter_mut().try_for_each(|blank| {
                 let UninitTile {
@@ -108,7 +108,8 @@ impl OpenRun {
         self.backend.initialize(fill, self.state.encode())
     }
 
-    /// Progress over all tiles of this rank, shown by the first rank. Other ranks have about as many bytes.
+    /// Returns the progress over all tiles of this rank, shown by the first rank. Other ranks have about as
+    /// many bytes.
     fn progress(&self, what: &str) -> Progress {
         let bytes = self.plan.memory.table_bytes / u64::from(self.plan.swapper.ranks);
         let audience = match self.ranks.is_first() {
@@ -118,7 +119,7 @@ impl OpenRun {
         Progress::new(what, Unit::Bytes, audience).with_total(bytes)
     }
 
-    /// The same run, with its tiles where `attach` puts what computes with them.
+    /// Replaces the buffers that compute with the tiles by those that `attach` returns.
     pub(crate) fn with_backend<S, G>(
         self,
         attach: impl FnOnce(TileBackend) -> TileBackend<S, G>,
@@ -140,32 +141,35 @@ impl OpenRun {
 }
 
 impl<S, G> OpenRun<S, G> {
-    /// Ranges that this rank writes into a checkpoint: none where the first one has all that it has.
+    /// Returns the number of ranges that this rank writes into a checkpoint; `None` if the first rank holds
+    /// all of them.
     pub(crate) fn saved_ranges(&self) -> Result<Option<usize>, RunError> {
         if self.ranks.rank() >= self.plan.swapper.ranks {
             return Ok(None);
         }
-        // The plan counts those of the first rank, which owns most.
+        // The plan describes the first rank, whose part is the largest.
         Ok(Some(self.plan.swapper.cut()?.ranges().len()))
     }
 
-    /// Ends in order; everything that should last was drained or saved before. The daemon ends after all ranks' sessions.
+    /// Closes the run. The caller has already drained or saved what must last. The daemon ends after all
+    /// ranks' sessions.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub(crate) fn close(self) -> Result<(), RunError> {
         let backend = self.backend;
         (self.ranks).together("closing the run", || Ok(backend.close()?))
     }
 }
 
-/// Bytes of a range's param and state.
+/// Bytes of a range's parameters and optimizer state.
 fn bytes_of(blank: &UninitTile) -> u64 {
     (blank.param.len() + blank.state.len()) as u64
 }
 
-/// The state in `blob`. Differences to what the run would now be trained with are said, not refused: a run may go on with
-/// another rate or more text. What was not known then (a run without steps has no text) is no difference.
+/// Parses the state in `blob`. Reports differences from the present settings but does not refuse them: a run
+/// may resume with another learning rate or more text. A value that was unknown then (a run without steps has
+/// no text) is not a difference.
 pub(super) fn resume(
     fresh: &RunState,
     blob: &[u8],

@@ -1,11 +1,11 @@
-//! Notes about directories that the run file names and a shared daemon does not use.
+//! Notes about directories that the configuration names and a shared daemon does not use.
 
 use std::path::{Path, PathBuf};
 
 use training_state::run::resolved;
 
-/// What to say of each of `paths` that is neither a directory with one of the `devices` nor a device itself. A DeepSpeed file
-/// always names directories, which only a private daemon uses.
+/// Returns a note for each of `paths` that is neither one of the `devices` nor a directory that holds one. A
+/// DeepSpeed configuration always names directories, which only a private daemon uses.
 pub(super) fn elsewhere(paths: &[PathBuf], devices: &[&Path]) -> Vec<String> {
     let holds_one = |path: &PathBuf| {
         let dir = resolved(path);

@@ -1,7 +1,8 @@
-//! For a run that does not fit: a change of its settings with which it would.
+//! Finds a change of settings with which a run fits.
 //!
-//! Changes are tried, not reasoned about: each is planned as a run of its own. Those that train on the same samples a step
-//! come first, and of them the one with the shortest step is told, the nearest to what was asked where steps are equal.
+//! Each candidate is planned as a run of its own. Candidates that train on the same samples in each step are
+//! preferred. Among these, the shortest step wins; of equal steps, the candidate closest to the present
+//! settings.
 
 use super::outlook::Span;
 use super::places::Place;
@@ -9,20 +10,20 @@ use super::{Hardware, Plan, Problem, ProblemKind};
 use crate::compute::ActivationCheckpointing;
 use crate::config::{ResidentFraction, RunSettings, Stage, Tier};
 
-/// A step that is shorter by less is no reason for a change that is further from what was asked.
+/// A step must be shorter by this fraction to prefer a candidate that is further from the present settings.
 const GAIN_MIN: f64 = 0.02;
 
-/// Sequences are not cut shorter than this: what does not fit then has other reasons.
+/// Shortest sequence tried; if that does not fit, the reason is another.
 const SEQ_LEN_MIN: usize = 128;
 
-/// Another form of the run.
+/// Candidate: changed settings of the run.
 struct Change {
-    /// What to set.
+    /// Settings to change, as text.
     words: Vec<String>,
     settings: RunSettings,
 }
 
-/// What to change so that a run that has `problem` fits; `None` when nothing that is tried does.
+/// Returns what to change so that a run with `problem` fits; `None` if no candidate does.
 pub(super) fn what_fits(
     problem: &Problem,
     settings: &RunSettings,
@@ -40,7 +41,7 @@ pub(super) fn what_fits(
     };
     let mut best: Option<(Change, f64)> = None;
     for place in farther(settings) {
-        // The largest micro-batch that fits there: a smaller one is not faster.
+        // The largest micro-batch that fits; smaller ones are not faster.
         let fits = splits(place).find_map(|change| Some((plan(&change)?, change)));
         if let Some((s, change)) = fits
             && best
@@ -63,7 +64,7 @@ pub(super) fn what_fits(
     })
 }
 
-/// The run as it is, then keeping no more than fits, then with its state farther away.
+/// Candidates: the run with activation checkpointing chosen to fit, then with its state further from the GPU.
 fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
     let rank = |tier: Tier| match tier {
         Tier::None => 0,
@@ -81,7 +82,8 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
         let same = (param, optimizer) == (now.param, now.optimizer);
         let shares = now.resident_fraction != ResidentFraction::Auto && now.has_store();
         let divided = now.stage != Stage::Parameters;
-        // What is asked of a drive but for what fits: the share and the staging are the plan's to choose then.
+        // State on drives is only tried together with as much in host memory as fits; the plan chooses
+        // fraction and staging.
         if nearer || place == Place::Drives || (same && !shares && !divided) {
             return None;
         }
@@ -129,7 +131,7 @@ fn farther(settings: &RunSettings) -> impl Iterator<Item = Change> {
     std::iter::once(as_it_is).chain(keeping_less).chain(farther)
 }
 
-/// `change`, then with the same samples a step in smaller and smaller micro-batches.
+/// Candidates: `change`, then the same samples in smaller and smaller micro-batches.
 fn splits(change: Change) -> impl Iterator<Item = Change> {
     let batch = change.settings.batch;
     let parts = (0..usize::BITS)
@@ -152,7 +154,7 @@ fn splits(change: Change) -> impl Iterator<Item = Change> {
     })
 }
 
-/// The run with fewer samples a step, one at a time, then with shorter sequences.
+/// Candidates: fewer samples in a step, one in each micro-batch, then shorter sequences.
 fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
     let halves = |count: usize| {
         std::iter::successors(Some(count / 2), |count| Some(count / 2))
@@ -162,7 +164,7 @@ fn fewer(settings: &RunSettings) -> impl Iterator<Item = Change> {
     one.batch.micro_batches *= one.batch.micro_batch;
     one.batch.micro_batch = 1;
     let samples = one.clone();
-    // The same samples, and a block's feed-forward half in slices.
+    // The same samples with the MLP computed in chunks.
     let whole = one.clone();
     let slices = [2, 4, 8, 16].into_iter().filter_map(move |chunks| {
         let finer = chunks > whole.train.mlp_chunks && chunks <= whole.model.intermediate_size;

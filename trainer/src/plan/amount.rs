@@ -1,14 +1,14 @@
-//! Amounts as people write them for a plan: memory of a machine, and drives such as `2x6.2GB/s:3.2GB/s`.
+//! Parses amounts on the command line of a plan: memory of a machine, and drives such as `2x6.2GB/s:3.2GB/s`.
 
 use offload_support::units::{parse_bytes, parse_rate as rate};
 
-/// Less memory than any machine has: the unit is missing.
+/// A smaller size than any machine has, so the unit is missing.
 const MEMORY_BYTES_MIN: u64 = 1 << 20;
 
-/// Reads a size of memory. Refuses 24, which would be 24 bytes; 0 means none.
+/// Parses a size of memory; 0 means none. Refuses 24, which would be 24 bytes.
 ///
 /// # Errors
-/// A message for the person who wrote `text`.
+/// The message refers to `text`.
 pub fn parse_memory(text: &str) -> Result<u64, String> {
     match parse_bytes(text).map_err(|error| error.to_string())? {
         bytes @ 1..MEMORY_BYTES_MIN => Err(format!(
@@ -18,10 +18,10 @@ pub fn parse_memory(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Reads a rate in bytes a second, more than 0.
+/// Parses a rate in bytes per second, which must be more than 0.
 ///
 /// # Errors
-/// A message for the person who wrote `text`.
+/// The message refers to `text`.
 pub fn parse_rate(text: &str) -> Result<f64, String> {
     match rate(text).map_err(|error| error.to_string())? {
         0 => Err(format!("`{text}`: a rate must be more than 0")),
@@ -29,23 +29,23 @@ pub fn parse_rate(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Drives, all alike.
+/// Equal drives.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Drives {
     pub count: u64,
-    /// Of each drive.
+    /// Read rate of each drive.
     pub read_bytes_per_s: f64,
-    /// Of each drive.
+    /// Write rate of each drive.
     pub write_bytes_per_s: f64,
 }
 
-/// More drives in one machine are a typing error.
+/// Largest number of drives; a larger value is taken for a typing error.
 const DRIVES_MAX: u64 = 1024;
 
-/// Reads drives: `2x6.2GB/s:3.2GB/s`, or without a count for one.
+/// Parses drives, as `2x6.2GB/s:3.2GB/s`; without a count, one drive.
 ///
 /// # Errors
-/// A message for the person who wrote `text`.
+/// The message refers to `text`.
 pub fn parse_drives(text: &str) -> Result<Drives, String> {
     let wrong = || {
         format!(
@@ -67,10 +67,10 @@ pub fn parse_drives(text: &str) -> Result<Drives, String> {
     })
 }
 
-/// Reads a count of at least 1: `2000000`, `2M`.
+/// Parses a count of at least 1, as `2000000` or `2M`.
 ///
 /// # Errors
-/// A message for the person who wrote `text`.
+/// The message refers to `text`.
 pub fn parse_count(text: &str) -> Result<u64, String> {
     match offload_support::units::parse_count(text).map_err(|error| error.to_string())? {
         0 => Err(format!("`{text}`: expected at least 1")),

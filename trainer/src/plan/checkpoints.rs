@@ -1,4 +1,4 @@
-//! What checkpoints take: bytes each, bytes kept, and how much longer steps get.
+//! Costs of checkpoints: bytes of each, bytes kept, and the time that they add to steps.
 
 use std::fmt;
 
@@ -10,30 +10,31 @@ use super::{Figure, Plan};
 use crate::config::{RunSettings, TrainSettings};
 use training_state::checkpoint_tap::BUFFERS;
 
-/// Checkpoints of a run, of all its processes together.
+/// Checkpoints of a run, for all its processes together.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct CheckpointsPlan {
-    /// Steps between checkpoints; 0: only at the end of runs without a store.
+    /// Steps between checkpoints; 0: one at the end of a run without a store.
     pub every: u64,
-    /// 0: all are kept.
+    /// Number of checkpoints kept; 0: all.
     pub kept: u64,
-    /// Every tile once.
+    /// Bytes of one checkpoint: every tile once.
     pub checkpoint_bytes: u64,
-    /// When all that are kept are there.
+    /// Bytes of all checkpoints that are kept.
     pub kept_bytes: u64,
-    /// Room for one more is needed while it is made.
+    /// Bytes needed while a checkpoint is written, before an old one is removed.
     pub room_bytes: u64,
-    /// Host memory of one process in which copies wait to be written.
+    /// Host memory of one process for copies that wait to be written.
     pub buffer_bytes: u64,
-    /// Writing one, at the rate below.
+    /// Seconds to write a checkpoint at the rate below.
     pub checkpoint_s: f64,
     pub write_bytes_per_s: Figure,
-    /// Seconds longer that a step is on average, at most: when the drive of the run directory takes nothing beside the step.
+    /// Average seconds that a step takes longer at most, if the drive of the run directory does nothing else
+    /// during a step.
     pub step_s: f64,
 }
 
 impl Plan {
-    /// What the checkpoints take that `settings` ask for; nothing for a run that makes none.
+    /// Returns the costs of the checkpoints that `settings` request; `None` if there are none.
     pub(super) fn checkpoints_of(&self, settings: &RunSettings) -> Option<CheckpointsPlan> {
         let TrainSettings {
             checkpoint_every: every,

@@ -1,4 +1,5 @@
-//! What the run file leaves open, in the order in which it can be chosen: each choice needs those before it.
+//! Chooses the settings that the configuration leaves open, in an order in which each choice has what it
+//! depends on.
 
 use swapper::Staging;
 
@@ -10,27 +11,29 @@ use crate::config::{
 };
 use training_state::plan::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 
-/// Of the host memory that is free, what choices leave: pages of files, other programs, what nobody counted.
+/// Fraction of free host memory that choices leave unused, for the page cache, other programs and uncounted
+/// needs.
 const HOST_MARGIN_SHARE: f64 = 0.1;
 
-/// Of a GPU's memory, what choices leave: pieces too small for anything, kernels' own needs.
+/// Fraction of GPU memory that choices leave unused, for fragmentation and the needs of kernels.
 const GPU_MARGIN_SHARE: f64 = 0.1;
 
-/// Another place for the update is chosen when it makes the step shorter by this share: it takes GPU time nobody counted.
+/// Fraction by which another place for the update must shorten the step, since it takes GPU time that is not
+/// counted.
 const UPDATE_GAIN_MIN: f64 = 0.02;
 
-/// A setting that the plan chose.
+/// Setting chosen by the plan.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Choice {
-    /// The setting's path in a run file.
+    /// Path of the setting.
     pub key: &'static str,
-    /// What it would say there.
+    /// Value in the form of the configuration file.
     pub value: String,
     pub why: String,
 }
 
 impl Plan {
-    /// Makes every choice. Staging that the run file gives comes as `staging`.
+    /// Makes every choice. `staging` is the value of the configuration.
     pub(super) fn choose(
         &mut self,
         settings: &RunSettings,
@@ -51,8 +54,8 @@ impl Plan {
         self.choose_checkpointing(settings);
         Ok(())
     }
-    /// Host memory for what is still to be chosen, in this process: what it may take of the node's, less all that is there
-    /// already but staging.
+    /// Host memory of this process for choices still to be made: its part of the node's memory without
+    /// everything already counted except staging.
     fn left_bytes(&self, settings: &RunSettings) -> u64 {
         let without_margin = |bytes: u64| (bytes as f64 * (1.0 - HOST_MARGIN_SHARE)) as u64;
         let free = self
@@ -68,7 +71,7 @@ impl Plan {
         let wanted = settings.offload.optimizer_device;
         let in_gpu_memory = self.lives_in_gpu;
         self.optimizer_device = match (self.hardware.gpu.is_some(), wanted) {
-            // What cannot be is a problem, found later.
+            // An impossible combination is reported later as a problem.
             (false, _) => OptimizerDevice::Cpu,
             (true, _) if in_gpu_memory => OptimizerDevice::Gpu,
             (true, OptimizerDevice::Auto) => {
@@ -109,7 +112,7 @@ impl Plan {
         }
     }
 
-    /// Blocks' inputs stay in GPU memory while they fit there with as little kept beside them as may be.
+    /// Keeps block inputs in GPU memory if they fit there with the lowest level of activation checkpointing.
     fn choose_activations(&mut self, settings: &RunSettings) {
         let Some(gpu) = self.hardware.gpu.clone() else {
             return;
@@ -132,11 +135,11 @@ impl Plan {
         );
     }
 
-    /// The most that fits: all of it saves a fifth of the computing.
+    /// Keeps as much as fits: keeping everything saves a fifth of the computing time.
     fn choose_checkpointing(&mut self, settings: &RunSettings) {
         self.checkpointing = given_checkpointing(settings);
         let Some(gpu) = self.hardware.gpu.clone() else {
-            // The processor always computes again.
+            // The processor always recomputes.
             self.checkpointing = ActivationCheckpointing::Full;
             return;
         };
@@ -175,8 +178,8 @@ impl Plan {
         );
     }
 
-    /// Gradients stay in host memory while they fit beside all else. Of those that do not fit as many stay as leave room for
-    /// staging, or half of what is left.
+    /// Keeps gradients in host memory if all fit. Otherwise keeps as many as leave room for staging, or as
+    /// take half of the remaining memory.
     fn choose_gradients(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
         if !settings.placement.has_store() || settings.offload.gradients != GradientsChoice::Auto {
             return Ok(());
@@ -337,7 +340,7 @@ impl Plan {
     }
 }
 
-/// What the run file says, or the least.
+/// Returns the configured value, or the lowest.
 fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
     match settings.train.activation_checkpointing {
         None | Some(ActivationCheckpointing::Full) => ActivationCheckpointing::Full,
@@ -346,12 +349,12 @@ fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
     }
 }
 
-/// Of a GPU's memory, what choices may use.
+/// Part of a GPU's memory that choices may use.
 fn most_of(gpu: &GpuHardware) -> u64 {
     (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64
 }
 
-/// The run file's word.
+/// Name of the value in the configuration file.
 pub fn optimizer_device_name(place: OptimizerDevice) -> &'static str {
     match place {
         OptimizerDevice::Auto => "auto",
@@ -361,7 +364,7 @@ pub fn optimizer_device_name(place: OptimizerDevice) -> &'static str {
     }
 }
 
-/// The run file's word.
+/// Name of the value in the configuration file.
 pub fn checkpointing_name(checkpointing: ActivationCheckpointing) -> &'static str {
     match checkpointing {
         ActivationCheckpointing::Full => "full",

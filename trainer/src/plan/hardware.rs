@@ -1,7 +1,7 @@
-//! What a plan is made for: memory, cores, a GPU, rates of devices. Each figure says where it comes from.
+//! The machine that a plan is made for: memory, cores, a GPU, rates of devices. Each figure has its source.
 //!
-//! What nobody gave and nothing measured is assumed, and shown as assumed: a plan made of assumptions is still right about
-//! bytes, and its bound is as good as they are.
+//! Figures that were neither given nor measured are assumed, and shown as assumed. A plan from assumed
+//! figures is still right about bytes; its bound is as accurate as the figures.
 
 use kernels::gpu::{Gpu, GpuError};
 use serde::Serialize;
@@ -9,40 +9,43 @@ use serde::Serialize;
 use crate::config::{DeviceChoice, RunSettings};
 use training_state::plan::Measured;
 
-/// Forward and backward on one core, counted as 6 a parameter and token: the demo's 1,000 tokens/s of 10.5 M parameters on
-/// two cores of an EPYC with AVX2.
+/// Rate of forward and backward on one core, counted as 6 operations for each parameter and token: the demo's
+/// 1,000 tokens/s with 10.5 M parameters on two cores of an EPYC with AVX2.
 const CORE_TFLOPS: f64 = 0.03;
 
-/// The same on a GPU that is not in [`KNOWN_GPUS`]: what is published for one RTX 4090.
+/// The same rate on a GPU that is not in [`KNOWN_GPUS`]: the published figure for an RTX 4090.
 const GPU_TFLOPS: f64 = 150.0;
 
-/// By a part of the name. One H200: forward and backward of plain PyTorch in bf16, checkpointed, reached 424.
+/// Rates of GPUs by a part of their name. On one H200, forward and backward of plain PyTorch in bf16 with
+/// activation checkpointing reached 424.
 const KNOWN_GPUS: &[(&str, f64)] = &[("H200", 400.0), ("H100", 400.0)];
 
-/// One fast PCIe 4 drive. Generous, so that staging chosen from it does not slow a fast drive down.
+/// Rates of a fast PCIe 4 drive, so that a fast drive gets enough staging.
 const DRIVE_READ_BYTES_PER_S: f64 = 6.2e9;
 const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
 
-/// PCIe 5 with 16 lanes, each way: 55.6 GB/s were measured alone, 102 both ways together.
+/// PCIe 5 with 16 lanes, in each direction: 55.6 GB/s were measured in one direction alone, 102 GB/s in both
+/// together.
 const BUS_BYTES_PER_S: f64 = 50e9;
 
-/// The optimizer on one core of 16: 5.0 to 5.6 G parameters a second on all of them (split bf16 master, AVX-512).
+/// Rate of the optimizer on one of 16 cores: all together reached 5.0 to 5.6 G parameters/s (split bf16
+/// master, AVX-512).
 const CORE_UPDATE_PARAMS_PER_S: f64 = 0.35e9;
 
-/// Where a figure comes from.
+/// Source of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Source {
-    /// Named on the command line or in the run file.
+    /// From the command line or the configuration.
     Given,
-    /// Asked from this machine, its store, or an earlier start of the run.
+    /// Read from this machine, its store, or an earlier start of the run.
     Measured,
-    /// Neither.
+    /// A default.
     Assumed,
 }
 
 impl Source {
-    /// In a sentence.
+    /// The source as a word in a sentence.
     pub fn word(self) -> &'static str {
         match self {
             Self::Given => "given",
@@ -52,7 +55,7 @@ impl Source {
     }
 }
 
-/// A figure and where it comes from.
+/// A figure with its source.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Figure {
     pub value: f64,
@@ -60,7 +63,7 @@ pub struct Figure {
 }
 
 impl Figure {
-    /// The first that is there: given, measured, or `assumed`.
+    /// Returns the first available of `given`, `measured` and `assumed`.
     fn of(given: Option<f64>, measured: Option<f64>, assumed: f64) -> Self {
         let (value, source) = match (given, measured) {
             (Some(value), _) => (value, Source::Given),
@@ -71,63 +74,64 @@ impl Figure {
     }
 }
 
-/// A GPU of each process.
+/// GPU of each process.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct GpuHardware {
     pub name: String,
-    /// Memory that is free for the run.
+    /// Memory available to the run.
     pub memory_bytes: u64,
-    /// Host memory to GPU, and back, both at once.
+    /// Rate between host memory and GPU in each direction, both used at once.
     pub bus_bytes_per_s: Figure,
 }
 
-/// What a plan is made for.
+/// The machine that a plan is made for.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Hardware {
-    /// Host memory for all processes of the run on this node. `None` where the kernel does not say.
+    /// Host memory for all processes of the run on this node. `None` if the kernel does not report it.
     pub host_memory_bytes: Option<u64>,
-    /// Where that comes from.
+    /// Source of `host_memory_bytes`.
     pub host_memory_source: Source,
-    /// For the optimizer, all processes together.
+    /// Cores for the optimizer, for all processes together.
     pub cores: u64,
-    /// One for each process, if there are any.
+    /// GPU of each process, if there are any.
     pub gpu: Option<GpuHardware>,
-    /// What was looked for, where there is no GPU.
+    /// Reason why there is no GPU.
     pub no_gpu: String,
-    /// Forward and backward of one process, 6 operations a parameter and token, in units of 10^12 a second.
+    /// Rate of forward and backward in one process, in 10^12 operations per second, 6 for each parameter and
+    /// token.
     pub tflops: Figure,
-    /// Devices of the store.
+    /// Number of devices in the store.
     pub drives_count: u64,
-    /// What each of them is rated to take over its life, if that was given.
+    /// Rated endurance of each device in bytes written, if it was given.
     pub drive_rating_bytes: Option<u64>,
-    /// All devices of the store together, bytes a second.
+    /// Read rate of all devices of the store together, in bytes per second.
     pub read_bytes_per_s: Figure,
     pub write_bytes_per_s: Figure,
-    /// Of checkpoints, where the run directory is.
+    /// Write rate for checkpoints to the run directory.
     pub checkpoint_bytes_per_s: Figure,
-    /// The optimizer on the processor, all processes together, parameters a second.
+    /// Rate of the optimizer on the processor, in parameters per second for all processes together.
     pub update_params_per_s: Figure,
 }
 
-/// Figures of another machine than this one, from the command line.
+/// Figures from the command line that replace this machine's.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Overrides {
     pub host_memory_bytes: Option<u64>,
-    /// 0: a machine without a GPU.
+    /// GPU memory; 0: a machine without a GPU.
     pub gpu_memory_bytes: Option<u64>,
     pub read_bytes_per_s: Option<f64>,
     pub write_bytes_per_s: Option<f64>,
-    /// Devices of the store; otherwise as many as the run file names directories.
+    /// Number of devices in the store; by default the number of directories in the configuration.
     pub drives_count: Option<u64>,
-    /// What each of them is rated to take over its life.
+    /// Rated endurance of each device in bytes written.
     pub drive_rating_bytes: Option<u64>,
     pub cores: Option<u64>,
     pub tflops: Option<f64>,
 }
 
 impl Hardware {
-    /// This machine, as far as `overrides` do not say otherwise. Reads what the kernel, a GPU's driver and the run directory
-    /// say; touches nothing.
+    /// Describes this machine with `overrides` applied. Queries the kernel, the GPU's driver and the run
+    /// directory; changes nothing.
     pub fn new(settings: &RunSettings, overrides: &Overrides) -> Self {
         let measured = Measured::read(&settings.train.run_dir).unwrap_or_default();
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
@@ -189,29 +193,30 @@ impl Hardware {
         }
     }
 
-    /// Whether both rates of the devices are known.
+    /// Returns whether both rates of the devices are known.
     pub fn rates_known(&self) -> bool {
         self.read_bytes_per_s.source != Source::Assumed
             && self.write_bytes_per_s.source != Source::Assumed
     }
 }
 
-/// The name and the free memory of this process's GPU, or what was looked for.
+/// Returns the name and the free memory of this process's GPU, or the reason why there is none.
 fn find_gpu() -> Result<(String, u64), String> {
-    // Among processes of a node, each has its own; what is no number is refused where ranks are read.
+    // Each process of a node has its own GPU. An invalid number is refused where ranks are read.
     let index = std::env::var("LOCAL_RANK")
         .ok()
         .and_then(|rank| rank.parse().ok())
         .unwrap_or(0);
     let asked = Gpu::open(index).and_then(|gpu| Ok((gpu.info().name.clone(), gpu.free_bytes()?)));
     asked.map_err(|error| match error {
-        // Where it stands there is said already that there is no GPU.
+        // The caller's message already says that there is no GPU.
         GpuError::NoDevice { message } => message,
         error => error.to_string(),
     })
 }
 
-/// What the machine, or the group this process is confined to, has left. `None` where the kernel does not say.
+/// Returns the free memory of the machine or of this process's control group; `None` if the kernel does not
+/// report it.
 fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text

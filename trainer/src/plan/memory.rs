@@ -1,4 +1,4 @@
-//! Bytes of host and GPU memory that a process of a run takes beside its tiles, and bytes that cross the bus to its GPU.
+//! Host and GPU memory of a process besides its tiles, and bytes that cross the bus to its GPU.
 //!
 //! ```text
 //!   without a GPU   host   unit buffers | activations | computing                 gradients with the tiles
@@ -19,43 +19,47 @@ use crate::config::{OptimizerDevice, RunSettings};
 use crate::model::UnitLayout;
 use training_state::update::GPU_UPDATERS;
 
-/// Blocks whose weights are gathered at a time, on a GPU or with several ranks: one computes, one comes, one is left.
+/// Blocks whose weights are gathered at the same time on a GPU or with several ranks: the one that computes,
+/// the next and the previous.
 const BLOCK_BUFFERS: u64 = 3;
 
-/// Blocks whose gradients are on a GPU, or received from other ranks, at a time: one is computed, one leaves.
+/// Blocks whose gradients are on a GPU, or received from other ranks, at the same time: one is computed while
+/// another leaves.
 const GRAD_BUFFERS: u64 = 2;
 
-/// What NCCL takes of a GPU for several ranks: some 10 MB of buffers for each of up to 32 channels, to and from its neighbours.
+/// GPU memory that NCCL takes with several ranks: about 10 MB of buffers for each of up to 32 channels, in
+/// both directions.
 const LINK_BYTES: u64 = 1 << 30;
 
-/// What a process holds of a model while it computes, wherever it computes.
+/// Memory that a process needs to compute, on the processor or on a GPU.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ComputeMemory {
-    /// Gathered weights. None where a GPU computes with them where they live.
+    /// Gathered weights; 0 if a GPU computes with tiles in place.
     pub unit_buffer_bytes: u64,
-    /// Gradients of the units at hand. On the processor they are written over the weights; other ranks' have buffers.
+    /// Gradients of the current units. On the processor they overwrite the weights; gradients of other ranks
+    /// have their own buffers.
     pub grad_buffer_bytes: u64,
     /// Inputs of all units and micro-batches, kept from forward to backward.
     pub activation_bytes: u64,
-    /// Of them what waits in host memory while a GPU computes: none of its memory.
+    /// Part of the activations that is kept in host memory while a GPU computes; it takes no GPU memory.
     pub away_bytes: u64,
-    /// What blocks keep beside their inputs.
+    /// What blocks keep besides their inputs.
     pub kept_bytes: u64,
-    /// Most that computing one unit takes on top.
+    /// Largest additional memory for computing one unit.
     pub working_bytes: u64,
-    /// Tiles that are streamed through a GPU to be updated there.
+    /// Tiles that are streamed through a GPU for their update.
     pub update_bytes: u64,
-    /// What a GPU's libraries take before anything is computed.
+    /// Memory that a GPU's libraries take.
     pub context_bytes: u64,
 }
 
 /// How a GPU is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct GpuUse {
-    /// All tiles live there.
+    /// All tiles are in its memory.
     pub(super) lives: bool,
     pub(super) checkpointing: ActivationCheckpointing,
-    /// Blocks' inputs wait in host memory.
+    /// Block inputs are kept in host memory.
     pub(super) inputs_away: bool,
     pub(super) optimizer_device: OptimizerDevice,
     pub(super) master: Master,
@@ -63,7 +67,7 @@ pub(super) struct GpuUse {
 }
 
 impl ComputeMemory {
-    /// All of it.
+    /// Returns the sum of all parts.
     pub fn sum_bytes(&self) -> u64 {
         self.unit_buffer_bytes
             + self.grad_buffer_bytes
@@ -74,14 +78,14 @@ impl ComputeMemory {
             + self.context_bytes
     }
 
-    /// Of `settings`' model with `units`, on the processor or as `gpu` says.
+    /// Memory for the model of `settings` with `units`, on the processor or on a GPU as in `gpu`.
     pub(super) fn new(settings: &RunSettings, units: &[UnitLayout], gpu: Option<GpuUse>) -> Self {
         let elem_bytes = settings.dtype.elem_bytes();
         let (model, batch) = (&settings.model, &settings.batch);
         let bytes = |unit: &UnitLayout| (unit.elems * elem_bytes) as u64;
         let ends = bytes(&units[0]) + bytes(&units[units.len() - 1]);
         let block = bytes(&units[1]);
-        // Inputs of every block and of the head, and the gradient that comes back.
+        // Inputs of every block and of the head, and the gradient on its way back.
         let kept_units = units.len() as u64;
         let activation_bytes =
             kept_units * batch.tokens() * (model.hidden_size * elem_bytes) as u64;
@@ -96,7 +100,8 @@ impl ComputeMemory {
         let stage = settings.placement.stage;
         let blocks = units.len() as u64 - 2;
         let all: u64 = units.iter().map(bytes).sum();
-        // Below stage 2 all gradients wait, whole, for the end of backward; sums of several micro-batches are fp32.
+        // Below stage 2, all gradients stay whole until the end of backward; sums over several micro-batches
+        // are fp32.
         let sum_elem_bytes = match batch.micro_batches {
             1 => elem_bytes,
             _ => elem_bytes.max(size_of::<f32>()),
@@ -111,8 +116,8 @@ impl ComputeMemory {
             false => blocks,
         };
         let Some(gpu) = gpu else {
-            // Several ranks move shards while they compute, as one does with its GPU. Other ranks' gradients are received into
-            // buffers of their own.
+            // Several ranks move shards while they compute, as one rank does with its GPU. Gradients of other
+            // ranks have their own receive buffers.
             let (at_a_time, grads) = match settings.ranks {
                 1 => (1, 0),
                 _ => (BLOCK_BUFFERS, ends + GRAD_BUFFERS * block),
@@ -125,19 +130,19 @@ impl ComputeMemory {
                 ..Self::default()
             };
         };
-        // What several ranks own is gathered into buffers, wherever it lives.
+        // Units that are divided among ranks are gathered into buffers, even from GPU memory.
         let in_place = gpu.lives && settings.ranks == 1;
         let buffers = |blocks: u64| if in_place { 0 } else { ends + blocks * block };
         let streams = !gpu.lives && gpu.optimizer_device != OptimizerDevice::Cpu;
         let updater_bytes = TileUpdater::device_bytes(gpu.master, gpu.tile_elems as usize) as u64;
-        // Where one micro-batch is, gradients wait where they leave from.
+        // With one micro-batch, gradients are computed directly in the buffers that they leave from.
         let (grad_blocks, sums) = match (stage.divides_gradients(), batch.micro_batches) {
             (true, _) => (GRAD_BUFFERS, 0),
             (false, 1) => (blocks, 0),
             (false, _) => (blocks, waiting_bytes),
         };
-        // Away, each block's inputs are: here are the newest unit's output and its input or gradient, the two that come and go, and
-        // the one that is computed with.
+        // With inputs in host memory, the GPU holds the newest unit's output and its input or gradient, the
+        // two inputs in transit, and the one in use.
         let input_bytes = (model.hidden_size * elem_bytes) as u64;
         let micro_batch_bytes = (batch.micro_batch * batch.seq_len) as u64 * input_bytes;
         let (activation_bytes, away_bytes) = match gpu.inputs_away {
@@ -159,7 +164,7 @@ impl ComputeMemory {
             grad_buffer_bytes: buffers(grad_blocks) + sums,
             activation_bytes,
             away_bytes,
-            // In slices nothing is kept: blocks are computed again.
+            // With the MLP in chunks nothing is kept, because blocks are recomputed.
             kept_bytes: match work.tiles {
                 1 => blocks * batch.tokens() * kept,
                 _ => 0,
@@ -171,11 +176,12 @@ impl ComputeMemory {
     }
 }
 
-/// Share of the update that the GPU takes, when `place` is known and both have their rates (seconds for all of it).
+/// Fraction of the update that the GPU does for a given `place`, from the seconds that each would need for
+/// all of it.
 pub(super) fn gpu_share(place: OptimizerDevice, cpu_s: f64, gpu_s: f64) -> f64 {
     match place {
         OptimizerDevice::Gpu => 1.0,
-        // Both end at the same time.
+        // Both finish at the same time.
         OptimizerDevice::Shared => cpu_s / (cpu_s + gpu_s),
         OptimizerDevice::Cpu | OptimizerDevice::Auto => 0.0,
     }

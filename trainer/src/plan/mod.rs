@@ -1,12 +1,14 @@
-//! What a run will take, known before anything is touched: bytes in each tier, bytes a step moves, the shortest time of a step.
+//! Plans a run before anything is created: bytes in each tier, bytes moved in a step, the shortest time of a
+//! step.
 //!
 //! ```text
-//!   settings, hardware ─▶ shares kept in host memory ─▶ bytes of a step ─▶ commit interval, staging ─▶ bound
-//!               tiles.rs       choices.rs            rates.rs, swapper           choices.rs             rates.rs
+//!   settings, hardware ─▶ fractions in host memory ─▶ bytes of a step ─▶ commit interval, staging ─▶ bound
+//!               tiles.rs       choices.rs             rates.rs, swapper          choices.rs             rates.rs
 //!                                       host and GPU memory: memory.rs      what does not fit: problems.rs
 //! ```
 //!
-//! A plan touches nothing and needs nothing: no GPU, store, daemon or data. `trainer train` refuses what it refuses.
+//! Planning changes nothing and needs neither GPU, store, daemon nor data. `trainer train` refuses the same
+//! runs.
 
 mod advice;
 mod amount;
@@ -47,69 +49,70 @@ use training_state::backend::GPU_STAGING_BYTES;
 use training_state::plan::{BusBytes, TileSums};
 use training_state::store::device_file_bytes;
 
-/// As few slots as a swapper can do with.
+/// Fewest slots that a swapper can work with.
 const STAGING_LEAST: Staging = Staging::Slots {
     param: swapper::STAGING_MIN,
     state: swapper::STAGING_MIN,
     grad: swapper::STAGING_MIN,
 };
 
-/// What a run takes and moves. Bytes are those of one process where nothing else is said.
+/// Resources that a run needs and bytes that it moves. Figures are for one process unless stated otherwise.
 #[derive(Clone, Debug)]
 pub struct Plan {
-    /// For the swapper; a store's socket and job are filled in when they are known.
+    /// Settings of the swapper. A store's socket and job are filled in when they are known.
     pub swapper: SwapperSettings,
     pub units: Vec<UnitLayout>,
     pub master: Master,
-    /// Of tiles, staging and gradients.
+    /// Memory of tiles, staging and gradients.
     pub memory: MemoryPlan,
     pub step_bytes: StepBytes,
-    /// The same of all processes together.
+    /// Bytes of a step for all processes together.
     pub node_bytes: StepBytes,
-    /// What computing takes, in GPU memory if there is a GPU, else in host memory.
+    /// Memory for computing: on the GPU if there is one, otherwise on the host.
     pub compute: ComputeMemory,
-    /// What blocks keep for backward, on a GPU.
+    /// What blocks keep for backward on a GPU.
     pub checkpointing: ActivationCheckpointing,
-    /// Slices in which blocks' feed-forward halves are computed.
+    /// Chunks in which the MLP of a block is computed.
     pub mlp_chunks: usize,
-    /// Whether blocks' inputs wait in host memory for a GPU's backward.
+    /// Whether block inputs are kept in host memory until a GPU's backward.
     pub inputs_away: bool,
-    /// Whether all tiles live in the memory of the GPU that computes: both devices are `none`. With one of them elsewhere,
-    /// `none` is host memory, as it is without a GPU.
+    /// Whether all tiles are in the memory of the GPU that computes: both devices are `none`. If one is not,
+    /// or there is no GPU, `none` means host memory.
     pub lives_in_gpu: bool,
     /// Tiles in GPU memory.
     pub gpu_tiles: TileSums,
-    /// What crosses the bus to a GPU.
+    /// Bytes that cross the bus to a GPU.
     pub bus: BusBytes,
-    /// Where the optimizer runs. Never `Auto`.
+    /// Where the optimizer runs; never `Auto`.
     pub optimizer_device: OptimizerDevice,
     pub hardware: Hardware,
-    /// All processes together.
+    /// Rates of all processes together.
     pub rates: StepRates,
     pub bound: Bound,
     pub params_count: u64,
-    /// Processes of the run. The swapper's ranks are those that divide the tiles among themselves.
+    /// Number of processes of the run. The swapper's ranks are those that divide tiles among themselves.
     pub ranks: u32,
-    /// Of one step, all processes together.
+    /// Tokens of one step, for all processes together.
     pub tokens: u64,
-    /// Of a step, in each process.
+    /// Micro-batches of a step in each process.
     pub micro_batches: usize,
-    /// Of the whole run.
+    /// Steps of the whole run.
     pub steps: u64,
-    /// What its checkpoints take, if it makes any.
+    /// Costs of checkpoints, if the run makes any.
     pub checkpoints: Option<CheckpointsPlan>,
     problems: Vec<Problem>,
-    /// What was chosen here, and not in the run file, with the reason.
+    /// Settings that the plan chose, with reasons.
     choices: Vec<Choice>,
 }
 
 impl Plan {
     /// Plans a run on `hardware`.
     ///
-    /// What does not fit is not an error here: [`Plan::check`] refuses it, after a person has seen the plan.
+    /// A run that does not fit is not an error here: [`Plan::check`] refuses it after the plan has been
+    /// shown.
     ///
     /// # Errors
-    /// Settings the swapper cannot work with: tiles too large, staging too small.
+    /// The swapper cannot work with the settings: tiles are too large, or staging is too small.
     pub fn new(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let mut plan = Self::unadvised(settings, hardware)?;
         for problem in &mut plan.problems {
@@ -119,7 +122,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// As [`Plan::new`], without looking for what would fit instead.
+    /// Like [`Plan::new`], without searching for settings that would fit.
     fn unadvised(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
         let units = unit_layouts(&settings.model);
         let master = match settings.dtype {
@@ -128,7 +131,7 @@ impl Plan {
             Dtype::Fp32 => Master::Fp32,
         };
         let mut swapper = swapper_settings(settings, &units, master);
-        // With no more slots than it cannot do without: what of the tiles is known before staging is.
+        // Planned with the fewest slots first; staging is chosen once everything else is known.
         let staging = std::mem::replace(&mut swapper.staging, STAGING_LEAST);
         let rates = StepRates::default();
         let placement = &settings.placement;
@@ -189,13 +192,13 @@ impl Plan {
                 .map_or(0, |checkpoints| checkpoints.buffer_bytes)
     }
 
-    /// Of tiles that stay in host memory.
+    /// Host memory of tiles that stay there.
     pub fn host_resident_bytes(&self) -> u64 {
         let on_gpu = self.gpu_tiles.param_bytes + self.gpu_tiles.state_bytes;
         self.memory.resident_bytes() - on_gpu
     }
 
-    /// Of gradients in host memory.
+    /// Host memory of gradients.
     pub fn host_grad_bytes(&self) -> u64 {
         self.memory.grad_bytes() - self.gpu_tiles.grad_bytes
     }
@@ -208,7 +211,7 @@ impl Plan {
         }
     }
 
-    /// Room on devices, of all processes and devices together; 0 without a store.
+    /// Space on devices for all processes and devices together; 0 without a store.
     pub fn device_bytes(&self) -> u64 {
         match &self.swapper.backing {
             Backing::Memory => 0,
@@ -224,10 +227,10 @@ impl Plan {
         }
     }
 
-    /// Refuses a run that does not fit, or asks for what is not there.
+    /// Refuses a run that does not fit, or that needs hardware that is missing.
     ///
     /// # Errors
-    /// The first thing that does not fit, and what to change.
+    /// The first problem and what to change.
     pub fn check(&self) -> Result<(), PlanError> {
         match self.problems.first() {
             Some(problem) => Err(PlanError::Refused(problem.clone())),
@@ -235,17 +238,17 @@ impl Plan {
         }
     }
 
-    /// Time of the whole run and wear of its drives, at the bound.
+    /// Returns the time of the whole run and the wear of its drives, at the bound.
     pub fn outlook(&self) -> Outlook {
         Outlook::new(self)
     }
 
-    /// Everything that does not fit; nothing when the run can start.
+    /// Returns everything that does not fit; empty if the run can start.
     pub fn problems(&self) -> &[Problem] {
         &self.problems
     }
 
-    /// What was chosen here, in the order of choosing.
+    /// Returns the settings that the plan chose, in order.
     pub fn choices(&self) -> &[Choice] {
         &self.choices
     }

@@ -1,4 +1,5 @@
-//! What known models need in each tier, as a page of Markdown: `trainer plan --table DIR` prints it.
+//! Memory and space that known models need in each tier, as a Markdown page: `trainer plan --table DIR`
+//! prints it.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -12,10 +13,10 @@ use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};
 use crate::model::ModelConfig;
 use offload_support::units::ApproxBytes;
 
-/// More models than this are not a table.
+/// Largest number of models in the table.
 const MODELS_MAX: usize = 1000;
 
-/// What every row is for: 8,192 tokens a step on one GPU.
+/// Run that every row describes: 8,192 tokens in a step on one GPU.
 const QUESTION: Question = Question {
     seq_len: 2048,
     micro_batch: 4,
@@ -25,22 +26,22 @@ const QUESTION: Question = Question {
     length: Length::Steps(1),
 };
 
-/// GPT-2's positions end here: its row has as many tokens in shorter sequences.
+/// Longest sequence of GPT-2; its row has the same number of tokens in shorter sequences.
 const SEQ_LEN_SHORT: u64 = 1024;
 
-/// Only what a run cannot do without: nothing kept that can be computed again, the update on the processor.
+/// Settings with the lowest needs: everything is recomputed, and the update runs on the processor.
 const LEAST: [&str; 2] = [
     "train.activation_checkpointing=full",
     "offload.optimizer_device=cpu",
 ];
 
-/// More memory than anything needs: what a model takes is asked, not what a machine has.
+/// More memory than any model needs: the table shows needs, not whether a machine satisfies them.
 const ENDLESS_BYTES: u64 = 1 << 50;
 
-/// Forward and backward on a fast consumer GPU, 10^12 operations a second.
+/// Forward and backward on a fast consumer GPU, in 10^12 operations per second.
 const TFLOPS: f64 = 150.0;
 
-/// Why there is no table.
+/// Error of making the table.
 #[derive(Debug, thiserror::Error)]
 pub enum TableError {
     #[error("cannot list the configurations in {}: {message}", dir.display())]
@@ -54,21 +55,22 @@ pub enum TableError {
     },
 }
 
-/// A row: a model with its state in GPU memory, in host memory, on drives, and there with all that need not be nearer.
+/// Row of the table: a model with its state in GPU memory, in host memory, on drives, and on drives with the
+/// lowest needs.
 struct Row {
     name: String,
     parameters: u64,
     places: [PlaceReport; 4],
 }
 
-/// The page for every `NAME.json` in `dir`, small models first.
+/// Page about every `NAME.json` in a directory, small models first.
 pub struct ModelsTable(Vec<Row>);
 
 impl ModelsTable {
     /// Plans each model in each tier.
     ///
     /// # Errors
-    /// The directory cannot be listed or has none; a file in it describes no model that can be trained here.
+    /// The directory cannot be listed or is empty; a file in it does not describe a supported model.
     pub fn new(dir: &Path) -> Result<Self, TableError> {
         let mut rows: Vec<Row> = configs(dir)?
             .iter()

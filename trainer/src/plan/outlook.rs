@@ -1,4 +1,4 @@
-//! What a plan means for the days to come: how long the run takes at its bound, and what it writes on its drives.
+//! Duration of a whole run at its bound, and the bytes that it writes to its drives.
 
 use std::fmt;
 
@@ -9,19 +9,19 @@ use super::text::Digits;
 
 const DAY_S: f64 = 86400.0;
 
-/// The whole run at its shortest step. A real one takes longer and wears less a day.
+/// The whole run with the shortest possible steps. A real run takes longer and writes less in a day.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Outlook {
     pub steps: u64,
-    /// Of all steps.
+    /// Tokens of all steps.
     pub tokens: u64,
     pub run_s: f64,
-    /// On all devices together, in the whole run.
+    /// Bytes written to all devices together in the whole run.
     pub run_written_bytes: f64,
-    /// On all devices together.
+    /// Bytes written to all devices together in a day.
     pub written_bytes_per_day: f64,
     pub drives_count: u64,
-    /// Until each drive has taken what it is rated for, when that was given and anything is written.
+    /// Seconds until each drive has reached its rated endurance, if that was given and anything is written.
     pub rating_s: Option<f64>,
 }
 
@@ -74,7 +74,7 @@ impl fmt::Display for Outlook {
     }
 }
 
-/// A time as people say it.
+/// Time in its natural unit.
 pub(super) struct Span(pub(super) f64);
 
 impl fmt::Display for Span {
@@ -89,7 +89,7 @@ impl fmt::Display for Span {
     }
 }
 
-/// A large number as people say it.
+/// Large number with a unit prefix.
 pub(super) struct Count(pub(super) f64);
 
 impl fmt::Display for Count {

@@ -1,4 +1,4 @@
-//! The same run with its state in one place after another: what each takes, how fast it can be, which does not fit.
+//! Plans the same run with its state in different places: needs, speed, and which places do not fit.
 
 use std::fmt;
 
@@ -12,24 +12,24 @@ use crate::config::{
     Fraction, OptimizerDevice, Placement, ResidentFraction, RunSettings, Stage, Tier,
 };
 
-/// Where a run's parameters and state are.
+/// Where a run's parameters and optimizer state are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Place {
-    /// All of it in the memory of the GPUs that compute.
+    /// All in the memory of the GPUs that compute.
     Gpu,
-    /// All of it in host memory.
+    /// All in host memory.
     Host,
-    /// Parameters in host memory, the optimizer's state on drives.
+    /// Parameters in host memory, optimizer state on drives.
     HostAndDrives,
-    /// On drives, but for what host memory holds beside the rest.
+    /// On drives, except for as much as host memory has room for.
     DrivesAndHost,
-    /// All of it on drives.
+    /// All on drives.
     Drives,
 }
 
 impl Place {
-    /// From near to far.
+    /// All places, from the fastest to the slowest.
     pub const ALL: [Self; 5] = [
         Self::Gpu,
         Self::Host,
@@ -38,7 +38,7 @@ impl Place {
         Self::Drives,
     ];
 
-    /// For a person.
+    /// Name for display.
     pub fn word(self) -> &'static str {
         match self {
             Self::Gpu => "GPU memory",
@@ -49,7 +49,7 @@ impl Place {
         }
     }
 
-    /// Devices of parameters and state.
+    /// Devices of parameters and optimizer state.
     pub(super) fn tiers(self) -> [Tier; 2] {
         match self {
             Self::Gpu => [Tier::None; 2],
@@ -59,7 +59,8 @@ impl Place {
         }
     }
 
-    /// `settings` with their state there, all of it divided; what they say of another place is left to the plan.
+    /// Returns `settings` with their state in this place, divided among the ranks. The plan chooses what they
+    /// say about another place.
     pub(super) fn of(self, settings: &RunSettings) -> RunSettings {
         let mut there = settings.clone();
         let [param, optimizer] = self.tiers();
@@ -82,21 +83,21 @@ impl Place {
     }
 }
 
-/// What a run takes in one place. Bytes are of all its processes together, but those of a GPU.
+/// Needs of a run in one place. Bytes are for all its processes together, except those of a GPU.
 #[derive(Clone, Debug, Serialize)]
 pub struct PlaceReport {
     pub place: Place,
     pub fits: bool,
-    /// What does not fit, and a change with which it would.
+    /// What does not fit, and changes with which it would.
     pub refused: Vec<String>,
-    /// Of each GPU.
+    /// Memory of each GPU.
     pub gpu_bytes: u64,
     pub host_bytes: u64,
-    /// Room for both generations.
+    /// Space for both generations of tiles.
     pub device_bytes: u64,
     pub step_read_bytes: f64,
     pub step_written_bytes: f64,
-    /// The shortest step.
+    /// The shortest step in seconds.
     pub step_s: f64,
     pub wall: &'static str,
     pub tokens_per_s: f64,
@@ -104,7 +105,7 @@ pub struct PlaceReport {
 }
 
 impl PlaceReport {
-    /// Of `plan`, which has the run's state at `place`.
+    /// Report of `plan`, which has the run's state at `place`.
     pub(super) fn new(place: Place, plan: &Plan) -> Self {
         Self {
             place,
@@ -148,15 +149,15 @@ impl PlaceReport {
     }
 }
 
-/// The run of `settings` in every place that `hardware` has.
+/// Plans the run of `settings` in every place that `hardware` has.
 pub fn places(settings: &RunSettings, hardware: &Hardware) -> Vec<PlaceReport> {
     Place::ALL
         .into_iter()
-        // Without a GPU its memory is host memory.
+        // Without a GPU, this place is host memory.
         .filter(|place| *place != Place::Gpu || hardware.gpu.is_some())
         .filter_map(|place| {
             let settings = place.of(settings);
-            // What cannot be cut into tiles cannot be so anywhere, and the run's own plan has said it.
+            // Settings that cannot be planned fail in every place, and the run's own plan reports the error.
             let plan = Plan::new(&settings, hardware.clone()).ok()?;
             Some(PlaceReport::new(place, &plan))
         })
@@ -179,7 +180,7 @@ const HEADS: [&str; CELLS] = [
     "wear a day",
 ];
 
-/// Places as a person reads them: a table, then a line for each that does not fit.
+/// Table of places, followed by a line for each one that does not fit.
 pub struct PlacesTable<'a>(pub &'a [PlaceReport]);
 
 impl fmt::Display for PlacesTable<'_> {

@@ -1,4 +1,4 @@
-//! What does not fit, or is not there, and what to change.
+//! Finds what does not fit or is missing, and what to change.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use crate::config::{DeviceChoice, OptimizerDevice, RunSettings};
 use training_state::run::{RunId, resolved};
 use training_state::store::StoreFiles;
 
-/// Why a run cannot start.
+/// Error that keeps a run from starting.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error(transparent)]
@@ -21,17 +21,17 @@ pub enum PlanError {
     Refused(Problem),
 }
 
-/// Something that keeps a run from starting.
+/// A reason why a run cannot start.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Problem {
     pub kind: ProblemKind,
-    /// What is wrong, with figures.
+    /// Description with figures.
     pub what: String,
-    /// What a person can do.
+    /// Remedy.
     pub change: String,
 }
 
-/// What a problem is about.
+/// Subject of a problem.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ProblemKind {
@@ -59,7 +59,7 @@ impl Problem {
     }
 }
 
-/// Everything that is wrong with `plan`, what decides most first.
+/// Returns all problems of `plan`, the most decisive first.
 pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
     let found = [
         no_gpu(plan, settings),
@@ -94,7 +94,7 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         )
     };
     match (&plan.hardware.gpu, wanted) {
-        // Said once is enough.
+        // Already reported by no_gpu.
         _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
         (None, OptimizerDevice::Gpu | OptimizerDevice::Shared) => Some(Problem::new(
             ProblemKind::Update,
@@ -161,7 +161,8 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         .or_else(|| too_much(budget?, "the limit set by offload.host_memory_bytes"))
 }
 
-/// Of a private store in directories that exist on this machine. A daemon that runs already has its own room.
+/// Checks free space for a private store in directories that exist on this machine. A running daemon manages
+/// its own space.
 fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let dirs = &settings.placement.nvme_paths;
     if settings.offload.socket.is_some() || dirs.is_empty() {

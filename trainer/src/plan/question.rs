@@ -1,4 +1,5 @@
-//! A run that is only asked about: a model's `config.json` and what a person says of the rest. No data, no directory, no weights.
+//! Plans a hypothetical run from a model's `config.json` and the command line. Needs no data, run directory
+//! or weights.
 
 use std::path::{Path, PathBuf};
 
@@ -7,13 +8,13 @@ use serde_json::json;
 use crate::config::{self, RunSettings, SettingsError};
 use crate::model::{ConfigError, HfModel, ModelConfig};
 
-/// No `config.json` is larger; what is, is none.
+/// Size limit of a `config.json`.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
-/// Where no run is, so that no figures of an earlier one are found.
+/// Run directory that contains no run, so that no measurements of an earlier one are found.
 const NO_DIR: &str = "/dev/null";
 
-/// What is asked.
+/// Description of the hypothetical run.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Question {
     pub seq_len: u64,
@@ -21,20 +22,20 @@ pub struct Question {
     pub micro_batches: u64,
     /// 32-bit parameters instead of 16-bit ones.
     pub fp32: bool,
-    /// Processes, one a GPU.
+    /// Number of processes, each with a GPU.
     pub ranks: u32,
     pub length: Length,
 }
 
-/// How long the run is to be.
+/// Length of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Length {
     Steps(u64),
-    /// In as many steps as that takes.
+    /// In as many steps as needed for this number of tokens.
     Tokens(u64),
 }
 
-/// Why nothing can be said of a model.
+/// Error of planning a hypothetical run.
 #[derive(Debug, thiserror::Error)]
 pub enum QuestionError {
     #[error("cannot read the model's configuration {}: {message}", path.display())]
@@ -49,10 +50,10 @@ pub enum QuestionError {
     Settings(#[from] SettingsError),
 }
 
-/// The model that `path` describes: a `config.json`, or a directory with one.
+/// Reads the model at `path`: a `config.json`, or a directory with one.
 ///
 /// # Errors
-/// No such file, or no model that can be trained here.
+/// The file does not exist, or does not describe a supported model.
 pub fn read_model(path: &Path) -> Result<ModelConfig, QuestionError> {
     let path = if path.is_dir() {
         path.join("config.json")
@@ -77,10 +78,11 @@ pub fn read_model(path: &Path) -> Result<ModelConfig, QuestionError> {
 }
 
 impl Question {
-    /// The settings of such a run of `model`, with `sets` (each `key=value`) on top, its state in GPU memory.
+    /// Returns the settings of such a run of `model` with its state in GPU memory, with `sets` (each
+    /// `key=value`) applied.
     ///
     /// # Errors
-    /// What no run file could say either.
+    /// The settings are invalid.
     pub fn settings(
         &self,
         model: &ModelConfig,
@@ -106,7 +108,7 @@ impl Question {
             "bf16": {"enabled": !self.fp32},
             "data": {"files": [NO_DIR]},
             "train": {"steps": steps, "seq_len": self.seq_len, "run_dir": NO_DIR},
-            // Any model: the one that was asked about takes its place.
+            // A placeholder, which the given model replaces.
             "model": {
                 "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
                 "max_position_embeddings": self.seq_len.max(1),

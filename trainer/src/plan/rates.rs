@@ -1,4 +1,4 @@
-//! What follows from the present choices: memory, bytes of a step, rates, bound.
+//! Derives memory, bytes of a step, rates and bound from the present choices.
 
 use swapper::{StepRates, SwapperError, SwapperSettings};
 
@@ -6,15 +6,15 @@ use super::memory::GpuUse;
 use super::{BusBytes, ComputeMemory, Plan, TileSums, memory};
 use crate::config::RunSettings;
 
-/// Forward is a quarter of forward, recomputing and backward: 80 of 312 ms on an H200.
+/// Fraction of forward in forward, recomputation and backward: 80 of 312 ms on an H200.
 const FORWARD_SHARE: f64 = 0.25;
 
 impl Plan {
-    /// Works out memory, bytes, rates and bound of the present settings.
+    /// Computes memory, bytes, rates and bound for the present settings.
     pub(super) fn refresh(&mut self, settings: &RunSettings) -> Result<(), SwapperError> {
         self.memory = self.swapper.plan()?;
         self.step_bytes = self.swapper.step_bytes()?;
-        // The tiles of one process that owns them all are those of all processes.
+        // One process that owns all tiles has the same tiles as all processes together.
         let alone = SwapperSettings {
             rank: 0,
             ranks: 1,
@@ -51,7 +51,7 @@ impl Plan {
         let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         if self.lives_in_gpu {
-            // No tile crosses the bus, and in the GPU's own memory an update takes some milliseconds.
+            // No tile crosses the bus, and an update in the GPU's own memory takes some milliseconds.
             update_s = 0.0;
             self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, self.compute.away_bytes);
             if let Some(gpu) = &hardware.gpu {
@@ -62,7 +62,7 @@ impl Plan {
             let tiles = self.tile_sums();
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
             let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
-            // In forward, and in stage 3 again in backward.
+            // Gathered in forward, and in stage 3 again in backward.
             let gathers = 1 + u64::from(settings.placement.stage.divides_parameters());
             self.bus = BusBytes::new(&tiles, gathers, share, self.compute.away_bytes);
             bus_s = self.bus.s(bus_bytes_per_s);
@@ -80,7 +80,7 @@ impl Plan {
         self.bound = swapper::bound(self.swapper.schedule, &self.node_bytes, &self.rates);
     }
 
-    /// Bytes of this process's tiles, wherever they are.
+    /// Sums over this process's tiles, wherever they are.
     pub(super) fn tile_sums(&self) -> TileSums {
         let memory = &self.memory;
         let all = |slot_bytes: u64| slot_bytes * u64::from(memory.range_count);

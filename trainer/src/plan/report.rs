@@ -1,4 +1,5 @@
-//! A plan as another program reads it: `trainer plan --json`. Names stay; a change of meaning gets a new version.
+//! A plan for other programs: `trainer plan --json`. Field names are stable; a change of meaning raises the
+//! version.
 
 use serde::Serialize;
 
@@ -8,19 +9,19 @@ use super::{
     checkpointing_name, optimizer_device_name,
 };
 
-/// Of the report's names and their meaning.
+/// Version of the JSON report; raised when a field changes its name or meaning.
 pub const REPORT_VERSION: u32 = 1;
 
-/// The whole plan. Bytes and times are of all processes together, unless a name says `process`.
+/// A whole plan. Bytes and times are for all processes together unless a name contains `process`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
     pub version: u32,
-    /// Whether the run can start here.
+    /// Whether the run can start on this machine.
     pub fits: bool,
     pub problems: Vec<Problem>,
     pub parameters: u64,
     pub units_count: usize,
-    /// Param and state tiles of all processes.
+    /// Parameter and state tiles of all processes.
     pub tiles_count: usize,
     pub tokens_per_step: u64,
     /// Micro-batches of a step, in each process.
@@ -29,32 +30,32 @@ pub struct Report {
     pub ranks: u32,
     pub hardware: Hardware,
     pub host: HostReport,
-    /// Bytes in GPU memory; nothing without a GPU.
+    /// GPU memory in bytes; `None` without a GPU.
     pub gpu: Option<GpuReport>,
-    /// Room on devices, both generations.
+    /// Space on devices for both generations of tiles.
     pub device_bytes: u64,
     pub step: StepReport,
     pub bound: BoundReport,
-    /// Of the whole run, at the bound.
+    /// Duration and wear of the whole run, at the bound.
     pub outlook: Outlook,
-    /// Nothing for a run that makes none.
+    /// `None` for a run that makes no checkpoints.
     pub checkpoints: Option<CheckpointsPlan>,
     pub chosen: ChosenReport,
-    /// What the run file left open, and why it was chosen so.
+    /// Settings that the plan chose, with reasons.
     pub choices: Vec<Choice>,
 }
 
-/// Instead of a [`Report`] when there is no plan to show.
+/// Output instead of a [`Report`] if planning failed.
 #[derive(Clone, Debug, Serialize)]
 pub struct Refusal {
     pub version: u32,
-    /// Never.
+    /// Always false.
     pub fits: bool,
     pub problems: Vec<Problem>,
 }
 
 impl Refusal {
-    /// For `error`.
+    /// Wraps `error`.
     pub fn new(error: &PlanError) -> Self {
         let problem = match error {
             PlanError::Refused(problem) => problem.clone(),
@@ -72,7 +73,7 @@ impl Refusal {
     }
 }
 
-/// Host memory of one process, part by part.
+/// Host memory of one process by purpose.
 #[derive(Clone, Debug, Serialize)]
 pub struct HostReport {
     pub process_bytes: u64,
@@ -80,13 +81,13 @@ pub struct HostReport {
     pub resident_tile_bytes: u64,
     pub staging_bytes: u64,
     pub grad_bytes: u64,
-    /// Of blocks' inputs that wait there for a GPU.
+    /// Block inputs that are kept in host memory for a GPU.
     pub input_bytes: u64,
-    /// What computing takes; all zero where a GPU computes.
+    /// Memory for computing; all zero if a GPU computes.
     pub compute: ComputeMemory,
 }
 
-/// GPU memory of one process, part by part.
+/// GPU memory of one process by purpose.
 #[derive(Clone, Debug, Serialize)]
 pub struct GpuReport {
     pub process_bytes: u64,
@@ -95,7 +96,7 @@ pub struct GpuReport {
     pub compute: ComputeMemory,
 }
 
-/// Bytes of a step.
+/// Bytes moved in a step.
 #[derive(Clone, Debug, Serialize)]
 pub struct StepReport {
     pub forward_read_bytes: u64,
@@ -103,9 +104,9 @@ pub struct StepReport {
     pub update_read_bytes: u64,
     pub read_bytes: u64,
     pub written_bytes: u64,
-    /// Of it, gradients that do not stay in host memory; they are read once too.
+    /// Part of the written bytes that is gradients not kept in host memory; they are read once too.
     pub grad_written_bytes: u64,
-    /// Of one process.
+    /// Bytes that cross the bus of one process.
     pub bus_process: BusBytes,
 }
 
@@ -116,16 +117,16 @@ pub struct BoundReport {
     pub wall: &'static str,
     pub terms: Vec<TermReport>,
     pub tokens_per_s: f64,
-    /// 6 operations a parameter and token.
+    /// Rate at 6 operations for each parameter and token.
     pub tflops: f64,
-    /// Computing alone.
+    /// Computing time alone.
     pub forward_s: f64,
     pub backward_s: f64,
     pub update_s: f64,
     pub bus_s: f64,
 }
 
-/// One way in which a step cannot be shorter.
+/// One lower limit of a step's time.
 #[derive(Clone, Debug, Serialize)]
 pub struct TermReport {
     pub wall: &'static str,
@@ -133,18 +134,18 @@ pub struct TermReport {
     pub s: f64,
 }
 
-/// Settings in effect, chosen or given.
+/// Settings in effect, chosen or configured.
 #[derive(Clone, Debug, Serialize)]
 pub struct ChosenReport {
     pub tile_elems: u64,
     pub param_tile_bytes: u64,
     pub state_tile_bytes: u64,
-    /// Of one process.
+    /// Staging of one process.
     pub staging_bytes: u64,
     pub commit_every: u64,
     pub param_resident_fraction: f64,
     pub state_resident_fraction: f64,
-    /// Fraction of the gradients that waits in host memory for the optimizer step.
+    /// Fraction of the gradients that stays in host memory until the optimizer step.
     pub grad_resident_fraction: f64,
     pub iodepth: u32,
     pub optimizer_step: &'static str,
@@ -155,7 +156,7 @@ pub struct ChosenReport {
 }
 
 impl Plan {
-    /// For other programs.
+    /// Converts the plan for other programs.
     pub fn report(&self) -> Report {
         let memory = &self.memory;
         let bytes = self.node_bytes;

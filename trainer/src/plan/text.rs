@@ -1,4 +1,4 @@
-//! A plan as a person reads it.
+//! Formats a plan for the terminal.
 
 use std::fmt;
 
@@ -141,7 +141,7 @@ impl Plan {
 }
 
 impl Hardware {
-    /// What everything runs at.
+    /// Formats all rates.
     fn rates(&self, f: &mut fmt::Formatter<'_>, with_devices: bool) -> fmt::Result {
         write!(f, "{}", Of(&self.tflops, 1.0, "TFLOPS"))?;
         if with_devices {
@@ -181,7 +181,7 @@ impl fmt::Display for Hardware {
     }
 }
 
-/// A figure in units of its second part, which its third part names, with where it comes from.
+/// Formats a figure divided by the second field, with its unit and source.
 pub(super) struct Of<'a>(
     pub(super) &'a Figure,
     pub(super) f64,
@@ -200,7 +200,7 @@ impl fmt::Display for Of<'_> {
     }
 }
 
-/// Three digits that matter.
+/// Formats a number with three significant digits.
 pub(super) struct Digits(pub(super) f64);
 
 impl fmt::Display for Digits {
@@ -210,7 +210,7 @@ impl fmt::Display for Digits {
     }
 }
 
-/// Seconds or milliseconds.
+/// Formats a time in seconds or milliseconds.
 pub(super) struct Seconds(pub(super) f64);
 
 impl fmt::Display for Seconds {

@@ -1,4 +1,4 @@
-//! From settings to what the swapper is made from.
+//! Converts settings to those of the swapper.
 
 use kernels::adamw::Master;
 use swapper::{Backing, Staging, StoreSettings, SwapperSettings, UnitShape};
@@ -10,7 +10,7 @@ use crate::model::UnitLayout;
 use training_state::plan::choose::STAGING_BYTES_ASSUMED;
 use training_state::update::tile_bytes;
 
-/// All that a plan starts from; what the run file leaves open has its least value.
+/// Settings of the swapper that a plan starts from. Values still to be chosen are at their minimum.
 pub(super) fn swapper_settings(
     settings: &RunSettings,
     units: &[UnitLayout],
@@ -39,7 +39,7 @@ pub(super) fn swapper_settings(
     };
     let share = match settings.placement.resident_fraction {
         ResidentFraction::Fixed(share) => share,
-        // Chosen when the rest is known.
+        // Chosen once the rest is known.
         ResidentFraction::Auto => Fraction::NONE,
     };
     let of = |tier: Tier| match tier {
@@ -55,7 +55,7 @@ pub(super) fn swapper_settings(
         state_share: of(settings.placement.optimizer),
         grad_share: match offload.gradients {
             GradientsChoice::Nvme => Fraction::NONE.get(),
-            // Less when the rest is known, and they are too many.
+            // Reduced later if not all of them fit.
             GradientsChoice::Auto | GradientsChoice::Cpu => Fraction::ALL.get(),
         },
         staging: Staging::Bytes(offload.staging_bytes.unwrap_or(STAGING_BYTES_ASSUMED)),
@@ -67,12 +67,12 @@ pub(super) fn swapper_settings(
         iodepth: offload.iodepth,
         backing,
         layout: Vec::new(),
-        // The first one, which owns the most.
+        // The first rank owns the most.
         rank: 0,
         ranks: if settings.placement.stage.divides_state() {
             settings.ranks
         } else {
-            // Each has all tiles for itself.
+            // Each process holds all tiles.
             1
         },
     }

@@ -1,4 +1,5 @@
-//! How long computing took, without the waiting between: on the processor by the clock, on a GPU by events in its stream.
+//! Measures computing time without the waiting in between: on the processor by the system clock, on a GPU by
+//! events in its stream.
 
 use std::time::Instant;
 
@@ -6,16 +7,16 @@ use kernels::gpu::{Event, Gpu, Stream};
 
 use super::TrainError;
 
-/// Sums what it was asked to time.
+/// Sum of the time of all timed calls.
 pub(super) struct Clock {
     seconds: f64,
     gpu: Option<Stream>,
-    /// Start and end of what is under way on the GPU.
+    /// Start and end events of timed GPU work.
     spans: Vec<(Event, Event)>,
 }
 
 impl Clock {
-    /// A clock for `gpu`, or for the processor.
+    /// Makes a clock for `gpu`, or for the processor.
     pub(super) fn new(gpu: Option<&Gpu>) -> Self {
         Self {
             seconds: 0.0,
@@ -24,7 +25,7 @@ impl Clock {
         }
     }
 
-    /// Times `f`, which computes or enqueues what computes.
+    /// Calls `f`, which computes or enqueues GPU work, and adds its time.
     ///
     /// # Errors
     /// An error of `f` or of the GPU.
@@ -44,10 +45,10 @@ impl Clock {
         Ok(result)
     }
 
-    /// Seconds of all that was timed. On a GPU it must have ended.
+    /// Returns the seconds of all timed calls. GPU work must have ended.
     ///
     /// # Errors
-    /// The GPU's.
+    /// The GPU fails.
     pub(super) fn seconds(&self) -> Result<f64, TrainError> {
         let mut seconds = self.seconds;
         for (start, end) in &self.spans {

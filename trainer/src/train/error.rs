@@ -1,4 +1,4 @@
-//! Why a run did not start, or ended before its time.
+//! Errors that stop a run from starting or end it early.
 
 use kernels::gpu::GpuError;
 use kernels_torch::collective::CollectiveError;
@@ -16,7 +16,7 @@ use training_state::monitor::MonitorError;
 use training_state::ranks::RankError;
 use training_state::trace::TraceError;
 
-/// Why a run did not start, or ended before its time.
+/// Error that stops a run from starting or ends it early.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     #[error(transparent)]
@@ -54,7 +54,7 @@ pub enum TrainError {
     LeastScale { step: u64, scale: f64 },
 }
 
-/// Errors of parts that training shares with opening a run.
+/// Converts errors of parts that training shares with opening a run.
 macro_rules! from_run_errors {
     ($($error:ty),*) => {$(
         impl From<$error> for TrainError {
@@ -74,12 +74,12 @@ from_run_errors!(
 );
 
 impl TrainError {
-    /// Whether another rank's death may be the cause.
+    /// Returns whether this error may be a consequence of another rank's death.
     pub(super) fn may_follow_a_death(&self, is_first: bool) -> bool {
         matches!(self, Self::Run(error) if error.may_follow_a_death(is_first))
     }
 
-    /// Adds what a person can do about it, as far as that depends on the run.
+    /// Adds a remedy that depends on the run's settings.
     pub(super) fn of_run(self, settings: &RunSettings) -> Self {
         match self {
             Self::Run(error) => Self::Run(error.of_run(settings)),

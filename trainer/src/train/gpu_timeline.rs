@@ -1,5 +1,5 @@
-//! When work that was enqueued in a GPU's streams ran, for a timeline: events beside it, whose times are known when the GPU is
-//! done.
+//! Records when work in a GPU's streams ran, for a timeline. Events enclose the work; their times are known
+//! when the GPU is done.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ impl Enqueued {
         }
     }
 
-    /// Does `f`, which enqueues on `stream` what `name` names. Nothing is kept outside of steps that are recorded.
+    /// Calls `f`, which enqueues the work called `name` on `stream`. Records nothing outside recorded steps.
     ///
     /// # Errors
     /// An error of `f` or of the GPU.
@@ -42,15 +42,15 @@ impl Enqueued {
         Ok(())
     }
 
-    /// Tells `trace` when all of it ran. Waits until `stream` has done what was enqueued there.
+    /// Adds all recorded work to `trace`. Waits until `stream` has completed it.
     ///
     /// # Errors
-    /// The GPU's.
+    /// The GPU fails.
     pub(super) fn tell(&mut self, trace: &Trace, stream: &Stream) -> Result<(), GpuError> {
         if self.list.is_empty() {
             return Ok(());
         }
-        // The one point whose time both clocks know.
+        // The only moment whose time is known on both clocks.
         let last = stream.record_timed()?;
         last.synchronize()?;
         let now = Instant::now();

@@ -1,10 +1,11 @@
-//! Inputs of blocks between forward and backward: where they were computed, or away in host memory.
+//! Keeps the inputs of blocks between forward and backward: where they were computed, or in host memory.
 //!
-//! A block's input is all that is kept of a micro-batch for each block, and with many blocks or long sequences too much for a
-//! GPU. Away, two micro-batches' worth is on the GPU at a time: an input leaves while the next block computes, and comes back
-//! while the block after it is gone back through. The bits are the same: they are copied.
+//! A block's input is all that forward keeps of a micro-batch for each block. With many blocks or long
+//! sequences that is too much for a GPU. With offloading, the GPU holds two micro-batches' inputs at a time:
+//! an input is copied to the host while the next block computes, and copied back during the backward pass of
+//! the following block. Copies do not change bits.
 //!
-//! Without a GPU inputs are in host memory anyway.
+//! Without a GPU, inputs are in host memory anyway.
 
 use kernels::gpu::{Gpu, HostStash, Stream};
 
@@ -17,18 +18,18 @@ pub(super) type BlockInputs = Vec<Input>;
 /// The input of one micro-batch.
 pub(super) enum Input {
     Here(Activation),
-    /// In host memory, under this number.
+    /// Copied to host memory, under this number.
     Away(usize, AwayActivation),
 }
 
-/// Where inputs wait.
+/// Storage of block inputs between forward and backward.
 pub(super) struct InputPlace {
     host_stash: Option<(HostStash, Stream)>,
     micro_batches: usize,
 }
 
 impl InputPlace {
-    /// Where the block is computed.
+    /// Keeps inputs where the block computes.
     pub(super) fn here(micro_batches: usize) -> Self {
         Self {
             host_stash: None,
@@ -36,10 +37,11 @@ impl InputPlace {
         }
     }
 
-    /// In host memory, with room for every block's inputs of `micro_batches`, each of `input_bytes`.
+    /// Keeps inputs in host memory, with room for every block's inputs of `micro_batches`, each of
+    /// `input_bytes`.
     ///
     /// # Errors
-    /// Too little memory, on the GPU or to pin.
+    /// The GPU has too little memory free, or the host too little to pin.
     pub(super) fn away(
         gpu: &Gpu,
         config: &ModelConfig,
@@ -72,7 +74,7 @@ impl InputPlace {
             .collect()
     }
 
-    /// Lets the inputs that are wanted first begin to come: those of the last of `blocks`.
+    /// Starts copying back the inputs that backward needs first: those of the last of `blocks`.
     ///
     /// # Errors
     /// The GPU failed.
@@ -85,7 +87,7 @@ impl InputPlace {
         }
     }
 
-    /// An input to compute with. The next one begins to come.
+    /// Returns an input to compute with, and starts copying the next one back.
     ///
     /// # Errors
     /// The GPU failed.
@@ -106,7 +108,7 @@ impl InputPlace {
     }
 }
 
-/// Backward goes through blocks from the last to the first, and through each one's micro-batches in their order.
+/// Backward runs through blocks from the last to the first, and through each block's micro-batches in order.
 fn next_piece(piece: usize, micro_batches: usize) -> Option<usize> {
     let (block, batch) = (piece / micro_batches, piece % micro_batches);
     if batch + 1 < micro_batches {

@@ -1,4 +1,5 @@
-//! Training: opens a run, steps until it is done or asked to stop, and leaves it where the next start resumes.
+//! The training loop: opens a run, steps until it is done or asked to stop, and leaves it so that the next
+//! start resumes it.
 
 mod clock;
 mod error;
@@ -46,17 +47,19 @@ use training_state::plan::Measured;
 use training_state::ranks::Ranks;
 use training_state::trace::Trace;
 
-/// How long after its death a rank is known to be dead, even on a busy machine: some heartbeats. Launchers wait twice as long.
+/// Time to wait for the news that a rank has died; a few heartbeats, which is enough on a busy machine.
+/// Launchers wait twice as long.
 const DEATH_WAIT: Duration = Duration::from_secs(4);
 
-/// Time between two looks for a dead rank.
+/// Interval between checks for a dead rank.
 const DEATH_POLL: Duration = Duration::from_millis(20);
 
-/// Trains until `settings.train.stop_after`, or until SIGTERM or SIGINT. Returns the exit status: 0 when the run is done, 128
-/// and the signal's number when it was asked to stop before.
+/// Trains until `settings.train.stop_after`, SIGTERM or SIGINT. Returns the exit status: 0 when the run is
+/// done, 128 plus the signal's number when a signal asked it to stop earlier.
 ///
 /// # Errors
-/// Whatever refused the run or ended it. What was committed or saved before stays.
+/// Any failure to start the run, and any failure that ended it. States that were committed or saved before
+/// are kept.
 pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
@@ -69,14 +72,15 @@ pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, 
             outln!("timeline: {}, for ui.perfetto.dev", path.display());
         }
         Ok(_) => {}
-        // The run's own failure says more.
+        // The run's own error says more.
         Err(error) if result.is_err() => outln!("note: {error}"),
         Err(error) => return Err(error.into()),
     }
     result
 }
 
-/// Ends the connection: with the others, or telling them why without.
+/// Closes the connection to the other ranks: together after success; after an error it tells them the reason
+/// first.
 fn end<T>(comm: &Comm, result: Result<T, TrainError>) -> Result<T, TrainError> {
     match result {
         Ok(ended) => {
@@ -92,7 +96,8 @@ fn end<T>(comm: &Comm, result: Result<T, TrainError>) -> Result<T, TrainError> {
     }
 }
 
-/// Adds the rank that died to `error`, if its death may be the cause: heartbeats tell of it after what it kept has failed.
+/// Adds the rank that died to `error` if its death may be the cause. Heartbeats report a death later than the
+/// operations that it breaks.
 fn attribute(comm: &Comm, error: TrainError) -> TrainError {
     let until = Instant::now() + DEATH_WAIT;
     while comm.world().ranks > 1
@@ -104,7 +109,7 @@ fn attribute(comm: &Comm, error: TrainError) -> TrainError {
                 let error = Box::new(error);
                 return TrainError::AfterDeath { death, error };
             }
-            // It lives and has its own words.
+            // The rank is alive and reports its own error.
             Some(_) => break,
             None => std::thread::sleep(DEATH_POLL),
         }
@@ -126,7 +131,7 @@ fn run_to_its_end(
         })?;
     }
     let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
-        // A run without steps is made to be exported, or to go on from.
+        // A run without steps exists to be exported or resumed from.
         let corpus = match settings.train.steps {
             0 => None,
             _ => Some(Corpus::find(&settings.data, &Frame::of(&settings))?),
@@ -147,7 +152,7 @@ fn run_to_its_end(
         prepared.train_on(data);
     }
     start_threads(settings.train.threads)?;
-    // All ranks at once, so not within what each does by itself. A machine may have fewer GPUs than ranks.
+    // Called by all ranks at once, so outside `together`. A machine may have fewer GPUs than ranks.
     let computes = prepared.gpu.as_ref().map_or("the processor", |_| "a GPU");
     comm.same_everywhere("what computes (train.device)", computes)?;
     let gpus = match &prepared.gpu {
@@ -174,17 +179,19 @@ fn run_to_its_end(
     training.record(trace)?;
     let result = training.run_steps(stop);
     match &result {
-        // No tile has changed since the step before, which is worth keeping. All ranks have come to the same.
+        // The tiles still hold the state of the step before, which is worth keeping. All ranks have reached
+        // the same decision.
         Ok(_) | Err(TrainError::Diverged { .. } | TrainError::LeastScale { .. }) => {
             training.keep()?;
         }
-        // Before this rank's part ends, and its private daemon: that is not why.
+        // Reported before this rank's session and its private daemon end, so that the others do not take that
+        // for the cause.
         Err(error) => {
             comm.give_up(&error.to_string());
             trace.add(training.run.backend.take_spans());
         }
     }
-    // Ranks that have ended are no longer missed.
+    // Other ranks may end from here on without being taken for dead.
     drop(peer_watchdog);
     match result {
         Ok(asked) => {
@@ -199,7 +206,7 @@ fn run_to_its_end(
     }
 }
 
-/// The engine with its inputs' place, and the memory to compute in.
+/// Makes the engine, the storage of block inputs and the memory to compute in.
 fn take_memory(
     settings: &RunSettings,
     prepared: &Prepared,
@@ -232,7 +239,7 @@ fn take_memory(
     Ok((stepper.with_inputs_in(inputs), memory))
 }
 
-/// The tokens of the run: the first rank makes them if they are not there, all read them.
+/// Opens the run's tokens: the first rank tokenizes if the cache lacks them, then all read them.
 fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
     ranks.by_first::<_, TrainError>("making the tokens", || {
         let mut say = |note| outln!("{note}");
@@ -246,7 +253,7 @@ fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<D
     Ok(data)
 }
 
-/// Sets up torch's and the optimizer's threads, once for the process.
+/// Sets the thread counts of torch and of the optimizer, once for the process.
 fn start_threads(count: usize) -> Result<(), TrainError> {
     crate::compute::set_up(count)?;
     let pool = rayon::ThreadPoolBuilder::new()
@@ -258,24 +265,24 @@ fn start_threads(count: usize) -> Result<(), TrainError> {
     })
 }
 
-/// A run in its loop.
+/// State of a run in its training loop.
 struct Training {
     settings: RunSettings,
     /// `None` for a run without steps.
     data: Option<Data>,
     stepper: Stepper,
-    /// Reports of steps; the first rank's.
+    /// Outputs of each step; only the first rank has them.
     shown: Option<Shown>,
     run: OpenRun<WithSwapper, InGpu>,
     comm: Arc<Comm>,
     ranks: Ranks,
     checkpointer: Checkpointer,
-    /// Seconds of computing in the last step.
+    /// Computing time of the last step in seconds.
     compute_s: Option<f64>,
     trace: Trace,
 }
 
-/// Reports of steps: metrics, monitors and the terminal.
+/// Outputs of each step: metrics, monitors and the terminal.
 struct Shown {
     metrics: MetricsFile,
     monitors: Monitors,
@@ -284,7 +291,7 @@ struct Shown {
 }
 
 impl Shown {
-    /// Adds a step to the monitors. A failure is logged once; training does not depend on them.
+    /// Adds a step to the monitors. Logs a failure once; training does not depend on monitors.
     fn monitor(&mut self, metrics: &StepMetrics, samples: u64) {
         if let Err(error) = self.monitors.step(metrics, samples)
             && !std::mem::replace(&mut self.monitors_failed, true)
@@ -322,7 +329,7 @@ impl Training {
                 progress,
             }))
         })?;
-        // The first rank knows; all evaluate.
+        // Only the first rank reads the metrics, but all must evaluate.
         let is_lost = ranks.any(last_step < state.step)?;
         let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
         let checkpoints = run.dir.checkpoints();
@@ -351,7 +358,7 @@ impl Training {
             compute_s: None,
             trace: Trace::off(),
         };
-        // The commit was the last that happened before the end: the step's line is made up for.
+        // The last start died between the commit and the step's line: write the line now.
         if let Some(mut last) = lost {
             training.evaluate_if_due(&mut last)?;
             if let Some(shown) = &mut training.shown {
@@ -361,7 +368,7 @@ impl Training {
         Ok(training)
     }
 
-    /// Records the next steps in `trace`, those that it wants.
+    /// Records the next steps in `trace` if it wants them.
     fn record(&mut self, trace: &Trace) -> Result<(), TrainError> {
         let steps_left = (self.settings.train.stop_after).saturating_sub(self.run.state.step);
         trace.begin(steps_left);
@@ -372,9 +379,10 @@ impl Training {
         Ok(())
     }
 
-    /// Steps to where this start ends, or until a rank was asked to stop before: whether one was.
+    /// Steps to the end of this start, or until any rank was asked to stop. Returns whether one was.
     fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
-        // The end before may have come between a commit and its checkpoint; a run without a store that began elsewhere has none of its own.
+        // An earlier start may have ended between a commit and its checkpoint. A run without a store that
+        // began at another run's checkpoint has none of its own yet.
         let step = self.run.state.step;
         let wanted = self.checkpointer.is_due(step) || !self.settings.placement.has_store();
         if step > 0 && wanted && !self.checkpointer.has(step) {
@@ -391,14 +399,14 @@ impl Training {
         }
     }
 
-    /// One step, its line in the metrics, and what is due after it.
+    /// Runs one step, writes its metrics, and does what is due after it.
     fn step(&mut self) -> Result<(), TrainError> {
         let started = Instant::now();
         let step = self.run.state.step + 1;
         let rules = self.settings.overflow;
         let mut overflow = OverflowState::new(&rules, self.run.state.overflow);
         let scale = overflow.scale;
-        // Steps that changed nothing count for neither the optimizer nor its rate.
+        // Skipped steps count neither for the optimizer nor for its learning rate.
         let update = step - overflow.skipped;
         let gradients = self.stepper.forward_backward(
             &mut self.run.backend,
@@ -433,10 +441,11 @@ impl Training {
             skipped: outcome == Outcome::Skips,
             ..self.planned_metrics(&gradients, started)
         };
-        // What is not known before the update is as planned here; only a line made up for after a crash shows it.
+        // Values that are known only after the update are planned ones here. Only a line that is rewritten
+        // after a crash shows them.
         self.run.state.last = Some(metrics.clone());
         let blob = self.run.state.encode();
-        // What moves once the step is finished is the next one's.
+        // Transfers after this point belong to the next step.
         if self.trace.begins_after() {
             self.run.backend.record_spans(true)?;
         }
@@ -458,7 +467,7 @@ impl Training {
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         self.evaluate_if_due(&mut metrics)?;
         self.show_step(&metrics, &overflow);
-        // Tiles that nobody updates on the host are not copied on the way.
+        // The tap sees only tiles that the host updates; the checkpointer reads all others itself.
         let visited = metrics.skipped || !self.run.backend.updates_on_host();
         self.run.state.last = Some(metrics);
         if saving && visited {
@@ -469,7 +478,8 @@ impl Training {
         Ok(self.checkpointer.look(&|line| say(shown, line))?)
     }
 
-    /// The metrics of the step that the run's state stands at, as far as they are known before its update; the rest is the plan's.
+    /// Returns the metrics of the current step as far as they are known before its update; the rest comes
+    /// from the plan.
     fn planned_metrics(&self, gradients: &Gradients, started: Instant) -> StepMetrics {
         let (settings, state, plan) = (&self.settings, &self.run.state, &self.run.plan);
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
@@ -501,7 +511,7 @@ impl Training {
         }
     }
 
-    /// Adds what moved for the step, over all ranks; times are this rank's.
+    /// Adds the step's transfers, summed over all ranks; times are this rank's.
     fn count_io(&self, metrics: &mut StepMetrics, io: &StepIo) -> Result<(), TrainError> {
         metrics.generation = io.generation;
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
@@ -522,7 +532,7 @@ impl Training {
         Ok(())
     }
 
-    /// Writes the step's line and tells the monitors and the terminal, on the first rank.
+    /// Writes the step's line to the metrics, the monitors and the terminal, on the first rank.
     fn show_step(&mut self, metrics: &StepMetrics, overflow: &OverflowState) {
         let Some(shown) = &mut self.shown else {
             return;
@@ -536,12 +546,12 @@ impl Training {
         shown.progress.step(metrics, self.settings.step_tokens());
     }
 
-    /// Seconds this step could not have been faster than, from this rank's computing, all ranks' bytes and the devices' measured
-    /// rates.
+    /// Returns a lower bound of the step's seconds from this rank's computing time, all ranks' bytes and the
+    /// devices' measured rates.
     fn bound_s(&self, gradients: &Gradients, update_ns: u64) -> f64 {
         let plan = &self.run.plan;
         let rates = self.run.opened.rates();
-        // Devices nobody measured bound nothing that could be stated.
+        // Without measured rates, devices do not contribute to the bound.
         let bytes = if rates.is_some() {
             plan.node_bytes
         } else {
@@ -555,7 +565,7 @@ impl Training {
             forward_s: gradients.forward_s,
             backward_s: gradients.backward_s,
             update_s: update_ns as f64 * 1e-9,
-            // What it carries is known, its rate nobody measured.
+            // The bytes on the bus are known, but its rate was not measured.
             bus_s: 0.0,
         };
         bound_s(plan.swapper.schedule, &bytes, &rates)
@@ -574,7 +584,7 @@ impl Training {
         Ok(())
     }
 
-    /// Begins a checkpoint of the tiles as they are; it is finished beside what comes next.
+    /// Begins a checkpoint of the present tiles; it is completed during the following steps.
     fn checkpoint_now(&mut self) -> Result<(), TrainError> {
         let shown = &self.shown;
         if self
@@ -592,7 +602,7 @@ impl Training {
         Ok(self.checkpointer.settle(&|line| say(shown, line))?)
     }
 
-    /// Figures of this machine for the next plan.
+    /// Measurements of this machine for the next plan.
     fn measured(&self) -> Measured {
         let rates = self.run.opened.rates();
         let plan = &self.run.plan;
@@ -606,7 +616,7 @@ impl Training {
         }
     }
 
-    /// Ends the run at its last step, or where it was asked to stop. An error says what was not kept.
+    /// Ends the run at its last step or where it was asked to stop. An error says what was not kept.
     fn end(self, asked: bool) -> Result<(), TrainError> {
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
@@ -637,7 +647,7 @@ impl Training {
         Ok(self.checkpointer.result()?)
     }
 
-    /// Commits or saves the last step that was finished.
+    /// Commits or saves the last finished step.
     fn keep(&mut self) -> Result<(), TrainError> {
         reach(Point::Draining);
         (self.ranks).together::<_, TrainError>("committing the last step", || {

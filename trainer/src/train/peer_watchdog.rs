@@ -1,4 +1,5 @@
-//! Notices a rank that is gone while this one waits for its own tiles: a commit waits for all ranks, however long.
+//! Notices a rank that is gone while this one waits for its own tiles: a commit waits for all ranks without a
+//! time limit.
 
 use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -8,17 +9,17 @@ use std::time::Duration;
 use kernels_torch::collective::Comm;
 use swapper::Canceller;
 
-/// Between two looks. Whoever is gone is known some seconds after; this adds little.
+/// Interval between two checks. A death is known some seconds later, so this adds little.
 const LOOK: Duration = Duration::from_millis(250);
 
-/// A thread that looks after the other ranks. Dropped, it ends.
+/// Thread that watches the other ranks until it is dropped.
 pub(super) struct PeerWatchdog {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl PeerWatchdog {
-    /// Cancels with the reason when a rank is gone.
+    /// Starts the thread. It cancels with the reason when a rank is gone.
     pub(super) fn start(comm: Arc<Comm>, canceller: Canceller) -> Self {
         let (stop, stopped) = channel();
         let thread = std::thread::spawn(move || {
@@ -39,7 +40,7 @@ impl Drop for PeerWatchdog {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It only looks and tells; a panic there was printed by the thread itself.
+            // The thread holds no state, and it has printed its own panic.
             let _ = thread.join();
         }
     }

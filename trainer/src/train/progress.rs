@@ -1,4 +1,5 @@
-//! What a person sees of a running run: a line every `log_every` steps, and a bar when somebody looks.
+//! Console output of a running run: a line every `log_every` steps, and a progress bar if stderr is a
+//! terminal.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
@@ -9,19 +10,19 @@ use offload_support::outln;
 use offload_support::units::ApproxTime;
 use training_state::metrics::StepMetrics;
 
-/// Lines on stdout, a bar on stderr if that is a terminal.
+/// Prints lines on stdout and a bar on stderr if that is a terminal.
 pub(super) struct Progress {
     bar: Option<ProgressBar>,
     steps: u64,
     log_every: u64,
     since: Since,
-    /// Whether the parts of a step are said, too.
+    /// Whether lines show the parts of a step's time.
     parts: bool,
     started: Instant,
     first_step: u64,
 }
 
-/// Sums since the line before.
+/// Sums since the previous line.
 #[derive(Default)]
 struct Since {
     tokens: u64,
@@ -32,7 +33,7 @@ struct Since {
 }
 
 impl Progress {
-    /// The progress of a run that continues after `step` and ends after `steps`.
+    /// Makes the progress of a run that continues after `step` and ends after `steps`.
     pub(super) fn new(step: u64, steps: u64, log_every: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
             let style =
@@ -52,13 +53,13 @@ impl Progress {
         }
     }
 
-    /// Says the parts of a step, too, or does not.
+    /// Sets whether lines show the parts of a step's time.
     pub(super) fn telling(mut self, parts: bool) -> Self {
         self.parts = parts;
         self
     }
 
-    /// One more step of `tokens` tokens.
+    /// Adds a step of `tokens` tokens.
     pub(super) fn step(&mut self, metrics: &StepMetrics, tokens: u64) {
         let since = &mut self.since;
         since.tokens += tokens;
@@ -119,7 +120,7 @@ impl Progress {
     }
 }
 
-/// The parts of a step's time. The optimizer runs in parallel, so its time is not part of the sum.
+/// Formats the parts of a step's time. The optimizer runs in parallel, so its time is not part of the sum.
 fn parts(metrics: &StepMetrics) -> String {
     let ms = |seconds: f64| format!("{:.2} ms", seconds * 1e3);
     let named = metrics.forward_s + metrics.backward_s + metrics.waited_s;

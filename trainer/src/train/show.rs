@@ -1,4 +1,4 @@
-//! What people are told of a run: before it starts, when it is open, and when a step changed nothing.
+//! Prints what a run will do before it starts, what was opened, and why a step changed nothing.
 
 use super::OpenRun;
 use crate::config::{RunSettings, Tier};
@@ -8,7 +8,7 @@ use offload_support::outln;
 use training_state::metrics::StepMetrics;
 use training_state::overflow::OverflowState;
 
-/// Why a step changed nothing, and what is tried next.
+/// Says why a step changed nothing and which loss scale is next.
 pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
     let (step, scale) = (metrics.step, next.scale);
     let next = match metrics.loss_scale {
@@ -54,13 +54,13 @@ pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>)
         Some(corpus) => outln!("  tokenizer {}", corpus.describe()),
         None => outln!("  data      none: the run has no steps"),
     }
-    // Last, where they are seen.
+    // Printed last, where they are seen.
     for warning in &settings.warnings {
         outln!("warning: {warning}");
     }
 }
 
-/// Prints what was opened.
+/// Prints the opened store, its devices and the step.
 pub(super) fn opened(run: &OpenRun, resumed: bool) {
     let opened = &run.opened;
     outln!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);

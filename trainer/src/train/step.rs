@@ -1,7 +1,8 @@
-//! One optimizer step, in the order that `step_order.rs` has as data.
+//! Runs one optimizer step in the order that `step_order.rs` defines as data.
 //!
-//! Vertical over micro-batches: a unit is gathered once and serves all of them, so weights move twice a step (forward and
-//! backward) however many micro-batches there are. What is kept from forward to backward is each block's input.
+//! Micro-batches are processed together: a unit is gathered once and serves all of them, so weights move
+//! twice a step (forward and backward) for any number of micro-batches. Between forward and backward each
+//! block's input is kept.
 
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ use crate::data::{Data, Windows};
 use training_state::learning_rate::{betas, learning_rate};
 use training_state::trace::Trace;
 
-/// Everything a step needs but the weights.
+/// Everything a step needs except the weights.
 pub(super) struct Stepper {
     engine: Engine,
     batch: Batch,
@@ -34,55 +35,56 @@ pub(super) struct Stepper {
     evaluation: Arc<step_order::Pass>,
 }
 
-/// A micro-batch as the engine takes it.
+/// Micro-batch in the form that the engine takes.
 struct MicroBatch {
     inputs: Tokens,
     targets: Tokens,
 }
 
-/// Results of forward and backward of a step. Its gradients wait in the backend for the update.
+/// Results of a step's forward and backward passes. The gradients are in the backend and wait for the update.
 pub(super) struct Gradients {
-    /// Mean over the step's tokens that count.
+    /// Mean over the step's tokens that have a target.
     pub(super) loss: f64,
-    /// Global, before clipping; of the loss itself, not of its scaled gradients.
+    /// Global norm before clipping, of the unscaled loss.
     pub(super) norm: f64,
-    /// Seconds of computing, without waiting for weights.
+    /// Computing time in seconds, without waiting for weights.
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
     /// Bytes exchanged with the other ranks.
     pub(super) exchanged: Exchanged,
-    /// Most bytes of units' gradients that were held whole at a time.
+    /// Highest number of bytes of unit gradients held whole at the same time.
     pub(super) held_bytes: u64,
 }
 
-/// Tokens that count: of this rank, and of all.
+/// Numbers of tokens that have a target: on this rank, and on all ranks.
 #[derive(Clone, Copy)]
 struct Counted {
     own: f64,
     all: f64,
-    /// Factor of the loss in backward.
+    /// Factor on the loss in backward.
     scale: f64,
 }
 
 impl Counted {
-    /// The share of a micro-batch in the step: all tokens that count weigh the same, however they lie in micro-batches and on
-    /// ranks. Where all count it is one in as many micro-batches, in these very bits.
+    /// Returns the weight of a micro-batch in the step. Each token with a target weighs the same in whichever
+    /// micro-batch or rank it is. If all tokens have targets, the weight is exactly one divided by the number
+    /// of micro-batches.
     fn share(self, batch: &MicroBatch) -> f64 {
         batch.targets.counted() as f64 / self.all.max(1.0)
     }
 }
 
-/// State of a pass.
+/// State of a forward or backward pass.
 struct Pass {
     batches: Vec<MicroBatch>,
     counted: Counted,
-    /// The newest unit's output for each micro-batch; going back, the gradient of the newest unit's input.
+    /// Output of the newest unit for each micro-batch; in backward, the gradient of that unit's input.
     flow: Vec<Activation>,
-    /// Inputs of the blocks that have not been gone back through.
+    /// Inputs of the blocks whose backward has not run yet.
     block_inputs: Vec<BlockInputs>,
-    /// Whether any will be.
+    /// Whether a backward pass follows.
     goes_back: bool,
-    /// Each unit's gradients, until they are complete.
+    /// Gradients of each unit until they are complete.
     grads: Vec<Option<GradSink>>,
     /// The loss of each micro-batch.
     losses: Vec<LossHandle>,
@@ -105,7 +107,7 @@ impl Pass {
         }
     }
 
-    /// Bytes of gradients that have not begun to leave.
+    /// Bytes of gradients that have not started to leave.
     fn held_bytes(&self) -> u64 {
         let held = self.grads.iter().flatten();
         held.map(|grads| grads.size_bytes() as u64).sum()
@@ -113,7 +115,7 @@ impl Pass {
 }
 
 impl Stepper {
-    /// For a model whose tiles are in the GPU's memory (`live`), or elsewhere; and the memory to compute in.
+    /// Makes the stepper and the memory to compute in. `live` says that the tiles are in the GPU's memory.
     ///
     /// # Errors
     /// Out of memory.
@@ -126,7 +128,7 @@ impl Stepper {
         stage: Stage,
         shards: Shards,
     ) -> Result<(Self, Memory), TrainError> {
-        // One processor waits for nothing but its memory: nothing to come ahead of.
+        // A single rank on the processor gathers by copying memory, so starting early gains nothing.
         let ahead = gpu.is_some() || shards.count() > 1;
         let units = engine.units().len();
         let buffers = step_order::block_buffers(units, ahead, stage);
@@ -143,13 +145,13 @@ impl Stepper {
         Ok((stepper, memory))
     }
 
-    /// The same, with blocks' inputs in `inputs` between forward and backward.
+    /// Keeps block inputs in `inputs` between forward and backward.
     pub(super) fn with_inputs_in(self, inputs: InputPlace) -> Self {
         Self { inputs, ..self }
     }
 
-    /// Forward and backward over this rank's samples of a step that begins with `first_sample`; every unit's gradients, of the
-    /// loss times `scale`, are summed over the ranks and scattered.
+    /// Runs forward and backward over this rank's samples of the step that begins with `first_sample`. Every
+    /// unit's gradients, of the loss times `scale`, are summed over the ranks and scattered.
     pub(super) fn forward_backward(
         &mut self,
         tiles: &mut Tiles,
@@ -158,7 +160,7 @@ impl Stepper {
         scale: f64,
         trace: &Trace,
     ) -> Result<Gradients, TrainError> {
-        // Ranks take the step's samples in their order, as one rank would take them in more micro-batches.
+        // Ranks take the step's samples in order, as one rank would take them in more micro-batches.
         let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
         let batches = self.micro_batches(data, own_sample)?;
         let head = self.engine.units().len() - 1;
@@ -175,16 +177,16 @@ impl Stepper {
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
         tiles.begin_step(self.training.program())?;
-        // What an evaluation gathered is no part of the step.
+        // Discards the counts of an evaluation's gathers.
         self.shards.take_exchanged();
         let mut held_bytes = 0;
         for planned in self.training.clone().step_order() {
             self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
         }
-        // Asked last: a GPU is waited for here, and nowhere before.
+        // Read last because this waits for the GPU; nothing before it does.
         let norm = mover::norm(tiles, &self.shards)? / scale;
-        // This rank's mean, as much of the step's as its tokens are.
+        // This rank's part of the step's mean loss, weighted by its tokens.
         let mut loss = [match own {
             0.0 => 0.0,
             own => mean(&pass)? / (all / own),
@@ -202,7 +204,7 @@ impl Stepper {
         })
     }
 
-    /// Mean loss over `batches` micro-batches of held-out text. Nothing must be pending.
+    /// Returns the mean loss over `batches` micro-batches of validation text. No operation may be pending.
     pub(super) fn evaluate(
         &mut self,
         tiles: &mut Tiles,
@@ -214,7 +216,7 @@ impl Stepper {
         let batches: Vec<MicroBatch> = (0..batches)
             .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows)?, None))
             .collect::<Result<_, _>>()?;
-        // All ranks evaluate the same.
+        // All ranks evaluate the same batches.
         let own = counted(&batches);
         let counted = Counted {
             own,
@@ -236,7 +238,7 @@ impl Stepper {
         Ok(loss)
     }
 
-    /// Does one turn of a pass, with the weights it needs.
+    /// Runs one turn of a pass with the weights it needs.
     fn planned(
         &mut self,
         planned: &Planned,
@@ -253,7 +255,7 @@ impl Stepper {
         units.try_for_each(|&unit| mover::give_back(tiles, unit))
     }
 
-    /// Does one turn of a pass.
+    /// Runs one turn of a pass.
     fn turn(
         &mut self,
         turn: Turn,
@@ -348,7 +350,7 @@ impl Stepper {
             .collect()
     }
 
-    /// Windows as a micro-batch; in training with the number of its first sample.
+    /// Makes a micro-batch of windows; in training it carries the number of its first sample.
     fn tokens(
         &self,
         windows: &Windows,
@@ -369,7 +371,8 @@ impl Stepper {
     }
 }
 
-/// Hyperparameters of update number `step`, from the settings and the norm of its gradients, which are `scale` times too large.
+/// Hyperparameters of update number `step`. `norm` is the norm of the gradients, which are multiplied by
+/// `scale`.
 pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) -> Hyper {
     let optimizer = &settings.optimizer;
     let [beta1, beta2] = betas(&settings.lr, step).unwrap_or(optimizer.betas);
@@ -384,7 +387,7 @@ pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) ->
     }
 }
 
-/// Factor that limits the global norm `norm` to `clipping` (0: no limit).
+/// Returns the factor that limits the global norm `norm` to `clipping` (0: no limit).
 fn clip_factor(clipping: f64, norm: f64) -> f64 {
     if clipping == 0.0 {
         1.0
@@ -393,7 +396,8 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
     }
 }
 
-/// Loss and the gradients that flow into the last block, each micro-batch weighted with its part of the step.
+/// Computes the loss and the gradients that flow into the last block; each micro-batch is weighted by its
+/// part of the step.
 fn head_turn(engine: &Engine, tiles: &Tiles, pass: &mut Pass) -> Result<(), TrainError> {
     let unit = pass.grads.len() - 1;
     let mut head_grads = mover::sink(tiles, engine, unit)?;
@@ -417,12 +421,12 @@ fn head_turn(engine: &Engine, tiles: &Tiles, pass: &mut Pass) -> Result<(), Trai
         Ok::<_, ComputeError>((losses, grads))
     })?;
     pass.grads[unit] = Some(head_grads);
-    // Open until the embedding's own turn: a tied head adds to it.
+    // Left incomplete until the embedding's own turn: a tied head adds to it.
     pass.grads[EMBEDDING] = Some(embedding_grads);
     Ok(())
 }
 
-/// `f` of each, in order, up to the first error.
+/// Calls `f` for each item in order, up to the first error.
 fn each<T, R>(
     items: &[T],
     f: impl FnMut(&T) -> Result<R, ComputeError>,
@@ -435,7 +439,7 @@ fn counted(batches: &[MicroBatch]) -> f64 {
     counted.sum::<usize>() as f64
 }
 
-/// Mean loss over this rank's tokens that count; 0 if there are none.
+/// Mean loss over this rank's tokens that have a target; 0 if there are none.
 fn mean(pass: &Pass) -> Result<f64, ComputeError> {
     let own = pass.counted.own;
     let counted = Counted {

@@ -1,18 +1,18 @@
-//! The order of a step as data: what is gathered, computed and handed over, and when.
+//! The order of a step as data: what is gathered, computed and scattered, and when.
 //!
 //! ```text
 //!   one after the other   G0 F0 G1 F1 G2 F2 .. GH head RH SH  GL BL RL SL .. G1 B1 R1 S1  B0 R0 S0
 //!   ahead                 G0 G1 F0 G2 F1 ..    GL head RH  GL-1 BL RL SH  GL-2 BL-1 RL-1 SL ..  B0 R0 S1 S0
 //! ```
 //!
-//! That is stage 3. In the stages below weights stay from forward to backward: no gathers on the way back. Below stage 2
-//! gradients stay whole too: all R and S come after B0.
+//! The diagram shows stage 3. In lower stages weights stay from forward to backward, so backward gathers
+//! nothing. Below stage 2 gradients stay whole too, and all R and S follow B0.
 //!
-//! A unit's weights are given back behind the last turn that computes with them before they are gathered again, or at all: nothing
-//! may look at their buffer after that, whatever it holds.
+//! A unit's weights are released after the last turn that computes with them, or before they are gathered
+//! again. Nothing may read their buffer after that.
 //!
-//! Ahead, a unit's weights come while the unit before it computes, and its gradients leave while the next one does: one
-//! more unit has its weights in a buffer, one more its gradients.
+//! With "ahead", a unit's weights arrive while the previous unit computes, and its gradients leave while the
+//! next one computes. This needs one more buffer for weights and one more for gradients.
 
 use std::fmt;
 
@@ -20,13 +20,15 @@ use swapper::{Op, StepProgram};
 
 use crate::config::Stage;
 
-/// The embedding's number among the units.
+/// Index of the embedding among the units.
 pub(super) const EMBEDDING: usize = 0;
 
-/// Buffers that blocks need when weights come ahead: the unit that computes, the next one, the one whose gradients leave.
+/// Buffers for blocks when weights are gathered ahead: for the unit that computes, the next one, and the one
+/// whose gradients leave.
 const BLOCK_BUFFERS_AHEAD: usize = 3;
 
-/// Buffers for the weights of blocks, when there are `units` units: as many as hold weights at a time.
+/// Returns the number of buffers for the weights of blocks in a model of `units` units: the most that hold
+/// weights at a time.
 pub(super) fn block_buffers(units: usize, ahead: bool, stage: Stage) -> usize {
     if !stage.divides_parameters() {
         return units - 2;
@@ -34,36 +36,36 @@ pub(super) fn block_buffers(units: usize, ahead: bool, stage: Stage) -> usize {
     if ahead { BLOCK_BUFFERS_AHEAD } else { 1 }
 }
 
-/// One thing a step does with one unit.
+/// One operation of a step on one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// Its weights begin to come into a buffer.
+    /// Starts gathering the weights into a buffer.
     Gather(usize),
-    /// Embedding or block.
+    /// Runs the forward pass of the embedding or a block.
     Forward(usize),
-    /// Loss and its gradients.
+    /// Computes the loss and its gradients.
     Head,
-    /// Embedding or block: its gradients, and its input's.
+    /// Computes the gradients of the embedding or a block and of its input.
     Backward(usize),
-    /// Its gradients are complete and begin to leave.
+    /// Starts moving out the complete gradients.
     Reduce(usize),
-    /// Its gradients are handed to the swapper.
+    /// Hands the gradients to the swapper.
     Scatter(usize),
 }
 
 impl Turn {
-    /// Whether it computes. The others move, which the swapper tells of.
+    /// Returns whether the turn computes. The swapper records the others, which only move data.
     pub(super) fn computes(self) -> bool {
         !matches!(self, Self::Gather(_) | Self::Scatter(_))
     }
 
-    /// The units whose weights it computes with, that were gathered for it; `head` is the last.
+    /// Returns the units whose gathered weights the turn computes with; `head` is the last unit.
     pub(super) fn weights(self, head: usize) -> Vec<usize> {
         match self {
             // The embedding's gradient needs no weights.
             Self::Backward(EMBEDDING) => vec![],
             Self::Forward(unit) | Self::Backward(unit) => vec![unit],
-            // A tied head's projection is the embedding.
+            // A tied head projects with the embedding's weights.
             Self::Head => vec![EMBEDDING, head],
             Self::Gather(_) | Self::Reduce(_) | Self::Scatter(_) => vec![],
         }
@@ -86,22 +88,22 @@ impl fmt::Display for Turn {
 /// The turns of a pass over all units, in order.
 pub(super) struct Pass(Vec<Planned>);
 
-/// A turn, and the weights it needs.
+/// A turn with the weights it needs.
 pub(super) struct Planned {
     pub(super) turn: Turn,
-    /// Units whose weights it computes with.
+    /// Units whose weights the turn computes with.
     pub(super) uses: Vec<usize>,
-    /// Those of them whose weights nothing computes with afterwards, or not before they are gathered again.
+    /// Those units whose weights are not used again before they are gathered again.
     pub(super) gives_back: Vec<usize>,
 }
 
 impl Pass {
-    /// A training step over `units` units, the last of which is the head.
+    /// The turns of a training step over `units` units; the last unit is the head.
     pub(super) fn training(units: usize, ahead: bool, stage: Stage) -> Self {
         Self::new(training(units, ahead, stage), units - 1)
     }
 
-    /// The same without the way back.
+    /// The turns of a forward pass alone.
     pub(super) fn evaluation(units: usize, ahead: bool) -> Self {
         Self::new(
             [forward(units, ahead), vec![Turn::Head]].concat(),
@@ -132,7 +134,7 @@ impl Pass {
         &self.0
     }
 
-    /// What the swapper is told of them.
+    /// Converts the turns to the program that the swapper follows.
     pub(super) fn program(&self) -> StepProgram {
         let ops = self.0.iter().filter_map(|planned| match planned.turn {
             Turn::Gather(unit) => Some(Op::Gather { unit }),
@@ -143,7 +145,7 @@ impl Pass {
     }
 }
 
-/// A training step over `units` units, the last of which is the head.
+/// Lists the turns of a training step over `units` units; the last unit is the head.
 fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
     let mut step_order = forward(units, ahead);
     let mut back = backward(units, ahead);
@@ -159,7 +161,7 @@ fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
     step_order
 }
 
-/// Head and backward pass as stage 3 has them.
+/// Lists the turns of head and backward pass in stage 3.
 fn backward(units: usize, ahead: bool) -> Vec<Turn> {
     use Turn::*;
     let head = units - 1;
@@ -183,7 +185,7 @@ fn backward(units: usize, ahead: bool) -> Vec<Turn> {
     step_order
 }
 
-/// A forward pass up to the head's own turn.
+/// Lists the turns of a forward pass up to the head's own turn.
 fn forward(units: usize, ahead: bool) -> Vec<Turn> {
     use Turn::*;
     let head = units - 1;
@@ -203,7 +205,7 @@ fn forward(units: usize, ahead: bool) -> Vec<Turn> {
 mod tests {
     use super::*;
 
-    /// Follows `step_order` and checks that each has what it needs, and that buffers never run out.
+    /// Simulates `step_order` and checks that every turn has its weights and that a buffer is always free.
     fn check(units: usize, ahead: bool, stage: Stage) {
         let head = units - 1;
         let buffers = block_buffers(units, ahead, stage);

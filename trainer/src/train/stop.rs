@@ -1,5 +1,6 @@
-//! SIGTERM and SIGINT: the first asks to end after this step, with everything saved; the second ends at once. Either way the
-//! exit status is 128 and the signal's number, as for a program that the signal ended: 0 means that the run is done.
+//! Handles SIGTERM and SIGINT: the first one asks the run to end after the current step with everything
+//! saved, the second one ends the process at once. The exit status is 128 plus the signal's number in both
+//! cases; 0 means that the run is done.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -7,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::flag;
 
-/// Whether somebody asked to stop, and by which signal.
+/// Records whether a signal asked the run to stop, and which one.
 #[derive(Clone)]
 pub(super) struct Stop {
     asked: Arc<AtomicBool>,
@@ -15,13 +16,13 @@ pub(super) struct Stop {
 }
 
 impl Stop {
-    /// Takes the signals over from here on.
+    /// Installs the signal handlers.
     pub(super) fn register() -> std::io::Result<Self> {
         let asked = Arc::new(AtomicBool::new(false));
-        // What a rank answers that was not asked itself.
+        // Used by a rank that stops because another rank got the signal.
         let signal_asked = Arc::new(AtomicUsize::new(SIGTERM as usize));
         for signal in [SIGTERM, SIGINT] {
-            // In this order: the first signal finds the flag unset, and sets it.
+            // Order matters: the first signal finds the flag unset and sets it.
             flag::register_conditional_shutdown(signal, 128 + signal, asked.clone())?;
             flag::register_usize(signal, signal_asked.clone(), signal as usize)?;
             flag::register(signal, asked.clone())?;
@@ -36,7 +37,7 @@ impl Stop {
         self.asked.load(Ordering::Relaxed)
     }
 
-    /// Exit status of a process that ends because it was asked to: 128 and the signal's number.
+    /// Exit status after a stop by signal: 128 plus the signal's number.
     pub(super) fn status(&self) -> u8 {
         128 + self.signal.load(Ordering::Relaxed) as u8
     }

@@ -1,12 +1,13 @@
-//! Whole steps of every form of model: what blocks keep, in how many buffers their weights come and where state and inputs are
-//! changes no bit of a loss, a gradient's norm or an updated weight. All weights are random, norms and biases too; there are more
-//! blocks than buffers; weights that were given back are NaN.
+//! Runs whole steps of every form of model. The activation checkpointing, the number of weight buffers and
+//! the place of state and inputs must not change a bit of a loss, a gradient norm or an updated weight. All
+//! weights are random, including norms and biases; there are more blocks than buffers; released weights are
+//! overwritten with NaN.
 //!
-//! Could be wrong: something kept from forward to backward looks at a unit's buffer, which holds another unit by then; weights are
-//! given back before their last use, or computed with before they are there.
+//! Errors that this finds: something kept from forward to backward refers to a unit's buffer that another
+//! unit has taken over; weights are released before their last use, or used before they have arrived.
 //!
-//! On the processor, computed as a GPU computes, alone and as two ranks; and on a GPU where there is one. Two ranks on GPUs:
-//! `runs::parity`.
+//! The steps run on the processor, computed as a GPU computes, with one rank and with two, and on a GPU if
+//! there is one. `runs::parity` tests two ranks on GPUs.
 
 use std::ops::Range;
 use std::path::Path;
@@ -35,7 +36,7 @@ use training_state::fingerprint::Fingerprint;
 use training_state::trace::Trace;
 use training_state::update::CpuUpdate;
 
-/// What blocks may be told to keep. Those in tiles are always computed again, whatever they are told.
+/// Settings of activation checkpointing. An MLP computed in chunks is always recomputed.
 fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
     let all = &[
         ActivationCheckpointing::Matmuls,
@@ -45,10 +46,10 @@ fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
     if tiles > 1 { &all[..1] } else { all }
 }
 
-/// More than there are buffers, which are three on a GPU and with several ranks.
+/// More blocks than buffers, of which a GPU or several ranks have three.
 const LAYERS: u64 = 5;
 
-/// Every form of model, as run files have them. A window is shorter than the sequence, or there is none.
+/// Every form of model, as in configuration files. A window is shorter than the sequence, or absent.
 fn models() -> Vec<(&'static str, Value)> {
     let sized = |more: Value| {
         let mut model = json!({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
@@ -88,7 +89,7 @@ fn models() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// How a step is done.
+/// How a step is computed.
 #[derive(Clone, Copy, Debug)]
 struct Way {
     bf16: bool,
@@ -98,29 +99,30 @@ struct Way {
     place: Place,
 }
 
-/// Where weights are computed with, and where they live.
+/// Where the weights are and where they are computed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
-    /// The processor; each block has a buffer of its own from forward to backward.
+    /// On the processor; each block has its own buffer from forward to backward.
     Own,
-    /// The processor; blocks take buffers in turn.
+    /// On the processor; blocks take turns in shared buffers.
     Shared,
-    /// The GPU, where they live.
+    /// In the GPU's memory.
     Gpu,
-    /// The GPU; they live in host memory.
+    /// In host memory; a GPU computes.
     Host,
-    /// The same, and blocks' inputs are there between forward and backward.
+    /// As `Host`, with block inputs in host memory between forward and backward.
     InputsAway,
 }
 
-/// A text, and the tokens of it.
+/// Text file and its tokens.
 struct Harness {
     dir: TempDir,
 }
 
 impl Harness {
     fn new() -> Self {
-        // One thread for all of these tests: the models are too small for two, and the number counts for the whole process.
+        // One thread for all of these tests: the models are too small for two, and the setting is global to
+        // the process.
         set_up(1).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let words = (0..4000u64).map(|i| (b'a' + (splitmix64(i) % 26) as u8) as char);
@@ -152,7 +154,7 @@ impl Harness {
     }
 }
 
-/// A weight that is random in its own way: around one in a norm, around zero in a bias.
+/// Returns a random weight: around one in a norm, around zero in a bias.
 fn weight(unit: usize, elem: usize, is_matrix: bool, is_norm: bool) -> f32 {
     let bits = splitmix64(((unit as u64) << 32) + elem as u64);
     let random = (bits >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
@@ -163,13 +165,13 @@ fn weight(unit: usize, elem: usize, is_matrix: bool, is_norm: bool) -> f32 {
     }
 }
 
-/// What steps gave.
+/// Results of several steps.
 struct Found {
-    /// Loss and norm of each.
+    /// Loss and gradient norm of each step.
     steps: Vec<[f64; 2]>,
-    /// Of an evaluation after them.
+    /// Loss of an evaluation after the steps.
     evaluated: Option<f64>,
-    /// Of all that was updated.
+    /// Fingerprint of all updated weights.
     fingerprint: u64,
 }
 
@@ -181,7 +183,7 @@ impl Found {
     }
 }
 
-/// All steps of `settings`, from weights that `first_weights` gives for elements of a unit.
+/// Runs all steps of `settings` from weights given by `first_weights`.
 fn steps(
     settings: &RunSettings,
     data: &Data,
@@ -280,7 +282,7 @@ fn steps(
     }
 }
 
-/// The bits of two steps of `model` with random weights, and of an evaluation after them.
+/// Returns the bits of two steps of `model` with random weights, and of an evaluation after them.
 fn bits(
     harness: &Harness,
     model: &Value,
@@ -306,12 +308,12 @@ fn alone(harness: &Harness, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<
     bits(harness, model, way, gpu, Arc::new(Comm::alone()))
 }
 
-/// Ways to do the same step, each compared with one that keeps nothing and gives each block a buffer of its own.
+/// Compares every way to compute a step with one that keeps nothing and gives each block its own buffer.
 fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
     for (number, (name, model)) in models().iter().enumerate() {
         for (tiles, micro_batches) in [(1, 1), (1, 2), (3, 2)] {
             let way = Way {
-                // Rounding is not what is looked at: every other one.
+                // Rounding is not under test here, so half of the cases use bf16.
                 bf16: (number + tiles) % 2 == 0,
                 keep: ActivationCheckpointing::Full,
                 tiles,
@@ -349,7 +351,7 @@ fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
     let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).unwrap();
     let library: Value = serde_json::from_str(&text).unwrap();
     let run = &library["run"];
-    // Those that are written out: their windows hide nothing, or they have none.
+    // Models with an explicit backward; their windows hide nothing, or they have none.
     for name in ["llama", "llama3", "llama_linear", "qwen3"] {
         let dir = fixtures.join("hf").join(name);
         let tree = json!({
@@ -399,7 +401,7 @@ fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
     }
 }
 
-/// Ranks are processes: this test starts itself twice more, and the three of them know each other by these.
+/// Environment variables of the rank processes that this test starts from its own binary.
 const TEST_RANK: &str = "OFFLOADD_TEST_RANK";
 const TEST_RENDEZVOUS_DIR: &str = "OFFLOADD_TEST_RENDEZVOUS_DIR";
 
@@ -454,7 +456,7 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
         };
         let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
         let expected = kept(ActivationCheckpointing::Full);
-        // The same samples by one process: sums are rounded in another order. The last number is a fingerprint.
+        // One process with the same samples rounds sums in another order. The last number is a fingerprint.
         let one = alone(
             &harness,
             &model,
@@ -485,7 +487,7 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
         }
         Err(error) => panic!("{error}"),
     };
-    // A process of its own, because cuBLAS reads its setting when it starts.
+    // In a new process, because cuBLAS reads this variable when it starts.
     if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
         let child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", &format!("train::tests::{name}"), "--nocapture"])

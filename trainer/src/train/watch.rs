@@ -1,4 +1,5 @@
-//! When each turn of a step computed, for a timeline: by the clock, or by events in a GPU's stream.
+//! Records when each turn of a step computed, for a timeline: by the system clock, or by events in a GPU's
+//! stream.
 
 use kernels::gpu::{Gpu, GpuError, Stream};
 
@@ -7,14 +8,14 @@ use super::gpu_timeline::Enqueued;
 use super::step_order::Turn;
 use training_state::trace::{Trace, Track};
 
-/// Watches the turns of one pass.
+/// Records the turns of one pass.
 pub(super) struct Watch<'a> {
     trace: &'a Trace,
     gpu: Option<(Stream, Enqueued)>,
 }
 
 impl<'a> Watch<'a> {
-    /// Watches turns on `gpu`, or on the processor.
+    /// Makes a recorder for `gpu`, or for the processor.
     pub(super) fn new(trace: &'a Trace, gpu: Option<&Gpu>) -> Self {
         Self {
             trace,
@@ -22,7 +23,7 @@ impl<'a> Watch<'a> {
         }
     }
 
-    /// Does `turn`, which `f` does.
+    /// Runs `f`, which does the work of `turn`, and records its time.
     ///
     /// # Errors
     /// An error of `f` or of the GPU.
@@ -41,10 +42,10 @@ impl<'a> Watch<'a> {
         f()
     }
 
-    /// Records what a GPU has done; waits until it has.
+    /// Records the GPU's turns; waits until they have ended.
     ///
     /// # Errors
-    /// The GPU's.
+    /// The GPU fails.
     pub(super) fn end(self) -> Result<(), GpuError> {
         match self.gpu {
             Some((stream, mut gpu_timeline)) => gpu_timeline.tell(self.trace, &stream),

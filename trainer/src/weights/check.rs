@@ -1,7 +1,8 @@
-//! Reads all values once, before a fresh run makes anything: what cannot be trained is found while nothing is there to remove.
+//! Reads all initial weights once before a fresh run creates anything, so that values that cannot be trained
+//! are found in time.
 //!
-//! The files are read twice so. Their bytes are some 2 a parameter, where the run writes 12 to 16: the second reading comes from
-//! the page cache or takes a small part of the start.
+//! This reads the files twice. They have about 2 bytes a parameter, while the run writes 12 to 16: the second
+//! reading comes from the page cache or takes a small part of the start.
 
 use std::sync::Mutex;
 
@@ -12,14 +13,15 @@ use super::source::Stored;
 use super::{Weights, WeightsError};
 use offload_support::progress::{Audience, Progress, Unit};
 
-/// Elements that are read at a time, of any type at most a block.
+/// Elements read at a time; a block's worth of the widest type.
 const BLOCK_ELEMS: usize = BLOCK_BYTES / 4;
 
 impl Weights {
-    /// Checks that all weights are finite, and that a tied model's projection is its embedding, on `threads` threads.
+    /// Checks on `threads` threads that all weights are finite and that a tied model's projection equals its
+    /// embedding.
     ///
     /// # Errors
-    /// A weight that cannot be trained; a projection of its own; a file cannot be read.
+    /// A weight is not finite; the projection differs; a file cannot be read.
     pub(crate) fn check(&self, threads: usize) -> Result<(), WeightsError> {
         let pool = rayon::ThreadPoolBuilder::new()
             .num_threads(threads)
@@ -51,12 +53,12 @@ impl Weights {
         })
     }
 
-    /// Each tensor that is read, once, and its elements.
+    /// Returns each tensor that is read, once, with its number of elements.
     fn tensors(&self) -> Vec<(&Stored, usize)> {
         let mut found = Vec::new();
         for (layout, stored) in self.units.iter().zip(&self.stored) {
             for (param, stored) in layout.params.iter().zip(stored) {
-                // The first of several that lie in one tensor stands for it.
+                // The first of several parameters in a tensor represents it.
                 if stored.place.part.index == 0 {
                     found.push((stored, param.elems() * stored.place.part.count));
                 }
@@ -78,7 +80,7 @@ impl Weights {
         };
         let mut own = vec![0f32; elems];
         self.read(repeated, start, &mut own)?;
-        // As bits are compared -0 would differ from 0, which no product tells apart.
+        // Compared as numbers: -0 and 0 differ in bits but not in any product.
         match (0..elems).find(|&at| own[at] != values[at]) {
             None => Ok(()),
             Some(at) => Err(WeightsError::NotTied {

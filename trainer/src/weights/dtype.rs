@@ -1,4 +1,4 @@
-//! The type of numbers that the weights in a directory are in, by a look at one file's header.
+//! Number type of the weights in a directory, from one file's header.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,8 +6,8 @@ use std::path::Path;
 use super::header::Opened;
 use super::{Element, SINGLE_FILE};
 
-/// What most numbers of the checkpoint in `dir` are in. `None` where there is none, or none that can be read: what reads the
-/// weights says why.
+/// Type of most numbers of the checkpoint in `dir`. `None` if there is no readable checkpoint; reading the
+/// weights reports why.
 pub(crate) fn stored_element(dir: &Path) -> Option<Element> {
     let single = dir.join(SINGLE_FILE);
     let path = match single.exists() {
@@ -25,7 +25,7 @@ pub(crate) fn stored_element(dir: &Path) -> Option<Element> {
     most.map(|(_, element)| element)
 }
 
-/// All shards of a checkpoint are alike in this.
+/// Returns one of the checkpoint's files; all have the same type.
 fn first_shard(dir: &Path) -> Option<std::path::PathBuf> {
     let entries = std::fs::read_dir(dir).ok()?.flatten();
     let shards = entries.map(|entry| entry.path()).filter(|path| {

@@ -1,9 +1,9 @@
-//! The types of numbers that weights are kept in, and fp32 from and to their bytes.
+//! Number types of stored weights, and conversion between fp32 and their bytes.
 
 use kernels::number::{from_bf16, from_fp16, split, to_fp16};
 use safetensors::Dtype;
 
-/// A type that weights are read from and written in. Every value of each is one of fp32's.
+/// Number type that weights are read from and written in. Every value of each is exact in fp32.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Element {
     Fp32,
@@ -12,7 +12,8 @@ pub(crate) enum Element {
 }
 
 impl Element {
-    /// Of the same type in a file. The others are refused: fp64 would lose bits, the rest are no weights of full precision.
+    /// Returns the type for a file's. Others are refused: fp64 would lose bits, the rest are not
+    /// full-precision weights.
     pub(super) fn of(dtype: Dtype) -> Option<Self> {
         match dtype {
             Dtype::F32 => Some(Self::Fp32),
@@ -30,7 +31,7 @@ impl Element {
         }
     }
 
-    /// The name in a file's header.
+    /// Type in a file's header.
     pub(crate) fn dtype(self) -> Dtype {
         match self {
             Self::Fp32 => Dtype::F32,
@@ -39,7 +40,7 @@ impl Element {
         }
     }
 
-    /// Ours.
+    /// This program's name of the type.
     pub(crate) fn word(self) -> &'static str {
         match self {
             Self::Fp32 => "fp32",
@@ -48,7 +49,7 @@ impl Element {
         }
     }
 
-    /// PyTorch's.
+    /// PyTorch's name of the type.
     pub(crate) fn torch_word(self) -> &'static str {
         match self {
             Self::Fp32 => "float32",
@@ -57,10 +58,11 @@ impl Element {
         }
     }
 
-    /// Adds the bytes of `numbers`, each the nearest that there is: bf16 as training rounds its masters, fp16 halves to even.
+    /// Appends the bytes of `numbers`, rounded to the nearest value: to bf16 as training rounds its masters,
+    /// to fp16 with halves to even.
     ///
     /// # Errors
-    /// A finite number that would become infinite.
+    /// A finite number would become infinite.
     pub(crate) fn encode(self, numbers: &[f32], bytes: &mut Vec<u8>) -> Result<(), f32> {
         let overflow = |number: f32, rounded: f32| number.is_finite() && !rounded.is_finite();
         for &number in numbers {
@@ -85,7 +87,7 @@ impl Element {
         Ok(())
     }
 
-    /// The numbers in `bytes`, exactly.
+    /// Converts `bytes` to numbers exactly.
     pub(super) fn decode(self, bytes: &[u8], out: &mut [f32]) {
         assert_eq!(
             bytes.len(),

@@ -1,4 +1,4 @@
-//! The header of one file of safetensors, checked as a whole: it comes from outside.
+//! The header of a safetensors file, checked completely because it is untrusted input.
 
 use std::fmt;
 use std::fs::File;
@@ -12,36 +12,37 @@ use serde_json::Value;
 use super::WeightsError;
 use training_state::fingerprint::Fingerprint;
 
-/// As the format has it.
+/// Limit defined by the format.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 const LENGTH_BYTES: u64 = 8;
-/// Where the file's own description is, which names no tensor.
+/// Key of the file's own description, which is not a tensor.
 const METADATA: &str = "__metadata__";
-/// Of the data's start and end that go into a file's fingerprint.
+/// Bytes at the start and at the end of the data that are part of a file's fingerprint.
 const SAMPLE_BYTES: u64 = 4096;
 
-/// One file and its tensors.
+/// Open file with its tensors.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) path: PathBuf,
     pub(super) file: File,
     pub(super) bytes: u64,
-    /// Of the header, and of the data's start and end: tells files of one shape apart without reading them.
+    /// Fingerprint of the header and of the data's start and end: distinguishes files of one shape without
+    /// reading them.
     pub(super) fingerprint: u64,
     pub(super) tensors: Vec<Tensor>,
 }
 
-/// One tensor of a file. Its bytes are there.
+/// Tensor of a file whose bytes are present.
 #[derive(Clone, Debug)]
 pub(super) struct Tensor {
     pub(super) name: String,
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// In the file.
+    /// Offset in the file.
     pub(super) start: u64,
 }
 
-/// A tensor as its header says.
+/// Header entry of a tensor.
 #[derive(serde::Deserialize)]
 struct Entry {
     dtype: String,
@@ -115,7 +116,8 @@ impl Opened {
     }
 }
 
-/// The tensors that `entries` describe, and the bytes of all of them together, which lie without gaps.
+/// Returns the tensors described by `entries`, and the bytes of all together. Tensors must be stored without
+/// gaps.
 fn tensors(
     path: &Path,
     mut entries: Vec<(String, Value)>,
@@ -176,7 +178,7 @@ fn tensors(
     Ok((tensors.collect(), before))
 }
 
-/// A header's table, each name once.
+/// Table of a header without duplicate names.
 struct Entries(Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Entries {

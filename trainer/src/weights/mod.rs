@@ -1,4 +1,5 @@
-//! A model's weights in files of safetensors: read into tiles from a directory, and written back to one (`export`).
+//! A model's weights in safetensors files: read from a directory into tiles, and written to a directory
+//! (`export`).
 //!
 //! ```text
 //!   model.safetensors                      one file
@@ -8,9 +9,10 @@
 //!   a file   header bytes u64 | header: {tensor: {dtype, shape, data_offsets}} as JSON | data
 //! ```
 //!
-//! All headers are read and checked against the model before anything is made: every parameter there, in its shape, and nothing
-//! else; then all values, once, before a fresh run makes its first file. Values are then read by unit and range of elements, from any thread and any rank, and never held whole.
-//! What a tensor is called and how it lies there is `model/names.rs`'s.
+//! All headers are read and compared with the model before anything is created: every parameter must be
+//! present in its shape, and nothing else. All values are then read once, before a fresh run creates its
+//! first file. After that, values are read by unit and range of elements, from any thread and any rank, and
+//! are never in memory as a whole. `model/names.rs` defines the names and layouts of tensors.
 
 mod check;
 mod dtype;
@@ -27,11 +29,11 @@ pub(crate) use dtype::stored_element;
 pub(crate) use element::Element;
 pub use source::{Weights, look_for};
 
-/// The one file, or the table of several.
+/// Names of the single file, and of the table of several files.
 pub(crate) const SINGLE_FILE: &str = "model.safetensors";
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Why weights cannot be taken from a directory. Nothing was made of the run when a header says it.
+/// Error in the weights of a directory. Errors in headers are found before a run is created.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
     #[error("cannot {verb} {}: {source}", path.display())]
@@ -114,7 +116,7 @@ pub enum WeightsError {
 }
 
 impl WeightsError {
-    /// For `map_err` where `verb` was tried on `path`.
+    /// Returns a conversion for `map_err` for the operation `verb` on `path`.
     pub(crate) fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { verb, path, source }

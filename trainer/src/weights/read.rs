@@ -1,4 +1,4 @@
-//! Values by unit and range of elements, whatever the order in the files.
+//! Reads values by unit and range of elements from any layout in the files.
 
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -7,15 +7,15 @@ use super::source::Stored;
 use super::{Weights, WeightsError};
 use crate::model::ParamLayout;
 
-/// Bytes read at a time: enough for any drive's speed, little beside a tile.
+/// Bytes read at a time: enough for the full speed of any drive, little compared with a tile.
 pub(super) const BLOCK_BYTES: usize = 1 << 20;
 
 impl Weights {
-    /// The weights of elements `range_elems` of unit number `unit`, padding zero. `out` is as long as the range, which lies in
-    /// the unit.
+    /// Reads the weights of elements `range_elems` of unit number `unit`; padding is zero. `out` must be as
+    /// long as the range, which must be in the unit.
     ///
     /// # Errors
-    /// A file cannot be read; a weight is no finite number.
+    /// A file cannot be read; a weight is not finite.
     pub fn fill(
         &self,
         unit: usize,
@@ -53,8 +53,8 @@ impl Weights {
         Ok(())
     }
 
-    /// A part of a matrix that lies as [inputs, outputs] in its file and as [outputs, inputs] here: a strip of columns there,
-    /// read row by row, or several rows at a time where the strip is a good part of them.
+    /// Reads a part of a matrix that is stored as [inputs, outputs] and used as [outputs, inputs]: a strip of
+    /// columns in the file, read row by row, or several rows at a time if the strip is a large part of them.
     fn fill_turned(
         &self,
         param: &ParamLayout,
@@ -81,7 +81,7 @@ impl Weights {
             self.read(stored, first, &mut block)?;
             for (number, strip_of_row) in block.chunks(width).enumerate() {
                 for (output, value) in outputs.clone().zip(&strip_of_row[..strip]) {
-                    // The first and the last output may be there in part only.
+                    // The first and the last output may be partial.
                     let elem = output * inputs + row + number;
                     if range.contains(&elem) {
                         out[elem - range.start] = *value;
@@ -92,7 +92,7 @@ impl Weights {
         Ok(())
     }
 
-    /// For a value that cannot be trained.
+    /// Error for a value that cannot be trained.
     pub(super) fn not_finite(&self, stored: &Stored, elem: usize, value: f32) -> WeightsError {
         WeightsError::Tensor {
             path: self.files[stored.file].path.clone(),
@@ -101,7 +101,7 @@ impl Weights {
         }
     }
 
-    /// The numbers of a tensor from its element `first` on, in the file's order.
+    /// Reads the numbers of a tensor from its element `first` on, in the file's order.
     pub(super) fn read(
         &self,
         stored: &Stored,

@@ -1,4 +1,4 @@
-//! The weights in a directory: its files opened, each parameter found, all headers checked against the model.
+//! Opens the weights in a directory: finds each parameter and compares all headers with the model.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::File;
@@ -12,18 +12,19 @@ use super::{Element, INDEX_FILE, SINGLE_FILE, WeightsError};
 use crate::model::names::{PROJECTION, Place, is_left_aside, places};
 use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
-/// The table of a model of a hundred thousand tensors has some 10 MB.
+/// Size limit of the index; that of a model with a hundred thousand tensors has about 10 MB.
 const INDEX_BYTES_MAX: u64 = 100_000_000;
-/// Files of weights in other formats, as their names end.
+/// Extensions of weight files in other formats.
 const OTHER_FORMATS: &[&str] = &[".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".ckpt"];
-/// How the names of files end that are still being downloaded, and where Hugging Face's tool keeps them.
+/// Extension of files that are still being downloaded, and the directory where Hugging Face's tool keeps
+/// them.
 const PARTIAL: &str = ".incomplete";
 const DOWNLOADS: &str = ".cache/huggingface/download";
 
-/// Refuses a directory in which no file of safetensors can be opened, and says what is there instead.
+/// Refuses a directory in which no safetensors file can be opened, and reports what is there instead.
 ///
 /// # Errors
-/// What was looked for and what was found.
+/// Says what was searched for and what was found.
 pub fn look_for(dir: &Path) -> Result<(), WeightsError> {
     if [SINGLE_FILE, INDEX_FILE]
         .iter()
@@ -37,7 +38,7 @@ pub fn look_for(dir: &Path) -> Result<(), WeightsError> {
     names.sort_unstable();
     let first = |wanted: &dyn Fn(&str) -> bool| names.iter().find(|name| wanted(name)).cloned();
     let other = |name: &str| {
-        // Beside weights there are the like of training_args.bin.
+        // Other files, for example training_args.bin, have the same extensions.
         let weights = name.contains("model") || name.contains("consolidated");
         weights && OTHER_FORMATS.iter().any(|end| name.ends_with(end))
     };
@@ -81,24 +82,24 @@ fn names_in(dir: &Path) -> Vec<String> {
         .collect()
 }
 
-/// The weights of a model, ready to be read. Files stay open.
+/// Weights of a model, ready to be read. The files stay open.
 #[derive(Debug)]
 pub struct Weights {
     pub(super) units: Vec<UnitLayout>,
     pub(super) files: Vec<Opened>,
-    /// Where each parameter is: `[unit][parameter]`.
+    /// Position of each parameter: `[unit][parameter]`.
     pub(super) stored: Vec<Vec<Stored>>,
-    /// The projection, where the files have one and the model takes its embedding for it.
+    /// Projection in the files of a tied model, which should equal the embedding.
     pub(super) repeated: Option<Stored>,
     dir: PathBuf,
 }
 
-/// Where a parameter's values are.
+/// Position of a parameter's values.
 #[derive(Debug)]
 pub(super) struct Stored {
-    /// In `Weights::files`.
+    /// Index in `Weights::files`.
     pub(super) file: usize,
-    /// Of the tensor in the file.
+    /// Offset of the tensor in the file.
     pub(super) start: u64,
     pub(super) element: Element,
     pub(super) place: Place,
@@ -108,10 +109,10 @@ impl Weights {
     /// Opens the weights of `model` in `dir`, one file or several.
     ///
     /// # Errors
-    /// What is missing, damaged, of another shape or type, or left over, with its file and tensor.
+    /// A tensor is missing, damaged, unknown, or has the wrong shape or type; names its file.
     pub fn open(dir: &Path, model: &ModelConfig) -> Result<Self, WeightsError> {
         look_for(dir)?;
-        // As transformers has it: the one file, where there are both.
+        // As in transformers, the single file takes precedence.
         let paths = if dir.join(SINGLE_FILE).exists() {
             vec![dir.join(SINGLE_FILE)]
         } else {
@@ -181,12 +182,12 @@ impl Weights {
         })
     }
 
-    /// The directory.
+    /// The directory of the files.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// What tells these weights from others: files, sizes, and fingerprints that need no reading of all.
+    /// Identifies these weights by files, sizes and fingerprints, without reading all of them.
     pub fn identity(&self) -> Value {
         let files: Vec<Value> = self
             .files
@@ -204,7 +205,7 @@ impl Weights {
     }
 }
 
-/// A tied model's own projection, which is as large as the embedding.
+/// Returns a tied model's own projection, which must have the size of the embedding.
 fn repeated(
     opened: &Opened,
     file: usize,
@@ -225,7 +226,7 @@ fn repeated(
     })
 }
 
-/// The files that the index names, each once.
+/// Returns the files named by the index, without duplicates.
 fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     let index = dir.join(INDEX_FILE);
     let wrong = |what: String| WeightsError::Index {
@@ -251,7 +252,7 @@ fn shards(dir: &Path) -> Result<Vec<PathBuf>, WeightsError> {
     }
     let mut paths = Vec::with_capacity(names.len());
     for name in names {
-        // A name, not a way to somewhere else.
+        // Only a file name, not a path to another directory.
         if Path::new(name).file_name() != Some(name.as_ref()) {
             return Err(wrong(format!("\"{name}\" is not a file name")));
         }

@@ -1,5 +1,6 @@
-//! What could go wrong: a value lands in another place than the file's, in one of the orders that files have; a file that is
-//! not whole, or of another model, is found out when a run is half made. Every fault is put into a file that was right before.
+//! Errors that these tests find: a value is read to the wrong place, for each order in files; a file that is
+//! incomplete or belongs to another model is detected only after the run was partly created. Every fault is
+//! put into a file that was valid before.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,7 +12,7 @@ use super::*;
 use crate::model::names::places;
 use crate::model::{Architecture, ModelConfig, unit_layouts};
 
-/// One tensor to be written.
+/// Tensor to be written.
 #[derive(Clone)]
 struct Made {
     dtype: &'static str,
@@ -41,7 +42,7 @@ fn model(architecture: Architecture, tied: bool) -> ModelConfig {
     }
 }
 
-/// A number that every type holds exactly.
+/// Returns a number that every type can represent exactly.
 fn weight(unit: usize, elem: usize) -> f32 {
     ((unit * 37 + elem * 11) % 251) as f32 - 125.0
 }
@@ -56,7 +57,7 @@ fn encode(dtype: &str, numbers: &[f32]) -> Vec<u8> {
     numbers.iter().flat_map(each).collect()
 }
 
-/// All tensors of a model, as its files have them.
+/// Returns all tensors of a model, in the form of its files.
 fn tensors(config: &ModelConfig, dtype: &'static str) -> Tensors {
     let mut numbers: BTreeMap<String, (Vec<usize>, Vec<f32>)> = BTreeMap::new();
     for (unit, (layout, places)) in unit_layouts(config).iter().zip(places(config)).enumerate() {
@@ -111,7 +112,7 @@ fn dir_of(bytes: &[u8]) -> TempDir {
     dir
 }
 
-/// Two files and their index.
+/// Writes two files and their index.
 fn sharded(tensors: &Tensors) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let mut map = serde_json::Map::new();
@@ -140,7 +141,7 @@ fn refused(dir: &Path, config: &ModelConfig) -> String {
     error.to_string()
 }
 
-/// Reads all, in ranges of `step` elements, and compares.
+/// Reads all weights in ranges of `step` elements, and compares them.
 fn check_all(dir: &Path, config: &ModelConfig, step: usize) {
     let weights = Weights::open(dir, config).unwrap();
     for (unit, layout) in unit_layouts(config).iter().enumerate() {
@@ -332,7 +333,7 @@ fn weights_of_another_model_are_named_by_tensor() {
             && text.contains("(nor for one other)"),
         "{text}"
     );
-    // What is not finite shows when it is read.
+    // A value that is not finite is found when it is read.
     let mut broken = right.clone();
     broken.get_mut(name).unwrap().bytes[20..24].copy_from_slice(&f32::INFINITY.to_le_bytes());
     let dir = dir_of(&file(&broken));
@@ -360,7 +361,7 @@ fn shards_that_do_not_fit_together_are_named() {
         text.contains("names the file model-00002-of-00002.safetensors, which does not exist"),
         "{text}"
     );
-    // The whole model in a second file: each of its tensors is there twice.
+    // With the whole model in a second file, each of its tensors exists twice.
     std::fs::write(dir.path().join(second), file(&right)).unwrap();
     let text = refused(dir.path(), &config);
     assert!(
@@ -457,7 +458,7 @@ fn missing_weights_are_refused_with_what_is_there_instead() {
     );
 }
 
-/// Both thirds of GPT-2's fused projection, a transposed matrix, a vector, the last element of all.
+/// Tries different thirds of GPT-2's fused projection, a transposed matrix, a vector, the last element.
 #[test]
 fn a_weight_that_is_not_finite_is_found_wherever_it_is() {
     for architecture in [Architecture::Llama, Architecture::Gpt2] {

@@ -1,4 +1,4 @@
-//! Positions and attention.
+//! Rotary positions and attention.
 
 use kernels_torch::fused::Turn;
 use kernels_torch::vjp;
@@ -37,38 +37,40 @@ impl Shape {
         self.micro_batch * self.seq_len
     }
 
-    /// Columns of query, key and value side by side.
+    /// Number of columns of query, key and value together.
     pub(super) fn columns(&self) -> i64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Heads `start` to `start + count` of `qkv` [rows, columns], as [micro_batch, seq_len, count, head_dim].
+    /// Returns heads `start` to `start + count` of `qkv` [rows, columns], as [micro_batch, seq_len, count,
+    /// head_dim].
     fn of(&self, qkv: &Tensor, start: i64, count: i64) -> Result<Tensor, ComputeError> {
         let all = qkv.f_view([self.micro_batch, self.seq_len, -1, self.head_dim])?;
         Ok(all.f_narrow(2, start, count)?)
     }
 }
 
-/// What attention's backward pass needs.
+/// Values that attention's backward pass needs.
 pub(super) struct Attention {
     shape: Shape,
     leaves: Leaves,
-    /// The graph's end.
+    /// Result of attention's graph.
     output: Tensor,
     /// [rows, heads * head_dim]
     pub(super) attn_out: Tensor,
 }
 
-/// Where attention's graph begins.
+/// Inputs of attention's graph.
 enum Leaves {
-    /// [micro_batch, heads, seq_len, head_dim] over the turned query, key and value.
+    /// The rotated query, key and value, [micro_batch, heads, seq_len, head_dim].
     Rotated([Tensor; 3]),
-    /// [micro_batch, seq_len, columns] over query, key and value as they were projected, and the values of the norms of query and
-    /// key heads.
+    /// Query, key and value as projected, [micro_batch, seq_len, columns], and the weights of the norms of
+    /// query and key heads.
     Projected([Tensor; 3], [Tensor; 2]),
 }
 
-/// Causal attention of `qkv` [rows, columns], whose query and key are turned in place first. With `keep` a graph is kept.
+/// Computes causal attention of `qkv` [rows, columns]; rotates its query and key in place first. With `keep`
+/// the graph is kept.
 pub(super) fn attention(
     ops: &Ops,
     rotary: &Rotary,
@@ -100,8 +102,8 @@ pub(super) fn attention(
     })
 }
 
-/// The same where query and key heads are normed, by weights `norms`, before they are turned: all of it in one graph. `qkv`
-/// stays as it is.
+/// Like [`attention`], with query and key heads normalized by the weights `norms` before rotation, all in one
+/// graph. Does not change `qkv`.
 pub(super) fn normed_attention(
     config: &ModelConfig,
     rotary: &Rotary,
@@ -120,7 +122,7 @@ pub(super) fn normed_attention(
         part(shape.heads, shape.kv_heads)?,
         part(shape.heads + shape.kv_heads, shape.kv_heads)?,
     ];
-    // The graph owns their values: where it is kept, the unit's buffer holds another unit when it is gone back through.
+    // The graph owns these values: when backward runs, the unit's buffer may hold another unit.
     let copy = |x: &Tensor| Ok::<_, ComputeError>(x.f_detach_copy()?.set_requires_grad(keep));
     let norms = [copy(norms[0])?, copy(norms[1])?];
     let form = attention::Attention {
@@ -141,7 +143,7 @@ pub(super) fn normed_attention(
     })
 }
 
-/// Attention in whatever kernel torch chooses; rounded to the kind of the query.
+/// Computes attention with the kernel that torch chooses; rounded to the query's kind.
 fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, ComputeError> {
     let share = shape.heads / shape.kv_heads;
     let attn_out = causal_attention([query, key, value], share, None, &Masks::NONE)?;
@@ -149,8 +151,9 @@ fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, Comput
 }
 
 impl Attention {
-    /// Bytes it takes: query, key and value, the result, and a number for each row and head. Repeated heads too, and what the
-    /// norms of heads keep for each row; their weights, some hundred bytes, are not counted.
+    /// Bytes kept: query, key and value, the result, and a number for each row and head; repeated heads, and
+    /// what the norms of heads keep for each row. Weights of these norms, some hundred bytes, are not
+    /// counted.
     pub(super) fn size_bytes(&self) -> usize {
         let (leaves, normed) = match &self.leaves {
             Leaves::Rotated(leaves) => (leaves, 0),
@@ -170,7 +173,8 @@ impl Attention {
         leaves + normed + repeated + size_bytes(&self.attn_out) + sums
     }
 
-    /// The gradient of `qkv` as it was before it was turned, [rows, columns], from that of `attn_out`; and of the norms of heads.
+    /// Computes the gradient of `qkv` before rotation, [rows, columns], from that of `attn_out`; also the
+    /// gradients of the norms of heads.
     pub(super) fn backward(
         self,
         ops: &Ops,
@@ -219,8 +223,8 @@ impl Attention {
     }
 }
 
-/// What the norm of a query or key head keeps for each element of `elem_bytes`: it widened, where it is narrower than fp32, the
-/// quotient, the turned result.
+/// Bytes that the norm of a query or key head keeps for each element of `elem_bytes`: the widened element if
+/// it is narrower than fp32, the quotient, the rotated result.
 pub(crate) fn normed_elem_bytes(elem_bytes: usize) -> usize {
     let widened = if elem_bytes < size_of::<f32>() {
         size_of::<f32>()

@@ -1,4 +1,4 @@
-//! A block from its input: forward, and computed again, as far as nothing was kept, to go back.
+//! Forward of a block, and backward with recomputation of everything that was not kept.
 
 use tch::Tensor;
 
@@ -10,11 +10,11 @@ use crate::compute::values::size_bytes;
 use crate::compute::{ActivationCheckpointing, ComputeError, GradSink, UnitWeights};
 use crate::model::{ModelConfig, ParamRole, UnitLayout};
 
-/// A block's weights as this module takes them: query, key and value are one matrix, and so are gate and up.
+/// A block's weights: query, key and value are one matrix, and so are gate and up.
 pub(crate) struct BlockWeights {
     input_norm: Norm,
     qkv: Projection,
-    /// Of query and key heads.
+    /// Norms of query and key heads.
     head_norms: Option<[Norm; 2]>,
     out: Projection,
     post_norm: Norm,
@@ -22,7 +22,7 @@ pub(crate) struct BlockWeights {
     down: Projection,
 }
 
-/// A norm's weight, and its number in the layout.
+/// A norm's weight and its index in the layout.
 struct Norm {
     weight: Tensor,
     at: usize,
@@ -62,18 +62,19 @@ impl BlockWeights {
     }
 }
 
-/// What a forward pass may leave for the backward pass, which computes what is missing again. It owns its values: between the
-/// two passes the block's weights are given back ([`UnitWeights::give_back`] panics where something looks at them still).
+/// Values that a forward pass keeps for the backward pass, which recomputes the others. They own their
+/// memory: the block's weights are released between the two passes ([`UnitWeights::give_back`] panics if
+/// something still refers to them).
 #[derive(Default)]
 pub(crate) struct Kept {
     attended: Option<Attention>,
-    /// Input and attention's output, summed.
+    /// Sum of the input and the attention output.
     sum: Option<Tensor>,
     gate_up: Option<Tensor>,
 }
 
 impl Kept {
-    /// Bytes it takes.
+    /// Bytes of the kept values.
     pub(crate) fn size_bytes(&self) -> usize {
         let tensors = [&self.sum, &self.gate_up].into_iter().flatten();
         let attended = self.attended.as_ref().map_or(0, Attention::size_bytes);
@@ -81,7 +82,7 @@ impl Kept {
     }
 }
 
-/// A block computed up to gate and up: all that its backward pass needs.
+/// Values of a block up to gate and up, which its backward pass needs.
 struct Passed {
     first: Normed,
     attended: Attention,
@@ -90,7 +91,7 @@ struct Passed {
     gate_up: Tensor,
 }
 
-/// A block's arithmetic with its weights.
+/// A block's computation with its weights.
 pub(crate) struct Block<'a> {
     pub(crate) ops: &'a Ops,
     pub(crate) config: &'a ModelConfig,
@@ -99,7 +100,8 @@ pub(crate) struct Block<'a> {
 }
 
 impl Block<'_> {
-    /// The block's output for `input`, both [micro_batch, seq_len, hidden_size], and what is to be kept.
+    /// Computes the block's output for `input`, both [micro_batch, seq_len, hidden_size], and returns it with
+    /// the values to keep.
     pub(crate) fn forward(
         &self,
         input: &Tensor,
@@ -124,8 +126,8 @@ impl Block<'_> {
         Ok((output.f_view_as(input)?, kept))
     }
 
-    /// The gradient of `input`; those of the weights are added to `grads`. What `kept` does not have is computed again, up
-    /// to gate and up: the down projection's output is not needed.
+    /// Computes the gradient of `input` and adds those of the weights to `grads`. Values that are not in
+    /// `kept` are recomputed up to gate and up; the down projection's output is not needed.
     pub(crate) fn backward(
         &self,
         input: &Tensor,
@@ -190,8 +192,8 @@ impl Block<'_> {
         Ok(grad_input.f_view_as(input)?)
     }
 
-    /// Computes what `kept` does not have. With `graph` attention's graph is recorded. Norms are always computed again:
-    /// they cost less than keeping them.
+    /// Computes the values that `kept` does not have. With `graph`, records the graph of attention. Norms are
+    /// always recomputed, which costs less than keeping them.
     fn pass(
         &self,
         shape: Shape,
@@ -238,7 +240,7 @@ impl Block<'_> {
     }
 }
 
-/// The batch's sizes, and the input as [rows, hidden_size].
+/// Returns the batch's sizes, and the input as [rows, hidden_size].
 fn rows(config: &ModelConfig, input: &Tensor) -> Result<(Shape, Tensor), ComputeError> {
     let (micro_batch, seq_len, hidden_size) = input.size3()?;
     let shape = Shape::new(config, micro_batch, seq_len);

@@ -1,5 +1,5 @@
-//! The final norm, the output projection and the loss. A slice of logits becomes its own gradient in place, so that a
-//! batch's logits never exist at once, and none of them in fp32 for a bf16 model.
+//! The final norm, the output projection and the loss. A slice of logits is overwritten by its gradient, so
+//! that the logits of a batch never exist all at once, and never in fp32 for a bf16 model.
 
 use tch::{Kind, Tensor};
 
@@ -9,21 +9,22 @@ use crate::compute::ComputeError;
 use crate::compute::head::slices;
 use crate::compute::linear::{at_least_fp32, product_input};
 
-/// Logits held at a time on a GPU: 128 MiB in bf16. 2,097 rows of 32,000 words, so products are large enough to run at
-/// full speed, and the fp32 sum of the projection's gradient is read and written once in each of them.
+/// Logits held at a time on a GPU: 128 MiB in bf16. These are 2,097 rows of 32,000 tokens: large enough for
+/// products to run at full speed. The fp32 sum of the projection's gradient is read and written once for each
+/// slice.
 pub(crate) const LOGITS_ELEMS_MAX: usize = 64 << 20;
 
-/// The head's weights; the projection is the embedding's table in a tied model.
+/// The head's weights; a tied model's projection is the embedding's table.
 pub(crate) struct HeadWeights {
-    /// The final norm's.
+    /// Weight of the final norm.
     pub(crate) norm: Tensor,
     /// [vocab_size, hidden_size]
     pub(crate) projection: Tensor,
 }
 
-/// What the head's backward pass gives.
+/// Results of the head's backward pass.
 pub(crate) struct HeadGrads {
-    /// The sum of the counted tokens' losses, an fp64 number of the device: nothing waits for it.
+    /// Sum of the losses of counted tokens, an fp64 number on the device, which may still be computed.
     pub(crate) loss_sum: Tensor,
     /// Gradient of the rows, [rows, hidden_size].
     pub(crate) rows: Tensor,
@@ -33,7 +34,8 @@ pub(crate) struct HeadGrads {
     pub(crate) projection: Tensor,
 }
 
-/// The losses' sum, an fp64 number of the device, for `rows` [rows, hidden_size] and `targets`, `[rows]`.
+/// Computes the sum of the losses, an fp64 number on the device, for `rows` [rows, hidden_size] and
+/// `targets`, `[rows]`.
 pub(crate) fn head_loss(
     ops: &Ops,
     weights: &HeadWeights,
@@ -54,7 +56,7 @@ pub(crate) fn head_loss(
     Ok(losses.f_sum(Kind::Double)?)
 }
 
-/// The losses' sum, and the gradients of `token_weight` times it.
+/// Computes the sum of the losses, and the gradients of `token_weight` times the sum.
 pub(crate) fn head_backward(
     ops: &Ops,
     weights: &HeadWeights,
@@ -95,7 +97,7 @@ pub(crate) fn head_backward(
     })
 }
 
-/// `a` [n, k] times `b` [k, m], written over `out` [n, m].
+/// Writes the product of `a` [n, k] and `b` [k, m] to `out` [n, m].
 fn product_over(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<(), ComputeError> {
     let (wide_a, wide_b) = (product_input(a)?, product_input(b)?);
     if wide_a.kind() == out.kind() {

@@ -1,16 +1,17 @@
-//! Forward and backward of block and head written out, without autograd but around attention: how a GPU computes.
+//! Explicit forward and backward of block and head, with autograd only for attention: how a GPU computes.
 //!
 //! ```text
-//!   product.rs, projection.rs    matrix products, one for weights that lie side by side
-//!   ops.rs        what is done element by element: in torch's operators (the definition), or in fused kernels
-//!   attention.rs  positions turned in, attention, and back
-//!   block.rs      a block from its input: forward; again, and back
+//!   product.rs, projection.rs    matrix products; one for weights that are adjacent
+//!   ops.rs        elementwise operations: in torch operators (the definition), or in fused kernels
+//!   attention.rs  rotary positions and attention, forward and backward
+//!   block.rs      a block: forward; recomputation and backward
 //!   head.rs       final norm, logits in slices, loss and gradients
 //! ```
 //!
-//! Why not autograd as on the CPU: it keeps and moves each small step's result, and what a GPU does besides products is
-//! bound by memory. Rounding is where `../block.rs` rounds, so both agree within the noise of the kind. In torch's
-//! operators this runs on the CPU too, where the tests hold it against differences and against autograd.
+//! Autograd, which the CPU uses, stores the result of each small operation, and a GPU's elementwise
+//! operations are limited by memory bandwidth. Results are rounded at the same places as in `../block.rs`, so
+//! both agree within the precision of the kind. With torch operators this code also runs on the CPU, where
+//! tests compare it with finite differences and with autograd.
 
 mod attention;
 mod block;
@@ -26,9 +27,9 @@ pub(super) use block::{Block, BlockWeights, Kept};
 pub(super) use head::{HeadWeights, LOGITS_ELEMS_MAX, head_backward, head_loss};
 pub(super) use ops::Ops;
 
-/// Whether blocks of this form are written out here: those of Llama, with any biases, and with norms of query and key heads. The
-/// others go through autograd on a GPU too, which is correct and slower, and keeps nothing of a block: GPT-2, a window shorter
-/// than `seq_len`, elements left out at random.
+/// Returns whether blocks of this form have an explicit backward: those of Llama, with any biases and with
+/// norms of query and key heads. Other forms use autograd on a GPU too, which is correct but slower and keeps
+/// nothing of a block: GPT-2, a window shorter than `seq_len`, dropout.
 pub(super) fn block_is_written_out(
     config: &ModelConfig,
     dropout: &Dropout,
@@ -46,7 +47,7 @@ pub(super) fn block_is_written_out(
         && dropout.is_none()
 }
 
-/// Whether a head of this form is.
+/// Returns whether a head of this form has an explicit backward.
 pub(super) fn head_is_written_out(config: &ModelConfig) -> bool {
     config.architecture.form().norm == Norm::Rms
 }

@@ -1,5 +1,5 @@
-//! What is done element by element: in torch's operators, which say what is meant, or in fused kernels, which do the same
-//! in one pass over memory and are held against them.
+//! Elementwise operations: in torch operators, which define them, or in fused kernels, which do the same in
+//! one pass over memory and are compared with the definition.
 
 use kernels_torch::fused::{Fused, Turn};
 use tch::{Kind, Tensor};
@@ -9,24 +9,25 @@ use crate::compute::linear::at_least_fp32;
 use crate::compute::positions::Rotary;
 use crate::compute::tokens::IGNORED;
 
-/// Who does it.
+/// Implementation of elementwise operations.
 pub(crate) enum Ops {
-    /// torch's operators, one after another; on any device and in any kind.
+    /// Torch operators, one after another; on any device and in any kind.
     Plain,
-    /// Kernels of our own on a GPU, for bf16 and fp32.
+    /// This project's kernels on a GPU, for bf16 and fp32.
     Fused(Box<Fused>),
 }
 
-/// A norm's result and what its backward pass needs.
+/// A norm's result and the values that its backward pass needs.
 pub(super) struct Normed {
-    /// [rows, hidden_size], weight applied.
+    /// Result with the weight applied, [rows, hidden_size].
     pub(super) output: Tensor,
     /// 1 / rms of each row, [rows, 1], fp32 at least.
     pub(super) scale: Tensor,
 }
 
 impl Ops {
-    /// `weight * x / rms(x)` of each row; the quotient is rounded to x's kind before the weight is applied.
+    /// Computes `weight * x / rms(x)` of each row; the quotient is rounded to x's kind before it is
+    /// multiplied by the weight.
     pub(super) fn rms_norm(
         &self,
         x: &Tensor,
@@ -45,7 +46,7 @@ impl Ops {
         }
     }
 
-    /// The sum of `x` and `added`, rounded, and its norm.
+    /// Computes the rounded sum of `x` and `added`, and its norm.
     pub(super) fn add_rms_norm(
         &self,
         x: &Tensor,
@@ -68,8 +69,8 @@ impl Ops {
         }
     }
 
-    /// Gradients of a norm's input and weight from that of its output. `beside` is added to the input's: the gradient that
-    /// came round the norm.
+    /// Computes gradients of a norm's input and weight from that of its output. Adds `beside`, the gradient
+    /// that bypasses the norm, to the input's.
     pub(super) fn rms_norm_backward(
         &self,
         grad: &Tensor,
@@ -84,8 +85,8 @@ impl Ops {
         }
     }
 
-    /// Turns the pairs (i, i + head_dim / 2) of `from` into `to`, both [micro_batch, seq_len, heads, head_dim] and possibly
-    /// the same memory.
+    /// Rotates the pairs (i, i + head_dim / 2) of `from` into `to`, both [micro_batch, seq_len, heads,
+    /// head_dim]; they may be the same memory.
     pub(super) fn rotary(
         &self,
         from: &Tensor,
@@ -99,7 +100,8 @@ impl Ops {
         }
     }
 
-    /// silu(gate) * up of `gate_up` [rows, 2 * n], gate in the first half of each row: [rows, n].
+    /// Computes silu(gate) * up of `gate_up` [rows, 2 * n], with the gate in the first half of each row:
+    /// [rows, n].
     pub(super) fn gated(&self, gate_up: &Tensor) -> Result<Tensor, ComputeError> {
         match self {
             Ops::Plain => {
@@ -110,8 +112,9 @@ impl Ops {
         }
     }
 
-    /// Goes back through [`Ops::gated`] in place: `grad` [rows, n], the gradient of its result, becomes that result again
-    /// (so that forward need not keep it), and `gate_up` [rows, 2 * n] becomes its own gradient.
+    /// Computes the backward pass of [`Ops::gated`] in place: `grad` [rows, n], the gradient of its result,
+    /// is replaced by that result (so that forward need not keep it), and `gate_up` [rows, 2 * n] by its
+    /// gradient.
     pub(super) fn gated_backward(
         &self,
         grad: &mut Tensor,
@@ -123,8 +126,9 @@ impl Ops {
         }
     }
 
-    /// Each row's loss, fp32 at least, 0 where the target is ignored, into `losses`, `[rows]`. With `token_weight` the logits
-    /// [rows, vocab_size] become the gradient of it times the losses' sum.
+    /// Writes each row's loss to `losses`, `[rows]`, in fp32 at least; 0 if the target is ignored. With
+    /// `token_weight`, replaces the logits [rows, vocab_size] by the gradient of `token_weight` times the sum
+    /// of the losses.
     pub(super) fn cross_entropy(
         &self,
         logits: &mut Tensor,
@@ -201,7 +205,7 @@ fn plain_rotary(
     let rows = |table: &Tensor| table.f_narrow(0, 0, seq_len)?.f_unsqueeze(1);
     let (cos, sin) = (rows(&rotary.cos)?, rows(&rotary.sin)?);
     let parts = from.f_chunk(2, -1)?;
-    // For a rotation back the other half changes its sign.
+    // The inverse rotation has the other half with the opposite sign.
     let crossed = match turn {
         Turn::Forward => [parts[1].f_neg()?, parts[0].shallow_clone()],
         _ => [parts[1].shallow_clone(), parts[0].f_neg()?],
@@ -244,7 +248,7 @@ fn plain_cross_entropy(
     let index = targets.f_clamp_min(0)?.f_unsqueeze(1)?;
     let mask = counted.f_to_kind(wide)?;
     let picked = logs.f_gather(1, &index, false)?.f_squeeze_dim(1)?;
-    // Not a product with the mask: an infinite loss of an ignored target is no loss.
+    // Selected, not multiplied by the mask: an ignored target may have an infinite loss.
     let zeros = picked.f_zeros_like()?;
     losses.f_copy_(&picked.f_neg()?.f_where_self(&counted, &zeros)?)?;
     if let Some(weight) = token_weight {
@@ -260,13 +264,13 @@ fn plain_cross_entropy(
     Ok(())
 }
 
-/// The left and the right half of each row, as views.
+/// Returns the left and the right half of each row as views.
 fn halves(x: &Tensor) -> Result<[Tensor; 2], ComputeError> {
     let half = x.size()[1] / 2;
     Ok([x.f_narrow(1, 0, half)?, x.f_narrow(1, half, half)?])
 }
 
-/// An empty tensor like another, but of its own shape and kind.
+/// Allocates an empty tensor on the device of another, with its own shape and kind.
 pub(super) fn empty_like(
     other: &Tensor,
     shape: &[i64],

@@ -5,12 +5,12 @@ use tch::{Device, Kind, Tensor};
 use crate::compute::ComputeError;
 use crate::compute::linear::product_input;
 
-/// `x` [n, k] times the transposed `weight` [m, k].
+/// Multiplies `x` [n, k] by the transposed `weight` [m, k].
 pub(super) fn times_transposed(x: &Tensor, weight: &Tensor) -> Result<Tensor, ComputeError> {
     times(x, &transposed(weight)?)
 }
 
-/// The same, with `bias`, `[m]`, added to each row before it is rounded.
+/// Like [`times_transposed`], adding `bias`, `[m]`, to each row before rounding.
 pub(super) fn times_transposed_plus(
     x: &Tensor,
     weight: &Tensor,
@@ -24,13 +24,13 @@ pub(super) fn times_transposed_plus(
     Ok(product.f_to_kind(x.kind())?)
 }
 
-/// `a` [n, k] times `b` [k, m].
+/// Multiplies `a` [n, k] by `b` [k, m].
 pub(super) fn times(a: &Tensor, b: &Tensor) -> Result<Tensor, ComputeError> {
     let product = product_input(a)?.f_mm(&product_input(b)?)?;
     Ok(product.f_to_kind(a.kind())?)
 }
 
-/// A weight's gradient, `grad` [n, m] transposed times `x` [n, k], written over `out` [m, k] of their kind.
+/// Writes a weight's gradient, the transposed `grad` [n, m] times `x` [n, k], to `out` [m, k] in their kind.
 pub(super) fn weight_grad(out: &Tensor, grad: &Tensor, x: &Tensor) -> Result<(), ComputeError> {
     if widens(x) {
         let product = transposed(&product_input(grad)?)?.f_mm(&product_input(x)?)?;
@@ -41,7 +41,7 @@ pub(super) fn weight_grad(out: &Tensor, grad: &Tensor, x: &Tensor) -> Result<(),
     Ok(())
 }
 
-/// The same added to `sum` [m, k], which is fp32 at least: never rounded to less.
+/// Adds a weight's gradient to `sum` [m, k] in fp32 at least, without rounding to less.
 pub(super) fn weight_grad_added(
     sum: &Tensor,
     grad: &Tensor,
@@ -61,7 +61,7 @@ fn transposed(x: &Tensor) -> Result<Tensor, ComputeError> {
     Ok(x.f_transpose(0, 1)?)
 }
 
-/// Whether products of this tensor go through fp32 copies.
+/// Returns whether products of this tensor use fp32 copies.
 fn widens(x: &Tensor) -> bool {
     matches!(x.kind(), Kind::BFloat16 | Kind::Half) && x.device() == Device::Cpu
 }

@@ -1,4 +1,4 @@
-//! Projections: one product for parameters that lie side by side, with their biases where there are some.
+//! Projections: one matrix product for adjacent parameters, including their biases.
 
 use std::ops::Range;
 
@@ -9,17 +9,17 @@ use crate::compute::linear::at_least_fp32;
 use crate::compute::{ComputeError, GradSink, UnitWeights};
 use crate::model::{ParamRole, UnitLayout};
 
-/// One matrix [outputs, inputs], of one or several parameters.
+/// Matrix [outputs, inputs] of one or several parameters.
 pub(super) struct Projection {
     weight: Tensor,
     bias: Option<Tensor>,
-    /// The parameters' numbers in their layout.
+    /// Indices of the parameters in their layout.
     weights_at: Range<usize>,
     biases_at: Option<Range<usize>>,
 }
 
 impl Projection {
-    /// Of `members`, which follow one another in `layout`, and their biases.
+    /// Joins `members`, which are consecutive in `layout`, and their biases.
     pub(super) fn new(
         layout: &UnitLayout,
         weights: &UnitWeights,
@@ -40,17 +40,17 @@ impl Projection {
         })
     }
 
-    /// Of `x` [rows, inputs]: [rows, outputs].
+    /// Projects `x` [rows, inputs] to [rows, outputs].
     pub(super) fn of(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         times_transposed_plus(x, &self.weight, self.bias.as_ref())
     }
 
-    /// The gradient of the input from that of the output.
+    /// Computes the gradient of the input from that of the output.
     pub(super) fn back(&self, grad: &Tensor) -> Result<Tensor, ComputeError> {
         times(grad, &self.weight)
     }
 
-    /// Adds the parameters' gradients to `grads`, from that of the output for the input `x`.
+    /// Adds the parameters' gradients to `grads`, computed from the output's gradient and the input `x`.
     pub(super) fn add_grads(
         &self,
         grads: &mut GradSink,

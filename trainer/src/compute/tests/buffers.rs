@@ -1,13 +1,15 @@
-//! Blocks whose weights share a few buffers, as in a run, give the bits of blocks that each have their own.
+//! Compares blocks that share a few weight buffers, as in a run, with blocks that each have their own: the
+//! bits must be equal.
 //!
-//! Could be wrong: something kept from forward to backward looks at a buffer, which holds another block's weights by then. Norms
-//! and biases differ from block to block here, and a buffer is filled with NaN as soon as it is given back.
+//! The error that this finds: something kept from forward to backward refers to a buffer, which holds another
+//! block's weights by then. Norms and biases differ between blocks here, and a buffer is filled with NaN as
+//! soon as it is released.
 
 use super::forms::{SOME, forms};
 use super::*;
 use crate::compute::ActivationCheckpointing;
 
-/// More than there are buffers.
+/// More blocks than buffers.
 const LAYERS: usize = 4;
 const BUFFERS: usize = 2;
 
@@ -17,7 +19,7 @@ const KEEPS: [ActivationCheckpointing; 3] = [
     ActivationCheckpointing::Matmuls,
 ];
 
-/// Weights of all units, of which blocks' are gathered into buffers in turn.
+/// Weights of all units; those of blocks are gathered into buffers in turn.
 struct Gathered {
     sources: Vec<Vec<u8>>,
     buffers: Vec<UnitWeights>,
@@ -48,7 +50,8 @@ impl Gathered {
     }
 }
 
-/// The bits of a step over several micro-batches: losses, and every unit's gradients. A unit serves all of them in one turn.
+/// Returns the bits of a step over several micro-batches: losses, and every unit's gradients. A unit serves
+/// all micro-batches in one turn.
 fn step(case: &mut Case, micro_batches: usize, shared: bool) -> (Vec<u64>, Vec<Vec<u8>>) {
     let vocab = case.engine.config().vocab_size;
     let rows = MICRO_BATCH * SEQ_LEN;
@@ -125,8 +128,8 @@ fn step(case: &mut Case, micro_batches: usize, shared: bool) -> (Vec<u64>, Vec<V
     (losses, sinks.iter_mut().map(finished).collect())
 }
 
-/// Every form of block in each way of computing it: back by autograd, also with elements left out, and written out, for which
-/// no window may hide anything.
+/// Every form of block computed in each way: with autograd, with autograd and dropout, and with an explicit
+/// backward if no window hides anything.
 fn cases(kind: Kind) -> Vec<(String, Box<dyn Fn() -> Case>)> {
     let base = ModelConfig {
         layers: LAYERS,
@@ -171,7 +174,7 @@ fn blocks_with_shared_buffers_give_the_bits_of_blocks_with_their_own() {
                 micro_batches,
                 false,
             );
-            // In tiles they are always computed again.
+            // An MLP in chunks is always recomputed.
             let keeps = if tiles > 1 { &KEEPS[2..] } else { &KEEPS };
             for &keep in keeps {
                 let what = format!("{name}, {keep:?}, {tiles} tiles, {micro_batches} batches");
@@ -190,7 +193,7 @@ fn kept_values_share_no_memory_with_a_units_weights() {
         for keep in KEEPS {
             let mut case = case();
             case.engine = case.engine.with_checkpointing(keep);
-            // Every block's input, and all that the block kept beside it.
+            // The input of every block, and everything that the block kept with it.
             let kept = case.forward();
             assert_eq!(kept.len(), LAYERS + 1);
             for (unit, weights) in case.weights.iter().enumerate() {

@@ -1,9 +1,9 @@
-//! What is left out at random, over a whole step: the same for a sample wherever it is computed, nothing in evaluation.
+//! Dropout over a whole step: a sample has the same mask wherever it is computed, and evaluation has none.
 
 use super::forms::{SOME, forms};
 use super::*;
 
-/// Loss and gradients of the samples from `first` on, `rows` of them from the four below.
+/// Loss and gradients of `rows` samples from sample `first` of the four below.
 fn of_rows(config: &ModelConfig, first: usize, rows: usize) -> Vec<f64> {
     let mut case = Case::of(config, Kind::Double, 1, SEQ_LEN).leaving_out(SOME);
     let all: Vec<i64> = (0..4 * SEQ_LEN as i64).map(|i| (i * i + 3) % 11).collect();

@@ -1,5 +1,6 @@
-//! The GPU's way of computing, on the CPU: as autograd has it, within the noise of the kind. What it does in fp64 is held
-//! against differences in gradients.rs; here are the larger shapes, where weights lie side by side, and the rounding.
+//! Compares the explicit backward on the CPU with autograd, within the precision of the kind. gradients.rs
+//! compares it with finite differences in fp64; the tests here use larger shapes with adjacent weights, and
+//! rounding.
 
 use super::forms::forms;
 use super::gradients::gradients_are_slopes;
@@ -9,7 +10,7 @@ use crate::compute::memory::kept_bytes_a_token;
 use crate::compute::{ActivationCheckpointing, explicit};
 use crate::model::ParamLayout;
 
-/// The largest distance of two gradients of a parameter, over the parameter's largest gradient.
+/// Largest difference of two gradients of a parameter, relative to the parameter's largest gradient.
 fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
     let numbers = |bytes: &[u8]| -> Vec<f64> {
         match kind {
@@ -34,7 +35,7 @@ fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
     apart / largest
 }
 
-/// Those forms, other than the plain one, that are written out.
+/// Forms with an explicit backward, except the plain one.
 fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
     let unwindowed = |config| ModelConfig {
         sliding_window: None,
@@ -77,7 +78,7 @@ fn the_explicit_backward_agrees_with_autograd() {
         [(Kind::Float, 1e-6, 1e-5), (Kind::BFloat16, 3e-3, 4e-2)]
     {
         for tied in [false, true] {
-            // Sizes that are no multiples of 64, so that weights are copied together, and sizes that are.
+            // Sizes that are not multiples of 64, so that weights are copied together, and sizes that are.
             let side_by_side = ModelConfig {
                 hidden_size: 128,
                 intermediate_size: 192,
@@ -176,7 +177,7 @@ fn activation_checkpointing_changes_no_bit_and_its_bytes_are_counted() {
                 );
                 assert!(input.size_bytes() > before, "{keep:?} keeps more");
                 before = input.size_bytes();
-                // Going back takes what was kept.
+                // The backward pass consumes what was kept.
                 let mut sink = case.engine.new_grads(1);
                 let grad = Activation::new(input.tensor.copy(), None);
                 case.engine

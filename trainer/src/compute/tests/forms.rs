@@ -1,12 +1,12 @@
-//! Every form a block can have. Whether it is the form that Hugging Face's model of that name has is for
-//! `tests/model_hf.rs`; here: gradients, the block by block order, what a window hides, what bf16 rounds.
+//! Tests of every form of block: gradients, the block by block order, what a window hides, rounding in bf16.
+//! `tests/model_hf.rs` compares the forms with Hugging Face's models.
 
 use super::gradients::gradients_are_slopes;
 use super::whole_graph::{gives_the_bits_of_one_graph, larger};
 use super::*;
 use crate::model::{Architecture, Biases, RopeScaling, Window};
 
-/// `base` in the form of each architecture, with all that its configuration may ask for.
+/// Returns `base` in the form of each architecture, with all options of its configuration.
 pub(super) fn forms(base: &ModelConfig) -> Vec<(&'static str, ModelConfig)> {
     let of = |architecture: Architecture| ModelConfig {
         architecture,
@@ -119,7 +119,7 @@ fn every_form_in_bf16_is_near_fp32() {
     }
 }
 
-/// Whether a change of the token at `position` shows in the block's output at each position.
+/// Returns for each position whether a change of the token at `position` affects the block's output there.
 fn seen_from(config: &ModelConfig, dropout: Dropout, position: i64) -> Vec<bool> {
     let case = Case::of(config, Kind::Double, 1, SEQ_LEN).leaving_out(dropout);
     let input = case.forward().swap_remove(0).tensor;
@@ -146,7 +146,7 @@ fn a_window_hides_what_is_further_back_and_a_long_one_nothing() {
         }),
         ..config(false)
     };
-    // Rates so small that nothing is left out of so few elements, but all weights are there at once.
+    // Rates so small that nothing is dropped, but the computation with all weights at once is used.
     let weighed = Dropout {
         attention: 1e-9,
         ..Dropout::NONE

@@ -1,12 +1,12 @@
-//! Every gradient against central differences in fp64, where the error of the method is some 1e-9.
+//! Compares every gradient with central differences in fp64, whose error is about 1e-9.
 
 use super::*;
 
 const STEP: f64 = 1e-5;
 
-/// Moves each parameter of each unit by itself and compares the loss's slope with its gradient.
+/// Changes each parameter of each unit separately and compares the slope of the loss with its gradient.
 fn all_gradients_are_slopes(tied: bool, change: impl FnOnce(Case) -> Case) {
-    // One block: a second would double the parameters and try nothing new.
+    // One block is enough: a second would double the time and test nothing new.
     let config = ModelConfig {
         layers: 1,
         head_dim: None,

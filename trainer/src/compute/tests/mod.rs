@@ -1,6 +1,6 @@
-//! Could be wrong: a gradient (compared with finite differences in fp64, every parameter of every unit); the block by
-//! block order (compared bit for bit with one graph over the whole model); what is not counted, what is tied, how
-//! micro-batches add up, where the caller's bytes lie.
+//! Errors that these tests find: a wrong gradient (compared with finite differences in fp64, for every
+//! parameter of every unit); a wrong block by block order (compared bit for bit with one graph over the whole
+//! model); wrong handling of ignored targets, tied weights, sums over micro-batches and buffer positions.
 
 mod buffers;
 mod dropout;
@@ -16,7 +16,7 @@ use tch::Kind;
 use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
 use crate::model::{Dropout, ModelConfig, init};
 
-/// A model with weights and one micro-batch, small enough to try every parameter.
+/// Model with weights and one micro-batch, small enough to try every parameter.
 struct Case {
     engine: Engine,
     kind: Kind,
@@ -52,7 +52,8 @@ impl Case {
     }
 
     fn of(config: &ModelConfig, kind: Kind, micro_batch: usize, seq_len: usize) -> Self {
-        // One thread for all of these tests: the models are too small for two, and the number counts for the whole process.
+        // One thread for all of these tests: the models are too small for two, and the setting is global to
+        // the process.
         set_up(1).unwrap();
         let engine = Engine::of_kind(config, kind, seq_len).unwrap();
         let weights = (0..engine.units().len())
@@ -73,14 +74,14 @@ impl Case {
         }
     }
 
-    /// Elements left out at random, as in training.
+    /// Enables dropout, as in training.
     fn leaving_out(mut self, dropout: Dropout) -> Self {
         self.engine = self.engine.leaving_out(dropout, 11);
         self.inputs = self.inputs.numbered(5);
         self
     }
 
-    /// Computed as a GPU computes.
+    /// Computes as a GPU does.
     fn written_out(mut self) -> Self {
         self.engine = self.engine.written_out();
         self
@@ -98,7 +99,7 @@ impl Case {
         self.engine.config().tied.then(|| &self.weights[0])
     }
 
-    /// The inputs of every unit but the embedding.
+    /// Inputs of every unit except the embedding.
     fn forward(&self) -> Vec<Activation> {
         let mut inputs = vec![
             self.engine
@@ -124,7 +125,7 @@ impl Case {
             .unwrap()
     }
 
-    /// Loss and every unit's flat gradient, block by block.
+    /// Loss and every unit's flat gradient, computed block by block.
     fn loss_and_grads(&self, loss_scale: f64) -> (f64, Vec<Vec<u8>>) {
         let mut inputs = self.forward();
         let mut sinks: Vec<GradSink> = (0..self.weights.len())
@@ -172,7 +173,7 @@ fn finished(sink: &mut GradSink) -> Vec<u8> {
     bytes
 }
 
-/// Bytes that hold something already, so that what is not written shows.
+/// Aligned bytes that are not zero, so that a missing write is noticed.
 fn aligned(bytes: usize) -> Vec<u8> {
     let memory = vec![0xA5u8; bytes];
     assert_eq!(
@@ -183,7 +184,7 @@ fn aligned(bytes: usize) -> Vec<u8> {
     memory
 }
 
-/// The unit's fresh weights; norms and biases moved away from one and zero, in each unit otherwise.
+/// Random weights of a unit; norms and biases differ from one and zero, and between units.
 fn random_weights(engine: &Engine, unit: usize, kind: Kind) -> UnitWeights {
     let layout = &engine.units()[unit];
     let mut values = vec![0f32; layout.elems];

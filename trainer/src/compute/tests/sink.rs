@@ -1,4 +1,4 @@
-//! How gradients add up and are stored.
+//! Tests of summing and storing gradients.
 
 use super::*;
 use crate::model::{Dtype, ParamLayout, ParamRole, Start, UnitLayout};
@@ -33,12 +33,13 @@ fn bf16s(bytes: &[u8]) -> Vec<f32> {
 #[test]
 fn several_micro_batches_are_summed_in_fp32_and_rounded_once() {
     let mut sink = GradSink::new(&layout(), Dtype::Bf16);
-    // In bf16 256 + 1 is 256 again; the sum 260 can be stored.
+    // In bf16, 256 + 1 is 256; the sum 260 can be stored.
     for value in [256.0, 1.0, 1.0, 1.0, 1.0] {
         sink.add(0, tensor(&[value; 6], &[2, 3], Kind::BFloat16))
             .unwrap();
     }
-    // Order counts: 2^24 + 1 + 1 is 2^24 in fp32, 1 + 1 + 2^24 is not. Kept in fp32 until the end it also is not rounded twice.
+    // Order matters: 2^24 + 1 + 1 is 2^24 in fp32, 1 + 1 + 2^24 is not. The sum stays in fp32 until the end,
+    // so it is rounded only once.
     for value in [16777216.0, 1.0, 1.0] {
         sink.add(1, tensor(&[value; 4], &[4], Kind::BFloat16))
             .unwrap();
@@ -65,7 +66,7 @@ fn one_micro_batch_is_stored_unchanged_with_zero_padding_and_empties_the_sink() 
     for round in 1..=2 {
         let a: Vec<f32> = (0..6).map(|i| (i * round) as f32 + 0.1).collect();
         sink.add(0, tensor(&a, &[2, 3], Kind::Float)).unwrap();
-        // A gradient may come transposed or as one element seen many times.
+        // A gradient may be transposed, or one element expanded.
         sink.add(1, tensor(&[0.3], &[1], Kind::Float).expand([4], false))
             .unwrap();
         let stored: Vec<f32> = finished(&mut sink)

@@ -1,7 +1,8 @@
-//! A feed-forward half in slices is what it is whole, but for the order of sums.
+//! An MLP in chunks equals the whole MLP, except for the order of sums.
 //!
-//! Could be wrong: a slice left out or taken twice, a bias added with every slice, a column of the last product taken for a row, what
-//! is left out at random left out otherwise, gradients of slices put together in another order.
+//! Errors that these tests find: a chunk is left out or used twice, a bias is added with every chunk, a
+//! column of the last product is taken for a row, dropout differs, gradients of chunks are joined in the
+//! wrong order.
 
 use tch::Kind;
 
@@ -26,7 +27,7 @@ fn gradients_with_an_mlp_in_chunks_are_slopes() {
     for (name, config) in forms(&base) {
         println!("{name}");
         let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
-        // 12 numbers in 5 slices: of two and of three.
+        // 12 elements in 5 chunks: some of two, some of three.
         gradients_are_slopes(case.leaving_out(SOME).in_tiles(5));
     }
 }

@@ -1,4 +1,4 @@
-//! Block by block against one autograd graph over the whole model: the same bits.
+//! Compares block by block computation with one autograd graph over the whole model: the bits must be equal.
 
 use kernels_torch::vjp;
 use tch::{Reduction, Tensor};
@@ -12,7 +12,7 @@ use crate::compute::params::Params;
 use crate::compute::positions::Rotary;
 use crate::model::ParamRole;
 
-/// Loss and flat gradients from one graph, written down without slices, sinks or recomputing.
+/// Computes loss and flat gradients from one graph, without slices, sinks or recomputation.
 fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     let (engine, config) = (&case.engine, case.engine.config());
     let mut units: Vec<Params> = engine
@@ -27,7 +27,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
         .collect();
     let (_, seq_len) = case.inputs.shape();
     let masks = |unit| engine.masks(unit, case.inputs.first_sample());
-    // Looked up in fp32 and rounded: exact forward, and the gradient is summed in fp32 as ours is.
+    // Looked up in fp32 and rounded: forward is exact, and the gradient is summed in fp32 as in the engine.
     let wide = |x: &Tensor| x.to_kind(at_least_fp32(case.kind));
     let (head, embedding) = (units.pop().unwrap(), units.remove(0));
     let table = embedding.get(ParamRole::Embedding);
@@ -86,7 +86,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     (loss, flat)
 }
 
-/// Large enough that torch uses its vector and threaded paths.
+/// Model large enough for torch's vectorized and threaded code.
 pub(super) fn larger(tied: bool) -> ModelConfig {
     ModelConfig {
         vocab_size: 300,
@@ -130,7 +130,7 @@ fn the_same_step_again_gives_the_same_bits() {
     for kind in [Kind::Float, Kind::BFloat16] {
         let first = Case::of(&larger(false), kind, MICRO_BATCH, 64);
         let (loss, grads) = first.loss_and_grads(1.0);
-        // Other allocations in between move every buffer; the first case still holds its own.
+        // Allocations in between move every buffer; the first case still holds its own.
         let second = Case::of(&larger(false), kind, MICRO_BATCH, 64);
         let (again, grads_again) = second.loss_and_grads(1.0);
         assert_eq!(loss.to_bits(), again.to_bits());

@@ -1,4 +1,5 @@
-//! The table as Markdown: `trainer config-reference --deepspeed` prints it, `docs/coming-from-deepspeed.md` is it.
+//! The table of DeepSpeed's keys as Markdown: `trainer config-reference --deepspeed` prints it, and
+//! `docs/coming-from-deepspeed.md` contains it.
 
 use std::fmt::Write;
 
@@ -35,7 +36,7 @@ DeepSpeed features that this project does not plan to support: 1-bit Adam, LAMB,
 tensor parallelism (Megatron-LM, torchtitan); serving (vLLM, SGLang); ONNX (Optimum).
 ";
 
-/// Every key of DeepSpeed's, as the page in `docs/` has it.
+/// Formats the page about DeepSpeed's keys, as it is in `docs/`.
 pub fn deepspeed_keys() -> String {
     let mut text = HEAD.to_owned();
     for (title, keys) in SECTIONS {

@@ -1,11 +1,11 @@
-//! Every key that is read, a line each: `trainer config-reference` prints it.
+//! A list of all keys, one a line, for `trainer config-reference`.
 
 use std::fmt::Write;
 
 use super::{Typed, each_used, entry};
 use crate::config::toml::ConfigToml;
 
-/// Each key with its type, its default and what it is for, in columns.
+/// Formats each key with its type, default and description, in columns.
 pub fn listing() -> String {
     let mut rows: Vec<[String; 4]> = Vec::new();
     each_used("", &ConfigToml::KIND, &mut |path, field| {

@@ -1,8 +1,9 @@
-//! Which keys a run file may have: the ones we read, and DeepSpeed's that we do not.
+//! The keys that a configuration file may have: those that are read, and DeepSpeed's that are not.
 //!
-//! Nothing is ignored in silence. A key is used, or it is DeepSpeed's and has no effect here (named before the start), or it
-//! asks for something we do not do (refused unless it is switched off), or it is unknown (refused with the key that was meant, if
-//! one can be guessed). `table.rs` says which is which. In a file for DeepSpeed, what DeepSpeed itself ignores is left out and named.
+//! No key is ignored silently. A key is used; or it is DeepSpeed's and has no effect here (reported before
+//! the start); or it asks for an unsupported feature (refused unless it is switched off); or it is unknown
+//! (refused, with a suggestion if one is found). `table.rs` assigns DeepSpeed's keys to these cases. Keys
+//! that DeepSpeed itself ignores are removed from a DeepSpeed file and reported.
 
 mod deepspeed;
 mod listing;
@@ -21,11 +22,11 @@ pub use deepspeed::deepspeed_keys;
 pub use listing::listing;
 pub(super) use suggest::suggestion;
 
-/// What was found in a file.
+/// Result of checking a file.
 pub(super) struct Checked {
     /// A line about keys without effect, if there are any.
     pub(super) note: Option<String>,
-    /// Keys that are unknown, not supported, or of another type.
+    /// Keys that are unknown, unsupported, or have a wrong type.
     pub(super) faults: Vec<SettingsError>,
 }
 
@@ -43,7 +44,7 @@ pub(super) fn check(file: &Value) -> Checked {
     }
 }
 
-/// Takes out of `file` every value that its key does not take, so that the rest can be read.
+/// Removes every value of a wrong type from `file`, so that the rest can be parsed.
 pub(super) fn take_wrong_types(file: &mut Value) -> Vec<SettingsError> {
     let mut faults = Vec::new();
     take_wrong(file, "", &ConfigToml::KIND, &mut faults);
@@ -72,7 +73,7 @@ fn take_wrong(value: &mut Value, prefix: &str, kind: &Kind, faults: &mut Vec<Set
     }
 }
 
-/// What was probably meant by a value of another type.
+/// Suggests what was probably meant by a value of a wrong type.
 fn hint(path: &str, field: &Field, value: &Value) -> String {
     let has_switch = field
         .kind
@@ -87,7 +88,7 @@ fn hint(path: &str, field: &Field, value: &Value) -> String {
     }
 }
 
-/// Takes out of a file for DeepSpeed what DeepSpeed itself does not read, and answers the paths.
+/// Removes what DeepSpeed itself does not read from a DeepSpeed file, and returns the paths.
 pub(super) fn take_ignored(file: &mut Value) -> Vec<String> {
     let mut ignored = Vec::new();
     take_unread(file, "", &used_keys(), &mut ignored);
@@ -110,12 +111,12 @@ fn take_unread(value: &mut Value, prefix: &str, used: &[String], ignored: &mut V
     });
 }
 
-/// All entries of the table.
+/// All entries of the table of DeepSpeed's keys.
 fn entries() -> impl Iterator<Item = &'static Key> {
     SECTIONS.iter().flat_map(|(_, keys)| *keys)
 }
 
-/// The entry that says what becomes of `path`.
+/// Returns the table's entry for `path`.
 fn entry(path: &str) -> Option<&'static Key> {
     entries().find(|key| key.path == path).or_else(|| {
         entries().find(|key| {
@@ -126,10 +127,10 @@ fn entry(path: &str) -> Option<&'static Key> {
     })
 }
 
-/// A file being checked.
+/// Check of a file in progress.
 struct Check {
     used: Vec<String>,
-    /// Paths of keys without effect, those that are off included.
+    /// Paths of keys without effect, including those that are switched off.
     without_effect: Vec<String>,
     faults: Vec<SettingsError>,
 }
@@ -150,7 +151,7 @@ impl Check {
         }
     }
 
-    /// What a table has that is not read is still known, or a typing error.
+    /// Checks a table that is not read itself: each key in it must be known.
     fn check_below(&mut self, path: &str, value: &Value) {
         let Value::Object(table) = value else { return };
         for (name, value) in table {
@@ -163,13 +164,13 @@ impl Check {
         }
     }
 
-    /// A key that is known and not read.
+    /// Handles a known key that is not read.
     fn meet(&mut self, key: &'static Key, path: String, value: &Value) {
         let asks_for_nothing = match key.support {
             KeySupport::Used => unreachable!("{} is read", key.path),
             KeySupport::Unused => true,
             KeySupport::Refused => is_off(value),
-            // One that is usually on asks for something when it is off.
+            // A feature that is usually on: the key is a request when it turns the feature off.
             KeySupport::RefusedBut(values) => {
                 let is_left = value.is_null() || value.as_str() == Some("auto");
                 is_left || values.contains(&value.to_string().as_str())
@@ -208,7 +209,8 @@ impl Check {
 }
 
 impl Key {
-    /// Whether `name` (dotted where it is deeper) is one of the keys below, or a table that has one.
+    /// Returns whether `name` (dotted if it is deeper) is one of the keys below this one, or a table that
+    /// contains one.
     fn has(&self, name: &str) -> bool {
         self.below.split_whitespace().any(|below| {
             let is_it = match below.strip_suffix('*') {
@@ -220,7 +222,7 @@ impl Key {
         })
     }
 
-    /// Its path, or those of the keys below it.
+    /// Returns the key's path, or those of the keys below it.
     fn paths(&self) -> Vec<String> {
         if self.below.is_empty() || self.below == "*" {
             return vec![self.path.to_owned()];
@@ -233,19 +235,19 @@ impl Key {
     }
 }
 
-/// Whether a key is read.
+/// Returns whether a key is read.
 pub(super) fn is_used(path: &str) -> bool {
     used_keys().iter().any(|used| used == path)
 }
 
-/// The paths of all keys that are read, tables included, in the order declared.
+/// Paths of all keys that are read, including tables, in the order of declaration.
 fn used_keys() -> Vec<String> {
     let mut paths = Vec::new();
     each_used("", &ConfigToml::KIND, &mut |path, _| paths.push(path));
     paths
 }
 
-/// Calls `see` with each key that is read.
+/// Calls `see` for each key that is read.
 fn each_used(prefix: &str, kind: &Kind, see: &mut impl FnMut(String, &'static Field)) {
     for field in kind.fields.unwrap_or_default() {
         let path = join(prefix, field.name);
@@ -254,7 +256,7 @@ fn each_used(prefix: &str, kind: &Kind, see: &mut impl FnMut(String, &'static Fi
     }
 }
 
-/// Calls `see` with each key of ours and its default.
+/// Calls `see` for each of this program's own keys with its default.
 #[cfg(test)]
 pub(super) fn each_default(see: &mut impl FnMut(&str, &str)) {
     each_used("", &ConfigToml::KIND, &mut |path, field| {
@@ -262,7 +264,8 @@ pub(super) fn each_default(see: &mut impl FnMut(&str, &str)) {
     });
 }
 
-/// Switched off in DeepSpeed's ways: false, null, an empty table, or a table with `enabled = false`. "auto" asks for nothing.
+/// Returns whether a value switches a feature off in one of DeepSpeed's ways: false, null, an empty table, or
+/// a table with `enabled = false`. "auto" also counts as off.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
@@ -272,7 +275,7 @@ fn is_off(value: &Value) -> bool {
     }
 }
 
-/// The path of `key` in the table `prefix`.
+/// Joins the table path `prefix` and `key`.
 pub(super) fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() {
         key.to_owned()
@@ -293,7 +296,7 @@ mod tests {
         }
     }
 
-    /// The keys of the one line about those without effect.
+    /// Number of keys in the note about keys without effect.
     fn without_effect(file: Value) -> usize {
         let Checked { note, faults } = check(&file);
         assert!(faults.is_empty(), "{faults:?}");
@@ -337,7 +340,7 @@ mod tests {
         assert_eq!(nearest.as_deref(), Some("flops_profiler.profile_step"));
         let (key, _) = unknown(json!({"checkpoint": {"writer": {"typ": 1}}}));
         assert_eq!(key, "checkpoint.writer.typ");
-        // Off, and wrong all the same.
+        // Unknown, even though the feature is off.
         let (key, _) = unknown(json!({"wandb": {"enabled": false, "job": 1}}));
         assert_eq!(key, "wandb.job");
         let fine = json!({
@@ -397,7 +400,7 @@ mod tests {
             let top = path.split('.').next().unwrap_or("");
             !tables.contains(&top) && !ours.contains(&path.as_str())
         });
-        // Tables are not listed beside what is in them.
+        // Tables are listed by the keys in them.
         let all: Vec<String> = used.collect();
         let is_table = |path: &String| {
             all.iter()

@@ -1,4 +1,4 @@
-//! Every key that is read, as a Markdown page: `docs/trainer-configuration.md`.
+//! A page about every key that is read, in Markdown: `docs/trainer-configuration.md`.
 
 use std::fmt::Write;
 
@@ -26,7 +26,7 @@ struct Section {
     rows: Vec<(String, &'static Field)>,
 }
 
-/// The page.
+/// Formats the page.
 pub(super) fn page() -> String {
     let mut text = HEAD.to_owned();
     for Section { path, rows } in sections() {
@@ -75,7 +75,7 @@ pub(super) fn page() -> String {
     text
 }
 
-/// Whether a default is a TOML value, not words.
+/// Returns whether a default is a TOML value and not a description.
 fn is_value(default: &str) -> bool {
     format!("x = {default}").parse::<toml::Table>().is_ok()
 }
@@ -92,7 +92,7 @@ fn meaning(path: &str, field: &Field) -> String {
     }
 }
 
-/// The tables of a run file in the order declared, those without keys of their own left out.
+/// Tables of a configuration file in the order of declaration, without those that have no keys of their own.
 fn sections() -> Vec<Section> {
     let mut sections = Vec::new();
     collect("", &ConfigToml::KIND, &mut sections);
@@ -133,7 +133,7 @@ mod tests {
                 meaning.len() > 10 && meaning.ends_with('.'),
                 "{path}: {meaning:?}"
             );
-            // DeepSpeed's keys have theirs in its table.
+            // DeepSpeed's keys are described in their own table.
             if field.what.is_empty() {
                 continue;
             }

@@ -1,5 +1,5 @@
-//! What somebody meant by a key nobody knows: the name of the same thing in Hugging Face's Trainer, PyTorch or a tool built on
-//! them, or else the known key that is spelled most alike.
+//! Suggestions for an unknown key: the key of the same meaning, if the name is known from Hugging Face's
+//! Trainer, PyTorch or a tool built on them; otherwise the known key with the most similar spelling.
 
 use super::{Key, entries, used_keys};
 
@@ -18,7 +18,8 @@ const FORMER: &[(&str, &str)] = &[
     ("offload.host_memory", "offload.host_memory_bytes"),
 ];
 
-/// Names in other programs, and the keys that mean the same here. Where the key alone would mislead, a remark follows it.
+/// Names in other programs and the keys with the same meaning here. A remark follows where the key alone
+/// would mislead.
 const OTHERS: &[(&str, &str)] = &[
     ("learning_rate", "optimizer.params.lr"),
     ("lr", "optimizer.params.lr"),
@@ -124,14 +125,14 @@ const OTHERS: &[(&str, &str)] = &[
     ("logging_dir", "tensorboard.output_path"),
 ];
 
-/// Less alike than this is another word.
+/// Names that are less similar than this are considered different words.
 const ALIKE_MIN: f64 = 0.7;
 
-/// The key that `path`, which is none, probably means.
+/// Returns the key that was probably meant by the unknown `path`.
 pub(in crate::config) fn suggestion(path: &str) -> Option<String> {
     let used = used_keys();
     let name = last(path).to_ascii_lowercase().replace('-', "_");
-    // Another table has it under just this name, as `steps`.
+    // Exactly one other table has a key of this name, for example `steps`.
     let named: Vec<&String> = used.iter().filter(|used| last(used) == name).collect();
     let former = FORMER.iter().find(|(former, _)| *former == path);
     let known = former.or_else(|| OTHERS.iter().find(|(other, _)| *other == name));
@@ -146,14 +147,15 @@ fn last(path: &str) -> &str {
     path.rsplit('.').next().unwrap_or("")
 }
 
-/// The known key that looks most like `path`, if one does. Keys of the same name in another table count as near.
+/// Returns the known key most similar to `path`, if any is similar enough. A key of the same name in another
+/// table also counts as similar.
 fn nearest(path: &str, used: &[String]) -> Option<String> {
     let near = |known: &str| {
         let whole = strsim::jaro_winkler(path, known);
         let name = 0.99 * strsim::normalized_damerau_levenshtein(last(path), last(known));
         let table = path.rsplit_once('.').map(|(table, _)| table)
             == known.rsplit_once('.').map(|(table, _)| table);
-        // Names that only begin alike are other names.
+        // Two names that share only a prefix are different names.
         let whole = if name > 0.5 { 0.9 * whole } else { 0.0 };
         name.max(whole) + if table { 0.05 } else { 0.0 }
     };

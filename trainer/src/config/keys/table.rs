@@ -1,16 +1,18 @@
-//! DeepSpeed's keys and what becomes of each: the one table behind the check of a run file and `docs/coming-from-deepspeed.md`.
+//! DeepSpeed's keys and how each is supported. The check of configuration files and
+//! `docs/coming-from-deepspeed.md` both use this table.
 //!
-//! An entry may name keys below it (`below`, dotted where they are deeper), which share its fate; `*` takes any. So a typing
-//! error inside a table that has no effect is still found.
+//! An entry may name keys below it (`below`, dotted if they are deeper) that have the same support; `*`
+//! accepts any. This finds a misspelled key even in a table that has no effect.
 
-/// What becomes of a key.
+/// How a key is supported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum KeySupport {
-    /// Read; `ConfigToml` has it.
+    /// Read: `ConfigToml` has a field for it.
     Used,
-    /// Accepted, and named before the start: it steers machinery that is not here.
+    /// Accepted and reported before the start: it controls a mechanism that does not exist here.
     Unused,
-    /// Asks for what is not built: refused unless it is off (false, null, an empty table, `enabled = false`).
+    /// Asks for an unsupported feature: refused unless it is off (false, null, an empty table, `enabled =
+    /// false`).
     Refused,
     /// Refused unless it is null, "auto" or one of these values (as JSON).
     RefusedBut(&'static [&'static str]),
@@ -45,7 +47,7 @@ const fn table(
 
 use KeySupport::{Refused, RefusedBut, Unused, Used};
 
-/// Tables in which DeepSpeed does not read a key it does not know. In all others it refuses one.
+/// Tables in which DeepSpeed ignores unknown keys. In all others it refuses them.
 pub(super) const IGNORES_OTHERS: &[&str] = &[
     "",
     "activation_checkpointing",
@@ -73,7 +75,7 @@ pub(super) const SECTIONS: &[(&str, &[Key])] = &[
     ("Everything else", OTHERS),
 ];
 
-// One line a key: it is read as a table.
+// One key a line, so that it reads as a table.
 #[rustfmt::skip]
 const TRAINING: &[Key] = &[
     key("train_batch_size", Used, "samples of a step over all ranks; any two of the three sizes give the third"),

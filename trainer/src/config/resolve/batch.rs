@@ -4,11 +4,12 @@ use super::{value, within};
 use crate::config::toml::ConfigToml;
 use crate::config::{Batch, SettingsError};
 
-/// Windows of one step: more is a typing error.
+/// Largest number of samples in a step; a larger value is taken for a typing error.
 const BATCH_MAX: u64 = 1 << 20;
 
-/// `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks`; any two of the three keys give
-/// the third. Without `ranks` (the run is only looked at) three keys give the ranks.
+/// `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks`; two of the
+/// three keys determine the third. If `ranks` is unknown (the run is only examined), all three keys determine
+/// it.
 pub(super) fn batch(
     config: &ConfigToml,
     seq_len: u64,
@@ -72,7 +73,7 @@ pub(super) fn batch(
     Ok((batch, ranks as u32))
 }
 
-/// What is said of the ranks, where there are several.
+/// Factor for several ranks in an error message.
 fn times(ranks: u64) -> String {
     match ranks {
         1 => String::new(),

@@ -1,10 +1,10 @@
-//! The data: which files, how they become tokens, what is held out.
+//! Resolves the training data: files, tokenizer, and text for evaluation.
 
 use super::{fraction, value, word};
 use crate::config::toml::DataToml;
 use crate::config::{DataSettings, LossOn, Packing, SettingsError};
 
-/// The data of a run of `steps` steps.
+/// Resolves the data of a run of `steps` steps.
 pub(super) fn data(given: &DataToml, steps: u64) -> Result<DataSettings, SettingsError> {
     let files = given.files.clone().unwrap_or_default();
     if files.is_empty() && steps > 0 {

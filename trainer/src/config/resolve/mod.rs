@@ -1,4 +1,4 @@
-//! Checks values against their ranges and against each other, and fills in what the run file leaves open.
+//! Checks values against their ranges and against each other, and fills in defaults.
 
 mod batch;
 mod data;
@@ -24,21 +24,21 @@ use super::{
     TrainSettings, WrittenFor,
 };
 
-/// Tokens of a window beyond this are a typing error, not a model.
+/// Longest sequence; a larger value is taken for a typing error.
 const SEQ_LEN_MAX: u64 = 1 << 20;
-/// The newest, and the one before should it be damaged.
+/// The newest checkpoint, and the one before in case the newest is damaged.
 const CHECKPOINTS_KEPT: u64 = 2;
 
 const THREADS_MAX: u64 = 1024;
-/// More chunks of a feed-forward part than this cost time and save no memory to speak of.
+/// More chunks of an MLP than this cost time and hardly save memory.
 const MLP_CHUNKS_MAX: u64 = 256;
 
-/// What is wrong with the settings, collected so that all of it can be told.
+/// Errors in the settings, collected to be reported together.
 #[derive(Default)]
 pub(super) struct Faults(Vec<SettingsError>);
 
 impl Faults {
-    /// What `result` holds, or `None` when it is a fault.
+    /// Returns the value in `result`, or records the error and returns `None`.
     fn take<T>(&mut self, result: Result<T, SettingsError>) -> Option<T> {
         result.map_err(|fault| self.0.push(fault)).ok()
     }
@@ -47,7 +47,7 @@ impl Faults {
 /// Resolves a run.
 ///
 /// # Errors
-/// All that is wrong. Of values that depend on each other the first.
+/// All errors found; of values that depend on each other only the first.
 pub(super) fn resolve(
     config: ConfigToml,
     name: &str,
@@ -72,7 +72,7 @@ pub(super) fn resolve(
         within("train.seq_len", seq_len, 1, SEQ_LEN_MAX)?;
         Ok(seq_len)
     }));
-    // What depends on a number that is wrong is checked as if that were 1.
+    // Checks that depend on an invalid number use 1 in its place.
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
     let batch = faults.take(batch::batch(&config, seq_len_or_one, ranks));
     let optimizer = optimizer::optimizer(&config.optimizer, &mut said, faults);
@@ -80,7 +80,7 @@ pub(super) fn resolve(
     let lr = faults.take(schedule::schedule(
         &config,
         lr,
-        // A run without steps has a schedule, too, that nothing asks.
+        // A run without steps has a schedule too, although nothing uses it.
         steps_or_one.max(1),
         written_for,
         &mut said,
@@ -200,7 +200,7 @@ fn resolve_train(
         faults.take(at_least("train.log_every", log_every, 1));
     }
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
-    // All ranks are on this node and share its cores.
+    // All ranks are on this node and divide its cores.
     let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
     faults.take(within("train.threads", threads, 1, THREADS_MAX));
     let device = faults.take(word(
@@ -278,7 +278,7 @@ fn resolve_offload(
             ("immediate", OptimizerStep::Immediate),
         ],
     ));
-    // DeepSpeed's key applies where ours is absent.
+    // DeepSpeed's key applies if this program's own key is absent.
     let asked = config.activation_checkpointing.cpu_checkpointing == Some(true);
     let activations = faults.take(word(
         "offload.activations",
@@ -371,7 +371,7 @@ fn resolve_offload(
     })
 }
 
-/// Ours, or DeepSpeed's `queue_depth` from one of the two places where people have it.
+/// Queue depth from `offload.iodepth`, or DeepSpeed's `queue_depth` in either of its two usual places.
 fn iodepth(config: &ConfigToml) -> Result<u64, SettingsError> {
     let mut found: Option<(&'static str, u64)> = None;
     for (key, given) in [
@@ -397,7 +397,7 @@ fn iodepth(config: &ConfigToml) -> Result<u64, SettingsError> {
     Ok(found.map_or(IODEPTH_DEFAULT.into(), |(_, depth)| depth))
 }
 
-/// One of `words`, the first one when nothing is given.
+/// Finds the choice called `given` in `words`; the first one if nothing is given.
 fn word<T: Clone>(
     key: &'static str,
     given: Option<&str>,
@@ -418,7 +418,7 @@ fn word<T: Clone>(
     })
 }
 
-/// A number of bytes that is not 0, if there is one.
+/// Parses a number of bytes that must not be 0.
 fn bytes(key: &'static str, count: Option<&ByteCount>) -> Result<Option<u64>, SettingsError> {
     let Some(count) = count else { return Ok(None) };
     match count.bytes() {

@@ -1,4 +1,4 @@
-//! The model: a `config.json`, inline keys, or both.
+//! Resolves the model from a `config.json`, from keys in the configuration file, or from both.
 
 use std::fs::File;
 use std::io::Read;
@@ -14,16 +14,16 @@ use crate::run_record::RunRecord;
 use crate::weights::{self, Element};
 use training_state::run::{Difference, ModelFiles, differences, resolved};
 
-/// A `config.json` is some kilobytes; more is another file.
+/// Size limit of a `config.json`, which usually has some kilobytes; a larger file is something else.
 const CONFIG_BYTES_MAX: u64 = 4 << 20;
 
 pub(super) struct Resolved {
     pub(super) config: ModelConfig,
-    /// The directory of `model.path`.
+    /// Directory named by `model.path`.
     pub(super) dir: Option<PathBuf>,
     pub(super) first_weights: FirstWeights,
     pub(super) dropout: Dropout,
-    /// What the checkpoint is in, where a directory says it.
+    /// Type of the checkpoint's weights, if a directory determines it.
     pub(super) stored: Option<Dtype>,
 }
 
@@ -63,7 +63,7 @@ pub(super) fn model(
     Ok(resolved)
 }
 
-/// A model of its directory, of inline keys, or of both.
+/// Describes the model from its directory, from keys, or from both.
 fn described(
     given: &ModelToml,
     seq_len: u64,
@@ -93,7 +93,7 @@ fn described(
             (None, None)
         }
     };
-    // The model's own checks name Hugging Face's keys; they all lie in `[model]` or in its file.
+    // The model's own checks use Hugging Face's names; all of these keys are in `[model]` or in its file.
     let key = if file.is_some() {
         "model.path"
     } else {
@@ -115,7 +115,7 @@ fn described(
     })
 }
 
-/// The type that a `config.json` names, by PyTorch's name, today's key first.
+/// Type that a `config.json` names in PyTorch's spelling; the current key takes precedence over the old one.
 fn named_dtype(file: &Map<String, Value>) -> Option<Dtype> {
     let name = file.get("dtype").or_else(|| file.get("torch_dtype"))?;
     match name.as_str()?.trim_start_matches("torch.") {
@@ -126,7 +126,7 @@ fn named_dtype(file: &Map<String, Value>) -> Option<Dtype> {
     }
 }
 
-/// The type that the weights in `dir` are in.
+/// Type of the weights in `dir`.
 fn stored_dtype(dir: &Path) -> Option<Dtype> {
     weights::stored_element(dir).map(|element| match element {
         Element::Fp32 => Dtype::Fp32,
@@ -135,7 +135,8 @@ fn stored_dtype(dir: &Path) -> Option<Dtype> {
     })
 }
 
-/// The model of the run in the directory `from`, to start with its weights. What else describes the model must describe this one.
+/// Describes the model of the run in `from`, whose weights a run starts with. Other descriptions must agree
+/// with it.
 fn of_run(
     from: &Path,
     given: &ModelToml,
@@ -188,7 +189,7 @@ fn of_run(
     }
 }
 
-/// How `model.init` is written.
+/// Values of `model.init`.
 #[derive(Clone, PartialEq)]
 enum Init {
     Auto,
@@ -196,7 +197,8 @@ enum Init {
     Random,
 }
 
-/// What a fresh run starts from: the weights beside the `config.json`, unless the run says otherwise.
+/// Determines the initial weights of a fresh run: those beside the `config.json`, unless the configuration
+/// says otherwise.
 fn first_weights(
     given: &ModelToml,
     dir: Option<&Path>,
@@ -213,7 +215,7 @@ fn first_weights(
     )?;
     match dir {
         _ if init == Init::Random => Ok(FirstWeights::Random),
-        // A start that needs them refuses what is missing: one that goes on does not, nor does a plan.
+        // Missing weights are an error only at a start that needs them, not when a run resumes or is planned.
         Some(dir) => {
             notes.extend(weights::look_for(dir).err().map(|error| error.to_string()));
             Ok(FirstWeights::Files)
@@ -226,7 +228,7 @@ fn first_weights(
     }
 }
 
-/// The keys that were written, as they would stand in a `config.json`.
+/// Returns the keys that were given in the configuration, in the form of a `config.json`.
 fn inline_keys(given: &ModelToml) -> Map<String, Value> {
     let Value::Object(mut keys) = serde_json::to_value(given).expect("the settings are plain data")
     else {
@@ -242,7 +244,7 @@ fn inline_keys(given: &ModelToml) -> Map<String, Value> {
     keys
 }
 
-/// The keys of a directory's `config.json`, or of the file itself, and the directory.
+/// Reads the keys of a directory's `config.json`, or of the file itself. Returns them with the directory.
 fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
     let wrong = |message: String| value("model.path", message);
     let file_path = if path.is_dir() {

@@ -1,22 +1,22 @@
-//! DeepSpeed's optimizer table.
+//! Resolves DeepSpeed's optimizer table.
 
 use super::{Faults, not_negative, value, word};
 use crate::config::toml::{OptimizerParamsToml, OptimizerToml};
 use crate::config::{Decaying, OptimizerSettings, Said, SettingsError};
 use crate::model::{ModelConfig, unit_layouts};
 
-/// What Hugging Face's Trainer takes as the learning rate where nobody says one.
+/// Learning rate that Hugging Face's Trainer uses by default.
 const TRAINER_LR: f64 = 5e-5;
-/// What PyTorch's Adam takes.
+/// Learning rate that PyTorch's Adam uses by default.
 const ADAM_LR: f64 = 1e-3;
 
-/// Whether the settings name no optimizer: neither its type nor its learning rate.
+/// Returns whether the settings name neither the optimizer's type nor its learning rate.
 pub(super) fn is_left_out(optimizer: &OptimizerToml) -> bool {
     optimizer.kind.is_none() && optimizer.params.lr.is_none()
 }
 
-/// The optimizer, or what the other side would take where the settings name none: Hugging Face's Trainer, without an
-/// `optimizer`; PyTorch, without a rate.
+/// Resolves the optimizer. Without any `optimizer`, Hugging Face's Trainer's default applies; with an
+/// optimizer but no rate, PyTorch's.
 pub(super) fn optimizer(
     optimizer: &OptimizerToml,
     said: &mut Said,
@@ -27,7 +27,7 @@ pub(super) fn optimizer(
     let kind = optimizer.kind.as_deref().unwrap_or("AdamW");
     match kind.to_ascii_lowercase().as_str() {
         "adamw" => {}
-        // DeepSpeed's Adam decouples the decay unless told otherwise.
+        // DeepSpeed's Adam decouples weight decay by default.
         "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
         "adam" => faults.0.push(value(
             "optimizer.params.adam_w_mode",
@@ -80,7 +80,8 @@ pub(super) fn optimizer(
     Some(settings)
 }
 
-/// Which parameters decay: a word, or all but those with a text in their name, as PyTorch people group them.
+/// Resolves which parameters decay: a keyword, or all except those whose name contains a given text, as is
+/// usual with PyTorch.
 fn decaying(params: &OptimizerParamsToml) -> Result<Decaying, SettingsError> {
     let Some(patterns) = &params.no_decay else {
         return word(
@@ -104,7 +105,8 @@ fn decaying(params: &OptimizerParamsToml) -> Result<Decaying, SettingsError> {
     Ok(Decaying::AllBut(patterns.clone()))
 }
 
-/// Names what of `no_decay` is in no parameter's name: people carry their list from model to model, so it is no error.
+/// Notes texts of `no_decay` that occur in no parameter's name. Not an error: the same list is often used for
+/// many models.
 pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut Vec<String>) {
     let Decaying::AllBut(patterns) = decay else {
         return;

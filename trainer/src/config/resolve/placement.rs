@@ -1,4 +1,5 @@
-//! Where parameters and optimizer live: DeepSpeed's stage and offload tables, and how they may go together.
+//! Resolves where parameters and optimizer state are kept: DeepSpeed's stage and offload tables, and their
+//! valid combinations.
 
 use std::path::PathBuf;
 
@@ -25,7 +26,7 @@ pub(super) fn placement(
             "\"none\" is not possible with parameters on nvme, because the optimizer state is five times as large: use \"nvme\" or \"cpu\"",
         ));
     }
-    // A directory named in two ways is one directory, with one device file.
+    // Two spellings of one directory are one directory, with one device file.
     let mut nvme_paths: Vec<PathBuf> = Vec::new();
     for (key, device, path) in [
         (
@@ -86,7 +87,7 @@ pub(super) fn placement(
     })
 }
 
-/// Left out, it is 3: DeepSpeed's default of 0 would contradict every offload.
+/// The default is 3: DeepSpeed's default of 0 would contradict every offload.
 fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, SettingsError> {
     const KEY: &str = "zero_optimization.stage";
     let Some(number) = number else {
@@ -120,7 +121,7 @@ fn stage(number: Option<u64>, param: Tier, optimizer: Tier) -> Result<Stage, Set
     }
 }
 
-/// Left out, it is 0 as it always was; with a budget of host memory it is what the budget is for.
+/// The default is 0, or "auto" if a budget of host memory is set.
 fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, SettingsError> {
     const KEY: &str = "offload.resident_fraction";
     match &offload.resident_fraction {

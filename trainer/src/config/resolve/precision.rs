@@ -1,4 +1,5 @@
-//! DeepSpeed's tables of precision: in which kind of number a run computes, and what becomes of a step that overflows.
+//! Resolves DeepSpeed's precision tables: the type that a run computes in, and what happens to a step that
+//! overflows.
 
 use super::model;
 use super::{at_least, value, within};
@@ -6,10 +7,11 @@ use crate::config::toml::{ConfigToml, Fp16Toml, Switch};
 use crate::config::{DynamicScale, FirstWeights, OverflowPolicy, Said, SettingsError};
 use crate::model::Dtype;
 
-/// 2^32 is what apex began with; a first scale beyond it only costs skipped steps.
+/// Highest power of the first loss scale. Apex started with 2^32; a larger scale only costs skipped steps.
 const SCALE_POWER_MAX: u64 = 32;
 
-/// What a run computes in: what the settings say, and for "auto" what the model's directory says of its checkpoint.
+/// Resolves the type that a run computes in. For "auto" it is the type of the checkpoint in the model's
+/// directory.
 pub(super) fn precision(
     config: &ConfigToml,
     model: Option<&model::Resolved>,

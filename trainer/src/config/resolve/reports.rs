@@ -1,4 +1,4 @@
-//! DeepSpeed's monitors and its breakdown of times.
+//! Resolves DeepSpeed's monitors and its breakdown of times.
 
 use std::path::{Component, Path, PathBuf};
 
@@ -6,10 +6,10 @@ use super::value;
 use crate::config::toml::{ConfigToml, MonitorToml};
 use crate::config::{Reports, SettingsError};
 
-/// DeepSpeed's name for a job without one.
+/// DeepSpeed's default name of a job.
 const JOB_NAME: &str = "DeepSpeedJobName";
 
-/// A monitor without a directory of its own gets one in `run_dir`.
+/// Resolves the reports. A monitor without a directory gets one in `run_dir`.
 pub(super) fn reports(config: &ConfigToml, run_dir: &Path) -> Result<Reports, SettingsError> {
     let of = |name: &str, job_key: &'static str, monitor: &MonitorToml| {
         dir(monitor, job_key, &run_dir.join(name))
@@ -21,7 +21,7 @@ pub(super) fn reports(config: &ConfigToml, run_dir: &Path) -> Result<Reports, Se
     })
 }
 
-/// Where it writes, if it does.
+/// Directory that the monitor writes to, if it is enabled.
 fn dir(
     monitor: &MonitorToml,
     job_key: &'static str,

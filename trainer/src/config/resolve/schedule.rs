@@ -1,4 +1,4 @@
-//! DeepSpeed's scheduler table: each scheduler reads its own parameters, and another's is refused as DeepSpeed refuses it.
+//! Resolves DeepSpeed's scheduler table. As in DeepSpeed, a parameter of another scheduler is refused.
 
 use serde_json::Value;
 
@@ -9,7 +9,7 @@ use crate::config::{
     LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
 };
 
-/// Each scheduler with the parameters it has.
+/// Each scheduler with its parameters.
 const SCHEDULERS: &[(&str, &[&str])] = &[
     (
         "LRRangeTest",
@@ -66,7 +66,7 @@ const SCHEDULERS: &[(&str, &[&str])] = &[
             "warmup_type",
         ],
     ),
-    // Hugging Face's names, for what it takes without a warm-up.
+    // Hugging Face's names for schedules without a warm-up.
     (LINEAR, &["total_num_steps"]),
     (CONSTANT, &[]),
 ];
@@ -74,7 +74,7 @@ const SCHEDULERS: &[(&str, &[&str])] = &[
 const LINEAR: &str = "linear";
 const CONSTANT: &str = "constant";
 
-/// The schedule of a run of `steps` steps whose optimizer has the rate `lr`.
+/// Resolves the schedule of a run of `steps` steps with the optimizer's learning rate `lr`.
 pub(super) fn schedule(
     config: &ConfigToml,
     lr: f64,
@@ -111,8 +111,8 @@ pub(super) fn schedule(
     }
 }
 
-/// What the side that was left to choose the schedule takes: Hugging Face's Trainer a straight fall, DeepSpeed none. Without an
-/// optimizer, too, all of it is the Trainer's choice.
+/// Schedule if none is set: Hugging Face's Trainer decays linearly, DeepSpeed keeps the rate. Without an
+/// optimizer, the Trainer's choice applies.
 fn left_out(
     config: &ConfigToml,
     lr: f64,
@@ -138,7 +138,7 @@ fn left_out(
     }
 }
 
-/// What is given must be the scheduler's.
+/// Refuses parameters that the scheduler does not have.
 fn check_params(
     kind: &str,
     known: &[&str],
@@ -202,7 +202,7 @@ fn one_cycle(params: &SchedulerParamsToml, steps: u64) -> Result<LrSchedule, Set
         decay_lr_rate,
         momentum: momentum(params)?,
     };
-    // What grows with every step must stay a decay until the end.
+    // A decay that grows with every step must stay positive until the end.
     let schedule = LrSchedule::OneCycle(cycle);
     if let Some([last, _]) = training_state::learning_rate::betas(&schedule, steps)
         && last >= 1.0
@@ -314,5 +314,5 @@ fn warmup(
     })
 }
 
-/// What DeepSpeed's WarmupDecayLR rises to when nothing is said, whatever the optimizer's rate is.
+/// Rate that DeepSpeed's WarmupDecayLR reaches by default, regardless of the optimizer's.
 const DECAY_MAX_LR: f64 = 1e-3;

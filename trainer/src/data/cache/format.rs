@@ -1,4 +1,4 @@
-//! The header, and elements as bytes.
+//! Header of a token file, and encoding of its elements.
 
 use crc_fast::crc32_iscsi as crc32c;
 
@@ -10,7 +10,7 @@ const VERSION: u64 = 1;
 const WORDS: usize = 16;
 pub(super) const HEADER_BYTES: usize = WORDS * 8;
 
-/// What a file of tokens says of itself.
+/// Header of a token file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(in crate::data) struct Header {
     pub(in crate::data) key: u64,
@@ -68,7 +68,7 @@ impl Header {
         bytes
     }
 
-    /// From the start of a file.
+    /// Decodes the first bytes of a file.
     pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, String> {
         let mut words = [0; WORDS];
         for (word, place) in words.iter_mut().zip(bytes.chunks_exact(8)) {
@@ -97,7 +97,7 @@ impl Header {
             counted: words[9],
             table_crc: words[10] as u32,
         };
-        // No file is longer, and nothing above overflows.
+        // A limit no real file exceeds; below it the sizes cannot overflow.
         let elems = words[5]
             .checked_add(words[6])
             .filter(|elems| *elems < 1 << 56);
@@ -107,7 +107,7 @@ impl Header {
         Ok(header)
     }
 
-    /// Elements as they are stored.
+    /// Appends the stored form of `elements` to `out`.
     pub(super) fn pack(&self, elements: &[u32], out: &mut Vec<u8>) {
         let top = 1u32 << (8 * self.elem_bytes - 1);
         for &element in elements {
@@ -122,7 +122,7 @@ impl Header {
         }
     }
 
-    /// Elements from bytes that were stored.
+    /// Decodes stored bytes and appends the elements to `out`.
     pub(super) fn unpack(&self, bytes: &[u8], out: &mut Vec<u32>) {
         let top = 1u32 << (8 * self.elem_bytes - 1);
         out.extend(bytes.chunks_exact(self.elem_bytes).map(|bytes| {

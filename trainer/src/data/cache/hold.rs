@@ -1,4 +1,5 @@
-//! Who makes a file of tokens: one process at a time, in a file that takes the name at the end.
+//! Exclusive creation of a token file: one process writes it under a temporary name and renames it at the
+//! end.
 
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::MetadataExt;
@@ -11,25 +12,25 @@ use test_hooks::kill_point::{Point, reach};
 use super::super::DataError;
 use training_state::run::make_dir;
 
-/// Between two looks at what another process makes.
+/// Interval between checks for a file that another process creates.
 const ROUND: Duration = Duration::from_millis(100);
-/// Another process that has written nothing for so long hangs.
+/// A process that has written nothing for this long is considered hung.
 const SILENT_MAX: Duration = Duration::from_secs(600);
 
-/// The right to make a file of tokens, for as long as it is held. The lock ends with the process.
+/// Exclusive right to create a token file. The lock ends with the process.
 pub(in crate::data) struct Claim {
     path: PathBuf,
     temporary: PathBuf,
     file: File,
-    /// Directories that were made for it, innermost first: removed again if nothing comes of it.
+    /// Directories created for this file, innermost first; removed again if creating the file fails.
     made: Vec<PathBuf>,
     kept: bool,
 }
 
-/// Claims the making of `path`. `None` when another process has made it meanwhile.
+/// Claims the creation of `path`. Returns `None` if another process has created the file in the meantime.
 ///
 /// # Errors
-/// The directory cannot be written; another process has the claim and does nothing.
+/// The directory cannot be written; another process holds the claim and makes no progress.
 pub(in crate::data) fn claim(
     path: &Path,
     say: &mut dyn FnMut(String),
@@ -45,7 +46,7 @@ pub(in crate::data) fn claim(
         .take_while(|dir| !dir.exists())
         .map(PathBuf::from)
         .collect();
-    // It may be the run directory that is made here: it must be as durable as if the run had made it.
+    // The directory may be the run directory, so it is created as durably as the run would create it.
     make_dir(dir).map_err(failed)?;
     let temporary = path.with_extension("new");
     let mut said = false;
@@ -68,7 +69,7 @@ pub(in crate::data) fn claim(
                     kept: false,
                 }));
             }
-            // It took its name between our opening and locking it.
+            // The file may have been renamed between opening and locking it.
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => {
                 if !said {
@@ -99,12 +100,12 @@ pub(in crate::data) fn claim(
 }
 
 impl Claim {
-    /// What is written to.
+    /// The file to write to.
     pub(in crate::data) fn file(&self) -> &File {
         &self.file
     }
 
-    /// Gives the file its name.
+    /// Renames the file to its final name.
     pub(in crate::data) fn keep(mut self) -> Result<(), DataError> {
         reach(Point::Tokens);
         fs::rename(&self.temporary, &self.path).map_err(|source| DataError::Cache {
@@ -121,17 +122,17 @@ impl Drop for Claim {
     fn drop(&mut self) {
         if !self.kept {
             let _ = fs::remove_file(&self.temporary);
-            // Only empty ones go.
+            // Removes empty directories only.
             for dir in &self.made {
                 let _ = fs::remove_dir(dir);
             }
         }
-        // A process that was just started may still have a copy of the locked file.
+        // A child process that was just started may still hold a copy of the locked file.
         let _ = self.file.unlock();
     }
 }
 
-/// Whether the file that is called `path` is this one.
+/// Returns whether `path` is the name of this file.
 fn is_at(file: &File, path: &Path) -> bool {
     let number = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let ours = file.metadata().map(number).ok();

@@ -1,16 +1,17 @@
-//! The tokens of a run on a drive, made once: read again in ranges, so that they are never whole in memory.
+//! Token files: a run's tokens on a drive, made once and read in ranges, so that they are never in memory as
+//! a whole.
 //!
 //! ```text
-//!   0       header: sixteen u64: magic, version, key, bytes of an element, whether some do not count, elements for training,
-//!           elements held out, documents, fingerprint of the elements, elements that count, crc32c of the table, four zeros,
-//!           crc32c of all before it
-//!   4096    elements: training, then held out. Token ids; the highest bit is set where a token is no target of the loss
+//!   0       header: sixteen u64: magic, version, key, bytes of an element, whether some do not count, training elements,
+//!           validation elements, documents, fingerprint of the elements, elements that count, crc32c of the table, four zeros,
+//!           crc32c of all preceding bytes
+//!   4096    elements: training, then validation. Token ids; the highest bit is set if the token is not a target of the loss
 //!   ...     table: crc32c of every 64 KiB of elements, u32 each
 //! ```
 //!
-//! All little endian. A file is called KEY.tokens; the key follows from the files that were read, the tokenizer and the settings,
-//! so one that exists is the right one. It appears whole or not at all, and nothing waits for the drive: what power loss takes
-//! fails its checksums, and is made again.
+//! All numbers are little endian. A file is called KEY.tokens; the key is derived from the source files, the
+//! tokenizer and the settings, so an existing file is the right one. A file appears complete or not at all.
+//! It is not synced to the drive: data lost in a power cut fails its checksums and is recreated.
 
 mod format;
 mod hold;
@@ -22,12 +23,13 @@ pub(super) use hold::{Claim, claim};
 pub(super) use stored::Stored;
 pub(super) use write::Writer;
 
-/// Of elements, for one checksum: what a window costs to read at least.
+/// Bytes of elements covered by one checksum; the least that reading a window costs.
 const BLOCK_BYTES: usize = 64 << 10;
-/// Where elements begin.
+/// Offset of the first element.
 const ELEMENTS_AT: u64 = 4096;
 
-/// Bytes of an element for ids below `ids_end`, with a bit for what does not count if `masked`.
+/// Bytes of an element for ids below `ids_end`, with an additional bit for tokens that do not count if
+/// `masked`.
 pub(super) fn elem_bytes(ids_end: u64, masked: bool) -> usize {
     let spare = u32::from(masked);
     match ids_end {

@@ -1,4 +1,4 @@
-//! A file of tokens that is complete.
+//! A complete token file.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,20 +10,20 @@ use super::super::DataError;
 use super::format::{HEADER_BYTES, Header};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
-/// Read in ranges; whatever is handed out has passed its checksum.
+/// Complete token file, read in ranges. Every returned element has passed its checksum.
 pub(in crate::data) struct Stored {
     file: File,
     path: PathBuf,
     header: Header,
-    /// Of each block. A 16,384th of the elements.
+    /// Checksum of each block; takes a 16,384th of the elements' size.
     table: Vec<u32>,
 }
 
 impl Stored {
-    /// Opens the file at `path`; `None` where there is none.
+    /// Opens the file at `path`; returns `None` if there is none.
     ///
     /// # Errors
-    /// It is not what `key` says, or damaged as far as header and table tell; it cannot be read.
+    /// The file does not match `key`, its header or table is damaged, or it cannot be read.
     pub(in crate::data) fn open(path: &Path, key: u64) -> Result<Option<Self>, DataError> {
         let failed = |source| DataError::Cache {
             verb: "read",
@@ -74,10 +74,10 @@ impl Stored {
         &self.header
     }
 
-    /// Reads all of it, telling how many bytes more were gone through.
+    /// Reads and checks the whole file. Calls `tell` with the number of bytes checked since the last call.
     ///
     /// # Errors
-    /// The first damage.
+    /// The first damage found.
     pub(in crate::data) fn verify(&self, tell: &mut dyn FnMut(u64)) -> Result<(), DataError> {
         let mut bytes = Vec::new();
         for block in 0..self.header.blocks() {
@@ -87,10 +87,10 @@ impl Stored {
         Ok(())
     }
 
-    /// Adds `count` elements from element `first` on to `out`.
+    /// Appends `count` elements from element `first` on to `out`.
     ///
     /// # Errors
-    /// Damage; it cannot be read.
+    /// The file is damaged or cannot be read.
     pub(in crate::data) fn read(
         &self,
         first: u64,
@@ -117,7 +117,7 @@ impl Stored {
         Ok(())
     }
 
-    /// The bytes of a block, checked.
+    /// Reads a block and verifies its checksum.
     fn block(&self, block: u64, bytes: &mut Vec<u8>) -> Result<(), DataError> {
         let start = block * BLOCK_BYTES as u64;
         let left = self.header.elements_bytes() - start;

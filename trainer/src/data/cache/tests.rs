@@ -1,9 +1,9 @@
-//! The bytes of a file of tokens, as they will be read by those who come later.
+//! Tests of the stored format, which later versions must still read.
 
 use super::super::tokenize::NOT_COUNTED;
 use super::*;
 
-/// 16-bit elements, some masked, three for training and two held out.
+/// A file of 16-bit elements with a mask, three for training and two for validation.
 #[test]
 fn the_stored_format_has_not_changed() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A file of tokens in the making.
+//! Writes a token file.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -13,12 +13,13 @@ use super::format::Header;
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 use training_state::fingerprint::Fingerprint;
 
-/// Takes elements for training and elements that are held out in any order; those held out wait in a file of their own.
+/// Accepts training and validation elements in any order. Validation elements are kept in a separate
+/// temporary file until the end.
 pub(in crate::data) struct Writer<'a> {
     file: &'a File,
     path: &'a Path,
     header: Header,
-    /// Less than a block.
+    /// Bytes of an incomplete block.
     pending: Vec<u8>,
     table: Vec<u8>,
     print: Fingerprint,
@@ -27,7 +28,7 @@ pub(in crate::data) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// Into `file`, which is called `path`.
+    /// Starts writing into `file`, whose path is `path`.
     pub(in crate::data) fn new(
         file: &'a File,
         path: &'a Path,
@@ -43,14 +44,14 @@ impl<'a> Writer<'a> {
             held: None,
             held_counted: 0,
         };
-        // What an earlier try left.
+        // Removes what an earlier attempt left.
         writer.done(file.set_len(0))?;
         let mut file = file;
         writer.done(file.seek(SeekFrom::Start(ELEMENTS_AT)))?;
         Ok(writer)
     }
 
-    /// Elements for training.
+    /// Appends training elements.
     pub(in crate::data) fn train(&mut self, elements: &[u32]) -> Result<(), DataError> {
         self.header.train_elems += elements.len() as u64;
         self.header.counted += counted(elements);
@@ -59,7 +60,7 @@ impl<'a> Writer<'a> {
         self.write_blocks(false)
     }
 
-    /// Elements that are held out.
+    /// Appends validation elements.
     pub(in crate::data) fn hold(&mut self, elements: &[u32]) -> Result<(), DataError> {
         self.header.held_elems += elements.len() as u64;
         self.header.counted += counted(elements);
@@ -74,22 +75,22 @@ impl<'a> Writer<'a> {
         self.done(held.write_all(&bytes))
     }
 
-    /// What was written so far.
+    /// Header of what has been written so far.
     pub(in crate::data) fn header(&self) -> &Header {
         &self.header
     }
 
-    /// Elements written to be held out that count.
+    /// Number of validation elements written that count in the loss.
     pub(in crate::data) fn held_counted(&self) -> u64 {
         self.held_counted
     }
 
-    /// One more document.
+    /// Counts one more document.
     pub(in crate::data) fn document(&mut self) {
         self.header.documents += 1;
     }
 
-    /// Completes the file. `last_held` of the elements for training, its last, are held out.
+    /// Completes the file. Its last `last_held` training elements become validation elements.
     pub(in crate::data) fn finish(mut self, last_held: u64) -> Result<Header, DataError> {
         if let Some(mut held) = self.held.take() {
             self.done(held.rewind())?;
@@ -110,7 +111,7 @@ impl<'a> Writer<'a> {
         self.header.table_crc = crc32c(&self.table);
         let mut file = self.file;
         self.done(file.write_all(&self.table))?;
-        // The header is last: without it this is no file of tokens.
+        // The header is written last: without it the file is not a token file.
         self.done(self.file.write_all_at(&self.header.encode(), 0))?;
         Ok(self.header)
     }

@@ -1,4 +1,4 @@
-//! Finds the files of a run: what is named, and what lies in named directories, in one fixed order.
+//! Finds a run's files: those named and those in named directories, in a fixed order.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -8,17 +8,17 @@ use std::path::{Path, PathBuf};
 use super::{Format, Source};
 use crate::data::DataError;
 
-/// Files in directories, and how deep: a loop of mounts must not go on for ever.
+/// Limits for the number of files in directories and for nesting, which stop the search in a cycle of mounts.
 const FILES_MAX: usize = 1_000_000;
 const DEPTH_MAX: usize = 64;
-/// A file of a directory counts as text when this much of its start is UTF-8 without zero bytes.
+/// Bytes examined at the start of a file in a directory: it is text if these are UTF-8 without zero bytes.
 const PROBE_BYTES: u64 = 8192;
 
-/// What was found.
+/// Files found.
 #[derive(Debug, Default)]
 pub(in crate::data) struct Found {
     pub(in crate::data) sources: Vec<Source>,
-    /// Files of directories that are not read.
+    /// Number of files in directories that were skipped.
     pub(in crate::data) passed_over: usize,
 }
 
@@ -28,9 +28,9 @@ impl Found {
     }
 }
 
-/// Looks at `paths` in the order given. A file is taken as it is, by its ending. A directory stands for the .jsonl and .parquet
-/// files and those of token ids below it; without any, for its text files. They are sorted by path; hidden files and directories, links, empty and binary
-/// files are passed over.
+/// Finds the files of `paths` in the given order. A named file is taken according to its extension. A
+/// directory stands for all .jsonl, .parquet and token id files below it, or, if it has none, for its text
+/// files. They are sorted by path; hidden files and directories, links, empty and binary files are skipped.
 pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Found, DataError> {
     let mut found = Found::default();
     for path in paths {
@@ -53,10 +53,10 @@ pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Foun
     Ok(found)
 }
 
-/// A file that was named.
+/// Examines a file that was named directly.
 fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
     let metadata = metadata(path, key)?;
-    // Devices and pipes never end, or never begin.
+    // Reading a device or a pipe may never end, or never begin.
     if !metadata.is_file() {
         return Err(DataError::NoFile {
             key,
@@ -98,7 +98,7 @@ fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataErro
             sources.push(source);
         }
     }
-    // What lies beside records describes them.
+    // Text files beside records usually describe them.
     let records = sources.iter().any(|source| source.format != Format::Plain);
     let before = found.sources.len();
     for source in sources {
@@ -153,7 +153,8 @@ fn metadata(path: &Path, key: &'static str) -> Result<std::fs::Metadata, DataErr
     std::fs::metadata(path).map_err(DataError::reading(key, path))
 }
 
-/// Not empty, no zero byte, and UTF-8 as far as the probe goes (a character cut by its end is fine).
+/// Returns whether a file is not empty, has no zero byte, and is UTF-8 in its first bytes. A character cut
+/// off at the end of these is accepted.
 fn is_text(path: &Path, key: &'static str) -> Result<bool, DataError> {
     let mut probe = Vec::new();
     std::fs::File::open(path)
@@ -227,7 +228,7 @@ mod tests {
         let found = find();
         assert_eq!(names(&found, dir.path()), ["a.rs", "b/two", "c.txt"]);
         assert_eq!((found.passed_over, found.bytes()), (2, 3));
-        // The README beside a dataset is no part of it.
+        // The README of a dataset is not part of the data.
         std::fs::write(at("b/rows.jsonl"), "{}").unwrap();
         let found = find();
         assert_eq!(names(&found, dir.path()), ["b/rows.jsonl"]);

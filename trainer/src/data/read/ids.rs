@@ -1,8 +1,8 @@
-//! A file of token ids: one document, in pieces.
+//! Reads a file of token ids as one document, in pieces.
 //!
 //! ```text
 //!   NAME.u16, NAME.u32   ids one after another, little endian
-//!   NAME.npy             NumPy's array of one dimension: whole numbers of any width, little endian
+//!   NAME.npy             NumPy array with one dimension: integers of any width, little endian
 //! ```
 
 use std::fs::File;
@@ -14,10 +14,10 @@ use super::record::Document;
 use super::{Piece, Place, Source};
 use crate::data::DataError;
 
-/// A header of an array of one dimension has some hundred bytes.
+/// Size limit of the header; that of a one-dimensional array has about a hundred bytes.
 const HEADER_BYTES_MAX: usize = 64 << 10;
 
-/// How a file holds its numbers.
+/// Encoding of the numbers in a file.
 #[derive(Debug, PartialEq)]
 struct Layout {
     start_bytes: u64,
@@ -62,7 +62,7 @@ pub(super) fn pieces(
         bytes.clear();
         let mut bounded = (&mut file).take(PIECE_BYTES as u64);
         bounded.read_to_end(&mut bytes).map_err(&failed)?;
-        // What was added since its length was asked.
+        // Ignores an incomplete id appended after the length was read.
         bytes.truncate(bytes.len() / layout.elem_bytes * layout.elem_bytes);
         if bytes.is_empty() {
             return Ok(());
@@ -100,19 +100,20 @@ impl Layout {
         let negative = self.signed && elem[elem.len() - 1] & 0x80 != 0;
         let mut wide = [if negative { 0xFF } else { 0 }; 8];
         wide[..elem.len()].copy_from_slice(elem);
-        // Unsigned ones beyond i64 become negative, and are no ids either.
+        // Unsigned values beyond i64 become negative, which are not valid ids either.
         i64::from_le_bytes(wide)
     }
 }
 
-/// Why an array cannot be read.
+/// Reason why an array cannot be read.
 #[derive(Debug)]
 enum HeaderError {
     Io(std::io::Error),
     Wrong(String),
 }
 
-/// The header of NumPy's format, versions 1 to 3: magic, version, length of what follows, a Python dictionary as text.
+/// Parses the header of NumPy's format, versions 1 to 3: magic, version, length of the rest, a Python
+/// dictionary as text.
 fn npy(file: &mut impl Read) -> Result<Layout, HeaderError> {
     let wrong = |message: String| HeaderError::Wrong(message);
     let mut read = |count: usize| {

@@ -1,4 +1,4 @@
-//! A file with a JSON object on each line. Blank lines are passed over.
+//! Reads a file with a JSON object on each line. Skips blank lines.
 
 use std::io::{BufRead, BufReader, Read};
 
@@ -8,7 +8,7 @@ use super::record::Document;
 use super::{Piece, Place, Source};
 use crate::data::DataError;
 
-/// A longer line is no record of text, but a file without lines.
+/// Longest line; a longer one suggests a file without line ends.
 const LINE_BYTES_MAX: u64 = 256 << 20;
 const BUFFER_BYTES: usize = 1 << 20;
 
@@ -39,7 +39,7 @@ pub(super) fn documents(
         if bytes == 0 {
             return Ok(());
         }
-        // Some editors begin a file so.
+        // Some editors start a file with a byte order mark.
         let text = line.strip_prefix(b"\xEF\xBB\xBF").filter(|_| number == 1);
         let text = text.unwrap_or(&line);
         if text.trim_ascii().is_empty() {
@@ -65,7 +65,7 @@ fn document(line: &[u8]) -> Result<Document, String> {
         format!("is not UTF-8 from byte {at} of the line on: convert the file to UTF-8")
     })?;
     let value: Value = serde_json::from_str(text).map_err(|error| {
-        // The line within the text is always the first.
+        // Positions in the error refer to the line, so its line number is always 1 and is removed.
         let (message, column) = (error.to_string(), error.column());
         let message = message.split(" at line ").next().unwrap_or_default();
         format!("is not JSON: {message} at column {column}")

@@ -1,10 +1,10 @@
-//! Files into documents: which files, of which format, and what each line or row of them is.
+//! Reads files into documents: finds the files, determines their formats, and interprets each line or row.
 //!
 //! ```text
 //!   files and directories ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, ids.rs, lines.rs, rows.rs ─▶ record.rs ─▶ Document
 //! ```
 //!
-//! Documents come one after another, in the order of files and within them; none but the one at hand is in memory.
+//! Documents are read one after another in the order of files. Only the current one is in memory.
 
 mod files;
 mod ids;
@@ -22,21 +22,21 @@ pub(super) use record::{Document, Kind};
 
 use super::DataError;
 
-/// How a file holds its documents.
+/// Format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Format {
-    /// It is one.
+    /// Text; the file is one document.
     Plain,
-    /// It is one, of token ids.
+    /// Token ids; the file is one document.
     Ids,
-    /// A JSON object on each line.
+    /// A JSON object on each line; each is a document.
     Lines,
-    /// A row is one.
+    /// A parquet table; each row is a document.
     Parquet,
 }
 
 impl Format {
-    /// Whether a file is one document as a whole.
+    /// Returns whether the whole file is one document.
     pub(super) fn is_one_document(self) -> bool {
         matches!(self, Self::Plain | Self::Ids)
     }
@@ -48,17 +48,17 @@ pub(super) struct Source {
     pub(super) path: PathBuf,
     pub(super) format: Format,
     pub(super) bytes: u64,
-    /// Changes when the file does: times and number of its entry.
+    /// Times and inode number, which change when the file does.
     pub(super) version: [i64; 5],
-    /// The file itself, whatever its name: device and number of its entry.
+    /// Device and inode number, which identify the file under any name.
     pub(super) identity: (u64, u64),
 }
 
-/// Where a document stands.
+/// Position of a document.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     pub path: PathBuf,
-    /// Of a line or row, from 1; `None` for the whole file.
+    /// Number of the line or row, from 1; `None` for the whole file.
     pub number: Option<u64>,
     pub(super) what: &'static str,
 }
@@ -72,18 +72,19 @@ impl fmt::Display for Place {
     }
 }
 
-/// A document, or a piece of a long text.
+/// A document, or a part of a long one.
 pub(super) struct Piece {
     pub(super) document: Document,
-    /// Where the document before goes on: the end of what it had, for a text; nothing where a document begins.
+    /// End of the preceding part of the same document: its last characters for a text, otherwise empty.
+    /// `None` at the beginning of a document.
     pub(super) after: Option<String>,
     pub(super) place: Place,
-    /// Bytes of the source gone by with it.
+    /// Bytes of the source consumed with this piece.
     pub(super) bytes: u64,
 }
 
-/// Gives each document of `source` to `take`. `kind` is that of the first; all others must be alike. Text is UTF-8 unless
-/// `any_bytes`.
+/// Calls `take` for each document of `source`. `kind` is the kind of the first document; all others must have
+/// the same. Text must be UTF-8 unless `any_bytes` is set.
 pub(super) fn documents(
     source: &Source,
     key: &'static str,
@@ -110,7 +111,7 @@ pub(super) fn documents(
     }
 }
 
-/// The kind of the first document there is.
+/// Returns the kind of the first document found.
 pub(super) fn first_kind(
     sources: &[Source],
     key: &'static str,
@@ -119,7 +120,7 @@ pub(super) fn first_kind(
     for source in sources {
         let mut found = None;
         let mut kind = None;
-        // There is no other way out of a visit than an error: this one is nobody's.
+        // Only an error ends the iteration early; this one is discarded.
         let ended = documents(source, key, any_bytes, &mut kind, &mut |piece| {
             found = Some(piece.document.kind());
             Err(DataError::Setting {

@@ -1,4 +1,5 @@
-//! A file of text: one document, in pieces so that a long one is never whole in memory. A byte order mark is no part of it.
+//! Reads a text file as one document, in pieces, so that a long one is never in memory as a whole. Skips a
+//! byte order mark.
 
 use std::io::Read;
 
@@ -6,10 +7,10 @@ use super::record::Document;
 use super::{Piece, Place, Source};
 use crate::data::DataError;
 
-/// Tokenizing takes some hundred bytes for each of these, on several threads at once.
+/// Size of a piece. Tokenizing takes some hundred bytes for each byte of a piece, on several threads at once.
 pub(in crate::data) const PIECE_BYTES: usize = 256 << 10;
 
-/// Of a piece, that the next one is told: a few words.
+/// Bytes at the end of a piece that the next piece is given as context: a few words.
 const END_BYTES: usize = 64;
 
 pub(super) fn pieces(
@@ -27,7 +28,7 @@ pub(super) fn pieces(
         let mut bounded = (&mut file).take(wanted as u64);
         let read = bounded.read_to_end(&mut rest).map_err(&failed)?;
         let ended = read < wanted;
-        // Some editors begin a file so.
+        // Some editors start a file with a byte order mark.
         let mark_bytes = match rest.starts_with(b"\xEF\xBB\xBF") && after.is_none() {
             true => rest.drain(..3).len() as u64,
             false => 0,
@@ -73,13 +74,14 @@ pub(super) fn pieces(
     }
 }
 
-/// Where a full piece ends, so that the tokens of its parts are those of the whole. The last of these that there is:
+/// Returns where to end a full piece, so that tokenizing the pieces gives the tokens of the whole text. Uses
+/// the last position of the first of these kinds that occurs:
 ///
-/// - before a single space between two words, where no known tokenizer has a token that reaches over; before a single line's end
-///   behind a letter or digit, likewise
-/// - behind a single line's end that no space follows: some tokenizers take an "\r\n" for two tokens within a text and for one
-///   at its end
-/// - behind any character: a text without spaces and lines has a token or two more there
+/// - before a single space between two words, or before a single line end after a letter or digit: no known
+///   tokenizer has a token that spans this position
+/// - after a single line end that no space follows: some tokenizers encode "\r\n" as two tokens inside a text
+///   and as one at its end
+/// - after any character: a text without spaces and line ends gets one or two more tokens there
 pub(in crate::data) fn cut(piece: &[u8]) -> usize {
     let is_word = |letter: Option<char>| letter.is_some_and(|letter| !letter.is_whitespace());
     let word = (1..piece.len()).rev().find(|&at| match piece[at] {
@@ -95,7 +97,7 @@ pub(in crate::data) fn cut(piece: &[u8]) -> usize {
         })
     };
     let character = || {
-        // At most three bytes of a character that goes on.
+        // An incomplete character has at most three bytes.
         let ends = (piece.len().saturating_sub(3)..=piece.len()).rev();
         ends.into_iter()
             .find(|&at| at < piece.len() && piece[at] & 0xC0 != 0x80)
@@ -105,21 +107,22 @@ pub(in crate::data) fn cut(piece: &[u8]) -> usize {
     word.or_else(line).unwrap_or_else(character)
 }
 
-/// The character that ends at byte `end`.
+/// Returns the character that ends at byte `end`.
 fn before(text: &[u8], end: usize) -> Option<char> {
     let starts = (end.saturating_sub(4)..end).rev();
     let mut texts = starts.filter_map(|start| std::str::from_utf8(&text[start..end]).ok());
     texts.next()?.chars().next()
 }
 
-/// The character that begins at byte `start`.
+/// Returns the character that begins at byte `start`.
 fn behind(text: &[u8], start: usize) -> Option<char> {
     let ends = start + 1..=text.len().min(start + 4);
     let mut texts = ends.filter_map(|end| std::str::from_utf8(&text[start..end]).ok());
     texts.next()?.chars().next()
 }
 
-/// The end of a piece, for the next one: what a tokenizer does at the beginning of a text then happens here.
+/// Returns the end of a piece as context for the next one, so that what a tokenizer does at the beginning of
+/// a text happens in the context.
 pub(in crate::data) fn end_of(piece: &str) -> &str {
     let mut start = piece.len().saturating_sub(END_BYTES);
     while !piece.is_char_boundary(start) {
@@ -184,7 +187,7 @@ mod tests {
                 let found = read(with.as_bytes(), any_bytes).unwrap();
                 assert_eq!(found, read(text.as_bytes(), any_bytes).unwrap());
             }
-            // One within a text is a character like others.
+            // A mark inside a text is an ordinary character.
             let long = "x".repeat(PIECE_BYTES) + "\u{FEFF}end";
             let whole: Vec<u8> = (read(long.as_bytes(), any_bytes).unwrap().into_iter())
                 .flat_map(|(document, _)| match document {

@@ -1,33 +1,33 @@
-//! What a line of JSON or a row of a table is: a text, a prompt and its completion, a conversation, or token ids.
+//! Interprets a JSON line or table row as a text, a prompt with its completion, a conversation, or token ids.
 
 use std::fmt;
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-/// What is tokenized as one.
+/// Document, which is tokenized as a unit.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::data) enum Document {
-    /// Bytes of a file, UTF-8 or not.
+    /// Bytes of a file, not necessarily UTF-8.
     Bytes(Vec<u8>),
     /// `{"text"}`
     Text(String),
     /// `{"prompt", "completion"}`
     Completion { prompt: String, completion: String },
-    /// `{"messages": [{"role", "content"}...]}`, and `"tools"` where there are some, for the tokenizer's template. Keys stay in
-    /// their order: templates write them out.
+    /// `{"messages": [{"role", "content"}...]}`, and optionally `"tools"`, for the tokenizer's template. Keys
+    /// keep their order, because templates print them.
     Chat {
         messages: Vec<Value>,
         tools: Option<Value>,
     },
-    /// Token ids of a file, or `{"input_ids", "labels"}`; which of them count as targets, where labels say so.
+    /// Token ids of a file, or `{"input_ids", "labels"}`. Labels, if present, determine which ids count as targets.
     Ids {
         ids: Vec<u32>,
         counts: Option<Vec<bool>>,
     },
 }
 
-/// The kinds of documents that do not mix. A file of text is a text.
+/// Kinds of documents that cannot be mixed. A text file counts as a text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::data) enum Kind {
     Text,
@@ -47,7 +47,7 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Columns that are read, in the order in which they say what a record is.
+/// Columns that are read, in order of precedence for the kind of a record.
 pub(super) const COLUMNS: [&str; 8] = [
     "input_ids",
     "labels",
@@ -59,7 +59,7 @@ pub(super) const COLUMNS: [&str; 8] = [
     "text",
 ];
 
-/// A label that does not count, as everywhere in PyTorch's world.
+/// PyTorch's label for a token that does not count.
 const IGNORED_LABEL: i64 = -100;
 
 impl Document {
@@ -72,7 +72,7 @@ impl Document {
         }
     }
 
-    /// From the fields of a record. Other fields than ours are the person's own.
+    /// Interprets the fields of a record. Unknown fields are ignored.
     pub(super) fn of(record: &Value) -> Result<Self, String> {
         if record.kind() != ValueKind::Map {
             return Err("is not an object: expected, for example, {\"text\": ...}".into());
@@ -117,7 +117,7 @@ impl Document {
     }
 }
 
-/// What is missing from a record that has these fields.
+/// Describes which field a record with the given fields lacks.
 pub(super) fn no_columns<'a>(found: impl Iterator<Item = &'a str>) -> String {
     let found: Vec<String> = found.take(20).map(|name| format!("\"{name}\"")).collect();
     let found = if found.is_empty() {
@@ -130,7 +130,8 @@ pub(super) fn no_columns<'a>(found: impl Iterator<Item = &'a str>) -> String {
     )
 }
 
-/// Token ids as Hugging Face's tools write them. Labels stand under the ids that they are: the shift by one is the model's.
+/// Reads token ids in the format of Hugging Face's tools. Labels are at the positions of their own ids; the
+/// model shifts them by one.
 fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<Document, String> {
     let whole = |name: &str, value: &Value| -> Result<Vec<i64>, String> {
         if value.kind() != ValueKind::Seq {
@@ -207,7 +208,7 @@ fn conversation(messages: &Value) -> Result<Vec<Value>, String> {
         if field("role").as_str().is_none() {
             return Err(format!("message {number} has no \"role\""));
         }
-        // A call of a tool has no content.
+        // A message that calls a tool has no content.
         if field("content").is_undefined() && field("tool_calls").is_undefined() {
             return Err(format!("message {number} has no \"content\""));
         }

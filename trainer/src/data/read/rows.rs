@@ -1,4 +1,4 @@
-//! A parquet file: each row a record, of the columns that we read alone, a page at a time.
+//! Reads a parquet file: each row is a record. Reads only the known columns, a page at a time.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -61,7 +61,7 @@ pub(super) fn documents(
             Ok(document) => document,
             Err(message) => return Err(DataError::Record { place, message }),
         };
-        // The file is compressed: rows are taken for equally long.
+        // The file is compressed, so progress assumes rows of equal size.
         let upto = (u128::from(source.bytes) * u128::from(number) / u128::from(count)) as u64;
         let upto = upto.min(source.bytes);
         take(Piece {
@@ -75,14 +75,14 @@ pub(super) fn documents(
     unreachable!("rows end before their numbers")
 }
 
-/// Of the file's columns, those that we read.
+/// Columns of the file that are read.
 fn columns(schema: &Type) -> Vec<Arc<Type>> {
     let fields = schema.get_fields().iter();
     let ours = fields.filter(|field| COLUMNS.contains(&field.name()));
     ours.cloned().collect()
 }
 
-/// What `read` gives. The library panics at some damaged files, which are input like others.
+/// Calls `read` and turns a panic into an error: the parquet library panics on some damaged files.
 fn held<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(result) => result.map_err(|error| error.to_string()),
@@ -90,7 +90,7 @@ fn held<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> 
     }
 }
 
-/// The row as the object it would be on a line of JSON.
+/// Converts a row to the object that it would be on a JSON line.
 fn record(row: Row) -> Result<Value, String> {
     let fields = row.into_columns().into_iter();
     let fields = fields.map(|(name, field)| Ok((name, value(field)?)));
@@ -114,7 +114,7 @@ fn value(field: Field) -> Result<Value, String> {
         Field::Float(value) => value.into(),
         Field::Double(value) => value.into(),
         Field::Str(text) => text.into(),
-        // Text of writers that do not mark it as such.
+        // Some writers do not mark text columns as text.
         Field::Bytes(bytes) => std::str::from_utf8(bytes.data())
             .map_err(|_| "contains bytes that are not UTF-8")?
             .into(),

@@ -1,4 +1,4 @@
-//! Rows of tables that pyarrow wrote (`tests/fixtures/data/make.py`), and tables that are damaged.
+//! Reads tables written by pyarrow (`tests/fixtures/data/make.py`), and damaged tables.
 
 use std::path::Path;
 
@@ -82,7 +82,7 @@ fn a_table_without_known_columns_is_reported_with_its_columns() {
     );
 }
 
-/// Whatever a damaged table is, it is an error or other text, never the end of the process.
+/// Any damage of a table results in an error or in other text, never in a panic.
 #[test]
 fn a_damaged_table_is_an_error_and_never_a_panic() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,10 +1,11 @@
-//! Conversations as the tokenizer's template writes them, and what of them the assistant says.
+//! Formats conversations with the tokenizer's template, and finds the assistant's part in the text.
 //!
-//! A template that marks it (`{% generation %}`) is believed. For another, what the assistant says in a turn is what the turn adds:
-//! the conversation up to it, ready for an answer, must be the beginning of the conversation with it, and that the beginning of
-//! the whole. Where the assistant speaks first, there is no conversation up to it: its turn begins behind what the template writes
-//! to have an answer begin. Templates that write a turn differently once others follow (they drop its reasoning, say) allow no such answer, and
-//! are refused with the line.
+//! If a template marks that part (`{% generation %}`), the marks are used. For other templates, the
+//! assistant's part of a turn is what the turn adds: the conversation before the turn with a generation
+//! prompt must be a prefix of the conversation with the turn, and that a prefix of the whole. If the
+//! assistant speaks first, its part begins after the template's generation prompt. Templates that format a
+//! turn differently once others follow (for example by dropping its reasoning) do not satisfy this and are
+//! refused with the position of the message.
 
 use std::ops::Range;
 
@@ -19,15 +20,15 @@ pub(super) struct Template {
     environment: Environment<'static>,
     marks: bool,
     source: String,
-    /// `bos_token` and the like, as the template knows them.
+    /// `bos_token` and other tokens that templates refer to.
     tokens: Value,
 }
 
-/// A conversation as text.
+/// Conversation as text.
 #[derive(Debug, PartialEq)]
 pub(super) struct Chat {
     pub(super) text: String,
-    /// Bytes that count; `None`: all.
+    /// Bytes that count in the loss; `None`: all.
     pub(super) counted: Option<Vec<Range<usize>>>,
 }
 
@@ -49,7 +50,7 @@ impl Template {
         &self.source
     }
 
-    /// The whole conversation; all of it counts.
+    /// Formats the whole conversation; all of it counts.
     pub(super) fn text(&self, messages: &[Value], tools: Option<&Value>) -> Result<Chat, String> {
         let text = self.render(messages, tools, false)?;
         let text = if self.marks {
@@ -63,7 +64,7 @@ impl Template {
         })
     }
 
-    /// The whole conversation, of which counts what the assistant says.
+    /// Formats the whole conversation; only the assistant's part counts.
     pub(super) fn text_counted(
         &self,
         messages: &[Value],
@@ -124,9 +125,9 @@ impl Template {
         })
     }
 
-    /// What stands before the assistant's words in `turn`, which begins a conversation: the default of the system, if the template
-    /// has one, and what it writes to have an answer begin. A template need not write an empty conversation, so a question
-    /// shows what that is.
+    /// Returns the text before the assistant's words in `turn`, which begins a conversation: the template's
+    /// default system message, if it has one, and its generation prompt. A template may refuse an empty
+    /// conversation, so a conversation with a question is formatted to find both.
     fn before_first(&self, turn: &str) -> Result<String, String> {
         let question = [context! { role => "user", content => "?" }];
         let asked = self.render(&question, None, false)?;
@@ -196,7 +197,7 @@ mod tests {
         assert_eq!((all.text, all.counted), (chat.text, None));
     }
 
-    /// As Qwen's, which looks at the first message and writes a system's turn where there is none.
+    /// A template like Qwen's, which examines the first message and adds a system message if there is none.
     #[test]
     fn only_the_assistants_words_count_if_it_speaks_first() {
         let greeting: Vec<Value> = conversation()[1..].to_vec();
@@ -209,13 +210,13 @@ mod tests {
             let alone = template(source).text_counted(&greeting[..1], None).unwrap();
             assert_eq!(said(&alone), ["hello<|end|>\n"]);
         }
-        // Nothing has an answer begin: nobody knows what of the turn is the assistant's.
+        // Without a generation prompt, the start of the assistant's part is unknown.
         let bare = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}";
         let error = template(bare).text_counted(&greeting, None).unwrap_err();
         assert!(error.contains("the assistant speaks first"), "{error}");
     }
 
-    /// Jinja2 makes each line's end of a template a line feed, and leaves those of a conversation.
+    /// Jinja2 converts each line end of a template to a line feed, and keeps those of a conversation.
     #[test]
     fn line_ends_of_a_template_become_line_feeds() {
         let message = context! { role => "user", content => "a\r\nb" };

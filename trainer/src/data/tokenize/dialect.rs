@@ -1,23 +1,24 @@
-//! Jinja as transformers speaks it: what chat templates expect beside the language itself.
+//! The Jinja dialect of transformers: extensions that chat templates rely on.
 //!
-//! `{% generation %}` and `{% endgeneration %}`, with which a template marks what the assistant says, become a filter block that
-//! sets marks round it.
+//! `{% generation %}` and `{% endgeneration %}`, with which a template marks the assistant's part, become a
+//! filter block that puts marks around it.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Output, State, Value};
 
-/// Marks of where what the assistant says begins and ends: no characters of any text (Unicode's noncharacters).
+/// Marks for the beginning and the end of the assistant's part: Unicode noncharacters, which do not occur in
+/// text.
 pub(super) const BEGINS: char = '\u{FDD0}';
 pub(super) const ENDS: char = '\u{FDD1}';
 
-/// Steps of a template for one conversation; what takes more goes on for ever.
+/// Instruction limit of a template for one conversation; a template that exceeds it is considered endless.
 const FUEL: u64 = 50_000_000;
 const NAME: &str = "chat";
 
-/// A template that can be run, and whether it marks what the assistant says.
+/// Compiles a template. Also returns whether it marks the assistant's part.
 pub(super) fn environment(source: &str) -> Result<(Environment<'static>, bool), Error> {
-    // Python's jinja2 knows one line's end, whichever the file has.
+    // Python's jinja2 converts every kind of line end to a line feed.
     let source = source.replace("\r\n", "\n").replace('\r', "\n");
     let (source, marks) = with_marks(&source);
     let mut environment = Environment::new();
@@ -49,13 +50,13 @@ pub(super) fn render(environment: &Environment<'_>, values: Value) -> Result<Str
         .get_template(NAME)
         .and_then(|template| template.render(values));
     rendered.map_err(|error| match error.detail() {
-        // What the template itself says of the conversation.
+        // An error raised by the template itself.
         Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_owned(),
         _ => error.to_string(),
     })
 }
 
-/// The template with filter blocks for its generation blocks, and whether it has some.
+/// Replaces generation blocks by filter blocks. Also returns whether there were any.
 fn with_marks(source: &str) -> (String, bool) {
     let mut written = String::with_capacity(source.len());
     let mut rest = source;
@@ -86,7 +87,7 @@ fn with_marks(source: &str) -> (String, bool) {
     (written, marks)
 }
 
-/// Writes values as Python does where it differs.
+/// Formats values as Python does where it differs from Rust.
 fn python_words(out: &mut Output, state: &mut State, value: &Value) -> Result<(), Error> {
     let word = match value.kind() {
         ValueKind::None => "None",
@@ -97,7 +98,7 @@ fn python_words(out: &mut Output, state: &mut State, value: &Value) -> Result<()
     Ok(out.write_str(word)?)
 }
 
-/// The time as `format` says, which is strftime's.
+/// Formats the current time like strftime.
 fn strftime_now(format: String) -> Result<String, Error> {
     use std::fmt::Write;
     let mut text = String::new();
@@ -110,7 +111,8 @@ fn strftime_now(format: String) -> Result<String, Error> {
     Ok(text)
 }
 
-/// Python's `json.dumps(value, ensure_ascii=False)`: keys in their order, a space behind commas and colons, nothing escaped for
+/// Python's `json.dumps(value, ensure_ascii=False)`: keys in order, a space after commas and colons, no HTML
+/// escapes.
 /// HTML.
 fn tojson(value: &Value, args: Kwargs) -> Result<String, Error> {
     let indent: Option<Value> = args.get("indent")?;

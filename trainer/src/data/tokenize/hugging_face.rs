@@ -1,4 +1,4 @@
-//! A `tokenizer.json`, read by the library that made it.
+//! Reads a `tokenizer.json` with Hugging Face's own library.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -13,19 +13,20 @@ use crate::data::DataError;
 use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
 use training_state::fingerprint::Fingerprint;
 
-/// The largest published ones have some 40 MB.
+/// Size limit of the file; the largest published ones have about 40 MB.
 const FILE_BYTES_MAX: u64 = 1 << 30;
-/// Tokenizing takes some hundred bytes for each of these, and what counts is found in the whole of a record.
+/// Longest record in which some tokens do not count. Such a record is tokenized as a whole, which takes some
+/// hundred bytes for each of its bytes.
 const COUNTED_BYTES_MAX: usize = 16 << 20;
 
-/// A tokenizer with what lies beside it.
+/// Tokenizer with the files beside it.
 pub(in crate::data) struct HuggingFace {
     path: PathBuf,
     inner: Tokenizer,
-    /// What it puts before and behind each text by itself.
+    /// Tokens that it adds before and after each text.
     before: Vec<u32>,
     behind: Vec<u32>,
-    /// Ends a document.
+    /// Token that ends a document.
     eos: Option<u32>,
     special: Special,
     template: Option<Template>,
@@ -192,7 +193,8 @@ impl HuggingFace {
         text.unwrap_or_else(|error| format!("({} tokens: {error})", ids.len()))
     }
 
-    /// What the tokenizer puts behind a text, and the token that ends a document if that is not it.
+    /// Adds the tokens that the tokenizer puts after a text, and the end-of-document token unless that is one
+    /// of them.
     fn end(&self, ids: &mut Vec<u32>) {
         ids.extend(&self.behind);
         if let Some(eos) = self.eos
@@ -202,7 +204,7 @@ impl HuggingFace {
         }
     }
 
-    /// A text that goes on `after` another; a long one in pieces, as a long file is.
+    /// Tokenizes a text that continues `after` another; a long one in pieces, like a long file.
     pub(super) fn ids(
         &self,
         text: &str,
@@ -225,8 +227,9 @@ impl HuggingFace {
         }
     }
 
-    /// The tokens of a piece as they are behind `after`: a tokenizer may begin each text with a space, which is not in the midst of
-    /// one. Where a token reaches over from there, as none of the known ones does at a [`cut`] between words, the piece's own.
+    /// Tokenizes a piece as a continuation of `after`: a tokenizer may add a space at the beginning of each
+    /// text, which must not happen inside one. If a token spans the boundary, which no known tokenizer has at
+    /// a [`cut`] between words, the piece is tokenized alone.
     fn piece(&self, piece: &str, after: &str) -> Result<Vec<u32>, String> {
         let encode = |text: &str| {
             let found = self.inner.encode_fast(text, false);
@@ -244,7 +247,7 @@ impl HuggingFace {
         }
     }
 
-    /// Tokens that have a byte in one of `counted` count; all where it is `None`.
+    /// Tokenizes a text. Tokens with a byte in one of `counted` count; all if it is `None`.
     fn ids_counted(
         &self,
         text: &str,
@@ -275,7 +278,7 @@ impl HuggingFace {
     }
 }
 
-/// What the tokenizer's own post-processing puts before and behind a text.
+/// Tokens that the tokenizer's post-processor adds before and after a text.
 fn frame(inner: &Tokenizer) -> Result<(Vec<u32>, Vec<u32>), String> {
     let ids = |special| {
         let found = inner

@@ -1,14 +1,14 @@
-//! Documents into tokens: bytes as they are, or Hugging Face's `tokenizer.json` with the special tokens and the chat template
-//! that lie beside it.
+//! Turns documents into tokens: either bytes, or with Hugging Face's `tokenizer.json` and the special tokens
+//! and chat template beside it.
 //!
 //! ```text
 //!   text                  bos of the tokenizer, text, eos
 //!   prompt, completion    bos of the tokenizer, prompt and completion as one text, eos       counts: the completion, and eos
-//!   messages              what the template makes of them, nothing else                      counts: what the assistant says
+//!   messages              the template's output, nothing else                                counts: the assistant's part
 //! ```
 //!
-//! Bytes have no special tokens: a record ends with a line's end, files follow one another as they are. Token ids are taken as they
-//! are, with whichever tokenizer.
+//! Bytes have no special tokens: a record ends with a line end, and files follow one another directly. Token
+//! ids in the data are used unchanged with any tokenizer.
 
 mod chat;
 mod dialect;
@@ -24,33 +24,33 @@ use crate::model::BYTE_VOCAB_SIZE;
 use hugging_face::HuggingFace;
 use training_state::fingerprint::Fingerprint;
 
-/// Marks a token that is no target of the loss. Token ids are below it.
+/// Bit that marks a token that is not a target of the loss. Token ids are smaller.
 pub(super) const NOT_COUNTED: u32 = 1 << 31;
 
-/// What makes tokens.
+/// Source of a run's tokens.
 pub(super) enum Tokenizer {
     Bytes,
     HuggingFace(Box<HuggingFace>),
-    /// None: the data is token ids below this.
+    /// The data is token ids below this value.
     Ids(u64),
 }
 
-/// Where the tokenizer of a run is.
+/// Settings that determine a run's tokenizer.
 pub(super) struct Wanted<'a> {
-    /// `data.tokenizer`: a directory or a file; the word "bytes"; nothing for what lies in the model's directory.
+    /// `data.tokenizer`: a directory, a file or "bytes"; `None` for the tokenizer in the model's directory.
     pub(super) tokenizer: Option<&'a Path>,
     /// `data.chat_template`.
     pub(super) template: Option<&'a Path>,
     /// `model.path`.
     pub(super) model_dir: Option<&'a Path>,
-    /// The model's.
+    /// Vocabulary size of the model.
     pub(super) vocab_size: u64,
-    /// Whether the data is token ids: a tokenizer then only shows them.
+    /// Whether the data is token ids: a tokenizer then only displays them.
     pub(super) ids: bool,
 }
 
 impl Wanted<'_> {
-    /// Where it is; nothing for bytes.
+    /// Returns the tokenizer's file and the setting that names it; `None` for bytes.
     fn file(&self) -> Result<Option<(PathBuf, &'static str)>, DataError> {
         if let Some(path) = self.tokenizer {
             if path == Path::new("bytes") {
@@ -84,11 +84,11 @@ impl Wanted<'_> {
     }
 }
 
-/// How documents of one run become tokens.
+/// How the documents of a run become tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Encoding {
     pub(super) loss_on: LossOn,
-    /// The model's.
+    /// Vocabulary size of the model.
     pub(super) vocab_size: u64,
 }
 
@@ -96,7 +96,7 @@ impl Tokenizer {
     /// Reads the tokenizer of a run.
     ///
     /// # Errors
-    /// None where one was named, a damaged one, that of another model.
+    /// The named tokenizer is missing or damaged, or belongs to another model.
     pub(super) fn open(wanted: &Wanted<'_>) -> Result<Self, DataError> {
         let file = match wanted.file() {
             Err(_) if wanted.ids && wanted.tokenizer.is_none() => None,
@@ -136,7 +136,7 @@ impl Tokenizer {
         Ok(Self::HuggingFace(Box::new(found)))
     }
 
-    /// What a person should know of it.
+    /// Describes the tokenizer on one line.
     pub(super) fn describe(&self) -> String {
         match self {
             Self::Bytes => "bytes as tokens".into(),
@@ -145,7 +145,7 @@ impl Tokenizer {
         }
     }
 
-    /// Ids are below this.
+    /// Returns the upper limit (exclusive) of token ids.
     pub(super) fn ids_end(&self) -> u64 {
         match self {
             Self::Bytes => BYTE_VOCAB_SIZE,
@@ -154,7 +154,7 @@ impl Tokenizer {
         }
     }
 
-    /// Changes when tokens would.
+    /// Returns a fingerprint that changes whenever tokens would.
     pub(super) fn fingerprint(&self) -> u64 {
         match self {
             Self::Bytes => Fingerprint::of(b"bytes"),
@@ -163,7 +163,7 @@ impl Tokenizer {
         }
     }
 
-    /// What fills a window that no document fills. It is not counted.
+    /// Token for padding, which does not count.
     pub(super) fn padding(&self) -> u32 {
         match self {
             Self::Bytes | Self::Ids(_) => 0,
@@ -171,7 +171,7 @@ impl Tokenizer {
         }
     }
 
-    /// Refuses documents of `kind` that cannot be had with this tokenizer.
+    /// Refuses documents of `kind` that this tokenizer cannot handle.
     pub(super) fn check(&self, kind: Kind, encoding: Encoding) -> Result<(), DataError> {
         if kind == Kind::Text && encoding.loss_on == LossOn::Completions {
             return Err(DataError::Setting {
@@ -189,11 +189,11 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a document, or of a piece of one: the end of what it goes on `after`, if it does, and whether it `ends` its
-    /// document.
+    /// Tokenizes a document or a piece of one. A piece that continues a document gets the end of the
+    /// preceding text in `after`; `ends` says that it is the document's last.
     ///
     /// # Errors
-    /// What is wrong with the document, in words that go on after its place.
+    /// Describes the fault of the document in words that follow its position.
     pub(super) fn encode(
         &self,
         document: &Document,
@@ -209,7 +209,7 @@ impl Tokenizer {
         }
     }
 
-    /// The text of tokens, for people.
+    /// Converts tokens to text for display.
     pub(super) fn decode(&self, ids: &[u32]) -> String {
         match self {
             Self::Bytes => {
@@ -225,7 +225,7 @@ impl Tokenizer {
     }
 }
 
-/// Token ids that were given.
+/// Encodes token ids from the data.
 fn given(ids: &[u32], counts: Option<&[bool]>, encoding: Encoding) -> Result<Vec<u32>, String> {
     if let Some(id) = ids.iter().find(|id| u64::from(**id) >= encoding.vocab_size) {
         return Err(format!(
@@ -246,7 +246,7 @@ fn given(ids: &[u32], counts: Option<&[bool]>, encoding: Encoding) -> Result<Vec
     }
 }
 
-/// A record's bytes, ended by a line's end.
+/// Encodes a record's bytes and a line end.
 fn bytes(document: &Document, encoding: Encoding) -> Vec<u32> {
     let of = |text: &[u8]| text.iter().map(|byte| u32::from(*byte)).collect();
     let (mut ids, record): (Vec<u32>, bool) = match document {

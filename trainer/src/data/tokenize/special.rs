@@ -1,4 +1,4 @@
-//! What lies beside a `tokenizer.json`: special tokens, and the chat template.
+//! Reads the special tokens and the chat template beside a `tokenizer.json`.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -9,23 +9,24 @@ use serde_json::{Map, Value};
 use crate::data::DataError;
 use training_state::fingerprint::Fingerprint;
 
-/// These are some kilobytes; chat templates may be a hundred.
+/// Size limit of these files, which have some kilobytes; chat templates may have a hundred.
 const FILE_BYTES_MAX: u64 = 64 << 20;
 
-/// The special tokens as text, by the names that templates know them by, and the template.
+/// Texts of the special tokens under the names that templates use, and the template.
 #[derive(Debug, Default)]
 pub(super) struct Special {
-    /// `bos_token`, `eos_token` and the like.
+    /// `bos_token`, `eos_token` and others.
     pub(super) tokens: BTreeMap<String, String>,
     pub(super) eos: Option<String>,
-    /// Where no file names the token itself.
+    /// Id of the end-of-document token, if no file gives its text.
     pub(super) eos_id: Option<u32>,
     pub(super) template: Option<String>,
 }
 
 impl Special {
-    /// Reads what there is in `dir`, as transformers does: `tokenizer_config.json`, before it in age `special_tokens_map.json`,
-    /// for the end of a document at last the model's own files; `chat_template.jinja` before the template in a file.
+    /// Reads the files in `dir` as transformers does: `tokenizer_config.json` takes precedence over the older
+    /// `special_tokens_map.json`; the end-of-document token may also come from the model's own files;
+    /// `chat_template.jinja` takes precedence over a template in a JSON file.
     pub(super) fn read(dir: &Path, key: &'static str) -> Result<Self, DataError> {
         let config = object(dir, "tokenizer_config.json", key)?;
         let map = object(dir, "special_tokens_map.json", key)?;
@@ -60,19 +61,19 @@ impl Special {
     }
 }
 
-/// A token is its text, or an object with it.
+/// Text of a token, given as a string or as an object that contains it.
 fn token(value: &Value) -> Option<String> {
     let text = value.as_str().or_else(|| value.get("content")?.as_str());
     text.map(str::to_owned)
 }
 
-/// A number, or the first of a list.
+/// Token id, given as a number or as the first of a list.
 fn id(value: &Value) -> Option<u32> {
     let first = value.as_array().and_then(|ids| ids.first());
     u32::try_from(first.unwrap_or(value).as_u64()?).ok()
 }
 
-/// One template, or several with names, of which "default" is for conversations.
+/// Chat template, given alone or as "default" among named ones.
 fn template(value: &Value) -> Option<String> {
     if let Some(text) = value.as_str() {
         return Some(text.to_owned());
@@ -84,7 +85,7 @@ fn template(value: &Value) -> Option<String> {
     named["template"].as_str().map(str::to_owned)
 }
 
-/// The object in a file; an empty one where there is no such file.
+/// Reads the object in a JSON file; an empty one if the file does not exist.
 fn object(dir: &Path, name: &str, key: &'static str) -> Result<Map<String, Value>, DataError> {
     let path = dir.join(name);
     if !path.exists() {
@@ -102,7 +103,7 @@ fn object(dir: &Path, name: &str, key: &'static str) -> Result<Map<String, Value
     }
 }
 
-/// The bytes of a file that has at most `bytes_max`.
+/// Reads a file of at most `bytes_max` bytes.
 pub(super) fn read_bounded(
     path: &Path,
     key: &'static str,
@@ -113,7 +114,7 @@ pub(super) fn read_bounded(
         key,
         message: format!("{}: {message}", path.display()),
     };
-    // A pipe would never begin.
+    // Reading a pipe could block for ever.
     if !std::fs::metadata(path).map_err(&failed)?.is_file() {
         return Err(wrong("is not a file".into()));
     }

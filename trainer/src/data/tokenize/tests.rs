@@ -1,5 +1,5 @@
-//! Tokens are those that transformers finds (`tests/fixtures/data/make.py`): of texts, of chats, and what of them the assistant
-//! says. And what is no tokenizer, or one of another model, is refused.
+//! Compares tokens of texts and chats, and the assistant's part, with those of transformers
+//! (`tests/fixtures/data/make.py`). Files that are not a tokenizer, or that of another model, are refused.
 
 use std::path::PathBuf;
 
@@ -43,7 +43,7 @@ const COMPLETIONS: Encoding = Encoding {
     vocab_size: 512,
 };
 
-/// Ids, and 1 where one counts.
+/// Splits elements into ids and flags, 1 for those that count.
 fn split(elements: &[u32]) -> (Vec<u32>, Vec<u32>) {
     let ids = elements.iter().map(|element| element & !NOT_COUNTED);
     let counts = elements.iter().map(|e| u32::from(e & NOT_COUNTED == 0));
@@ -115,7 +115,7 @@ fn tools_are_written_as_python_writes_them() {
     let special = special::Special::read(&fixtures().join("qwen"), "data.tokenizer").unwrap();
     let source = special.template.clone().unwrap();
     let template = chat::Template::new(&source, &special).unwrap();
-    // From the text, as a line of a file is read: keys stay in their order.
+    // Parsed from the text, like a line of a file, so that keys keep their order.
     let text = std::fs::read_to_string(fixtures().join("expected.json")).unwrap();
     let whole: Chat = serde_json::from_str(&text).unwrap();
     let tools = whole.get_attr("tools").unwrap();
@@ -163,7 +163,7 @@ fn a_completion_counts_from_the_token_that_holds_its_first_byte() {
         assert_eq!(ids, tokenizer.encode(&whole, None, true, ALL).unwrap());
         assert_eq!(tokenizer.encode(&document, None, true, ALL).unwrap(), ids);
         assert_eq!((counts[0], counts[ids.len() - 1]), (0, 1), "bos and eos");
-        // What counts is at the end, and spells no less than the completion.
+        // Tokens that count are at the end, and cover at least the completion.
         let first = counts.iter().position(|count| *count == 1).unwrap();
         assert!(counts[first..].iter().all(|count| *count == 1));
         let decode = |ids: &[u32]| tokenizer.decode(ids).replace("</s>", "");
@@ -192,7 +192,8 @@ fn pieces_of_a_text_share_one_beginning_and_one_end() {
     assert_eq!((first.contains(&2), last.last()), (false, Some(&2)));
 }
 
-/// As a file's: words of many scripts, spaces and lines of all kinds, special tokens, in pieces of some hundred bytes.
+/// Tokenizes words of many scripts, all kinds of spaces and line ends, and special tokens, in pieces of some
+/// hundred bytes.
 #[test]
 fn tokens_of_pieces_are_those_of_the_whole_text() {
     const PARTS: [&str; 24] = [
@@ -227,7 +228,8 @@ fn tokens_of_pieces_are_those_of_the_whole_text() {
         (state >> 33) as usize % end
     };
     let dropped = |name: &str| {
-        // Metaspace, as newer files have it in the place of Llama 2's normalizer; and a space before each text, as in RoBERTa's.
+        // Metaspace, which newer files use instead of Llama 2's normalizer; and a space before each text, as
+        // in RoBERTa.
         let json = std::fs::read(fixtures().join(name).join("tokenizer.json")).unwrap();
         let mut json: Value = serde_json::from_slice(&json).unwrap();
         if name == "llama" {
@@ -264,7 +266,7 @@ fn tokens_of_pieces_are_those_of_the_whole_text() {
     }
 }
 
-/// Cut in the middle of everything: a line's end is far away, and every character has three bytes.
+/// The text is cut in unfavorable places: line ends are far away, and every character has three bytes.
 #[test]
 fn a_long_record_is_tokenized_in_pieces_that_lose_nothing() {
     let tokenizer = open(&fixtures().join("qwen"), None, 512).unwrap();
@@ -303,7 +305,7 @@ fn an_invalid_tokenizer_is_refused() {
         let error = open(dir.path(), None, 512).err();
         error.expect("it was taken").to_string()
     };
-    // Without any, bytes are tokens; they need room.
+    // Without a tokenizer, bytes are tokens, and the vocabulary must be large enough.
     assert!(matches!(open(dir.path(), None, 256), Ok(Tokenizer::Bytes)));
     let error = open(dir.path(), None, 255).err().unwrap().to_string();
     assert!(
@@ -365,7 +367,8 @@ fn conversations_need_a_template() {
     assert!(tokenizer.check(Kind::Completion, COMPLETIONS).is_ok());
 }
 
-/// Namespaces, macros, slices, methods of Python's strings, filters: one template with all that published ones use.
+/// One template with all features of published ones: namespaces, macros, slices, Python string methods,
+/// filters.
 #[test]
 fn templates_may_use_what_published_ones_use() {
     let expected = expected();

@@ -1,12 +1,13 @@
-//! Every key that Hugging Face's `config.json` may have for the architectures here, and what becomes of it.
+//! All keys that Hugging Face's `config.json` may have for the supported architectures, and their meaning
+//! here.
 //!
-//! A key that none of these lists has is one that Hugging Face's own model does not read either; it is left aside and named.
+//! Keys in none of these lists are not read by Hugging Face's models either; they are ignored and reported.
 
 use serde_json::{Value, json};
 
 use crate::model::Architecture;
 
-/// Other names of keys, by architecture: (theirs, the common one).
+/// Other names of keys by architecture: (architecture's name, common name).
 pub(super) fn aliases(architecture: Architecture) -> &'static [(&'static str, &'static str)] {
     match architecture {
         Architecture::Gpt2 => &[
@@ -22,8 +23,8 @@ pub(super) fn aliases(architecture: Architecture) -> &'static [(&'static str, &'
     }
 }
 
-/// What is read, under the common names, with Hugging Face's default for a file that leaves the key out; `Null` where there is
-/// none. Keys whose default follows from others are not here but in `mod.rs`.
+/// Keys that are read, under the common names, with Hugging Face's default for a missing key; `Null` if there
+/// is none. Keys whose default depends on others are in `mod.rs`.
 pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
     let mut keys = vec![
         ("model_type", json!("llama")),
@@ -87,8 +88,8 @@ pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
     keys
 }
 
-/// Keys that would change the computation, and the only values that do not: (key, values, what is supported). `null` and a
-/// missing key are always fine.
+/// Keys that would change the computation, with the only supported values: (key, values, what is supported).
+/// `null` and a missing key are always accepted.
 pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>, &'static str)> {
     let off = || vec![json!(false)];
     let mut keys = vec![
@@ -134,10 +135,11 @@ pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>
     keys
 }
 
-/// Keys without effect on training here, each for a reason: what the file was saved from or with; how text is made, not
-/// learned; heads of other tasks; numbers of special tokens (what a batch holds is the data's); ways of computing the same.
+/// Keys without effect on training here: origin of the file; text generation; heads of other tasks; ids of
+/// special tokens (the data determines the contents of a batch); other implementations of the same
+/// computation.
 pub(super) const WITHOUT_EFFECT: &[&str] = &[
-    // Saved from, saved with.
+    // Origin of the file.
     "_name_or_path",
     "architectures",
     "auto_map",
@@ -147,7 +149,7 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "transformers_version",
     "unsloth_fixed",
     "unsloth_version",
-    // Making text.
+    // Text generation.
     "bad_words_ids",
     "begin_suppress_tokens",
     "decoder_start_token_id",
@@ -186,7 +188,7 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "summary_type",
     "summary_use_proj",
     "task_specific_params",
-    // Tokens.
+    // Special tokens.
     "bos_token_id",
     "cls_token_id",
     "eos_token_id",
@@ -194,7 +196,7 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "prefix",
     "sep_token_id",
     "tokenizer_class",
-    // The same in another way, or the number of rows of a table that older versions stored.
+    // Other implementations, or the number of rows of a table that older versions stored.
     "attn_implementation",
     "_attn_implementation",
     "chunk_size_feed_forward",

@@ -1,13 +1,14 @@
-//! From Hugging Face's `config.json`, and the same keys written inline, to a model.
+//! Reads a model from Hugging Face's `config.json` and from the same keys in the run's configuration.
 //!
 //! ```text
 //!   config.json ──▶ common names ──┐
-//!                                  ├──▶ one table ──▶ sizes and constants, dropout, what was left aside
-//!   inline keys ──▶ common names ──┘  (inline wins)
+//!                                  ├──▶ one table ──▶ sizes and constants, dropout, notes
+//!   inline keys ──▶ common names ──┘  (inline keys take precedence)
 //! ```
 //!
-//! A file's keys are those of another program: what has no effect there or here is left aside, what is not known is named,
-//! what would make another model is refused. Inline keys are written for this one: each must be one that is read.
+//! A `config.json` is written for another program: keys without effect are ignored, unknown keys are
+//! reported, keys that would make it another model are refused. Inline keys are written for this program, so
+//! each must be a known key.
 
 mod keys;
 mod rope;
@@ -21,14 +22,14 @@ pub use self::write::config_json;
 use super::architecture::ENCODERS;
 use super::{Architecture, Biases, ConfigError, Dropout, Mlp, ModelConfig, Window};
 
-/// What a `config.json` says.
+/// Contents of a `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HfModel {
     /// The model.
     pub config: ModelConfig,
-    /// What is left out at random in training.
+    /// Dropout rates in training.
     pub dropout: Dropout,
-    /// Keys of the file that are not known, and what inline keys changed; each a line for people.
+    /// Notes about unknown keys of the file and about values changed by inline keys.
     pub notes: Vec<String>,
 }
 
@@ -36,16 +37,18 @@ impl HfModel {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// Unreadable text; an architecture or a key that asks for what is not built; what [`ModelConfig::validate`] refuses.
+    /// The text cannot be parsed; the architecture or a key is not supported; [`ModelConfig::validate`]
+    /// refuses the model.
     pub fn from_json(text: &str) -> Result<Self, ConfigError> {
         Self::read(Some(parse(text)?), Map::new())
     }
 
-    /// Reads a model from a file's keys, if there is one, and the `inline` keys over them. Without a file nothing is left out
-    /// at random unless the keys say so; what else is missing has Hugging Face's defaults.
+    /// Reads a model from a file's keys, if there is a file, and the `inline` keys, which take precedence.
+    /// Without a file there is no dropout unless the keys set it; other missing keys have Hugging Face's
+    /// defaults.
     ///
     /// # Errors
-    /// As [`HfModel::from_json`]; an inline key that is none of this architecture's.
+    /// Same as [`HfModel::from_json`]; an inline key is not a key of this architecture.
     pub fn read(
         file: Option<Map<String, Value>>,
         inline: Map<String, Value>,
@@ -89,10 +92,10 @@ impl HfModel {
     }
 }
 
-/// A `config.json` as a table.
+/// Parses a `config.json` into a table.
 ///
 /// # Errors
-/// No JSON, or no table.
+/// The text is not JSON, or not a table.
 pub fn parse(text: &str) -> Result<Map<String, Value>, ConfigError> {
     match serde_json::from_str(text) {
         Ok(Value::Object(table)) => Ok(table),
@@ -103,7 +106,8 @@ pub fn parse(text: &str) -> Result<Map<String, Value>, ConfigError> {
     }
 }
 
-/// By `model_type`. A file without one must name the class of its model; keys alone describe a Llama.
+/// Determines the architecture from `model_type`. A file without it must name the model's class; inline keys
+/// alone describe a Llama.
 fn architecture(
     file: Option<&Map<String, Value>>,
     inline: &Map<String, Value>,
@@ -135,7 +139,7 @@ fn architecture(
     })
 }
 
-/// The architecture whose class is the only one in `architectures`.
+/// Returns the architecture if `architectures` names exactly one known class.
 fn by_class(
     architectures: Option<&Value>,
     notes: &mut Vec<String>,
@@ -155,7 +159,7 @@ fn by_class(
     Ok(found)
 }
 
-/// The same keys under the names that all architectures share, and positions' keys as Llama has them.
+/// Converts keys to the names that all architectures share, and those of positions to Llama's.
 fn common_names(
     architecture: Architecture,
     mut values: Map<String, Value>,
@@ -171,7 +175,8 @@ fn common_names(
     Ok(values)
 }
 
-/// Removes keys without effect, refuses those that would make another model; `unknown` decides about the rest.
+/// Removes keys without effect and refuses those that would make it another model; calls `unknown` for other
+/// keys.
 fn check_keys(
     architecture: Architecture,
     values: &mut Map<String, Value>,
@@ -222,7 +227,7 @@ fn config(architecture: Architecture, table: &Table) -> Result<ModelConfig, Conf
     );
     let layers = table.size("num_hidden_layers")?;
     let intermediate_size = match table.optional_size("intermediate_size")? {
-        // GPT-2's own default.
+        // GPT-2's default.
         None if form.mlp == Mlp::Gelu => hidden_size.saturating_mul(4),
         None => table.size("intermediate_size")?,
         Some(size) => size,
@@ -272,7 +277,8 @@ fn window(
     }))
 }
 
-/// Of Qwen models: the layers from `max_window_layers` on, or those that `layer_types` says, which must be the last ones.
+/// Returns the first layer with a sliding window in Qwen models: from `max_window_layers`, or from
+/// `layer_types`, in which these layers must be the last ones.
 fn first_windowed_layer(layers: usize, table: &Table) -> Result<usize, ConfigError> {
     let Some(types) = table.get("layer_types").filter(|types| !types.is_null()) else {
         return Ok(table

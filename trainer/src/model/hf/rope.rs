@@ -1,5 +1,5 @@
-//! The rotary embedding's keys. Files of transformers 5 have one table, `rope_parameters`; older ones `rope_theta` and
-//! `rope_scaling`; some both.
+//! Keys of the rotary embedding. Files of transformers 5 have one table, `rope_parameters`; older files have
+//! `rope_theta` and `rope_scaling`; some have both.
 
 use serde_json::{Map, Value};
 
@@ -16,11 +16,12 @@ const KEYS: &[&str] = &[
     "original_max_position_embeddings",
 ];
 
-/// Puts `rope_parameters` into the older keys: `rope_theta`, and `rope_scaling` with what is left, `null` for the plain form.
+/// Converts `rope_parameters` to the older keys: `rope_theta`, and `rope_scaling` with the rest, `null`
+/// without scaling.
 pub(super) fn flatten(values: &mut Map<String, Value>) -> Result<(), ConfigError> {
     let mut scaling = Map::new();
     let mut plain_given = false;
-    // The older table, where there are both, is what wins in transformers too.
+    // If both tables exist, the older one takes precedence, as in transformers.
     for key in ["rope_parameters", "rope_scaling"] {
         let Some(value) = values.remove(key) else {
             continue;
@@ -91,7 +92,7 @@ fn check_table(name: &str, table: &Map<String, Value>) -> Result<(), ConfigError
     Ok(())
 }
 
-/// What `rope_scaling` says, flattened before.
+/// Reads `rope_scaling`, which was flattened before.
 pub(super) fn scaling(table: &Table) -> Result<Option<RopeScaling>, ConfigError> {
     let Some(Value::Object(scaling)) = table.get("rope_scaling") else {
         return Ok(None);
@@ -111,7 +112,7 @@ pub(super) fn scaling(table: &Table) -> Result<Option<RopeScaling>, ConfigError>
         RopeScaling::Linear { factor }
     } else {
         let original = match scaling.get("original_max_position_embeddings") {
-            // As transformers has it.
+            // Default of transformers.
             None | Some(Value::Null) => table.number("max_position_embeddings")?,
             Some(_) => number("original_max_position_embeddings")?,
         };

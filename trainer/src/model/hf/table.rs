@@ -1,16 +1,16 @@
-//! Values of a `config.json` under the common names, with Hugging Face's defaults behind them.
+//! Values of a `config.json` under the common names, with Hugging Face's defaults.
 
 use serde_json::{Map, Value};
 
 use super::keys;
 use crate::model::{Architecture, ConfigError};
 
-/// Keys and values, and what a missing key stands for.
+/// Keys with their values and defaults.
 pub(super) struct Table {
     architecture: Architecture,
     values: Map<String, Value>,
     defaults: Vec<(&'static str, Value)>,
-    /// Whether a file is behind it.
+    /// Whether the values include a file's.
     pub(super) from_file: bool,
 }
 
@@ -28,12 +28,13 @@ impl Table {
         }
     }
 
-    /// Whether the key was given, be it as `null`.
+    /// Returns whether the key was given, even as `null`.
     pub(super) fn has(&self, key: &str) -> bool {
         self.values.contains_key(key)
     }
 
-    /// The value given, `null` included; the default otherwise. `None` for what the architecture does not have.
+    /// Returns the given value, even `null`, otherwise the default; `None` if the architecture does not have
+    /// the key.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         self.values.get(key).or_else(|| {
             let mut defaults = self.defaults.iter();
@@ -74,7 +75,7 @@ impl Table {
         self.optional_number(key)?.ok_or(self.missing(key))
     }
 
-    /// False where the architecture does not have the key.
+    /// Returns a boolean value; false if the architecture does not have the key.
     pub(super) fn flag(&self, key: &str) -> Result<bool, ConfigError> {
         let Some(value) = self.given(key) else {
             return Ok(false);

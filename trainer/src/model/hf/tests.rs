@@ -1,4 +1,5 @@
-//! Could be wrong: a key read under the wrong name or with the wrong default, a key that changes the model and is passed over.
+//! Errors that these tests find: a key is read under the wrong name or with the wrong default; a key that
+//! changes the model is ignored.
 
 use super::*;
 use crate::model::RopeScaling;
@@ -59,7 +60,7 @@ fn llamas_keys_are_read_and_the_rest_has_its_defaults() {
         (500000.0, 1e-6, false)
     );
     assert!(config.biases.is_none() && model.dropout.is_none() && model.notes.is_empty());
-    // As many key heads as query heads where nothing is said.
+    // By default there are as many key heads as query heads.
     let mut older = sizes("llama");
     older.as_object_mut().unwrap().remove("num_key_value_heads");
     assert_eq!(with(older, json!({})).unwrap().config.kv_heads, 4);
@@ -110,7 +111,7 @@ fn a_file_without_model_type_is_identified_by_its_class_or_refused() {
         assert!(text.contains("has no model_type"), "{text}");
         assert!(text.contains("set model.model_type"), "{text}");
     }
-    // A run file's own keys may name it.
+    // Keys in the configuration may name it.
     let inline = json!({"model_type": "mistral"});
     let Value::Object(inline) = inline else {
         unreachable!()
@@ -357,7 +358,7 @@ fn inline_keys_take_precedence_and_must_belong_to_the_model() {
     assert!(
         matches!(wrong, Err(ConfigError::NotOfThisModel { key, .. }) if key == "num_key_value_heads")
     );
-    // Without a file nothing is left out at random unless asked for.
+    // Without a file there is no dropout by default.
     let alone = HfModel::read(None, inline(gpt2())).unwrap();
     assert!(alone.dropout.is_none());
     let asked = inline(

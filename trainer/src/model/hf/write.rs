@@ -1,14 +1,15 @@
-//! From a model to the `config.json` that Hugging Face's library builds it from.
+//! Writes the `config.json` from which Hugging Face's library builds the model.
 //!
-//! A model that came with a file keeps it: keys that are not read here are the file's own business. Where a setting took the
-//! place of one of its keys, the model's keys are written over it.
+//! A model that came with a file keeps it, including keys that are not read here. Keys that the run's
+//! configuration changed are overwritten.
 
 use serde_json::{Map, Value, json};
 
 use super::{HfModel, keys};
 use crate::model::{Architecture, ModelConfig, RopeScaling};
 
-/// The keys of `config`'s file, its weights in numbers of `dtype` ("float32"). `original` is the file that the model came with.
+/// Returns the keys of `config`'s file for weights in `dtype` ("float32"). `original` is the file that the
+/// model came with.
 pub fn config_json(
     config: &ModelConfig,
     dtype: &str,
@@ -20,7 +21,7 @@ pub fn config_json(
         model.is_ok_and(|model| model.config == *config)
     };
     if table.is_empty() || !says_so(&table) {
-        // Both names of a key would contradict each other, and so would two tables of the rotary embedding.
+        // Only one of two names of a key may remain, and only one table of the rotary embedding.
         for (theirs, common) in keys::aliases(config.architecture) {
             table.remove(*theirs);
             table.remove(*common);
@@ -76,7 +77,7 @@ fn model_keys(config: &ModelConfig) -> Map<String, Value> {
         json!(config.max_position_embeddings),
     );
     set("hidden_act", json!("silu"));
-    // Qwen3's is 128 where its file says nothing.
+    // Qwen3's default is 128.
     if config.head_dim.is_some() || config.architecture == Architecture::Qwen3 {
         set("head_dim", json!(config.head_dim));
     }
@@ -125,7 +126,7 @@ fn rope_scaling(config: &ModelConfig) -> Value {
 
 #[cfg(test)]
 mod tests {
-    //! What could go wrong: the file says another model than the one whose weights lie beside it.
+    //! The error that these tests find: the file describes another model than the weights beside it.
     use super::*;
     use crate::model::Window;
 
@@ -210,7 +211,7 @@ mod tests {
             let mut expected = own.clone();
             expected["dtype"] = "bfloat16".into();
             assert_eq!(config_json(&model, "bfloat16", Some(own.clone())), expected);
-            // A setting that took a key's place is written over it, whatever the key was called.
+            // A key changed by the configuration is overwritten under any of its names.
             let changed = ModelConfig {
                 norm_eps: 1e-4,
                 hidden_size: 128,

@@ -1,4 +1,4 @@
-//! What is chosen where nothing is set: places, shares, staging, commits, what is kept.
+//! Tests of what the plan chooses: places, fractions, staging, commits, activation checkpointing.
 
 use super::*;
 use crate::compute::ActivationCheckpointing;
@@ -49,20 +49,20 @@ fn in_host_memory_the_update_goes_where_it_makes_the_step_shorter() {
     assert_eq!(host.optimizer_device, OptimizerDevice::Shared);
     assert_eq!(host.device_bytes(), 0);
     assert_eq!(host.step_bytes, StepBytes::default());
-    // Weights, state and gradients, and nothing of the computing.
+    // Weights, state and gradients, and nothing for computing.
     let tile_bytes = 14.0 * host.params_count as f64;
     assert!((host.host_bytes() as f64 / tile_bytes - 1.0).abs() < 0.03);
     let on_cpu = [("offload.optimizer_device", json!("cpu"))];
     let on_cpu = plan(&large("cpu", "cpu", &on_cpu), &h200(1.0));
     assert_eq!(on_cpu.optimizer_device, OptimizerDevice::Cpu);
     assert!(on_cpu.bound.s > host.bound.s);
-    // 0.434 s at 424 TFLOPS and 6.7 G parameters/s, says the design; here 305 and 5.6.
+    // The design predicts 0.434 s at 424 TFLOPS and 6.7 G parameters/s; this test has 305 and 5.6.
     assert!(
         (on_cpu.bound.s - (0.325 + 0.24)).abs() < 0.01,
         "{}",
         on_cpu.bound.s
     );
-    // Weights up twice, gradients down once.
+    // Weights go up twice, gradients down once.
     assert_eq!(on_cpu.bus.up_bytes, 2 * on_cpu.bus.down_bytes);
     assert!(host.bus.up_bytes > on_cpu.bus.up_bytes);
 }
@@ -87,7 +87,7 @@ fn device_none_is_gpu_memory_where_there_is_a_gpu() {
         (0, OptimizerDevice::Cpu)
     );
     assert!(plan.host_bytes() > 14 * plan.params_count);
-    // Only one of them none: host memory, on a GPU too.
+    // With only one device `none`, it means host memory, even with a GPU.
     let plan = self::plan(&large("none", "cpu", &[]), &h200(1.0));
     assert!(plan.host_bytes() > 13 * plan.params_count);
     assert_eq!(plan.gpu_tiles, TileSums::default());
@@ -114,7 +114,7 @@ fn spare_gpu_memory_keeps_results_of_matrix_products() {
         &[("train.activation_checkpointing", json!("full"))],
     );
     assert_eq!(keep(139, &given), ActivationCheckpointing::Full);
-    // 0.7 GB a block at 16k tokens of hidden size 2048.
+    // 0.7 GB for each block at 16k tokens and a hidden size of 2048.
     let plan = plan(&settings, &h200(1.0));
     let block_bytes = plan.compute.kept_bytes as f64 / 24.0;
     assert!((0.6e9..0.8e9).contains(&block_bytes), "{block_bytes}");
@@ -229,7 +229,7 @@ fn as_many_gradients_as_fit_stay_in_host_memory() {
         assert!(share > before || share == 1.0, "{share} of {gib} GiB");
         assert_eq!(share == 1.0, gib >= 3, "{gib} GiB");
         before = share;
-        // Each that goes costs two bytes read and two written, and room on devices once.
+        // Each gradient on devices costs two bytes read and two written, and space for one copy.
         let gone = (1.0 - share) * params;
         let bytes = &plan.step_bytes;
         assert!((bytes.grad_written_bytes - 2.0 * gone).abs() < 0.01 * params);
@@ -270,7 +270,8 @@ fn block_inputs_move_to_host_memory_if_gpu_memory_is_too_small() {
         plan_of(141 * GIB, &[least, ("offload.activations", json!(place))])
     };
     let (here, there) = (given("gpu"), given("cpu"));
-    // 24 blocks of 16k tokens of 2048 numbers: what the GPU has less, host memory has more, and the bus carries twice.
+    // 24 blocks of 16k tokens of 2048 numbers leave the GPU, are in host memory instead, and cross the bus
+    // twice.
     let away = 24 * 16384 * 2048 * 2;
     assert_eq!(
         (here.compute.away_bytes, there.compute.away_bytes),
@@ -282,7 +283,7 @@ fn block_inputs_move_to_host_memory_if_gpu_memory_is_too_small() {
     assert_eq!(there.bus.up_bytes - here.bus.up_bytes, away);
     assert_eq!(there.bus.down_bytes - here.bus.down_bytes, away);
 
-    // Too small for all of them, with the tenth that choices leave.
+    // Too small for all of them, including the tenth that choices leave unused.
     let small = (here.gpu_bytes() + there.gpu_bytes()) / 2 * 10 / 9;
     let chosen = |plan: &Plan| {
         plan.choices()
@@ -297,7 +298,7 @@ fn block_inputs_move_to_host_memory_if_gpu_memory_is_too_small() {
         small_gpu.to_string().contains("block inputs 1.5 GiB"),
         "{small_gpu}"
     );
-    // Asked to stay where they do not fit, they are refused.
+    // If the settings keep them on a GPU that is too small, the run is refused.
     let machine = Overrides {
         gpu_memory_bytes: Some(there.gpu_bytes()),
         ..h200(1.0)

@@ -1,4 +1,4 @@
-//! What is counted: bytes of each tier by stage and ranks, time, wear, and the report that others read.
+//! Tests of what the plan counts: bytes of each tier by stage and ranks, time, wear, and the JSON report.
 
 use super::*;
 
@@ -47,7 +47,7 @@ fn ranks_share_state_drives_and_host_memory() {
     assert!((ratio(|plan| plan.node_bytes.written_bytes) - 1.0).abs() < 0.02);
     assert!((ratio(|plan| plan.step_bytes.written_bytes) - 0.25).abs() < 0.01);
     assert!((ratio(|plan| plan.memory.grad_bytes() as f64) - 0.25).abs() < 0.01);
-    // The same bytes on the same drives, four times the tokens.
+    // The same bytes on the same drives, with four times the tokens.
     assert!((tflops(&four) / tflops(&one) - 4.0).abs() < 0.1);
 }
 
@@ -108,27 +108,27 @@ fn each_stage_counts_what_its_ranks_hold() {
         (plan.gpu_tiles, plan.compute)
     };
     let [zero, one, two, three] = [0, 1, 2, 3].map(of);
-    // 2 bytes a parameter, padded and not.
+    // 2 bytes for each parameter, padded or not.
     let all = 2 * 1_345_000_000u64;
     let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
-    // Tiles: all of them, or a quarter. State has 10 bytes where parameters have 2.
+    // Tiles: all of them, or a quarter. State has 10 bytes for each parameter, parameters have 2.
     assert!(about(zero.0.param_bytes, all) && about(zero.0.state_bytes, 5 * all));
     for (tiles, _) in [one, two, three] {
         assert!(about(tiles.param_bytes, all / 4) && about(tiles.state_bytes, 5 * all / 4));
     }
-    // Weights: whole, or some units of them.
+    // Weights: whole, or those of some units.
     for (_, compute) in [zero, one, two] {
         assert!(about(compute.unit_buffer_bytes, all), "{compute:?}");
     }
     assert!(three.1.unit_buffer_bytes < all / 4);
-    // Gradients on their way: whole, or some units of them.
+    // Gradients in transit: whole, or those of some units.
     for (_, compute) in [zero, one] {
         assert!(about(compute.grad_buffer_bytes, all), "{compute:?}");
     }
     for (_, compute) in [two, three] {
         assert!(compute.grad_buffer_bytes < all / 4, "{compute:?}");
     }
-    // Several micro-batches are summed in fp32 until the end.
+    // With several micro-batches, sums are kept in fp32 until the end.
     let several = [(STAGE, json!(1)), ("train.ranks", json!(4))];
     let mut settings = large("none", "none", &several);
     settings.batch.micro_batches = 4;
@@ -161,9 +161,9 @@ fn time_and_wear_follow_from_the_bound() {
     let outlook = plan.outlook();
     assert_eq!((outlook.steps, outlook.tokens), (100, 100 * 16384));
     assert!((outlook.run_s - 100.0 * plan.bound.s).abs() < 1e-9);
-    // Drives that write all the time: 12.8 GB/s for a day.
+    // Drives that write all day: 12.8 GB/s.
     assert!((outlook.written_bytes_per_day / (12.8e9 * 86400.0) - 1.0).abs() < 1e-3);
-    // 600 TB each at 3.2 GB/s each.
+    // 600 TB and 3.2 GB/s for each drive.
     let rating_s = outlook.rating_s.unwrap();
     assert!(
         (rating_s / (600e12 / 3.2e9) - 1.0).abs() < 1e-3,

@@ -1,5 +1,5 @@
-//! Whole plans, at the figures of a Llama of 1.345 G parameters. What could go wrong: memory is counted twice or not at all,
-//! a choice does not fit the memory it was made for, a run that cannot work is let through.
+//! Tests of whole plans for a Llama of 1.345 G parameters. Errors that they find: memory is counted twice or
+//! not at all, a choice does not fit the memory it was made for, a run that cannot work is accepted.
 
 mod choices;
 mod counts;
@@ -14,7 +14,7 @@ use training_state::plan::choose::STAGING_BYTES_ASSUMED;
 
 const GIB: u64 = 1 << 30;
 
-/// 1.345 G parameters, 16k tokens a step, bf16.
+/// Settings with 1.345 G parameters, 16k tokens in a step, bf16.
 fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings {
     let mut tree = json!({
         "train_micro_batch_size_per_gpu": 8,
@@ -44,13 +44,13 @@ fn large(param: &str, optimizer: &str, changes: &[(&str, Value)]) -> RunSettings
     check(tree, "test", ranks).expect("settings")
 }
 
-/// Processes of the run, by a key that only these tests have.
+/// Number of processes of the run, from a key that only these tests have.
 fn ranks_of(tree: &mut Value) -> Option<u32> {
     let ranks = tree["train"].as_object_mut()?.remove("ranks")?;
     Some(ranks.as_u64()? as u32)
 }
 
-/// A machine with one H200 and `drives` drives of 6.2 and 3.2 GB/s.
+/// Machine with one H200 and `drives` drives of 6.2 and 3.2 GB/s.
 fn h200(drives: f64) -> Overrides {
     Overrides {
         host_memory_bytes: Some(128 * GIB),
@@ -67,7 +67,7 @@ fn plan(settings: &RunSettings, machine: &Overrides) -> Plan {
     Plan::new(settings, Hardware::new(settings, machine)).expect("a plan")
 }
 
-/// The messages of everything that is refused.
+/// Returns the messages of all problems.
 fn refused(settings: &RunSettings, machine: &Overrides) -> String {
     let plan = plan(settings, machine);
     assert!(plan.check().is_err(), "must be refused");

@@ -1,4 +1,4 @@
-//! What does not fit or is not there: refused, with what to change.
+//! Tests of runs that do not fit or need missing hardware, and of the advice that they get.
 
 use super::*;
 
@@ -74,7 +74,7 @@ fn a_missing_gpu_is_refused() {
             .check()
             .unwrap();
     }
-    // With everything in its memory the update has no choice.
+    // With everything in GPU memory, the update must run there.
     let changes = [("offload.optimizer_device", json!("cpu"))];
     let text = refused(&large("none", "none", &changes), &h200(1.0));
     assert!(
@@ -108,7 +108,7 @@ fn advice_names_a_change_with_which_the_run_fits() {
         "{text}"
     );
 
-    // What a drive must hold, it is told to; the advice of a place that fits nowhere is less work a step.
+    // The advice moves to a drive what must be there; if no place fits, it reduces the work of a step.
     let small_host = Overrides {
         host_memory_bytes: Some(6 * GIB),
         ..h200(1.0)

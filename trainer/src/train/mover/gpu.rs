@@ -1,4 +1,4 @@
-//! Units in a GPU's memory.
+//! Units in a GPU's memory, copied from the host or computed with in place.
 //!
 //! ```text
 //!   null stream   forward 3 | forward 4 | ...          | backward 9 | backward 8 |      torch's, and ours on its tensors
@@ -7,10 +7,11 @@
 //!   between GPUs    | shards 4  | shards 5  | ...  | sums 10 | shards 7 | sums 9 |      with several ranks
 //! ```
 //!
-//! Copies run on streams of their own and the host waits for each unit's, while the GPU computes what was enqueued before.
-//! Events order the streams: a buffer is written when what was computed with it is done, gradients leave when they are
-//! complete. Where all tiles live in the GPU nothing is copied: units are computed with where they lie; with several ranks
-//! each GPU has its shards of them, which are copied into the buffers and gathered there.
+//! Copies run on their own streams, and the host waits for each unit's copy while the GPU computes what was
+//! enqueued before. Events order the streams: a buffer is overwritten only after the work that reads it, and
+//! gradients leave once they are complete. If all tiles live in the GPU, nothing crosses the bus: one rank
+//! computes with units in place; with several ranks, each GPU copies its shards into the buffers and gathers
+//! there.
 
 use kernels::adamw::{Hyper, Master};
 use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
@@ -27,18 +28,19 @@ use crate::config::Stage;
 use training_state::backend::GpuBackend;
 use training_state::trace::{Trace, Track};
 
-/// Gradients of blocks in flight: one is written by backward while the other leaves. Below stage 2 each block has its own.
+/// Gradient buffers for blocks: backward writes one while the other leaves. Below stage 2 each block has its
+/// own.
 const GRAD_BUFFERS: usize = 2;
 
-/// Bytes of a unit's sum of squares.
+/// Bytes of one unit's sum of squares.
 const SQUARES_BYTES: usize = size_of::<f64>();
 
-/// Sums of squares of units' gradients, computed on a GPU.
+/// Sums of squares of unit gradients, computed on a GPU.
 struct Sums {
     gpu: Gpu,
     compute: Stream,
     grad_type: GradType,
-    /// One f64 a unit, and the chunks' sums on the way there.
+    /// One f64 for each unit.
     squares: DeviceBuffer,
     scratch: DeviceBuffer,
     units: usize,
@@ -61,11 +63,12 @@ impl Sums {
         })
     }
 
-    /// Sums the squares of this rank's shard of a unit's gradients in `grads`, behind what is enqueued on `stream`.
+    /// Enqueues the sum of squares of this rank's shard of `unit`'s gradients in `grads` on `stream`.
     fn add(&self, stream: &Stream, unit: usize, grads: &DeviceBuffer) -> Result<(), TrainError> {
         let own = (self.shards).own_at(unit, grads, self.grad_type.elem_bytes());
         let squares = self.squares.at(unit * SQUARES_BYTES);
-        // Over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+        // Summed over the whole shard, not tile by tile, so that the norm's bits do not depend on the tile
+        // size.
         match self.shards.own(unit).len() {
             0 => stream.fill_zero(squares, SQUARES_BYTES)?,
             elems => {
@@ -77,7 +80,7 @@ impl Sums {
         Ok(())
     }
 
-    /// The sum of each unit in this step. Waits until `stream` has computed them.
+    /// Returns each unit's sum in this step. Waits until `stream` has computed them.
     fn of_step(&self, stream: &Stream) -> Result<Vec<f64>, TrainError> {
         let mut bytes = vec![0; self.units * SQUARES_BYTES];
         self.gpu
@@ -91,10 +94,10 @@ impl Sums {
     }
 }
 
-/// Units that are computed with where they live.
+/// Units that are computed with in place.
 pub(in crate::train) struct InPlace {
     sums: Sums,
-    /// Views of the tiles, made at the first use.
+    /// Views of the tiles, made at their first use.
     weights: Vec<Option<UnitWeights>>,
 }
 
@@ -151,12 +154,12 @@ pub(in crate::train) struct GpuBuffers {
     sums: Sums,
     elem_bytes: usize,
     buffers: Buffers,
-    /// Operations with the other ranks, for a timeline.
+    /// Collective operations, for a timeline.
     collectives: Enqueued,
 }
 
 impl GpuBuffers {
-    /// Room for `engine`'s units.
+    /// Allocates buffers for `engine`'s units.
     ///
     /// # Errors
     /// The GPU has too little memory free.
@@ -206,7 +209,7 @@ impl GpuBuffers {
         self.take(unit)?;
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
         if unit == EMBEDDING {
-            // The first of a pass: behind the update of what it brings.
+            // The first gather of a pass must follow the update of the tiles.
             between.wait(&self.sums.compute.record()?)?;
         }
         let bytes = shards.own(unit).len() * self.elem_bytes;
@@ -215,7 +218,7 @@ impl GpuBuffers {
         self.gather_shards(unit, trace)
     }
 
-    /// Takes the buffer that `unit` comes into. Writing it waits until what was computed with it is done.
+    /// Takes the buffer for `unit`. Writes to it wait until the work that reads it is done.
     fn take(&mut self, unit: usize) -> Result<(), TrainError> {
         if let Some(free) = self.buffers.take(unit).free.take() {
             self.buffers.up.wait(&free)?;
@@ -224,7 +227,7 @@ impl GpuBuffers {
         Ok(())
     }
 
-    /// Brings the other ranks' shards of `unit` beside this rank's.
+    /// Enqueues the gather of the other ranks' shards of `unit` into its buffer.
     fn gather_shards(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
         if shards.gathers() {
@@ -264,7 +267,7 @@ impl GpuBuffers {
         self.buffers.grads_of(unit)
     }
 
-    /// Takes a unit's complete gradients; tiles that live in the GPU get them at once.
+    /// Accepts a unit's complete gradients; tiles that live in the GPU get them at once.
     pub(in crate::train) fn reduce(
         &mut self,
         backend: Option<&GpuBackend>,
@@ -295,12 +298,13 @@ impl GpuBuffers {
         Ok(())
     }
 
-    /// Whatever is computed from now on may write over a unit's gradients once they are copied. Returns when they are complete.
+    /// Makes later work on the compute stream wait until `unit`'s gradients are complete, so that it may
+    /// overwrite them. Returns the event of their completion.
     pub(in crate::train) fn grads_copied(&mut self, unit: usize) -> Result<Event, TrainError> {
         let complete = self.buffers.complete[unit].take();
         let complete = complete.expect("gradients are complete before they leave");
         if self.sums.shards.count() > 1 {
-            // Backward writes the next gradients over these, and an update in the GPU takes its copy of them.
+            // Backward writes the next gradients into this buffer; an update on the GPU reads its own copy.
             self.sums.compute.wait(&complete)?;
         }
         Ok(complete)
@@ -327,17 +331,17 @@ impl GpuBuffers {
         })
     }
 
-    /// Tells `trace` when ranks exchanged what; waits until they have.
+    /// Adds the times of collective operations to `trace`; waits until they have ended.
     pub(in crate::train) fn tell(&mut self, trace: &Trace) -> Result<(), TrainError> {
         Ok(self.collectives.tell(trace, &self.buffers.between)?)
     }
 
-    /// The sum of squares of each unit's gradients in this step. Waits until they are computed.
+    /// Returns the sum of squares of each unit's gradients in this step. Waits until they are computed.
     pub(in crate::train) fn sum_squares(&self) -> Result<Vec<f64>, TrainError> {
         self.sums.of_step(self.sums_stream())
     }
 
-    /// The stream that complete gradients are on.
+    /// Returns the stream on which gradients become complete.
     fn sums_stream(&self) -> &Stream {
         match self.sums.shards.count() {
             1 => &self.sums.compute,
@@ -346,18 +350,19 @@ impl GpuBuffers {
     }
 }
 
-/// A unit's weights, the point behind which all shards are there, and the one behind which nothing reads them.
+/// A unit's weights, the event after which all shards have arrived, and the one after which nothing reads
+/// them.
 struct Weights {
     unit: UnitWeights,
     arrived: Option<Event>,
     free: Option<Event>,
 }
 
-/// Buffers for gathered units, and for gradients on their way out.
+/// Buffers for gathered units and for gradients on their way out.
 struct Buffers {
     up: Stream,
     down: Stream,
-    /// Operations with the other ranks, in one order.
+    /// Stream of collective operations, which run in one order.
     between: Stream,
     embedding: Weights,
     blocks: Vec<Weights>,
@@ -367,7 +372,7 @@ struct Buffers {
     embedding_grads: DeviceBuffer,
     block_grads: Vec<DeviceBuffer>,
     head_grads: DeviceBuffer,
-    /// For each unit, the point at which its gradients are complete.
+    /// Event of each unit after which its gradients are complete.
     complete: Vec<Option<Event>>,
 }
 
@@ -414,7 +419,7 @@ impl Buffers {
         })
     }
 
-    /// The buffer that `unit` comes into.
+    /// Takes the next buffer for `unit`.
     fn take(&mut self, unit: usize) -> &mut Weights {
         if unit != EMBEDDING && unit != self.head_unit {
             self.rotation.take(unit);
@@ -422,7 +427,7 @@ impl Buffers {
         self.at_mut(unit)
     }
 
-    /// The memory that `unit`'s weights come into.
+    /// Returns the memory of `unit`'s weights.
     fn weights_at(&self, unit: usize) -> &DeviceBuffer {
         self.at(unit).unit.buffer().expect("weights on a GPU")
     }

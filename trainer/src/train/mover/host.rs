@@ -1,8 +1,9 @@
 //! Units in host memory, computed with by the processor.
 //!
-//! Each kind of unit has buffers of its own: one for the embedding (a tied head finds it there), one for the head, and
-//! one or more that blocks take in turn (one for each, where weights stay from forward to backward). A buffer holds the unit's weights until they are done with, then the
-//! unit's gradients. With several ranks a buffer is away while shards come or sums are taken, and comes back when it is needed.
+//! Each kind of unit has its own buffers: one for the embedding (which a tied head reads too), one for the
+//! head, and one or more that blocks take in turn (one for each block if weights stay from forward to
+//! backward). A buffer holds the unit's weights first, then its gradients. With several ranks, a collective
+//! operation owns the buffer while it runs and returns it when its result is needed.
 
 use std::time::Instant;
 
@@ -19,7 +20,7 @@ use super::shards::Shards;
 use crate::compute::{ComputeError, Engine, GradSink, UnitWeights};
 use training_state::trace::{Trace, Track};
 
-/// Buffers on the host.
+/// Buffers in host memory.
 pub(in crate::train) struct HostBuffers {
     elem_bytes: usize,
     grad_type: GradType,
@@ -28,15 +29,15 @@ pub(in crate::train) struct HostBuffers {
     blocks: Vec<UnitWeights>,
     last: UnitWeights,
     rotation: Rotation,
-    /// The sum of squares of this rank's shard of each unit's gradients, in this step.
+    /// Sum of squares of this rank's shard of each unit's gradients, in this step.
     sum_squares: Vec<f64>,
     shards: Shards,
-    /// Each unit's operation with the other ranks that is under way.
+    /// Running collective operation of each unit.
     gathering: Vec<Option<UnderWay>>,
     reducing: Vec<Option<UnderWay>>,
 }
 
-/// An operation with the other ranks, and when it began.
+/// Running collective operation and its start time.
 struct UnderWay {
     pending: Pending,
     began: Instant,
@@ -50,7 +51,8 @@ impl UnderWay {
         }
     }
 
-    /// Waits for it. The timeline shows it until now, since nobody looked before.
+    /// Waits for the operation. The timeline shows it as running until this call, because its real end is not
+    /// observed.
     fn wait(self, trace: &Trace, name: impl FnOnce() -> String) -> Result<HostBuffer, TrainError> {
         let buffer = self.pending.wait()?;
         if trace.recording() {
@@ -61,7 +63,7 @@ impl UnderWay {
 }
 
 impl HostBuffers {
-    /// Buffers for `engine`'s units, `block_buffers` of them for blocks.
+    /// Allocates buffers for `engine`'s units, `block_buffers` of them for blocks.
     ///
     /// # Errors
     /// Out of memory.
@@ -90,7 +92,7 @@ impl HostBuffers {
         })
     }
 
-    /// Brings a unit's weights into a buffer; with several ranks, begins to.
+    /// Copies a unit's weights into a buffer; with several ranks, starts gathering them.
     pub(in crate::train) fn gather(
         &mut self,
         swapper: &mut Swapper<Hyper>,
@@ -117,7 +119,7 @@ impl HostBuffers {
         Ok(())
     }
 
-    /// Waits until all of a unit's weights are there.
+    /// Waits until all of a unit's weights have arrived.
     pub(in crate::train) fn ready(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
         if let Some(under_way) = self.gathering[unit].take() {
             let whole = under_way.wait(trace, || format!("shards of unit {unit}"))?;
@@ -126,7 +128,7 @@ impl HostBuffers {
         Ok(())
     }
 
-    /// A unit's weights, which were gathered.
+    /// Returns the weights of a gathered unit.
     pub(in crate::train) fn weights(&self, unit: usize) -> &UnitWeights {
         match unit {
             EMBEDDING => &self.embedding,
@@ -135,12 +137,12 @@ impl HostBuffers {
         }
     }
 
-    /// Gives a unit's weights back: nothing reads them any more.
+    /// Releases a unit's weights, which nothing reads any more.
     pub(in crate::train) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
         Ok(self.buffer(unit).give_back()?)
     }
 
-    /// Takes a unit's complete gradients. Its weights are gone from the buffer after.
+    /// Accepts a unit's complete gradients, which replace its weights in the buffer.
     pub(in crate::train) fn reduce(
         &mut self,
         unit: usize,
@@ -159,7 +161,8 @@ impl HostBuffers {
         Ok(())
     }
 
-    /// Sums over the whole shard, not tile by tile: the norm's bits then do not depend on how units are cut.
+    /// Adds the squares of the whole shard, not tile by tile, so that the norm's bits do not depend on the
+    /// tile size.
     fn add_squares(&mut self, unit: usize) {
         let (grad_type, elem_bytes) = (self.grad_type, self.elem_bytes);
         let own = self.shards.own(unit);
@@ -196,7 +199,7 @@ impl HostBuffers {
         })
     }
 
-    /// The sum of squares of this rank's shard of each unit's gradients, in this step.
+    /// Returns the sum of squares of this rank's shard of each unit's gradients, in this step.
     pub(in crate::train) fn sum_squares(&self) -> &[f64] {
         &self.sum_squares
     }

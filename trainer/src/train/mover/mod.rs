@@ -1,13 +1,13 @@
-//! Brings units' weights from where they live to where they are computed with, and their gradients back.
+//! Moves units' weights from where they live to where they are computed with, and their gradients back.
 //!
 //! ```text
 //!   tiles live            computed with          a unit
 //!   with the swapper      on the processor       copied into a buffer (host.rs)
 //!   with the swapper      on a GPU               copied into a buffer (gpu.rs)
-//!   in a GPU's memory     on that GPU            where it lives; of several ranks, gathered in a buffer (gpu.rs)
+//!   in a GPU's memory     on that GPU            in place; with several ranks, gathered in a buffer (gpu.rs)
 //! ```
 //!
-//! There are no other combinations, and [`Tiles`] can hold no other.
+//! [`Tiles`] represents exactly these combinations.
 
 mod gpu;
 mod host;
@@ -30,7 +30,7 @@ use training_state::trace::Trace;
 /// The tiles of one rank, and the buffers through which it computes with them.
 pub(super) type Tiles = TileBackend<WithSwapper, InGpu>;
 
-/// Buffers to compute with tiles that the swapper has.
+/// Buffers to compute with tiles that the swapper holds.
 pub(super) enum WithSwapper {
     Host(Box<HostBuffers>),
     Gpu(Box<GpuBuffers>),
@@ -38,9 +38,9 @@ pub(super) enum WithSwapper {
 
 /// Views or buffers to compute with tiles that live in a GPU's memory.
 pub(super) enum InGpu {
-    /// One rank has every unit whole.
+    /// One rank holds every unit whole.
     InPlace(Box<InPlace>),
-    /// Several ranks have shards, which are gathered.
+    /// Several ranks hold shards, which are gathered.
     Buffers(Box<GpuBuffers>),
 }
 
@@ -51,8 +51,9 @@ pub(super) enum Memory {
 }
 
 impl Memory {
-    /// For `engine`, on the GPU it computes on if there is one, with `block_buffers` as in [`super::step_order`]; `live` where tiles
-    /// live in the GPU.
+    /// Allocates memory for `engine` on its GPU or on the host, with `block_buffers` as in
+    /// [`super::step_order`]. `live` says that the
+    /// tiles are in the GPU's memory.
     ///
     /// # Errors
     /// Out of memory.
@@ -82,7 +83,7 @@ impl Memory {
 
     /// Joins the memory with the tiles of `backend`.
     ///
-    /// Panics if they do not live where the memory was taken for.
+    /// Panics if the memory was allocated for tiles in another place.
     pub(super) fn attach(self, backend: TileBackend) -> Tiles {
         match (backend, self) {
             (TileBackend::Swapper(swapper, ()), Self::WithSwapper(with)) => {
@@ -94,10 +95,10 @@ impl Memory {
     }
 }
 
-/// Brings a unit's weights into a buffer.
+/// Gathers a unit's weights into a buffer.
 ///
 /// # Errors
-/// The backend's, or the GPU's.
+/// The backend or the GPU fails.
 pub(super) fn gather(
     tiles: &mut Tiles,
     engine: &Engine,
@@ -116,10 +117,11 @@ pub(super) fn gather(
     }
 }
 
-/// Returns when a unit's weights may be computed with: the host waits for other ranks' shards, a GPU's stream for its own.
+/// Returns when a unit's weights may be used: the host waits for other ranks' shards, a GPU's stream waits on
+/// the device.
 ///
 /// # Errors
-/// A rank is gone; the GPU's.
+/// A rank is gone; the GPU fails.
 pub(super) fn ready(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.ready(unit, trace),
@@ -129,7 +131,7 @@ pub(super) fn ready(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(),
     }
 }
 
-/// A unit's weights, which were gathered and are ready.
+/// Returns the weights of a unit that was gathered and is ready.
 pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.weights(unit),
@@ -139,13 +141,13 @@ pub(super) fn weights(tiles: &Tiles, unit: usize) -> &UnitWeights {
     }
 }
 
-/// Gives a unit's weights back: all that is computed with them is under way, and behind it their buffer may be used again.
-/// Weights that are computed with where they live stay as they are.
+/// Releases a unit's weights: all work that uses them is enqueued, and later work may reuse their buffer.
+/// Does nothing for weights that are used in place.
 ///
-/// Panics if anything still looks at the buffer.
+/// Panics if a reference to the buffer still exists.
 ///
 /// # Errors
-/// The GPU's.
+/// The GPU fails.
 pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.give_back(unit),
@@ -155,7 +157,8 @@ pub(super) fn give_back(tiles: &mut Tiles, unit: usize) -> Result<(), TrainError
     }
 }
 
-/// An empty sum of a unit's gradients. On a GPU, products go straight where [`reduce`] wants them.
+/// Makes an empty sum of a unit's gradients. On a GPU, matrix products write directly to where [`reduce`]
+/// needs them.
 ///
 /// # Errors
 /// Out of memory.
@@ -170,10 +173,10 @@ pub(super) fn sink(tiles: &Tiles, engine: &Engine, unit: usize) -> Result<GradSi
     Ok(sink)
 }
 
-/// Takes a unit's complete gradients. Its weights are gone from the buffer after.
+/// Accepts a unit's complete gradients. They replace its weights in the buffer.
 ///
 /// # Errors
-/// The GPU's; out of memory.
+/// The GPU fails; out of memory.
 pub(super) fn reduce(
     tiles: &mut Tiles,
     unit: usize,
@@ -192,10 +195,10 @@ pub(super) fn reduce(
     }
 }
 
-/// Hands a unit's gradients to where its tiles live.
+/// Hands a unit's gradients to the backend that holds its tiles.
 ///
 /// # Errors
-/// The backend's, or the GPU's.
+/// The backend or the GPU fails.
 pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => {
@@ -205,15 +208,16 @@ pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(
             buffers.scatter_to_swapper(swapper, unit, trace)
         }
         TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.grads_copied(unit).map(drop),
-        // They are where the update finds them.
+        // The update reads them in place.
         TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
     }
 }
 
-/// Tells `trace` what GPUs exchanged in this step, when they have; what hosts did was told as it ended.
+/// Adds the GPUs' collective operations of this step to `trace`. The host's operations were added as they
+/// ended.
 ///
 /// # Errors
-/// The GPU's.
+/// The GPU fails.
 pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
         TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
@@ -224,10 +228,10 @@ pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
     }
 }
 
-/// The norm of all gradients of the step, before clipping. Waits for a GPU, and for all ranks.
+/// Returns the global norm of the step's gradients before clipping. Waits for the GPU and for all ranks.
 ///
 /// # Errors
-/// The GPU's; a rank is gone.
+/// The GPU fails; a rank is gone.
 pub(super) fn norm(tiles: &Tiles, shards: &Shards) -> Result<f64, TrainError> {
     let mut squares = match tiles {
         TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.sum_squares().to_vec(),
@@ -236,6 +240,7 @@ pub(super) fn norm(tiles: &Tiles, shards: &Shards) -> Result<f64, TrainError> {
         TileBackend::Gpu(_, InGpu::InPlace(units)) => units.sum_squares()?,
     };
     shards.sum_of_shards(&mut squares)?;
-    // In the units' order, whatever order their gradients came in.
+    // Summed in the order of units, so that the result does not depend on the order in which gradients
+    // arrived.
     Ok(squares.iter().sum::<f64>().sqrt())
 }

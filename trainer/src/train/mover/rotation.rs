@@ -1,4 +1,4 @@
-//! Which block is in which of a few buffers: each gather takes the buffer that was taken longest ago.
+//! Assigns blocks to a few buffers: each gather takes the buffer that was taken longest ago.
 
 /// Buffers that blocks take in turn.
 #[derive(Debug)]
@@ -9,7 +9,6 @@ pub(super) struct Rotation {
 }
 
 impl Rotation {
-    /// A rotation of `count` empty buffers.
     pub(super) fn new(count: usize) -> Self {
         Self {
             held: vec![None; count],
@@ -17,7 +16,7 @@ impl Rotation {
         }
     }
 
-    /// The buffer that `unit` comes into.
+    /// Assigns the next buffer to `unit`.
     pub(super) fn take(&mut self, unit: usize) -> usize {
         let at = self.next;
         self.held[at] = Some(unit);
@@ -25,7 +24,8 @@ impl Rotation {
         at
     }
 
-    /// The buffer that `unit` is in: the newest, since an older one may still have it from forward.
+    /// Returns the buffer that holds `unit`: the newest, because an older one may still hold the unit from
+    /// forward.
     pub(super) fn at(&self, unit: usize) -> usize {
         let count = self.held.len();
         (1..=count)

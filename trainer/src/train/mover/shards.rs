@@ -1,5 +1,5 @@
-//! How a unit's buffer is shared among ranks: equal shards, one after the other, the last ones padded. In stage 0 the shards are
-//! only how a sum is divided: each rank keeps all of every unit.
+//! Division of a unit's buffer among ranks: equal shards in order, the last ones padded. In stage 0 shards
+//! only divide the work of a sum: each rank keeps all of every unit.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,21 +14,21 @@ use swapper::{UnitShape, shard_elems};
 use crate::compute::UnitWeights;
 use crate::config::Stage;
 
-/// The shards of every unit, and the way to the other ranks.
+/// Shards of every unit, and the connection to the other ranks.
 #[derive(Clone)]
 pub(in crate::train) struct Shards {
     comm: Arc<Comm>,
-    /// The way between GPUs, where several ranks compute on them.
+    /// Connection between GPUs, if several ranks compute on them.
     gpus: Option<Arc<GpuComm>>,
     /// Elements of each unit.
     unit_elems: Vec<usize>,
     shard_elems: Vec<usize>,
-    /// Whether a rank keeps its shard of a unit, and not all of it.
+    /// Whether a rank keeps only its shard of a unit.
     divided: bool,
     exchanged: Arc<[AtomicU64; 2]>,
 }
 
-/// Bytes of buffers that this rank and the others filled together.
+/// Bytes of buffers that took part in collective operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::train) struct Exchanged {
     /// Bytes of weights.
@@ -38,7 +38,8 @@ pub(in crate::train) struct Exchanged {
 }
 
 impl Shards {
-    /// The shards of units that are cut into tiles of `tile_elems`. Several ranks that compute on GPUs give `gpus`.
+    /// Shards of units that are cut into tiles of `tile_elems`. `gpus` is given if several ranks compute on
+    /// GPUs.
     pub(in crate::train) fn new(
         comm: Arc<Comm>,
         gpus: Option<Arc<GpuComm>>,
@@ -58,12 +59,12 @@ impl Shards {
         }
     }
 
-    /// Whether a unit's weights lie with several ranks.
+    /// Returns whether a unit's weights are distributed over several ranks.
     pub(in crate::train) fn gathers(&self) -> bool {
         self.divided && self.count() > 1
     }
 
-    /// Whether a sum of gradients is for every rank, and not a shard for each.
+    /// Returns whether every rank needs the whole sum of gradients, not only its shard.
     pub(in crate::train) fn sums_for_all(&self) -> bool {
         !self.divided && self.count() > 1
     }
@@ -87,7 +88,7 @@ impl Shards {
         self.exchanged[1].fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// This rank, from 0.
+    /// Number of this rank, from 0.
     pub(in crate::train) fn rank(&self) -> u32 {
         self.comm.world().rank
     }
@@ -97,12 +98,12 @@ impl Shards {
         self.comm.world().ranks as usize
     }
 
-    /// Elements of a unit's buffer: all shards, the padding counted.
+    /// Elements of a unit's buffer: all shards with padding.
     pub(in crate::train) fn padded_elems(&self, unit: usize) -> usize {
         self.shard_elems[unit] * self.count()
     }
 
-    /// This rank's elements of a unit, without padding.
+    /// Range of this rank's elements in a unit, without padding.
     pub(in crate::train) fn own(&self, unit: usize) -> Range<usize> {
         if !self.divided {
             return 0..self.unit_elems[unit];
@@ -112,7 +113,8 @@ impl Shards {
         start.min(elems)..(start + self.shard_elems[unit]).min(elems)
     }
 
-    /// Begins to bring the other ranks' shards into `buffer`, which has this rank's; the buffer is away meanwhile.
+    /// Starts gathering the other ranks' shards into `buffer`, which contains this rank's. The operation owns
+    /// the buffer while it runs.
     ///
     /// # Errors
     /// A rank is gone.
@@ -126,7 +128,7 @@ impl Shards {
         self.comm.all_gather_start(host, self.padded_elems(unit))
     }
 
-    /// As [`Shards::gather`], of gradients that each rank has summed its shard of.
+    /// Like [`Shards::gather`], for gradients of which each rank has summed its shard.
     ///
     /// # Errors
     /// A rank is gone.
@@ -139,7 +141,8 @@ impl Shards {
         self.comm.all_gather_start(host, self.padded_elems(unit))
     }
 
-    /// Begins to replace this rank's shard of the gradients in `buffer` by the sum over all ranks; the buffer is away meanwhile.
+    /// Starts replacing this rank's shard of the gradients in `buffer` by the sum over all ranks. The
+    /// operation owns the buffer while it runs.
     ///
     /// # Errors
     /// A rank is gone.
@@ -155,7 +158,7 @@ impl Shards {
         self.comm.reduce_scatter_start(host, elems, grad_type)
     }
 
-    /// As [`Shards::gather`] in a GPU's memory, enqueued on `stream`.
+    /// Like [`Shards::gather`] in a GPU's memory, enqueued on `stream`.
     ///
     /// # Errors
     /// A rank is gone.
@@ -172,7 +175,8 @@ impl Shards {
             .all_gather(stream, buffer.at(0), elems, elem_bytes)
     }
 
-    /// As [`Shards::reduce`] in a GPU's memory, enqueued on `stream`. Where a sum is for every rank, all of it comes.
+    /// Like [`Shards::reduce`] in a GPU's memory, enqueued on `stream`. If every rank needs the sum, all of
+    /// it is returned.
     ///
     /// # Errors
     /// A rank is gone.
@@ -195,7 +199,7 @@ impl Shards {
         Ok(())
     }
 
-    /// This rank's shard of a unit in `buffer`, which holds all shards.
+    /// Returns the position of this rank's shard of a unit in `buffer`, which holds all shards.
     pub(in crate::train) fn own_at<'a>(
         &self,
         unit: usize,
@@ -205,7 +209,8 @@ impl Shards {
         buffer.at(self.own(unit).start * elem_bytes)
     }
 
-    /// Whether all went well between GPUs; asked after a stream was waited for, before what came over it counts.
+    /// Checks that all operations between GPUs succeeded. Called after waiting for a stream and before its
+    /// results are used.
     ///
     /// # Errors
     /// A rank is gone.
@@ -217,7 +222,8 @@ impl Shards {
         self.gpus.as_ref().expect("several ranks compute on GPUs")
     }
 
-    /// Sums over the ranks what each has of its shards; where each has all, nothing is to be added.
+    /// Sums over the ranks what each rank computed for its shards; does nothing if each rank holds
+    /// everything.
     ///
     /// # Errors
     /// A rank is gone.
@@ -231,7 +237,7 @@ impl Shards {
         Ok(())
     }
 
-    /// Sums `values` over the ranks, in their order: the same bits everywhere.
+    /// Sums `values` over the ranks in rank order, so that every rank gets the same bits.
     ///
     /// # Errors
     /// A rank is gone.
