@@ -2,7 +2,7 @@
 
 const LINE_BYTES: usize = 64;
 
-/// Bytes that start at a cache line, zeroed at first.
+/// Zeroed bytes that start at a cache line.
 pub struct AlignedBytes {
     lines: Vec<[u8; LINE_BYTES]>,
     bytes: usize,

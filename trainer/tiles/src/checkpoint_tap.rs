@@ -1,14 +1,15 @@
-//! Copies of tiles, taken as they are updated: the state after one step is written while the next step runs.
+//! Copies tiles while they are updated, so that the state after one step is written while the next step runs.
 //!
 //! ```text
-//!   optimizer ─▶ tile, updated ─▶ where it was going
+//!   optimizer ─▶ tile, updated ─▶ its destination
 //!                     │ copy into a buffer, waiting for one if the drive is slow
 //!                     ▼
-//!                 full ─▶ a thread that writes ─▶ empty ─▶ the next copy
+//!                 full ─▶ writer thread ─▶ empty ─▶ the next copy
 //! ```
 //!
-//! An update touches every tile once a step, wherever the tile lives, so a checkpoint reads nothing twice. There are few buffers:
-//! when the drive is slower than the updates, updates wait for the drive until all tiles are copied.
+//! An update touches every tile once in a step, wherever it is stored, so a checkpoint reads nothing again.
+//! There are few buffers: if the drive is slower than the updates, updates wait for it until all tiles are
+//! copied.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -17,20 +18,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use kernels::adamw::Hyper;
 use swapper::{Optimizer, TileRange};
 
-/// Buffers, each for a tile's param and state: each of two optimizer threads fills one while the others are written.
+/// Buffers, each for a tile's parameters and state: two optimizer threads fill one each while the others are
+/// written.
 pub const BUFFERS: usize = 4;
 
-/// A copy of a range's param, followed by its state.
+/// Copy of a range's parameters, followed by its state.
 pub struct TileCopy {
     pub range: TileRange,
     pub bytes: Vec<u8>,
     pub param_bytes: usize,
 }
 
-/// Copies updated tiles while a checkpoint wants them. Clones are one tap.
+/// Copies updated tiles while a checkpoint needs them. Clones share one tap.
 #[derive(Clone, Default)]
 pub struct CheckpointTap {
-    /// Read for each tile of each step; nearly always false.
+    /// Read for each tile of each step; almost always false.
     wanted: Arc<AtomicBool>,
     lane: Arc<Mutex<Option<Lane>>>,
 }
@@ -42,7 +44,7 @@ struct Lane {
     left: usize,
 }
 
-/// The receiving end: takes copies and returns their buffers.
+/// Receiver of copies, which returns their buffers.
 pub struct Taken {
     pub full: Receiver<TileCopy>,
     pub empty: Sender<Vec<u8>>,
@@ -68,13 +70,13 @@ impl CheckpointTap {
         }
     }
 
-    /// Stops copying. Returns how many copies are missing.
+    /// Stops copying. Returns the number of missing copies.
     pub fn stop(&self) -> usize {
         self.wanted.store(false, Ordering::Release);
         self.lane().take().map_or(0, |lane| lane.left)
     }
 
-    /// Copies the tiles of `range` if a checkpoint wants them. Waits for a buffer.
+    /// Copies the tiles of `range` if a checkpoint needs them. Waits for a buffer.
     pub fn offer(&self, range: &TileRange, param: &[u8], state: &[u8]) {
         if !self.wanted.load(Ordering::Acquire) {
             return;
@@ -91,7 +93,7 @@ impl CheckpointTap {
             (lane.empty.clone(), lane.full.clone())
         };
         let buffer = empty.lock().unwrap_or_else(PoisonError::into_inner).recv();
-        // The receiver has ended and reports why itself.
+        // The receiver has ended and reports the reason itself.
         let Ok(mut bytes) = buffer else {
             return;
         };
@@ -110,7 +112,7 @@ impl CheckpointTap {
     }
 }
 
-/// An optimizer that offers each updated tile to a [`CheckpointTap`].
+/// Optimizer that offers each updated tile to a [`CheckpointTap`].
 pub struct Copied<O> {
     pub optimizer: O,
     pub checkpoint_tap: CheckpointTap,

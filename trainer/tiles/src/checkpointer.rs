@@ -1,15 +1,15 @@
-//! Checkpoints beside training: tiles are copied as the step's updates touch them and written while the next steps run. They
-//! become a checkpoint when all ranks' files are on their drive.
+//! Makes checkpoints during training: tiles are copied as a step updates them and written while the next
+//! steps run. They become a checkpoint when all ranks' files are on their drive.
 //!
 //! ```text
-//!   begin ─▶ each rank: copies ─▶ tiles.RANK, flushed ─▶ all have theirs ─▶ first rank: save.json, the name ─▶ old ones go
-//!   before    while updates run        beside the next steps                     beside the next steps
+//!   begin ─▶ each rank: copies ─▶ tiles.RANK, flushed ─▶ all ranks done ─▶ first rank: save.json, rename ─▶ old ones removed
+//!   before    while updates run        during the next steps                     during the next steps
 //!   the updates
 //! ```
 //!
-//! While a checkpoint is under way, ranks tell each other at the end of each step how far they are. A failure on one rank ends the
-//! checkpoint on all; it is logged and counted, and training continues. Tiles that no update on the host touches (all in a GPU's
-//! memory, or the last step) are visited instead.
+//! While a checkpoint is being made, ranks exchange their progress at the end of each step. A failure on one
+//! rank ends the checkpoint on all ranks; it is logged and counted, and training continues. Tiles that the
+//! host does not update (all in a GPU's memory, or after the last step) are read separately.
 
 use std::path::PathBuf;
 use std::thread::JoinHandle;
@@ -26,7 +26,7 @@ use crate::run::{
     CheckpointDescription, CheckpointError, Checkpoints, RunState, SavedFile, TileWriter,
 };
 
-/// Checkpoints of one run, and the one that is being made.
+/// Checkpoints of one run, and the one being made.
 pub struct Checkpointer {
     parts: CheckpointerParts,
     ranks: Ranks,
@@ -37,16 +37,16 @@ pub struct Checkpointer {
     rate: Option<f64>,
 }
 
-/// What a [`Checkpointer`] is made of.
+/// Parameters of a [`Checkpointer`].
 pub struct CheckpointerParts {
     pub checkpoints: Checkpoints,
     pub checkpoint_tap: CheckpointTap,
     /// Steps between checkpoints; 0: none are due.
     pub every: u64,
-    /// Checkpoints that are kept, the newest ones; 0: all.
+    /// Number of newest checkpoints to keep; 0: all.
     pub kept: u64,
     pub layout: Value,
-    /// Ranges that this rank writes; `None` where the first rank writes for all.
+    /// Number of ranges that this rank writes; `None` if the first rank writes for all.
     pub ranges: Option<usize>,
     /// Bytes of all ranks' tiles.
     pub tile_bytes: u64,
@@ -60,28 +60,29 @@ pub struct CheckpointsFailed {
     first: String,
 }
 
-/// A checkpoint that is being made.
+/// Checkpoint being made.
 struct UnderWay {
     step: u64,
     began: Instant,
-    /// Set after the step, when its metrics are known.
+    /// State after the step, set once its metrics are known.
     state: Option<RunState>,
-    /// This rank's file, when it is on the drive.
+    /// This rank's file once it is on the drive.
     file: Option<SavedFile>,
     work: Work,
 }
 
-/// How far this rank is with it.
+/// Progress of this rank's part.
 enum Work {
     Writing(JoinHandle<Result<SavedFile, CheckpointError>>),
     Written,
-    /// The first rank's, when all have written.
+    /// The first rank completes the checkpoint after all ranks have written.
     Finishing(JoinHandle<Result<PathBuf, CheckpointError>>),
     Finished(PathBuf),
     Failed(CheckpointError),
 }
 
-/// A rank's progress as the others see it: one of the words below, then bytes and fingerprint of the file it wrote, or zeros.
+/// Progress of a rank in the exchange: one of the constants below, then bytes and fingerprint of its file, or
+/// zeros.
 type Told = [u64; 3];
 
 const WORKING: u64 = 0;
@@ -90,7 +91,7 @@ const FINISHED: u64 = 2;
 const FAILED: u64 = 3;
 
 impl Checkpointer {
-    /// For a run that has a checkpoint of step `newest`.
+    /// Makes a checkpointer for a run whose newest checkpoint is of step `newest`.
     pub fn new(parts: CheckpointerParts, newest: Option<u64>, ranks: Ranks) -> Self {
         Self {
             parts,
@@ -103,12 +104,12 @@ impl Checkpointer {
         }
     }
 
-    /// Whether a checkpoint of `step` is due.
+    /// Returns whether a checkpoint of `step` is due.
     pub fn is_due(&self, step: u64) -> bool {
         self.parts.every > 0 && step.is_multiple_of(self.parts.every)
     }
 
-    /// Whether there is a checkpoint of `step`, or one is being made.
+    /// Returns whether a checkpoint of `step` exists or is being made.
     pub fn has(&self, step: u64) -> bool {
         let under_way = self.under_way.as_ref().map(|checkpoint| checkpoint.step);
         self.newest == Some(step) || under_way == Some(step)
@@ -119,8 +120,8 @@ impl Checkpointer {
         self.rate
     }
 
-    /// Begins the checkpoint of `step`, whose updates are about to run: from now on updated tiles are copied. Returns false when it
-    /// cannot be made. Waits for a checkpoint that is still under way.
+    /// Begins the checkpoint of `step`, whose updates are about to run: updated tiles are copied from now on.
+    /// Waits for a checkpoint that is still being made. Returns false if the checkpoint cannot be made.
     ///
     /// # Errors
     /// A rank is gone.
@@ -157,21 +158,21 @@ impl Checkpointer {
         Ok(true)
     }
 
-    /// Copies all tiles of `backend` for the checkpoint that was begun, instead of waiting for their updates.
+    /// Copies all tiles of `backend` for the begun checkpoint, instead of waiting for their updates.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub fn visit<S, G>(&self, backend: &mut TileBackend<S, G>) -> Result<(), BackendError> {
         let checkpoint_tap = &self.parts.checkpoint_tap;
         backend.visit(&mut |range, param, state| checkpoint_tap.offer(range, param, state))
     }
 
-    /// Ends the copying: the updates of another step are about to run.
+    /// Stops copying, because the updates of another step are about to run.
     pub fn all_came(&self) {
         self.parts.checkpoint_tap.stop();
     }
 
-    /// Gives the checkpoint under way its state, if it is of that step.
+    /// Sets the state of the checkpoint being made, if it is of the same step.
     pub fn is_of(&mut self, state: &RunState) {
         if let Some(checkpoint) = self
             .under_way
@@ -199,7 +200,7 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Waits until no checkpoint is under way.
+    /// Waits until no checkpoint is being made.
     ///
     /// # Errors
     /// A rank is gone.
@@ -220,10 +221,10 @@ impl Checkpointer {
         Ok(())
     }
 
-    /// Whether all checkpoints of this start were made.
+    /// Returns whether all checkpoints of this start were made.
     ///
     /// # Errors
-    /// How many failed, and why the first did.
+    /// The number of failures and the first error.
     pub fn result(&self) -> Result<(), CheckpointsFailed> {
         match &self.first_failure {
             None => Ok(()),
@@ -234,7 +235,7 @@ impl Checkpointer {
         }
     }
 
-    /// Advances by all ranks' progress; every rank comes to the same result.
+    /// Advances according to all ranks' progress; every rank gets the same result.
     fn go_on(&mut self, all: &[Told], say: &dyn Fn(&str)) {
         let is = |word: u64| move |told: &Told| told[0] == word;
         if let Some(rank) = all.iter().position(is(FAILED)) {
@@ -286,13 +287,13 @@ impl Checkpointer {
         }));
     }
 
-    /// Ends the checkpoint under way, which failed on `rank`, and removes its files.
+    /// Ends the checkpoint being made, which failed on `rank`, and removes its files.
     fn abandon(&mut self, rank: usize) {
         self.parts.checkpoint_tap.stop();
         let Some(mut checkpoint) = self.under_way.take() else {
             return;
         };
-        // Its writer ends with the copies.
+        // The writer ends when the copies end.
         checkpoint.wait();
         match &checkpoint.work {
             Work::Failed(error) => self.failed(&error.to_string()),
@@ -306,7 +307,7 @@ impl Checkpointer {
         }
     }
 
-    /// Logs the failure at once: the run may go on for days.
+    /// Logs the failure at once, because the run may continue for days.
     fn failed(&mut self, why: &str) {
         self.failed_count += 1;
         self.first_failure.get_or_insert_with(|| why.to_owned());

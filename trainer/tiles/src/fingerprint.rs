@@ -1,12 +1,12 @@
-//! A 64-bit fingerprint of bytes: tells whether two runs hold the same weights, or a file differs from what was written. It is not
-//! secure: anybody can make two contents with one fingerprint.
+//! A 64-bit fingerprint of bytes. It shows whether two runs have the same weights, or whether a file differs
+//! from what was written. It is not cryptographically secure.
 //!
-//! Eight bytes at a time: `hash = mix(hash ^ word) * ODD`, the last word padded with zeros, the length mixed in at the end.
-//! It does not depend on how the bytes were cut into calls.
+//! Processes eight bytes at a time: `hash = mix(hash ^ word) * ODD`. The last word is padded with zeros, and
+//! the length is mixed in at the end. The result does not depend on how the bytes are divided into calls.
 
 const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// A fingerprint that bytes are added to.
+/// Fingerprint in progress.
 #[derive(Clone, Debug)]
 pub struct Fingerprint {
     hash: u64,
@@ -26,14 +26,14 @@ impl Default for Fingerprint {
 }
 
 impl Fingerprint {
-    /// The fingerprint of `bytes`.
+    /// Returns the fingerprint of `bytes`.
     pub fn of(bytes: &[u8]) -> u64 {
         let mut fingerprint = Self::default();
         fingerprint.add(bytes);
         fingerprint.finish()
     }
 
-    /// Adds `bytes` after those that were added before.
+    /// Appends `bytes`.
     pub fn add(&mut self, mut bytes: &[u8]) {
         let pending = (self.length_bytes % 8) as usize;
         self.length_bytes += bytes.len() as u64;
@@ -54,7 +54,7 @@ impl Fingerprint {
         self.rest[..rest.len()].copy_from_slice(rest);
     }
 
-    /// The fingerprint of all that was added.
+    /// Returns the fingerprint of all bytes added.
     pub fn finish(mut self) -> u64 {
         let pending = (self.length_bytes % 8) as usize;
         if pending > 0 {

@@ -1,37 +1,40 @@
-//! Learning-rate schedules, with DeepSpeed's names. The rate is a pure function of the step, so a schedule has no state to save.
+//! Learning rate schedules under DeepSpeed's names. The rate is a pure function of the step, so a schedule
+//! has no state to save.
 //!
-//! Steps that updated weights are counted from 1. DeepSpeed advances its schedulers after a step: the first step has the rate that a
-//! scheduler begins with, and step s has the rate of iteration i = s - 2. With w warm-up steps of T:
+//! Steps that updated weights are counted from 1. DeepSpeed advances its schedulers after a step: the first
+//! step has the initial rate of the scheduler, and step s has the rate of iteration i = s - 2. With w warm-up
+//! steps of T:
 //!
 //! ```text
-//!   s = 1    min, but WarmupCosineLR 0
+//!   s = 1    min; WarmupCosineLR 0
 //!   i < w    min + (max - min) * i/w            or, logarithmic, * ln(i+1)/ln(w)
 //!   i >= w   WarmupLR        max
 //!            WarmupDecayLR   min + (max - min) * (T-i)/(T-w), not below min
 //!            WarmupCosineLR  max * (r + (1-r) * (1 + cos(pi * (i-w+1)/(T-w))) / 2), r the least ratio
-//!   any s    linear          lr * (T-s+1)/T, as Hugging Face's Trainer
+//!   any s    linear          lr * (T-s+1)/T, as in Hugging Face's Trainer
 //!   any i    LRRangeTest     min * (1 + rate * (i+1)/size), with stairs rounded down
-//!            OneCycle        min + (max - min) * h, h up from 0 to 1 and down again over i+1; later min / (1 + rate * (i+1-cycle)/size)
+//!            OneCycle        min + (max - min) * h, h rises from 0 to 1 and falls again over i+1; later min / (1 + rate * (i+1-cycle)/size)
 //! ```
 
 use serde::{Deserialize, Serialize};
 
-/// The variance's decay in DeepSpeed's cycle, whatever the optimizer's is.
+/// The second beta in DeepSpeed's cycle, independent of the optimizer's.
 const CYCLE_BETA2: f64 = 0.99;
 
-/// A checked schedule.
+/// Checked schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LrSchedule {
-    /// Always the optimizer's rate.
+    /// Constant rate.
     Constant { lr: f64 },
-    /// Falls linearly from the optimizer's rate to 0 after `total_steps`: Hugging Face's "linear" without a warm-up.
+    /// Falls linearly from the optimizer's rate to 0 after `total_steps`: Hugging Face's "linear" without
+    /// warm-up.
     Linear { lr: f64, total_steps: u64 },
-    /// Rises without end, to find the rate at which training diverges.
+    /// Rises without limit, to find the rate at which training diverges.
     RangeTest(RangeTest),
-    /// Rises and falls once, with the momentum falling and rising; then perhaps decays.
+    /// Rises and falls once while the momentum falls and rises; optionally decays afterwards.
     OneCycle(OneCycle),
-    /// Rises, then stays.
+    /// Rises, then is constant.
     Warmup(Warmup),
     /// Rises, then falls linearly to `min_lr` at `total_steps`.
     WarmupDecay { warmup: Warmup, total_steps: u64 },
@@ -43,7 +46,7 @@ pub enum LrSchedule {
     },
 }
 
-/// The rise from `min_lr` to `max_lr` in `steps` steps (at least two), linear or with the logarithm of the step.
+/// Rise from `min_lr` to `max_lr` in `steps` steps (at least two), linear or logarithmic in the step.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Warmup {
     pub min_lr: f64,
@@ -52,7 +55,8 @@ pub struct Warmup {
     pub logarithmic: bool,
 }
 
-/// LRRangeTest: `min_lr`, and `step_rate` of it more every `step_size` steps, in stairs or linearly.
+/// LRRangeTest: starts at `min_lr` and adds `step_rate` times that every `step_size` steps, in stairs or
+/// linearly.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RangeTest {
     pub min_lr: f64,
@@ -61,27 +65,27 @@ pub struct RangeTest {
     pub staircase: bool,
 }
 
-/// OneCycle.
+/// One cycle of rate and momentum.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OneCycle {
     pub min_lr: f64,
     pub max_lr: f64,
-    /// Steps of the rise.
+    /// Steps in which the rate rises.
     pub first_steps: u64,
-    /// Steps of the fall.
+    /// Steps in which the rate falls.
     pub second_steps: u64,
-    /// Stairs of each half; 0: none.
+    /// Stairs in each half; 0: none.
     pub first_stairs: u64,
     pub second_stairs: u64,
-    /// Steps after the cycle in which the rate's divisor grows by `decay_lr_rate`, and the momentum's factor by its own rate; 0: no
-    /// decay.
+    /// Steps after the cycle in which the rate's divisor grows by `decay_lr_rate`, and the momentum's factor
+    /// by its own rate; 0: no decay.
     pub decay_steps: u64,
     pub decay_lr_rate: f64,
-    /// `None`: the optimizer's momentum stays.
+    /// `None`: the optimizer's momentum is not changed.
     pub momentum: Option<MomentumCycle>,
 }
 
-/// The momentum in a cycle: it falls from `max` while the rate rises.
+/// Momentum in a cycle: falls from `max` while the rate rises.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MomentumCycle {
     pub min: f64,
@@ -89,7 +93,7 @@ pub struct MomentumCycle {
     pub decay_rate: f64,
 }
 
-/// The rate of step `step` (from 1).
+/// Learning rate of step `step`, counted from 1.
 pub fn learning_rate(schedule: &LrSchedule, step: u64) -> f64 {
     assert!(step >= 1, "steps count from 1");
     let iteration = step.checked_sub(2);
@@ -145,7 +149,7 @@ pub fn learning_rate(schedule: &LrSchedule, step: u64) -> f64 {
     }
 }
 
-/// The betas of step `step` (from 1), where the schedule sets them.
+/// Betas of step `step`, counted from 1, if the schedule determines them.
 pub fn betas(schedule: &LrSchedule, step: u64) -> Option<[f64; 2]> {
     let LrSchedule::OneCycle(cycle) = schedule else {
         return None;
@@ -155,7 +159,7 @@ pub fn betas(schedule: &LrSchedule, step: u64) -> Option<[f64; 2]> {
         max,
         decay_rate,
     } = cycle.momentum?;
-    // In its first step a cycle has the minimum of both.
+    // In its first step, a cycle has the minimum of both.
     let momentum = match Phase::of(cycle, step) {
         Phase::Cycle(_) if step == 1 => min,
         Phase::Cycle(height) => max - (max - min) * height,
@@ -168,7 +172,7 @@ fn between(warmup: &Warmup, share: f64) -> f64 {
     warmup.min_lr + (warmup.max_lr - warmup.min_lr) * share
 }
 
-/// The share of the rise at iteration `at`; `None` afterwards.
+/// Fraction of the warm-up reached at iteration `at`; `None` afterwards.
 fn rising(warmup: &Warmup, at: u64) -> Option<f64> {
     assert!(warmup.steps >= 2, "a logarithmic warm-up needs two steps");
     (at < warmup.steps).then(|| {
@@ -180,7 +184,7 @@ fn rising(warmup: &Warmup, at: u64) -> Option<f64> {
     })
 }
 
-/// Where a step is in a cycle.
+/// Position of a step in a cycle.
 enum Phase {
     /// Height in the cycle, from 0 to 1.
     Cycle(f64),

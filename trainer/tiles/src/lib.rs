@@ -1,11 +1,12 @@
-//! What a training program keeps and moves beside its computation: tiles and their updates, checkpoints, the run directory and
-//! the store. It knows neither models nor tensors, so any program that computes gradients can stand on it.
+//! State of a training program outside its computation: tiles and their updates, checkpoints, the run
+//! directory and the store. This crate knows neither models nor tensors, so any program that computes
+//! gradients can use it.
 //!
 //! ```text
 //!   trainer (libtorch) ──▶ backend ──▶ swapper ──▶ daemon or host memory
 //!                             │  update: AdamW over tiles     checkpoint_tap: copies of updated tiles
 //!                             └─ one GPU's memory
-//!   checkpointer  checkpoints beside training              ranks    what all processes do or none
+//!   checkpointer  checkpoints during training              ranks    operations of all processes together
 //!   store    device files and the private daemon             run       run.json, checkpoints, the committed state
 //!   metrics  metrics.jsonl   monitor  TensorBoard and CSV    trace     a timeline of some steps
 //!   learning_rate, overflow  pure functions of the step and of what was committed with it

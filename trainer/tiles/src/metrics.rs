@@ -1,11 +1,14 @@
-//! `metrics.jsonl` in the run directory: one object for each step, in the order of steps, none twice.
+//! `metrics.jsonl` in the run directory: one object for each step, in the order of steps, without duplicates.
 //!
-//! A line is written when its step's loss is known; the commit of that step may come later. After a crash the file may be ahead of
-//! the weights, or end in a torn line: opening it for step k drops everything beyond k. If the crash came between the commit of step
-//! k and its line, the line is written from the committed blob: its loss, norm, rate and tokens are exact, its bytes are the plan's,
-//! and `step_s` and `bound_s` lack the update.
+//! A line is written when its step's loss is known; the commit of that step may come later. After a crash the
+//! file may be ahead of the weights, or end in an incomplete line: opening it for step k drops everything
+//! after k. If the crash came between the commit of step k and its line, the line is written from the
+//! committed blob: its loss, norm, rate and tokens are exact, its bytes are the plan's, and `step_s` and
+//! `bound_s` lack the update.
 //!
-//! A line that cannot be written, on a full disk, is left out; training continues. Lines are not flushed one by one, because that
+//! If a line cannot be written, for example on a full disk, it is left out and training continues. Lines are
+//! not synced one by one, because that would stall the drive that tiles are written to: after a power loss
+//! the file may lack lines, but the weights are complete.
 //! would stall the drive that tiles go to: after a power loss the file may lack lines, the weights do not.
 
 use std::fs::{File, OpenOptions};
@@ -14,20 +17,21 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-/// Bytes at the file's end that are read for its last line: many times the length of a line.
+/// Bytes at the end of the file that are read to find its last line: many times the length of a line.
 const TAIL_BYTES: u64 = 1 << 16;
 
 /// One step's line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct StepMetrics {
     pub step: u64,
-    /// Mean over the step's tokens; NaN where only the calling program knows it. Written with as many digits as its bits need.
+    /// Mean loss over the step's tokens; NaN if only the calling program knows it. Written with all digits needed
+    /// to restore its bits.
     #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
-    /// Global norm before clipping.
+    /// Global gradient norm before clipping.
     #[serde(deserialize_with = "number_or_nan")]
     pub grad_norm: f64,
-    /// Factor of the loss in backward, where one is used.
+    /// Loss scale, if one is used.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub loss_scale: Option<f64>,
     /// Whether the step changed no weight because its gradients were not finite.
@@ -68,7 +72,7 @@ pub struct StepMetrics {
     pub gathered_bytes: u64,
     #[serde(default)]
     pub reduced_bytes: u64,
-    /// Most bytes of gradients that this rank held at a time before they were reduced to its shard.
+    /// Highest number of gradient bytes that this rank held at a time before they were reduced to its shard.
     #[serde(default)]
     pub grads_held_bytes: u64,
     /// Host memory of the run, over all ranks.
@@ -80,7 +84,7 @@ pub struct StepMetrics {
     pub eval_loss: Option<f64>,
 }
 
-/// JSON has null where a number is not finite.
+/// Parses a number; null, which JSON has for numbers that are not finite, becomes NaN.
 fn number_or_nan<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
@@ -98,7 +102,7 @@ pub struct MetricsError {
 pub struct MetricsFile {
     path: PathBuf,
     file: File,
-    /// Bytes of whole lines.
+    /// Bytes of complete lines.
     bytes: u64,
     failed: bool,
 }
@@ -109,15 +113,16 @@ impl MetricsFile {
         run_dir.join("metrics.jsonl")
     }
 
-    /// The path of a file that was set aside.
+    /// Path of a file that was moved aside.
     pub fn old_path(run_dir: &Path) -> PathBuf {
         run_dir.join("metrics.jsonl.old")
     }
 
-    /// Renames the file of a start that saved nothing; a file that was set aside before is replaced. Returns its new path.
+    /// Renames the file of a start that saved nothing. Replaces a file that was moved aside earlier. Returns
+    /// the new path.
     ///
     /// # Errors
-    /// It cannot be renamed.
+    /// The file cannot be renamed.
     pub fn set_aside(run_dir: &Path) -> Result<PathBuf, MetricsError> {
         let (path, old) = (Self::path(run_dir), Self::old_path(run_dir));
         std::fs::rename(&path, &old).map_err(|source| MetricsError {
@@ -128,14 +133,14 @@ impl MetricsFile {
         Ok(old)
     }
 
-    /// The last step of the whole lines in a run directory; 0 when there are none.
+    /// Step of the last complete line in a run directory; 0 if there is none.
     pub fn last_step(run_dir: &Path) -> u64 {
         File::open(Self::path(run_dir))
             .and_then(|file| kept(&file, u64::MAX))
             .map_or(0, |(_, last_step)| last_step)
     }
 
-    /// The last whole line in a run directory.
+    /// Last complete line in a run directory.
     pub fn last(run_dir: &Path) -> Option<StepMetrics> {
         let mut file = File::open(Self::path(run_dir)).ok()?;
         let bytes = file.metadata().ok()?.len();
@@ -178,15 +183,15 @@ impl MetricsFile {
         Ok((opened, last_step))
     }
 
-    /// Appends a step's line. A line that cannot be written is left out, and the first one is logged.
+    /// Appends a step's line. A line that cannot be written is left out; the first failure is logged.
     pub fn write(&mut self, metrics: &StepMetrics) {
         let mut line = serde_json::to_vec(metrics).expect("metrics are plain data");
         line.push(b'\n');
-        // In one write, so that a kill leaves a whole line or none.
+        // In one write, so that a kill leaves a complete line or none.
         match self.file.write_all(&line) {
             Ok(()) => self.bytes += line.len() as u64,
             Err(source) => {
-                // Removes a part of the line; if that fails too, the file ends in a torn line.
+                // Removes a part of the line; if that fails too, the file ends in an incomplete line.
                 let _ = self.file.set_len(self.bytes);
                 if !std::mem::replace(&mut self.failed, true) {
                     let path = self.path.display();
@@ -204,7 +209,7 @@ fn is_zero(number: &u64) -> bool {
     *number == 0
 }
 
-/// Bytes of the leading lines that are whole and of steps up to `step`, and the last of these steps.
+/// Returns the bytes of the leading complete lines of steps up to `step`, and the last of these steps.
 fn kept(file: &File, step: u64) -> std::io::Result<(u64, u64)> {
     let mut reader = BufReader::new(file);
     let (mut bytes, mut last_step) = (0, 0);
@@ -317,7 +322,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (mut file, _) = MetricsFile::open(dir.path(), 0).unwrap();
         file.write(&line(1));
-        // As on a full disk.
+        // /dev/full fails like a full disk.
         let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
         let whole = std::mem::replace(&mut file.file, full);
         file.write(&line(2));

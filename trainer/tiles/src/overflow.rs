@@ -1,12 +1,12 @@
-//! Steps whose gradients are not finite, and the loss scale that keeps fp16's gradients within their range.
+//! Steps whose gradients are not finite, and the loss scale that keeps fp16 gradients in range.
 //!
 //! ```text
-//!   overflow       hysteresis above 1: one less        otherwise: the scale halves, not below its minimum
-//!   no overflow    `window` steps since the last one: the scale doubles, hysteresis is reset
+//!   overflow       hysteresis above 1: it falls by one        otherwise: the scale halves, not below its minimum
+//!   no overflow    `window` steps since the last overflow: the scale doubles, hysteresis is reset
 //! ```
 //!
-//! An overflow changes no weight. The state is committed with each step, so a killed run resumes with the same scale. The scale of
-//! each step is DeepSpeed's (trainer/tests/fixtures/deepspeed/loss_scales.py).
+//! An overflow changes no weight. The state is committed with each step, so a resumed run continues with the
+//! same scale. The scale of each step equals DeepSpeed's (trainer/tests/fixtures/deepspeed/loss_scales.py).
 
 use serde::{Deserialize, Serialize};
 
@@ -14,23 +14,23 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OverflowPolicy {
-    /// Ends the run; the step before is kept.
+    /// Ends the run; the state of the step before is kept.
     Stops,
-    /// Changes no weight, and the run goes on.
+    /// Changes no weight; training continues.
     Skips,
-    /// As `Skips`; the loss is multiplied with a scale that stays, its gradients divided by it.
+    /// Like `Skips`; the loss is multiplied by a fixed scale, and its gradients are divided by it.
     Scaled { scale: f64 },
-    /// As `Scaled`, with a scale that goes down on overflow and up again.
+    /// Like `Scaled`, with a scale that falls after overflows and rises again.
     Scales(DynamicScale),
 }
 
-/// How a loss scale rises and falls; DeepSpeed's names.
+/// Parameters of an adaptive loss scale, under DeepSpeed's names.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DynamicScale {
     pub initial: f64,
-    /// Steps without overflow after which it doubles.
+    /// Steps without overflow after which the scale doubles.
     pub window: u64,
-    /// Overflows before it halves.
+    /// Number of overflows before the scale halves.
     pub hysteresis: u64,
     /// Whether a step without overflow resets hysteresis; otherwise only a doubling does.
     pub consecutive_hysteresis: bool,
@@ -40,29 +40,29 @@ pub struct DynamicScale {
 /// Skipped steps and loss scale of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct OverflowState {
-    /// Steps that changed no weight. The optimizer and the learning rate do not count them.
+    /// Number of steps that changed no weight. The optimizer and the learning rate do not count them.
     pub skipped: u64,
-    /// Factor of the next step's loss.
+    /// Loss scale of the next step.
     pub scale: f64,
-    /// Overflows left before the scale halves; 0 where the scale is static.
+    /// Overflows left before the scale halves; 0 if the scale is fixed.
     hysteresis: u64,
     /// Steps since the last overflow.
     steady: u64,
 }
 
-/// What happens to a step.
+/// Effect of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Outcome {
     /// Updates the weights.
     Updates,
-    /// Leaves the weights as they are.
+    /// Changes no weight.
     Skips,
     /// Ends the run: the gradients are not finite, and the scale cannot be lowered.
     Ends,
 }
 
 impl OverflowState {
-    /// The state of a new run, or of one that resumes from `kept`, perhaps with other rules.
+    /// Makes the state of a new run, or of one that resumes from `kept`, possibly with another policy.
     pub fn new(rules: &OverflowPolicy, kept: Option<Self>) -> Self {
         let fresh = Self {
             skipped: kept.map_or(0, |kept| kept.skipped),
@@ -91,7 +91,7 @@ impl OverflowState {
         }
     }
 
-    /// Counts a step by whether its loss and gradients are `finite`.
+    /// Records a step; `finite` says whether its loss and gradients are finite.
     pub fn step(&mut self, rules: &OverflowPolicy, finite: bool) -> Outcome {
         let may_go_on = match rules {
             OverflowPolicy::Stops => finite,
@@ -123,7 +123,7 @@ impl OverflowState {
         self.steady += 1;
     }
 
-    /// Lowers hysteresis or the scale. False if neither can be lowered.
+    /// Lowers hysteresis or the scale. Returns false if neither can be lowered.
     fn fall(&mut self, dynamic: &DynamicScale) -> bool {
         self.steady = 0;
         if self.hysteresis > 1 {

@@ -1,4 +1,5 @@
-//! The ranks of a run around a step: what one rank cannot do none does, and the first rank keeps the run's directory and store.
+//! Operations of all ranks of a run: either all succeed or none counts. The first rank manages the run's
+//! directory and store.
 //!
 //! Everything is built on one operation of the caller's process group, [`Group::gather`].
 
@@ -10,35 +11,35 @@ use std::time::Duration;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Time between two rounds in which ranks tell how far they are. Short beside whatever is done together.
+/// Interval between rounds in which ranks exchange their progress. Short compared with any joint operation.
 const ROUND: Duration = Duration::from_millis(20);
 
-/// How far a rank is with what all do together.
+/// Progress of a rank in a joint operation.
 const WORKING: u8 = 0;
 const DONE: u8 = 1;
 const FAILED: u8 = 2;
 
 /// The processes that train a run.
 pub trait Group: Send + Sync {
-    /// This process, from 0.
+    /// Number of this process, from 0.
     fn rank(&self) -> u32;
 
     /// Number of processes.
     fn ranks(&self) -> u32;
 
-    /// Returns every rank's bytes in the order of ranks. All ranks give equally many.
+    /// Returns every rank's bytes in the order of ranks. All ranks must pass the same number of bytes.
     ///
     /// # Errors
     /// A rank is gone.
     fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, GroupError>;
 }
 
-/// An error of the process group, in its own words.
+/// Error of the process group.
 #[derive(Debug, thiserror::Error)]
 #[error(transparent)]
 pub struct GroupError(pub Box<dyn Error + Send + Sync>);
 
-/// Why ranks could not do something together.
+/// Error of a joint operation.
 #[derive(Debug, thiserror::Error)]
 pub enum RankError {
     #[error(transparent)]
@@ -63,7 +64,7 @@ impl Group for Alone {
     }
 }
 
-/// This process among those that train the run.
+/// The ranks that train the run, seen from this process.
 #[derive(Clone)]
 pub struct Ranks(Arc<dyn Group>);
 
@@ -72,12 +73,12 @@ impl Ranks {
         Self(group)
     }
 
-    /// A run of one process.
+    /// Makes a run of one process.
     pub fn alone() -> Self {
         Self(Arc::new(Alone))
     }
 
-    /// This process, from 0.
+    /// Number of this process, from 0.
     pub fn rank(&self) -> u32 {
         self.0.rank()
     }
@@ -87,12 +88,13 @@ impl Ranks {
         self.0.ranks()
     }
 
-    /// Whether this rank keeps the run's directory, its private daemon and its metrics, and prints.
+    /// Returns whether this rank is the first, which manages the run's directory, private daemon and metrics,
+    /// and prints.
     pub fn is_first(&self) -> bool {
         self.rank() == 0
     }
 
-    /// Whether `own` is true on any rank. All ranks get the same answer.
+    /// Returns whether `own` is true on any rank. All ranks get the same result.
     ///
     /// # Errors
     /// A rank is gone.
@@ -101,7 +103,7 @@ impl Ranks {
         Ok(all.iter().any(|told| told[0] != 0))
     }
 
-    /// Every rank's numbers, in the order of ranks.
+    /// Returns every rank's numbers in the order of ranks.
     ///
     /// # Errors
     /// A rank is gone.
@@ -114,8 +116,8 @@ impl Ranks {
         Ok(all.iter().map(numbers).collect())
     }
 
-    /// Does `work` on every rank and returns when all have done theirs, however long one takes. `what` names the work in errors.
-    /// `work` itself must not talk to other ranks.
+    /// Does `work` on every rank and returns when all ranks have finished, without a time limit. `what` names
+    /// the work in errors. `work` must not communicate with other ranks.
     ///
     /// # Errors
     /// The work's own error; another rank's work failed; a rank is gone.
@@ -155,7 +157,7 @@ impl Ranks {
     /// Does `work` on the first rank and returns its result on every rank.
     ///
     /// # Errors
-    /// As for [`Self::together`].
+    /// Same as [`Self::together`].
     pub fn by_first<T: Serialize + DeserializeOwned, E: From<RankError>>(
         &self,
         what: &str,
@@ -172,7 +174,7 @@ impl Ranks {
         }
     }
 
-    /// The first rank's bytes, on every rank; those of the others do not count.
+    /// Returns the first rank's bytes on every rank; `own` of the others is ignored.
     fn first_bytes(&self, mut own: Vec<u8>) -> Result<Vec<u8>, RankError> {
         if self.count() == 1 {
             return Ok(own);
@@ -182,7 +184,8 @@ impl Ranks {
         Ok(self.0.gather(&own)?.swap_remove(0))
     }
 
-    /// Rounds until all ranks are done (`None`) or one has failed. All ranks see the same rounds and leave after the same.
+    /// Runs rounds until all ranks are done (`None`) or one has failed. All ranks see the same rounds and
+    /// leave after the same one.
     fn rounds(&self, state: &AtomicU8) -> Result<Option<u32>, GroupError> {
         loop {
             let all = self.0.gather(&[state.load(Ordering::Acquire)])?;
@@ -197,7 +200,7 @@ impl Ranks {
     }
 }
 
-/// Ends the rounds with `end`, also when the work panics.
+/// Sets the result `end` for the rounds, even if the work panics.
 struct Progress<'a> {
     state: &'a AtomicU8,
     end: u8,

@@ -1,34 +1,34 @@
-//! ZeRO's stages: what of a model the ranks divide among themselves.
+//! ZeRO's stages: which parts of the state the ranks divide among themselves.
 //!
 //! ```text
 //!   stage   state    gradients   parameters          in a step
-//!   0       each     each        each                gradients summed for everyone, everyone updates everything
+//!   0       each     each        each                gradients are summed for everyone, everyone updates everything
 //!   1       shards   each        each, gathered      weights gathered once; gradients kept whole until backward ends, then summed to shards
 //!   2       shards   shards      each, gathered      weights gathered once; gradients summed to shards as they come
 //!   3       shards   shards      shards              weights gathered unit by unit, in forward and again in backward
 //! ```
 //!
-//! Less is moved the lower the stage, and more is held. One rank divides nothing: there the stages differ in what is held and
-//! copied, and in no bit.
+//! Lower stages move less and hold more. With one rank nothing is divided: stages then differ in what is held
+//! and copied, but not in results.
 
 use serde::{Serialize, Serializer};
 
-/// What is divided, each stage with all that the one before divides.
+/// Parts of the state that are divided; each stage includes the one before.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Stage {
-    /// 0: plain data parallelism.
+    /// Stage 0: plain data parallelism.
     Nothing,
-    /// 1.
+    /// Stage 1.
     State,
-    /// 2.
+    /// Stage 2.
     Gradients,
-    /// 3.
+    /// Stage 3.
     #[default]
     Parameters,
 }
 
 impl Stage {
-    /// DeepSpeed's number; `None` if there is no such stage.
+    /// Returns the stage with DeepSpeed's number; `None` if there is none.
     pub fn of(number: u64) -> Option<Self> {
         [
             Self::Nothing,
@@ -45,17 +45,17 @@ impl Stage {
         self as u64
     }
 
-    /// Whether each rank keeps a part of the tiles, and not all of them.
+    /// Returns whether each rank keeps only a part of the tiles.
     pub fn divides_state(self) -> bool {
         self >= Self::State
     }
 
-    /// Whether a unit's gradients are summed to shards as soon as they are complete.
+    /// Returns whether a unit's gradients are summed to shards as soon as they are complete.
     pub fn divides_gradients(self) -> bool {
         self >= Self::Gradients
     }
 
-    /// Whether a unit's weights are given up after forward and gathered again for backward.
+    /// Returns whether a unit's weights are released after forward and gathered again for backward.
     pub fn divides_parameters(self) -> bool {
         self >= Self::Parameters
     }

@@ -1,4 +1,4 @@
-//! AdamW over tiles, on the processor or on a GPU, with weight decay for some parameters only.
+//! AdamW over tiles, on the processor or on a GPU, with weight decay for selected parameters.
 //!
 //! Both give the same bits, so either may update any tile.
 
@@ -9,10 +9,11 @@ use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes, step_range};
 use kernels::gpu::TileUpdater;
 use swapper::{Optimizer, TileBytes, TileRange};
 
-/// Threads that stream tiles through a GPU: one copies up, one computes and one copies down at a time.
+/// Threads that stream tiles through a GPU: one copies to the GPU, one computes and one copies back at a
+/// time.
 pub const GPU_UPDATERS: usize = 3;
 
-/// Bytes of tiles whose master weights are kept as `master` says.
+/// Bytes of tiles whose master weights have the format `master`.
 pub fn tile_bytes(master: Master) -> TileBytes {
     let state_tile_bytes = match master {
         Master::SplitBf16 => |elems| state_tile_bytes(Master::SplitBf16, elems),
@@ -26,12 +27,13 @@ pub fn tile_bytes(master: Master) -> TileBytes {
     }
 }
 
-/// The elements that decay. The others are parameters without decay, and padding. Clones share one table.
+/// Elements that weight decay applies to; it does not apply to other parameters and padding. Clones share one
+/// table.
 #[derive(Clone, Debug)]
 pub struct Decay(Arc<Vec<Vec<Range<u64>>>>);
 
 impl Decay {
-    /// A table of each unit's decaying elements, given as ranges in ascending order.
+    /// Makes the table from ranges of each unit's decaying elements in ascending order.
     pub fn new<R: IntoIterator<Item = Range<u64>>>(units: impl IntoIterator<Item = R>) -> Self {
         let merged = |ranges: R| {
             let mut merged: Vec<Range<u64>> = Vec::new();
@@ -46,7 +48,8 @@ impl Decay {
         Self(Arc::new(units.into_iter().map(merged).collect()))
     }
 
-    /// Cuts a tile where decay begins or ends. Returns the parts, as elements of the tile, and whether each decays.
+    /// Splits a tile where decay begins or ends. Returns the parts as elements of the tile, and whether each
+    /// decays.
     pub fn parts(&self, range: &TileRange) -> Vec<(Range<usize>, bool)> {
         parts(&range.elems, &self.0[range.unit])
     }
@@ -75,8 +78,8 @@ impl Optimizer<Hyper> for CpuUpdate {
     }
 }
 
-/// Updates on a GPU: tiles are copied up, updated and copied down. Several of these, each on a thread of its own, keep both
-/// directions of the bus busy.
+/// Updates on a GPU: tiles are copied to it, updated and copied back. Several of these, each on its own
+/// thread, keep both directions of the bus busy.
 pub struct GpuUpdate {
     pub master: Master,
     pub decay: Decay,
@@ -101,14 +104,14 @@ impl Optimizer<Hyper> for GpuUpdate {
         };
         let parts = self.decay.parts(range);
         let done = self.updater.update(hyper, tile, &parts);
-        // The tile may be half updated, so the run cannot continue. The swapper names the tile.
+        // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
         if let Err(error) = done {
             panic!("{error}");
         }
     }
 }
 
-/// [`Decay::parts`] of `tile`, by the decaying elements of its unit.
+/// Computes [`Decay::parts`] of `tile` from the decaying elements of its unit.
 fn parts(tile: &Range<u64>, decaying: &[Range<u64>]) -> Vec<(Range<usize>, bool)> {
     let within = |elem: u64| (elem - tile.start) as usize;
     let mut parts = Vec::new();
@@ -163,7 +166,7 @@ mod tests {
             elems: 0..192,
         };
         let state_bytes = kernels::adamw::state_tile_bytes(Master::Fp32, 192);
-        // Slices of a vector of cache lines start at one.
+        // A vector of cache lines is aligned to a line.
         let mut lines = vec![[0u8; 64]; (192 * 4 * 2 + state_bytes) / 64 + 1];
         let bytes = lines.as_flattened_mut();
         let align = bytes.as_ptr().align_offset(64);

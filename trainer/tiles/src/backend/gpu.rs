@@ -6,10 +6,10 @@
 //!               grad    gradients                              where backward leaves them
 //! ```
 //!
-//! An update takes a whole unit: it launches one kernel for each change of weight decay, not one for each tile. First contents
-//! and readings pass through the host as tiles, so that they are the same bytes as in any other backend.
+//! An update processes a whole unit: it launches one kernel for each change of weight decay, not one for each
+//! tile. Initial contents and reads pass through the host as tiles, with the same bytes as in other backends.
 //!
-//! In 16 bit a parameter takes 14 bytes, and its update moves 26 bytes.
+//! In 16 bits a parameter takes 14 bytes, and its update moves 26 bytes.
 
 use std::ops::Range;
 
@@ -20,7 +20,7 @@ use swapper::{Kind, Layout, SwapperError, TileRange, TileVisitor, UninitTile};
 use crate::aligned::AlignedBytes;
 use crate::update::Decay;
 
-/// Host memory that first contents and readings pass through.
+/// Host memory for initial contents and reads.
 pub const GPU_STAGING_BYTES: usize = 256 << 20;
 
 /// This rank's shard of one unit.
@@ -35,7 +35,7 @@ pub struct UnitTiles {
 /// The tiles of one rank in one GPU.
 pub struct GpuBackend {
     gpu: Gpu,
-    /// torch's stream: computing and updating come one after the other.
+    /// Torch's stream, so that computing and updating run one after the other.
     stream: Stream,
     layout: Layout,
     master: Master,

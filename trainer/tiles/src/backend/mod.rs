@@ -1,6 +1,6 @@
-//! Where a run's tiles live between uses: with the swapper (host memory and devices), or all of them in a GPU's memory.
+//! Storage of a run's tiles between uses: in the swapper (host memory and devices), or all in a GPU's memory.
 //!
-//! Both cut units into the same tiles with the same bytes, so a checkpoint does not depend on where its run lived.
+//! Both divide units into the same tiles with the same bytes, so a checkpoint does not depend on the storage.
 
 mod gpu;
 
@@ -12,7 +12,7 @@ use swapper::{
 
 pub use gpu::{GPU_STAGING_BYTES, GpuBackend};
 
-/// Why tiles could not be reached.
+/// Error of accessing tiles.
 #[derive(Debug, thiserror::Error)]
 pub enum BackendError {
     #[error(transparent)]
@@ -21,7 +21,8 @@ pub enum BackendError {
     Gpu(#[from] GpuError),
 }
 
-/// The tiles of one rank. `S` and `G` are what computes with tiles in either place; nothing while tiles are only filled or read.
+/// Tiles of one rank. `S` and `G` are the buffers that compute with tiles of either kind; `()` while tiles
+/// are only filled or read.
 pub enum TileBackend<S = (), G = ()> {
     /// In host memory and on devices.
     Swapper(Box<Swapper<Hyper>>, S),
@@ -30,10 +31,10 @@ pub enum TileBackend<S = (), G = ()> {
 }
 
 impl<S, G> TileBackend<S, G> {
-    /// Fills every tile by `fill`, in order. With a store, the result is committed with `blob`.
+    /// Fills every tile with `fill`, in order. With a store, commits the result with `blob`.
     ///
     /// # Errors
-    /// What `fill` returns; an error of the backend.
+    /// `fill` or the backend fails.
     pub fn initialize<E: From<SwapperError> + From<GpuError>>(
         &mut self,
         fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
@@ -48,7 +49,7 @@ impl<S, G> TileBackend<S, G> {
     /// Begins a pass over the units in the order of `program`.
     ///
     /// # Errors
-    /// An error of the swapper.
+    /// The swapper fails.
     pub fn begin_step(&mut self, program: StepProgram) -> Result<(), BackendError> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.begin_step(program)?),
@@ -56,11 +57,11 @@ impl<S, G> TileBackend<S, G> {
         }
     }
 
-    /// Updates all tiles with the step's gradients, now or before the next use of each. Without `hyper` the step is skipped: its
-    /// gradients are dropped, and no tile is read or written for it.
+    /// Updates all tiles with the step's gradients, at once or before the next use of each. Without `hyper`
+    /// the step is skipped: its gradients are dropped, and no tile is read or written.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub fn finish_step(
         &mut self,
         hyper: Option<Hyper>,
@@ -80,7 +81,7 @@ impl<S, G> TileBackend<S, G> {
         }
     }
 
-    /// Whether the host sees each tile as it is updated.
+    /// Returns whether the host processes each tile when it is updated.
     pub fn updates_on_host(&self) -> bool {
         matches!(self, Self::Swapper(..))
     }
@@ -88,7 +89,7 @@ impl<S, G> TileBackend<S, G> {
     /// Applies pending updates; with a store, commits them.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub fn drain(&mut self) -> Result<(), BackendError> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.drain()?),
@@ -96,10 +97,11 @@ impl<S, G> TileBackend<S, G> {
         }
     }
 
-    /// Drains, then calls `see` with each range's param and state, units and elements in order.
+    /// Drains, then calls `see` with the parameters and optimizer state of each range, in the order of units
+    /// and elements.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub fn visit(&mut self, see: &mut TileVisitor) -> Result<(), BackendError> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.visit(see)?),
@@ -107,10 +109,10 @@ impl<S, G> TileBackend<S, G> {
         }
     }
 
-    /// Begins or ends the collecting of spans.
+    /// Starts or stops recording spans.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub fn record_spans(&mut self, recording: bool) -> Result<(), BackendError> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.record_spans(recording)?),
@@ -126,7 +128,8 @@ impl<S, G> TileBackend<S, G> {
         }
     }
 
-    /// A handle by which another thread ends a call that waits in vain; `None` where no call waits for others.
+    /// Returns a handle with which another thread ends a call that waits for other ranks; `None` if no call
+    /// does.
     pub fn canceller(&self) -> Option<Canceller> {
         match self {
             Self::Swapper(swapper, _) => Some(swapper.canceller()),
@@ -134,10 +137,10 @@ impl<S, G> TileBackend<S, G> {
         }
     }
 
-    /// Ends the session in order.
+    /// Closes the session.
     ///
     /// # Errors
-    /// An error of the backend.
+    /// The backend fails.
     pub fn close(self) -> Result<(), BackendError> {
         match self {
             Self::Swapper(swapper, _) => Ok(swapper.close()?),

@@ -1,4 +1,5 @@
-//! `csv_monitor`: one file for each scalar, `Train/Samples/lr` in `Train_Samples_lr.csv`. The first column has the samples so far.
+//! `csv_monitor`: one file for each scalar, `Train/Samples/lr` in `Train_Samples_lr.csv`. The first column is
+//! the number of samples so far.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -9,14 +10,14 @@ use super::{MonitorError, Scalar};
 
 const MONITOR: &str = "csv_monitor";
 
-/// The directory, and its open files.
+/// Directory with its open files.
 pub(super) struct CsvDir {
     dir: PathBuf,
     files: BTreeMap<&'static str, File>,
 }
 
 impl CsvDir {
-    /// Creates the directory, or cuts its files back to the rows of up to `samples` samples.
+    /// Creates the directory, or truncates its files to the rows of up to `samples` samples.
     ///
     /// # Errors
     /// The directory cannot be created, or a file cannot be read or cut.
@@ -56,7 +57,7 @@ impl CsvDir {
                     place.insert(file?)
                 }
             };
-            // Python's csv module ends lines like this.
+            // Line ends of Python's csv module.
             let row = format!("{samples},{value}\r\n");
             file.write_all(row.as_bytes())
                 .map_err(MonitorError::of(MONITOR, "write", &path))?;
@@ -65,7 +66,7 @@ impl CsvDir {
     }
 }
 
-/// Opens a scalar's file to append; a new one gets its header.
+/// Opens a scalar's file for appending; a new file gets its header.
 fn open(path: &Path, name: &str) -> std::io::Result<File> {
     let mut file = OpenOptions::new().create(true).append(true).open(path)?;
     if file.metadata()?.len() == 0 {
@@ -75,7 +76,7 @@ fn open(path: &Path, name: &str) -> std::io::Result<File> {
     Ok(file)
 }
 
-/// Keeps the header and the whole rows of up to `samples` samples.
+/// Keeps the header and the complete rows of up to `samples` samples.
 fn cut(path: &Path, samples: u64) -> std::io::Result<()> {
     let file = OpenOptions::new().read(true).write(true).open(path)?;
     let mut reader = BufReader::new(&file);
@@ -123,7 +124,7 @@ mod tests {
             text(dir),
             "step,train_loss\r\n8,1.6\r\n16,3.2\r\n24,4.8\r\n"
         );
-        // Torn by a crash.
+        // An incomplete row, as after a crash.
         csv.files.get_mut(LOSS).unwrap().write_all(b"32,5").unwrap();
         let mut csv = CsvDir::open(dir, 16).unwrap();
         csv.write(&[(LOSS, 1.0)], 24).unwrap();

@@ -1,4 +1,4 @@
-//! `tensorboard`: a file of events in TensorBoard's format.
+//! `tensorboard`: an event file in TensorBoard's format.
 //!
 //! ```text
 //!   record   length u64 | masked crc32c of it u32 | event | masked crc32c of it u32        little endian
@@ -54,20 +54,21 @@ struct SessionLog {
 
 const SESSION_STARTS: i32 = 1;
 
-/// The file of one start of a run.
+/// Event file of one start of a run.
 pub(super) struct EventFile {
     path: PathBuf,
     file: File,
 }
 
 impl EventFile {
-    /// Creates a file in `dir`. It tells TensorBoard to forget events of earlier files beyond `samples` samples.
+    /// Creates a file in `dir`. Its first event tells TensorBoard to discard events after `samples` samples
+    /// in earlier files.
     ///
     /// # Errors
     /// Directory or file cannot be created or written.
     pub(super) fn create(dir: &Path, samples: u64) -> Result<Self, MonitorError> {
         std::fs::create_dir_all(dir).map_err(MonitorError::of(MONITOR, "make", dir))?;
-        // TensorBoard reads a directory's files in the order of their names.
+        // TensorBoard reads the files of a directory in the order of their names.
         let (seconds, process) = (now().as_secs(), std::process::id());
         let path = dir.join(format!(
             "events.out.tfevents.{seconds:010}.offloadd.{process}.0"
@@ -115,7 +116,7 @@ impl EventFile {
         record.extend(masked_sum(&length).to_le_bytes());
         record.extend(&event);
         record.extend(masked_sum(&event).to_le_bytes());
-        // One write: a kill leaves a whole record or none.
+        // In one write, so that a kill leaves a complete record or none.
         self.file
             .write_all(&record)
             .map_err(MonitorError::of(MONITOR, "write", &self.path))
@@ -128,7 +129,7 @@ fn now() -> std::time::Duration {
         .unwrap_or_default()
 }
 
-/// TensorBoard's masked checksum: the data may hold checksums itself, so it is rotated and shifted.
+/// TensorBoard's masked checksum. The mask prevents a checksum in the data from matching.
 fn masked_sum(bytes: &[u8]) -> u32 {
     crc32c(bytes).rotate_right(15).wrapping_add(0xA282_EAD8)
 }
@@ -137,7 +138,7 @@ fn masked_sum(bytes: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
-    /// The events of a directory's only file, each checksum checked.
+    /// Reads the events of a directory's only file and verifies each checksum.
     fn read(dir: &Path) -> Vec<Event> {
         let mut files = std::fs::read_dir(dir).unwrap();
         let path = files.next().unwrap().unwrap().path();
@@ -196,7 +197,7 @@ mod tests {
         assert_eq!(event.encode_to_vec(), b"\x1a\x0dbrain.Event:2");
         event.wall_time = 1.0;
         assert_eq!(event.encode_to_vec().len(), 24);
-        // crc32c("123456789") is 0xE306_9283: turned right by 15 and shifted.
+        // crc32c("123456789") is 0xE306_9283: rotated right by 15 and shifted.
         assert_eq!(masked_sum(b"123456789"), 0xC78A_B0E5);
     }
 }

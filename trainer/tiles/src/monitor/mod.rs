@@ -1,7 +1,8 @@
-//! DeepSpeed's monitors that write files: scalars of each step for TensorBoard and as CSV, with DeepSpeed's names.
+//! DeepSpeed's monitors that write files: scalars of each step for TensorBoard and as CSV, with DeepSpeed's
+//! names.
 //!
-//! A run never reads them. On resume, steps beyond the resumed one are taken back: rows of CSV are cut off, and a record tells
-//! TensorBoard to forget the rest.
+//! A run never reads them. When it resumes, later steps are taken back: rows of CSV files are removed, and an
+//! event tells TensorBoard to discard the rest.
 
 mod csv;
 mod events;
@@ -14,14 +15,14 @@ use crate::metrics::StepMetrics;
 use csv::CsvDir;
 use events::EventFile;
 
-/// Reports of steps beside the printed lines and `metrics.jsonl`.
+/// Reports of steps in addition to printed lines and `metrics.jsonl`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Reports {
-    /// Prints the parts of each step's time.
+    /// Whether to print the parts of each step's time.
     pub wall_clock_breakdown: bool,
     /// Directory of TensorBoard's files.
     pub tensorboard: Option<PathBuf>,
-    /// Directory of a CSV file for each scalar.
+    /// Directory of the CSV files.
     pub csv: Option<PathBuf>,
 }
 
@@ -36,7 +37,7 @@ pub struct MonitorError {
 }
 
 impl MonitorError {
-    /// For `map_err`: `verb` failed on `path`.
+    /// Returns a conversion for `map_err` for the operation `verb` on `path`.
     fn of(
         monitor: &'static str,
         verb: &'static str,
@@ -56,15 +57,15 @@ impl MonitorError {
 pub struct Monitors {
     events: Option<EventFile>,
     csv: Option<CsvDir>,
-    /// Whether the parts of a step's time are reported too.
+    /// Whether to report the parts of a step's time.
     breakdown: bool,
 }
 
 impl Monitors {
-    /// Opens the monitors that `reports` names, for a run that was trained on `samples` samples.
+    /// Opens the monitors in `reports` for a run that has trained on `samples` samples.
     ///
     /// # Errors
-    /// A directory or file cannot be made or read.
+    /// A directory or file cannot be created or read.
     pub fn open(reports: &Reports, samples: u64) -> Result<Self, MonitorError> {
         let events = reports.tensorboard.as_deref();
         let csv = reports.csv.as_deref();
@@ -77,7 +78,7 @@ impl Monitors {
         })
     }
 
-    /// Adds a step, after which the run was trained on `samples` samples.
+    /// Adds a step after which the run has trained on `samples` samples.
     ///
     /// # Errors
     /// A file cannot be written.
@@ -96,10 +97,10 @@ impl Monitors {
     }
 }
 
-/// A name in DeepSpeed's style, and its value.
+/// Name in DeepSpeed's style, and value.
 type Scalar = (&'static str, f64);
 
-/// The scalars of a step, the loss if it is known. The norm and the validation loss have names of our own, the others DeepSpeed's.
+/// Scalars of a step, with the loss if it is known. DeepSpeed has no names for the norm and the validation loss.
 fn scalars(metrics: &StepMetrics, breakdown: bool) -> Vec<Scalar> {
     let mut scalars = Vec::new();
     if !metrics.loss.is_nan() {
@@ -122,7 +123,7 @@ fn scalars(metrics: &StepMetrics, breakdown: bool) -> Vec<Scalar> {
                 "Train/Samples/elapsed_time_ms_backward",
                 metrics.backward_s * ms,
             ),
-            // DeepSpeed's step is the optimizer's.
+            // DeepSpeed's "step" is the time of the optimizer.
             ("Train/Samples/elapsed_time_ms_step", metrics.update_s * ms),
         ]);
     }

@@ -7,14 +7,15 @@ use serde::Serialize;
 pub struct BusBytes {
     /// To the GPU.
     pub up_bytes: u64,
-    /// From it.
+    /// From the GPU.
     pub down_bytes: u64,
 }
 
 impl BusBytes {
-    /// For a process whose tiles are `tiles`, in host memory or on devices. Weights go up `gathers` times; other ranks' shards come
-    /// over links between GPUs. A fraction `on_gpu_share` of the update runs on the GPU, with state copied up and down.
-    /// `away_bytes` of blocks' inputs go down and up.
+    /// Bytes for a process whose `tiles` are in host memory or on devices. Weights cross the bus `gathers`
+    /// times; other ranks' shards arrive over links between GPUs. The fraction `on_gpu_share` of the update
+    /// runs on the GPU, with state copied in both directions. `away_bytes` of block inputs are copied in both
+    /// directions.
     pub fn new(tiles: &TileSums, gathers: u64, on_gpu_share: f64, away_bytes: u64) -> Self {
         let streamed = |bytes: u64| (bytes as f64 * on_gpu_share) as u64;
         Self {
@@ -25,7 +26,7 @@ impl BusBytes {
         }
     }
 
-    /// Seconds at `bytes_per_s` each way.
+    /// Seconds at `bytes_per_s` in each direction.
     pub fn s(&self, bytes_per_s: f64) -> f64 {
         self.up_bytes.max(self.down_bytes) as f64 / bytes_per_s
     }

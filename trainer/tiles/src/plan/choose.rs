@@ -1,18 +1,18 @@
-//! Staging, commit interval and resident tiles of a run, as functions of bytes and rates.
+//! Chooses staging, commit interval and resident tiles of a run, as functions of bytes and rates.
 
 use swapper::{Schedule, StepBytes, StepRates, bound_s, staging_needed_bytes};
 
-/// Least staging where a rate is assumed: it keeps one drive of 6.2 and 3.2 GB/s busy while 1.3 G parameters are trained on a
-/// fast GPU.
+/// Smallest staging if a rate is assumed: it keeps one drive of 6.2 and 3.2 GB/s busy while 1.3 G parameters
+/// are trained on a fast GPU.
 pub const STAGING_BYTES_ASSUMED: u64 = 1_400_000_000;
 
-/// Most that commits of resident tiles may add to a step, as a fraction of it.
+/// Largest fraction of a step that commits of resident tiles may add.
 const COMMIT_SHARE_MAX: f64 = 0.05;
 
-/// Slots that are being updated or handed over while others are in flight.
+/// Slots in use for an update or a hand-over while others are in flight.
 const WORKING_SLOTS: u64 = 2;
 
-/// Tiles of one kind that could go to devices.
+/// Tiles of one kind that may be on devices.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tiles {
     pub count: u64,
@@ -25,15 +25,15 @@ impl Tiles {
     }
 }
 
-/// Staging for a deferred step: the bound's need, and the tiles in flight and at work. Staging grows by `round_bytes`: two slots
-/// for parameters and one for state.
+/// Returns the staging of a deferred step: what the bound needs, and the tiles in flight and in use. Staging
+/// grows in units of `round_bytes`: two slots for parameters and one for state.
 pub fn staging_bytes(bytes: &StepBytes, rates: &StepRates, iodepth: u32, round_bytes: u64) -> u64 {
     let in_flight = (u64::from(iodepth) / 2 + WORKING_SLOTS) * round_bytes;
     staging_needed_bytes(bytes, rates) as u64 + in_flight
 }
 
-/// Steps between commits: 1 when no tile is resident, otherwise the fewest with which commits add less than a twentieth
-/// to a step. `bytes` are those of a step without a commit.
+/// Returns the number of steps between commits: 1 if no tile is resident, otherwise the fewest for which
+/// commits add less than a twentieth to a step. `bytes` are those of a step without a commit.
 pub fn commit_every(
     schedule: Schedule,
     bytes: &StepBytes,
@@ -48,8 +48,9 @@ pub fn commit_every(
     ((commit_s / (COMMIT_SHARE_MAX * step_s)).ceil() as u64).max(1)
 }
 
-/// How many tiles of each kind stay in host memory when `left_bytes` are left for them and for staging. Parameters come first:
-/// they are read twice a step, state once. No staging is needed when all tiles stay.
+/// Returns how many tiles of each kind stay in host memory if `left_bytes` are available for them and for
+/// staging. Parameters take precedence: they are read twice in a step, state once. If all tiles stay, no
+/// staging is needed.
 pub fn resident_counts(
     [param, state]: [Tiles; 2],
     left_bytes: u64,
@@ -76,7 +77,7 @@ mod tests {
     const TILE_ELEMS: u64 = 1 << 20;
     const ROUND_BYTES: u64 = (2 + 2 + 10) * TILE_ELEMS;
 
-    /// A step of 1.345 G parameters, of which the drives hold `param` and `state` bytes each.
+    /// Bytes of a step of 1.345 G parameters, for each of which the drives hold `param` and `state` bytes.
     fn bytes(param: f64, state: f64) -> StepBytes {
         StepBytes {
             forward_read_bytes: (param + state) * PARAMS,
@@ -87,7 +88,7 @@ mod tests {
         }
     }
 
-    /// 16k tokens at 305 TFLOPS, what an H200 with the update on its processor could do at best.
+    /// 16k tokens at 305 TFLOPS, the best possible on an H200 with the update on its processor.
     fn rates(drives: f64) -> StepRates {
         let compute_s = 6.0 * PARAMS * 16384.0 / 305e12;
         StepRates {
@@ -151,7 +152,8 @@ mod tests {
                 assert!(n == 1 || share(n - 1) > 0.05, "{n} steps");
             }
         }
-        // By hand: 2 B written at a commit beside 10 B of a step that only writes: a fifth of the step, so every 4 steps.
+        // Computed by hand: a commit writes 2 B in addition to the 10 B of a step that only writes: a fifth
+        // of the step, so every 4 steps.
         let params_at_home = commit_every(
             Schedule::Deferred,
             &bytes(0.0, 10.0),
@@ -175,10 +177,10 @@ mod tests {
         assert_eq!(counts(40), [0, 0]);
         assert_eq!(counts(50 + 120), [60, 0]);
         assert_eq!(counts(50 + 200 + 305), [100, 30]);
-        // Nothing is staged then, so nothing is kept for staging.
+        // Nothing is staged here, so no memory is reserved for staging.
         assert_eq!(counts(1200), [100, 100]);
         assert_eq!(counts(1199), [100, 94]);
-        // A kind that does not go to devices has no tiles here.
+        // A kind that never goes to devices has no tiles here.
         assert_eq!(
             resident_counts([Tiles::default(), state], 1000 + 49, 50),
             [0, 100]

@@ -1,5 +1,5 @@
-//! Rates of devices and speed of computing that an earlier start of a run measured. They are kept in the run directory, so that a
-//! plan needs neither daemon nor GPU.
+//! Device rates and computing speed that an earlier start of a run measured. They are kept in the run
+//! directory, so that a plan needs neither daemon nor GPU.
 
 use std::fs;
 use std::io;
@@ -7,27 +7,28 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Largest file that is read.
+/// Size limit of the file.
 const FILE_BYTES_MAX: u64 = 1 << 16;
 
-/// Figures of the machine that a run was on; `None` where nothing was measured.
+/// Figures of the machine that ran the run; `None` if not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Measured {
-    /// Bytes per second of all devices of the store together.
+    /// Read rate of all devices of the store together, in bytes per second.
     pub read_bytes_per_s: Option<f64>,
-    /// Bytes per second of all devices of the store together.
+    /// Write rate of all devices of the store together, in bytes per second.
     pub write_bytes_per_s: Option<f64>,
-    /// Forward and backward of one process, as 6 operations a parameter and token, in 10^12 a second.
+    /// Rate of forward and backward in one process, in 10^12 operations per second, 6 for each parameter and
+    /// token.
     pub tflops: Option<f64>,
-    /// Whether a GPU computed at `tflops`.
+    /// Whether `tflops` was measured on a GPU.
     pub on_gpu: bool,
-    /// Bytes per second of a checkpoint of all processes, from its step to its last flush.
+    /// Write rate of a checkpoint of all processes in bytes per second, from its step to its last flush.
     pub checkpoint_bytes_per_s: Option<f64>,
 }
 
 impl Measured {
-    /// The figures of the run in `run_dir`; `None` if there are none that can be read.
+    /// Reads the figures of the run in `run_dir`; `None` if there are none.
     pub fn read(run_dir: &Path) -> Option<Self> {
         let path = measured_path(run_dir);
         let metadata = fs::metadata(&path).ok()?;
@@ -46,7 +47,8 @@ impl Measured {
         })
     }
 
-    /// Writes them into `run_dir`, whole or not at all. They are not flushed: after a power loss they are measured again.
+    /// Writes the figures into `run_dir` atomically. They are not synced: if a power loss destroys them, they
+    /// are measured again.
     ///
     /// # Errors
     /// The file cannot be written.
@@ -58,13 +60,13 @@ impl Measured {
         fs::rename(&new, &path)
     }
 
-    /// The speed of computing, if it was measured on a GPU (`on_gpu`) or on the processor.
+    /// Computing speed, if it was measured on a GPU (`on_gpu`) or on the processor.
     pub fn tflops_on(&self, on_gpu: bool) -> Option<f64> {
         self.tflops.filter(|_| self.on_gpu == on_gpu)
     }
 }
 
-/// The file's place in a run directory.
+/// Path of the file in a run directory.
 pub fn measured_path(run_dir: &Path) -> PathBuf {
     run_dir.join("measured.json")
 }

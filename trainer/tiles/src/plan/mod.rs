@@ -1,5 +1,5 @@
-//! Arithmetic of a plan: what to choose from bytes and rates, and what an earlier start measured. It knows neither settings nor
-//! machine.
+//! Calculations of a plan from bytes and rates, and measurements of an earlier start. Knows neither settings
+//! nor machine.
 
 mod bytes;
 pub mod choose;

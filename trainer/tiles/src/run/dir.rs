@@ -1,4 +1,4 @@
-//! The run directory: one trainer at a time works in it, on one model.
+//! The run directory. One trainer at a time works in it, on one run.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,33 +12,35 @@ use super::Checkpoints;
 use super::identity::{self, Origin, RunId};
 use crate::metrics::MetricsFile;
 
-/// How long to wait for the lock. A trainer that is killed while it starts a program leaves a copy of its lock until that program
-/// runs, and a rank whose launcher was killed has it until it ends: on a busy machine that takes seconds.
+/// Time to wait for the lock. A trainer that is killed while it starts a program leaves a copy of its lock
+/// until that program runs, and a rank whose launcher was killed holds it until it ends: on a busy machine
+/// this takes seconds.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
 
-/// What a run is from its first step to its last. Kept in `run.json`; a change of any of it needs `--fresh`.
+/// What stays fixed for the life of a run. Kept in `run.json`; a change needs `--fresh`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunDescription {
-    /// The model's shape and precision, and how it is cut into tiles.
+    /// The model's shape and precision and its division into tiles.
     pub layout: Value,
-    /// Where the state is kept between starts, in words.
+    /// Where the state is kept between starts, as text.
     pub store: String,
-    /// Device files of a private store, links resolved. `--fresh` removes them, wherever the run stores its state then.
+    /// Device files of a private store, without symbolic links. `--fresh` removes them even if the run now
+    /// keeps its state elsewhere.
     #[serde(default)]
     pub files: Vec<PathBuf>,
-    /// Socket of the shared daemon that has the store.
+    /// Socket of the shared daemon that holds the store.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub socket: Option<PathBuf>,
-    /// Origin of its first weights, for people; a resumed run does not need it.
+    /// Origin of the initial weights, for display; a resumed run does not need it.
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub first_weights: Value,
-    /// Which run it is, as in the file `job`.
+    /// Identity of the run, as in the file `job`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<RunId>,
 }
 
 impl RunDescription {
-    /// Corrects paths in the run's directory after it was moved to `dir`.
+    /// Corrects paths inside the run's directory after it was moved to `dir`.
     fn follow(&mut self, dir: &Path) {
         let Some(before) = self.id.as_ref().map(|id| id.dir.clone()) else {
             return;
@@ -53,7 +55,7 @@ impl RunDescription {
     }
 }
 
-/// Why a run directory cannot be used.
+/// Error of using a run directory.
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
     #[error("train.run_dir: cannot {verb} {}: {source}", path.display())]
@@ -78,15 +80,16 @@ pub enum DirError {
     },
 }
 
-/// A run directory that this process has locked, alone or with the other ranks of its run.
+/// Run directory locked by this process, or by the first rank of its run.
 pub struct RunDir {
     path: PathBuf,
     id: RunId,
-    /// Held by the first rank for all.
+    /// Held by the first rank for all ranks.
     _lock: Option<Locked>,
 }
 
-/// A locked file. Dropping it releases the lock even while a process that was just started still has a copy of the file.
+/// Locked file. Dropping it releases the lock even while a child process that was just started holds a copy
+/// of the file.
 struct Locked(File);
 
 impl Drop for Locked {
@@ -96,10 +99,11 @@ impl Drop for Locked {
 }
 
 impl RunDir {
-    /// Locks the directory of the run `id`, which is made if need be. If it was moved, its new place is recorded and logged.
+    /// Locks the directory of the run `id` and creates it if necessary. If it was moved, records and logs its
+    /// new path.
     ///
     /// # Errors
-    /// It cannot be made, or another trainer works in it.
+    /// The directory cannot be created, or another trainer is using it.
     pub fn open(path: &Path, id: &RunId) -> Result<Self, DirError> {
         Self::open_within(path, id, LOCK_WAIT)
     }
@@ -127,12 +131,12 @@ impl RunDir {
         let (found, origin) = RunId::of(&path);
         match origin {
             Origin::New | Origin::CopyOf(_) => id.keep()?,
-            // Another trainer began a run here after `id` was chosen.
+            // Another trainer started a run here after `id` was chosen.
             Origin::Here | Origin::MovedFrom(_) if found.job != id.job => {
                 return Err(DirError::Busy { path });
             }
             Origin::Here if RunId::own(&path).is_some() => {}
-            // The file `job` was lost; run.json has the identity.
+            // The file `job` was lost, but run.json contains the identity.
             Origin::Here => id.keep()?,
             Origin::MovedFrom(from) => {
                 tracing::warn!(
@@ -151,7 +155,7 @@ impl RunDir {
         })
     }
 
-    /// The directory of a run whose first rank has locked it.
+    /// Directory of a run that its first rank has locked.
     pub fn joined(path: &Path, id: &RunId) -> Self {
         Self {
             path: resolved(path),
@@ -160,12 +164,12 @@ impl RunDir {
         }
     }
 
-    /// Which run it is.
+    /// Identity of the run.
     pub fn id(&self) -> &RunId {
         &self.id
     }
 
-    /// The directory, links resolved.
+    /// Path of the directory without symbolic links.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -175,23 +179,23 @@ impl RunDir {
         &self.id.job
     }
 
-    /// The record of an earlier run in the directory; `None` if there is none, or it cannot be read.
+    /// Record of an earlier run in the directory; `None` if there is none, or it cannot be read.
     pub fn earlier(&self) -> Option<RunDescription> {
         read_description(&self.path).ok().flatten()
     }
 
-    /// The record of the run in `path`; `None` if there is no run.
+    /// Reads the record of the run in `path`; `None` if there is no run.
     ///
     /// # Errors
-    /// An unreadable `run.json`.
+    /// `run.json` cannot be read.
     pub fn described(path: &Path) -> Result<Option<RunDescription>, DirError> {
         read_description(path)
     }
 
-    /// Removes what an earlier run left in the directory: its record, metrics, model files and checkpoints.
+    /// Removes an earlier run from the directory: its record, metrics, model files and checkpoints.
     ///
     /// # Errors
-    /// Something cannot be removed.
+    /// A file cannot be removed.
     pub fn forget(&self) -> Result<(), DirError> {
         for path in [
             description_path(&self.path),
@@ -208,9 +212,9 @@ impl RunDir {
     /// Removes all files of the run, and the directory unless it holds other files.
     ///
     /// # Errors
-    /// Something cannot be removed.
+    /// A file cannot be removed.
     pub fn remove(self) -> Result<(), DirError> {
-        // The files that identify the run go last.
+        // The files that identify the run are removed last.
         self.forget()?;
         for name in DIRS {
             let path = self.path.join(name);
@@ -220,7 +224,7 @@ impl RunDir {
             let path = self.path.join(name);
             remove(&path, fs::remove_file(&path))?;
         }
-        // Fails if other files are in it.
+        // Fails if the directory contains other files.
         let _ = fs::remove_dir(&self.path);
         Ok(())
     }
@@ -230,12 +234,12 @@ impl RunDir {
         Checkpoints::of(&self.path)
     }
 
-    /// Compares `new` with the run in `path`. False if there is none.
+    /// Compares `new` with the run in `path`. Returns false if there is none.
     ///
     /// # Errors
-    /// The first difference; an unreadable `run.json`.
+    /// The first difference; `run.json` cannot be read.
     pub fn check(path: &Path, new: &RunDescription) -> Result<bool, DirError> {
-        // `files` follow from `store`, whose words a person understands.
+        // `files` follow from `store`, which is easier to understand in an error.
         Self::check_values(
             path,
             new,
@@ -243,10 +247,10 @@ impl RunDir {
         )
     }
 
-    /// As [`Self::check`], without comparing where the state is kept.
+    /// Like [`Self::check`], without comparing where the state is kept.
     ///
     /// # Errors
-    /// The first difference; an unreadable `run.json`.
+    /// The first difference; `run.json` cannot be read.
     pub fn check_layout(path: &Path, new: &RunDescription) -> Result<bool, DirError> {
         Self::check_values(path, new, |of| serde_json::json!({"layout": of.layout}))
     }
@@ -273,7 +277,7 @@ impl RunDir {
     /// Renames a damaged `run.json`. Returns its new path.
     ///
     /// # Errors
-    /// It cannot be renamed.
+    /// The file cannot be renamed.
     pub fn set_description_aside(&self) -> Result<PathBuf, DirError> {
         let path = description_path(&self.path);
         let aside = path.with_extension("json.damaged");
@@ -285,7 +289,7 @@ impl RunDir {
         Ok(aside)
     }
 
-    /// Writes the run's record, flushed.
+    /// Writes the run's record and syncs it.
     ///
     /// # Errors
     /// `run.json` cannot be written.
@@ -308,7 +312,7 @@ impl RunDir {
     }
 }
 
-/// Directories that [`RunDir::remove`] removes beside those of [`RunDir::forget`].
+/// Directories removed by [`RunDir::remove`] in addition to those of [`RunDir::forget`].
 const DIRS: [&str; 5] = [
     "offloadd",
     "tokens",
@@ -317,7 +321,7 @@ const DIRS: [&str; 5] = [
     "csv_monitor",
 ];
 
-/// Files that [`RunDir::remove`] removes beside those of [`RunDir::forget`].
+/// Files removed by [`RunDir::remove`] in addition to those of [`RunDir::forget`].
 const FILES: [&str; 5] = [
     "measured.json",
     "run.json.damaged",
@@ -326,12 +330,13 @@ const FILES: [&str; 5] = [
     ".lock",
 ];
 
-/// The directory of a private daemon's settings, log and socket.
+/// Directory of a private daemon's settings, log and socket.
 pub fn daemon_dir(run_dir: &Path) -> PathBuf {
     run_dir.join("offloadd")
 }
 
-/// The directory of the tokens of a run without `data.cache`. They follow from data and settings, so `--fresh` keeps them.
+/// Directory of the tokens of a run without `data.cache`. They depend only on data and settings, so `--fresh`
+/// keeps them.
 pub fn tokens_dir(run_dir: &Path) -> PathBuf {
     run_dir.join("tokens")
 }
@@ -362,7 +367,8 @@ fn read_description(run_dir: &Path) -> Result<Option<RunDescription>, DirError> 
     Ok(Some(description))
 }
 
-/// The absolute path, links resolved as far as it exists: the same before and after a directory is made.
+/// Absolute path with symbolic links resolved as far as it exists: it does not change when the directory is
+/// created.
 pub fn resolved(path: &Path) -> PathBuf {
     let whole = std::path::absolute(path).unwrap_or_else(|_| path.into());
     let existing = whole
@@ -377,7 +383,7 @@ pub fn resolved(path: &Path) -> PathBuf {
     }
 }
 
-/// One value that changed.
+/// Value that differs.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Difference {
     pub what: String,
@@ -385,7 +391,7 @@ pub struct Difference {
     pub now: String,
 }
 
-/// All leaves in which two trees differ, each with its path.
+/// Returns all leaves in which two trees differ, with their paths.
 pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     fn walk(path: &str, old: &Value, new: &Value, found: &mut Vec<Difference>) {
         if let (Value::Object(before), Value::Object(after)) = (old, new) {
@@ -428,7 +434,8 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     found
 }
 
-/// Makes the directory and those above it, each flushed into its parent: files flushed inside survive a power loss.
+/// Creates the directory and its parents and syncs each parent, so that files synced inside survive a power
+/// loss.
 pub fn make_dir(path: &Path) -> std::io::Result<()> {
     let whole = resolved(path);
     let missing = whole.ancestors().filter(|ancestor| !ancestor.exists());
@@ -464,7 +471,7 @@ mod tests {
             RunDir::open_within(dir.path(), &id, Duration::ZERO),
             Err(DirError::Busy { .. })
         ));
-        // As in a process that is forked just now and not yet its own program.
+        // A copy like that of a child process between fork and exec.
         let copy = first._lock.as_ref().unwrap().0.try_clone().unwrap();
         drop(first);
         assert!(RunDir::open(dir.path(), &id).is_ok());

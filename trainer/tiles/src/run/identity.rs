@@ -1,13 +1,13 @@
-//! Which run a directory holds: the name of its job in the store. The name is chosen once and kept in the directory, so that a run
-//! whose directory is renamed or moved stays the same run.
+//! The identity of a run: the name of its job in the store. The name is chosen once and kept in the
+//! directory, so that a run keeps it when its directory is renamed or moved.
 //!
 //! ```text
 //!   RUN/job        {"job": "demo-0123456789abcdef", "directory": "/home/a/runs/demo"}
-//!   RUN/run.json   the same below "id": either file may be lost or damaged
+//!   RUN/run.json   the same below "id": one of the two files may be lost or damaged
 //! ```
 //!
-//! `directory` tells a run that was moved (nothing of it is left there) from a copy (the run is still there). A copy does not share
-//! the store of the run that it was copied from: it gets a job of its own.
+//! `directory` distinguishes a moved run (the old directory no longer holds it) from a copied one (it still
+//! does). A copy does not share the original's store: it gets its own job.
 
 use std::fs::{self, File};
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -22,27 +22,28 @@ use super::dir::DirError;
 /// The identity of a run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunId {
-    /// Name of its job in a store: the directory's first name and a random number.
+    /// Name of the job in a store: the directory's first name and a random number.
     pub job: String,
-    /// Where the run was when this was written, links resolved.
+    /// Directory of the run when this was written, without symbolic links.
     pub(super) dir: PathBuf,
 }
 
-/// How a directory came to its run.
+/// Relation of a directory to its run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
-    /// It holds no run yet.
+    /// It contains no run yet.
     New,
     /// The run was here before.
     Here,
-    /// The run was in that directory, which holds it no more.
+    /// The run was moved from that directory.
     MovedFrom(PathBuf),
-    /// The run in that directory was copied; this is another run.
+    /// The run in that directory was copied; this is a different run.
     CopyOf(PathBuf),
 }
 
 impl RunId {
-    /// The identity of the run in `dir`, whose links are resolved. A new one if the directory holds no run, or a copy of one.
+    /// Determines the identity of the run in `dir`, which must not contain symbolic links. A directory
+    /// without a run, or with a copy of one, gets a new identity.
     pub fn of(dir: &Path) -> (Self, Origin) {
         let here = |job| Self {
             job,
@@ -62,7 +63,7 @@ impl RunId {
         }
     }
 
-    /// The identity kept in `dir`, if it can be read.
+    /// Identity kept in `dir`, if it can be read.
     pub fn kept(dir: &Path) -> Option<Self> {
         #[derive(Deserialize)]
         struct Described {
@@ -75,13 +76,13 @@ impl RunId {
         })
     }
 
-    /// The identity in the file `job`.
+    /// Identity in the file `job`.
     pub(super) fn own(dir: &Path) -> Option<Self> {
         let text = fs::read(dir.join(NAME)).ok()?;
         serde_json::from_slice(&text).ok()
     }
 
-    /// Writes it into its directory, flushed.
+    /// Writes the identity into its directory and syncs it.
     pub(super) fn keep(&self) -> Result<(), DirError> {
         let path = self.dir.join(NAME);
         let new = self.dir.join(format!("{NAME}.new"));
@@ -101,16 +102,17 @@ impl RunId {
     }
 }
 
-/// The file's name in a run's directory.
+/// Name of the file in a run's directory.
 pub(super) const NAME: &str = "job";
 
-/// Whether two paths lead to one directory, as where a file system is mounted twice.
+/// Returns whether two paths refer to one directory, for example if a file system is mounted twice.
 fn same_dir(one: &Path, other: &Path) -> bool {
     let number = |path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
     matches!((number(one), number(other)), (Ok(one), Ok(other)) if one == other)
 }
 
-/// A name for a job: the directory's name in letters, digits, '-' and '_' only, cut to 32, and a random number.
+/// Makes the name of a job: the directory's name reduced to letters, digits, '-' and '_', at most 32 of them,
+/// and a random number.
 fn new_job(dir: &Path) -> String {
     let stem = dir
         .file_name()
@@ -123,7 +125,7 @@ fn new_job(dir: &Path) -> String {
         .collect();
     let stem = stem.trim_start_matches('-');
     let stem = if stem.is_empty() { "run" } else { stem };
-    // The state is seeded by the kernel's random numbers.
+    // RandomState is seeded by the kernel's random number generator.
     format!("{stem}-{:016x}", RandomState::new().build_hasher().finish())
 }
 
@@ -158,7 +160,7 @@ mod tests {
         let (copy, origin) = kept_in(&third);
         assert_ne!(copy.job, id.job);
         assert_eq!(origin, Origin::CopyOf(second));
-        // Another run where the first one was is none of these.
+        // A new run in the first directory is neither of them.
         fs::create_dir(&first).unwrap();
         let (new, origin) = kept_in(&first);
         assert_eq!(origin, Origin::New);

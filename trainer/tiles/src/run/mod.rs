@@ -1,5 +1,5 @@
-//! A run's directory: `job` (which run it is), `run.json` (what it is), `metrics.jsonl`, `checkpoints/`, and `model/` with the files
-//! that its model came with.
+//! A run's directory: `job` (its identity), `run.json` (its description), `metrics.jsonl`, `checkpoints/`,
+//! and `model/` with files that its model came with.
 
 mod checkpoint;
 mod dir;

@@ -1,5 +1,5 @@
-//! Files that a model came with beside its weights, copied into the run's directory: `config.json`, tokenizer, chat template. An
-//! export writes them again, even if the directory that they came from is gone.
+//! Files that a model came with besides its weights, copied into the run's directory: `config.json`,
+//! tokenizer, chat template. An export copies them again, even if their original directory is gone.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -24,28 +24,28 @@ const TOKENIZER: &[&str] = &[
     "tokenizer_config.json",
     "vocab.json",
 ];
-/// Largest file that is copied; the largest tokenizers have some 30 MB.
+/// Size limit of copied files; the largest tokenizers have about 30 MB.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// The files that a run's model came with.
+/// Files that a run's model came with.
 pub struct ModelFiles {
     dir: PathBuf,
 }
 
 impl ModelFiles {
-    /// The files of the run in `run_dir`.
+    /// Files of the run in `run_dir`.
     pub fn of(run_dir: &Path) -> Self {
         Self {
             dir: run_dir.join(DIR),
         }
     }
 
-    /// Their directory, which need not exist.
+    /// Directory of the files, which need not exist.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Replaces them with the files in the directories of the model and of its tokenizer.
+    /// Replaces the files with those in the directories of the model and of its tokenizer.
     ///
     /// # Errors
     /// A file cannot be copied.
@@ -78,7 +78,7 @@ impl ModelFiles {
         Ok(())
     }
 
-    /// Removes them all.
+    /// Removes all files.
     ///
     /// # Errors
     /// A file cannot be removed.
@@ -86,12 +86,12 @@ impl ModelFiles {
         super::dir::remove(&self.dir, fs::remove_dir_all(&self.dir))
     }
 
-    /// The keys of `config.json`; `None` if it cannot be read.
+    /// Reads the keys of `config.json`; `None` if it cannot be read.
     pub fn config(&self) -> Option<Map<String, Value>> {
         serde_json::from_slice(&fs::read(self.dir.join(CONFIG)).ok()?).ok()
     }
 
-    /// All files but `config.json`.
+    /// All files except `config.json`.
     pub fn others(&self) -> Vec<PathBuf> {
         let names = std::iter::once(&GENERATION).chain(TOKENIZER);
         let paths = names.map(|name| self.dir.join(name));

@@ -1,4 +1,4 @@
-//! The blob that is committed with a generation: where the run stands after the generation's step.
+//! The blob that is committed with a generation: the state of the run after the generation's step.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -8,30 +8,30 @@ use crate::overflow::OverflowState;
 
 const VERSION: u32 = 1;
 
-/// Where a run stands. A run resumes from this and the tiles of the same generation.
+/// State of a run apart from its tiles. A run resumes from this and the tiles of the same generation.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunState {
     version: u32,
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
-    /// Tokens trained on.
+    /// Number of tokens trained on.
     pub tokens: u64,
-    /// The next step's first sample.
+    /// First sample of the next step.
     pub next_sample: u64,
-    /// Seed of the first weights and of the order of samples.
+    /// Seed of the initial weights and of the order of samples.
     pub seed: u64,
     /// Learning rate of the last step.
     pub lr: f64,
     /// Skipped steps and loss scale. `None` before the first step.
     #[serde(default)]
     pub overflow: Option<OverflowState>,
-    /// Settings that the run was trained with; a difference on resume is shown.
+    /// Settings that the run was trained with; a difference is reported when it resumes.
     pub trained_with: Value,
-    /// The metrics of the last step: a crash may come between the commit and the step's line in `metrics.jsonl`.
+    /// Metrics of the last step, for a crash between the commit and the step's line in `metrics.jsonl`.
     pub last: Option<StepMetrics>,
 }
 
-/// Why a committed blob cannot be read.
+/// Error of reading a committed blob.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
     #[error("the committed state of the run cannot be read: {0}")]
@@ -43,7 +43,7 @@ pub enum StateError {
 }
 
 impl RunState {
-    /// A run before its first step.
+    /// Makes the state before the first step.
     pub fn new(seed: u64, trained_with: Value) -> Self {
         Self {
             version: VERSION,
@@ -66,7 +66,7 @@ impl RunState {
     /// Decodes the blob of a commit.
     ///
     /// # Errors
-    /// The bytes are no state, or have another version.
+    /// The bytes are not a state, or have another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, StateError> {
         #[derive(Deserialize)]
         struct Versioned {

@@ -1,4 +1,5 @@
-//! A private daemon for one run. Its device files lie in the directories of `nvme_path`, named after the job.
+//! The private daemon of one run. Its device files are in the directories of `nvme_path`, named after the
+//! job.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -10,16 +11,16 @@ use swapper::{Durability, MemoryPlan};
 
 use super::{StoreError, check_dirs, check_space};
 
-/// How long to wait for a file's lock; it outlives a killed process by some 0.1 s.
+/// Time to wait for a file's lock, which outlives a killed process by about 0.1 s.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
 
-/// A device file holds more than tiles: superblocks, catalog, definitions, manifests and the space between extents.
+/// Space in a device file besides tiles: superblocks, catalog, definitions, manifests and gaps between extents.
 const DEVICE_SLACK_BYTES: u64 = 32 << 20;
 
 /// Size of each of `count` equal device files that hold the tiles of `memory`.
 pub fn device_file_bytes(memory: &MemoryPlan, durability: Durability, count: u64) -> u64 {
-    // Tiles go where a drive is faster: each file has room for an eighth more than its equal part, a pair of tiles, and the gap
-    // between the two copies of the job's records, which is as long as a tile.
+    // Faster drives get more tiles: each file has room for an eighth more than its equal part, a pair of
+    // tiles, and the gap between the two copies of the job's records, which is as long as a tile.
     let part_bytes = memory.device_bytes(durability).div_ceil(count.max(1));
     let spread_bytes = if count > 1 { part_bytes / 8 } else { 0 };
     (part_bytes + spread_bytes + 3 * memory.state_slot_bytes + DEVICE_SLACK_BYTES)
@@ -34,21 +35,21 @@ pub struct StoreFiles {
 }
 
 impl StoreFiles {
-    /// `offloadd-JOB.tiles` in each of `dirs`, of `file_bytes` each.
+    /// Describes the files `offloadd-JOB.tiles` in each of `dirs`, each of `file_bytes`.
     pub fn new(dirs: &[PathBuf], job: &str, file_bytes: u64) -> Self {
         let files = dirs.iter().map(|dir| dir.join(file_name(job))).collect();
         Self { files, file_bytes }
     }
 
-    /// Checks that the directories can hold their files, all of them together.
+    /// Checks that the directories can hold all files together.
     ///
     /// # Errors
-    /// The first directory that cannot, and why. No file is created.
+    /// The first directory that cannot, with the reason. No file is created.
     pub fn check(&self) -> Result<(), StoreError> {
         check_dirs(&self.files, self.file_bytes)
     }
 
-    /// Checks that the directories that exist have space for their files, all of them together. Writes nothing.
+    /// Checks that the existing directories have space for all files together. Writes nothing.
     ///
     /// # Errors
     /// The first file system with too little space.
@@ -56,12 +57,13 @@ impl StoreFiles {
         check_space(&self.files, self.file_bytes)
     }
 
-    /// Whether all files exist.
+    /// Returns whether all files exist.
     pub fn exist(&self) -> bool {
         self.files.iter().all(|file| file.exists())
     }
 
-    /// Creates a link to the run's directory beside each file. It tells whose store the file is; when it dangles, the run is gone.
+    /// Creates a link to the run's directory beside each file. It shows whose store the file is; a dangling
+    /// link means that the run is gone.
     ///
     /// # Errors
     /// A link cannot be created.
@@ -81,7 +83,7 @@ impl StoreFiles {
         Ok(())
     }
 
-    /// The files' paths, for messages.
+    /// Paths of the files for messages.
     pub fn names(&self) -> Vec<String> {
         self.files
             .iter()
@@ -94,22 +96,22 @@ impl StoreFiles {
     }
 }
 
-/// The name of `job`'s device files.
+/// Name of `job`'s device files.
 pub fn file_name(job: &str) -> String {
     format!("offloadd-{job}.tiles")
 }
 
-/// The job whose device file is called `name`.
+/// Returns the job whose device file is called `name`.
 pub fn job_of(name: &str) -> Option<&str> {
     name.strip_prefix("offloadd-")?.strip_suffix(".tiles")
 }
 
-/// The link beside a device file that leads to its run's directory.
+/// Path of the link beside a device file that points to its run's directory.
 pub fn link_of(file: &Path) -> PathBuf {
     file.with_extension("run")
 }
 
-/// Removes those of `files` that exist, and their links.
+/// Removes existing `files` and their links.
 ///
 /// # Errors
 /// A daemon uses a file; a file cannot be removed.
@@ -129,7 +131,7 @@ pub fn remove_files(files: &[PathBuf]) -> Result<(), StoreError> {
             }
             opened => opened.map_err(failed("open"))?,
         };
-        // A running daemon holds this lock: a store in use is never removed.
+        // A running daemon holds this lock, so a store in use is never removed.
         lock(&file).map_err(|_| StoreError::Busy { path: path.clone() })?;
         fs::remove_file(path).map_err(failed("remove"))?;
         removed(&link_of(path))?;
@@ -149,7 +151,7 @@ fn removed(link: &Path) -> Result<(), StoreError> {
     }
 }
 
-/// Takes the lock. Waits for a daemon that was just killed, because its writes in flight outlive it.
+/// Locks the file. Waits for a daemon that was just killed, because its writes in flight outlive it.
 fn lock(file: &File) -> Result<(), rustix::io::Errno> {
     let deadline = Instant::now() + LOCK_WAIT;
     loop {
@@ -160,10 +162,11 @@ fn lock(file: &File) -> Result<(), rustix::io::Errno> {
     }
 }
 
-/// Starts a daemon on the files, which are formatted if they are new. It ends with this process and logs into `dir`.
+/// Starts a daemon on the files, which are formatted if they are new. The daemon ends with this process and
+/// logs into `dir`.
 ///
 /// # Errors
-/// The daemon's own error.
+/// The daemon does not start.
 pub fn start_private(
     files: &StoreFiles,
     dir: &Path,

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
 
-/// Why a private store cannot be created or started.
+/// Error of creating or starting a private store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     #[error("nvme_path: {} does not exist: create the directory, or name another one", path.display())]
@@ -48,11 +48,12 @@ pub enum StoreError {
     Private(swapper::ClientError),
 }
 
-/// Checks that the directories of `files` exist, take direct I/O and have space for a file of `file_bytes` each. The files may
-/// exist already. Directories on one file system share its space. A probe file is created and removed in each directory.
+/// Checks that the directories of `files` exist, support direct I/O and have space for a file of `file_bytes`
+/// each. The files may exist already. Directories on one file system share its space. Creates and removes a
+/// probe file in each directory.
 ///
 /// # Errors
-/// The first thing that is wrong.
+/// The first problem found.
 pub fn check_dirs(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
     for file in files {
         check_dir(file.parent().expect("a device file has a directory"))?;
@@ -66,14 +67,14 @@ pub fn check_dirs(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> 
 /// # Errors
 /// The first file system with too little space.
 pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
-    // Each file system's number, its first directory, and the bytes that its directories need so far.
+    // Each file system's device number, its first directory, and the bytes needed so far.
     let mut systems: Vec<(u64, PathBuf, u64)> = Vec::new();
     for file in files {
         let dir = file.parent().expect("a device file has a directory");
         let Ok(system) = fs::metadata(dir).map(|metadata| metadata.dev()) else {
             continue;
         };
-        // A file of an earlier start has its blocks already.
+        // Blocks of an existing file are already allocated.
         let held_bytes = fs::metadata(file).map_or(0, |metadata| metadata.len());
         let needed_bytes = file_bytes.saturating_sub(held_bytes);
         match systems.iter_mut().find(|(number, ..)| *number == system) {
@@ -98,17 +99,17 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
     Ok(())
 }
 
-/// Free bytes of the file system of `path`, or of the first directory above it that exists.
+/// Free bytes of the file system of `path`, or of its first existing parent.
 ///
 /// # Errors
-/// The file system cannot be asked.
+/// The file system does not report its free space.
 pub fn free_bytes(path: &Path) -> std::io::Result<u64> {
     let there = path.ancestors().find(|dir| dir.exists());
     let space = rustix::fs::statvfs(there.unwrap_or(path))?;
     Ok(space.f_bavail.saturating_mul(space.f_frsize))
 }
 
-/// Checks that `dir` exists and takes direct I/O.
+/// Checks that `dir` exists and supports direct I/O.
 fn check_dir(dir: &Path) -> Result<(), StoreError> {
     let path = || dir.to_path_buf();
     match fs::metadata(dir) {
@@ -153,7 +154,7 @@ fn probe(dir: &Path) -> Result<(), StoreError> {
                 _ => not_writable(error),
             })
     });
-    // A probe that was never created is no error here.
+    // The probe may not have been created.
     let _ = fs::remove_file(&probe);
     direct.map(drop)
 }
@@ -179,7 +180,7 @@ mod tests {
         let file = dir.path().join("file");
         fs::write(&file, "x").unwrap();
         assert!(refused(&file, 1).ends_with("file is not a directory"));
-        // Nobody makes files there, not even root.
+        // Nobody can create files there, not even root.
         assert!(refused(Path::new("/proc"), 1).contains("cannot write in /proc"));
     }
 

@@ -1,7 +1,7 @@
-//! The timeline as a file: JSON in the array format of Chrome's trace viewer, which Perfetto reads too.
+//! The timeline's file: JSON in the array format of Chrome's trace viewer, which Perfetto also reads.
 //!
-//! A row of a viewer shows one event at a time, or nested events. Tiles in flight overlap, so each takes the first free lane of its
-//! track.
+//! A viewer's row shows events one at a time, or nested. Transfers of tiles overlap, so each uses the first
+//! free lane of its track.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -13,7 +13,8 @@ use serde_json::{Value, json};
 
 use super::{Event, Track};
 
-/// Lanes of a track: row numbers of a viewer are `track * LANES_MAX + lane`. Further events share the last lane.
+/// Number of lanes of a track: row numbers are `track * LANES_MAX + lane`. Further events share the last
+/// lane.
 const LANES_MAX: usize = 1000;
 
 impl Track {
@@ -31,18 +32,18 @@ impl Track {
         }
     }
 
-    /// Whether its events come from one thread, so that they follow each other or nest.
+    /// Returns whether the track's events come from one thread, so that they follow each other or nest.
     fn nests(self) -> bool {
         matches!(self, Self::Step | Self::Compute | Self::Move)
     }
 }
 
-/// The process number of `rank` in the file. Viewers do not show process 0.
+/// Process number of `rank` in the file. Viewers do not show process 0.
 fn pid(rank: u32) -> u32 {
     rank + 1
 }
 
-/// Writes `events` to `path`, times counted from `zero`.
+/// Writes `events` to `path` with times relative to `zero`.
 pub(super) fn write(
     path: &Path,
     rank: u32,
@@ -50,7 +51,7 @@ pub(super) fn write(
     mut events: Vec<Event>,
     dropped_count: u64,
 ) -> io::Result<()> {
-    // Nested events come after the event around them.
+    // An enclosing event must precede its nested events.
     events.sort_by(|a, b| {
         (a.track, a.start)
             .cmp(&(b.track, b.start))
@@ -60,7 +61,7 @@ pub(super) fn write(
     let written =
         write_all(&new, rank, zero, &events, dropped_count).and_then(|()| fs::rename(&new, path));
     if written.is_err() {
-        // The caller reports that it could not be written.
+        // The caller reports the original error.
         let _ = fs::remove_file(&new);
     }
     written
@@ -76,7 +77,7 @@ pub(super) fn probe(path: &Path) -> io::Result<()> {
     fs::remove_file(&new)
 }
 
-/// Where the file is written before it gets its name.
+/// Temporary path that the file is written to.
 fn new_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
@@ -97,7 +98,7 @@ fn write_all(
         "[\n{}",
         json!({"ph": "M", "pid": pid(rank), "tid": 0, "name": "process_name", "args": process})
     )?;
-    // When each lane of each track is free again.
+    // Time from which each lane of each track is free.
     let mut lanes: BTreeMap<Track, Vec<Instant>> = BTreeMap::new();
     for event in events {
         let free = lanes.entry(event.track).or_default();
@@ -128,7 +129,7 @@ fn write_all(
     file.flush()
 }
 
-/// The first lane that is free when `event` begins, until it ends.
+/// Takes the first lane that is free at the start of `event`, until its end.
 fn take_lane(free: &mut Vec<Instant>, event: &Event) -> usize {
     if event.track.nests() {
         free.resize(1, event.end);
@@ -148,12 +149,12 @@ fn take_lane(free: &mut Vec<Instant>, event: &Event) -> usize {
 }
 
 fn row(track: Track, lane: usize) -> usize {
-    // Row 0 is the process's own.
+    // Row 0 belongs to the process.
     (track as usize + 1) * LANES_MAX + lane
 }
 
 fn line(event: &Event, rank: u32, zero: Instant, lane: usize) -> Value {
-    // What began before the trace did begins with it.
+    // An event that began before the trace is shown from the trace's start.
     let us = |at: Instant| at.saturating_duration_since(zero).as_nanos() as f64 / 1e3;
     let mut args = serde_json::Map::new();
     if event.bytes > 0 {

@@ -1,4 +1,5 @@
-//! A timeline of some steps, for ui.perfetto.dev or chrome://tracing: when units were computed, moved and waited for.
+//! A timeline of some steps for ui.perfetto.dev or chrome://tracing: when units were computed, moved and
+//! waited for.
 //!
 //! ```text
 //!   trainer thread   spans as it goes ─┐
@@ -6,8 +7,8 @@
 //!   a GPU's events   times afterwards ─┘
 //! ```
 //!
-//! All times are of one clock, [`Instant`]. Only some steps are recorded, so that the file stays small; the first two of a start are
-//! skipped, because they are not like the others.
+//! All times are from one clock, [`Instant`]. Only some steps are recorded, so that the file stays small. The
+//! first two of a start are skipped, because they are not typical.
 
 mod file;
 
@@ -17,16 +18,17 @@ use std::time::Instant;
 
 use swapper::{Kind, Span, SpanKind, Spans};
 
-/// Steps of a start that are skipped if there are others: nothing is read ahead for the first, and memory is touched.
+/// Steps at the beginning of a start that are skipped if others follow: nothing is prefetched for the first,
+/// and memory is touched.
 const STEPS_SKIPPED: u64 = 2;
 
-/// Steps that are recorded by default.
+/// Default number of recorded steps.
 pub const STEPS_DEFAULT: u64 = 5;
 
-/// Most events that are kept. Their file has some 150 MB, the most that a viewer takes.
+/// Largest number of events. Their file has about 150 MB, the most that viewers accept.
 const EVENTS_MAX: usize = 1 << 20;
 
-/// The file could not be written.
+/// Error of writing the file.
 #[derive(Debug, thiserror::Error)]
 #[error("--trace: cannot write {}: {source}", path.display())]
 pub struct TraceError {
@@ -34,7 +36,7 @@ pub struct TraceError {
     source: std::io::Error,
 }
 
-/// A row of the timeline. Overlapping events get further rows.
+/// Row of the timeline. Overlapping events get additional rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Track {
     /// Whole steps.
@@ -43,17 +45,17 @@ pub enum Track {
     Compute,
     /// Gathers, scatters and waits of the computing thread.
     Move,
-    /// Between host and GPU memory.
+    /// Copies between host and GPU memory.
     Copy,
-    /// Between ranks.
+    /// Collective operations of ranks.
     Collective,
-    /// Tiles from devices.
+    /// Reads of tiles from devices.
     Read,
-    /// Tiles to devices.
+    /// Writes of tiles to devices.
     Write,
-    /// The optimizer.
+    /// Updates by the optimizer.
     Update,
-    /// Generations made durable.
+    /// Commits of generations.
     Commit,
 }
 
@@ -63,7 +65,7 @@ struct Event {
     name: String,
     start: Instant,
     end: Instant,
-    /// Bytes moved; 0 where bytes are not counted.
+    /// Bytes moved; 0 if bytes are not counted.
     bytes: u64,
     /// Elements of the tile, for events of one tile.
     tile: Option<std::ops::Range<u64>>,
@@ -86,7 +88,7 @@ struct Recorder {
 struct State {
     /// Steps finished since the start.
     finished: u64,
-    /// Those to record.
+    /// Steps to record.
     steps: std::ops::Range<u64>,
     events: Vec<Event>,
     dropped_count: u64,
@@ -112,7 +114,8 @@ impl Trace {
         Self(None)
     }
 
-    /// Records `steps` steps of rank `rank` for the file `path`. Ranks after the first write beside it: `path.1`, `path.2`.
+    /// Records `steps` steps of rank `rank` for the file `path`. Other ranks than the first write to
+    /// `path.1`, `path.2` and so on.
     pub fn new(path: &Path, steps: u64, rank: u32) -> Self {
         let path = if rank == 0 {
             path.to_path_buf()
@@ -135,7 +138,7 @@ impl Trace {
     /// Checks that the file can be created.
     ///
     /// # Errors
-    /// It cannot.
+    /// The file cannot be created.
     pub fn check(&self) -> Result<(), TraceError> {
         let Some(recorder) = &self.0 else {
             return Ok(());
@@ -159,19 +162,19 @@ impl Trace {
         }
     }
 
-    /// Whether the current step is recorded.
+    /// Returns whether the current step is recorded.
     pub fn recording(&self) -> bool {
         self.state().is_some_and(|state| state.recording())
     }
 
-    /// Whether the next step is the first that is recorded. Asked before a step is finished: what the swapper does from then on
-    /// belongs to the next step.
+    /// Returns whether the next step is the first recorded one. Called before a step is finished, because the
+    /// swapper's later work belongs to the next step.
     pub fn begins_after(&self) -> bool {
         self.state()
             .is_some_and(|state| !state.recording() && state.steps.contains(&(state.finished + 1)))
     }
 
-    /// Whether the last step to record is finished.
+    /// Returns whether the last step to record is finished.
     pub fn has_ended(&self) -> bool {
         self.state()
             .is_some_and(|state| state.finished == state.steps.end)
@@ -195,7 +198,7 @@ impl Trace {
         guard
     }
 
-    /// Records an event whose times are known afterwards.
+    /// Records an event with known times.
     pub fn record(&self, track: Track, name: String, start: Instant, end: Instant) {
         self.push(Event {
             track,
@@ -207,7 +210,7 @@ impl Trace {
         });
     }
 
-    /// Ends the step `number`, which began at `start`, with the swapper's spans of it.
+    /// Ends step number `number`, which began at `start`, and adds the swapper's spans.
     pub fn finish_step(&self, number: u64, start: Instant, spans: Spans) {
         if self.recording() {
             self.record(Track::Step, format!("step {number}"), start, Instant::now());
@@ -218,7 +221,7 @@ impl Trace {
         }
     }
 
-    /// Adds the swapper's spans of a step that is recorded.
+    /// Adds the swapper's spans of a recorded step.
     pub fn add(&self, spans: Spans) {
         for span in spans.list {
             self.push(event_of(span));
@@ -228,10 +231,10 @@ impl Trace {
         }
     }
 
-    /// Writes the file, whole or not at all, and returns its path; `None` if nothing is recorded.
+    /// Writes the file atomically and returns its path; `None` if nothing is recorded.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be written.
     pub fn write(&self) -> Result<Option<&Path>, TraceError> {
         let Some(recorder) = &self.0 else {
             return Ok(None);
@@ -296,7 +299,7 @@ impl Drop for Guard<'_> {
     }
 }
 
-/// A swapper's span as an event.
+/// Converts a swapper's span to an event.
 fn event_of(span: Span) -> Event {
     let kind = match span.tile {
         Some(Kind::Param) => "param ",

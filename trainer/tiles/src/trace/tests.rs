@@ -1,5 +1,5 @@
-//! What could go wrong: a viewer cannot read the file, or shows two things in one place; a long run fills memory or disk; a
-//! file is left half written, or where none was asked for.
+//! Errors that these tests find: a viewer cannot read the file, or shows two events at one place; a long run
+//! fills memory or disk; a file is incomplete, or written without being requested.
 
 use std::time::Duration;
 
@@ -125,7 +125,7 @@ fn each_rank_writes_its_own_file() {
         .collect();
     names.sort();
     assert_eq!(names, ["trace.json", "trace.json.1", "trace.json.2"]);
-    // 0 is the idle process, of which viewers show nothing.
+    // Viewers take process 0 for the idle process and show nothing of it.
     assert_eq!(read(&dir.path().join("trace.json.2"))[0]["pid"], 3);
 }
 

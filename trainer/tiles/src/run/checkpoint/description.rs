@@ -13,7 +13,7 @@ use crate::fingerprint::Fingerprint;
 
 const VERSION: u64 = 1;
 
-/// Largest description that is read.
+/// Size limit of a description.
 const BYTES_MAX: u64 = 4 << 20;
 
 /// The contents of `save.json`.
@@ -23,14 +23,14 @@ pub struct CheckpointDescription {
     pub step: u64,
     /// Seconds since 1970 when it was made.
     pub unix_s: u64,
-    /// The model's shape and precision, and how it is cut into tiles: as in the run's `run.json`.
+    /// The model's shape and precision and its division into tiles, as in `run.json`.
     pub layout: Value,
     /// The run's state after the step.
     pub state: Value,
     pub files: Vec<SavedFile>,
 }
 
-/// One file of tiles.
+/// File with tiles.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedFile {
     pub name: String,
@@ -40,7 +40,7 @@ pub struct SavedFile {
 }
 
 impl SavedFile {
-    /// The file that `rank` wrote.
+    /// Describes the file written by `rank`.
     pub fn of_rank(rank: u32, bytes: u64, fingerprint: u64) -> Self {
         Self {
             name: file_name(rank),
@@ -51,7 +51,7 @@ impl SavedFile {
 }
 
 impl CheckpointDescription {
-    /// Bytes of all files of tiles.
+    /// Bytes of all files with tiles.
     pub fn bytes(&self) -> u64 {
         let bytes = |sum: u64, file: &SavedFile| sum.saturating_add(file.bytes);
         self.files.iter().fold(0, bytes)
@@ -62,7 +62,7 @@ impl CheckpointDescription {
         self.state["last"]["loss"].as_f64()
     }
 
-    /// Writes it into `dir`, flushed.
+    /// Writes the description into `dir` and syncs it.
     pub fn write(&self, dir: &Path) -> Result<(), CheckpointError> {
         let checkpoint = serde_json::to_value(self).expect("plain data");
         let whole = json!({
@@ -127,7 +127,7 @@ fn fingerprint_of(checkpoint: &Value) -> u64 {
     Fingerprint::of(&serde_json::to_vec(checkpoint).expect("plain data"))
 }
 
-/// 64 bits as 16 hexadecimal digits: JSON numbers of other programs have 53 bits.
+/// 64-bit numbers as 16 hexadecimal digits: many JSON parsers keep only 53 bits.
 mod hex {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};

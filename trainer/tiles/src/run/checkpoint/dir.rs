@@ -1,4 +1,4 @@
-//! The directory of a run's checkpoints: which there are, how one gets its name, and how it is removed.
+//! The directory of a run's checkpoints: lists them, creates and names new ones, removes old ones.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -8,22 +8,22 @@ use crate::run::dir::{make_dir, resolved};
 use crate::store::free_bytes;
 
 const PREFIX: &str = "step-";
-/// Ending of a checkpoint that is being written.
+/// Suffix of a checkpoint that is being written.
 const PARTIAL: &str = "partial";
-/// Ending of a checkpoint that is being removed.
+/// Suffix of a checkpoint that is being removed.
 const REMOVED: &str = "removed";
 const ASIDE: &str = "aside-";
 
-/// Bytes reserved for the files of a checkpoint beside its tiles: more than any description takes.
+/// Space reserved for files of a checkpoint other than tiles: more than any description takes.
 pub const SLACK_BYTES: u64 = 1 << 20;
 
-/// The directory of a run's checkpoints, which need not exist.
+/// Directory of a run's checkpoints, which need not exist.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     dir: PathBuf,
 }
 
-/// How a person names a checkpoint: by its step, or by its directory.
+/// Name of a checkpoint on the command line: its step or its directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CheckpointName {
     Step(u64),
@@ -41,10 +41,10 @@ impl std::str::FromStr for CheckpointName {
 }
 
 impl CheckpointName {
-    /// The checkpoint's directory. A step names a checkpoint of the run in `run_dir`.
+    /// Returns the checkpoint's directory. A step refers to the run in `run_dir`.
     ///
     /// # Errors
-    /// The run has no checkpoint of that step; the error names those it has.
+    /// The run has no checkpoint of this step; the error lists the existing ones.
     pub fn find(&self, run_dir: &Path) -> Result<PathBuf, CheckpointError> {
         match self {
             Self::Step(step) => Checkpoints::of(run_dir).at(*step),
@@ -53,7 +53,7 @@ impl CheckpointName {
     }
 }
 
-/// A checkpoint's directory, not read yet.
+/// Directory of a checkpoint that was not read yet.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct CheckpointDir {
     pub step: u64,
@@ -61,7 +61,7 @@ pub struct CheckpointDir {
 }
 
 impl Checkpoints {
-    /// The checkpoints of the run in `run_dir`.
+    /// Checkpoints of the run in `run_dir`.
     pub fn of(run_dir: &Path) -> Self {
         Self {
             dir: run_dir.join("checkpoints"),
@@ -72,7 +72,7 @@ impl Checkpoints {
         &self.dir
     }
 
-    /// All whole checkpoints, oldest first.
+    /// Lists all complete checkpoints, oldest first.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -82,7 +82,7 @@ impl Checkpoints {
         Ok(checkpoints)
     }
 
-    /// Checkpoints that were set aside, in no order.
+    /// Lists checkpoints that were moved aside, in no particular order.
     ///
     /// # Errors
     /// A directory cannot be read.
@@ -96,7 +96,7 @@ impl Checkpoints {
         Ok(checkpoints)
     }
 
-    /// The newest checkpoint.
+    /// Returns the newest checkpoint.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -104,10 +104,10 @@ impl Checkpoints {
         Ok(self.list()?.pop().map(|checkpoint| checkpoint.path))
     }
 
-    /// The checkpoint of `step`.
+    /// Returns the checkpoint of `step`.
     ///
     /// # Errors
-    /// There is none; the error names those there are.
+    /// There is none; the error lists the existing ones.
     pub fn at(&self, step: u64) -> Result<PathBuf, CheckpointError> {
         let path = self.dir.join(step_name(step));
         if path.is_dir() {
@@ -121,13 +121,13 @@ impl Checkpoints {
         Err(CheckpointError::Missing { path, has })
     }
 
-    /// Whether there is a checkpoint of `step`.
+    /// Returns whether there is a checkpoint of `step`.
     pub fn has(&self, step: u64) -> bool {
         self.dir.join(step_name(step)).is_dir()
     }
 
-    /// Creates the directory in which the checkpoint of `step` is written, for tiles of `tile_bytes` in all. Interrupted
-    /// checkpoints are removed first.
+    /// Creates the directory in which the checkpoint of `step` is written, for tiles of `tile_bytes` in
+    /// total. Removes interrupted checkpoints first.
     ///
     /// # Errors
     /// Too little space, or the directory cannot be created.
@@ -148,15 +148,16 @@ impl Checkpoints {
         fs::create_dir(&path).map_err(CheckpointError::io("make", &path))
     }
 
-    /// The directory in which the checkpoint of `step` is written.
+    /// Directory in which the checkpoint of `step` is written.
     pub fn partial(&self, step: u64) -> PathBuf {
         self.dir.join(format!("{}.{PARTIAL}", step_name(step)))
     }
 
-    /// Makes a checkpoint of the files of tiles, which are on the drive. It replaces an earlier checkpoint of the same step.
+    /// Completes a checkpoint from its tile files, which are on the drive. Replaces an earlier checkpoint of
+    /// the same step.
     ///
     /// # Errors
-    /// The drive is full or fails; an earlier checkpoint stays.
+    /// The drive is full or fails; an earlier checkpoint is kept.
     pub fn finish(&self, description: &CheckpointDescription) -> Result<PathBuf, CheckpointError> {
         let (partial, step) = (self.partial(description.step), description.step);
         let path = self.dir.join(step_name(step));
@@ -176,11 +177,11 @@ impl Checkpoints {
 
     /// Removes the unfinished checkpoint of `step`.
     pub fn abandon(&self, step: u64) {
-        // Remains are removed before the next checkpoint begins.
+        // What is left is removed before the next checkpoint begins.
         let _ = fs::remove_dir_all(self.partial(step));
     }
 
-    /// Removes the oldest checkpoints, except that of `step`, until `count` are left; 0 keeps all.
+    /// Removes the oldest checkpoints until `count` are left, but never that of `step`; 0 keeps all.
     ///
     /// # Errors
     /// A checkpoint cannot be removed.
@@ -217,7 +218,7 @@ impl Checkpoints {
         Ok(bytes_in(&self.leftovers()?))
     }
 
-    /// Bytes of all whole checkpoints but those set aside.
+    /// Bytes of all complete checkpoints except those moved aside.
     ///
     /// # Errors
     /// The directory cannot be read.
@@ -241,7 +242,8 @@ impl Checkpoints {
         Ok(left)
     }
 
-    /// Sets all checkpoints newer than `step` aside, with a copy of the metrics. Returns their new directory if there are any.
+    /// Moves all checkpoints newer than `step` aside, with a copy of the metrics. Returns their new directory
+    /// if there are any.
     ///
     /// # Errors
     /// A checkpoint cannot be moved.
@@ -274,7 +276,8 @@ impl Checkpoints {
         Ok(Some(aside))
     }
 
-    /// Renames the checkpoint before removing its files, so that one that lacks files is never taken for whole.
+    /// Renames the checkpoint before removing its files, so that an incomplete one is never taken for
+    /// complete.
     fn remove(&self, path: &Path) -> Result<(), CheckpointError> {
         let removed = path.with_extension(REMOVED);
         fs::rename(path, &removed)
@@ -292,7 +295,7 @@ fn bytes_in(dirs: &[PathBuf]) -> u64 {
     files.map(|file| file.len()).sum()
 }
 
-/// The name of a checkpoint's directory.
+/// Name of a checkpoint's directory.
 fn step_name(step: u64) -> String {
     format!("{PREFIX}{step:08}")
 }
@@ -322,7 +325,7 @@ fn name_of(path: &Path) -> &str {
         .unwrap_or("")
 }
 
-/// Each gets the other's name, at once.
+/// Exchanges the names of two directories atomically.
 fn exchange(one: &Path, other: &Path) -> std::io::Result<()> {
     use rustix::fs::{CWD, RenameFlags, renameat_with};
     Ok(renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)?)

@@ -1,18 +1,20 @@
-//! Checkpoints: copies of every tile and of the run's state after one step, each in a directory of its own.
+//! Checkpoints: copies of every tile and of the run's state after one step, each in its own directory.
 //!
 //! ```text
 //!   checkpoints/step-00000040/save.json   step, layout, the run's state, and fingerprints of the other files
-//!   checkpoints/step-00000040/tiles.0     what rank 0 owned, tiles.1 what rank 1 owned, ...
+//!   checkpoints/step-00000040/tiles.0     tiles of rank 0, tiles.1 of rank 1, ...
 //!   checkpoints/step-00000050.partial     a checkpoint that is being written, or was interrupted
 //!   checkpoints/step-00000030.removed     a checkpoint that is being removed
-//!   checkpoints/aside-1/step-00000045     newer than the checkpoint that the run went back to, with a copy of metrics.jsonl
+//!   checkpoints/aside-1/step-00000045     newer than the checkpoint that the run returned to, with a copy of metrics.jsonl
 //!
-//!   tiles.N    "OFFLSAV1" | tile... | u64::MAX | fingerprint u64 of all before it
+//!   tiles.N    "OFFLSAV1" | tile... | u64::MAX | fingerprint u64 of all preceding bytes
 //!   a tile     unit u64 | first element u64 | param bytes u64 | state bytes u64 | param | state
 //! ```
 //!
-//! Numbers are little endian. A directory gets its name when all its files are flushed, so a crash at any instant leaves only whole
-//! checkpoints. Tiles are found by unit and element, in any order: any number of ranks reads what any number wrote. A damaged file is
+//! Numbers are little endian. A directory gets its final name after all its files are synced, so a crash
+//! leaves only complete checkpoints under final names. Tiles are found by unit and element, in any order: any
+//! number of ranks can read what any number wrote. A damaged file is reported before any tile of it is used.
+//! Reading a checkpoint needs nothing outside its directory.
 //! reported before any tile of it is used. A checkpoint is read without anything outside its directory.
 
 mod description;
@@ -30,11 +32,11 @@ pub use read::Checkpoint;
 pub use write::TileWriter;
 
 const MAGIC: &[u8; 8] = b"OFFLSAV1";
-/// Stands in the place of a unit's number after the last tile; no unit has it.
+/// End mark after the last tile, in place of a unit's number; no unit has it.
 const END: u64 = u64::MAX;
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Why a checkpoint could not be made, or not be read.
+/// Error of making or reading a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
     #[error("cannot {verb} the checkpoint {}: {source}", path.display())]
@@ -83,7 +85,7 @@ pub enum CheckpointError {
 }
 
 impl CheckpointError {
-    /// For `map_err`: `verb` failed on `path`.
+    /// Returns a conversion for `map_err` for the operation `verb` on `path`.
     fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { verb, path, source }
@@ -97,7 +99,7 @@ impl CheckpointError {
     }
 }
 
-/// The checkpoints that a run has instead.
+/// Describes the existing checkpoints.
 fn others(has: &[u64]) -> String {
     if has.is_empty() {
         return "the run has none. Name a step that `trainer runs` lists, or a directory with a save.json".into();

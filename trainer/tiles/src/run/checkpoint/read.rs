@@ -1,4 +1,4 @@
-//! Reading a checkpoint: tiles by unit and element, whichever rank wrote them.
+//! Reads a checkpoint: finds tiles by unit and element, whichever rank wrote them.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -16,21 +16,22 @@ use crate::run::dir::{Difference, differences};
 /// Length of the fingerprint at a file's end.
 const FINGERPRINT_BYTES: u64 = 8;
 
-/// Unit and first element of a range's tiles.
+/// Unit and first element of a range.
 type Key = (u64, u64);
 
-/// One checkpoint. A file is opened, and checked as a whole, when a tile is needed that the files before it do not have.
+/// Open checkpoint. A file is opened and verified as a whole when a tile is needed that the opened files do
+/// not contain.
 #[derive(Debug)]
 pub struct Checkpoint {
     dir: PathBuf,
     pub description: CheckpointDescription,
-    /// Files that were not opened yet; the last one is next.
+    /// Files not opened yet; the last one is next.
     pub(super) unread: Vec<SavedFile>,
     files: Vec<TileFile>,
     tiles: HashMap<Key, Place>,
 }
 
-/// An open file with the right fingerprint.
+/// Open file with a verified fingerprint.
 #[derive(Debug)]
 struct TileFile {
     path: PathBuf,
@@ -47,7 +48,8 @@ struct Place {
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in `dir`. The file of `rank` is read first: with as many ranks as before it has all tiles of the rank.
+    /// Opens the checkpoint in `dir`. Reads the file of `rank` first: if the number of ranks has not changed,
+    /// it contains all tiles of this rank.
     ///
     /// # Errors
     /// There is none, or its description is damaged.
@@ -61,7 +63,7 @@ impl Checkpoint {
             }
             error => error,
         })?;
-        // A checkpoint's files lie in its own directory.
+        // A checkpoint must not refer to files outside its directory.
         let foreign =
             |file: &&SavedFile| Path::new(&file.name).file_name() != Some(file.name.as_ref());
         if let Some(file) = description.files.iter().find(foreign) {
@@ -94,7 +96,7 @@ impl Checkpoint {
     /// Compares the checkpoint's layout with `layout`.
     ///
     /// # Errors
-    /// The first difference.
+    /// Names the first difference.
     pub fn check_layout(&self, layout: &Value) -> Result<(), CheckpointError> {
         let saved = json!({"layout": self.description.layout});
         match differences(&saved, &json!({"layout": layout}))
@@ -111,19 +113,19 @@ impl Checkpoint {
         }
     }
 
-    /// Checks that all files are there and have the right length, without reading them.
+    /// Checks that all files exist and have the right length, without reading them.
     ///
     /// # Errors
-    /// The first that has not.
+    /// The first file that is missing or has another length.
     pub fn check_sizes(&self) -> Result<(), CheckpointError> {
         let mut files = self.description.files.iter();
         files.try_for_each(|file| check_size(&self.dir.join(&file.name), file).map(drop))
     }
 
-    /// Checks all files that hold the tiles of `ranges`. `seen` gets the number of bytes read, as they are read.
+    /// Verifies all files that contain the tiles of `ranges`. Calls `seen` with the number of bytes read.
     ///
     /// # Errors
-    /// A file cannot be read or is damaged, or there are no such tiles.
+    /// A file is damaged or cannot be read, or the tiles do not exist.
     pub fn check(
         &mut self,
         ranges: &[TileRange],
@@ -170,10 +172,10 @@ impl Checkpoint {
             .map_err(CheckpointError::io("read", path))
     }
 
-    /// Calls `see` with every range of `layout`, units and elements in order.
+    /// Calls `see` with every range of `layout`, in the order of units and elements.
     ///
     /// # Errors
-    /// As for [`Self::tile`].
+    /// Same as [`Self::tile`].
     pub fn visit(&mut self, layout: &Layout, see: &mut TileVisitor) -> Result<(), CheckpointError> {
         let mut contents = [Vec::new(), Vec::new()];
         for (range, number) in layout.ranges().iter().zip(0..) {
@@ -187,7 +189,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Opens files until one has the tiles of `range`.
+    /// Opens files until one contains the tiles of `range`.
     fn find(
         &mut self,
         range: &TileRange,
@@ -205,7 +207,7 @@ impl Checkpoint {
         Ok(key)
     }
 
-    /// Checks a file and notes where its tiles are.
+    /// Verifies a file and records the positions of its tiles.
     fn index(
         &mut self,
         file: &SavedFile,
@@ -273,7 +275,7 @@ fn check_fingerprint(
     Ok(())
 }
 
-/// Why a file with the right fingerprint cannot be used.
+/// Reason why a file with the right fingerprint cannot be used.
 enum Unusable {
     Io(std::io::Error),
     Wrong(String),
@@ -285,7 +287,7 @@ impl From<std::io::Error> for Unusable {
     }
 }
 
-/// Finds the tiles of a file; their contents are skipped.
+/// Finds the tiles of a file and skips their contents.
 fn read_places(reader: &mut BufReader<File>, file: usize) -> Result<Vec<(Key, Place)>, Unusable> {
     let mut magic = [0u8; 8];
     reader.read_exact(&mut magic)?;

@@ -1,6 +1,6 @@
-//! What could go wrong: a checkpoint is taken for whole that is not; a file of another checkpoint is taken for this one's; a tile
-//! goes to another place when other ranks read it than wrote it; what is old stays, or what is kept goes; what the checkpoint says of
-//! itself is not what was written.
+//! Errors that these tests find: an incomplete checkpoint is taken for complete; a file of another checkpoint
+//! is accepted; tiles are assigned wrongly if other ranks read them than wrote them; old checkpoints are
+//! kept, or others removed; the description differs from what was written.
 
 use std::fs;
 
@@ -9,7 +9,7 @@ use swapper::TileRange;
 use super::*;
 use crate::run::RunState;
 
-/// Tiles of two units over `ranks` ranks: unit 0 has five, unit 1 has two.
+/// Tiles of two units distributed over `ranks` ranks: unit 0 has five, unit 1 has two.
 fn tiles_of(rank: u32, ranks: u32) -> Vec<TileRange> {
     let of = |unit, count: u64| {
         let each = count.div_ceil(u64::from(ranks));
@@ -27,7 +27,7 @@ fn content(step: u64, range: &TileRange) -> ([u8; 20], [u8; 7]) {
     ([byte; 20], [!byte; 7])
 }
 
-/// All files of a checkpoint, which has no name yet.
+/// Writes all files of a checkpoint without completing it.
 fn begin(checkpoints: &Checkpoints, step: u64, ranks: u32) -> CheckpointDescription {
     checkpoints.begin(step, 1000).unwrap();
     let files = (0..ranks).map(|rank| {
@@ -54,7 +54,7 @@ fn checkpoint(checkpoints: &Checkpoints, step: u64, ranks: u32) {
     checkpoints.keep(2, step).unwrap();
 }
 
-/// Reads all tiles as each of `ranks` ranks would, and answers the step.
+/// Reads all tiles as each of `ranks` ranks would, and returns the step.
 fn read(dir: &Path, ranks: u32) -> Result<u64, CheckpointError> {
     let mut step = 0;
     for rank in 0..ranks {
@@ -194,7 +194,7 @@ fn a_changed_description_is_refused_or_equivalent() {
             bad[byte] ^= bit;
             fs::write(&path, &bad).unwrap();
             match Checkpoint::open(&dir, 0) {
-                // A space that became another one.
+                // White space that became another kind.
                 Ok(checkpoint) => assert_eq!(checkpoint.description, whole, "byte {byte}"),
                 Err(error) => {
                     let text = error.to_string();
@@ -221,7 +221,7 @@ fn a_file_of_another_checkpoint_is_refused() {
     checkpoint(&checkpoints, 1, 2);
     checkpoint(&checkpoints, 2, 2);
     let (one, two) = (checkpoints.at(1).unwrap(), checkpoints.at(2).unwrap());
-    // Whole, and as long, but of another step.
+    // Complete and of the same length, but of another step.
     fs::copy(two.join("tiles.1"), one.join("tiles.1")).unwrap();
     let text = read(&one, 2).unwrap_err().to_string();
     assert!(

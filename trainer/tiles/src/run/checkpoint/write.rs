@@ -1,4 +1,4 @@
-//! Writing one rank's file of a checkpoint.
+//! Writes one rank's file of a checkpoint.
 
 use std::fs::File;
 use std::io::{BufWriter, Write};
@@ -21,7 +21,7 @@ impl TileWriter {
     /// Creates `rank`'s file in `dir`.
     ///
     /// # Errors
-    /// It cannot be created.
+    /// The file cannot be created.
     pub fn create(dir: &Path, rank: u32) -> Result<Self, CheckpointError> {
         let path = dir.join(file_name(rank));
         let file = File::create(&path).map_err(CheckpointError::io("write", &path))?;
@@ -62,7 +62,7 @@ impl TileWriter {
         self.write(state)
     }
 
-    /// Ends and flushes the file.
+    /// Completes and syncs the file.
     ///
     /// # Errors
     /// The drive is full or fails.
@@ -74,7 +74,8 @@ impl TileWriter {
         let on_drive = |writer: BufWriter<File>| {
             let file = writer.into_inner()?;
             file.sync_all()?;
-            // Frees the page cache, since nobody reads the file soon. It is advice only; failure does not matter.
+            // Frees the page cache, since the file is not read soon. This is only advice, so a failure does
+            // not matter.
             let _ = rustix::fs::fadvise(&file, 0, None, rustix::fs::Advice::DontNeed);
             Ok(())
         };
