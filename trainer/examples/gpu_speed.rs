@@ -1,7 +1,8 @@
-//! How fast a GPU computes a model of 1.345 G parameters: a block, the head, the embedding, and all of forward and backward.
+//! Measures how fast a GPU computes a model of 1.345 G parameters: a block, the head, the embedding, and all
+//! of forward and backward.
 //!
-//! `cargo run --release -p trainer --example gpu_speed [plain]`; `plain` leaves the fused kernels out. Needs no run file and
-//! no store. The weights are one block's, used 24 times.
+//! `cargo run --release -p trainer --example gpu_speed [plain]`; `plain` uses torch operators instead of
+//! fused kernels. Needs neither a configuration nor a store. All 24 blocks have the same weights.
 
 use std::process::{Command, ExitCode};
 
@@ -18,7 +19,7 @@ const SEQ_LEN: usize = 2048;
 const REPEATS: usize = 20;
 
 fn main() -> ExitCode {
-    // cuBLAS reads it when it starts, so it has to be there before.
+    // cuBLAS reads the variable when it starts, so the program starts again with it.
     if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
         let program = std::env::current_exe().expect("the path of this program is known");
         let status = Command::new(program)
@@ -84,8 +85,8 @@ fn measure(plain: bool) -> anyhow::Result<()> {
     let block_params = engine.units()[1].params_elems() as f64;
     let head_params = engine.units()[head].params_elems() as f64;
     let products = |params: f64, times: f64| 2.0 * params * tokens_count * times / 1e12;
-    // Causal attention: half of two products of seq_len by seq_len for each head; 2.5 times that backward, and once more
-    // computed again.
+    // Causal attention: half of two products of seq_len by seq_len for each head; 2.5 times that in backward,
+    // and the same once more for recomputation.
     let attention = 2.0 * tokens_count * SEQ_LEN as f64 * config.hidden_size as f64 / 1e12;
 
     timed(&gpu, "embedding forward", None, || {
@@ -213,7 +214,7 @@ fn timed(
     mut work: impl FnMut() -> anyhow::Result<()>,
 ) -> anyhow::Result<f64> {
     let stream = gpu.default_stream();
-    // torch's allocator fills, cuBLAS chooses its kernels.
+    // Warm-up: torch's allocator reserves memory, cuBLAS chooses kernels.
     for _ in 0..3 {
         work()?;
     }

@@ -1,14 +1,14 @@
-//! The picture of dependencies in docs/architecture.md is true.
+//! Tests of the dependencies in docs/architecture.md.
 //!
-//! What could go wrong: a crate reaches past its neighbour (the trainer talks to the daemon's messages, the daemon
-//! learns of its client) and nobody notices. This asks cargo for the workspace's real dependencies and compares them
-//! with the arrows that are allowed; it also holds `unsafe` to the files that are named for it.
+//! The error that these tests find: a crate uses one that it must not know (the trainer uses the daemon's
+//! messages, the daemon knows its client). Cargo's list of the workspace's real dependencies is compared with
+//! the allowed ones. Another test limits `unsafe` to named files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Who may depend on whom. A new arrow is a design change: the picture in docs/architecture.md changes with it.
+/// Allowed dependencies. A new one is a design change, and docs/architecture.md must change with it.
 const ARROWS: &[(&str, &[&str])] = &[
     ("test-hooks", &[]),
     ("offload-support", &[]),
@@ -44,7 +44,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("docs-test", &[]),
 ];
 
-/// Directories and files in which `unsafe` may stand.
+/// Directories and files that may contain `unsafe`.
 const UNSAFE_PLACES: &[&str] = &[
     "offloadd/api/src/ring/map.rs",
     "offloadd/api/tests/ring_loom.rs",
@@ -60,7 +60,7 @@ const UNSAFE_PLACES: &[&str] = &[
     "trainer/python/src/memory.rs",
 ];
 
-/// The layers inside `trainer`, the lowest first: a module imports from lower layers only.
+/// Layers inside `trainer`, the lowest first. A module imports from lower layers only.
 const TRAINER_LAYERS: &[&[&str]] = &[
     &["launch", "model"],
     &["compute", "run_record"],
@@ -126,10 +126,10 @@ fn root() -> PathBuf {
         .to_path_buf()
 }
 
-/// Crates that need libtorch. Their tests and builds need it too, those of all other crates do not.
+/// Crates that need libtorch for builds and tests; all other crates do not.
 const LIBTORCH: &[&str] = &["kernels-torch", "trainer"];
 
-/// The workspace's packages as `cargo metadata` lists them.
+/// The workspace's packages from `cargo metadata`.
 fn packages() -> Vec<serde_json::Value> {
     let output = Command::new(env!("CARGO"))
         .args([
@@ -152,7 +152,7 @@ fn packages() -> Vec<serde_json::Value> {
     metadata["packages"].as_array().expect("packages").clone()
 }
 
-/// Names of a package's dependencies; those for tests only count where `dev` is set.
+/// Names of a package's dependencies; test dependencies are included if `dev` is set.
 fn dependencies(package: &serde_json::Value, dev: bool) -> BTreeSet<&str> {
     let list = package["dependencies"].as_array().expect("dependencies");
     list.iter()
@@ -288,7 +288,8 @@ fn assert_layers(src: &Path, layers: &[&[&str]]) {
         let module = inside.components().next().expect("a file");
         let module = Path::new(&module).with_extension("");
         let module = module.to_str().expect("a plain name").to_owned();
-        // Roots of the library and the program name every module; the program's own modules use the library from outside.
+        // The roots of the library and the program name every module; the program's own modules use the
+        // library from outside.
         if ["lib", "main", "cli", "docs"].contains(&&*module) {
             return;
         }
@@ -314,7 +315,7 @@ fn assert_layers(src: &Path, layers: &[&[&str]]) {
     );
 }
 
-/// The first segments of all paths that begin with `crate::`, also those of `crate::{a, b}`.
+/// Returns the first segments of all paths that begin with `crate::`, including those of `crate::{a, b}`.
 fn crate_imports(text: &str) -> BTreeSet<String> {
     let code: String = text
         .lines()

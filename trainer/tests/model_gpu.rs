@@ -1,7 +1,7 @@
-//! Could be wrong: anything a GPU computes otherwise than the CPU. Found by giving both the same weights and tokens and
-//! comparing the loss and every parameter's gradient; by doing a step twice; by doing it without the fused kernels.
+//! Compares a GPU's computation with the CPU's: the loss and every parameter's gradient for the same weights
+//! and tokens. Also compares two equal steps, and steps with and without fused kernels.
 //!
-//! Each test is a process of its own, because cuBLAS reads its setting when it starts.
+//! Each test runs in its own process, because cuBLAS reads its environment variable when it starts.
 
 use std::process::Command;
 
@@ -15,7 +15,7 @@ use trainer::model::{
     Architecture, Biases, Dropout, Dtype, ModelConfig, ParamLayout, ParamRole, Window, init,
 };
 
-/// Runs `test` in a process that has cuBLAS's setting, where there is a GPU.
+/// Runs `test` in a process with cuBLAS's environment variable, if there is a GPU.
 fn on_gpu(name: &str, test: impl FnOnce(Gpu)) {
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
@@ -60,21 +60,21 @@ fn config(hidden_size: usize, intermediate_size: usize, vocab_size: usize) -> Mo
     }
 }
 
-/// A model's weights and the micro-batches of a step, the same wherever they are computed with.
+/// Weights of a model and the micro-batches of a step, the same on every device.
 struct Case {
     config: ModelConfig,
     dropout: Dropout,
     dtype: Dtype,
     seq_len: usize,
-    /// Sequences of each micro-batch.
+    /// Sequences in each micro-batch.
     micro_batch: usize,
     micro_batches: usize,
 }
 
-/// What a step gives.
+/// Results of a step.
 struct Step {
     loss: f64,
-    /// Loss without gradients.
+    /// Loss of an evaluation.
     evaluated: f64,
     grads: Vec<Vec<u8>>,
 }
@@ -142,7 +142,7 @@ impl Case {
         let weights: Vec<UnitWeights> = (0..=head).map(|unit| self.weights(engine, unit)).collect();
         let mut sinks: Vec<GradSink> = (0..=head).map(|unit| engine.new_grads(unit)).collect();
         let share = 1.0 / self.micro_batches as f64;
-        // What is smaller than fp16's normal numbers keeps few bits.
+        // Values below fp16's normal range keep few bits.
         let scale = if self.dtype == Dtype::Fp16 {
             1024.0
         } else {
@@ -158,7 +158,7 @@ impl Case {
                 let input = kept.last().unwrap();
                 kept.push(engine.block_forward(unit, block, input).unwrap());
             }
-            // By backward, a unit's buffer may hold another unit.
+            // In backward, a unit's buffer may hold another unit.
             let shared = weights.iter().position(UnitWeights::is_shared);
             assert_eq!(shared, None, "a kept tensor refers to a unit's weights");
             let (embedding, rest) = sinks.split_at_mut(1);
@@ -217,13 +217,15 @@ impl Case {
             .collect()
     }
 
-    /// Every gradient of `b` is that of `a` within `tolerance` of the parameter's largest. Prints the farthest.
+    /// Checks that every gradient of `b` equals that of `a` within `tolerance` of the parameter's largest.
+    /// Prints the largest difference.
     fn assert_close(&self, what: &str, engine: &Engine, a: &Step, b: &Step, tolerance: f64) {
         let dtype = self.dtype;
         let mut farthest = (0.0, "");
         for (unit, layout) in engine.units().iter().enumerate() {
             for param in &layout.params {
-                // Adds one number to all of a row's scores where nothing is turned: no gradient but noise.
+                // A key bias adds one number to all scores of a row if positions are not rotated: its
+                // gradient is only noise.
                 let gpt2 = self.config.architecture == Architecture::Gpt2;
                 if gpt2 && param.member == ParamRole::KeyBias {
                     continue;
@@ -235,7 +237,7 @@ impl Case {
                 let largest = x.iter().fold(0f64, |most, x| most.max(x.abs()));
                 assert!(largest > 0.0, "{what}: {} has gradients", param.name);
                 let apart = x.iter().zip(&y).map(|(x, y)| (x - y).abs() / largest);
-                // Not `max`, which drops a NaN.
+                // Unlike `max`, this keeps a NaN.
                 let apart = apart.fold(0f64, |most, x| if x <= most { most } else { x });
                 assert!(
                     apart < tolerance,
@@ -260,7 +262,7 @@ impl Case {
     }
 }
 
-/// Of the largest gradient of a parameter: rounding in another order.
+/// Tolerance as a fraction of a parameter's largest gradient, for rounding in another order.
 fn tolerance(dtype: Dtype) -> f64 {
     match dtype {
         Dtype::Fp32 => 5e-5,
@@ -270,7 +272,8 @@ fn tolerance(dtype: Dtype) -> f64 {
 }
 
 fn cases(dtype: Dtype) -> Vec<Case> {
-    // Multiples of 64, so that weights lie side by side; odd sizes; a tied model; heads that each have their own key.
+    // Sizes that are multiples of 64, so that weights are adjacent; odd sizes; a tied model; heads with their
+    // own keys.
     let odd = ModelConfig {
         heads: 6,
         head_dim: Some(10),
@@ -298,7 +301,7 @@ fn cases(dtype: Dtype) -> Vec<Case> {
         .collect()
 }
 
-/// Other forms of block than Llama's, with a window shorter than the sequence, with elements left out.
+/// Other forms of blocks than Llama's, with a window shorter than the sequence, with dropout.
 fn forms(dtype: Dtype) -> Vec<Case> {
     let of = |architecture: Architecture| ModelConfig {
         architecture,
@@ -453,7 +456,8 @@ fn a_gpu_gives_the_same_bits_each_time() {
             };
             let engine = case.engine(&gpu);
             let first = case.step(&engine);
-            // Another engine, so that buffers lie elsewhere; the first one's are still there. What is kept changes nothing.
+            // A second engine, whose buffers are elsewhere because the first one's still exist. Activation
+            // checkpointing changes nothing.
             let other = case.engine(&gpu);
             let attention = case
                 .engine(&gpu)
@@ -494,7 +498,7 @@ fn gradients_end_up_in_the_callers_buffer_with_zero_padding() {
                         sink.write_to(&buffer).unwrap();
                     }
                     for _ in 0..uses {
-                        // Any gradient will do.
+                        // The values of the gradient do not matter.
                         engine
                             .block_backward(1, &weights, &input, &input, &mut sink)
                             .unwrap();

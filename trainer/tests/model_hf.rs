@@ -1,7 +1,7 @@
-//! Could be wrong: anything in which a block here is not the block of Hugging Face's model of that name: a norm, a bias, an
-//! angle, which heads share a key, how far a window reaches, how a tensor lies in its file. Found by the library itself:
-//! `fixtures/hf/make.py` saved a small random model of each architecture and trained it for ten steps with torch's AdamW.
-//! From the same directory, each loss and gradient norm of these steps must come out here, in fp32.
+//! Compares models with Hugging Face's library. `fixtures/hf/make.py` saved a small random model of each
+//! architecture and trained it for ten steps with torch's AdamW. Training from the same directory must give
+//! the same losses and gradient norms in fp32. This finds any difference in a block: a norm, a bias, an
+//! angle, which heads share a key, the size of a window, the layout of a tensor in its file.
 
 use std::path::{Path, PathBuf};
 
@@ -12,19 +12,19 @@ use trainer::compute::{Activation, Engine, GradSink, Tokens, UnitWeights, set_up
 use trainer::data::order;
 use trainer::model::{Dtype, HfModel, UnitLayout, names};
 
-/// The largest relative distance of a loss or a gradient norm.
+/// Largest relative difference of a loss or a gradient norm.
 const TOLERANCE: f64 = 2e-5;
 
 fn dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf")
 }
 
-/// A model in training, with nothing around it.
+/// A model in training without the trainer around it.
 struct Training {
     engine: Engine,
     tied: bool,
     weights: Vec<UnitWeights>,
-    /// Two moments a unit.
+    /// Two moments for each unit.
     states: Vec<UnitWeights>,
     sinks: Vec<GradSink>,
     run: Value,
@@ -67,7 +67,7 @@ impl Training {
         self.run[key].as_f64().unwrap()
     }
 
-    /// The rows of step number `step`, from 0, each one token longer than a sequence.
+    /// Rows of step number `step`, from 0; each is one token longer than a sequence.
     fn rows(&self, step: u64) -> Vec<Vec<i64>> {
         let (seq_len, batch) = (self.number("seq_len") as u64, self.number("batch") as u64);
         let count = (self.text.len() as u64 - 1) / seq_len;
@@ -82,7 +82,7 @@ impl Training {
         samples.map(row).collect()
     }
 
-    /// Loss and gradient norm of step number `step`, from 0, in `micro_batches`; and the update.
+    /// Runs step number `step`, from 0, in `micro_batches`. Returns the loss and the gradient norm.
     fn step(&mut self, step: u64, micro_batches: usize) -> (f64, f64) {
         let rows = self.rows(step);
         let share = 1.0 / micro_batches as f64;
@@ -109,7 +109,7 @@ impl Training {
         (loss, norm)
     }
 
-    /// The loss; gradients go to the sinks.
+    /// Computes the loss and adds gradients to the sinks.
     fn micro_batch(&mut self, rows: &[Vec<i64>], share: f64) -> f64 {
         let (engine, weights) = (&self.engine, &self.weights);
         let (seq_len, vocab_size) = (rows[0].len() - 1, engine.config().vocab_size);
@@ -173,7 +173,7 @@ impl Training {
     }
 }
 
-/// A unit's weights from a file's tensors.
+/// Reads a unit's weights from a file's tensors.
 fn read(unit: &UnitLayout, places: &[names::Place], file: &SafeTensors) -> UnitWeights {
     let mut weights = UnitWeights::new(unit, Dtype::Fp32).unwrap();
     for (param, place) in unit.params.iter().zip(places) {

@@ -1,5 +1,5 @@
-//! Could be wrong: the memory promised for the arithmetic, so that a run is let in and then killed. Found by running a
-//! micro-batch in a process of its own for each shape and asking the kernel for the most it had resident.
+//! Compares the planned memory of a computation with the peak resident memory of a process that runs a
+//! micro-batch of each shape. A wrong plan would let a run start and be killed.
 
 use std::process::{Child, Command, Stdio};
 
@@ -143,7 +143,7 @@ fn the_computation_takes_no_more_memory_than_planned() {
         println!("peak {}", peak_bytes(&case));
         return;
     }
-    // All at once: each counts its own memory, and most of their time is torch's start.
+    // All run at the same time: each measures its own memory, and most of their time is torch's start.
     let children: Vec<(Case, Child)> = cases()
         .into_iter()
         .map(|case| {
@@ -200,10 +200,10 @@ fn the_computation_takes_no_more_memory_than_planned() {
     }
 }
 
-/// What a step's forward and backward adds to the process at its peak, weights and kept activations left out.
+/// Peak memory of a step's forward and backward, without weights and kept activations.
 fn peak_bytes(case: &Case) -> u64 {
     set_up(1).unwrap();
-    // torch's own start (thread stacks, oneDNN's tables) is not the model's: a first tiny step has it done.
+    // Excludes torch's own memory (thread stacks, oneDNN's tables), which a tiny first step allocates.
     let small = ModelConfig {
         hidden_size: 32,
         intermediate_size: 32,
@@ -221,14 +221,15 @@ fn peak_bytes(case: &Case) -> u64 {
     step(&small, &mut || ());
     let mut before = 0;
     let kept = step(case, &mut || {
-        // From here on the kernel's high-water mark counts.
+        // Resets the kernel's high-water mark.
         std::fs::write("/proc/self/clear_refs", "5").unwrap();
         before = status_bytes("VmRSS:");
     });
     status_bytes("VmHWM:").saturating_sub(before + kept)
 }
 
-/// Runs `micro_batches` micro-batches, vertically, as the training step does. Returns the bytes of kept activations.
+/// Runs `micro_batches` micro-batches unit by unit, like the training step. Returns the bytes of kept
+/// activations.
 fn step(case: &Case, weights_are_there: &mut dyn FnMut()) -> u64 {
     let Case {
         ref config,

@@ -1,7 +1,6 @@
-//! Could be wrong: anything the model does otherwise than the formula, in a way that its own gradients agree with
-//! (a norm's epsilon, the rotary angles, which heads share a key). Found by a training loop written in plain PyTorch,
-//! `fixtures/llama_losses.py`, run once: its first step's loss and gradient norm must come out here, from the same
-//! weights (by the formula) and the same tokens.
+//! Compares the first training step with a loop in plain PyTorch, `fixtures/llama_losses.py`, from the same
+//! weights and tokens: loss and gradient norm must agree. This finds errors in formulas that the model's own
+//! gradients do not show (a norm's epsilon, the rotary angles, which heads share a key).
 
 use std::path::Path;
 
@@ -13,7 +12,7 @@ struct Fixture {
     config: ModelConfig,
     seed: u64,
     seq_len: usize,
-    /// The first step's rows of tokens, one longer than `seq_len`.
+    /// Token rows of the first step, one token longer than `seq_len`.
     rows: Vec<Vec<i64>>,
     loss: f64,
     grad_norm: f64,
@@ -46,7 +45,7 @@ fn fixture(tied: bool) -> Fixture {
     }
 }
 
-/// The loss and the norm of all gradients of the first step, its rows in micro-batches of `rows_each`.
+/// Loss and global gradient norm of the first step, computed in micro-batches of `rows_each` rows.
 fn first_step(fixture: &Fixture, dtype: Dtype, rows_each: usize) -> (f64, f64) {
     set_up(2).unwrap();
     let engine = Engine::new(&fixture.config, dtype, fixture.seq_len).unwrap();

@@ -1,10 +1,12 @@
-//! On drives of known speed a step comes near the bound of the design (section "The bound of a step" of `swapper::bound`).
+//! Compares steps on drives of known speed with the bound (section "The bound of a step" of
+//! `swapper::bound`).
 //!
-//! What could go wrong: reads wait for writes, updates for reads, backward for slots that hold unwritten tiles; staging
-//! carries nothing over the turn of a step. All of it gives the right losses, only later. So drives are paced exactly
-//! (`OFFLOADD_RATE_LIMIT`, test builds), slow enough that they are the wall, and steps are compared with the formula, written here
-//! once more from the bytes and the pace. A step also takes the computer; what it computed is in its metrics. A program of its own,
-//! so that no other test takes the computer too.
+//! Errors that this finds: reads wait for writes, updates for reads, or backward for slots that hold
+//! unwritten tiles; staging does not carry tiles from one step to the next. Such errors do not change losses,
+//! only times. So the drives have an exact rate limit (`OFFLOADD_RATE_LIMIT`, test builds), low enough to limit the
+//! step, and steps are compared with the formula, which is repeated here. A step also uses the processor; its
+//! metrics say how long. This is a separate test program, so that no other test uses the processor at the
+//! same time.
 
 #[allow(dead_code, reason = "the tests of `runs` use more of it")]
 #[path = "runs/harness.rs"]
@@ -19,23 +21,23 @@ use serde_json::Value;
 
 use harness::{Harness, succeed};
 
-/// Four drives, bytes a second of each.
+/// Number of drives, and the rates of each in bytes per second.
 const DRIVES: usize = 4;
 const READ: f64 = 24e6;
 const WRITE: f64 = 12e6;
 
-/// Steps of a run; the first ones find nothing read ahead and nothing to write.
+/// Steps of a run; the first ones have nothing prefetched and nothing to write.
 const STEPS: usize = 8;
 const WARM_STEPS: usize = 3;
 
-/// How far a step may be from its bound.
+/// Largest ratio of a step's time to its bound.
 const NEAR: f64 = 1.15;
 
-/// Tries until a run is near its bound: on a machine that does something else a step can take any time, and one run that
-/// nothing disturbed is enough to show what the schedule can do.
+/// Attempts to get close to the bound: on a busy machine a step may take any time, and one undisturbed run shows what the
+/// schedule can do.
 const TRIES: usize = 4;
 
-/// Of a run's later steps: medians of times, the mean of bytes.
+/// Medians of times and means of bytes over a run's later steps.
 #[derive(Debug)]
 struct Step {
     step_s: f64,
@@ -47,8 +49,8 @@ struct Step {
 }
 
 impl Step {
-    /// The design's bound, deferred, with `staging` bytes. In fp32 a parameter has 4 bytes and 8 of state: all of it is
-    /// written and read in forward, and the parameters are read once more in backward.
+    /// The bound of a deferred step with `staging` bytes. In fp32 a parameter has 4 bytes and its state 8:
+    /// all are written and read in forward, and the parameters are read once more in backward.
     fn deferred_bound_s(&self, staging: f64) -> f64 {
         let (read, write) = (READ * DRIVES as f64, WRITE * DRIVES as f64);
         let written = self.written_bytes;
@@ -65,7 +67,8 @@ impl Step {
     }
 }
 
-/// A directory for device files that is faster than any pace, if memory has direct I/O here; the lab's drive otherwise.
+/// Directory for device files: in memory if that supports direct I/O, so that only the rate limit counts;
+/// otherwise on the test's drive.
 struct Drives {
     _dir: tempfile::TempDir,
     paths: Vec<PathBuf>,
@@ -90,7 +93,7 @@ impl Drives {
     }
 }
 
-/// Trains from fresh weights. `None` when the daemon knows no pace.
+/// Trains from random weights. Returns `None` if the daemon does not support rate limits.
 fn train(harness: &Harness, schedule: &str, staging: u64) -> Option<Step> {
     let drives = Drives::new(harness);
     let paths: Vec<String> = drives
@@ -153,12 +156,12 @@ fn steady(lines: &[Value]) -> Step {
         backward_s: median("backward_s"),
         update_s: median("update_s"),
         bound_s: median("bound_s"),
-        // Writes behind a step may be counted with the next one: a mean, where times want a median.
+        // Some writes of a step may be counted in the next one, so bytes are averaged.
         written_bytes: sum("device_written_bytes") / lines.len() as f64,
     }
 }
 
-/// All tiles: 12 bytes of each of 2.28 million parameters, padded to blocks.
+/// Bytes of all tiles: 12 for each of 2.28 million parameters, padded to blocks.
 const WRITTEN_BYTES: f64 = 27.5e6;
 
 #[test]
@@ -178,12 +181,12 @@ fn deferred_steps_approach_the_bound_and_immediate_steps_take_the_sum() {
             let bound_s = step.deferred_bound_s(staging);
             let written = step.written_bytes / WRITTEN_BYTES;
             assert!((0.9..1.1).contains(&written), "{step:?}");
-            // The trainer's own figure takes rates that were measured, and bytes as they are planned.
+            // The trainer's own bound uses measured rates and planned bytes.
             assert!(
                 (step.bound_s / bound_s - 1.0).abs() < 0.1,
                 "{bound_s}: {step:?}"
             );
-            // Faster than its drives: then they were not paced.
+            // A faster step would mean that there was no rate limit.
             assert!(step.step_s > 0.9 * bound_s, "{bound_s}: {step:?}");
             println!(
                 "staging of {:.0} %: {:.3} s a step, bound {bound_s:.3}",

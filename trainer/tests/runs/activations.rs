@@ -1,7 +1,8 @@
-//! Less memory for what is computed with: blocks' inputs in host memory, feed-forward halves in slices.
+//! Options that reduce the memory of activations: block inputs in host memory, and the MLP in chunks.
 //!
-//! What could go wrong: an input comes back as another's, or before it is there, or a later one is written over it: other losses
-//! on a GPU. Without a GPU they are in host memory anyway, and a run says so.
+//! Errors that these tests find: an input is replaced by another one, read before its copy is complete, or
+//! overwritten by a later one; all of these change losses on a GPU. Without a GPU, inputs are in host memory
+//! in any case, and a run reports it.
 
 use kernels::gpu::Gpu;
 
@@ -59,7 +60,7 @@ fn an_mlp_in_chunks_trains_to_the_same_loss() {
             losses.collect::<Vec<f64>>()
         };
         let (whole, sliced) = (run("whole", "1"), run("sliced", "4"));
-        // Sums in another order; in bf16 a rounding now and then goes the other way.
+        // Sums have another order, so in bf16 some values are rounded differently.
         let most = if kind.ends_with("false") { 1e-5 } else { 2e-3 };
         for (whole, sliced) in whole.iter().zip(&sliced) {
             assert!(

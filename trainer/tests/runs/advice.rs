@@ -1,6 +1,7 @@
-//! What a message tells a person to do can be done as it is written.
+//! Follows the advice of error messages.
 //!
-//! What could go wrong: a message names a command that fails, a file that is not there, or no way on. The tests follow it.
+//! Errors that these tests find: a message names a command that fails, a file that does not exist, or no
+//! remedy.
 
 use std::os::unix::fs::FileExt;
 use std::process::{Command, Stdio};
@@ -8,7 +9,7 @@ use std::process::{Command, Stdio};
 use crate::daemon::program;
 use crate::harness::{Harness, finish, spawn, succeed};
 
-/// The store's data area begins here; before it lie superblocks and catalog.
+/// Offset of the store's data area; superblocks and catalog precede it.
 const DATA_OFFSET: usize = 1 << 20;
 const BLOCK_BYTES: usize = 4096;
 
@@ -18,7 +19,8 @@ fn the_advice_for_a_damaged_tile_works() {
     let run = harness.run("run", &["train.steps=3"]).with(&harness.nvme());
     run.train();
     let store = harness.store_files().remove(0);
-    // A byte of every block that is no text of the store's own records: whichever extent is current, it is damaged.
+    // Changes a byte of every block that is not text of the store's records, so that the current extent of a
+    // tile is damaged.
     let content = std::fs::read(&store).expect("the store");
     let file = std::fs::OpenOptions::new().write(true).open(&store);
     let file = file.expect("the store again");

@@ -1,10 +1,11 @@
-//! Offload changes nothing: wherever parameters and optimizer live, and whenever updates run, the bits are the same.
+//! Offloading changes no bit: the place of parameters and optimizer state, and the time of updates, do not
+//! affect results.
 //!
-//! What could go wrong: a tile is used before its update, or updated twice, or with another step's gradients or rate; a
-//! resident tile and a staged one round differently; the split master loses a bit on its way through a drive; the tied head's
-//! gradient or a later micro-batch's is lost between two units. Each run is compared with one that never leaves host memory:
-//! every loss and gradient norm, and the fingerprints of all weights and optimizer state. Staging is smaller than the tiles,
-//! so that what is written is read again.
+//! Errors that these tests find: a tile is used before its update, updated twice, or updated with another
+//! step's gradients or rate; resident and staged tiles are rounded differently; the split master loses a bit
+//! on a drive; the gradient of a tied head or of a later micro-batch is lost between two units. Each run is
+//! compared with one in host memory: losses, gradient norms, and fingerprints of all weights and optimizer
+//! state. Staging is smaller than the tiles, so that what is written is read again.
 
 use crate::daemon::Daemon;
 use crate::harness::{Harness, Run};
@@ -21,7 +22,7 @@ const CPU: [&str; 2] = [
 struct Ways {
     harness: Harness,
     daemon: Daemon,
-    /// What all runs have in common.
+    /// Settings common to all runs.
     sets: &'static [&'static str],
     losses: Vec<u64>,
     norms: Vec<u64>,
@@ -29,7 +30,7 @@ struct Ways {
 }
 
 impl Ways {
-    /// A run that never leaves host memory, and a store for the others.
+    /// Makes a run in host memory, and a store for the others.
     fn new(sets: &'static [&'static str]) -> Self {
         let harness = Harness::new();
         let daemon = Daemon::start(&harness);
@@ -64,7 +65,8 @@ impl Ways {
         run
     }
 
-    /// As [`Ways::same`], with all that `sets` put on nvme in the store. Answers the bytes read from the device.
+    /// Like [`Ways::same`]; the tiles that `sets` put on nvme must use the store. Returns the bytes read from
+    /// the device.
     fn same_on_store(&self, name: &str, sets: &[&str]) -> u64 {
         let socket = self.daemon.socket();
         let sets: Vec<&str> = sets
@@ -82,14 +84,14 @@ impl Ways {
         sum("device_read_bytes")
     }
 
-    /// All on nvme but for a resident share.
+    /// Runs with everything on nvme except a resident fraction.
     fn same_at(&self, schedule: &str, share: &str) {
         let name = format!("{schedule}-{share}");
         let (schedule, resident) = (
             format!("offload.optimizer_step={schedule}"),
             format!("offload.resident_fraction={share}"),
         );
-        // Left to the plan, commits of so many resident tiles would come after the run's end.
+        // With so many resident tiles, the plan would choose a commit interval longer than the run.
         let every = "offload.commit_every=1";
         let read_bytes =
             self.same_on_store(&name, &[NVME[0], NVME[1], &schedule, &resident, every]);
@@ -100,7 +102,8 @@ impl Ways {
         );
     }
 
-    /// Host memory and a store, either schedule, nothing, half or all at home.
+    /// Runs in host memory and on a store, with either schedule, and with nothing, half or everything
+    /// resident.
     fn same_everywhere(&self) {
         self.same("none-immediate", &["offload.optimizer_step=immediate"]);
         with_both(|schedule| {
@@ -131,7 +134,7 @@ fn parameters_in_host_memory_and_rare_commits_change_no_bit() {
     ways.same_on_store("rarely", &[NVME[0], NVME[1], rarely[0], rarely[1]]);
 }
 
-/// What went to devices of gradients, over all steps, in bytes read and written.
+/// Bytes of gradients written to devices and read from them over all steps.
 fn spilled(run: &Run) -> [u64; 2] {
     ["device_grad_read_bytes", "device_grad_written_bytes"].map(|key| {
         let metrics = run.metrics();
@@ -149,7 +152,7 @@ fn gradients_on_devices_change_no_bit_and_move_the_planned_bytes() {
                 NVME[1],
                 &format!("offload.optimizer_step={schedule}"),
                 &format!("offload.gradients={gradients}"),
-                // Two slots more of each kind, and little else.
+                // Two more slots of each kind, and little else.
                 "offload.staging_bytes=130000",
                 &ways.daemon.socket()[0],
             ];
@@ -159,7 +162,7 @@ fn gradients_on_devices_change_no_bit_and_move_the_planned_bytes() {
         let (report, _) = crate::plan::plan(&run, &[]);
         let planned = report["step"]["grad_written_bytes"].as_u64().unwrap();
         assert!(planned > 0);
-        // Six steps. What came last in one may stay in its slots until its update.
+        // Six steps. The last gradients of a step may stay in their slots until their update.
         for moved in spilled(&run) {
             assert!(
                 (3 * planned..=6 * planned).contains(&moved),
@@ -193,7 +196,7 @@ fn tied_and_accumulated(sets: &'static [&'static str]) {
     with_both(|schedule| ways.same_at(schedule, "0.5"));
 }
 
-/// Both schedules at the same time: starting a program is most of what a short run takes.
+/// Runs `check` for both schedules at the same time, because a short run is mostly the start of programs.
 fn with_both(check: impl Fn(&str) + Sync) {
     std::thread::scope(|scope| {
         scope.spawn(|| check("deferred"));

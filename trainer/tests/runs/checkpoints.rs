@@ -1,8 +1,9 @@
-//! Checkpoints made beside training: each holds the bits of its step, and any of them is a place to go on from.
+//! Checkpoints made during training: each contains the bits of its step, and a run can return to any of them.
 //!
-//! What could go wrong: a checkpoint has tiles of two steps, or misses some; a run with checkpoints trains to other bits than one without;
-//! going back leaves metrics, tiles or newer checkpoints of the way that was left; other ranks or another device read other bits; a
-//! kill leaves half a checkpoint that is taken for one; a full drive ends the training or is not said; old checkpoints stay or new ones go.
+//! Errors that these tests find: a checkpoint has tiles of two steps, or lacks some; checkpoints change the
+//! training; returning to a checkpoint leaves metrics, tiles or checkpoints of later steps; other ranks or
+//! another device read other bits; a kill leaves an incomplete checkpoint that is accepted; a full drive ends
+//! the training or is not reported; old checkpoints are kept, or new ones removed.
 
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
@@ -23,7 +24,7 @@ fn from(run: &Run, checkpoint: &str) -> Command {
     command
 }
 
-/// Names in the directory of checkpoints, or in one below it.
+/// Names in the directory of checkpoints, or in one of its subdirectories.
 fn names(run: &Run, below: &str) -> Vec<String> {
     let entries = std::fs::read_dir(run.dir.join("checkpoints").join(below)).expect("checkpoints");
     let mut names: Vec<String> = entries
@@ -33,7 +34,7 @@ fn names(run: &Run, below: &str) -> Vec<String> {
     names
 }
 
-/// A run that makes no checkpoints, and its fingerprints after each third step.
+/// A run without checkpoints, and its fingerprints after each third step.
 fn whole(harness: &Harness) -> (Run, Vec<(u64, String)>) {
     let whole = harness.run("whole", &[STEPS]);
     let fingerprints = [3, 6, 9].map(|step| {
@@ -108,7 +109,7 @@ fn the_newest_checkpoints_are_kept_and_the_others_removed() {
         ],
     );
     run.train();
-    // The last one is of the end.
+    // The last checkpoint is made at the end of the run.
     let kept = ["step-00000006", "step-00000008", "step-00000009"];
     assert_eq!(names(&run, ""), kept);
     let on_store = harness.run("store", &[STEPS, "train.checkpoint_every=4"]);
@@ -169,17 +170,17 @@ fn a_checkpoint_moves_between_devices_and_runs() {
     );
     let said = succeed(from(&on_host(&["train.stop_after=7"]), "3"));
     assert!(said.contains("resumed at step 3"), "{said}");
-    // The store is still there, with a step of the way that was left.
+    // The store still exists, with a step after the checkpoint.
     assert_eq!(harness.store_files().len(), 1);
     let said = succeed(from(&on_store(&[]), "6"));
     assert!(said.contains("resumed at step 6"), "{said}");
     assert_same(&whole, &on_store(&[]));
-    // Another run begins from one's save: its metrics begin there.
+    // Another run begins from this run's checkpoint, and its metrics begin there.
     let other = harness.run("other", &sets);
     let checkpoint = on_store(&[]).dir.join("checkpoints/step-00000006");
     let stopped = harness.run("other", &sets).with(&["train.stop_after=7"]);
     succeed(from(&stopped, &checkpoint.display().to_string()));
-    // It has a checkpoint of its own to go on from, whatever becomes of the other's.
+    // It has its own copy of the checkpoint, which does not depend on the other run's.
     assert!(names(&other, "").contains(&"step-00000006".into()));
     other.train();
     assert_eq!(other.bits("step"), whole.bits("step")[5..]);
@@ -203,7 +204,7 @@ fn another_number_of_ranks_resumes_from_a_checkpoint() {
         succeed(run.launch(2));
         let checkpoint = run.dir.join("checkpoints/step-00000004");
         assert!(checkpoint.join("tiles.0").exists() && checkpoint.join("tiles.1").exists());
-        // As if two ranks had been ended after the same step.
+        // Reference: two ranks that ended after the same step.
         let ended = harness.run(&format!("{name}-ended"), &sets).with(&nvme);
         let part = harness.run(&format!("{name}-ended"), &sets).with(&nvme);
         succeed(part.with(&["train.stop_after=4"]).launch(2));
@@ -211,7 +212,7 @@ fn another_number_of_ranks_resumes_from_a_checkpoint() {
             run.fingerprint_of(Some(CheckpointName::Step(4))),
             ended.fingerprint()
         );
-        // One rank begins with the same bits; its own steps sum in another order.
+        // One rank starts with the same bits; its later sums have another order.
         let begun = harness.run(name, &sets).with(&nvme);
         let begun = begun.with(&["train.stop_after=4"]);
         succeed(from(&begun, "4"));
@@ -220,7 +221,7 @@ fn another_number_of_ranks_resumes_from_a_checkpoint() {
         let said = succeed(from(&run, "4"));
         assert!(said.contains("resumed at step 4"), "{said}");
         assert_same(&ended, &run);
-        // And the other way.
+        // And from one rank to two.
         let mut two = run.launch(2);
         two.args(["--resume-from", "4"]);
         let said = succeed(two);
@@ -274,7 +275,7 @@ fn an_unusable_checkpoint_is_named_and_nothing_changes() {
 #[test]
 fn a_skipped_step_has_its_checkpoint_too() {
     let harness = Harness::new();
-    // Too large a scale to begin with: the first steps overflow.
+    // The initial scale is too large, so the first steps overflow.
     let fp16 = [
         "fp16.enabled=true",
         "fp16.initial_scale_power=22",
@@ -379,7 +380,7 @@ fn a_full_drive_is_reported_and_training_continues() {
     for (name, nvme) in [("store", harness.nvme()), ("host", Vec::new())] {
         let run = harness.run(name, &sets).with(&nvme);
         let plain = run.command("train");
-        // A file that may not grow is an error then, and not a signal.
+        // Exceeding the file size limit must be an error, not a signal.
         let mut deaf = Command::new("bash");
         deaf.args(["-c", "trap '' XFSZ; exec \"$@\"", "bash"]);
         deaf.arg(plain.get_program()).args(plain.get_args());
@@ -390,7 +391,7 @@ fn a_full_drive_is_reported_and_training_continues() {
         );
         deaf.stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = until(spawn(deaf), "three steps", || run.steps_written() >= 3);
-        // From now on, as if the drive had room for 100 KiB of any file.
+        // From now on the drive behaves as if it had space for 100 KiB in any file.
         let limit = Rlimit {
             current: Some(100 << 10),
             maximum: Some(100 << 10),
@@ -419,7 +420,7 @@ fn a_full_drive_is_reported_and_training_continues() {
         for checkpoint in whole {
             run.fingerprint_of(Some(CheckpointName::Step(checkpoint.step)));
         }
-        // With room again the run goes on from what it has.
+        // With space again, the run resumes.
         let said = run.train();
         let resumed = if name == "store" { 60 } else { newest };
         let says = format!("resumed at step {resumed}\n");
@@ -467,7 +468,7 @@ fn kills_leave_only_complete_checkpoints() {
             for checkpoint in checkpoints {
                 let fingerprint = run.fingerprint_of(Some(CheckpointName::Step(checkpoint.step)));
                 assert!(fingerprint.starts_with(&format!("step {}\n", checkpoint.step)));
-                // However often the step is done again, it comes to the same bits.
+                // Whenever the step is repeated, it has the same bits.
                 match seen.iter().find(|(step, _)| *step == checkpoint.step) {
                     Some((_, before)) => assert_eq!(*before, fingerprint, "{name}, seed {seed}"),
                     None => seen.push((checkpoint.step, fingerprint)),
@@ -487,7 +488,7 @@ fn kills_leave_only_complete_checkpoints() {
             .with(&[&stop_after])
             .train();
         assert!(!names(&run, "").iter().any(|name| name.contains('.')));
-        // One that nobody killed passes through the same bits.
+        // A run that is not killed has the same bits at these steps.
         let plain = harness.run("plain", &sets);
         let kept_all = plain.with(&[stop_after.as_str(), "train.checkpoints_kept=0"]);
         kept_all.train();

@@ -1,19 +1,18 @@
-//! What could go wrong: a reader that has gone (`trainer train RUN.toml | head`) ends a run in the middle of a step, or a full disk
-//! swallows a result without a word.
+//! Errors that these tests find: a reader that stops reading (`trainer train RUN.toml | head`) ends a run during a step, or a full disk loses output without an error.
 
 use std::fs::File;
 use std::process::{Command, Stdio};
 
 use crate::harness::{Harness, finish, spawn, words};
 
-/// The writing end of a pipe that nobody reads.
+/// Writing end of a pipe without a reader.
 fn unread() -> Stdio {
     let (reader, writer) = std::io::pipe().expect("a pipe");
     drop(reader);
     writer.into()
 }
 
-/// How it ended, and what it said beside its result.
+/// Returns the exit code and the text on standard error.
 fn end(mut command: Command, out: Stdio) -> (Option<i32>, String) {
     command.stdout(out);
     let output = finish(spawn(command));
@@ -31,7 +30,7 @@ fn a_reader_that_stops_reading_does_not_end_the_run() {
         let (code, said) = end(run.command(verb), unread());
         assert_eq!(code, Some(0), "{verb}: {said}");
     }
-    // Nobody hears of the refusal either, and it is one.
+    // An error must still set the exit status if nobody reads its message.
     let mut refused = run.program();
     refused.args(["plan", "/no/such/run.toml"]).stderr(unread());
     assert_eq!(end(refused, unread()).0, Some(1));

@@ -1,12 +1,13 @@
-//! Whole trainings go on from what two drives hold after a power cut.
+//! Resumes whole trainings from the contents of two drives after a power cut.
 //!
-//! What could go wrong: a commit was acknowledged whose tiles a drive had not flushed, so that the run goes on from mixed
-//! tiles, from an older step, or not at all; what the run directory lost with it, which nobody flushes, is missed. The daemon of
-//! a run keeps what it has not flushed and, instead of one of its operations on devices, takes any of those sectors back and
-//! dies (`OFFLOADD_FAULT=cut@N`, test builds only). Each image so made is trained from to the end, and compared with a run
-//! that nobody cut.
+//! Errors that these tests find: a commit was acknowledged although a drive had not flushed its tiles, so
+//! that the run resumes from mixed tiles, from an older step, or not at all; files of the run directory,
+//! which are not synced, are missed. The run's daemon keeps what it has not flushed and, instead of one of
+//! its operations on devices, reverts an arbitrary part of those sectors and dies (`OFFLOADD_FAULT=cut@N`,
+//! test builds only). From each resulting image a run trains to the end and is compared with a run without
+//! power cuts.
 //!
-//! `OFFLOADD_POWER_TRAININGS=50 cargo test -p trainer --test runs crash_image` tries so many.
+//! `OFFLOADD_POWER_TRAININGS=50 cargo test -p trainer --test runs crash_image` tries that many images.
 
 use std::process::Output;
 
@@ -15,24 +16,24 @@ use crate::random::Random;
 
 const STEPS: u64 = 12;
 
-/// Trainings whose power is cut.
+/// Trainings with power cuts.
 struct Cuts {
     harness: Harness,
     whole: Run,
     fingerprint: String,
     random: Random,
-    /// Operations in which a cut is drawn: about as many as a start has.
+    /// Range from which the number of the cut operation is drawn: about as many as a start has.
     operations: u64,
 }
 
-/// What became of one image.
+/// Result of one image.
 #[derive(Debug)]
 enum Outcome {
-    /// The start came to its end before the operation.
+    /// The start ended before the operation.
     NotCut,
-    /// From this step on, with this many in the metrics before.
+    /// Resumed at this step; the metrics had this many steps.
     WentOn { step: u64, steps_written: u64 },
-    /// It was refused, or ended elsewhere than the run that nobody cut.
+    /// The run was refused, or trained differently from the run without cuts.
     Wrong(String),
 }
 
@@ -51,7 +52,7 @@ impl Cuts {
         }
     }
 
-    /// A run on two drives; every other one is of the other schedule.
+    /// Makes a run on two drives; every other run has the other schedule.
     fn run(&self, image: u64) -> Run {
         let dirs = ["drive", "other"].map(|name| {
             let dir = self.harness.path(&format!("{name}-{image}"));
@@ -76,7 +77,7 @@ impl Cuts {
     /// Makes one image and trains from it.
     fn image(&mut self, image: u64, removed: &str) -> Outcome {
         let run = self.run(image);
-        // Most images are of stores that have lived: a young one is cut while it is made, mostly.
+        // Most images are of stores with some history: a new store is mostly cut while it is created.
         let lived = self.random.below(4);
         if lived > 0 {
             let until = [format!("train.stop_after={lived}")];
@@ -86,7 +87,7 @@ impl Cuts {
         let operation = self.random.below(self.operations);
         let output = self.cut(&run, operation, removed);
         if output.status.success() {
-            // The machine has more to do than the one before: there is no such operation.
+            // The operation does not exist, because the machine is slower than before.
             self.operations = (self.operations * 3 / 4).max(50);
             return Outcome::NotCut;
         }
@@ -103,7 +104,8 @@ impl Cuts {
         }
         let step = out.lines().find_map(|l| l.strip_prefix("resumed at step "));
         let step = step.map_or(0, |step| step.parse().unwrap());
-        // The commit of a step may be on its way while the next one's line is written, and no longer.
+        // The commit of a step may still be in progress while the next step's line is written, but not
+        // longer.
         if step + 2 < steps_written {
             let why = format!("step {step}, but {steps_written} steps are in the metrics");
             return Outcome::Wrong(why);
@@ -126,7 +128,7 @@ impl Cuts {
         finish(spawn(command))
     }
 
-    /// What nobody flushes is lost as well, from anywhere on: lines of metrics, and tokens that were made.
+    /// Removes data that is not synced from an arbitrary position on: lines of metrics, and tokens.
     fn forget_unflushed(&mut self, run: &Run) {
         let metrics = run.dir.join("metrics.jsonl");
         if let Ok(text) = std::fs::read(&metrics) {
@@ -145,7 +147,7 @@ impl Cuts {
         }
     }
 
-    /// Steps that the metrics still have are the very steps of the run that nobody cut.
+    /// Checks that the steps left in the metrics equal those of the run without cuts.
     fn compare_metrics(&self, run: &Run) {
         let whole = self.whole.metrics();
         let lines = run.metrics();

@@ -1,4 +1,4 @@
-//! An `offloadd` that serves a store in a lab, for runs through a socket.
+//! An `offloadd` that serves a store of a test through a socket.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -9,28 +9,28 @@ use tempfile::TempDir;
 
 use crate::harness::{Harness, succeed};
 
-/// Starting reads a few blocks; a loaded machine takes its time.
+/// Time for a daemon to start, which reads only some blocks; generous for a busy machine.
 const START_WAIT: Duration = Duration::from_secs(60);
 
-/// It waits a minute for a device at most.
+/// Time for a daemon to end; it waits at most a minute for a device.
 const END_WAIT: Duration = Duration::from_secs(90);
 
-/// A daemon that ends with this value.
+/// Daemon that ends on drop.
 pub(crate) struct Daemon {
     child: Child,
     socket: PathBuf,
     log: PathBuf,
-    /// Unix socket paths are short: 107 bytes.
+    /// Directory of the socket, whose path may have at most 107 bytes.
     _dir: TempDir,
 }
 
 impl Daemon {
-    /// Formats a store of 256 MiB in the lab and serves it.
+    /// Formats a store of 256 MiB in the test's directory and serves it.
     pub(crate) fn start(harness: &Harness) -> Self {
         Self::start_as("serve", harness)
     }
 
-    /// The same under `offloadd supervise`, for [`Daemon::restart`].
+    /// Like [`Daemon::start`], under `offloadd supervise`, for [`Daemon::restart`].
     pub(crate) fn supervised(harness: &Harness) -> Self {
         Self::start_as("supervise", harness)
     }
@@ -84,7 +84,7 @@ impl Daemon {
         }
     }
 
-    /// Lets another daemon take its place and answers when that one listens.
+    /// Replaces the daemon by another one and returns when that one listens.
     pub(crate) fn restart(&self) {
         let served = || {
             let log = std::fs::read_to_string(&self.log).expect("its log");
@@ -104,7 +104,7 @@ impl Daemon {
         let _ = kill_process(Pid::from_child(&self.child), signal);
     }
 
-    /// The settings that lead a run to it.
+    /// Settings with which a run uses this daemon.
     pub(crate) fn socket(&self) -> Vec<String> {
         vec![format!("offload.socket={}", self.socket.display())]
     }
@@ -112,7 +112,8 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended by itself; a test that cares has looked. In order: one that is supervised ends with who does that.
+        // The daemon may have ended by itself; tests check that if it matters. A supervised daemon ends with
+        // its supervisor.
         self.signal(Signal::INT);
         let deadline = Instant::now() + END_WAIT;
         while matches!(self.child.try_wait(), Ok(None)) {

@@ -1,8 +1,9 @@
-//! A store that was damaged between two starts: training stops and names what is damaged; it never goes on with wrong weights.
+//! Stores that were damaged between two starts: training stops and names the damage; it never continues with
+//! wrong weights.
 //!
-//! What could go wrong: flipped bytes of a tile are trained with; a damaged superblock or manifest is taken for an empty
-//! store and overwritten; the message says nothing that leads to the drive, or advises what does not help. The file is damaged
-//! as a drive would do it, and then the advice is taken.
+//! Errors that these tests find: a tile with flipped bytes is used; a damaged superblock or manifest is taken
+//! for an empty store and overwritten; the message does not identify the drive, or its advice does not help.
+//! Each test damages the file and then follows the advice.
 
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -11,13 +12,13 @@ use std::process::{Command, Stdio};
 use crate::daemon::program;
 use crate::harness::{Harness, Run, finish, spawn, succeed};
 
-/// The store's data area begins here; before it lie superblocks and catalog.
+/// Offset of the store's data area; superblocks and catalog precede it.
 const DATA_OFFSET: u64 = 1 << 20;
 
-/// A byte of each copy of the superblock.
+/// Offset of a byte in each copy of the superblock.
 const SUPERBLOCK_COPIES: [u64; 2] = [20, (64 << 10) + 20];
 
-/// A run of three steps on a private store, and the store's file.
+/// Makes a run of three steps on a private store. Returns it with the store's file.
 fn trained(harness: &Harness) -> (Run, PathBuf) {
     let run = harness
         .run("run", &["train.stop_after=3"])
@@ -47,7 +48,7 @@ fn flip(file: &PathBuf, offset: u64) {
 fn a_flipped_byte_in_a_tile_stops_the_run_and_is_reported() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
-    // A byte of every block that holds weights or moments: whichever extent is current, it is damaged.
+    // Changes a byte of every block with weights or moments, so that the current extent of a tile is damaged.
     let blocks = tile_blocks(&std::fs::read(&file).expect("the store"));
     assert!(!blocks.is_empty());
     for offset in blocks {
@@ -76,7 +77,7 @@ fn a_flipped_byte_in_a_tile_stops_the_run_and_is_reported() {
     start_again(&run);
 }
 
-/// What the advised command prints of a damaged store.
+/// Output of the advised command for a damaged store.
 fn verify(config: &Path) -> String {
     let mut command = Command::new(program());
     command.arg("verify").arg("--config").arg(config);
@@ -88,7 +89,7 @@ fn verify(config: &Path) -> String {
         .concat()
 }
 
-/// With the advised `--fresh`, all steps are made.
+/// Starts again with the advised `--fresh`, and checks that all steps are made.
 fn start_again(run: &Run) {
     let mut fresh = run.command("train");
     fresh.arg("--fresh");
@@ -96,7 +97,7 @@ fn start_again(run: &Run) {
     assert_eq!(run.metrics().len(), 6);
 }
 
-/// Offsets of full blocks that look like fp32 weights or moments: no text of the store's own records.
+/// Offsets of full blocks that look like fp32 weights or moments, and not like text of the store's records.
 fn tile_blocks(content: &[u8]) -> Vec<u64> {
     let data = &content[DATA_OFFSET as usize..];
     let full = |block: &[u8]| block.iter().filter(|byte| **byte == 0).count() < 512;
@@ -156,7 +157,7 @@ fn one_damaged_superblock_is_survived_and_two_are_reported() {
 fn damaged_records_are_reported_and_never_taken_for_a_new_run() {
     let harness = Harness::new();
     let (run, file) = trained(&harness);
-    // Each generation's record carries the run's state, which is text.
+    // The record of each generation contains the run's state as text.
     let content = std::fs::read(&file).expect("the store");
     let state = b"\"trained_with\"";
     let records: Vec<usize> = (0..content.len() - state.len())

@@ -1,6 +1,7 @@
-//! Could be wrong in what a run learns from: the prompt is learned where only answers were asked for; accumulation or ranks weigh
-//! short answers like long ones; a resumed run reads other windows; damage to the tokens is trained on. Found by losses of
-//! conversations whose questions cannot be learned, and by comparing runs that divide the same samples differently.
+//! Errors in the training data that these tests find: prompts are learned although only answers should be;
+//! accumulation or ranks weigh tokens differently; a resumed run reads other windows; damaged tokens are
+//! used. The data is conversations with unpredictable questions, and runs that divide the same samples
+//! differently are compared.
 
 use std::path::{Path, PathBuf};
 
@@ -13,7 +14,8 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Questions nobody can foresee, each with an answer of one to forty words that follows from the first letter alone.
+/// Makes conversations with random questions; each answer has one to forty words and depends only on the
+/// question's first letter.
 fn chats(count: u64) -> String {
     let mut random = Random::of(1);
     let mut lines = String::new();
@@ -28,10 +30,10 @@ fn chats(count: u64) -> String {
     lines
 }
 
-/// A run on chats, in the tokens of a tokenizer of 360.
+/// Makes a run on chats with a tokenizer of 360 tokens.
 pub(crate) fn chat_run(harness: &Harness, name: &str, sets: &[&str]) -> Run {
     let chats_path = harness.path("chats.jsonl");
-    // Written again it would be another file, as far as anybody can tell without reading it.
+    // Rewriting the file would change its identity, which is determined without reading it.
     if !chats_path.exists() {
         std::fs::write(&chats_path, chats(400)).expect("the chats are written");
     }
@@ -80,7 +82,8 @@ fn only_answers_are_learned_if_loss_on_says_so() {
     );
 }
 
-/// Windows of whole documents whose answers differ in length: micro-batches have very different numbers of tokens that count.
+/// Trains on whole documents whose answers differ in length, so that micro-batches have very different
+/// numbers of counted tokens.
 #[test]
 fn tokens_weigh_the_same_in_any_division_into_micro_batches_and_ranks() {
     let harness = Harness::new();
@@ -146,7 +149,7 @@ fn a_resumed_run_reads_the_same_windows_without_tokenizing_again() {
         std::fs::metadata(tokens()).unwrap().modified().unwrap(),
         made
     );
-    // Damage is noticed at the next start, and said.
+    // The next start detects and reports damage.
     let mut bytes = std::fs::read(tokens()).unwrap();
     bytes[5000] ^= 1;
     std::fs::write(tokens(), bytes).unwrap();
@@ -226,7 +229,8 @@ fn answers_alone_count_in_fp16_too() {
     assert!(wide[11] < wide[0] - 0.5, "{wide:?}");
 }
 
-/// A text as bytes, as token ids and as records of them: the same tokens are the same run, and no tokenizer is needed.
+/// A text as bytes, as token ids and as records of them gives the same tokens and therefore the same run,
+/// without a tokenizer.
 #[test]
 fn token_ids_train_like_the_text_that_they_encode() {
     let harness = Harness::new();

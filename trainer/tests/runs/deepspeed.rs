@@ -1,7 +1,7 @@
-//! Files for DeepSpeed, as they are, train.
+//! Trains with DeepSpeed configurations.
 //!
-//! What could go wrong: a file that people have is refused for a key nobody needs, or for 1e9 where a whole number is meant; a
-//! value of it is lost on the way into the run; what has no effect is not named.
+//! Errors that these tests find: a common configuration is refused because of an irrelevant key, or because
+//! of 1e9 for a whole number; a value is not applied to the run; a key without effect is not reported.
 
 use serde_json::json;
 
@@ -14,7 +14,7 @@ fn fixture(name: &str) -> String {
     )
 }
 
-/// A tiny run of `steps` steps with the file `deepspeed` below it.
+/// Makes a tiny run of `steps` steps with the DeepSpeed configuration `deepspeed`.
 fn run(harness: &Harness, name: &str, deepspeed: &str, steps: u64) -> Run {
     let settings = json!({
         "deepspeed": deepspeed,
@@ -106,7 +106,7 @@ fn monitors_and_times_are_reported_and_truncated_on_resume() {
         rows.fold("step,train_loss\r\n".to_owned(), |text, row| text + &row)
     };
     assert_eq!(loss(), of(2, &run("train.stop_after=2")));
-    // A step that was told and not saved.
+    // A step that was reported but not saved.
     std::fs::write(
         csv.join("Train_Samples_train_loss.csv"),
         loss() + "6,0.5\r\n",

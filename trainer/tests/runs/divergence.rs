@@ -1,14 +1,15 @@
-//! A run whose loss or gradients are no numbers any more ends with an error, and what was good before stays.
+//! A run whose loss or gradients are not finite ends with an error and keeps the step before.
 //!
-//! What could go wrong: steps that were fine are lost with the one that was not; the message names a step that is nowhere; the
-//! step before is kept with part of an update. Found by comparing fingerprints with a run that stopped there by itself.
+//! Errors that these tests find: good steps are lost with the bad one; the message names a wrong step; the
+//! kept state contains a part of the failed update. Fingerprints are compared with those of a run that
+//! stopped at the same step.
 
 use crate::harness::{Harness, Run};
 
-/// So large a rate that the second step computes with weights of some 1e38: its loss is no number.
+/// The rate is so large that the second step computes with weights of about 1e38 and its loss is not finite.
 const DIVERGES: [&str; 3] = ["optimizer.params.lr=1e38", "scheduler={}", "train.steps=4"];
 
-/// A run that diverges keeps the steps before, and says so.
+/// Checks that a diverging run keeps the steps before and says so.
 fn keeps_what_was_good(run: &Run, stopped: &Run) {
     let text = run.refused();
     let line = text
@@ -28,7 +29,7 @@ fn keeps_what_was_good(run: &Run, stopped: &Run) {
         "{fingerprint}"
     );
     assert_eq!(fingerprint, stopped.fingerprint());
-    // Started again, it goes on from there and comes to the same.
+    // Started again, it resumes and diverges at the same step.
     assert_eq!(
         run.refused().lines().last(),
         Some(line),
@@ -53,7 +54,7 @@ fn a_diverged_run_on_a_store_keeps_the_steps_before() {
         .run("stopped", &DIVERGES)
         .with(&["train.stop_after=1"]);
     for schedule in ["deferred", "immediate"] {
-        // Nothing is committed on the way: the end has to.
+        // Nothing is committed during training, so the end must commit.
         let run = harness
             .run(schedule, &DIVERGES)
             .with(&harness.nvme())

@@ -1,7 +1,8 @@
-//! Run files in the documents and in `configs/`.
+//! Plans the configurations in the documents and in `configs/`.
 //!
-//! What could go wrong: a key is renamed, or a value is refused, and a page or an example still shows it. Each is planned
-//! here, on a machine that is large enough, with stand-ins for the model, the data and the drive that it names.
+//! The error that these tests find: a key was renamed, or a value is refused, and a page or an example still
+//! shows it. Each configuration is planned for a large machine, with placeholders for the model, the data and
+//! the drive.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -10,7 +11,7 @@ use serde_json::Value;
 
 use crate::harness::{Harness, succeed};
 
-/// The run that a page's block without steps is a part of.
+/// Settings that complete a page's block that is only a part of a configuration.
 const BASE: &str = r#"
 train_micro_batch_size_per_gpu = 2
 bf16.enabled = true
@@ -20,7 +21,7 @@ data = { files = ["chats.jsonl"] }
 train = { steps = 10, seq_len = 4096 }
 "#;
 
-/// A directory in which everything that the documents name is there.
+/// Makes a directory with everything that the documents refer to.
 fn stand_ins() -> Harness {
     let harness = Harness::new();
     let root = docs_test::root();
@@ -31,7 +32,7 @@ fn stand_ins() -> Harness {
     }
     let model = harness.path("Qwen3-8B");
     std::fs::create_dir(&model).expect("a model directory");
-    // The store needs space on the drive that has the target directory.
+    // A plan checks free space, so the model must fit on the drive with the target directory.
     let config = std::fs::read_to_string(root.join("configs/models/Qwen3-8B.json"));
     let mut config: Value = serde_json::from_str(&config.expect("a configuration")).expect("JSON");
     for (key, value) in [
@@ -47,7 +48,7 @@ fn stand_ins() -> Harness {
         config[key] = value.into();
     }
     std::fs::write(model.join("config.json"), config.to_string()).expect("the configuration");
-    // Its weights are not read for a plan, but a model directory without any is refused.
+    // A plan does not read weights, but refuses a model directory without any.
     std::fs::write(model.join("model.safetensors"), b"")
         .expect("a file in the place of the weights");
     let chat = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}"#;
@@ -62,7 +63,7 @@ fn stand_ins() -> Harness {
     harness
 }
 
-/// Plans a run file as it would be planned on a large machine.
+/// Plans a configuration for a large machine.
 fn plan(harness: &Harness, place: &str, file: &Path) {
     let text = std::fs::read_to_string(file).expect("a run file");
     let mut text = text;
@@ -120,7 +121,7 @@ fn every_run_file_in_the_documents_can_be_planned() {
     let harness = stand_ins();
     let mut count = 0;
     for block in docs_test::blocks() {
-        // Settings of the daemon have a test of their own; a table of all keys at once is no run.
+        // The daemon's settings have their own test; a table of all keys is not a run.
         if block.language != "toml" || !block.tag.is_empty() {
             continue;
         }
@@ -140,7 +141,7 @@ fn every_run_file_in_the_documents_can_be_planned() {
     assert!(count >= 4, "{count}");
 }
 
-/// Adds what `run` leaves out.
+/// Adds values that `run` lacks.
 fn merge(run: &mut toml::Table, base: toml::Table) {
     for (key, value) in base {
         match (run.get_mut(&key), value) {

@@ -1,7 +1,8 @@
-//! An export is there as a whole or not at all, and says what keeps it from being made.
+//! An export is complete or not there at all, and an error says what prevents it.
 //!
-//! What could go wrong: another step's weights come out than the one asked for; the tokenizer stays behind; a kill leaves a directory that looks like a model; a number that the type cannot hold becomes infinite
-//! in silence; an older directory is written over; the run is read while it trains.
+//! Errors that these tests find: the weights of another step are exported; the tokenizer is missing; a kill
+//! leaves a directory that looks like a model; a number that the type cannot represent becomes infinite
+//! silently; an existing directory is overwritten; the run is read during training.
 
 use std::time::{Duration, Instant};
 
@@ -37,7 +38,7 @@ fn a_killed_export_leaves_no_directory() {
         }
     }
     assert!(killed > 3, "only {killed} of 12 were killed in time");
-    // A killed private daemon's writes outlive it for a moment.
+    // The writes of a killed private daemon outlive it for a moment.
     let deadline = Instant::now() + Duration::from_secs(60);
     while !finish(spawn(export_command(&run, &out, &[])))
         .status

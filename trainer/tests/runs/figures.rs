@@ -1,22 +1,23 @@
-//! What metrics.jsonl says of bytes and bounds is what happened.
+//! Compares the bytes and bounds in metrics.jsonl with calculations.
 //!
-//! What could go wrong: bytes are counted twice, or of another step, or not at all; a bound is no bound. The bytes that a step
-//! must move follow from the parameters alone, so the test works them out itself.
+//! Errors that these tests find: bytes are counted twice, for another step, or not at all; a bound is not a
+//! lower bound. The bytes that a step must move depend only on the number of parameters, so the test
+//! calculates them.
 
 use crate::harness::Harness;
 
-/// With bf16 weights: master's other half and two moments in fp32, and the weights themselves.
+/// With bf16 weights, the state is the master's lower half and two fp32 moments.
 const STATE_BYTES: u64 = 2 + 4 + 4;
 const WEIGHT_BYTES: u64 = 2;
 
-/// Block size: each tile is padded to whole ones.
+/// Each tile is padded to whole blocks.
 const BLOCK_BYTES: u64 = 4096;
 
-/// As the lab's run file has them.
+/// Values of the tests' configuration.
 const TILE_ELEMS: u64 = 4096;
 const STAGING_BYTES: u64 = 100_000;
 
-/// Enough that staging is a small part of all tiles.
+/// Number of layers for which staging is a small part of all tiles.
 const LAYERS: u64 = 12;
 
 #[test]
@@ -33,7 +34,8 @@ fn a_step_on_a_drive_writes_twelve_bytes_a_parameter_and_reads_up_to_fourteen() 
         .with(&[layers])
         .with(&harness.nvme());
     run.train();
-    // A block has query and output, key and value of half the heads, three of the feed-forward, two norms; the head one norm.
+    // A block has query and output, key and value for half of the heads, three MLP matrices, two norms; the
+    // head has one norm.
     let (hidden, inner, vocab) = (32, 64, 256);
     let block = 2 * hidden * hidden + 2 * hidden * hidden / 2 + 3 * hidden * inner + 2 * hidden;
     let mut units = vec![block; LAYERS as usize];
@@ -60,10 +62,10 @@ fn a_step_on_a_drive_writes_twelve_bytes_a_parameter_and_reads_up_to_fourteen() 
     let steady = &metrics[2..];
     let sum = |key: &str| -> f64 { steady.iter().map(|line| line[key].as_f64().unwrap()).sum() };
     for line in steady {
-        // On a busy machine the last writes of a step may end in the next one.
+        // On a busy machine, the last writes of a step may end in the next one.
         let written_bytes = line["device_written_bytes"].as_u64().unwrap();
         assert!(written_bytes.abs_diff(out_bytes) <= STAGING_BYTES, "{line}");
-        // What staging holds at the end of forward and of the step is not read again.
+        // Tiles in staging at the end of forward and of the step are not read again.
         let (read_bytes, most) = (
             line["device_read_bytes"].as_u64().unwrap(),
             out_bytes + weights,
@@ -73,7 +75,7 @@ fn a_step_on_a_drive_writes_twelve_bytes_a_parameter_and_reads_up_to_fourteen() 
             12 * params <= least && (least..=most).contains(&read_bytes),
             "{line}"
         );
-        // Staging and a gradient for every parameter are held at once.
+        // Staging and a gradient for every parameter are held at the same time.
         let host_bytes = line["host_bytes"].as_u64().unwrap();
         assert!(host_bytes > STAGING_BYTES / 2 + 2 * params, "{line}");
         assert!(line["bound_s"].as_f64().unwrap() > 0.0, "{line}");
@@ -81,7 +83,7 @@ fn a_step_on_a_drive_writes_twelve_bytes_a_parameter_and_reads_up_to_fourteen() 
     let all_bytes = (steady.len() as u64 * out_bytes) as f64;
     let difference = (sum("device_written_bytes") - all_bytes).abs();
     assert!(difference <= STAGING_BYTES as f64, "{steady:?}");
-    // The drive may be faster now than when its rates were taken, but not by that much.
+    // The drive may be faster than when its rates were measured, but not by much.
     assert!(sum("bound_s") < 2.0 * sum("step_s"), "{steady:?}");
 }
 

@@ -1,4 +1,5 @@
-//! Runs of the built `trainer` for tests: a tiny model, a text of its own, run files as a person would write them.
+//! Runs the built `trainer` for tests: a tiny model, a generated text, configurations as a user would write
+//! them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
@@ -13,15 +14,15 @@ use training_state::run::CheckpointName;
 
 use crate::random::Random;
 
-/// No run of a test takes longer than this; one that hangs must not hang the tests.
+/// Time limit of any run in a test, so that a hanging one fails its test.
 const RUN_WAIT: Duration = Duration::from_secs(60);
 
-/// A directory with a text, in which runs and stores are made.
+/// Directory with a text, in which runs and stores are created.
 pub(crate) struct Harness {
     dir: TempDir,
 }
 
-/// A run file and the settings laid over it.
+/// Configuration of a run, and settings applied to it.
 pub(crate) struct Run {
     pub(crate) dir: PathBuf,
     file: PathBuf,
@@ -29,7 +30,7 @@ pub(crate) struct Run {
 }
 
 impl Harness {
-    /// On the drive that holds the target directory, so that direct I/O is as real as it gets.
+    /// Creates the directory on the drive of the target directory, so that direct I/O uses a real drive.
     pub(crate) fn new() -> Self {
         let dir =
             tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory for the test");
@@ -43,7 +44,7 @@ impl Harness {
         self.dir.path().join(name)
     }
 
-    /// A run named `name` with `sets` laid over the tiny run file.
+    /// Makes a run named `name` with `sets` applied to the tiny configuration.
     pub(crate) fn run(&self, name: &str, sets: &[&str]) -> Run {
         let file = self.path(&format!("{name}.toml"));
         let dir = self.path(&format!("runs/{name}"));
@@ -55,7 +56,7 @@ impl Harness {
         }
     }
 
-    /// A run whose settings are all in `settings`, as JSON.
+    /// Makes a run from `settings` alone, as JSON.
     pub(crate) fn run_of_json(&self, name: &str, settings: &Value) -> Run {
         let file = self.path(&format!("{name}.json"));
         std::fs::write(&file, settings.to_string()).expect("the run file is written");
@@ -70,7 +71,7 @@ impl Harness {
         }
     }
 
-    /// The settings that keep parameters and optimizer in a private store of this lab.
+    /// Settings that keep parameters and optimizer state in a private store of this test.
     pub(crate) fn nvme(&self) -> Vec<String> {
         let drive = self.path("drive");
         ["param", "optimizer"]
@@ -82,14 +83,14 @@ impl Harness {
             .collect()
     }
 
-    /// The files of private stores in this lab.
+    /// Files of private stores in this test's directory.
     pub(crate) fn store_files(&self) -> Vec<PathBuf> {
         store_files_in(&self.path("drive"))
     }
 }
 
-/// `command` where `mount` has been run before, in a mount namespace of its own, which needs no cleaning up. `None`: this user may
-/// not.
+/// Returns a command that runs `mount` and then `command` in its own mount namespace, which needs no cleanup.
+/// `None` if the user may not do that.
 pub(crate) fn where_mounted(mount: &str, command: &Command) -> Option<Command> {
     let namespace = |script: &str| {
         let mut command = Command::new("unshare");
@@ -109,7 +110,7 @@ pub(crate) fn where_mounted(mount: &str, command: &Command) -> Option<Command> {
     Some(inside)
 }
 
-/// The files of private stores in `dir`. Beside each of them a link says whose it is.
+/// Files of private stores in `dir`, without the links beside them.
 pub(crate) fn store_files_in(dir: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(dir).expect("the drive's directory");
     let paths = entries.map(|entry| entry.expect("an entry").path());
@@ -118,7 +119,7 @@ pub(crate) fn store_files_in(dir: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
-/// What lets so many ranks compute: processors, where there are fewer GPUs.
+/// Settings that let this number of ranks compute: on processors if there are fewer GPUs.
 pub(crate) fn device_for(ranks: u32) -> &'static [&'static str] {
     if Gpu::count().is_ok_and(|gpus| gpus < ranks) {
         &["--set", "train.device=cpu"]
@@ -128,7 +129,7 @@ pub(crate) fn device_for(ranks: u32) -> &'static [&'static str] {
 }
 
 impl Run {
-    /// What is laid over the run file.
+    /// Settings applied to the configuration.
     pub(crate) fn sets(&self) -> &[String] {
         &self.sets
     }
@@ -139,7 +140,7 @@ impl Run {
         self
     }
 
-    /// `trainer launch` with so many ranks.
+    /// `trainer launch` with `ranks` ranks.
     pub(crate) fn launch(&self, ranks: u32) -> Command {
         let mut command = self.command_of(&["launch", "--nproc", &ranks.to_string()]);
         if !self.sets.iter().any(|set| set.starts_with("train.device=")) {
@@ -161,11 +162,11 @@ impl Run {
         command
     }
 
-    /// The program, nothing said to it yet.
+    /// The program without arguments.
     pub(crate) fn program(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command
-            // As the program would have it, without starting twice.
+            // The value that the program would set, so that it does not execute itself again.
             .env("GOMP_SPINCOUNT", "20000")
             .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             .env_remove("RUST_BACKTRACE")
@@ -176,22 +177,23 @@ impl Run {
         command
     }
 
-    /// Trains, and expects it to end well. Answers what it printed.
+    /// Trains and expects success. Returns the output.
     pub(crate) fn train(&self) -> String {
         succeed(self.command("train"))
     }
 
-    /// Trains, and expects a refusal or failure. Answers what it said.
+    /// Trains and expects an error. Returns the message.
     pub(crate) fn refused(&self) -> String {
         fail(self.command("train"))
     }
 
-    /// Fingerprints of what the run holds: what `trainer fingerprint` prints, without half a second to load libtorch once more.
+    /// Fingerprints of the run: the output of `trainer fingerprint`, computed in this process to avoid
+    /// loading libtorch again.
     pub(crate) fn fingerprint(&self) -> String {
         self.fingerprint_of(None)
     }
 
-    /// The same of a checkpoint.
+    /// Like [`Run::fingerprint`], of a checkpoint.
     pub(crate) fn fingerprint_of(&self, checkpoint: Option<CheckpointName>) -> String {
         match self.fingerprint_if_any(checkpoint) {
             Some(fingerprint) => fingerprint,
@@ -199,7 +201,7 @@ impl Run {
         }
     }
 
-    /// The same, unless nothing was committed yet.
+    /// Like [`Run::fingerprint_of`], or `None` if nothing was committed yet.
     pub(crate) fn fingerprint_if_any(&self, checkpoint: Option<CheckpointName>) -> Option<String> {
         let source = trainer::config::Source {
             run: Some(self.file.clone()),
@@ -224,13 +226,13 @@ impl Run {
             .collect()
     }
 
-    /// Lines of metrics.jsonl so far, while the run may still write.
+    /// Number of lines in metrics.jsonl, while the run may still write.
     pub(crate) fn steps_written(&self) -> u64 {
         let text = std::fs::read_to_string(self.dir.join("metrics.jsonl"));
         text.map_or(0, |text| text.lines().count() as u64)
     }
 
-    /// The bits of one number of every step.
+    /// Bits of one number in every step.
     pub(crate) fn bits(&self, key: &str) -> Vec<u64> {
         self.metrics()
             .iter()
@@ -244,7 +246,7 @@ impl Run {
     }
 }
 
-/// Runs to the end and answers stdout.
+/// Runs to the end, expects success and returns stdout.
 pub(crate) fn succeed(command: Command) -> String {
     let output = finish(spawn(command));
     let (out, err) = words(&output);
@@ -252,7 +254,7 @@ pub(crate) fn succeed(command: Command) -> String {
     out
 }
 
-/// Runs to the end, which must be an error and not a panic, and answers stderr.
+/// Runs to the end, expects an error without a panic and returns stderr.
 pub(crate) fn fail(command: Command) -> String {
     let output = finish(spawn(command));
     let (out, err) = words(&output);
@@ -271,9 +273,9 @@ pub(crate) fn spawn(mut command: Command) -> Child {
         .unwrap_or_else(|error| panic!("{command:?}: {error}"))
 }
 
-/// Waits, with a bound: kills what hangs.
+/// Waits with a time limit; kills a process that hangs.
 pub(crate) fn finish(mut child: Child) -> Output {
-    // The tests' programs print little: nothing blocks on a full pipe.
+    // The programs print little, so a full pipe does not block them.
     let deadline = Instant::now() + RUN_WAIT;
     while child.try_wait().expect("the child can be asked").is_none() {
         if Instant::now() > deadline {
@@ -288,7 +290,7 @@ pub(crate) fn finish(mut child: Child) -> Output {
     output_of(child)
 }
 
-/// What an ended one said. Those whom it started may still have its pipes: they are waited for with a bound, too.
+/// Output of an ended process. Its children may still hold its pipes, so this also waits with a time limit.
 fn output_of(child: Child) -> Output {
     let (said, output) = std::sync::mpsc::channel();
     std::thread::spawn(move || said.send(child.wait_with_output()));
@@ -299,7 +301,7 @@ fn output_of(child: Child) -> Output {
     output.expect("its words")
 }
 
-/// Kills it and all whom it started: a launcher's ranks and their daemon, which would run on.
+/// Kills a process and all that it started: a launcher's ranks and their daemon would continue.
 fn kill_all(child: &mut Child) {
     let mut all = children(child.id());
     let mut looked = 0;
@@ -315,8 +317,8 @@ fn kill_all(child: &mut Child) {
     }
 }
 
-/// Waits until `condition` holds while `child` runs, with a bound: a child that ends or hangs before that fails the test with
-/// what it said. `what` ends the sentence "it ended before ...".
+/// Waits with a time limit until `condition` holds while `child` runs. A child that ends or hangs before
+/// fails the test with its output. `what` completes the sentence "it ended before ...".
 pub(crate) fn until(mut child: Child, what: &str, mut condition: impl FnMut() -> bool) -> Child {
     let deadline = Instant::now() + RUN_WAIT;
     while !condition() {
@@ -359,7 +361,7 @@ pub(crate) fn words(output: &Output) -> (String, String) {
     )
 }
 
-/// Sentences of a small vocabulary in an order that repeats nowhere, so that there is something to learn.
+/// Sentences of a small vocabulary in an order that does not repeat, so that there is something to learn.
 pub(crate) fn text(bytes: usize) -> String {
     const WORDS: [&str; 12] = [
         "tile ", "unit ", "slot ", "moves ", "reads ", "keeps ", "the ", "a ", "drive ", "often ",
@@ -368,7 +370,7 @@ pub(crate) fn text(bytes: usize) -> String {
     let mut text = String::new();
     let mut random = Random::of(1);
     while text.len() < bytes {
-        // Higher bits than those of a plain draw: the text that figures of these tests are about.
+        // Draws with higher bits than a plain draw; the expected figures of these tests depend on this text.
         text += WORDS[random.below((WORDS.len() as u64) << 7) as usize >> 7];
     }
     text
@@ -420,6 +422,6 @@ fn a_hanging_process_is_killed_with_its_children() {
         below().is_some_and(|below| !children(below as u32).is_empty())
     });
     kill_all(&mut child);
-    // Which waits for the pipes of all.
+    // Waits for the pipes of all processes.
     assert_eq!(output_of(child).status.code(), None);
 }

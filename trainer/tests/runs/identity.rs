@@ -1,14 +1,15 @@
-//! A run is what its directory says, wherever the directory is; and what a store keeps of a run that is gone is found and deleted.
+//! A run's identity is kept in its directory and does not depend on the path; the store of a deleted run is
+//! found and removed.
 //!
-//! What could go wrong: a renamed run begins again beside its own store, or `export` says that it has none; a copied directory
-//! trains over the store of the run it was copied from; a damaged record ends a run whose weights are whole; a deleted run's
-//! store stays for ever, or a live run is deleted.
+//! Errors that these tests find: a renamed run starts again beside its own store, or `export` does not find
+//! its store; a copied directory overwrites the store of the original; a damaged record ends a run whose
+//! weights are intact; the store of a deleted run stays for ever; a live run is deleted.
 
 use std::path::{Path, PathBuf};
 
 use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until, words};
 
-/// The run of `harness` whose directory is `runs/NAME`.
+/// Makes a run of `harness` in the directory `runs/NAME`.
 fn run(harness: &Harness, name: &str, until: u64) -> Run {
     harness
         .run(name, &[&format!("train.stop_after={until}")])
@@ -59,7 +60,7 @@ fn a_renamed_run_resumes_and_can_be_exported() {
     assert_eq!(moved.bits("loss"), whole.bits("loss"));
     assert_eq!(moved.fingerprint(), whole.fingerprint());
     assert_eq!(harness.store_files().len(), 2, "no other store was made");
-    // Another run in the old place has a store of its own.
+    // Another run at the old path has its own store.
     run(&harness, "first", 1).train();
     assert_eq!(harness.store_files().len(), 3);
     assert_eq!(moved.fingerprint(), whole.fingerprint());
@@ -98,7 +99,7 @@ fn a_damaged_record_is_rebuilt_and_the_run_resumes_with_equal_bits() {
     let (at, past) = (bytes.len() / 2, bytes.len() / 2 + 16);
     bytes[at..past].fill(0);
     std::fs::write(&record, &bytes).unwrap();
-    // A reader without the run's file cannot make it again, and says who can.
+    // A reader without the configuration cannot rebuild the record; its message says who can.
     let text = fail(verb(
         &whole,
         "export",
@@ -122,7 +123,7 @@ fn a_damaged_record_is_rebuilt_and_the_run_resumes_with_equal_bits() {
         std::fs::read(record.with_extension("json.damaged")).unwrap(),
         bytes
     );
-    // What was chosen for the run is the store's to say, not the settings'.
+    // The tile size comes from the store, not from the settings.
     std::fs::remove_file(&record).unwrap();
     let other =
         run(&harness, name, 6).with(&["offload.tile_elems=8192", "offload.staging_bytes=400000"]);

@@ -1,4 +1,5 @@
-//! What could go wrong: a program that was copied to where programs are installed does not find its libraries.
+//! The error that this test finds: a program that was copied to another directory does not find its
+//! libraries.
 
 use std::process::Command;
 
@@ -15,7 +16,7 @@ fn an_installed_program_finds_libtorch_beside_it() {
     );
     std::fs::create_dir(harness.path("bin")).unwrap();
     std::fs::create_dir_all(&libtorch).unwrap();
-    // Another name of the same file: the loader goes by the name.
+    // A hard link, because the loader uses the name of the file.
     std::fs::hard_link(env!("CARGO_BIN_EXE_trainer"), &program).unwrap();
     let loaded = dirs_of_loaded("libtorch_cpu");
     std::os::unix::fs::symlink(&loaded[0], libtorch.join("lib")).unwrap();
@@ -36,7 +37,7 @@ fn an_installed_program_finds_libtorch_beside_it() {
     );
     let said = loads();
     assert!(said.contains(&found(&beside)), "{said}");
-    // Without it, the one that the program was built with.
+    // Without that library, it uses the one that it was built with.
     std::fs::remove_file(libtorch.join("lib")).unwrap();
     let built = loaded[0].canonicalize().unwrap();
     let said = loads();

@@ -1,4 +1,4 @@
-//! A run that is killed again and again, beside one that nobody kills: what a test looks at after each kill.
+//! A run that is killed repeatedly, compared after each kill with a run that is not killed.
 
 use std::collections::HashMap;
 use std::process::Command;
@@ -8,7 +8,7 @@ use training_state::run::{CheckpointName, Checkpoints};
 use crate::harness::{Harness, Run, succeed};
 use crate::random::Random;
 
-/// A run that nobody kills, each of its steps kept, and one that is.
+/// A run that is not killed, with every step kept, and the comparison with runs that are.
 pub(crate) struct Killed {
     pub(crate) harness: Harness,
     whole: Run,
@@ -20,10 +20,10 @@ pub(crate) struct Killed {
     pub(crate) random: Random,
 }
 
-/// The newest of one run that was seen.
+/// Newest state seen of one run.
 #[derive(Default)]
 pub(crate) struct Seen {
-    /// Something was committed, be it first weights.
+    /// Whether anything was committed, even the initial weights.
     pub(crate) begun: bool,
     committed: u64,
     saved: u64,
@@ -31,7 +31,7 @@ pub(crate) struct Seen {
 }
 
 impl Killed {
-    /// Of so many ranks and steps each.
+    /// Makes the reference run with this number of ranks and steps.
     pub(crate) fn new(
         ranks: u32,
         steps_count: u64,
@@ -75,19 +75,19 @@ impl Killed {
         run.with(&self.sets)
     }
 
-    /// Starts `run`, or goes on with it.
+    /// Command that starts or resumes `run`.
     pub(crate) fn command(&self, run: &Run) -> Command {
         command(run, self.ranks)
     }
 
-    /// What a fingerprint says must be what the run that nobody killed had after that step, which is answered.
+    /// Compares a fingerprint with the reference run's after the same step. Returns the step.
     fn compare(&mut self, fingerprint: &str, after: &str) -> u64 {
         let step = fingerprint
             .lines()
             .next()
             .and_then(|l| l.strip_prefix("step "));
         let step: u64 = step.expect("a fingerprint names its step").parse().unwrap();
-        // Of first weights there is no checkpoint.
+        // There is no checkpoint of the initial weights.
         if step > 0 {
             let whole = &self.whole;
             let expected = self.fingerprints.entry(step);
@@ -98,7 +98,7 @@ impl Killed {
         step
     }
 
-    /// What `run` holds after a kill, and that it is no older than what was `seen`.
+    /// Checks the state of `run` after a kill: it must not be older than the state in `seen`.
     pub(crate) fn look(&mut self, run: &Run, seen: &mut Seen, after: &str) {
         seen.told = seen.told.max(run.steps_written());
         let Some(fingerprint) = run.fingerprint_if_any(None) else {
@@ -125,7 +125,7 @@ impl Killed {
         seen.committed = step;
     }
 
-    /// The same of its newest checkpoint.
+    /// Like [`Killed::look`], for the newest checkpoint.
     pub(crate) fn look_at_checkpoint(&mut self, run: &Run, seen: &mut Seen, after: &str) {
         let checkpoint = Checkpoints::of(&run.dir).newest().unwrap();
         let saved = checkpoint.map_or(0, |checkpoint| {
@@ -142,13 +142,13 @@ impl Killed {
         seen.saved = saved;
     }
 
-    /// The same run, stopped in order after its next step.
+    /// Lets the run stop in order after its next step.
     pub(crate) fn stopped(&self, run: Run) -> Run {
         let stop = self.steps_count.min(run.steps_written() + 1);
         run.with(&[format!("train.stop_after={stop}")])
     }
 
-    /// Lets `run` come to its end, which must be that of the one that nobody killed.
+    /// Lets `run` finish; its end must equal that of the reference run.
     pub(crate) fn end(&mut self, run: &Run, seen: &mut Seen) {
         succeed(self.command(run));
         self.look(run, seen, "the end");

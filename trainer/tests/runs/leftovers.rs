@@ -1,14 +1,14 @@
-//! What an earlier start left is gone on with, set aside or removed; it is never lost without a word.
+//! State of an earlier start is resumed, moved aside or removed, and never lost silently.
 //!
-//! What could go wrong: a run that was killed before it saved begins again over its metrics; `--fresh` forgets where the
-//! earlier store was and leaves its files on the drive. Each test looks at the files.
+//! Errors that these tests find: a run that was killed before it saved anything overwrites its metrics;
+//! `--fresh` forgets the earlier store and leaves its files on the drive. Each test examines the files.
 
 use std::path::Path;
 
 use crate::daemon::Daemon;
 use crate::harness::{Harness, Run, spawn, succeed, until};
 
-/// Trains, and kills the trainer with -9 when it has written `steps` lines of metrics.
+/// Trains, and kills the trainer with SIGKILL after it has written `steps` lines of metrics.
 fn killed_after(run: &Run, steps: u64) {
     let child = spawn(run.command("train"));
     let mut child = until(child, "its steps", || run.steps_written() >= steps);
@@ -40,7 +40,7 @@ fn a_killed_run_without_saved_state_starts_again_and_says_so() {
     let old = run(&[]).dir.join("metrics.jsonl.old");
     assert_eq!(lines(&old), steps, "the metrics of the killed run are kept");
     assert_eq!(run(&[]).metrics().len(), 2);
-    // Said once: the second start has something to go on from.
+    // Reported only once: the second start can resume.
     let said = run(&["train.stop_after=2"]).train();
     assert!(!said.contains("no checkpoint was made"), "{said}");
     let mut fresh = run(&["train.stop_after=2"]).command("train");
@@ -62,7 +62,7 @@ fn a_killed_run_with_checkpoints_resumes_at_the_last_one() {
     let stop_after = [format!("train.stop_after={}", written + 3)];
     let rest = harness.run("run", &sets).with(&stop_after);
     let said = rest.train();
-    // It may have gone a few steps on before the signal came.
+    // It may have made some more steps before the signal arrived.
     let resumed = said
         .lines()
         .find_map(|line| line.strip_prefix("resumed at step "))
@@ -107,7 +107,7 @@ fn a_metrics_line_lost_in_a_crash_is_written_again() {
         .with(&harness.nvme());
     run.train();
     let whole = run.metrics();
-    // As if the commit of step 3 had been the last thing that happened.
+    // As after a crash just after the commit of step 3.
     let path = run.dir.join("metrics.jsonl");
     let text = std::fs::read_to_string(&path).unwrap();
     let last = text.trim_end().rfind('\n').expect("three lines") + 1;
@@ -157,7 +157,7 @@ fn fresh_removes_the_store_at_its_earlier_place() {
     assert_eq!((harness.store_files().len(), files_on_other()), (1, 0));
     fresh(run().with(&[&on_other]));
     assert_eq!((harness.store_files().len(), files_on_other()), (0, 1));
-    // A copy of the directory is another run: it leaves the store of the first alone.
+    // A copied directory is another run and does not affect the original's store.
     let copy = harness.run("copy", &["train.stop_after=1"]);
     std::fs::create_dir(&copy.dir).unwrap();
     std::fs::copy(run().dir.join("run.json"), copy.dir.join("run.json")).unwrap();

@@ -1,5 +1,5 @@
-//! Whole runs of the built `trainer`, and of `offloadd` beside it, as a user starts them. Each module's header says what
-//! could go wrong there and how it would be found.
+//! Whole runs of the built `trainer`, and of `offloadd`, started as by a user. The comment of each module
+//! describes the errors that its tests find.
 
 mod activations;
 mod advice;

@@ -1,7 +1,8 @@
-//! Runs without a store: they save into the run directory and go on from there.
+//! Runs without a store, which save checkpoints in the run directory and resume from them.
 //!
-//! What could go wrong: a run that was stopped and continued differs from one that was not; a signal loses work; an
-//! evaluation changes the training; accumulation is not what it says. Found by comparing losses and fingerprints bit by bit.
+//! Errors that these tests find: a stopped and resumed run differs from an uninterrupted one; a signal loses
+//! work; an evaluation changes the training; accumulation is wrong. Losses and fingerprints are compared bit
+//! by bit.
 
 use std::process::{Command, Stdio};
 
@@ -57,7 +58,7 @@ fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
     )
     .unwrap();
     let output = finish(child);
-    // As a program that the signal ended: a finished run has 0.
+    // Like a program that the signal ended; a finished run has status 0.
     assert_eq!(output.status.code(), Some(143), "{output:?}");
     let steps = run.metrics().len();
     assert!(

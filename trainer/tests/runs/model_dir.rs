@@ -1,4 +1,5 @@
-//! Model directories for tests: the fixtures that Hugging Face's library saved, copies of them to be spoilt, and their tensors.
+//! Model directories for tests: fixtures saved by Hugging Face's library, copies of them to be damaged, and
+//! their tensors.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,7 +27,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
     fixtures.join(name)
 }
 
-/// A copy of a fixture in the lab.
+/// Copies a fixture to the test's directory.
 pub(crate) fn copy(harness: &Harness, name: &str, to: &str) -> PathBuf {
     let dir = harness.path(to);
     std::fs::create_dir(&dir).expect("a directory");
@@ -58,7 +59,7 @@ pub(crate) fn tensors(dir: &Path) -> BTreeMap<String, Tensor> {
     found
 }
 
-/// The numbers of a tensor of fp32.
+/// Numbers of an fp32 tensor.
 pub(crate) fn numbers(tensor: &Tensor) -> Vec<f32> {
     assert_eq!(tensor.0, Dtype::F32);
     let each = tensor.2.chunks_exact(4);
@@ -66,7 +67,7 @@ pub(crate) fn numbers(tensor: &Tensor) -> Vec<f32> {
         .collect()
 }
 
-/// A run of the model in `dir` whose steps change nothing: what goes in comes out.
+/// Run of the model in `dir` whose steps change nothing, so that an export equals the input.
 pub(crate) fn still_run(harness: &Harness, name: &str, dir: &Path) -> Run {
     moving_run(harness, name, dir).with(&[
         "optimizer.params.lr=0.0",
@@ -80,7 +81,7 @@ pub(crate) fn moving_run(harness: &Harness, name: &str, dir: &Path) -> Run {
     harness.run(name, &["train.steps=2", "scheduler={}", &path])
 }
 
-/// `trainer export` of a run to a directory of the lab.
+/// `trainer export` of a run to a directory of the test.
 pub(crate) fn export_command(run: &Run, out: &Path, more: &[&str]) -> Command {
     let mut export = run.program();
     export.arg("export").arg(&run.dir).arg("--out").arg(out);
@@ -88,12 +89,12 @@ pub(crate) fn export_command(run: &Run, out: &Path, more: &[&str]) -> Command {
     export
 }
 
-/// Exports, and expects it to end well.
+/// Exports and expects success.
 pub(crate) fn export(run: &Run, out: &Path, more: &[&str]) -> String {
     succeed(export_command(run, out, more))
 }
 
-/// Exports, and expects a refusal that leaves nothing.
+/// Exports and expects an error that leaves no files.
 pub(crate) fn export_refused(run: &Run, out: &Path, more: &[&str]) -> String {
     let text = fail(export_command(run, out, more));
     let partial = out.with_extension("partial");

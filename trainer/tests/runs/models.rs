@@ -1,14 +1,15 @@
-//! Runs of every architecture, not only of Llama.
+//! Runs of every architecture.
 //!
-//! What could go wrong: a form of block that computes in a test of its own does not in a run (a unit has parameters that its
-//! tiles do not expect, rounding to bf16 loses the gradient of a bias); what is left out at random differs when a block is
-//! computed again, when a run goes on, when tiles live elsewhere, or with other ranks; evaluation leaves something out.
+//! Errors that these tests find: a form of block works in its own test but not in a run (tiles do not expect
+//! a parameter of a unit, rounding to bf16 loses the gradient of a bias); dropout differs when a block is
+//! recomputed, when a run resumes, when tiles are kept elsewhere, or with other ranks; evaluation applies
+//! dropout.
 
 use serde_json::{Value, json};
 
 use crate::harness::{Harness, Run, succeed};
 
-/// Models of all architectures, as run files have them. Windows are shorter than the sequence.
+/// Models of all architectures, as in configurations. Windows are shorter than the sequence.
 fn models() -> Vec<(&'static str, Value)> {
     let sized = |more: Value| {
         let mut model = json!({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -85,7 +86,7 @@ fn every_architecture_learns_in_bf16() {
     });
 }
 
-/// The bits of a run: losses, norms, and the fingerprints of what it holds.
+/// Bits of a run: losses, norms, and the run's fingerprints.
 fn bits(run: &Run) -> (Vec<u64>, Vec<u64>, String) {
     (run.bits("loss"), run.bits("grad_norm"), run.fingerprint())
 }

@@ -1,14 +1,14 @@
-//! fp16 with a scaled loss, and steps whose gradients are not finite.
+//! Fp16 with a scaled loss, and steps whose gradients are not finite.
 //!
-//! What could go wrong: a scaled gradient is not divided again, or its norm is clipped as it is; a step that overflowed changes
-//! a weight, a moment, or the count that bias correction and the learning rate go by; the scale is not resumed; ranks decide
-//! differently; a run without hope goes on for ever.
+//! Errors that these tests find: a scaled gradient is not divided by the scale, or its norm is clipped
+//! before; a step that overflowed changes a weight, a moment, or the count for bias correction and learning
+//! rate; the scale is not resumed; ranks decide differently; a hopeless run never ends.
 
 use crate::harness::{Harness, Run, succeed};
 
 const FP16: &str = "fp16.enabled=true";
 
-/// Too large a scale to begin with: some steps overflow, then the run learns.
+/// The initial scale is too large: some steps overflow, then the run learns.
 const TOO_LARGE: [&str; 4] = [
     FP16,
     "fp16.initial_scale_power=22",
@@ -18,18 +18,18 @@ const TOO_LARGE: [&str; 4] = [
 
 fn numbers(run: &Run, key: &str) -> Vec<f64> {
     let metrics = run.metrics();
-    // Null where it is not finite.
+    // Null if it is not finite.
     let number = |line: &serde_json::Value| line[key].as_f64().unwrap_or(f64::NAN);
     metrics.iter().map(number).collect()
 }
 
-/// Which steps changed nothing.
+/// Returns which steps changed nothing.
 fn skipped(run: &Run) -> Vec<bool> {
     let metrics = run.metrics();
     metrics.iter().map(|line| line["skipped"] == true).collect()
 }
 
-/// What the tiles hold, without the step.
+/// Fingerprint of the tiles without the step.
 fn tiles(run: &Run) -> String {
     let fingerprint = run.fingerprint();
     fingerprint.lines().skip(1).collect::<Vec<_>>().join("\n")
@@ -97,7 +97,7 @@ fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
     let count = skipped.iter().filter(|skipped| **skipped).count();
     assert!((2..12).contains(&count) && !skipped[13], "{skipped:?}");
     assert_ne!(tiles(&all), fresh);
-    // The optimizer's first step is the first that counts: its rate is what the schedule begins with, and it learns after.
+    // The optimizer's first step is the first one that is not skipped: it has the schedule's initial rate.
     let (rates, losses) = (numbers(&all, "lr"), numbers(&all, "loss"));
     assert!(
         rates[..=count + 1].iter().all(|rate| *rate == 0.0),
@@ -112,7 +112,7 @@ fn a_step_that_overflows_changes_nothing_and_lowers_the_scale() {
 #[test]
 fn a_step_that_is_skipped_moves_no_state() {
     let harness = Harness::new();
-    // At once: all that an update moves is counted in its own step.
+    // With immediate updates, everything that an update moves is counted in its own step.
     let sets = [
         "offload.optimizer_step=immediate",
         "offload.staging_bytes=150000",
@@ -146,7 +146,7 @@ fn overflows_do_not_depend_on_the_place_of_tiles_or_on_resuming() {
     let harness = Harness::new();
     let whole = harness.run("whole", &TOO_LARGE);
     whole.train();
-    // The least that a whole master beside the moments needs.
+    // The smallest staging for a separate master and the moments.
     let staging = ["offload.staging_bytes=150000"];
     let parts = || {
         harness

@@ -1,9 +1,10 @@
-//! Twenty steps in fp32 are those of a plain PyTorch loop over the same text from the same weights; ten steps of each
-//! architecture those of Hugging Face's library, from the directory it saved.
+//! Compares twenty steps in fp32 with a plain PyTorch loop over the same text from the same weights, and ten
+//! steps of each architecture with Hugging Face's library from the directory that it saved.
 //!
-//! What could go wrong: a wrong formula that still learns (a bias correction off by one step, decay on norms, a clip by the
-//! wrong norm, windows in another order); on a GPU, values that a block keeps from forward to backward and that change between. `fixtures/llama_losses.py` shares no code with the trainer, nor does
-//! `fixtures/hf/make.py`.
+//! Errors that these tests find: a wrong formula that still learns (a bias correction off by one step, decay
+//! on norms, clipping by the wrong norm, windows in another order); on a GPU, values kept from forward to
+//! backward that change in between. The scripts `fixtures/llama_losses.py` and `fixtures/hf/make.py` share no
+//! code with the trainer.
 
 use std::path::{Path, PathBuf};
 
@@ -54,7 +55,7 @@ fn twenty_steps_match_plain_pytorch() {
             let ours: Vec<f64> = trained.bits(key).into_iter().map(f64::from_bits).collect();
             for (step, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
                 let off = (ours - theirs).abs() / theirs;
-                // Norms of gradients feel a rounding more than losses do.
+                // Gradient norms are more sensitive to rounding than losses.
                 let most = if key == "loss" { 1e-3 } else { 1e-2 };
                 assert!(
                     off < most,
@@ -67,7 +68,7 @@ fn twenty_steps_match_plain_pytorch() {
     }
 }
 
-/// What Hugging Face's library computed, and the text it did with.
+/// Results of Hugging Face's library, and the text that it used.
 struct Library {
     fixtures: PathBuf,
     expected: Value,
@@ -83,7 +84,7 @@ impl Library {
         }
     }
 
-    /// A run of the model of `name` as the library trained it.
+    /// Makes a run of the model of `name` with the library's settings.
     fn run(&self, harness: &Harness, name: &str, run_name: &str, micro_batch: u64) -> Run {
         let run = &self.expected["run"];
         let settings = json!({
@@ -104,7 +105,7 @@ impl Library {
         harness.run_of_json(run_name, &settings)
     }
 
-    /// Compares the losses and gradient norms of a run that has ended. Answers the first step's.
+    /// Compares the losses and gradient norms of a finished run. Returns those of the first step.
     fn compare(&self, run: &Run, name: &str, how: &str) -> [f64; 2] {
         let dir = run.dir.display();
         [("loss", "losses"), ("grad_norm", "grad_norms")].map(|(key, list)| {
@@ -146,7 +147,8 @@ fn ten_steps_of_each_architecture_match_hugging_face() {
     });
 }
 
-/// On a GPU a block may keep values from forward to backward, while its weights leave the GPU. With `--nocapture` this prints the
+/// On a GPU, a block may keep values from forward to backward while its weights leave the GPU. `--nocapture`
+/// shows the gradient norms.
 /// gradient norms.
 #[test]
 fn ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing() {
@@ -179,7 +181,7 @@ fn ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing() 
                             "train.device=gpu".to_owned(),
                             format!("train.activation_checkpointing={keep}"),
                             format!("offload.activations={inputs}"),
-                            // Fingerprints of state are equal where it is cut alike.
+                            // Fingerprints of state are comparable only with equal tile sizes.
                             "offload.tile_elems=4096".to_owned(),
                         ]);
                         match ranks {

@@ -1,13 +1,13 @@
-//! `trainer plan` says before a run what the run will say and do, and touches nothing.
+//! `trainer plan` reports before a run what the run will report and do, and changes nothing.
 //!
-//! What could go wrong: a plan makes a directory or a store, or needs one; it promises other bytes than are moved; it lets through
-//! what training refuses, or ends well with what it refuses.
+//! Errors that these tests find: a plan creates a directory or a store, or needs one; it promises other bytes
+//! than are moved; it accepts a run that training refuses, or succeeds for a run that it refuses.
 
 use serde_json::Value;
 
 use crate::harness::{Harness, Run, fail, finish, spawn, succeed};
 
-/// What `trainer plan --json` with `args` prints, and whether it ended well.
+/// Output of `trainer plan --json` with `args`, and whether it succeeded.
 pub(crate) fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
     let mut command = run.command("plan");
     command.arg("--json").args(args);
@@ -50,7 +50,7 @@ fn a_plan_promises_the_bytes_that_a_step_moves() {
         report["step"]["written_bytes"]
     );
     assert_eq!(last["host_bytes"], report["host"]["process_bytes"]);
-    // What the run measured is what a plan is made for from now on.
+    // Later plans use the measurements of the run.
     let (report, _) = plan(&run, &[]);
     for figure in ["read_bytes_per_s", "write_bytes_per_s", "tflops"] {
         assert_eq!(report["hardware"][figure]["source"], "measured", "{figure}");
@@ -92,7 +92,7 @@ fn plan_and_train_refuse_the_same_runs() {
         what.contains("drive has ") && what.contains("the store needs "),
         "{what}"
     );
-    // Found even before memory is counted.
+    // Reported even before memory is counted.
     let run = harness
         .run("run", &["offload.staging_bytes=4096"])
         .with(&harness.nvme());
@@ -152,7 +152,7 @@ fn a_missing_gpu_is_refused_before_anything_is_created() {
     assert!(fits);
 }
 
-/// A command of `trainer plan` that needs no run file.
+/// A `trainer plan` command that needs no configuration.
 fn ask(args: &[&str]) -> std::process::Command {
     let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_trainer"));
     command.arg("plan").args(args);
@@ -206,7 +206,7 @@ fn a_configuration_alone_is_enough_for_a_plan() {
         let found = places.iter().find(|place| place["place"] == name);
         found.unwrap_or_else(|| panic!("no {name} in {report}"))
     };
-    // 14 bytes a parameter on two GPUs do not go into 24 GiB each; the sentence says what does.
+    // 14 bytes a parameter on two GPUs exceed 24 GiB each; the message names a change that fits.
     assert_eq!(place("gpu")["fits"], false);
     let refused = place("gpu")["refused"][0].as_str().unwrap();
     assert!(

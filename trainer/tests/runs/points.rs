@@ -1,11 +1,13 @@
-//! A trainer is killed with -9 at each named point of every phase (`test_hooks::kill_point`, test builds only).
+//! Kills a trainer with SIGKILL at each named point of every phase (`test_hooks::kill_point`, test builds
+//! only).
 //!
-//! What could go wrong: something is half made at just that instant and taken for whole, or for nothing, by the next start: a
-//! run's record, first weights, a tile, a commit that was acknowledged, a line of metrics, a checkpoint, an export. After each kill
-//! what is committed must have the fingerprint of that step in a run that nobody killed, and so must the newest checkpoint; neither
-//! may be older than what was seen before, nor what is committed than the steps that were told.
+//! The error that these tests find: something is incomplete at that moment, and the next start takes it for
+//! complete or ignores it: a run's record, initial weights, a tile, an acknowledged commit, a line of
+//! metrics, a checkpoint, an export. After each kill, the committed state must have the fingerprint of that
+//! step in a run that was not killed, and so must the newest checkpoint. Neither may be older than what was
+//! seen before, nor the committed state older than the reported steps allow.
 //!
-//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run so often.
+//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_each` kills each kind of run that often.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -19,7 +21,7 @@ use crate::random::Random;
 
 const STEPS: u64 = 40;
 
-/// Kills `command` when it comes by `point` for the `number`th time; `false`: it came to its end before.
+/// Kills `command` when it reaches `point` for the `number`th time. Returns false if it ended before.
 fn killed(mut command: Command, point: Point, number: u64) -> bool {
     command.env("OFFLOADD_KILL", format!("{}@{number}", point.name()));
     let output = finish(spawn(command));
@@ -34,7 +36,7 @@ fn killed(mut command: Command, point: Point, number: u64) -> bool {
 }
 
 impl Killed {
-    /// Kills at every point of training once, each start going on from where the one before was killed.
+    /// Kills once at every point of training; each start resumes after the kill before.
     fn round(&mut self, number: u64) -> u64 {
         let mut run = self.run(number);
         let mut seen = Seen::default();
@@ -100,7 +102,7 @@ fn a_run_killed_at_each_named_point_resumes_bit_for_bit() {
     });
 }
 
-/// Names and contents.
+/// Names and contents of the files in `dir`.
 fn contents(dir: &Path) -> Vec<(String, Vec<u8>)> {
     let entries = std::fs::read_dir(dir).unwrap().map(|entry| {
         let path = entry.unwrap().path();

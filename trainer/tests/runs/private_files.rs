@@ -1,4 +1,4 @@
-//! What a run writes is its user's alone, whatever umask it was started with.
+//! Files of a run are accessible to their owner only, with any umask.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -7,7 +7,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::harness::{Harness, finish, spawn, succeed, until, words};
 
-/// `command` with the umask that most users have.
+/// Runs `command` with the usual umask.
 fn with_usual_umask(command: &Command) -> Command {
     let mut inside = Command::new("sh");
     inside
@@ -25,7 +25,7 @@ fn with_usual_umask(command: &Command) -> Command {
     inside
 }
 
-/// Directories, files and sockets below `dir` that others may enter, read or write.
+/// Lists directories, files and sockets below `dir` that other users can enter, read or write.
 fn open_to_others(dir: &Path) -> String {
     let found = Command::new("find")
         .arg(dir)
@@ -43,7 +43,7 @@ fn nobody_else_can_read_what_a_run_writes() {
     succeed(with_usual_umask(&run.command("train")));
     let open = |name: &str| open_to_others(&harness.path(name));
     assert!(run.dir.join("checkpoints").is_dir() && run.dir.join("metrics.jsonl").is_file());
-    // The directory for the store was there before.
+    // The test created the directory for the store itself.
     assert_eq!(open("runs") + &open("drive"), "");
 }
 
@@ -65,7 +65,7 @@ fn nobody_else_can_read_what_the_ranks_of_a_launch_share() {
     let output = finish(child);
     let (_, said) = words(&output);
     assert_eq!(output.status.code(), Some(143), "{said}");
-    // Where the ranks meet.
+    // The rendezvous directory is among them.
     for name in ["/offloadd-launch-", "beat-1"] {
         assert!(found.contains(name), "{name}: {found}");
     }

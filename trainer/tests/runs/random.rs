@@ -1,6 +1,6 @@
-//! What tests draw: the same from the same seed, on every machine.
+//! Random numbers for tests: the same from the same seed on every machine.
 
-/// A linear congruential series (Knuth's MMIX): two lines, and good enough to choose instants, victims and words by.
+/// A linear congruential generator (Knuth's MMIX), good enough to choose moments, victims and words.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -8,7 +8,8 @@ impl Random {
         Self(seed)
     }
 
-    /// A seed to say, so that what was drawn can be drawn again: `TRAINER_SEED`, or another for each start of the tests.
+    /// Returns `TRAINER_SEED`, or a new seed for each start of the tests, and prints it so that the run can
+    /// be repeated.
     pub(crate) fn seed(draws: &str) -> u64 {
         let seed = std::env::var("TRAINER_SEED").map_or_else(
             |_| u64::from(std::process::id()),
@@ -22,7 +23,7 @@ impl Random {
         self.0 = (self.0)
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        // The low bits repeat soon.
+        // The low bits have short periods.
         (self.0 >> 33) % bound
     }
 }

@@ -1,12 +1,14 @@
-//! One of several ranks, their launcher or their daemon is killed with -9 while a rank stands at a named point of a phase
-//! (`test_hooks::kill_point`, test builds only).
+//! Kills one of several ranks, their launcher or their daemon with SIGKILL while a rank waits at a named
+//! point of a phase (`test_hooks::kill_point`, test builds only).
 //!
-//! What could go wrong: the others wait for the dead one, or say nothing of it; one rank's part of a commit or of a checkpoint is
-//! taken for all; what the first rank alone does (the run's record, a name, a line) is half done; the next start is refused by
-//! what is still there. After each kill all must end in time, who died must be named, nothing may run on or lie about, and
-//! what is committed and saved must be that step of a run that nobody killed.
+//! Errors that these tests find: the others wait for the dead process, or do not report it; one rank's part
+//! of a commit or checkpoint is taken for all; work of the first rank alone (the run's record, a name, a
+//! line) is incomplete; leftovers make the next start fail. After each kill, all processes must end in time
+//! and report which one died, no process or file may be left, and the committed and saved state must be that
+//! of a step of a run that was not killed.
 //!
-//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_beside` goes through all situations until there were so many.
+//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_beside` repeats all situations until that
+//! many kills were made.
 
 use std::os::unix::process::ExitStatusExt;
 use std::path::Path;
@@ -23,22 +25,22 @@ use crate::ranks::{END_WAIT, rank_of};
 
 const RANKS: u32 = 2;
 
-/// Steps of a run that is killed some times.
+/// Steps of a run that is killed several times.
 const STEPS_MIN: u64 = 16;
 
-/// Kills of one run before it may come to its end.
+/// Kills of one run before it may finish.
 const KILLS_A_RUN: usize = 5;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Victim {
-    /// The rank that stands at the point.
+    /// The rank that waits at the point.
     Itself,
     Other,
     Launcher,
     Daemon,
 }
 
-/// Who is killed, while which rank stands where.
+/// Process to kill while a rank waits at a point.
 #[derive(Clone, Copy, Debug)]
 struct Situation {
     point: Point,
@@ -46,7 +48,7 @@ struct Situation {
     victim: Victim,
 }
 
-/// Before anything of a run is committed: a run comes by once.
+/// Returns whether a run reaches this point only once, before anything is committed.
 fn is_early(point: Point) -> bool {
     matches!(
         point,
@@ -54,13 +56,13 @@ fn is_early(point: Point) -> bool {
     )
 }
 
-/// All there are, of early points and of the others.
+/// All situations, with those at early points separate.
 fn situations() -> (Vec<Situation>, Vec<Situation>) {
     let mut all = Vec::new();
     for point in Point::ALL {
         let ranks = match point {
             Point::Exporting | Point::NamingExport => continue,
-            // What the first one does for all.
+            // Points that only the first rank reaches.
             Point::Tokens
             | Point::Opening
             | Point::Describing
@@ -76,7 +78,7 @@ fn situations() -> (Vec<Situation>, Vec<Situation>) {
                 Victim::Launcher,
                 Victim::Daemon,
             ] {
-                // It is not there yet.
+                // The daemon does not exist yet.
                 if (point, victim) != (Point::Tokens, Victim::Daemon) {
                     all.push(Situation {
                         point,
@@ -91,7 +93,7 @@ fn situations() -> (Vec<Situation>, Vec<Situation>) {
         .partition(|situation| is_early(situation.point))
 }
 
-/// Where ranks of this lab meet, and nobody else's.
+/// Rendezvous directories of this test.
 fn meetings(harness: &Harness) -> Vec<String> {
     let entries =
         std::fs::read_dir(harness.path("tmp")).expect("a directory for what is temporary");
@@ -99,7 +101,7 @@ fn meetings(harness: &Harness) -> Vec<String> {
     names.collect()
 }
 
-/// Processes that were started with `dir` in their environment.
+/// Processes with `dir` in their environment.
 fn processes_of(dir: &Path) -> Vec<Pid> {
     let dir = dir.as_os_str().as_encoded_bytes();
     let entries = std::fs::read_dir("/proc").expect("/proc");
@@ -111,21 +113,21 @@ fn processes_of(dir: &Path) -> Vec<Pid> {
     pids.filter(of_dir).filter_map(Pid::from_raw).collect()
 }
 
-/// All that was started with this directory: killed when this goes, be it by a failed assertion. A rank that stands at its point
-/// would stand there for good, with its launcher and its daemon.
+/// All processes started with this directory; killed on drop, even after a failed assertion. Otherwise a rank
+/// that waits at its point would wait for ever, with its launcher and its daemon.
 struct Started<'a>(&'a Path);
 
 impl Drop for Started<'_> {
     fn drop(&mut self) {
         for pid in processes_of(self.0) {
-            // It may have ended meanwhile.
+            // It may have ended in the meantime.
             let _ = kill_process(pid, Signal::KILL);
         }
     }
 }
 
 impl Killed {
-    /// Kills once, and looks at everything.
+    /// Makes one kill and checks everything afterwards.
     fn beside(&mut self, run: &Run, situation: Situation, seen: &mut Seen) {
         let Situation {
             point,
@@ -178,7 +180,7 @@ impl Killed {
         let left = |pids: &[Pid]| format!("{after}: {pids:?} ran on");
         loop {
             let pids = processes_of(&temporary);
-            // Waited for, the launcher ends.
+            // The launcher ends after `finish` has waited for it.
             if pids.is_empty() {
                 break;
             }
@@ -195,7 +197,7 @@ impl Killed {
             run.steps_written()
         );
         self.expect_words(victim, dead, pid, &output, &after);
-        // A launcher that is killed cannot take it away.
+        // A killed launcher cannot remove its directory.
         let left = usize::from(victim == Victim::Launcher);
         let meetings = meetings(&self.harness);
         assert_eq!(meetings.len(), left, "{after}: {meetings:?}");
@@ -222,7 +224,7 @@ impl Killed {
                 );
                 assert!(err.contains(&says), "{after}: {err}");
                 assert_eq!(output.status.code(), Some(128 + 9), "{after}: {err}");
-                // One that has only just started may go without a word.
+                // A rank that has just started may end without a message.
                 let other = format!("trainer: rank {}: ", (rank + 1) % RANKS);
                 let name = format!("rank {rank}");
                 for says in err.lines().filter_map(|line| line.strip_prefix(&other)) {
@@ -238,7 +240,7 @@ impl Killed {
         }
     }
 
-    /// One run: `early`, then `later` ones as far as it has steps, then its end.
+    /// Runs one `early` situation, then `later` ones as long as the run has steps, then lets it finish.
     fn of_ranks(&mut self, number: u64, early: Situation, later: &[Situation]) -> u64 {
         let run = self.run(number);
         let mut seen = Seen::default();

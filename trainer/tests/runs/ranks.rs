@@ -1,8 +1,9 @@
-//! Several ranks train as one does, go on as any number of them, and end together.
+//! Several ranks train like one, resume with any number of ranks, and end together.
 //!
-//! What could go wrong: a rank takes other samples than its part, gradients are weighted wrongly, a shard goes to another
-//! place; what two ranks wrote three cannot read; a dead or stopped rank leaves the others waiting, or a commit that only
-//! some have made; a second signal reaches ranks that one Ctrl-C should end in order; settings that differ go unseen.
+//! Errors that these tests find: a rank takes the wrong samples, gradients are weighted wrongly, a shard is
+//! misplaced; three ranks cannot read what two wrote; after a rank has died or stopped, the others wait for
+//! ever, or only some complete a commit; a second signal reaches ranks that one Ctrl-C should end in order;
+//! different settings are not noticed.
 
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -12,8 +13,8 @@ use training_state::run::{RunDir, RunId};
 
 use crate::harness::{Harness, Run, device_for, fail, finish, spawn, succeed, until};
 
-/// A dead rank is known at once, a stopped one after 5 s of silence; the launcher kills after 8 s more. The rest is for a
-/// busy machine.
+/// Time for ranks to end. A dead rank is noticed at once, a stopped one after 5 s without an answer; the
+/// launcher kills 8 s later. The rest is for a busy machine.
 pub(crate) const END_WAIT: Duration = Duration::from_secs(30);
 
 const FP32: [&str; 2] = ["train_batch_size=12", "train_micro_batch_size_per_gpu=1"];
@@ -86,7 +87,7 @@ fn the_place_of_tiles_changes_no_bit_with_several_ranks() {
         assert_eq!(memory.bits("grad_norm"), run.bits("grad_norm"));
         assert_eq!(memory.fingerprint(), run.fingerprint());
     }
-    // What is told of bytes is the sum over the ranks.
+    // The reported bytes are the sum over the ranks.
     let alone = (harness.run("alone", &FP32).with(&harness.nvme()))
         .with(&["offload.optimizer_step=immediate"]);
     alone.train();
@@ -104,7 +105,7 @@ fn one_and_three_ranks_resume_what_two_saved() {
     goes_on_with_other_ranks(|_| none());
 }
 
-/// Two ranks, then one, then three, then two; against a run of one rank.
+/// Trains with two ranks, then one, then three, then two, and compares with a run of one rank.
 fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
     let harness = Harness::new();
     let sets = [&FP32[..], &["train.steps=8"]].concat();
@@ -124,7 +125,7 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
         said.contains("note: ranks was 2 up to step 2 and is 1"),
         "{said}"
     );
-    // What one rank committed three read as it is: they stop before their first step.
+    // Three ranks read what one committed without changing it: they stop before their first step.
     let before = until(4).fingerprint();
     let said = succeed(until(4).launch(3));
     assert!(said.contains("resumed at step 4"), "{said}");
@@ -180,7 +181,8 @@ fn a_killed_rank_ends_the_others_and_the_run_resumes() {
 #[test]
 fn a_stopped_rank_ends_the_others_which_report_it() {
     let harness = Harness::new();
-    // Deferred, rank 0 will wait for it in an exchange; at once on a slow drive, in a commit that will not come.
+    // With deferred updates, rank 0 waits in a collective operation; with immediate ones on a slow drive, in
+    // a commit.
     for schedule in ["deferred", "immediate"] {
         let schedule = format!("offload.optimizer_step={schedule}");
         let long = ["train.steps=100000", "scheduler={}", &schedule];
@@ -188,7 +190,8 @@ fn a_stopped_rank_ends_the_others_which_report_it() {
         let first = harness.run(&schedule, &long).with(&harness.nvme());
         succeed(first.with(&["train.stop_after=1"]).launch(2));
         let mut command = run.launch(2);
-        // A step then writes for 0.4 s. Where the daemon is no test build the commit is a matter of luck.
+        // A step then writes for 0.4 s. If the daemon is not a test build, a wait in the commit is not
+        // guaranteed.
         command.env("OFFLOADD_RATE_LIMIT", "1000000000,1000000");
         let child = until(spawn(command), "a step", || run.steps_written() >= 2);
         std::thread::sleep(Duration::from_millis(250));
@@ -213,7 +216,7 @@ fn one_signal_to_the_launcher_ends_all_ranks_in_order() {
     let harness = Harness::new();
     let long = ["train.steps=100000", "scheduler={}"];
     let run = harness.run("run", &long).with(&harness.nvme());
-    // To the whole group, as a terminal's Ctrl-C.
+    // Sent to the whole group, like a terminal's Ctrl-C.
     let mut command = run.launch(2);
     command.process_group(0);
     let child = until(spawn(command), "three steps", || run.steps_written() >= 3);
@@ -266,7 +269,7 @@ fn an_error_of_a_launch_is_reported_once() {
         "{err}"
     );
     assert_eq!(err.lines().count(), 1, "{err}");
-    // Only the first rank looks at the drive; the others say who knows.
+    // Only the first rank examines the drive; the others refer to its message.
     let missing = format!(
         "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
         harness.path("missing").display()
@@ -377,13 +380,13 @@ fn ranks_with_torchruns_environment_connect_and_different_settings_are_refused()
     );
 }
 
-/// A port of the loopback that was free a moment ago.
+/// A port of the loopback interface that was free a moment ago.
 fn free_port() -> u16 {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
     listener.local_addr().expect("its number").port()
 }
 
-/// The process of one of a launcher's ranks.
+/// Process of one of a launcher's ranks.
 pub(crate) fn rank_of(launcher: &Child, rank: u32) -> Pid {
     let launcher = launcher.id();
     let children = std::fs::read_to_string(format!("/proc/{launcher}/task/{launcher}/children"));

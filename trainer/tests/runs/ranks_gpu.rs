@@ -1,7 +1,9 @@
-//! Several ranks on GPUs, each on its own, do what one GPU does. Needs two GPUs or more, and NCCL or RCCL.
+//! Several ranks, each on its own GPU, compute the same as one GPU. Needs at least two GPUs, and NCCL or
+//! RCCL.
 //!
-//! What could go wrong: a shard is gathered before it is there, gradients leave before they are summed or are overwritten before they
-//! left, an update takes others' shards, a GPU waits for ever for a rank that is gone. Each shows as other bits, or as a run that hangs.
+//! Errors that these tests find: a shard is gathered before it is ready, gradients leave before they are
+//! summed or are overwritten before they have left, an update uses another rank's shard, a GPU waits for ever
+//! for a rank that is gone. Each shows as different bits, or as a run that hangs.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +19,7 @@ const SETS: [&str; 3] = [
     "train.device=gpu",
 ];
 
-/// GPUs to use, if there are several.
+/// Number of GPUs to use, if there are several.
 fn gpus(test: &str) -> Option<u32> {
     match Gpu::count() {
         Ok(count) if count > 1 => return Some(count.min(4)),

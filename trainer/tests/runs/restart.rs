@@ -1,4 +1,5 @@
-//! The daemon restarted under a run. What could go wrong: the run ends, waits for ever, or trains on with other bits.
+//! Restarts the daemon during a run. Errors that this finds: the run ends, waits for ever, or continues with
+//! other bits.
 
 use std::process::Child;
 
@@ -7,10 +8,10 @@ use crate::harness::{Harness, finish, spawn, until};
 
 const NVME: &str = "zero_optimization.offload_optimizer.device=nvme";
 
-/// Restarts in the middle of so many steps.
+/// Number of restarts.
 const RESTARTS: u64 = 3;
 
-/// Many more than the restarts need, so that the run goes on beside them.
+/// More steps than the restarts need, so that the run continues meanwhile.
 const STEPS: &str = "train.steps=40";
 
 #[test]
@@ -42,7 +43,7 @@ fn three_restarts_of_the_daemon_change_no_bit_of_a_run() {
     assert!(output.status.success(), "{said}");
     let log = std::fs::read_to_string(harness.path("offloadd.log")).unwrap();
     let taken_up = log.matches("session of the previous daemon").count();
-    // Where the machine runs the trainer alone for a while, the last ones may come after its end.
+    // If the machine runs only the trainer for a while, the last restarts may come after its end.
     assert!(
         (1..=RESTARTS).contains(&(taken_up as u64)),
         "in the middle of the run: {log}"

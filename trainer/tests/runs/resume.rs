@@ -1,12 +1,13 @@
-//! Runs go on where the last commit or save left them, bit for bit, however they ended.
+//! Runs resume from their last commit or checkpoint, bit for bit, however they ended.
 //!
-//! What could go wrong: a commit holds tiles of two steps; a blob belongs to another step than its tiles; the next sample or
-//! the rate is off by one after a resume; a tile written after the commit surfaces; metrics have a step twice or not at all; a
-//! store that was being made is taken for a whole one; a trainer goes on, or hangs, without its daemon. Runs are killed with
-//! -9 at random instants from their start on (the trainer, its daemon, or both), daemons also instead of one of their
-//! operations on devices, drawn as well, and compared with one that nobody killed.
+//! Errors that these tests find: a commit contains tiles of two steps; a blob belongs to another step than
+//! its tiles; the next sample or the rate is off by one after resuming; a tile written after the commit is
+//! used; metrics have a step twice or lack one; an incomplete new store is taken for complete; a trainer
+//! continues, or hangs, without its daemon. Runs are killed with SIGKILL at random moments from their start
+//! on (the trainer, its daemon, or both), daemons also at a random one of their operations on devices, and
+//! compared with a run that was not killed.
 //!
-//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_any` kills each kind of run so often.
+//! `OFFLOADD_KILLS=500 cargo test -p trainer --test runs killed_at_any` kills each kind of run that often.
 
 use std::process::{Child, Output};
 use std::time::{Duration, Instant};
@@ -42,7 +43,7 @@ fn a_run_keeps_its_tile_size_if_the_setting_is_auto() {
     whole.train();
     let parts = |extra: &[&str]| harness.run("parts", extra).with(&harness.nvme());
     parts(&["train.stop_after=3"]).train();
-    // Left open, a size would be chosen that is not the run file's 4096.
+    // A new run with "auto" would get another size than the configuration's 4096.
     let said = parts(&["offload.tile_elems=auto", "offload.staging_bytes=auto"]).train();
     assert!(said.contains("resumed at step 3"), "{said}");
     assert!(said.contains("tiles of 4096 elements"), "{said}");
@@ -97,7 +98,7 @@ fn a_store_written_in_place_resumes_only_after_an_orderly_end() {
             .contains("resumed at step 3")
     );
     assert_eq!(whole.bits("loss")[..6], run(&[]).bits("loss"));
-    // Between commits: right after one the store is whole, whatever comes.
+    // Killed between commits: right after one, the store would be complete.
     let rarely = run(&["offload.commit_every=0"]);
     let begun = rarely.steps_written();
     let child = until(spawn(rarely.command("train")), "three steps", || {
@@ -123,7 +124,7 @@ fn ctrl_c_ends_a_run_on_a_store_with_every_step_committed() {
     let run = harness
         .run("run", &["train.steps=100000", "scheduler={}"])
         .with(&harness.nvme());
-    // A terminal sends the signal to the whole group, the private daemon included if it is in it.
+    // A terminal sends the signal to the whole process group, including a private daemon if it is in it.
     let mut command = run.command("train");
     command.process_group(0);
     let child = until(spawn(command), "three steps", || run.steps_written() >= 3);
@@ -159,7 +160,7 @@ fn a_run_killed_at_any_instant_resumes_bit_for_bit() {
     );
 }
 
-/// How many must hit each of the runs.
+/// Number of kills that must hit each of the runs.
 fn kills() -> usize {
     std::env::var("OFFLOADD_KILLS").map_or(20, |kills| kills.parse().expect("a number of kills"))
 }
@@ -171,35 +172,35 @@ fn a_run_without_a_store_resumes_from_its_checkpoint_bit_for_bit() {
     assert!(hit >= 5, "{hit} kills hit a run");
 }
 
-/// Who is killed.
+/// Processes to kill.
 #[derive(Clone, Copy, Debug)]
 enum Victim {
     Trainer,
     Daemon,
     Both,
-    /// The daemon, instead of this operation of its on a device.
+    /// The daemon, at this operation on a device.
     Operation(u64),
 }
 
-/// Runs that are killed, and the one that is not.
+/// Runs that are killed, and the reference run.
 struct Kills {
     harness: Harness,
     whole: Run,
     fingerprint: String,
     on_store: bool,
-    /// A start goes on from at most so many steps before the last that was told.
+    /// Largest number of steps between the last reported step and the one resumed from.
     steps_lost_max: u64,
     sets: Vec<String>,
 }
 
-/// Steps of each run: a few kills' worth, so that many hit young stores too.
+/// Steps of each run: enough for a few kills, few enough that many kills hit new stores.
 const STEPS: u64 = 40;
 
-/// Kills drawn for each that must hit: others come before the run has begun or when it is done.
+/// Kills tried for each one that must hit: others come before the run has begun or after its end.
 const DRAWN_PER_HIT: usize = 10;
 
 impl Kills {
-    /// Runs with `set` and `sets`; on a store if they say anything of offload.
+    /// Makes runs with `set` and `sets`; on a store if they contain an offload setting.
     fn new(set: &str, sets: &[&str], steps_lost_max: u64) -> Self {
         let harness = Harness::new();
         let steps = format!("train.steps={STEPS}");
@@ -229,19 +230,19 @@ impl Kills {
         }
     }
 
-    /// Kills starts at instants counted from their spawn, or from when they begin, until `hits` of them hit a run that had
-    /// begun, one at least its daemon alone if it has one, and compares every run that comes to its end with the whole one.
-    /// Answers how many hit.
+    /// Kills starts at moments counted from their spawn, or from their beginning, until `hits` kills have hit
+    /// a run that had begun; at least one must hit only a daemon, if there is one. Compares every run that
+    /// finishes with the reference run. Returns the number of hits.
     fn hit(&self, hits: usize) -> usize {
         let seed = Random::seed("victims and shares of the time that a run takes");
-        // Runs that are killed at the same time draw different instants.
+        // Runs of different kinds draw different moments.
         let mut random = Random::of(seed.wrapping_add(self.sets.len() as u64));
         let mut draw = |below: u64| random.below(below);
         let (mut load, mut train) = self.times();
         let (mut hit, mut daemons_alone) = (0, 0);
         let (mut drawn, mut done) = (0, 0);
         let mut run = self.run(done);
-        // Of this run, whatever later starts made of its metrics.
+        // Steps reported by this run, even if later starts truncated its metrics.
         let mut told = 0;
         while hit < hits || self.on_store && daemons_alone == 0 {
             if run.steps_written() == STEPS {
@@ -260,7 +261,7 @@ impl Kills {
                 (false, _) | (true, 0) => Victim::Trainer,
                 (true, 1) => Victim::Daemon,
                 (true, 2) => Victim::Both,
-                // Of some hundred that are left of it.
+                // While libtorch loads.
                 (true, _) => {
                     let below = draw(10) * draw(100) + 1;
                     Victim::Operation(draw(below))
@@ -269,9 +270,8 @@ impl Kills {
             let (output, alive) = match victim {
                 Victim::Operation(number) => self.kill_at_operation(&run, number),
                 _ => {
-                    // Up to where the run should end, from when there is something to kill: its daemon, mostly. A run without
-                    // one shows nothing, and some kills must come as early as they can; while libtorch loads nothing can be
-                    // hurt.
+                    // Between the start of the daemon, if there is one, and the expected end of the run. A
+                    // run without a daemon gives no sign of its start, so some kills come early.
                     let left = (1.0 - run.steps_written() as f64 / STEPS as f64).max(0.25);
                     let later = train.mul_f64(left * draw(1000) as f64 / 1000.0);
                     let mut child = spawn(run.command("train"));
@@ -307,14 +307,14 @@ impl Kills {
                     told = 0;
                 }
                 (_, Some(0)) => {
-                    // It was done before the instant came: the machine has less to do than when the time was taken.
+                    // It finished before the kill: the machine is faster than when the times were measured.
                     (load, train) = (load.mul_f64(0.9), train.mul_f64(0.75));
                     self.compare(&run, seed);
                     done += 1;
                     run = self.run(done);
                     told = 0;
                 }
-                // Killed a moment after its daemon, the trainer may have ended by itself already.
+                // If only its daemon was killed, the trainer may have ended by itself already.
                 (Victim::Daemon | Victim::Both | Victim::Operation(_), Some(code)) if alive > 0 => {
                     assert_eq!(code, 1, "after the daemon's death, seed {seed}: {err}");
                     let says = err.starts_with("trainer: ")
@@ -330,7 +330,7 @@ impl Kills {
                     if alive > 0 || !self.on_store && trains {
                         hit += 1;
                     } else if run.steps_written() < STEPS {
-                        // It had not begun: the machine has more to do than when the time was taken.
+                        // It had not begun: the machine is slower than when the times were measured.
                         load = load.mul_f64(1.25);
                     } else {
                         train = train.mul_f64(0.75);
@@ -346,7 +346,7 @@ impl Kills {
         hit
     }
 
-    /// Its daemon ends where test builds of it can be told to, and the trainer by itself.
+    /// Lets the daemon die at an operation, if it is a test build; the trainer then ends by itself.
     fn kill_at_operation(&self, run: &Run, number: u64) -> (Output, usize) {
         let mut command = run.command("train");
         command.env("OFFLOADD_FAULT", format!("kill@{number}"));
@@ -359,7 +359,7 @@ impl Kills {
             .with(&self.sets)
     }
 
-    /// How long a run that nobody kills takes until there is something to kill, and from there to its end.
+    /// Measures the time of an undisturbed run until there is something to kill, and from there to its end.
     fn times(&self) -> (Duration, Duration) {
         let run = self.harness.run("timed", &[]).with(&self.sets);
         let started = Instant::now();
@@ -390,7 +390,7 @@ impl Kills {
     }
 }
 
-/// The step that a start says it goes on from, if it came so far.
+/// Step from which a start resumed, if it got that far.
 fn went_on_from(out: &str) -> Option<u64> {
     out.lines().find_map(|line| {
         let fresh = line.starts_with("started with random weights");
@@ -400,7 +400,7 @@ fn went_on_from(out: &str) -> Option<u64> {
     })
 }
 
-/// Each step, and the bits of its evaluation if it has one.
+/// Each step with the bits of its evaluation, if any.
 fn evaluations(run: &Run) -> Vec<(u64, Option<u64>)> {
     let bits = |line: &serde_json::Value| line["eval_loss"].as_f64().map(f64::to_bits);
     run.metrics()
@@ -409,8 +409,8 @@ fn evaluations(run: &Run) -> Vec<(u64, Option<u64>)> {
         .collect()
 }
 
-/// Kills with -9 when `instant` has passed. Answers how the trainer ended, and how many daemons it had. A trainer that had
-/// none yet goes too.
+/// Kills with SIGKILL after `instant`. Returns how the trainer ended, and how many daemons it had. A trainer
+/// without a daemon is killed itself.
 fn kill_after(mut child: Child, instant: Duration, victim: Victim) -> (Output, usize) {
     std::thread::sleep(instant);
     let over = child.try_wait().expect("it can be asked").is_some();

@@ -1,7 +1,8 @@
-//! Runs that cannot start are refused before anything is touched, in words that say what to do.
+//! Runs that cannot start are refused before anything is created, with messages that say what to do.
 //!
-//! What could go wrong: a bad setting is found only when a store is formatted already or a run half done, or it is met with
-//! a message that names no key, path or cure. Each test looks at the message, and that no directory was made.
+//! Errors that these tests find: a bad setting is found only after a store was formatted or a run partly
+//! created, or its message names no key, path or remedy. Each test checks the message, and that no directory
+//! was created.
 
 use std::path::Path;
 use std::process::Command;
@@ -9,7 +10,7 @@ use std::process::Command;
 use crate::daemon::Daemon;
 use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until, where_mounted, words};
 
-/// Refused with all of `parts` in the message, and nothing made.
+/// Expects an error whose message contains all of `parts`, and that nothing was created.
 fn refused_untouched(harness: &Harness, run: &Run, parts: &[&str]) {
     let text = run.refused();
     for part in parts {
@@ -80,7 +81,7 @@ fn a_device_or_pipe_is_not_read_as_text() {
     let mode = rustix::fs::Mode::from_raw_mode(0o600);
     let made = rustix::fs::mknodat(rustix::fs::CWD, &pipe, rustix::fs::FileType::Fifo, mode, 0);
     made.expect("a pipe");
-    // Endless, and silent for ever.
+    // One never ends, the other blocks for ever.
     for path in [Path::new("/dev/zero"), &pipe] {
         let files = format!("data.files=[\"{}\"]", path.display());
         let name = path.display().to_string();
@@ -112,7 +113,7 @@ fn directories_that_cannot_hold_a_store_are_refused() {
         &harness.run("run", &[&on(&harness.path("text"))]),
         &["text is not a directory"],
     );
-    // Nobody makes files there, not even root.
+    // Nobody can create files there, not even root.
     refused_untouched(
         &harness,
         &harness.run("run", &[&on("/proc".as_ref())]),
@@ -123,7 +124,7 @@ fn directories_that_cannot_hold_a_store_are_refused() {
 #[test]
 fn a_store_larger_than_the_free_space_is_refused() {
     let harness = Harness::new();
-    // 1.1 T parameters: no drive these tests run on has 27 TB free.
+    // 1.1 T parameters need 27 TB, more than any test drive has.
     let large = [
         "model.hidden_size=32768",
         "model.intermediate_size=131072",
@@ -131,7 +132,7 @@ fn a_store_larger_than_the_free_space_is_refused() {
         "model.num_attention_heads=256",
         "model.num_key_value_heads=256",
         "train.device=cpu",
-        // Large ones: each is planned, and a million of them took seconds.
+        // Large tiles: planning a million small ones took seconds.
         "offload.tile_elems=16777216",
         "offload.staging_bytes=1400000000",
     ];
@@ -204,7 +205,8 @@ fn a_shared_daemon_ignores_nvme_path_and_a_note_says_so() {
         "zero_optimization.offload_optimizer={{device = \"nvme\", nvme_path = \"{}\"}}",
         elsewhere.display()
     );
-    // As the help of `train` has it: a run file that names a directory, and the socket laid over it.
+    // As in the help of `train`: a configuration that names a directory, with a socket set on the command
+    // line.
     let run = harness.run("run", &[&zero, "train.stop_after=1"]);
     let output = finish(spawn(run.with(&daemon.socket()).command("train")));
     let (said, err) = words(&output);
@@ -286,7 +288,7 @@ fn help_shows_how_to_use_it() {
         ("plan", "trainer plan RUN.toml --json"),
     ] {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
-        // As a shell starts it: the program starts itself once more, under the same name.
+        // Started like from a shell: the program executes itself once more, under the same name.
         command
             .env_remove("GOMP_SPINCOUNT")
             .env_remove("OMP_WAIT_POLICY")

@@ -1,8 +1,9 @@
-//! ZeRO's stages learn the same, and each moves and holds what its number says.
+//! ZeRO's stages learn the same, and each moves and holds what its definition says.
 //!
-//! What could go wrong: a stage is a label and changes nothing; weights that stay from forward to backward are those of another
-//! unit; gradients that wait are summed twice, or not over all ranks; ranks that each hold everything drift apart, or write
-//! a checkpoint that others cannot read; a run goes on in another stage from other bits.
+//! Errors that these tests find: a stage changes nothing; weights that stay from forward to backward are
+//! replaced by another unit's; gradients that wait are summed twice, or not over all ranks; ranks that each
+//! hold everything diverge, or write a checkpoint that others cannot read; a run resumes in another stage
+//! from other bits.
 
 use crate::harness::{Harness, Run, fail, succeed};
 
@@ -54,7 +55,7 @@ fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
         (exchanged, first("grads_held_bytes"))
     };
     let [zero, one, two, three] = [0, 1, 2, 3].map(of);
-    // Blocks are gathered twice in stage 3, the ends once.
+    // Blocks are gathered twice in stage 3, embedding and head once.
     let ([weights, grads], whole) = one;
     assert!(
         weights > 0 && grads == weights,
@@ -62,7 +63,7 @@ fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
     );
     assert_eq!(two.0, one.0);
     assert!(three.0[0] > weights * 5 / 4 && three.0[1] == grads);
-    // Everyone updates everything: no weights move, every rank gets every sum.
+    // Stage 0 moves no weights, and every rank gets every sum.
     assert_eq!(zero.0, [0, 2 * grads]);
     assert_eq!(zero.1, whole);
     assert!(
@@ -111,7 +112,7 @@ fn a_run_resumes_in_another_stage_and_with_other_ranks() {
     succeed(part(2, 0).launch(2));
     let fingerprint = part(2, 0).fingerprint();
     assert!(fingerprint.starts_with("step 2\n"), "{fingerprint}");
-    // What every rank has one of them has written, once.
+    // State that every rank holds is written once.
     assert_eq!(fingerprint, part(2, 3).fingerprint());
     let said = succeed(part(4, 1).launch(2));
     assert!(said.contains("resumed at step 2"), "{said}");

@@ -1,7 +1,8 @@
-//! `--trace` writes what happened in some steps, and nothing otherwise.
+//! `--trace` records some steps in a file, and writes nothing without the option.
 //!
-//! What could go wrong: the file is no JSON or is left half written, a step's moves are missing or counted for another step, two
-//! things are computed at once, a failed run leaves nothing, tracing changes the run. Bytes are held against metrics.jsonl.
+//! Errors that these tests find: the file is invalid JSON or incomplete, a step's transfers are missing or
+//! counted for another step, two computations overlap, a failed run leaves no file, tracing changes the run.
+//! Bytes are compared with metrics.jsonl.
 
 use std::path::Path;
 
@@ -9,7 +10,7 @@ use serde_json::Value;
 
 use crate::harness::{Harness, Run, fail, succeed};
 
-/// An event of the timeline, times in microseconds.
+/// Event of the timeline; times in microseconds.
 #[derive(Debug)]
 struct Event {
     track: String,
@@ -57,7 +58,8 @@ fn a_timeline_shows_what_each_step_computed_and_moved() {
     let names: Vec<&str> = steps.iter().map(|step| step.name.as_str()).collect();
     assert_eq!(names, ["step 3", "step 4", "step 5"], "after the first two");
 
-    // All bytes of these steps, to the last one: a span is of the step in which it ended, or of the pause before.
+    // All bytes up to the end of these steps: a span belongs to the step in which it ended, or to the pause
+    // before it.
     let metrics = run.metrics();
     for (track, key) in [
         ("reads", "device_read_bytes"),
@@ -71,7 +73,7 @@ fn a_timeline_shows_what_each_step_computed_and_moved() {
         assert_eq!(moved, told, "{track}");
     }
 
-    // One thread computes: nothing at once, everything within a step, the right things in each.
+    // One thread computes: no overlaps, everything within a step, and the right turns in each.
     let compute = of("compute");
     for pair in compute.windows(2) {
         assert!(
@@ -112,7 +114,7 @@ fn a_timeline_shows_what_each_step_computed_and_moved() {
     }
     let (first, last) = (steps[0].start, steps[2].end);
     for event in &events {
-        // What a deferred step needs may have been on its way when the step began.
+        // Transfers of a deferred step may begin before the step does.
         assert!(
             event.start <= event.end && event.end >= first - 1e6 && event.end <= last,
             "{event:?}"
@@ -136,7 +138,8 @@ fn timelines_of_ranks_show_collectives_during_computation() {
         let shards = ["0", "1", "1", "2", "2", "3"].map(|unit| format!("shards of unit {unit}"));
         let sums = ["0", "1", "2", "3"].map(|unit| format!("sums of unit {unit}"));
         assert_eq!(names, [&shards[..], &sums[..]].concat());
-        // A unit's shards come while the one before it computes, its sums are taken while the next one does.
+        // A unit's shards arrive while the previous unit computes, and its sums are taken while the next one
+        // computes.
         let during = |between: &str, computed: &str| {
             let mut pairs = of("collectives").flat_map(|a| of("compute").map(move |b| (a, b)));
             pairs.any(|(a, b)| {

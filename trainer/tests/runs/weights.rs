@@ -1,12 +1,14 @@
-//! A run starts with the weights in its model's directory, wherever it keeps its state, and is refused what is not whole.
+//! Runs that start with the weights in a model's directory, with their state in various places; incomplete
+//! weights are refused.
 //!
-//! What could go wrong: weights land in the wrong tile when units are cut or shared among ranks; a damaged file is found when
-//! the run is half made; a run that goes on wants a directory that is gone, or takes another one's weights in silence.
+//! Errors that these tests find: weights are read into the wrong tile when units are divided into tiles or
+//! among ranks; a damaged file is detected only after the run was partly created; a resumed run needs a
+//! directory that is gone, or silently uses other weights.
 
 use crate::harness::{Harness, succeed};
 use crate::model_dir::{ALL, FILE, copy, export, fixture, moving_run, numbers, still_run, tensors};
 
-/// Where state may be, and how many ranks share it.
+/// Places for the state, with numbers of ranks that share it.
 fn places(harness: &Harness) -> Vec<(Vec<String>, u32)> {
     let on = |device: &str| {
         ["param", "optimizer"]
@@ -140,7 +142,7 @@ fn incomplete_weights_are_refused_before_anything_is_created() {
         assert!(!run.dir.exists(), "the run directory was created");
         assert!(harness.store_files().is_empty(), "a store was created");
     }
-    // The first element of the first tensor that is stored, and no file at all.
+    // A value that is not finite, and a missing file.
     let mut broken = whole.clone();
     let data_start = 8 + u64::from_le_bytes(whole[..8].try_into().unwrap()) as usize;
     broken[data_start..data_start + 4].copy_from_slice(&f32::NAN.to_le_bytes());
@@ -182,7 +184,7 @@ fn a_resumed_run_does_not_need_the_model_directory() {
             .train()
             .contains(named)
     );
-    // Other weights, then some that are damaged, then none.
+    // Other weights, then damaged ones, then none.
     let mut bytes = std::fs::read(dir.join(FILE)).unwrap();
     let last = bytes.len() - 1;
     bytes[last] ^= 1;
@@ -247,7 +249,7 @@ fn all_parameters_decay_if_configured() {
             numbers(&matrices[name]),
             numbers(&all[name]),
         );
-        // The same step, and decay as AdamW has it: lr * decay of the weight before.
+        // The same step, with AdamW's decay: lr * decay of the weight before.
         let vector = first[name].1.len() == 1;
         for elem in 0..start.len() {
             let taken = if vector {
@@ -282,7 +284,7 @@ fn another_runs_weights_start_a_new_run() {
             .with(&[&set])
             .with(&["optimizer.params.weight_decay=0.0"])
     };
-    // Cut otherwise, in another place, with other ranks.
+    // With another tile size, another place and other ranks.
     let second = from("second").with(&["offload.tile_elems=8192"]);
     let said = succeed(second.launch(2));
     let started = format!(
@@ -295,7 +297,7 @@ fn another_runs_weights_start_a_new_run() {
     assert!(tensors(&expected) == tensors(&out));
     assert!(!second.dir.join("first-weights").exists());
     assert_eq!(second.metrics().len(), 2);
-    // The flag, and a directory in the place of a run.
+    // With the command line option, and a model directory in place of a run.
     let third = harness.run("third", &["model={}", "train.steps=1", "scheduler={}"]);
     let mut command = third.command("train");
     command.arg("--from").arg(&out);
@@ -304,7 +306,7 @@ fn another_runs_weights_start_a_new_run() {
         said.contains(&format!("started with the weights in {}", out.display())),
         "{said}"
     );
-    // Another model, this run itself, and nothing at all.
+    // Another model, this run itself, and a missing directory.
     let text = from("other").with(&["model.num_hidden_layers=3"]).refused();
     assert!(
         text.contains("model.from: the run in ") || text.contains("is missing"),
@@ -323,7 +325,7 @@ fn another_runs_weights_start_a_new_run() {
     assert!(text.contains("/nowhere does not exist"), "{text}");
 }
 
-/// Weights in, weights out, in another type: no step and no data between.
+/// Converts weights to another type without steps and data.
 #[test]
 fn a_run_without_steps_converts_its_initial_weights() {
     let harness = Harness::new();
@@ -351,7 +353,7 @@ fn a_run_without_steps_converts_its_initial_weights() {
                 .values()
                 .all(|tensor| tensor.0 == safetensors::Dtype::BF16)
         );
-        // Again is no other run; with steps and data it goes on from there.
+        // A second start resumes; with steps and data it continues from there.
         assert!(run.train().contains("resumed at step 0"));
         let text = format!("data={{files = [\"{}\"]}}", harness.path("text").display());
         let more = run.with(&["train.steps=1".to_owned(), text]);
