@@ -311,6 +311,7 @@ def test_an_interrupt_in_a_forward_leaves_nothing_behind():
         ours.model(batch)
     handle.remove()
     expected, loss = both(plain, ours, batch)
+    assert not ours.engine._stack, "the next forward begins a pass"
     expected.backward(), loss.backward()
     assert not same_gradients(plain, ours.take_gradients())
     assert not ours.live()
@@ -354,3 +355,68 @@ def test_freezing_a_part_during_training_is_seen():
         found = ours.take_gradients()
         assert (found["blocks.1.linear.weight"] is None) == frozen
         assert all(param.grad is None and found[name] is None or torch.equal(param.grad, found[name]) for name, param in plain.named_parameters())
+
+
+def test_few_units_are_here_at_once_and_each_comes_twice():
+    """Once for its forward, once for its backward; with parameters that have no gradient and inputs that are handed through too."""
+    class Hands(Block):
+        def __init__(self):
+            super().__init__()
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def forward(self, pair):
+            x, bias = pair
+            return super().forward(x + bias), bias
+
+    class HandsThrough(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Hands() for _ in range(6))
+            self.bias = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            pair = x, self.bias * 2
+            for block in self.blocks:
+                pair = block(pair)
+            return pair[0].sum()
+
+    plain, ours = pair(HandsThrough)
+    for _ in range(3):
+        plain.zero_grad()
+        ours.core.done.clear()
+        (plain(torch.ones(2, 8)) * plain(torch.zeros(2, 8))).backward()
+        (ours.model(torch.ones(2, 8)) * ours.model(torch.zeros(2, 8))).backward()
+        gathered = [unit for scatter, unit in ours.core.done if not scatter and unit != 6]
+        assert gathered == 2 * [0, 1, 2, 3, 4, 5] + 2 * [5, 4, 3, 2, 1, 0]
+        assert ours.core.here_max <= 3, "the root, a unit and the one before it"
+        assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_the_roots_weights_are_seen_between_forward_and_backward():
+    plain, ours = pair()
+    losses = []
+    for model in (plain, ours.model):
+        torch.manual_seed(1)
+        loss = model(torch.randn(4, 8))
+        hidden = torch.randn(4, 8, requires_grad=True)
+        loss = loss + torch.nn.functional.linear(hidden, model.head.weight).sum()
+        with torch.no_grad():
+            # Releases what the first forward has left.
+            model(torch.randn(4, 8))
+        loss.backward()
+        losses.append(loss.detach())
+    assert torch.equal(*losses)
+    assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_a_gradient_that_comes_before_any_unit():
+    """Of a parameter that was here when it was used, so that no unit is brought for it."""
+    plain, ours = pair()
+    batch = torch.randn(4, 8)
+    for model in (plain, ours.model):
+        sums = []
+        model.register_forward_pre_hook(lambda module, args: sums.append(module.head.bias.sum()))
+        model(batch).backward()
+        model(batch)
+        sums[-1].backward()
+    assert not same_gradients(plain, ours.take_gradients())

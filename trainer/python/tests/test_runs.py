@@ -309,3 +309,25 @@ def test_a_prepared_model_is_not_prepared_twice(tmp_path):
     with offloadd.prepare(model, optimizer, {}, run_dir=tmp_path / "a"):
         with pytest.raises(offloadd.Error, match="prepared already"):
             offloadd.prepare(model, optimizer, {}, run_dir=tmp_path / "b")
+
+
+def test_without_a_device_parameters_are_the_newest_after_each_step(tmp_path):
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, {}, run_dir=tmp_path / "run"):
+        for x in batches(2):
+            before = model.head.weight.detach().clone()
+            train(model, optimizer, [x])
+            assert not torch.equal(model.head.weight, before)
+
+
+def test_weights_read_after_a_step_are_the_newest(tmp_path):
+    """Also those that a forward without a backward has left in memory."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run"):
+        model(batches(1)[0]).backward()
+        before = model.head.weight.detach().clone()
+        model(batches(1)[0])
+        optimizer.step()
+        assert not torch.equal(model.head.weight, before)

@@ -25,6 +25,8 @@ class FakeCore:
         self.announced = []
         self.announcements = 0
         self.done = []
+        # Most units that were here at once.
+        self.here_max = 0
 
     def phase(self, phase):
         pass
@@ -45,6 +47,7 @@ class FakeCore:
     def gather(self, unit, address):
         self._next((False, unit))
         tensor_at(address, self.units[unit].elems, self.params[unit].dtype).copy_(self.params[unit])
+        self.here_max = max(self.here_max, 1 + sum(one.here for one in self.units if one.index != unit))
 
     def scatter(self, unit, address):
         self._next((True, unit))

@@ -334,9 +334,8 @@ class Engine:
             self._hook_made(output, number, units + companions, min([number, *(unit.start for unit in units)]))
         if torch._C._current_graph_task_id() != -1:
             return output
-        seen = {one.untyped_storage().data_ptr() for one in tensors_in(output) if one.layout is torch.strided}
         for unit in units + companions:
-            if unit.flat.untyped_storage().data_ptr() in seen and self._stack and unit.here:
+            if unit.here and self._stack and self._returned(unit, output):
                 # The caller computes with a view of the weights.
                 self._stack[-1][1].append(unit)
             elif not (unit.root and with_grad):
@@ -344,6 +343,12 @@ class Engine:
             elif not self._stack:
                 self._guard(unit)
         return output
+
+    @staticmethod
+    def _returned(unit: Unit, output) -> bool:
+        """Whether a forward's output has a view of the unit's parameters."""
+        address = unit.flat.untyped_storage().data_ptr()
+        return any(one.layout is torch.strided and one.untyped_storage().data_ptr() == address for one in tensors_in(output))
 
     def _hook_made(self, output, number: int, units: list[Unit], first: int) -> None:
         """Brings `units` for the backward of what was made since `number`: what is handed through belongs to an older node."""

@@ -1,0 +1,257 @@
+"""Each mechanism of the hooks is switched off in turn, and a test notices."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+
+import test_engine
+import test_random_models
+import test_runs
+from offloadd import _engine
+from offloadd._engine import Engine
+from offloadd._order import Order
+
+
+def random_models(first, last):
+    """A check: all seeds have plain PyTorch's bits."""
+    def check(tmp_path):
+        for seed in range(first, last):
+            test_random_models.compare(seed)
+
+    return check
+
+
+def named(test):
+    """A check: a test of this suite."""
+    return lambda tmp_path: test(tmp_path) if "tmp_path" in test.__code__.co_varnames[: test.__code__.co_argcount] else test()
+
+
+def companions(patch):
+    """Units gathered for another unit's forward are not brought to its backward."""
+    original = Engine._after_forward
+
+    def after_forward(self, units, root, *rest):
+        found, gathered, number = self._stack[-1]
+        self._stack[-1] = found, [], number
+        result = original(self, units, root, *rest)
+        for unit in gathered:
+            if torch._C._current_graph_task_id() == -1 and unit is not self.root:
+                self.release(unit)
+        return result
+
+    patch.setattr(Engine, "_after_forward", after_forward)
+
+
+def returned_weights(patch):
+    """A weight that a block returns is released with the block."""
+    patch.setattr(Engine, "_returned", staticmethod(lambda unit, output: False))
+
+
+def outside_uses(patch):
+    """What is made of a weight outside of any forward brings no unit to its backward."""
+    original = Engine.read_released
+
+    def read_released(self, *args):
+        with pytest.MonkeyPatch.context() as inner:
+            if not self._stack:
+                inner.setattr(Engine, "_hook_made", lambda *_: None)
+            return original(self, *args)
+
+    patch.setattr(Engine, "read_released", read_released)
+
+
+def guarded_root(patch):
+    """The root's parameters, which stay between forward and backward, are used unseen."""
+    original = Engine._guard
+    patch.setattr(Engine, "_guard", lambda self, unit: original(self, unit) if unit.flat.untyped_storage().size() == 0 else None)
+
+
+def origin(patch):
+    """Tensors that a block hands through bring it to backward too."""
+    original = Engine._hook_made
+    patch.setattr(Engine, "_hook_made", lambda self, output, number, units, first: original(self, output, -1, units, first))
+
+
+def outputs(patch):
+    """Outputs are looked into as far as PyTorch's pytree does."""
+    patch.setattr(_engine, "tensors_in", lambda output: [one for one in tree_flatten(output)[0] if isinstance(one, torch.Tensor)])
+
+
+def settle_early(patch):
+    """A unit's backward is taken to be over when another one's begins."""
+    original = Engine._before_backward
+    patch.setattr(Engine, "_before_backward", lambda self, units, made, first, grad: original(self, units, -1, first, grad))
+
+
+def settle_late(patch):
+    """A unit's backward is taken to be over when all of it is."""
+    original = Engine._before_backward
+    patch.setattr(Engine, "_before_backward", lambda self, units, made, first, grad: original(self, units, 1 << 60, first, grad))
+
+
+def inner_tasks_end_outer(patch):
+    """A backward within another one ends the outer one's uses."""
+    original = Engine._before_backward
+
+    def before_backward(self, *args):
+        task = torch._C._current_graph_task_id()
+        for uses in self._active.values():
+            uses[:] = [use for use in uses if use[0] == task]
+        original(self, *args)
+
+    patch.setattr(Engine, "_before_backward", before_backward)
+
+
+def uses_of_one_unit(patch):
+    """Of several uses of a unit only the last counts."""
+    original = Engine._before_backward
+
+    def before_backward(self, *args):
+        original(self, *args)
+        for uses in self._active.values():
+            del uses[:-1]
+
+    patch.setattr(Engine, "_before_backward", before_backward)
+
+
+def separate_release(patch):
+    """A unit is released only when all of its gradients have come."""
+    original = Engine._settle
+    patch.setattr(Engine, "_settle", lambda self, unit: original(self, unit) if len(unit.gradients) == len(unit.params) else None)
+
+
+def revision(patch):
+    """What deviates from the order is not announced."""
+    original = Order.next
+
+    def next(self, op):
+        if self._kind not in self._known:
+            return original(self, op)
+        self._seen.append(op)
+
+    patch.setattr(Order, "next", next)
+
+
+def freshness(patch):
+    """What is here is taken to be the newest."""
+    patch.setattr(Engine, "refresh", lambda self: None)
+
+
+def stale_units(patch):
+    """Units that are here stay when a step is made."""
+    original = Engine.updated
+
+    def updated(self):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Engine, "release_all", lambda self: None)
+            original(self)
+
+    patch.setattr(Engine, "updated", updated)
+
+
+def order_of_sums(patch):
+    """Gradients of one backward are summed before they are added to those of the step."""
+    original = Engine._gradient_came
+
+    def gradient_came(self, unit, param):
+        kept, self.square_sums = self.square_sums, {}
+        original(self, unit, param)
+        self.square_sums = kept
+
+    patch.setattr(Engine, "_gradient_came", gradient_came)
+
+
+def versions(patch):
+    """Autograd is not told that a step has changed the weights."""
+    patch.setattr(torch.autograd.graph, "increment_version", lambda param: None)
+
+
+def handles_before_sums(patch):
+    """Handles of earlier gradients are taken away when a unit comes, not when its gradient does."""
+    original = nn.Parameter.register_hook
+    patch.setattr(nn.Parameter, "register_hook", lambda self, hook: None if hook.__name__ == "_start_backward" else original(self, hook))
+
+
+def dropped(patch):
+    """Nobody looks whether the script has dropped gradients."""
+    patch.setattr(Engine, "dropped", lambda self: set())
+
+
+def half_backward(patch):
+    """A backward that did not end counts as one."""
+    patch.setattr(Engine, "half_backward", property(lambda self: False))
+
+
+def interrupts(patch):
+    """A forward that an interrupt ended is taken to be under way."""
+    patch.setattr(Engine, "_within_itself", lambda self: True)
+
+
+CHECKS = [
+    (companions, named(test_engine.test_a_weight_used_by_another_block_is_gathered_for_it_and_for_its_backward)),
+    (returned_weights, random_models(0, 20)),
+    (outside_uses, named(test_engine.test_parts_of_a_model_called_by_themselves_have_plain_pytorchs_bits)),
+    (guarded_root, named(test_engine.test_the_roots_weights_are_seen_between_forward_and_backward)),
+    (origin, named(test_engine.test_few_units_are_here_at_once_and_each_comes_twice)),
+    (outputs, random_models(0, 20)),
+    (settle_early, random_models(0, 20)),
+    (settle_late, named(test_engine.test_few_units_are_here_at_once_and_each_comes_twice)),
+    (inner_tasks_end_outer, random_models(0, 60)),
+    (uses_of_one_unit, random_models(0, 20)),
+    (separate_release, named(test_engine.test_few_units_are_here_at_once_and_each_comes_twice)),
+    (revision, named(test_engine.test_an_order_that_changes_every_step_gives_the_same_bits)),
+    (freshness, named(test_runs.test_without_a_device_parameters_are_the_newest_after_each_step)),
+    (stale_units, named(test_runs.test_weights_read_after_a_step_are_the_newest)),
+    (order_of_sums, random_models(0, 60)),
+    (versions, named(test_engine.test_a_graph_of_before_a_step_is_refused_as_plain_pytorch_does)),
+    (handles_before_sums, named(test_engine.test_a_gradient_that_comes_before_any_unit)),
+    (dropped, named(test_engine.test_gradients_set_to_none_by_hand_are_forgotten)),
+    (half_backward, named(test_engine.test_a_forward_and_a_backward_that_fail_leave_nothing_behind)),
+    (interrupts, named(test_engine.test_an_interrupt_in_a_forward_leaves_nothing_behind)),
+]
+
+
+def switch_off_each():
+    """Runs each check without its mechanism, in a child: a kernel that reads a released weight may end the process. Prints how each ended."""
+    for removed, check in CHECKS:
+        sys.stdout.flush()
+        child = os.fork()
+        if child == 0:
+            with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as dir:
+                removed(patch)
+                try:
+                    check(pathlib.Path(dir))
+                except BaseException as error:
+                    print(removed.__name__, "missed:", type(error).__name__, str(error).replace("\n", " ")[:200], flush=True)
+                else:
+                    print(removed.__name__, "not missed", flush=True)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            print(removed.__name__, "missed: ended with", status, flush=True)
+
+
+@pytest.fixture(scope="module")
+def results():
+    done = subprocess.run([sys.executable, "-W", "ignore", __file__], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("name", [removed.__name__ for removed, _ in CHECKS])
+def test_a_mechanism_that_is_switched_off_is_missed(results, name):
+    assert results[name].startswith("missed"), results[name]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    switch_off_each()
