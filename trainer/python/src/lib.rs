@@ -74,6 +74,8 @@ fn checkpoint_state(dir: PathBuf) -> PyResult<String> {
 #[pyclass(frozen)]
 struct Core {
     held: Mutex<Option<Held>>,
+    /// The process that opened the run. A fork of it shares the daemon's memory and has none of the threads.
+    process: u32,
     signals: Signals,
     #[pyo3(get)]
     engine: String,
@@ -88,6 +90,10 @@ impl Core {
         self.held
             .lock()
             .unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    fn is_forked(&self) -> bool {
+        std::process::id() != self.process
     }
 
     /// Runs `call` without the interpreter's lock.
@@ -107,6 +113,11 @@ impl Core {
         py: Python<'_>,
         call: impl Send + FnOnce(&mut Held) -> PyResult<T>,
     ) -> PyResult<T> {
+        if self.is_forked() {
+            return Err(Error::new_err(
+                "this process is a fork of the one that opened the run, and cannot use it: read parameters before the fork",
+            ));
+        }
         py.detach(|| match self.lock().as_mut() {
             Some(held) => {
                 let began = Instant::now();
@@ -122,6 +133,16 @@ impl Core {
         match error {
             checkpoint::Failure::Swapper(error) => self.signals.exception(error),
             checkpoint::Failure::Checkpoint(error) => checkpoint::exception(error),
+        }
+    }
+}
+
+impl Drop for Core {
+    /// A fork leaves the session and the daemon alone.
+    fn drop(&mut self) {
+        if self.is_forked() {
+            let held = self.held.get_mut().unwrap_or_else(|p| p.into_inner());
+            std::mem::forget(held.take());
         }
     }
 }
@@ -151,6 +172,7 @@ impl Core {
             host_bytes: opened.memory.host_bytes(),
             device_bytes: opened.memory.table_bytes,
             held: Mutex::new(Some(held)),
+            process: std::process::id(),
             signals,
         };
         Ok((core, blob))
@@ -359,8 +381,11 @@ impl Core {
         self.with(py, |held| held.swapper.drain())
     }
 
-    /// Ends in order; what was not drained is lost. A second call does nothing.
+    /// Ends in order; what was not drained is lost. Does nothing the second time and in a fork.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
+        if self.is_forked() {
+            return Ok(());
+        }
         py.detach(|| match self.lock().take() {
             Some(held) => held.swapper.close().map_err(failed),
             None => Ok(()),

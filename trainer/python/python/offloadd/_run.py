@@ -108,6 +108,7 @@ class Run:
         self._noted: dict[str, Any] = {}
         self._to_seal: Optional[dict[str, Any]] = None
         self._closed = False
+        self._process = os.getpid()
         run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Names and shapes of the units' parameters.
         self.layout = [[[names[id(param)], list(param.shape)] for param in unit.params] for unit in found]
@@ -216,6 +217,9 @@ class Run:
         for batch in iterator:
             position.batches += 1
             yield batch
+            if self._to_seal is not None:
+                # Before the script draws its next batch and changes what goes with it.
+                self._to_seal = self._complete(self._to_seal)
         position.batches, position.random = 0, None
 
     def drain(self) -> None:
@@ -230,6 +234,8 @@ class Run:
             return
         self._closed = True
         atexit.unregister(self.close)
+        if os.getpid() != self._process:
+            return
         self.model._offloadd_run = None
         self.model._is_accelerate_prepared = False
         for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained"):
@@ -474,7 +480,7 @@ class Run:
         }
 
     def _seal(self) -> None:
-        """Completes the last step: called when the next forward begins, by when schedulers have moved on."""
+        """Orders the last step's commit: called when the next forward begins, by when schedulers have moved on."""
         if self._to_seal is None:
             return
         self._core.seal(to_blob(self._complete(self._to_seal), self.run_dir))
@@ -482,6 +488,9 @@ class Run:
         self.engine.order.forget_rest()
 
     def _complete(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with what a script may change after `optimizer.step()`, unless it is there."""
+        if "groups" in state:
+            return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
         buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
         return {**state, "groups": groups, "buffers": buffers, "track": [one.state_dict() for one in self.track]}

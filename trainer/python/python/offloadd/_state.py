@@ -59,7 +59,10 @@ def to_blob(state: dict[str, Any], run_dir: Path) -> bytes:
     if len(data) <= _INLINE_BYTES_MAX:
         return data
     path = run_dir / f"state-{state['steps_done']}.pt"
-    write_flushed(path, data)
+    try:
+        write_flushed(path, data)
+    except OSError as error:
+        raise Error(f"{path}: the state of step {state['steps_done']} cannot be written: {error.strerror}; make room and go on") from None
     old = sorted(run_dir.glob("state-*.pt"), key=lambda one: int(one.stem.split("-")[1]))
     for one in old[:-_FILES_KEPT]:
         one.unlink()
