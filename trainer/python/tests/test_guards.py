@@ -44,7 +44,7 @@ def companions(patch):
         self._stack[-1] = found, [], number
         result = original(self, units, root, *rest)
         for unit in gathered:
-            if torch._C._current_graph_task_id() == -1 and unit is not self.root:
+            if torch._C._current_graph_task_id() == -1 and not unit.root:
                 self.release(unit)
         return result
 
