@@ -649,6 +649,28 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_shows_the_def
         (run.warnings.join("\n"), run.summary().join("\n"))
     };
     let base = json!({"train_batch_size": 1, "bf16": {"enabled": true}});
+    for (norm, clipping) in [
+        (
+            None,
+            "clipping  gradients to a norm of 1 (the default; gradient_clipping changes it)",
+        ),
+        (
+            Some(1.0),
+            "clipping  gradients to a norm of 1 (gradient_clipping)",
+        ),
+        (
+            Some(0.5),
+            "clipping  gradients to a norm of 0.5 (gradient_clipping)",
+        ),
+        (Some(0.0), "clipping  none (gradient_clipping = 0)"),
+    ] {
+        let mut shape = base.clone();
+        if let Some(norm) = norm {
+            shape["gradient_clipping"] = norm.into();
+        }
+        let (_, summary) = warned(shape);
+        assert!(summary.lines().any(|line| line == clipping), "{summary}");
+    }
     let (warnings, summary) = warned(base.clone());
     assert!(
         warnings.contains(
@@ -663,7 +685,8 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_shows_the_def
     assert_eq!(
         summary,
         "optimizer AdamW, lr 5e-5, betas 0.9 and 0.999, eps 1e-8, weight decay 0\n\
-         schedule  linear, from 5e-5 down to 0 over 1000 steps, no warm-up\nprecision bf16"
+         schedule  linear, from 5e-5 down to 0 over 1000 steps, no warm-up\n\
+         clipping  gradients to a norm of 1 (the default; gradient_clipping changes it)\nprecision bf16"
     );
     // DeepSpeed alone keeps the rate constant; so does this program, with a warning.
     let named = json!({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}});

@@ -31,6 +31,9 @@ pub struct RunSettings {
     pub ranks: u32,
     /// Largest global norm of the gradients; 0 disables clipping.
     pub gradient_clipping: f64,
+    /// Whether `gradient_clipping` is the default.
+    #[serde(skip)]
+    pub gradient_clipping_is_default: bool,
     pub optimizer: OptimizerSettings,
     pub lr: LrSchedule,
     pub data: DataSettings,

@@ -1,22 +1,24 @@
-//! The first lines of a run's plan: optimizer, learning rate and precision.
+//! The first lines of a run's plan: optimizer, learning rate, gradient clipping and precision.
 
 use std::fmt;
 
 use super::{LrSchedule, OverflowPolicy, RunSettings, Warmup};
 
 impl RunSettings {
-    /// Formats the optimizer, its learning rate over the steps, and the precision, each on one line.
-    pub fn summary(&self) -> [String; 3] {
+    /// Formats the optimizer, its learning rate over the steps, gradient clipping and the precision, each on
+    /// one line.
+    pub fn summary(&self) -> [String; 4] {
         let optimizer = &self.optimizer;
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer AdamW, lr {}, betas {first} and {second}, eps {:e}, weight decay {}",
+                "optimizer AdamW, lr {}, betas {first} and {second}, eps {}, weight decay {}",
                 Rate(optimizer.lr),
-                optimizer.eps,
+                Rate(optimizer.eps),
                 optimizer.weight_decay
             ),
             format!("schedule  {}", schedule(&self.lr)),
+            format!("clipping  {}", self.clipping()),
             format!(
                 "precision {}{}",
                 self.dtype.name(),
@@ -27,16 +29,32 @@ impl RunSettings {
             ),
         ]
     }
+
+    fn clipping(&self) -> String {
+        match self.gradient_clipping {
+            0.0 => "none (gradient_clipping = 0)".into(),
+            norm if self.gradient_clipping_is_default => {
+                format!("gradients to a norm of {norm} (the default; gradient_clipping changes it)")
+            }
+            norm => format!("gradients to a norm of {norm} (gradient_clipping)"),
+        }
+    }
 }
 
-/// Learning rate in the usual notation, as 5e-5 or 0.
-struct Rate(f64);
+/// Learning rate in the usual notation, as 5e-5 or 0. Six digits after the point hide the error of a number
+/// that was an `f32` once, or of a product.
+pub(super) struct Rate(pub(super) f64);
 
 impl fmt::Display for Rate {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0.0 => f.write_str("0"),
-            rate => write!(f, "{rate:e}"),
+            rate => {
+                let text = format!("{rate:.6e}");
+                let (digits, power) = text.split_once('e').expect("an exponent");
+                let digits = digits.trim_end_matches('0').trim_end_matches('.');
+                write!(f, "{digits}e{power}")
+            }
         }
     }
 }
@@ -89,4 +107,25 @@ fn rise(warmup: &Warmup) -> String {
         Rate(warmup.max_lr),
         warmup.steps
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_are_shown_without_rounding_errors() {
+        let text = |rate: f64| Rate(rate).to_string();
+        assert_eq!(
+            [
+                text(f64::from(1e-5_f32)),
+                text(1e-5 * 1e-4),
+                text(2.5e-4),
+                text(0.5),
+                text(20.0),
+                text(0.0)
+            ],
+            ["1e-5", "1e-9", "2.5e-4", "5e-1", "2e1", "0"]
+        );
+    }
 }

@@ -154,6 +154,7 @@ pub(super) fn resolve(
         batch,
         ranks,
         gradient_clipping,
+        gradient_clipping_is_default: config.gradient_clipping.is_none(),
         optimizer,
         lr,
         data,

@@ -4,6 +4,7 @@ use serde_json::Value;
 
 use super::optimizer::is_left_out;
 use super::{at_least, fraction, not_negative, value};
+use crate::config::summary::Rate;
 use crate::config::toml::{ConfigToml, SchedulerParamsToml};
 use crate::config::{
     LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
@@ -124,7 +125,8 @@ fn left_out(
     if !trainers {
         if written_for == WrittenFor::DeepSpeed {
             said.warnings.push(format!(
-                "no scheduler is set: the learning rate stays {lr:e}, as in DeepSpeed; set scheduler.type = \"{LINEAR}\" for a linear decay, as in Hugging Face's Trainer"
+                "no scheduler is set: the learning rate stays {}, as in DeepSpeed; set scheduler.type = \"{LINEAR}\" for a linear decay, as in Hugging Face's Trainer",
+                Rate(lr)
             ));
         }
         return LrSchedule::Constant { lr };
@@ -293,7 +295,9 @@ fn warmup(
         "WarmupDecayLR" => {
             if params.warmup_max_lr.is_none() && lr != DECAY_MAX_LR {
                 note(format!(
-                    "scheduler.params.warmup_max_lr is not set: using the optimizer's rate, {lr} (DeepSpeed's WarmupDecayLR uses {DECAY_MAX_LR})"
+                    "scheduler.params.warmup_max_lr is not set: using the optimizer's rate, {} (DeepSpeed's WarmupDecayLR uses {})",
+                    Rate(lr),
+                    Rate(DECAY_MAX_LR)
                 ));
             }
             LrSchedule::WarmupDecay {
