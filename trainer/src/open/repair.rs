@@ -63,7 +63,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
         id: Some(id),
     })?;
     say(format!(
-        "note: {} {what}; it was rebuilt from {source}",
+        "{} {what}; it was rebuilt from {source}",
         run_dir.join("run.json").display()
     ));
     Ok(())

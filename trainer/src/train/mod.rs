@@ -127,7 +127,7 @@ fn run_to_its_end(
     let ranks = &ranks_of(comm);
     if *start != Start::Fresh {
         ranks.by_first("looking for the run", || {
-            repair(&settings, &mut |note| outln!("{note}"))
+            repair(&settings, &mut |note| outln!("note: {note}"))
         })?;
     }
     let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
