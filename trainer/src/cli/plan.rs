@@ -1,6 +1,6 @@
 //! `trainer plan`: plans a run, plans a model without a run, or prints a table of models.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use offload_support::console::out;
@@ -8,9 +8,11 @@ use offload_support::{errln, outln};
 use serde_json::json;
 use trainer::config::RunSettings;
 use trainer::plan::{
-    Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
-    Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
+    Beginning, Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question,
+    REPORT_VERSION, Refusal, parse_count, parse_drives, parse_memory, parse_rate, places,
+    read_model,
 };
+use training_state::run::resolved;
 
 /// Examples shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -151,7 +153,7 @@ pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
     plan_run(&settings, &args)
 }
 
-fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
+fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
     let asked = &args.asked;
     let model = read_model(path)?;
     let question = Question {
@@ -205,18 +207,27 @@ fn plan_model(path: &std::path::Path, args: &PlanArgs) -> anyhow::Result<()> {
 
 fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
     let hardware = Hardware::new(settings, &args.machine.overrides());
-    let plan = Plan::new(settings, hardware.clone());
+    let mut plan = Plan::new(settings, hardware.clone());
+    let mut warnings = settings.warnings.clone();
+    if let Ok(plan) = &mut plan {
+        let run_dir = resolved(&settings.train.run_dir);
+        // A path of another machine says nothing about this machine's root file system.
+        let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();
+        if run_dir.ancestors().any(is_here) {
+            warnings.extend(plan.check_space(settings, Beginning::found(&run_dir))?);
+        }
+    }
     if args.json {
         let report = match &plan {
             Ok(plan) => serde_json::to_string_pretty(&plan.report()),
             Err(error) => serde_json::to_string_pretty(&Refusal::new(error)),
         };
         outln!("{}", report?);
-        for warning in &settings.warnings {
+        for warning in &warnings {
             errln!("warning: {warning}");
         }
     } else {
-        for warning in &settings.warnings {
+        for warning in &warnings {
             outln!("warning: {warning}");
         }
         for note in &settings.notes {

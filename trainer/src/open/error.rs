@@ -3,7 +3,6 @@
 use std::path::PathBuf;
 
 use kernels::gpu::GpuError;
-use offload_support::units::ApproxBytes;
 use swapper::{SwapperError, TileError};
 
 use crate::accelerator::AcceleratorError;
@@ -71,19 +70,6 @@ pub enum RunError {
     DamagedTile {
         error: Box<SwapperError>,
         config: PathBuf,
-    },
-    #[error(
-        "the file system of {} has {} free, and {what} {}: {change}",
-        dir.display(), ApproxBytes(*free_bytes), ApproxBytes(*needed_bytes)
-    )]
-    CheckpointSpace {
-        dir: PathBuf,
-        free_bytes: u64,
-        needed_bytes: u64,
-        /// What needs the bytes, as the beginning of a sentence.
-        what: &'static str,
-        /// The remedy.
-        change: &'static str,
     },
     #[error("the run in {} has committed nothing yet", run_dir.display())]
     NothingCommitted { run_dir: PathBuf },

@@ -10,6 +10,7 @@ use super::{CopyWeights, RunError};
 use crate::config::{FirstWeights, RunSettings};
 use crate::model::{ModelConfig, UnitLayout, init};
 use crate::weights::{Weights, WeightsError};
+use training_state::run::first_weights_dir;
 
 /// Origin of the initial weights in a `run.json` that was rebuilt.
 pub(super) const NOT_KNOWN: &str = "not known";
@@ -125,7 +126,7 @@ impl Staged {
     /// Staged weights of the run in `run_dir`; they need not exist yet.
     pub(super) fn of(run_dir: &Path) -> Self {
         Self {
-            dir: run_dir.join("first-weights"),
+            dir: first_weights_dir(run_dir),
         }
     }
 

@@ -6,7 +6,6 @@ mod describe;
 mod error;
 mod first;
 mod repair;
-mod room;
 mod run;
 mod shared;
 
@@ -27,7 +26,7 @@ use crate::accelerator;
 use crate::config::{FirstWeights, RunSettings};
 use crate::data::Data;
 use crate::model::ModelConfig;
-use crate::plan::{Hardware, Overrides, Plan};
+use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
 pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_DIR};
 use describe::{describe, tile_elems_of, trained_with};
@@ -148,11 +147,7 @@ impl Prepared {
             Err(error) if !begun && from.is_none() => return Err(error.into()),
             first => first,
         };
-        let private = settings.placement.has_store() && settings.offload.socket.is_none();
-        let files = private.then(|| {
-            let dirs = &settings.placement.nvme_paths;
-            StoreFiles::new(dirs, &id.job, plan.device_file_bytes(dirs.len() as u64))
-        });
+        let files = plan.store_files(&settings, &id.job);
         let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
         description.files = paths.iter().map(|path| resolved(path)).collect();
         if from.is_some()
@@ -192,7 +187,7 @@ impl Prepared {
     }
 
     /// Checks that there is room for the run: the private store's directories or the shared daemon, then
-    /// memory, then checkpoints. Changes nothing.
+    /// memory, then the run directory. Changes nothing.
     ///
     /// # Errors
     /// The first shortage found.
@@ -211,17 +206,16 @@ impl Prepared {
                 tracing::warn!("{note}");
             }
         }
-        self.plan.check()?;
-        if let Some(warning) = room::check(
-            &self.settings,
-            &self.plan,
-            &self.run_dir,
-            self.begun,
-            self.from.is_some(),
-        )? {
+        let mut plan = self.plan.clone();
+        let beginning = match (&self.from, self.begun) {
+            (Some(_), _) => Beginning::Checkpoint,
+            (None, true) => Beginning::Resumed,
+            (None, false) => Beginning::Fresh,
+        };
+        if let Some(warning) = plan.check_space(&self.settings, beginning)? {
             tracing::warn!("{warning}");
         }
-        Ok(())
+        Ok(plan.check()?)
     }
 
     /// Reads the initial weights of a fresh run once, to reject unusable values before anything is created.

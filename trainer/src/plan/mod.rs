@@ -23,6 +23,7 @@ mod problems;
 mod question;
 mod rates;
 mod report;
+mod space;
 mod text;
 mod tiles;
 
@@ -44,10 +45,11 @@ pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Length, Question, QuestionError, read_model};
 pub use report::{REPORT_VERSION, Refusal, Report};
+pub use space::{Beginning, FileSystem};
 use tiles::swapper_settings;
 use training_state::backend::GPU_STAGING_BYTES;
 use training_state::plan::{BusBytes, TileSums};
-use training_state::store::device_file_bytes;
+use training_state::store::{StoreFiles, device_file_bytes};
 
 /// Fewest slots that a swapper can work with.
 const STAGING_LEAST: Staging = Staging::Slots {
@@ -100,6 +102,8 @@ pub struct Plan {
     pub steps: u64,
     /// Costs of checkpoints, if the run makes any.
     pub checkpoints: Option<CheckpointsPlan>,
+    /// File systems that a start writes to; empty until [`Plan::check_space`].
+    pub space: Vec<FileSystem>,
     problems: Vec<Problem>,
     /// Settings that the plan chose, with reasons.
     choices: Vec<Choice>,
@@ -162,6 +166,7 @@ impl Plan {
             steps: settings.train.steps,
             checkpoints: None,
             hardware,
+            space: Vec::new(),
             problems: Vec::new(),
             choices: Vec::new(),
         };
@@ -225,6 +230,15 @@ impl Plan {
             Backing::Memory => 0,
             Backing::Store(store) => device_file_bytes(&self.memory, store.durability, count),
         }
+    }
+
+    /// Device files of the private store of `job`, if the run has one.
+    pub(crate) fn store_files(&self, settings: &RunSettings, job: &str) -> Option<StoreFiles> {
+        let private = settings.placement.has_store() && settings.offload.socket.is_none();
+        private.then(|| {
+            let dirs = &settings.placement.nvme_paths;
+            StoreFiles::new(dirs, job, self.device_file_bytes(dirs.len() as u64))
+        })
     }
 
     /// Refuses a run that does not fit, or that needs hardware that is missing.

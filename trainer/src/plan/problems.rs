@@ -9,14 +9,17 @@ use swapper::SwapperError;
 use super::{Plan, optimizer_device_name};
 use crate::compute::ActivationCheckpointing;
 use crate::config::{DeviceChoice, OptimizerDevice, RunSettings};
-use training_state::run::{RunId, resolved};
-use training_state::store::StoreFiles;
+use training_state::run::{CheckpointError, DirError, RunId, resolved};
 
 /// Error that keeps a run from starting.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     #[error(transparent)]
     Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     #[error("{0}")]
     Refused(Problem),
 }
@@ -38,6 +41,7 @@ pub enum ProblemKind {
     HostMemory,
     GpuMemory,
     DeviceSpace,
+    RunDirSpace,
     NoGpu,
     Update,
     Settings,
@@ -164,16 +168,8 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
 /// Checks free space for a private store in directories that exist on this machine. A running daemon manages
 /// its own space.
 fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let dirs = &settings.placement.nvme_paths;
-    if settings.offload.socket.is_some() || dirs.is_empty() {
-        return None;
-    }
-    let files = StoreFiles::new(
-        dirs,
-        &RunId::of(&resolved(&settings.train.run_dir)).0.job,
-        plan.device_file_bytes(dirs.len() as u64),
-    );
-    let error = files.check_space().err()?;
+    let id = RunId::of(&resolved(&settings.train.run_dir)).0;
+    let error = plan.store_files(settings, &id.job)?.check_space().err()?;
     let text = error.to_string();
     let (what, change) = text
         .rsplit_once(": ")

@@ -5,8 +5,8 @@ use serde::Serialize;
 
 use super::problems::ProblemKind;
 use super::{
-    BusBytes, CheckpointsPlan, Choice, ComputeMemory, Hardware, Outlook, Plan, PlanError, Problem,
-    checkpointing_name, optimizer_device_name,
+    BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, Outlook, Plan,
+    PlanError, Problem, checkpointing_name, optimizer_device_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -40,6 +40,8 @@ pub struct Report {
     pub outlook: Outlook,
     /// `None` for a run that makes no checkpoints.
     pub checkpoints: Option<CheckpointsPlan>,
+    /// File systems that a start writes to, with their free space.
+    pub space: Vec<FileSystem>,
     pub chosen: ChosenReport,
     /// Settings that the plan chose, with reasons.
     pub choices: Vec<Choice>,
@@ -59,7 +61,7 @@ impl Refusal {
     pub fn new(error: &PlanError) -> Self {
         let problem = match error {
             PlanError::Refused(problem) => problem.clone(),
-            PlanError::Swapper(error) => Problem::new(
+            error => Problem::new(
                 ProblemKind::Settings,
                 error.to_string(),
                 "change the setting named in the message",
@@ -204,6 +206,7 @@ impl Plan {
             bound: self.bound_report(),
             outlook: self.outlook(),
             checkpoints: self.checkpoints,
+            space: self.space.clone(),
             chosen: ChosenReport {
                 tile_elems: self.swapper.tile_elems,
                 param_tile_bytes: memory.param_slot_bytes,

@@ -1,15 +1,197 @@
-//! Checks free space for the checkpoints of a run before training. Without the check, a run whose state lives
-//! in memory would train to its end and then lose it.
+//! Checks free space for a run's checkpoints, beside its store and the weights that it starts with. Without the
+//! check, a run whose state lives in memory would train to its end and then lose it.
 
-use std::path::Path;
+use std::fmt;
+use std::path::{Path, PathBuf};
 
-use super::RunError;
-use crate::config::RunSettings;
-use crate::plan::Plan;
 use offload_support::units::ApproxBytes;
+use serde::Serialize;
+
+use super::problems::{Problem, ProblemKind};
+use super::{Plan, PlanError};
+use crate::config::{FirstWeights, RunSettings};
 use training_state::metrics::MetricsFile;
-use training_state::run::{Checkpoints, DirError, SLACK_BYTES};
-use training_state::store::free_bytes;
+use training_state::run::{
+    CheckpointError, Checkpoints, DirError, RunDir, RunId, SLACK_BYTES, bytes_in,
+    first_weights_dir, resolved,
+};
+use training_state::store::{StoreFiles, file_system, free_bytes};
+
+/// Where a start begins.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Beginning {
+    /// At the newest state of the run in the run directory.
+    Resumed,
+    /// At a checkpoint, of this run or of another one.
+    Checkpoint,
+    /// With initial weights; what an earlier run left is removed.
+    Fresh,
+}
+
+impl Beginning {
+    /// The beginning of a start without options in `run_dir`.
+    pub fn found(run_dir: &Path) -> Self {
+        match RunDir::described(run_dir) {
+            Ok(None) => Self::Fresh,
+            Ok(Some(_)) | Err(_) => Self::Resumed,
+        }
+    }
+}
+
+/// A file system that a start writes to.
+#[derive(Clone, Debug, Serialize)]
+pub struct FileSystem {
+    /// The run's first directory there.
+    pub dir: PathBuf,
+    /// Free space, with everything that the start removes.
+    pub free_bytes: u64,
+    /// Space for files of the private store that do not exist yet.
+    pub store_bytes: u64,
+    /// Space for the copy of another run's weights, until the start is complete.
+    pub weights_bytes: u64,
+    /// Space for all checkpoints that exist at the same time, beyond those that exist already.
+    pub checkpoint_bytes: u64,
+}
+
+impl fmt::Display for FileSystem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (dir, free) = (self.dir.display(), ApproxBytes(self.free_bytes));
+        write!(f, "space     {dir} has {free} free")?;
+        let mut lead = "; needs";
+        for (bytes, what) in [
+            (self.store_bytes, "for the store"),
+            (self.weights_bytes, "for copied weights during the start"),
+            (self.checkpoint_bytes, "for checkpoints"),
+        ] {
+            if bytes > 0 {
+                write!(f, "{lead} {} {what}", ApproxBytes(bytes))?;
+                lead = ",";
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// Compares what a start writes with the free space of the file systems, and adds what does not fit to the
+    /// problems. Returns a warning when there is room for one checkpoint but not for all: whether the others
+    /// fit depends on what else the drive holds by then.
+    ///
+    /// # Errors
+    /// The run directory cannot be examined.
+    pub fn check_space(
+        &mut self,
+        settings: &RunSettings,
+        beginning: Beginning,
+    ) -> Result<Option<String>, PlanError> {
+        let run_dir = resolved(&settings.train.run_dir);
+        let free_bytes = |dir: &Path| free_bytes(dir).map_err(unreadable(dir));
+        let wanted = Wanted::of(self, settings, &run_dir, beginning)?;
+        let number = file_system(&run_dir).map_err(unreadable(&run_dir))?;
+        let mut there = FileSystem {
+            dir: run_dir.clone(),
+            free_bytes: free_bytes(&run_dir)?.saturating_add(removed_bytes(&run_dir, beginning)?),
+            store_bytes: 0,
+            weights_bytes: self.copied_weights_bytes(settings, beginning),
+            checkpoint_bytes: wanted.all_bytes(),
+        };
+        let mut others = Vec::new();
+        let files = self.store_files(settings, &RunId::of(&run_dir).0.job);
+        for space in files.iter().flat_map(StoreFiles::space_needed) {
+            if space.system == number {
+                there.store_bytes = space.needed_bytes;
+                continue;
+            }
+            others.push(FileSystem {
+                free_bytes: free_bytes(&space.dir)?,
+                dir: space.dir,
+                store_bytes: space.needed_bytes,
+                weights_bytes: 0,
+                checkpoint_bytes: 0,
+            });
+        }
+        // A store that does not fit is a problem already.
+        let judged = match there.store_bytes > there.free_bytes {
+            true => Ok(None),
+            false => there.weights_fit().and_then(|()| wanted.judge(&there)),
+        };
+        self.space = others;
+        self.space.push(there);
+        self.space.retain(FileSystem::is_written);
+        Ok(judged.unwrap_or_else(|problem| {
+            self.problems.push(problem);
+            None
+        }))
+    }
+
+    /// Bytes of the copy of another run's weights that a start makes.
+    fn copied_weights_bytes(&self, settings: &RunSettings, beginning: Beginning) -> u64 {
+        match (&settings.first_weights, beginning) {
+            (FirstWeights::Run(_), Beginning::Fresh) => self
+                .params_count
+                .saturating_mul(4)
+                .saturating_add(SLACK_BYTES),
+            _ => 0,
+        }
+    }
+}
+
+fn unreadable(dir: &Path) -> impl FnOnce(std::io::Error) -> DirError {
+    let path = dir.to_path_buf();
+    move |source| DirError::Io {
+        verb: "read the free space of",
+        path,
+        source,
+    }
+}
+
+/// Bytes that a start removes from the run directory before it writes there.
+fn removed_bytes(run_dir: &Path, beginning: Beginning) -> Result<u64, CheckpointError> {
+    let checkpoints = Checkpoints::of(run_dir);
+    let earlier = match beginning {
+        Beginning::Fresh => checkpoints.bytes()?,
+        Beginning::Resumed | Beginning::Checkpoint => 0,
+    };
+    Ok(checkpoints.leftover_bytes()? + bytes_in(&[first_weights_dir(run_dir)]) + earlier)
+}
+
+impl FileSystem {
+    fn is_written(&self) -> bool {
+        [self.store_bytes, self.weights_bytes, self.checkpoint_bytes] != [0; 3]
+    }
+
+    /// Space that the store leaves free.
+    fn left_bytes(&self) -> u64 {
+        self.free_bytes.saturating_sub(self.store_bytes)
+    }
+
+    /// States the free space, as the beginning of a problem.
+    fn has(&self) -> String {
+        let (dir, free) = (self.dir.display(), ApproxBytes(self.free_bytes));
+        match self.store_bytes {
+            0 => format!("the file system of {dir} has {free} free, and"),
+            store => format!(
+                "the file system of {dir} has {free} free, of which the store takes {}, and",
+                ApproxBytes(store)
+            ),
+        }
+    }
+
+    fn weights_fit(&self) -> Result<(), Problem> {
+        if self.left_bytes() >= self.weights_bytes {
+            return Ok(());
+        }
+        Err(Problem::new(
+            ProblemKind::RunDirSpace,
+            format!(
+                "model.from: {} a copy of the other run's weights takes {} during the start",
+                self.has(),
+                ApproxBytes(self.weights_bytes)
+            ),
+            "free some space, or set a train.run_dir on a larger drive",
+        ))
+    }
+}
 
 /// Checkpoints that a start will make.
 struct Wanted {
@@ -22,54 +204,34 @@ struct Wanted {
     at_end: bool,
 }
 
-/// Checks the free space of the run's directory for checkpoints. Returns a warning when there is room for one
-/// but not for all: whether the others fit depends on what else the drive holds by then. A run that is not
-/// `begun` replaces what an earlier one left; a run that starts `from_checkpoint` counts as having no
-/// checkpoints.
-///
-/// # Errors
-/// There is no room for one checkpoint, or, if checkpoints are the only place where state is kept, not for
-/// all; the directory cannot be examined.
-pub(super) fn check(
-    settings: &RunSettings,
-    plan: &Plan,
-    run_dir: &Path,
-    begun: bool,
-    from_checkpoint: bool,
-) -> Result<Option<String>, RunError> {
-    let checkpoints = Checkpoints::of(run_dir);
-    let train = &settings.train;
-    let (step, there) = match begun && !from_checkpoint {
-        true => (MetricsFile::last_step(run_dir), checkpoints.list()?.len()),
-        false => (0, 0),
-    };
-    let mut wanted = Wanted::new(
-        plan.memory.table_bytes,
-        step..train.stop_after,
-        train.checkpoint_every,
-        train.checkpoints_kept,
-        there as u64,
-        !settings.placement.has_store(),
-    );
-    // The checkpoint to begin from may be another run's. Without a store, a copy of it is made first.
-    wanted.most += u64::from(from_checkpoint && wanted.at_end);
-    if wanted.most == 0 {
-        return Ok(None);
-    }
-    // Leftovers of unfinished checkpoints are removed first, and all checkpoints of an earlier run when a
-    // fresh one begins.
-    let free = free_bytes(run_dir).map_err(|source| DirError::Io {
-        verb: "read the free space of",
-        path: run_dir.into(),
-        source,
-    })?;
-    let fresh = !begun && !from_checkpoint;
-    let goes = checkpoints.leftover_bytes()? + if fresh { checkpoints.bytes()? } else { 0 };
-    let free = free.saturating_add(goes);
-    wanted.judge(run_dir, free)
-}
-
 impl Wanted {
+    fn of(
+        plan: &Plan,
+        settings: &RunSettings,
+        run_dir: &Path,
+        beginning: Beginning,
+    ) -> Result<Self, CheckpointError> {
+        let train = &settings.train;
+        let (step, there) = match beginning {
+            Beginning::Resumed => {
+                let there = Checkpoints::of(run_dir).list()?.len();
+                (MetricsFile::last_step(run_dir), there as u64)
+            }
+            Beginning::Checkpoint | Beginning::Fresh => (0, 0),
+        };
+        let mut wanted = Self::new(
+            plan.memory.table_bytes,
+            step..train.stop_after,
+            train.checkpoint_every,
+            train.checkpoints_kept,
+            there,
+            !settings.placement.has_store(),
+        );
+        // The checkpoint to begin from may be another run's. Without a store, a copy of it is made first.
+        wanted.most += u64::from(beginning == Beginning::Checkpoint && wanted.at_end);
+        Ok(wanted)
+    }
+
     fn new(
         bytes: u64,
         steps: std::ops::Range<u64>,
@@ -92,9 +254,18 @@ impl Wanted {
         }
     }
 
-    fn judge(&self, dir: &Path, free_bytes: u64) -> Result<Option<String>, RunError> {
-        let one_bytes = self.bytes.saturating_add(SLACK_BYTES);
-        let all_bytes = one_bytes.saturating_mul(self.most);
+    fn one_bytes(&self) -> u64 {
+        self.bytes.saturating_add(SLACK_BYTES)
+    }
+
+    fn all_bytes(&self) -> u64 {
+        self.one_bytes().saturating_mul(self.most)
+    }
+
+    /// Compares the checkpoints with the space that the store leaves free. Returns a warning if not all of
+    /// them fit.
+    fn judge(&self, there: &FileSystem) -> Result<Option<String>, Problem> {
+        let (one_bytes, all_bytes) = (self.one_bytes(), self.all_bytes());
         let (needed_bytes, what, change) = if self.at_end {
             (
                 all_bytes,
@@ -103,25 +274,23 @@ impl Wanted {
             )
         } else {
             (
-                one_bytes,
+                one_bytes.min(all_bytes),
                 "a checkpoint takes",
                 "free some space, set a train.run_dir on a larger drive, or train.checkpoint_every = 0",
             )
         };
-        if free_bytes < needed_bytes {
-            return Err(RunError::CheckpointSpace {
-                dir: dir.to_owned(),
-                free_bytes,
-                needed_bytes,
-                what,
+        let left_bytes = there.left_bytes();
+        if left_bytes < needed_bytes {
+            return Err(Problem::new(
+                ProblemKind::RunDirSpace,
+                format!("{} {what} {}", there.has(), ApproxBytes(needed_bytes)),
                 change,
-            });
+            ));
         }
-        Ok((free_bytes < all_bytes).then(|| {
+        Ok((left_bytes < all_bytes).then(|| {
             format!(
-                "the file system of {} has {} free, and up to {} checkpoints of {} take {}: those that do not fit are skipped. Free some space or lower train.checkpoints_kept",
-                dir.display(),
-                ApproxBytes(free_bytes),
+                "{} up to {} checkpoints of {} take {}: those that do not fit are skipped. Free some space or lower train.checkpoints_kept",
+                there.has(),
                 self.most,
                 ApproxBytes(one_bytes),
                 ApproxBytes(all_bytes)
@@ -154,32 +323,69 @@ mod tests {
         assert_eq!(most(0..25, 10, 0, 0, false), 2);
     }
 
+    fn file_system(free_bytes: u64, store_bytes: u64) -> FileSystem {
+        FileSystem {
+            dir: "/runs/large".into(),
+            free_bytes,
+            store_bytes,
+            weights_bytes: 0,
+            checkpoint_bytes: 0,
+        }
+    }
+
+    fn wanted(at_end: bool) -> Wanted {
+        Wanted::new(145 * GIB, 0..100, 10, 2, 0, at_end)
+    }
+
     #[test]
     fn no_room_for_the_only_state_is_an_error_and_for_a_later_checkpoint_a_warning() {
-        let dir = Path::new("/runs/large");
-        let wanted = |at_end| Wanted::new(145 * GIB, 0..100, 10, 2, 0, at_end);
         let refused = |at_end| {
-            wanted(at_end)
-                .judge(dir, 128 * GIB)
-                .unwrap_err()
-                .to_string()
+            let there = file_system(128 * GIB, 0);
+            wanted(at_end).judge(&there).unwrap_err().to_string()
         };
         let text = refused(true);
         assert!(
-            text.contains("/runs/large has 128.0 GiB free")
+            text.contains("/runs/large has 128.0 GiB free, and the state")
                 && text.contains("is kept only in checkpoints there, which take up to 435.0 GiB")
                 && text.contains("train.checkpoints_kept"),
             "{text}"
         );
         assert!(refused(false).contains("train.checkpoint_every = 0"));
+        let larger = file_system(300 * GIB, 0);
         // The last checkpoint is the run's result: room for the earlier ones is not enough.
-        assert!(wanted(true).judge(dir, 300 * GIB).is_err());
-        let warned = wanted(false).judge(dir, 300 * GIB).unwrap().unwrap();
+        assert!(wanted(true).judge(&larger).is_err());
+        let warned = wanted(false).judge(&larger).unwrap().unwrap();
         assert!(
             warned.contains("up to 3 checkpoints of 145.0 GiB take 435.0 GiB")
                 && warned.contains("train.checkpoints_kept"),
             "{warned}"
         );
-        assert_eq!(wanted(true).judge(dir, 436 * GIB).unwrap(), None);
+        let enough = file_system(436 * GIB, 0);
+        assert_eq!(wanted(true).judge(&enough), Ok(None));
+    }
+
+    #[test]
+    fn a_store_and_checkpoints_on_one_file_system_are_counted_together() {
+        // Room for either, and not for both.
+        let shared = |store_gib| file_system(200 * GIB, store_gib * GIB);
+        assert!(wanted(false).judge(&shared(0)).unwrap().is_some());
+        let text = wanted(false).judge(&shared(100)).unwrap_err().to_string();
+        assert!(
+            text.contains("has 200.0 GiB free, of which the store takes 100.0 GiB, and a checkpoint takes 145.0 GiB: "),
+            "{text}"
+        );
+        let mut there = shared(100);
+        there.weights_bytes = 100 * GIB;
+        assert_eq!(there.weights_fit(), Ok(()));
+        there.weights_bytes += 1;
+        let text = there.weights_fit().unwrap_err().to_string();
+        assert!(
+            text.contains("model.from: the file system of /runs/large has 200.0 GiB free, of which the store takes 100.0 GiB, and a copy of the other run's weights takes 100.0 GiB"),
+            "{text}"
+        );
+        assert_eq!(
+            there.to_string(),
+            "space     /runs/large has 200.0 GiB free; needs 100.0 GiB for the store, 100.0 GiB for copied weights during the start"
+        );
     }
 }

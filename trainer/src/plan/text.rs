@@ -16,6 +16,9 @@ impl fmt::Display for Plan {
         if let Some(checkpoints) = &self.checkpoints {
             write!(f, "\n{checkpoints}")?;
         }
+        for system in &self.space {
+            write!(f, "\n{system}")?;
+        }
         for choice in self.choices() {
             write!(
                 f,

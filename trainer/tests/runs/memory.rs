@@ -31,18 +31,35 @@ fn a_run_without_space_for_its_checkpoint_is_refused_before_its_first_step() {
     let run = harness.run("run", &[]);
     std::fs::create_dir_all(&run.dir).unwrap();
     let mount = format!("mount -t tmpfs -o size=256k none '{}'", run.dir.display());
-    let Some(inside) = where_mounted(&mount, &run.command("train")) else {
-        println!(
-            "skipped: a_run_without_space_for_its_checkpoint_is_refused_before_its_first_step: mounting a tmpfs needs root"
+    for verb in ["plan", "train"] {
+        let Some(inside) = where_mounted(&mount, &run.command(verb)) else {
+            println!(
+                "skipped: a_run_without_space_for_its_checkpoint_is_refused_before_its_first_step: mounting a tmpfs needs root"
+            );
+            return;
+        };
+        let text = fail(inside);
+        assert!(
+            text.contains("is kept only in checkpoints there") && text.contains("train.run_dir"),
+            "{verb}: {text}"
         );
-        return;
-    };
+        assert!(!text.contains("step 1"), "{text}");
+    }
+    // The weights of another run are copied into the run directory when it starts.
+    let from = [format!(
+        "model={{from = \"{}\"}}",
+        harness.run("first", &[]).dir.display()
+    )];
+    harness.run("first", &["train.stop_after=1"]).train();
+    let run = harness.run("run", &[]).with(&harness.nvme()).with(&from);
+    let inside = where_mounted(&mount, &run.command("train")).expect("it was mounted before");
     let text = fail(inside);
     assert!(
-        text.contains("is kept only in checkpoints there") && text.contains("train.run_dir"),
+        text.contains("model.from: the file system of ")
+            && text.contains("a copy of the other run's weights takes "),
         "{text}"
     );
-    assert!(!text.contains("step 1"), "{text}");
+    assert!(harness.store_files().is_empty(), "no store was created");
 }
 
 #[test]

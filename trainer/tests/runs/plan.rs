@@ -127,6 +127,16 @@ fn checkpoints_are_planned_with_their_bytes_and_their_cost() {
     let rate = number(&after["checkpoints"]["write_bytes_per_s"]["value"]);
     assert!((number(&after["checkpoints"]["checkpoint_s"]) * rate / bytes - 1.0).abs() < 1e-9);
     assert!((number(&after["checkpoints"]["step_s"]) * 2.0 * rate / bytes - 1.0).abs() < 1e-9);
+    // The store and the run directory are on one file system.
+    let space = before["space"].as_array().expect("file systems");
+    assert_eq!(space.len(), 1, "{space:?}");
+    assert_eq!(
+        number(&space[0]["checkpoint_bytes"]),
+        3.0 * (bytes + f64::from(1 << 20))
+    );
+    assert!(number(&space[0]["store_bytes"]) >= number(&before["device_bytes"]));
+    assert!(number(&space[0]["free_bytes"]) > number(&space[0]["store_bytes"]));
+    assert_eq!(after["space"], serde_json::json!([]), "the run is complete");
     let buffers = number(&after["checkpoints"]["buffer_bytes"]);
     let host = |plan: &serde_json::Value| number(&plan["host"]["process_bytes"]);
     assert_eq!(host(&before) - host(&none), buffers);

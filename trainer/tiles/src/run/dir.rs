@@ -341,6 +341,11 @@ pub fn tokens_dir(run_dir: &Path) -> PathBuf {
     run_dir.join("tokens")
 }
 
+/// Directory of the copy of another run's weights during a start.
+pub fn first_weights_dir(run_dir: &Path) -> PathBuf {
+    run_dir.join("first-weights")
+}
+
 fn description_path(run_dir: &Path) -> PathBuf {
     run_dir.join("run.json")
 }

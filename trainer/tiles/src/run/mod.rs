@@ -7,12 +7,14 @@ mod identity;
 mod model_files;
 mod state;
 
-pub use checkpoint::SLACK_BYTES;
 pub use checkpoint::{
     Checkpoint, CheckpointDescription, CheckpointDir, CheckpointError, CheckpointName, Checkpoints,
     SavedFile, TileWriter,
 };
-pub use dir::{Difference, daemon_dir, differences, make_dir, resolved, tokens_dir};
+pub use checkpoint::{SLACK_BYTES, bytes_in};
+pub use dir::{
+    Difference, daemon_dir, differences, first_weights_dir, make_dir, resolved, tokens_dir,
+};
 pub use dir::{DirError, RunDescription, RunDir};
 pub use identity::{Origin, RunId};
 pub use model_files::ModelFiles;

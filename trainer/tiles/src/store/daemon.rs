@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{Durability, MemoryPlan};
 
-use super::{StoreError, check_dirs, check_space};
+use super::{StoreError, StoreSpace, check_dirs, check_space, space_needed};
 
 /// Time to wait for a file's lock, which outlives a killed process by about 0.1 s.
 const LOCK_WAIT: Duration = Duration::from_secs(1);
@@ -55,6 +55,11 @@ impl StoreFiles {
     /// The first file system with too little space.
     pub fn check_space(&self) -> Result<(), StoreError> {
         check_space(&self.files, self.file_bytes)
+    }
+
+    /// Returns the space that the files need, by file system.
+    pub fn space_needed(&self) -> Vec<StoreSpace> {
+        space_needed(&self.files, self.file_bytes)
     }
 
     /// Returns whether all files exist.

@@ -61,14 +61,21 @@ pub fn check_dirs(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> 
     check_space(files, file_bytes)
 }
 
-/// Checks that the file systems of `files` have space for a file of `file_bytes` each. Directories that do not exist are skipped.
-/// Writes nothing.
-///
-/// # Errors
-/// The first file system with too little space.
-pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
-    // Each file system's device number, its first directory, and the bytes needed so far.
-    let mut systems: Vec<(u64, PathBuf, u64)> = Vec::new();
+/// Space that a store needs on one file system.
+#[derive(Clone, Debug)]
+pub struct StoreSpace {
+    /// Device number of the file system.
+    pub system: u64,
+    /// First directory of the store there.
+    pub dir: PathBuf,
+    /// Bytes that its files do not have yet.
+    pub needed_bytes: u64,
+}
+
+/// Returns the space that `files` of `file_bytes` each need, by file system. Directories that do not exist are
+/// skipped.
+pub fn space_needed(files: &[PathBuf], file_bytes: u64) -> Vec<StoreSpace> {
+    let mut spaces: Vec<StoreSpace> = Vec::new();
     for file in files {
         let dir = file.parent().expect("a device file has a directory");
         let Ok(system) = fs::metadata(dir).map(|metadata| metadata.dev()) else {
@@ -77,26 +84,47 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
         // Blocks of an existing file are already allocated.
         let held_bytes = fs::metadata(file).map_or(0, |metadata| metadata.len());
         let needed_bytes = file_bytes.saturating_sub(held_bytes);
-        match systems.iter_mut().find(|(number, ..)| *number == system) {
-            Some((.., sum_bytes)) => *sum_bytes = sum_bytes.saturating_add(needed_bytes),
-            None => systems.push((system, dir.to_path_buf(), needed_bytes)),
+        match spaces.iter_mut().find(|space| space.system == system) {
+            Some(space) => space.needed_bytes = space.needed_bytes.saturating_add(needed_bytes),
+            None => spaces.push(StoreSpace {
+                system,
+                dir: dir.to_path_buf(),
+                needed_bytes,
+            }),
         }
     }
-    for (_, path, needed_bytes) in systems {
-        let free_bytes = free_bytes(&path).map_err(|source| StoreError::Io {
+    spaces
+}
+
+/// Checks that the file systems of `files` have space for a file of `file_bytes` each. Directories that do
+/// not exist are skipped. Writes nothing.
+///
+/// # Errors
+/// The first file system with too little space.
+pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError> {
+    for space in space_needed(files, file_bytes) {
+        let free_bytes = free_bytes(&space.dir).map_err(|source| StoreError::Io {
             verb: "read the free space of",
-            path: path.clone(),
+            path: space.dir.clone(),
             source,
         })?;
-        if free_bytes < needed_bytes {
+        if free_bytes < space.needed_bytes {
             return Err(StoreError::TooLittleSpace {
-                path,
+                path: space.dir,
                 free_bytes,
-                needed_bytes,
+                needed_bytes: space.needed_bytes,
             });
         }
     }
     Ok(())
+}
+
+/// Device number of the file system of `path`, or of its first existing parent.
+///
+/// # Errors
+/// The directory's metadata cannot be read.
+pub fn file_system(path: &Path) -> std::io::Result<u64> {
+    Ok(fs::metadata(existing(path))?.dev())
 }
 
 /// Free bytes of the file system of `path`, or of its first existing parent.
@@ -104,9 +132,13 @@ pub fn check_space(files: &[PathBuf], file_bytes: u64) -> Result<(), StoreError>
 /// # Errors
 /// The file system does not report its free space.
 pub fn free_bytes(path: &Path) -> std::io::Result<u64> {
-    let there = path.ancestors().find(|dir| dir.exists());
-    let space = rustix::fs::statvfs(there.unwrap_or(path))?;
+    let space = rustix::fs::statvfs(existing(path))?;
     Ok(space.f_bavail.saturating_mul(space.f_frsize))
+}
+
+/// Returns `path` or its first existing parent.
+fn existing(path: &Path) -> &Path {
+    path.ancestors().find(|dir| dir.exists()).unwrap_or(path)
 }
 
 /// Checks that `dir` exists and supports direct I/O.

@@ -6,4 +6,6 @@ mod dir;
 pub use daemon::{
     StoreFiles, device_file_bytes, file_name, job_of, link_of, remove_files, start_private,
 };
-pub use dir::{StoreError, check_dirs, check_space, free_bytes};
+pub use dir::{
+    StoreError, StoreSpace, check_dirs, check_space, file_system, free_bytes, space_needed,
+};

@@ -286,8 +286,8 @@ impl Checkpoints {
     }
 }
 
-/// Bytes of the files in `dirs`.
-fn bytes_in(dirs: &[PathBuf]) -> u64 {
+/// Bytes of the files in `dirs`; directories that cannot be read count as empty.
+pub fn bytes_in(dirs: &[PathBuf]) -> u64 {
     let files = dirs.iter().filter_map(|path| fs::read_dir(path).ok());
     let files = files
         .flatten()

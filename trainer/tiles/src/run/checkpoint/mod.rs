@@ -26,8 +26,7 @@ use offload_support::units::ApproxBytes;
 use std::path::{Path, PathBuf};
 
 pub use description::{CheckpointDescription, SavedFile};
-pub use dir::SLACK_BYTES;
-pub use dir::{CheckpointDir, CheckpointName, Checkpoints};
+pub use dir::{CheckpointDir, CheckpointName, Checkpoints, SLACK_BYTES, bytes_in};
 pub use read::Checkpoint;
 pub use write::TileWriter;
 
