@@ -71,6 +71,11 @@ pub enum RunError {
         error: Box<SwapperError>,
         config: PathBuf,
     },
+    #[error(
+        "the run in {} keeps its state in {files}, which does not exist: move the store back there, or read a checkpoint (`trainer runs` lists them)",
+        run_dir.display()
+    )]
+    StoreMissing { run_dir: PathBuf, files: String },
     #[error("the run in {} has committed nothing yet", run_dir.display())]
     NothingCommitted { run_dir: PathBuf },
 }

@@ -402,8 +402,17 @@ impl Prepared {
     /// Opens a run with a committed state in its store, to read it.
     ///
     /// # Errors
-    /// Nothing was committed yet; the directory, the store or the daemon fails.
+    /// A store file is missing; nothing was committed yet; the directory, the store or the daemon fails.
     pub(crate) fn open_existing(self) -> Result<OpenRun, RunError> {
+        let files = self.files.iter().flat_map(StoreFiles::paths);
+        let missing = files.filter(|file| !file.exists());
+        let missing: Vec<String> = missing.map(|file| file.display().to_string()).collect();
+        if self.begun && !missing.is_empty() {
+            return Err(RunError::StoreMissing {
+                run_dir: self.run_dir,
+                files: missing.join(", "),
+            });
+        }
         if self.begun && self.store_has_job()? {
             let dir = RunDir::open(&self.run_dir, &self.id)?;
             let daemon = self.private_daemon(&dir)?;

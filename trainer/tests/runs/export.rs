@@ -83,6 +83,25 @@ fn a_run_that_cannot_be_exported_is_refused_with_the_reason() {
 }
 
 #[test]
+fn an_export_without_the_runs_store_names_the_missing_file() {
+    let harness = Harness::new();
+    let run = moving_run(&harness, "run", &fixture("llama")).with(&harness.nvme());
+    run.train();
+    let [file] = harness.store_files().try_into().expect("one store file");
+    let moved = harness.path("moved.tiles");
+    std::fs::rename(&file, &moved).unwrap();
+    let out = harness.path("out");
+    let text = export_refused(&run, &out, &[]);
+    let says = format!(
+        "keeps its state in {}, which does not exist",
+        file.display()
+    );
+    assert!(text.contains(&says), "{text}");
+    std::fs::rename(&moved, &file).unwrap();
+    export(&run, &out, &[]);
+}
+
+#[test]
 fn a_number_beyond_fp16_is_named_and_refused() {
     let harness = Harness::new();
     let dir = copy(&harness, "llama", "model");
