@@ -1,8 +1,8 @@
 //! Prints what a run will do before it starts, what was opened, and why a step changed nothing.
 
-use super::OpenRun;
 use crate::config::{RunSettings, Tier};
 use crate::data::Corpus;
+use crate::open::OpenRun;
 use crate::plan::Plan;
 use offload_support::outln;
 use training_state::metrics::StepMetrics;

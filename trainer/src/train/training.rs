@@ -1,0 +1,437 @@
+//! The training loop of an open run: steps, their metrics, evaluations and checkpoints.
+
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use kernels_torch::collective::Comm;
+use swapper::{StepIo, StepRates, bound_s};
+use test_hooks::kill_point::{Point, reach};
+
+use super::TrainError;
+use super::mover::{InGpu, WithSwapper};
+use super::progress::Progress;
+use super::show;
+use super::step::{self, Gradients, Stepper};
+use super::stop::Stop;
+use crate::config::{OverflowPolicy, RunSettings};
+use crate::data::Data;
+use crate::open::OpenRun;
+use crate::ranks::ranks_of;
+use training_state::checkpointer::{Checkpointer, CheckpointerParts};
+use training_state::learning_rate::learning_rate;
+use training_state::metrics::{MetricsFile, StepMetrics};
+use training_state::monitor::Monitors;
+use training_state::overflow::{Outcome, OverflowState};
+use training_state::plan::Measured;
+use training_state::ranks::Ranks;
+use training_state::trace::Trace;
+
+/// State of a run in its training loop.
+pub(super) struct Training {
+    settings: RunSettings,
+    /// `None` for a run without steps.
+    data: Option<Data>,
+    stepper: Stepper,
+    /// Outputs of each step; only the first rank has them.
+    shown: Option<Shown>,
+    pub(super) run: OpenRun<WithSwapper, InGpu>,
+    comm: Arc<Comm>,
+    ranks: Ranks,
+    checkpointer: Checkpointer,
+    /// Computing time of the last step in seconds.
+    compute_s: Option<f64>,
+    trace: Trace,
+}
+
+/// Outputs of each step: metrics, monitors and the terminal.
+struct Shown {
+    metrics: MetricsFile,
+    monitors: Monitors,
+    monitors_failed: bool,
+    progress: Progress,
+}
+
+impl Shown {
+    /// Adds a step to the monitors. Logs a failure once; training does not depend on monitors.
+    fn monitor(&mut self, metrics: &StepMetrics, samples: u64) {
+        if let Err(error) = self.monitors.step(metrics, samples)
+            && !std::mem::replace(&mut self.monitors_failed, true)
+        {
+            tracing::warn!("{error}. Training continues; the monitor misses steps");
+        }
+    }
+}
+
+impl Training {
+    /// Opens the outputs of an open run. Completes the last start's line of metrics if it is missing.
+    ///
+    /// # Errors
+    /// The metrics or a monitor cannot be opened; an evaluation fails.
+    pub(super) fn new(
+        settings: RunSettings,
+        data: Option<Data>,
+        stepper: Stepper,
+        run: OpenRun<WithSwapper, InGpu>,
+        comm: Arc<Comm>,
+    ) -> Result<Self, TrainError> {
+        let ranks = ranks_of(&comm);
+        let state = &run.state;
+        let (train, reports) = (&settings.train, &settings.reports);
+        let mut last_step = state.step;
+        let shown = ranks.together::<_, TrainError>("opening the metrics", || {
+            if !ranks.is_first() {
+                return Ok(None);
+            }
+            let (metrics, last) = MetricsFile::open(run.dir.path(), state.step)?;
+            last_step = last;
+            let progress = Progress::new(state.step, train.stop_after, train.log_every);
+            let progress = progress.telling(reports.wall_clock_breakdown);
+            let monitors = Monitors::open(reports, state.next_sample)?;
+            Ok(Some(Shown {
+                metrics,
+                monitors,
+                monitors_failed: false,
+                progress,
+            }))
+        })?;
+        // Only the first rank reads the metrics, but all must evaluate.
+        let is_lost = ranks.any(last_step < state.step)?;
+        let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
+        let checkpoints = run.dir.checkpoints();
+        let newest = ranks.by_first::<_, TrainError>("looking for a checkpoint", || {
+            Ok(checkpoints.has(state.step))
+        })?;
+        let parts = CheckpointerParts {
+            checkpoints,
+            checkpoint_tap: run.checkpoint_tap.clone(),
+            every: train.checkpoint_every,
+            kept: train.checkpoints_kept,
+            layout: run.layout.clone(),
+            ranges: run.saved_ranges()?,
+            tile_bytes: run.plan.memory.table_bytes,
+        };
+        let checkpointer = Checkpointer::new(parts, newest.then_some(state.step), ranks.clone());
+        let mut training = Self {
+            settings,
+            data,
+            stepper,
+            shown,
+            run,
+            comm,
+            ranks,
+            checkpointer,
+            compute_s: None,
+            trace: Trace::off(),
+        };
+        // The last start died between the commit and the step's line: write the line now.
+        if let Some(mut last) = lost {
+            training.evaluate_if_due(&mut last)?;
+            if let Some(shown) = &mut training.shown {
+                shown.metrics.write(&last);
+            }
+        }
+        Ok(training)
+    }
+
+    /// Records the next steps in `trace` if it wants them.
+    pub(super) fn record(&mut self, trace: &Trace) -> Result<(), TrainError> {
+        let steps_left = (self.settings.train.stop_after).saturating_sub(self.run.state.step);
+        trace.begin(steps_left);
+        if trace.recording() {
+            self.run.backend.record_spans(true)?;
+        }
+        self.trace = trace.clone();
+        Ok(())
+    }
+
+    /// Steps to the end of this start, or until any rank was asked to stop. Returns whether one was.
+    pub(super) fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
+        // An earlier start may have ended between a commit and its checkpoint. A run without a store that
+        // began at another run's checkpoint has none of its own yet.
+        let step = self.run.state.step;
+        let wanted = self.checkpointer.is_due(step) || !self.settings.placement.has_store();
+        if step > 0 && wanted && !self.checkpointer.has(step) {
+            self.checkpoint_now()?;
+        }
+        loop {
+            if self.run.state.step >= self.settings.train.stop_after {
+                return Ok(false);
+            }
+            if self.ranks.any(stop.asked())? {
+                return Ok(true);
+            }
+            self.step()?;
+        }
+    }
+
+    /// Runs one step, writes its metrics, and does what is due after it.
+    fn step(&mut self) -> Result<(), TrainError> {
+        let started = Instant::now();
+        let step = self.run.state.step + 1;
+        let rules = self.settings.overflow;
+        let mut overflow = OverflowState::new(&rules, self.run.state.overflow);
+        let scale = overflow.scale;
+        // Skipped steps count neither for the optimizer nor for its learning rate.
+        let update = step - overflow.skipped;
+        let gradients = self.stepper.forward_backward(
+            &mut self.run.backend,
+            self.data.as_ref().expect("a run with steps has data"),
+            self.run.state.next_sample,
+            scale,
+            &self.trace,
+        )?;
+        let Gradients { loss, norm, .. } = gradients;
+        let outcome = overflow.step(&rules, loss.is_finite() && norm.is_finite());
+        if outcome == Outcome::Ends {
+            return Err(match rules {
+                OverflowPolicy::Scales(dynamic) => TrainError::LeastScale {
+                    step,
+                    scale: dynamic.min,
+                },
+                _ => TrainError::Diverged { step, loss, norm },
+            });
+        }
+        let (settings, state) = (&self.settings, &mut self.run.state);
+        state.step = step;
+        state.tokens += settings.step_tokens();
+        state.next_sample += settings.step_samples();
+        state.lr = learning_rate(&settings.lr, update);
+        state.overflow = Some(overflow);
+        let is_scaled = matches!(
+            rules,
+            OverflowPolicy::Scaled { .. } | OverflowPolicy::Scales(_)
+        );
+        let mut metrics = StepMetrics {
+            loss_scale: is_scaled.then_some(scale),
+            skipped: outcome == Outcome::Skips,
+            ..self.planned_metrics(&gradients, started)
+        };
+        // Values that are known only after the update are planned ones here. Only a line that is rewritten
+        // after a crash shows them.
+        self.run.state.last = Some(metrics.clone());
+        let blob = self.run.state.encode();
+        // Transfers after this point belong to the next step.
+        if self.trace.begins_after() {
+            self.run.backend.record_spans(true)?;
+        }
+        self.checkpointer.all_came();
+        let saving = self.checkpointer.is_due(step) && {
+            let shown = &self.shown;
+            self.checkpointer.begin(step, &|line| say(shown, line))?
+        };
+        let hyper =
+            (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
+        let io = self.run.backend.finish_step(hyper, blob)?;
+        (self.trace).finish_step(step, started, self.run.backend.take_spans());
+        if self.trace.has_ended() {
+            self.run.backend.record_spans(false)?;
+        }
+        metrics.step_s = started.elapsed().as_secs_f64();
+        self.count_io(&mut metrics, &io)?;
+        metrics.bound_s = self.bound_s(&gradients, io.update_ns);
+        self.compute_s = Some(gradients.forward_s + gradients.backward_s);
+        self.evaluate_if_due(&mut metrics)?;
+        self.show_step(&metrics, &overflow);
+        // The tap sees only tiles that the host updates; the checkpointer reads all others itself.
+        let visited = metrics.skipped || !self.run.backend.updates_on_host();
+        self.run.state.last = Some(metrics);
+        if saving && visited {
+            self.checkpointer.visit(&mut self.run.backend)?;
+        }
+        self.checkpointer.is_of(&self.run.state);
+        let shown = &self.shown;
+        Ok(self.checkpointer.look(&|line| say(shown, line))?)
+    }
+
+    /// Returns the metrics of the current step as far as they are known before its update; the rest comes
+    /// from the plan.
+    fn planned_metrics(&self, gradients: &Gradients, started: Instant) -> StepMetrics {
+        let (settings, state, plan) = (&self.settings, &self.run.state, &self.run.plan);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        StepMetrics {
+            step: state.step,
+            loss: gradients.loss,
+            grad_norm: gradients.norm,
+            loss_scale: None,
+            skipped: false,
+            lr: state.lr,
+            unix_s: now.map_or(0.0, |since| since.as_secs_f64()),
+            tokens: state.tokens,
+            generation: 0,
+            step_s: started.elapsed().as_secs_f64(),
+            forward_s: gradients.forward_s,
+            backward_s: gradients.backward_s,
+            waited_s: 0.0,
+            update_s: 0.0,
+            device_read_bytes: plan.node_bytes.read_bytes() as u64,
+            device_written_bytes: plan.node_bytes.written_bytes as u64,
+            device_grad_read_bytes: plan.node_bytes.grad_written_bytes as u64,
+            device_grad_written_bytes: plan.node_bytes.grad_written_bytes as u64,
+            gathered_bytes: gradients.exchanged.gathered_bytes,
+            reduced_bytes: gradients.exchanged.reduced_bytes,
+            grads_held_bytes: gradients.held_bytes,
+            host_bytes: plan.host_bytes() * u64::from(settings.ranks),
+            bound_s: self.bound_s(gradients, 0),
+            eval_loss: None,
+        }
+    }
+
+    /// Adds the step's transfers, summed over all ranks; times are this rank's.
+    fn count_io(&self, metrics: &mut StepMetrics, io: &StepIo) -> Result<(), TrainError> {
+        metrics.generation = io.generation;
+        metrics.waited_s = io.waited_ns as f64 * 1e-9;
+        metrics.update_s = io.update_ns as f64 * 1e-9;
+        let mut moved = [
+            io.read_bytes as f64,
+            io.written_bytes as f64,
+            io.grad_read_bytes as f64,
+            io.grad_written_bytes as f64,
+        ];
+        self.comm.all_reduce_sum_f64(&mut moved)?;
+        [
+            metrics.device_read_bytes,
+            metrics.device_written_bytes,
+            metrics.device_grad_read_bytes,
+            metrics.device_grad_written_bytes,
+        ] = moved.map(|bytes| bytes as u64);
+        Ok(())
+    }
+
+    /// Writes the step's line to the metrics, the monitors and the terminal, on the first rank.
+    fn show_step(&mut self, metrics: &StepMetrics, overflow: &OverflowState) {
+        let Some(shown) = &mut self.shown else {
+            return;
+        };
+        reach(Point::Telling);
+        shown.metrics.write(metrics);
+        shown.monitor(metrics, self.run.state.next_sample);
+        if metrics.skipped {
+            shown.progress.say(&show::skipped(metrics, overflow));
+        }
+        shown.progress.step(metrics, self.settings.step_tokens());
+    }
+
+    /// Returns a lower bound of the step's seconds from this rank's computing time, all ranks' bytes and the
+    /// devices' measured rates.
+    fn bound_s(&self, gradients: &Gradients, update_ns: u64) -> f64 {
+        let plan = &self.run.plan;
+        let rates = self.run.opened.rates();
+        // Without measured rates, devices do not contribute to the bound.
+        let bytes = if rates.is_some() {
+            plan.node_bytes
+        } else {
+            swapper::StepBytes::default()
+        };
+        let (read_bytes_per_s, write_bytes_per_s) = rates.unwrap_or_default();
+        let rates = StepRates {
+            read_bytes_per_s,
+            write_bytes_per_s,
+            staging_bytes: plan.rates.staging_bytes,
+            forward_s: gradients.forward_s,
+            backward_s: gradients.backward_s,
+            update_s: update_ns as f64 * 1e-9,
+            // The bytes on the bus are known, but its rate was not measured.
+            bus_s: 0.0,
+        };
+        bound_s(plan.swapper.schedule, &bytes, &rates)
+    }
+
+    fn evaluate_if_due(&mut self, metrics: &mut StepMetrics) -> Result<(), TrainError> {
+        let train = &self.settings.train;
+        if train.eval_every > 0 && metrics.step.is_multiple_of(train.eval_every) {
+            self.run.backend.drain()?;
+            let data = self.data.as_ref().expect("a run with steps has data");
+            let loss = self
+                .stepper
+                .evaluate(&mut self.run.backend, data, train.eval_batches)?;
+            metrics.eval_loss = Some(loss);
+        }
+        Ok(())
+    }
+
+    /// Begins a checkpoint of the present tiles; it is completed during the following steps.
+    fn checkpoint_now(&mut self) -> Result<(), TrainError> {
+        let shown = &self.shown;
+        if self
+            .checkpointer
+            .begin(self.run.state.step, &|line| say(shown, line))?
+        {
+            self.checkpointer.visit(&mut self.run.backend)?;
+            self.checkpointer.is_of(&self.run.state);
+        }
+        Ok(())
+    }
+
+    fn settle_checkpoints(&mut self) -> Result<(), TrainError> {
+        let shown = &self.shown;
+        Ok(self.checkpointer.settle(&|line| say(shown, line))?)
+    }
+
+    /// Measurements of this machine for the next plan.
+    fn measured(&self) -> Measured {
+        let rates = self.run.opened.rates();
+        let plan = &self.run.plan;
+        let operations = 6.0 * plan.params_count as f64 * self.settings.batch.tokens() as f64;
+        Measured {
+            read_bytes_per_s: rates.map(|(read, _)| read),
+            write_bytes_per_s: rates.map(|(_, write)| write),
+            tflops: self.compute_s.map(|s| operations / s / 1e12),
+            on_gpu: plan.hardware.gpu.is_some(),
+            checkpoint_bytes_per_s: self.checkpointer.rate(),
+        }
+    }
+
+    /// Ends the run at its last step or where it was asked to stop. An error says what was not kept.
+    pub(super) fn end(self, asked: bool) -> Result<(), TrainError> {
+        if let Some(shown) = &self.shown {
+            let say = |line: &str| shown.progress.say(line);
+            if let Err(error) = self.measured().write(self.run.dir.path()) {
+                // Only later plans need them.
+                say(&format!(
+                    "note: cannot store the measurements for later plans: {error}"
+                ));
+            }
+            let why = if asked { "stopped as asked" } else { "done" };
+            let step = self.run.state.step;
+            let kept = match (
+                self.settings.placement.has_store(),
+                self.checkpointer.has(step),
+            ) {
+                (true, _) => "all of it committed",
+                (false, true) => "all of it saved",
+                (false, false) => "not all of it was saved",
+            };
+            say(&format!(
+                "{why}: at step {step} of {}, {kept}; {}",
+                self.settings.train.steps,
+                MetricsFile::path(self.run.dir.path()).display()
+            ));
+        }
+        reach(Point::Closing);
+        self.run.close()?;
+        Ok(self.checkpointer.result()?)
+    }
+
+    /// Commits or saves the last finished step.
+    pub(super) fn keep(&mut self) -> Result<(), TrainError> {
+        reach(Point::Draining);
+        (self.ranks).together::<_, TrainError>("committing the last step", || {
+            Ok(self.run.backend.drain()?)
+        })?;
+        self.settle_checkpoints()?;
+        let step = self.run.state.step;
+        let worth = step > 0 || self.settings.train.steps == 0;
+        if worth && !self.settings.placement.has_store() && !self.checkpointer.has(step) {
+            self.checkpoint_now()?;
+            self.settle_checkpoints()?;
+        }
+        Ok(())
+    }
+}
+
+/// Prints a line on the first rank.
+fn say(shown: &Option<Shown>, line: &str) {
+    if let Some(shown) = shown {
+        shown.progress.say(line);
+    }
+}
