@@ -1,0 +1,431 @@
+//! Opens a run that was prepared: to train it, or only to read it.
+
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use swapper::Backing;
+use swapper::private::PrivateDaemon;
+use test_hooks::kill_point::{Point, reach};
+
+use super::describe::SHARED_STORE;
+use super::first::{First, Staged};
+use super::run::resume;
+use super::{CopyWeights, OpenRun, Prepared, RunError, Start};
+use crate::config::RunSettings;
+use crate::model::ModelConfig;
+use crate::weights::WeightsError;
+use training_state::checkpoint_tap::CheckpointTap;
+use training_state::metrics::{MetricsFile, StepMetrics};
+use training_state::ranks::Ranks;
+use training_state::run::{
+    Checkpoint, Checkpoints, ModelFiles, RunDescription, RunDir, RunId, RunState, daemon_dir,
+};
+use training_state::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
+
+/// Results of the first rank's start that the other ranks need.
+#[derive(Serialize, Deserialize)]
+struct Started {
+    /// Steps in the metrics of an earlier start.
+    steps: u64,
+    /// Socket of the private daemon.
+    socket: Option<PathBuf>,
+    /// Checkpoint that the run begins from, if not from its store's newest generation.
+    checkpoint: Option<PathBuf>,
+    /// Identity of the run, as found or chosen by the first rank.
+    id: RunId,
+}
+
+impl Prepared {
+    /// Opens the run at its newest state or creates it, together with all ranks. Returns the run and whether
+    /// it was resumed. If the run begins with another run's weights, `copy_weights` copies them.
+    ///
+    /// # Errors
+    /// The directory, the store, the daemon or the checkpoint fails; another rank failed or is gone.
+    pub(crate) fn open(
+        self,
+        start: &Start,
+        copy_weights: CopyWeights<'_>,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(OpenRun, bool), RunError> {
+        let ranks = self.ranks.clone();
+        let mut kept = None;
+        let started =
+            ranks.by_first::<_, RunError>("opening the run's directory and store", || {
+                let (dir, daemon, started) = self.start(start, say)?;
+                kept = Some((dir, daemon));
+                Ok(started)
+            })?;
+        let (mut run, committed) = ranks.together("opening the run", || {
+            let (dir, daemon) =
+                kept.unwrap_or_else(|| (RunDir::joined(&self.run_dir, &started.id), None));
+            self.open_at(dir, daemon, started.socket)
+        })?;
+        let (steps, resumed) = (
+            started.steps,
+            committed.is_some() || started.checkpoint.is_some(),
+        );
+        if !resumed && steps > 0 && self.settings.placement.has_store() {
+            let devices = run.opened.devices.iter();
+            return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
+        }
+        match (started.checkpoint, committed) {
+            (Some(checkpoint), _) => {
+                let dir = run.dir.path().to_owned();
+                let mut notes = Vec::new();
+                let mut on_checked = || self.go_back(start, &checkpoint, &dir, &mut notes);
+                run.restore(&checkpoint, &mut on_checked, say)?;
+                notes.into_iter().for_each(&mut *say);
+            }
+            (None, Some(blob)) => {
+                run.state = resume(&run.state, &blob, say)?;
+                let last = MetricsFile::last(run.dir.path());
+                let older = last.and_then(|last| older_than(&last, &run));
+                older.into_iter().for_each(&mut *say);
+            }
+            (None, None) => {}
+        }
+        let staged = Staged::of(run.dir.path());
+        let first = if resumed {
+            let was = run.dir.earlier().map(|earlier| earlier.first_weights);
+            let note = self
+                .first
+                .ok()
+                .and_then(|first| first.note(&was.unwrap_or_default()));
+            note.into_iter().for_each(&mut *say);
+            None
+        } else {
+            let model = &self.settings.model;
+            Some(bring(self.first, &staged, model, &ranks, copy_weights)?)
+        };
+        let lost_steps = if resumed { 0 } else { steps };
+        ranks.together("describing the run", || match ranks.is_first() {
+            true => record(
+                &run.dir,
+                self.description,
+                &self.settings,
+                first.as_ref(),
+                lost_steps,
+                say,
+            ),
+            false => Ok(()),
+        })?;
+        if let Some(first) = first {
+            ranks.together("filling the tiles", || run.initialize(&first))?;
+            // Also removes files left by a start that was killed.
+            ranks.together("removing what it started with", || match ranks.is_first() {
+                true => Ok::<(), RunError>(staged.remove()?),
+                false => Ok(()),
+            })?;
+        }
+        reach(Point::Opened);
+        Ok((run, resumed))
+    }
+
+    /// Moves checkpoints newer than the requested one aside.
+    fn go_back(
+        &self,
+        start: &Start,
+        checkpoint: &Path,
+        run_dir: &Path,
+        notes: &mut Vec<String>,
+    ) -> Result<(), RunError> {
+        if !matches!(start, Start::Checkpoint(_)) {
+            return Ok(());
+        }
+        let step = Checkpoint::open(checkpoint, 0)?.description.step;
+        let metrics = MetricsFile::path(run_dir);
+        if let Some(aside) = Checkpoints::of(run_dir).set_aside_after(step, &metrics)? {
+            notes.push(format!(
+                "note: checkpoints newer than step {step} and a copy of the metrics were moved to {}",
+                aside.display()
+            ));
+        }
+        Ok(())
+    }
+
+    /// Does the first rank's part: locks the directory, removes an earlier run if asked to, starts a private
+    /// daemon.
+    fn start(
+        &self,
+        start: &Start,
+        say: &mut dyn FnMut(String),
+    ) -> Result<(RunDir, Option<PrivateDaemon>, Started), RunError> {
+        let dir = RunDir::open(&self.run_dir, &self.id)?;
+        if matches!(start, Start::Fresh) {
+            self.forget(&dir, say)?;
+        }
+        let checkpoints = dir.checkpoints();
+        checkpoints.clean()?;
+        let checkpoint = match &self.from {
+            Some(checkpoint) => Some(checkpoint.clone()),
+            None if self.settings.placement.has_store() => None,
+            None => checkpoints.newest()?,
+        };
+        let steps = MetricsFile::last_step(dir.path());
+        // Checked before a private daemon creates its files anew or a shared one reserves space for a new
+        // job.
+        if steps > 0 && checkpoint.is_none() && !self.store_has_job()? {
+            let files = self.files.as_ref().map(StoreFiles::names);
+            let socket = || {
+                self.settings
+                    .offload
+                    .socket
+                    .iter()
+                    .map(|path| path.display().to_string())
+            };
+            return Err(self.lost(steps, files.unwrap_or_else(|| socket().collect())));
+        }
+        let daemon = self.private_daemon(&dir)?;
+        reach(Point::Opening);
+        let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
+        let started = Started {
+            steps,
+            socket,
+            checkpoint,
+            id: dir.id().clone(),
+        };
+        Ok((dir, daemon, started))
+    }
+
+    fn lost(&self, steps: u64, devices: Vec<String>) -> RunError {
+        RunError::StoreLost {
+            run_dir: self.run_dir.clone(),
+            steps,
+            devices: devices.join(", "),
+            job: self.id.job.clone(),
+            copy: self.copy_of.as_ref().map_or(String::new(), |of| {
+                format!(
+                    "{} is a copy of the run in {}; the store still belongs to that run. ",
+                    self.run_dir.display(),
+                    of.display()
+                )
+            }),
+        }
+    }
+
+    /// Opens a run with a committed state in its store, to read it.
+    ///
+    /// # Errors
+    /// A store file is missing; nothing was committed yet; the directory, the store or the daemon fails.
+    pub(crate) fn open_existing(self) -> Result<OpenRun, RunError> {
+        let files = self.files.iter().flat_map(StoreFiles::paths);
+        let missing = files.filter(|file| !file.exists());
+        let missing: Vec<String> = missing.map(|file| file.display().to_string()).collect();
+        if self.begun && !missing.is_empty() {
+            return Err(RunError::StoreMissing {
+                run_dir: self.run_dir,
+                files: missing.join(", "),
+            });
+        }
+        if self.begun && self.store_has_job()? {
+            let dir = RunDir::open(&self.run_dir, &self.id)?;
+            let daemon = self.private_daemon(&dir)?;
+            let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
+            if let (mut run, Some(blob)) = self.open_at(dir, daemon, socket)? {
+                run.state = resume(&run.state, &blob, &mut |_| {})?;
+                return Ok(run);
+            }
+        }
+        Err(RunError::NothingCommitted {
+            run_dir: self.run_dir,
+        })
+    }
+
+    /// Returns the requested checkpoint, or the newest one of a run without a store. If the checkpoint is in
+    /// the run's directory, the locked directory is returned too.
+    ///
+    /// # Errors
+    /// There is no checkpoint yet; the directory fails.
+    pub(crate) fn existing_checkpoint(self) -> Result<(PathBuf, Option<RunDir>), RunError> {
+        if let Some(checkpoint) = &self.from
+            && !checkpoint.starts_with(&self.run_dir)
+        {
+            return Ok((checkpoint.clone(), None));
+        }
+        if self.begun {
+            let dir = RunDir::open(&self.run_dir, &self.id)?;
+            if let Some(checkpoint) = self.from.map_or_else(
+                || dir.checkpoints().newest(),
+                |checkpoint| Ok(Some(checkpoint)),
+            )? {
+                return Ok((checkpoint, Some(dir)));
+            }
+        }
+        Err(RunError::NothingCommitted {
+            run_dir: self.run_dir,
+        })
+    }
+
+    /// Opens this rank's part of the run and returns the blob of the store's newest generation, if any.
+    /// `socket` belongs to the private daemon.
+    fn open_at(
+        &self,
+        dir: RunDir,
+        daemon: Option<PrivateDaemon>,
+        socket: Option<PathBuf>,
+    ) -> Result<(OpenRun, Option<Vec<u8>>), RunError> {
+        let mut plan = self.plan.clone();
+        if let Backing::Store(store) = &mut plan.swapper.backing {
+            store.job = dir.job_name().to_owned();
+            store.socket = socket.unwrap_or(std::mem::take(&mut store.socket));
+        }
+        plan.swapper.layout = serde_json::to_vec(&self.description.layout).expect("plain data");
+        let checkpoint_tap = CheckpointTap::default();
+        let (backend, mut opened) = self.open_backend(&plan, &checkpoint_tap)?;
+        let pinned = match (&self.gpu, &opened.arena) {
+            (Some(gpu), Some(arena)) => {
+                let keep = Box::new(arena.clone());
+                Some(gpu.register(arena.address(), arena.bytes(), keep)?)
+            }
+            _ => None,
+        };
+        let state = RunState::new(self.settings.train.seed, self.trained_with.clone());
+        let committed = opened.resumed.take();
+        let run = OpenRun {
+            backend,
+            _pinned: pinned,
+            opened,
+            state,
+            started_with: String::new(),
+            plan,
+            checkpoint_tap,
+            layout: self.description.layout.clone(),
+            dir,
+            _daemon: daemon,
+            ranks: self.ranks.clone(),
+        };
+        Ok((run, committed))
+    }
+
+    /// Removes an earlier run of the same directory, here and in the stores it used.
+    fn forget(&self, dir: &RunDir, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
+        let earlier = dir.earlier();
+        let mut files = self.description.files.clone();
+        if let Some(earlier) = &earlier {
+            // The directory may be a copy and name another run's files; those are not removed.
+            let name = file_name(dir.job_name());
+            let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
+            files.extend(earlier.files.iter().filter(ours).cloned());
+        }
+        remove_files(&files)?;
+        if self.settings.offload.socket.is_some() {
+            if self.store_has_job()?
+                && let Some(daemon) = self.shared_daemon()?
+            {
+                daemon
+                    .drop_job(dir.job_name())
+                    .map_err(StoreError::Daemon)?;
+            }
+        } else if earlier.is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE)) {
+            say(format!(
+                "note: job {} of the earlier run is still in the store of the daemon it used; delete it there with `offloadd job delete`",
+                dir.job_name()
+            ));
+        }
+        Ok(dir.forget()?)
+    }
+
+    /// Starts the run's private daemon, if it uses one.
+    fn private_daemon(&self, dir: &RunDir) -> Result<Option<PrivateDaemon>, RunError> {
+        // A shared daemon needs no start.
+        let Some(files) = &self.files else {
+            return Ok(None);
+        };
+        // The plan describes the first rank, whose part is the largest.
+        let rank_bytes = self.plan.memory.arena_bytes()?;
+        files.link_run(dir.path())?;
+        let daemon = start_private(
+            files,
+            &daemon_dir(dir.path()),
+            rank_bytes * u64::from(self.ranks.count()),
+            self.plan.swapper.iodepth,
+            &self.settings.offload.engine,
+        )?;
+        Ok(Some(daemon))
+    }
+}
+
+/// Returns the initial weights of a fresh run; reads them first if they are another run's.
+fn bring(
+    first: Result<First, WeightsError>,
+    staged: &Staged,
+    model: &ModelConfig,
+    ranks: &Ranks,
+    copy_weights: CopyWeights<'_>,
+) -> Result<First, RunError> {
+    let mut first =
+        ranks.together::<_, RunError>("looking for its first weights", || Ok(first?))?;
+    if let First::Run { from, read } = &mut first {
+        let step = ranks.by_first("reading the other run's weights", || {
+            staged.fill(from, copy_weights)
+        })?;
+        let opened = ranks.together::<_, RunError>("opening the other run's weights", || {
+            Ok(staged.open(model)?)
+        });
+        *read = Some((step, opened?));
+    }
+    Ok(first)
+}
+
+/// Writes the run's record and, if the run starts with `first`, its model's files. Moves aside metrics of
+/// `lost_steps` steps whose state was not kept.
+fn record(
+    dir: &RunDir,
+    mut description: RunDescription,
+    settings: &RunSettings,
+    first: Option<&First>,
+    lost_steps: u64,
+    say: &mut dyn FnMut(String),
+) -> Result<(), RunError> {
+    if lost_steps > 0 {
+        let old = MetricsFile::set_aside(dir.path())?;
+        say(format!(
+            "note: no checkpoint was made of the {lost_steps} steps in metrics.jsonl; the file was renamed to {} and the run starts again (set train.checkpoint_every to make checkpoints during training)",
+            old.display()
+        ));
+    }
+    description.id = Some(dir.id().clone());
+    description.first_weights = match first {
+        Some(first) => first.identity(),
+        None => dir
+            .earlier()
+            .map_or(Value::Null, |earlier| earlier.first_weights),
+    };
+    // Written before the run's record: a record implies that they are there.
+    if first.is_some() {
+        let tokenizer = tokenizer_dir(settings);
+        let model = settings.model_dir.as_deref();
+        ModelFiles::of(dir.path()).keep(model, tokenizer)?;
+    }
+    reach(Point::Describing);
+    Ok(dir.describe(&description)?)
+}
+
+/// Returns the directory of the run's tokenizer, or `None` if tokens are bytes.
+fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
+    match settings.data.tokenizer.as_deref() {
+        None => settings.model_dir.as_deref(),
+        Some(dir) if dir.is_dir() => Some(dir),
+        Some(file) => file.parent().filter(|_| file.is_file()),
+    }
+}
+
+/// Returns a warning when the store lacks generations that the metrics report as committed: it is an older
+/// copy, or its newest record was discarded.
+fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
+    let (step, generation) = (run.state.step, run.opened.generation);
+    (generation < last.generation).then(|| {
+        let devices = run.opened.devices.iter();
+        let devices: Vec<String> = devices.map(|device| device.path.clone()).collect();
+        format!(
+            "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
+             generation {generation}: it is an older copy, or lost its newest generation. Training resumes from step {step}, and \
+             the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
+             directory, or take a checkpoint with --resume-from STEP (`trainer runs` lists them)",
+            last.step,
+            last.generation,
+            devices.join(", "),
+        )
+    })
+}
