@@ -1,0 +1,100 @@
+//! Resolves the table `train`.
+
+use std::path::PathBuf;
+
+use super::{Faults, at_least, value, within, word};
+use crate::compute::ActivationCheckpointing;
+use crate::config::toml::ConfigToml;
+use crate::config::{DataSettings, DeviceChoice, SettingsError, TrainSettings};
+use crate::model::ModelConfig;
+
+/// The newest checkpoint, and the one before in case the newest is damaged.
+const CHECKPOINTS_KEPT: u64 = 2;
+
+const THREADS_MAX: u64 = 1024;
+
+/// More chunks of an MLP than this cost time and hardly save memory.
+const MLP_CHUNKS_MAX: u64 = 256;
+
+/// Resolves the table `train`, except for the length of sequences.
+pub(super) fn train(
+    config: &ConfigToml,
+    name: &str,
+    steps: u64,
+    ranks: u32,
+    data: Option<&DataSettings>,
+    faults: &mut Faults,
+) -> Option<TrainSettings> {
+    let train = &config.train;
+    let stop_after = train.stop_after.unwrap_or(steps);
+    if config.train.steps.is_some() {
+        faults.take(within("train.stop_after", stop_after, steps.min(1), steps));
+    }
+    let eval_every = train.eval_every.unwrap_or(0);
+    if eval_every > 0
+        && data
+            .is_some_and(|data| data.validation_fraction.get() == 0.0 && data.eval_files.is_empty())
+    {
+        faults.0.push(value(
+            "train.eval_every",
+            "evaluation needs its own text: set data.validation_fraction, for example 0.05, or data.eval_files",
+        ));
+    }
+    let eval_batches = train.eval_batches.unwrap_or(4);
+    faults.take(at_least("train.eval_batches", eval_batches, 1));
+    faults.take(at_least(
+        "steps_per_print",
+        config.steps_per_print.unwrap_or(1),
+        1,
+    ));
+    let log_every = train.log_every.or(config.steps_per_print).unwrap_or(10);
+    if train.log_every.is_some() {
+        faults.take(at_least("train.log_every", log_every, 1));
+    }
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u64);
+    // All ranks are on this node and divide its cores.
+    let threads = (train.threads).unwrap_or((cores / u64::from(ranks)).max(1));
+    faults.take(within("train.threads", threads, 1, THREADS_MAX));
+    let device = faults.take(word(
+        "train.device",
+        train.device.as_deref(),
+        &[
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("gpu", DeviceChoice::Gpu),
+        ],
+    ));
+    let activation_checkpointing = faults.take(word(
+        "train.activation_checkpointing",
+        train.activation_checkpointing.as_deref(),
+        &[
+            ("auto", None),
+            ("full", Some(ActivationCheckpointing::Full)),
+            ("attention", Some(ActivationCheckpointing::Attention)),
+            ("matmuls", Some(ActivationCheckpointing::Matmuls)),
+        ],
+    ));
+    let mlp_chunks = train.mlp_chunks.unwrap_or(1);
+    let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
+    Some(TrainSettings {
+        steps,
+        stop_after,
+        seed: train.seed.unwrap_or(0),
+        eval_every,
+        eval_batches,
+        log_every,
+        checkpoint_every: train.checkpoint_every.unwrap_or(0),
+        checkpoints_kept: train.checkpoints_kept.unwrap_or(CHECKPOINTS_KEPT),
+        run_dir,
+        threads: threads as usize,
+        device: device?,
+        activation_checkpointing: activation_checkpointing?,
+        mlp_chunks: mlp_chunks as usize,
+    })
+}
+
+/// Checks the number of chunks of an MLP, which cannot be more than its features.
+pub(super) fn check_mlp_chunks(chunks: usize, model: &ModelConfig) -> Result<(), SettingsError> {
+    let most = MLP_CHUNKS_MAX.min(model.intermediate_size as u64);
+    within("train.mlp_chunks", chunks as u64, 1, most)
+}
