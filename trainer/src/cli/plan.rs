@@ -25,7 +25,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
       --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB
   trainer plan --table configs/models                  # what each model needs in each tier, as Markdown";
 
-/// What to plan, and for which machine.
+/// Arguments of `trainer plan`.
 #[derive(Args)]
 pub(crate) struct PlanArgs {
     /// The run file: TOML, or JSON if its name ends in .json.

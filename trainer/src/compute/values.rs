@@ -240,7 +240,7 @@ impl LossHandle {
     }
 }
 
-/// What a block's backward pass recomputes. The choice does not change results. All levels except `Full` need
+/// Part of a block that its backward pass recomputes. The choice does not change results. All levels except `Full` need
 /// an explicit backward (`explicit/`), which GPUs use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 #[serde(rename_all = "snake_case")]

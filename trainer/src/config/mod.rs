@@ -202,7 +202,7 @@ pub fn apply_overrides(tree: &mut Value, sets: &[String]) -> Result<(), Settings
 /// directory if no key does. `ranks` is as in [`read`].
 ///
 /// # Errors
-/// As for [`read`].
+/// All errors found, as in [`read`].
 pub fn check(tree: Value, name: &str, ranks: Option<u32>) -> Result<RunSettings, SettingsError> {
     check_as(tree, name, ranks, WrittenFor::Us, Said::default())
 }

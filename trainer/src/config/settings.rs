@@ -221,7 +221,7 @@ pub enum ActivationsChoice {
     Cpu,
 }
 
-/// What computes forward and backward.
+/// Device that computes forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceChoice {
@@ -341,7 +341,7 @@ pub enum GradientsChoice {
     Nvme,
 }
 
-/// What a crash of the machine may destroy.
+/// State that a crash of the machine may destroy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Durability {

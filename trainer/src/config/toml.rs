@@ -393,11 +393,11 @@ keys! {
         #[default("all cores, divided among the ranks")]
         #[example("16")]
         pub threads: Option<u64>,
-        /// What computes: "auto" (a GPU if there is one), "cpu" or "gpu".
+        /// Device that computes: "auto" (a GPU if there is one), "cpu" or "gpu".
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub device: Option<String>,
-        /// What a block recomputes in backward: "full" (everything; only its input is kept), "attention"
+        /// Part of a block that backward recomputes: "full" (everything; only its input is kept), "attention"
         /// (everything except queries, keys, values and the attention output), "matmuls" (only norms and
         /// elementwise operations), or "auto": as little as GPU memory allows. The choice does not change
         /// results.
@@ -445,7 +445,7 @@ keys! {
         #[default("aio.queue_depth, or 64")]
         #[example("32")]
         pub iodepth: Option<u64>,
-        /// What survives a crash: "full" (everything that was committed) or "none" (nothing; one copy on the
+        /// State that survives a crash: "full" (everything that was committed) or "none" (nothing; one copy on the
         /// device).
         #[default("\"full\"")]
         #[example("\"none\"")]

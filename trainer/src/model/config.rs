@@ -150,7 +150,7 @@ pub enum ConfigError {
         "config.json has no model_type, and its architectures ({architectures}) name no supported model: set model.model_type, for example \"llama\""
     )]
     NoModelType {
-        /// That key's value, as JSON.
+        /// Value of `architectures`, as JSON.
         architectures: String,
     },
     /// A key has the wrong type.
@@ -217,7 +217,7 @@ pub enum ConfigError {
         key: String,
         /// The value given, as JSON.
         value: String,
-        /// What is supported.
+        /// The supported values.
         supported: String,
     },
 }

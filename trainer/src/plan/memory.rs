@@ -43,7 +43,7 @@ pub struct ComputeMemory {
     pub activation_bytes: u64,
     /// Part of the activations that is kept in host memory while a GPU computes; it takes no GPU memory.
     pub away_bytes: u64,
-    /// What blocks keep besides their inputs.
+    /// Values that blocks keep besides their inputs.
     pub kept_bytes: u64,
     /// Largest additional memory for computing one unit.
     pub working_bytes: u64,

@@ -72,7 +72,7 @@ pub struct Plan {
     pub node_bytes: StepBytes,
     /// Memory for computing: on the GPU if there is one, otherwise on the host.
     pub compute: ComputeMemory,
-    /// What blocks keep for backward on a GPU.
+    /// Part of each block that backward recomputes on a GPU.
     pub checkpointing: ActivationCheckpointing,
     /// Chunks in which the MLP of a block is computed.
     pub mlp_chunks: usize,

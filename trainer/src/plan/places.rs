@@ -88,7 +88,7 @@ impl Place {
 pub struct PlaceReport {
     pub place: Place,
     pub fits: bool,
-    /// What does not fit, and changes with which it would.
+    /// Everything that does not fit, and changes with which it would.
     pub refused: Vec<String>,
     /// Memory of each GPU.
     pub gpu_bytes: u64,

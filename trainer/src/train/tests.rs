@@ -110,7 +110,7 @@ enum Place {
     Gpu,
     /// In host memory; a GPU computes.
     Host,
-    /// As `Host`, with block inputs in host memory between forward and backward.
+    /// Like `Host`, with block inputs in host memory between forward and backward.
     InputsAway,
 }
 

@@ -10,7 +10,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What happens in a step whose gradients are not finite.
+/// Reaction to a step whose gradients are not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OverflowPolicy {

@@ -17,7 +17,7 @@ use crate::metrics::MetricsFile;
 /// this takes seconds.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
 
-/// What stays fixed for the life of a run. Kept in `run.json`; a change needs `--fresh`.
+/// Properties that stay fixed for the life of a run. Kept in `run.json`; a change needs `--fresh`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RunDescription {
     /// The model's shape and precision and its division into tiles.
