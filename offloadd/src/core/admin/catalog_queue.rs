@@ -231,15 +231,21 @@ impl Admin {
             Ok(reservation) => reservation,
             Err(no_room) => {
                 let home = self.path(self.home);
-                let in_pieces = no_room.in_pieces.map_or_else(String::new, |(needed, largest)| {
-                    format!(
-                        "; {needed} of them, its records, must lie in one piece on {home}, where the largest free one has {largest}"
-                    )
-                });
+                let (no_area, instead) = match no_room.no_area {
+                    Some((needed, largest)) => (
+                        format!(
+                            "; {needed} of them, its records, must lie in one piece on {home}, where the largest free one has {largest}"
+                        ),
+                        format!(
+                            "drain {home} (`offloadd device drain`): the records then lie on another device from the next start on"
+                        ),
+                    ),
+                    None => (String::new(), "add a device".to_owned()),
+                };
                 let fault = Fault::new(
                     FaultKind::NoSpace,
                     format!(
-                        "job {} needs {} bytes (all extents of its tiles and its records){in_pieces}; free: {}; delete a job (`offloadd job delete`) or add a device",
+                        "job {} needs {} bytes (all extents of its tiles and its records){no_area}; free: {}; delete a job (`offloadd job delete`) or {instead}",
                         key.name,
                         no_room.needed_bytes,
                         self.free_room(&no_room.free_bytes)

@@ -59,7 +59,7 @@ pub struct NoRoom {
     /// Bytes free on each device.
     pub free_bytes: Vec<u64>,
     /// Bytes of the area, which needs one piece, and of the largest free piece on the metadata device, if that is too small.
-    pub in_pieces: Option<(u64, u64)>,
+    pub no_area: Option<(u64, u64)>,
 }
 
 impl DeviceSpace {
@@ -177,8 +177,7 @@ impl Space {
             let mut area = area_at(0, definition, local_ranks).bytes();
             let metadata_device = &before.devices[before.metadata_device.0 as usize];
             let largest = metadata_device.free.values().copied().max().unwrap_or(0);
-            let in_pieces =
-                (largest < area && area <= metadata_device.free_bytes).then_some((area, largest));
+            let no_area = (largest < area).then_some((area, largest));
             for tile in definition.tiles() {
                 area += definition.reserved_bytes(tile);
             }
@@ -186,7 +185,7 @@ impl Space {
             NoRoom {
                 needed_bytes: area,
                 free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
-                in_pieces,
+                no_area,
             }
         })
     }
@@ -202,7 +201,7 @@ impl Space {
             NoRoom {
                 needed_bytes: tile_bytes.iter().map(|&bytes| u64::from(bytes)).sum(),
                 free_bytes: self.devices.iter().map(DeviceSpace::room_bytes).collect(),
-                in_pieces: None,
+                no_area: None,
             }
         })
     }

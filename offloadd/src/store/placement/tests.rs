@@ -51,7 +51,7 @@ fn where_ranges_would_lie_is_where_they_are_taken() {
 }
 
 #[test]
-fn room_that_is_in_pieces_is_told_from_room_that_is_not_there() {
+fn records_without_space_in_one_piece_are_named() {
     let definition = definition(4, 4096);
     let area_bytes = area_at(0, &definition, 1).bytes();
     let blocks_bytes = area_bytes.next_multiple_of(4096);
@@ -62,11 +62,15 @@ fn room_that_is_in_pieces_is_told_from_room_that_is_not_there() {
     };
     assert!(parted.take(middle, 8192));
     let no_room = parted.reserve(&definition, 1).unwrap_err();
-    assert_eq!(no_room.in_pieces, Some((area_bytes, blocks_bytes - 4096)));
+    assert_eq!(no_room.no_area, Some((area_bytes, blocks_bytes - 4096)));
     let no_room = space([(4096, 0), (1 << 30, 0)])
         .reserve(&definition, 1)
         .unwrap_err();
-    assert_eq!(no_room.in_pieces, None);
+    assert_eq!(no_room.no_area, Some((area_bytes, 4096)));
+    let no_room = space([(2 * blocks_bytes, 0), (4096, 0)])
+        .reserve(&definition, 1)
+        .unwrap_err();
+    assert_eq!(no_room.no_area, None);
 }
 
 #[test]

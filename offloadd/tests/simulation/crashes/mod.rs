@@ -35,7 +35,7 @@ use super::world::{World, formatted};
 const SEEDS: std::ops::Range<u64> = 0..2000;
 
 /// Further seeds that failed once.
-const FAILED_ONCE: [u64; 6] = [11_491, 14_694, 38_761, 443_761, 495_441, 636_230];
+const FAILED_ONCE: [u64; 7] = [11_491, 14_694, 38_761, 443_761, 495_441, 636_230, 997_631];
 const LIVES: usize = 4;
 
 /// Names of counters over all scenarios.
