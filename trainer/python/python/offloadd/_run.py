@@ -62,6 +62,8 @@ def prepare(
     plan = Plan(settings, directory, found)
     if plan_only:
         return plan
+    if optimizer is None:
+        raise Error("pass the optimizer: offloadd.prepare(model, optimizer, config); without it only plan_only=True works")
     if weights is not None and not on_meta:
         raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
     return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None)
