@@ -48,7 +48,7 @@ def test_drives_without_room_are_refused_before_anything_is_made(tmp_path):
     settings = config("nvme", tmp_path)
     plan = offloadd.prepare(model, optimizer_of(model), settings, run_dir=tmp_path / "run", plan_only=True)
     assert "the store needs" in plan.problems[0] and "refused   " in str(plan)
-    with pytest.raises(offloadd.NoSpace, match="free some, name directories on more drives"):
+    with pytest.raises(offloadd.NoSpace, match="free some space, name directories on more drives"):
         offloadd.prepare(model, optimizer_of(model), settings, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
