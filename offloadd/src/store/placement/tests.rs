@@ -67,7 +67,7 @@ fn records_without_space_in_one_piece_are_named() {
         .reserve(&definition, 1)
         .unwrap_err();
     assert_eq!(no_room.no_area, Some((area_bytes, 4096)));
-    let no_room = space([(2 * blocks_bytes, 0), (4096, 0)])
+    let no_room = space([(blocks_bytes, 0), (4096, 0)])
         .reserve(&definition, 1)
         .unwrap_err();
     assert_eq!(no_room.no_area, None);
