@@ -370,7 +370,7 @@ impl Core {
         self.admin.superblock(device)
     }
 
-    /// Whether tiles are to move.
+    /// Returns the state of the moves.
     pub fn moves(&self) -> Moves {
         self.admin.moves(&self.data)
     }

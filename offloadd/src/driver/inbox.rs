@@ -146,7 +146,7 @@ impl DriverHandle {
     /// Adds a device to the store; `moved` was counted while it was measured.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub fn add_device(
         &self,
         peer: Peer,
@@ -168,7 +168,7 @@ impl DriverHandle {
     /// Asks for the metrics that `viewer` may see.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub fn snapshot(
         &self,
         viewer: Viewer,
@@ -181,7 +181,7 @@ impl DriverHandle {
     /// Asks why the store is read-only; the answer is `None` if it is not.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub(crate) fn read_only(&self) -> Result<oneshot::Receiver<Option<Fault>>, Fault> {
         self.ask(Question::ReadOnly)
     }
@@ -189,7 +189,7 @@ impl DriverHandle {
     /// Asks for the jobs in the store that `viewer` may see.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub(crate) fn contents(
         &self,
         viewer: Viewer,
@@ -200,7 +200,7 @@ impl DriverHandle {
     /// Asks for some of a job's committed tiles, from `at` on; the answer is `None` if there is no such job.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub(crate) fn committed_tiles(
         &self,
         at: At,
@@ -211,7 +211,7 @@ impl DriverHandle {
     /// Asks for the superblock of a device.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub(crate) fn superblock_of(
         &self,
         device: DeviceIndex,
@@ -236,7 +236,7 @@ impl DriverHandle {
     /// Reports a damaged tile.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub(crate) fn damaged(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
         self.try_send(Message::Damaged { uid, job, damage })
     }
@@ -245,7 +245,7 @@ impl DriverHandle {
     /// counted before.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub(crate) fn reported(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
         self.try_send(Message::Reported { uid, job, damage })
     }
@@ -253,7 +253,7 @@ impl DriverHandle {
     /// Applies changed settings.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub fn change(&self, change: Change) -> Result<(), Fault> {
         self.try_send(Message::Change(change))
     }
@@ -261,7 +261,7 @@ impl DriverHandle {
     /// Answered after one turn of the owner thread, as a sign that it is not stuck.
     ///
     /// # Errors
-    /// As [`Self::call`].
+    /// Same as [`Self::call`].
     pub fn turn(&self) -> Result<oneshot::Receiver<()>, Fault> {
         let (answer, receiver) = oneshot::channel();
         self.try_send(Message::Turn(answer))?;

@@ -135,7 +135,7 @@ fn a_job_is_deleted_by_its_name_and_not_by_mistake() {
     let mut control = daemon.control();
     let session = control.session("tiny");
     let printed = told(&["tiny", "--force"]);
-    assert!(printed.contains("open or being dropped"), "{printed}");
+    assert!(printed.contains("open or being deleted"), "{printed}");
     drop((session, control));
     let printed = told(&["tiny"]);
     assert!(

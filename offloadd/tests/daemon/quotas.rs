@@ -51,10 +51,7 @@ fn host_memory_beyond_a_users_quota_is_refused_with_who_holds_it_and_given_back(
     );
     let first = control.session("one");
     let _second = control.session("two");
-    let have = format!(
-        "may have {max} and has {}, so that 1 are free",
-        2 * arena_bytes
-    );
+    let have = format!("may have {max} and has {}, so 1 are free", 2 * arena_bytes);
     let holders = format!("one {arena_bytes}");
     refused(
         control.open_session(open("three")),

@@ -116,7 +116,7 @@ fn what_is_committed_is_served_from_a_device_that_takes_no_writes() {
     for (arguments, printed) in [
         (&["verify"][..], "sound"),
         (&["job", "list"], "tiny"),
-        (&["device", "list"], "the store is read-only since"),
+        (&["device", "list"], "the store is read-only"),
     ] {
         let mut command = program();
         command.args(arguments).arg("--config").arg(&store.config);

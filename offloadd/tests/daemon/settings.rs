@@ -167,7 +167,7 @@ fn sighup_takes_up_what_can_change_and_names_what_cannot() {
     expect_tiles(&mut session, 8, 10);
     let message = control.open_session(open("other")).unwrap_err().message;
     assert!(
-        message.contains("1 sessions are open, the limit"),
+        message.contains("1 sessions are open, which is the limit"),
         "{message}"
     );
 

@@ -139,8 +139,8 @@ fn what_the_ranks_of_a_begun_job_need_is_kept_from_another() {
     let fault = open(&mut world, "two", 0).unwrap_err();
     assert_eq!(fault.kind, FaultKind::TooMany);
     for word in [
-        "have 4 of them",
-        "other jobs that are to come need 2",
+        "8 operations in flight and has 4;",
+        "other jobs that have not joined yet need 2",
         "2 ranks of job two",
     ] {
         assert!(fault.message.contains(word), "{word}: {fault}");

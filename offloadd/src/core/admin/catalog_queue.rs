@@ -234,7 +234,7 @@ impl Admin {
                 let (no_area, instead) = match no_room.no_area {
                     Some((needed, largest)) => (
                         format!(
-                            "; {needed} of them, its records, must lie in one piece on {home}, where the largest free one has {largest}"
+                            "; {needed} of them, for its records, must be contiguous on {home}, where the largest free range has {largest}"
                         ),
                         format!(
                             "drain {home} (`offloadd device drain`): the records then lie on another device from the next start on"

@@ -1,13 +1,13 @@
-//! Some tiles of one job move to other extents, all together or none.
+//! Moves some tiles of one job to other extents, all or none.
 //!
 //! ```text
 //!   copy what a record names, a few tiles at a time ──▶ flush ──▶ definition with the new extents: copy A, flush, copy B,
 //!   flush ──▶ the old extents are free
 //! ```
 //!
-//! An extent that holds nothing is exchanged without a copy: a tile that is written anyway moves by itself. A tile that is
-//! written while it is copied stays where it is until the next time. From the moment the new definition is being written,
-//! writes go where it says, and nothing is committed until it is durable.
+//! An empty extent is exchanged without a copy. A tile that is written while it is copied stays where it is until the next
+//! batch. When the write of the new definition starts, writes of tiles go to the new extents, and nothing is committed until
+//! the definition is durable.
 
 use std::collections::{HashSet, VecDeque};
 
@@ -25,28 +25,29 @@ use crate::core::operations::{Failed, Operations, Step, in_turn};
 use crate::io::{AlignedBytes, Buffer, IoId, IoOp, IoResult};
 use crate::store::tile_table::Extent;
 
-/// Tiles being copied at a time: a read and a write of each device are in flight then.
+/// Tiles copied at a time: enough for a read and a write in flight on each device.
 const COPIES_MAX: usize = 8;
 
-/// Of each, in memory and in flight: a drive is not kept longer by one than by a piece of a tile that somebody reads.
+/// Bytes of each copied tile in memory and in flight. As large as a piece of a session's read, so that a copy occupies a drive
+/// no longer.
 const PIECE_BYTES: u32 = 256 << 10;
 
-/// What moves together.
+/// Tiles that move together.
 #[derive(Debug)]
 pub(super) struct Batch {
     pub(super) key: JobKey,
     job_id: u64,
     places: Vec<Place>,
-    /// Of `places`, not begun.
+    /// Indices in `places` whose copy has not begun.
     waiting: VecDeque<usize>,
     inflight_count: usize,
-    /// Nothing of it counts.
+    /// Reason why the batch fails; its copies are discarded.
     failed: Option<Fault>,
-    /// Slots of records that were cut off: voids are written over them before anything else is written.
+    /// Slots with torn records, over which voids are written before anything else.
     cleared: Vec<usize>,
 }
 
-/// One extent on its way.
+/// One extent that moves.
 #[derive(Debug)]
 pub(super) struct Place {
     pub(super) tile: u32,
@@ -54,24 +55,24 @@ pub(super) struct Place {
     pub(super) from: Extent,
     pub(super) to: Extent,
     pub(super) bytes: u32,
-    /// `None`: it holds nothing.
+    /// `None` for an empty extent.
     pub(super) copy: Option<Copying>,
-    /// Why it stays where it is.
+    /// Reason why the extent stays where it is.
     stays: Option<Stays>,
 }
 
 #[derive(Debug)]
 enum Stays {
-    /// It was written meanwhile.
+    /// The extent was written during the copy.
     Written,
-    /// It cannot be read, or is not what was committed.
+    /// The extent cannot be read, or its bytes are not those that were committed.
     Lost(Fault),
 }
 
-/// How far a copy is.
+/// Progress of a copy.
 #[derive(Debug)]
 pub(super) struct Copying {
-    /// `None`: nobody knows what it must be.
+    /// Expected checksum; `None` if it is unknown.
     expected: Option<u32>,
     digest: ChecksumDigest,
     done_bytes: u32,
@@ -86,7 +87,7 @@ pub(super) struct CopyIo {
 }
 
 impl Place {
-    /// Of an extent that holds `content`: nothing, or bytes with a checksum that may be known.
+    /// Makes a place for an extent with `content`: `None` if it is empty, else the checksum if it is known.
     pub(super) fn new(
         tile: u32,
         which: u8,
@@ -163,7 +164,7 @@ impl Admin {
         let bytes = self.batch().places[place].piece_bytes();
         let buffer = AlignedBytes::zeroed(bytes as usize);
         self.copy_io(place, IoOp::Read, buffer, ops);
-        // More may begin beside it.
+        // Further copies may begin.
         self.copy_on(data, ops);
     }
 
@@ -186,7 +187,7 @@ impl Admin {
         self.inflight.insert(io, copy);
     }
 
-    /// Takes the end of a piece of a copy; false: the operation is not one.
+    /// Handles the end of an operation of a copy. Returns false if `id` is not one.
     pub(in crate::core) fn on_io_done(
         &mut self,
         io: IoId,
@@ -267,7 +268,7 @@ impl Admin {
         )
     }
 
-    /// A flush of `device` failed: copies there may be lost, and the next flush would not say so.
+    /// Fails copies on `device` after a failed flush: they may be lost, and the next flush would not report it.
     pub(in crate::core) fn fail_copies_of(&mut self, device: DeviceIndex, fault: &Fault) {
         if let Some(batch) = &mut self.mover.batch
             && batch.places.iter().any(|place| place.to.device == device)
@@ -276,8 +277,7 @@ impl Admin {
         }
     }
 
-    /// All copies have ended: they are made durable, and records that were cut off are cleared away, because they may name
-    /// the extents that are given up.
+    /// Flushes the copies after the last one, and clears torn records, because they may name the extents that become free.
     fn settle_copies(&mut self, data: &mut Data, ops: &mut Operations) {
         let batch = self.batch();
         if let Some(fault) = batch.failed.take() {
@@ -318,7 +318,7 @@ impl Admin {
         self.exchange(&key, data, ops);
     }
 
-    /// Writes the definition with the new extents of all places that can still change.
+    /// Writes the definition with the new extents of all places that still can move.
     fn exchange(&mut self, key: &JobKey, data: &mut Data, ops: &mut Operations) {
         let batch = self.mover.batch.as_mut().expect("tiles move");
         let places = batch.places.iter().map(|place| (place.tile, place.which));
@@ -358,7 +358,7 @@ impl Admin {
         let Some((places, blocks)) = data.replace_extents(key, extents, &numbers) else {
             self.give_all(given_up);
             let what = format!(
-                "the definition of job {} of uid {} was written as often as it can be: its tiles stay until the job is dropped",
+                "the definition of job {} of uid {} has the highest revision number: its tiles do not move until the job is deleted",
                 key.name, key.uid
             );
             let fault = Fault::new(FaultKind::TooMany, what);
@@ -382,7 +382,8 @@ impl Admin {
         let batch = self.mover.batch.take().expect("tiles move");
         let key = &batch.key;
         data.thaw(key);
-        // Copies were flushed before: a flush that has failed since lost nothing of them, and `batch.failed` says nothing here.
+        // Copies were flushed before, so a flush that failed since has lost none of them, and `batch.failed` does not matter
+        // here.
         match result {
             Ok(()) => {
                 if !is_disabled(Safeguard::LeaveLast) {
@@ -392,11 +393,11 @@ impl Admin {
                 self.free_left(None, data);
             }
             Err(failed) => {
-                // Both extents of each stay taken: which definition the devices hold is not known.
+                // Both extents of each tile stay reserved, because it is unknown which definition the devices hold.
                 let broken = Fault::new(
                     FaultKind::Poisoned,
                     format!(
-                        "job {}: where its tiles lie could not be written ({}): start offloadd again on sound devices",
+                        "job {}: the table of its tiles could not be written ({}): start offloadd again on sound devices",
                         key.name, failed.fault.message
                     ),
                 );
@@ -408,7 +409,7 @@ impl Admin {
         self.next_change(data, ops);
     }
 
-    /// Nothing of it counts: its new extents are given back. With a fault nothing moves until somebody asks again.
+    /// Discards the batch and frees its new extents. With a fault, no tile moves until an administrator asks again.
     fn end_batch(&mut self, fault: Option<Fault>, data: &mut Data, ops: &mut Operations) {
         let batch = self.mover.batch.take().expect("tiles move");
         if let Some(fault) = fault {
@@ -431,8 +432,8 @@ impl Admin {
         }
     }
 
-    /// Frees extents that tiles have left, once no read of them is under way. `ended`: an operation there has; `None`: look
-    /// at all.
+    /// Frees extents that tiles have left, when no read of them is in flight. `ended` is the extent whose operation has ended;
+    /// `None` checks all.
     pub(in crate::core) fn free_left(&mut self, ended: Option<Extent>, data: &Data) {
         if self.mover.left.is_empty() {
             return;
@@ -452,7 +453,7 @@ impl Admin {
 }
 
 impl Mover {
-    /// The job writes where a copy is made from.
+    /// Discards the copy of an extent that the job writes to.
     pub(super) fn invalidate_copy(&mut self, key: &JobKey, tile: u32, which: u8) {
         let Some(batch) = self.batch.as_mut().filter(|batch| batch.key == *key) else {
             return;

@@ -47,7 +47,7 @@ pub(super) enum DeviceChange {
 }
 
 impl DeviceChange {
-    /// Call that waits for it.
+    /// Call that waits for the change.
     pub(super) fn call(&self) -> Option<CallId> {
         match self {
             Self::Add { call, .. } | Self::Drain { call, .. } => Some(*call),
@@ -148,7 +148,7 @@ impl Admin {
         let index = device.0 as usize;
         if self.space.is_closed(device) {
             if self.devices[index].phase != Some(Phase::Draining) {
-                let what = format!("{path} is just about to be drained: try again");
+                let what = format!("a drain of {path} is about to start: try again");
                 return Err(Fault::new(FaultKind::Busy, what));
             }
             self.limit_next_moves(rebalance_bytes_per_s_max, data);
@@ -158,7 +158,7 @@ impl Admin {
         }
         self.check_room_without(device, data)?;
         self.limit_next_moves(rebalance_bytes_per_s_max, data);
-        // Nothing new is placed on it from now on.
+        // From now on nothing new is placed on the device.
         self.space.close(device);
         let change = DeviceChange::Drain { call, device };
         if let Err(fault) = self.change_catalog(Work::Device(change), data, ops) {
@@ -184,7 +184,7 @@ impl Admin {
                 }
                 let number = catalog.next_number;
                 let Some(next) = number.checked_add(1) else {
-                    let what = "every device number was assigned, and none is given twice: format a new store";
+                    let what = "all device numbers are used, and a number is never used again: format a new store";
                     ops.refuse(call, Fault::new(FaultKind::TooMany, what));
                     return None;
                 };
@@ -214,7 +214,8 @@ impl Admin {
                 Some(catalog_steps(self.home, catalog))
             }
             DeviceChange::Settle { device } => {
-                // While this waited, it may have been drained, or another device may have come: then all is planned anew.
+                // While this change waited, the device may have been drained, or another one added: then everything is planned
+                // again.
                 let filling = self.devices[device.0 as usize].phase == Some(Phase::Filling);
                 if !filling || !self.mover.is_done() {
                     return None;
@@ -223,7 +224,7 @@ impl Admin {
                 Some(catalog_steps(self.home, catalog))
             }
             DeviceChange::Remove { device } => {
-                // It was queued twice.
+                // The change was queued twice.
                 if self.devices[device.0 as usize].phase != Some(Phase::Draining) {
                     return None;
                 }

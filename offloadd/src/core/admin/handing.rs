@@ -1,8 +1,8 @@
 //! Hands state over to the next daemon when no operation is in flight, and adopts it from the previous one if it fits the store.
 //!
-//! Nothing of it is trusted: store and devices are checked here, jobs and sessions by [`Data::check_adopted`]. What does not fit is
-//! left out with the reason. The sessions of a job are adopted all or none, because without one of them its generation could not be
-//! completed.
+//! The state is not trusted: store and devices are checked here, jobs and sessions by [`Data::check_adopted`]. What does not
+//! fit is left out with a reason. The sessions of a job are adopted all or none, because without one of them its generation
+//! could not be completed.
 
 use std::collections::BTreeMap;
 

@@ -40,7 +40,7 @@ pub use moving::Moves;
 
 /// Devices, space and catalog.
 pub(super) struct Admin {
-    /// By index; a device that left keeps its index for this incarnation.
+    /// Devices by index; a device that left keeps its index in this incarnation.
     devices: Vec<RecoveredDevice>,
     /// The metadata device, with the catalog and the jobs' areas.
     home: DeviceIndex,

@@ -1,9 +1,9 @@
-//! Which tiles are to move, and when that is done: all from a device that is drained, and to one that came its share.
+//! Plans which tiles move: all tiles of a drained device, and to an added device its share.
 //!
-//! A plan is made for each job, and worked off some tiles at a time; whoever drives says when. It is not stored: after a
-//! restart, or when something changed, it is made again from where the tiles lie then. Jobs in session first get their next
-//! extents on the new device, so that what they write moves by itself; what they have not written when two generations
-//! are over, or when there is a hurry, is copied, and so is everything of jobs that nobody runs.
+//! There is a plan for each job, carried out in batches of tiles; the driver sends an event for each batch. Plans are not
+//! stored: after a restart or a change, they are made again from the current extents. A job in session first gets its next
+//! extents on the new device, so that written tiles move without a copy. Tiles that are not written within two generations are
+//! copied, and so are all tiles if the move is forced, and the tiles of jobs without a session.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
@@ -22,37 +22,37 @@ use crate::store::metadata_device::place_areas;
 use crate::store::placement::Space;
 use crate::store::tile_table::Extent;
 
-/// Copied together: large enough that writing the definition is little beside it, small enough that a job which ends or is
-/// dropped does not wait long.
+/// Bytes copied in one batch: large beside the definition that is written after it, and small enough that a job which ends or
+/// is deleted does not wait long.
 const BATCH_BYTES: u64 = 64 << 20;
 
-/// The definition is written anew for each batch: of a large one a batch has so many times the bytes.
+/// A batch has at least this many times the bytes of the job's definition, which is written after each batch.
 const DEFINITION_TIMES: u64 = 16;
 
-/// Everything about tiles that move.
+/// Tiles that move.
 #[derive(Debug, Default)]
 pub(super) struct Mover {
-    /// Empty: all that could move has.
+    /// Plans of the jobs; empty when all tiles that can move have moved, `None` before planning.
     plan: Option<VecDeque<JobPlan>>,
     plans_made: u64,
     pub(super) batch: Option<Batch>,
-    /// Extents that tiles have left and that may still be read.
+    /// Extents that tiles have left, and that reads in flight may still use.
     pub(super) left: Vec<(Extent, u32)>,
     pub(super) stuck: Stuck,
-    /// Why nothing moves until somebody asks again.
+    /// Reason why no tile moves until an administrator asks again.
     stopped: Option<String>,
-    /// Moved in this life, with a copy or without.
+    /// Bytes moved in this incarnation, with or without a copy.
     moved_bytes: u64,
-    /// Those with a copy.
+    /// Bytes of `moved_bytes` that were copied.
     copied_bytes: u64,
-    /// What may be copied a second in place of what the settings say; whoever drives keeps to it.
+    /// Limit of bytes copied per second that replaces the one in the settings; the driver keeps to it.
     bytes_per_s_max: Option<u64>,
 }
 
-/// Extents that cannot be moved in this life.
+/// Extents that cannot be moved in this incarnation.
 #[derive(Debug, Default)]
 pub(super) struct Stuck {
-    /// By job id, tile and which.
+    /// Job id, tile, and which of its extents.
     places: BTreeSet<(u64, u32, u8)>,
     first: Option<String>,
 }
@@ -60,25 +60,25 @@ pub(super) struct Stuck {
 #[derive(Debug)]
 struct JobPlan {
     key: JobKey,
-    /// Of the job it was made for: another may come to have its name.
+    /// Id of the planned job: another job may get its name.
     job_id: u64,
     tiles: VecDeque<(u32, DeviceIndex)>,
-    /// Still to come to each target, as it was when the tiles were last gone through: people ask often.
+    /// Bytes still to move to each target, cached when the tiles were last examined, because status calls are frequent.
     left_bytes: BTreeMap<DeviceIndex, u64>,
-    /// The working generation when its free extents were exchanged last.
+    /// Working generation at the last exchange of the job's free extents.
     spared: Option<Generation>,
 }
 
-/// What a driver needs to know.
+/// State of the moves, for the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moves {
-    /// No tile is to move.
+    /// No tile has to move.
     None,
-    /// Some are: [`RebalanceTick`](crate::core::Event::RebalanceTick) begins with the next ones.
+    /// Tiles have to move; [`RebalanceTick`](crate::core::Event::RebalanceTick) starts the next batch.
     Waiting,
-    /// Some do.
+    /// Tiles are moving.
     Moving,
-    /// None does, because of a failure that people are told; asking again tries again.
+    /// No tile moves because of a reported failure; asking again retries.
     Stopped,
 }
 
@@ -90,7 +90,7 @@ impl Stuck {
 }
 
 impl Mover {
-    /// What was given up is tried again, and everything is planned anew.
+    /// Plans everything again, including extents that could not be moved.
     pub(super) fn retry(&mut self) {
         self.plan = None;
         self.stopped = None;
@@ -101,28 +101,28 @@ impl Mover {
         self.stopped = Some(fault.message.clone());
     }
 
-    /// Whether all that could move has, and nothing has come since that is to be planned.
+    /// Whether all tiles that can move have moved, and nothing has changed since.
     pub(super) fn is_done(&self) -> bool {
         self.plan.as_ref().is_some_and(VecDeque::is_empty)
     }
 
-    /// Why tiles do not move.
+    /// Returns the reason why tiles do not move.
     pub(super) fn stuck(&self) -> Option<String> {
         let places = self.stuck.places.len();
         let lost = (self.stuck.first.as_ref()).map(|first| {
-            format!("{places} extents cannot be moved and stay until they are written again or their job is dropped; the first: {first}")
+            format!("{places} extents cannot be moved and stay until they are written again or their job is deleted; the first: {first}")
         });
         self.stopped.clone().or(lost)
     }
 
-    /// Whether tiles of this job move now.
+    /// Whether tiles of this job are moving.
     pub(super) fn is_at(&self, key: &JobKey) -> bool {
         self.batch.as_ref().is_some_and(|batch| batch.key == *key)
     }
 }
 
 impl Admin {
-    /// Whether tiles are to move.
+    /// Returns the state of the moves.
     pub(in crate::core) fn moves(&self, data: &Data) -> Moves {
         let home_waits = self.home_waits(data);
         let some = (self.devices.iter().enumerate()).any(|(index, device)| match device.phase {
@@ -138,32 +138,32 @@ impl Admin {
         }
     }
 
-    /// Tiles that could not be moved are tried again.
+    /// Retries tiles that could not be moved.
     pub(in crate::core) fn retry_moves(&mut self) {
         self.mover.retry();
     }
 
-    /// How often all tiles were gone through for those that are to move.
+    /// Number of times that all tiles were examined to plan moves.
     pub(in crate::core) fn plans_made(&self) -> u64 {
         self.mover.plans_made
     }
 
-    /// Moved since the daemon started, with a copy or without.
+    /// Bytes moved since the daemon started, with or without a copy.
     pub(in crate::core) fn moved_bytes(&self) -> u64 {
         self.mover.moved_bytes
     }
 
-    /// Of those, what was copied by the daemon: what counts for a ceiling.
+    /// Bytes that the daemon copied, to which the rate limit applies.
     pub(in crate::core) fn copied_bytes(&self) -> u64 {
         self.mover.copied_bytes
     }
 
-    /// What may be copied a second while tiles move; `None`: as much as goes, or none move.
+    /// Limit of bytes copied per second; `None` if there is no limit or no tile moves.
     pub(in crate::core) fn rebalance_bytes_per_s_max(&self, data: &Data) -> Option<u64> {
         (self.rate_limiter()).filter(|_| self.moves(data) != Moves::None)
     }
 
-    /// For these moves, or for all.
+    /// Limit of these moves, or else the one of the settings.
     fn rate_limiter(&self) -> Option<u64> {
         (self.mover.bytes_per_s_max).or(self.rebalance_bytes_per_s_max)
     }
@@ -174,22 +174,22 @@ impl Admin {
         data: &Data,
     ) -> Result<(), Fault> {
         if self.moves(data) == Moves::None {
-            let what = "no tiles are to move: a ceiling is given with the device that comes or is drained, and goes with its last tile";
+            let what = "no tiles are moving: set the limit with --rate of `device add` or `device drain`; it ends with the last tile";
             return Err(Fault::new(FaultKind::Invalid, what));
         }
         self.mover.bytes_per_s_max = Some(bytes_per_s_max);
         Ok(())
     }
 
-    /// What a device brings that comes or is drained. Of moves that have ended nothing is left, and what the
-    /// settings say holds; those under way keep theirs where nobody says otherwise.
+    /// Sets the limit that comes with an added or drained device. If moves are in progress and no limit is given, theirs stays;
+    /// after moves have ended, the limit of the settings applies.
     pub(super) fn limit_next_moves(&mut self, bytes_per_s_max: Option<u64>, data: &Data) {
         if bytes_per_s_max.is_some() || self.moves(data) == Moves::None {
             self.mover.bytes_per_s_max = bytes_per_s_max;
         }
     }
 
-    /// Of extents that are still to come to `device`, or to leave it.
+    /// Bytes of extents that still have to move to `device`, or off it.
     pub(super) fn left_bytes(&self, device: DeviceIndex, data: &Data) -> u64 {
         match self.devices[device.0 as usize].phase {
             None | Some(Phase::Settled) => 0,
@@ -229,7 +229,7 @@ impl Admin {
                 self.plan_moves(&filling, data)
             }
         };
-        // Each job once: those that wait for their next commit are asked again later.
+        // Each job once: jobs that wait for their next commit get another turn later.
         for _ in 0..plan.len() {
             let mut job = plan.pop_front().expect("counted");
             let places = self.next_places(&mut job, force, data);
@@ -247,8 +247,7 @@ impl Admin {
                 return self.start_batch(key, job_id, places, data, ops);
             }
         }
-        // Kept when it is empty too: what a session keeps for itself may hold a device for long, and nothing is to be
-        // looked for meanwhile.
+        // An empty plan is kept: a session's own tiles may occupy a device for long, and planning again would find nothing.
         let ended = plan.is_empty();
         self.mover.plan = Some(plan);
         if ended && self.mover.stopped.is_none() {
@@ -287,7 +286,7 @@ impl Admin {
         targets.into()
     }
 
-    /// The next extents of a job that can move, each with its new place taken. Tiles that have moved leave the plan.
+    /// Returns the next extents of a job to move, and reserves the target of each. Removes tiles that have moved from the plan.
     fn next_places(&mut self, plan: &mut JobPlan, force: bool, data: &Data) -> Vec<Place> {
         let job = match data.movable(&plan.key, plan.job_id) {
             Movable::Now(job) => job,
@@ -297,7 +296,7 @@ impl Admin {
                 return Vec::new();
             }
             Movable::Unreadable(why) => {
-                // Nobody knows which extents it names.
+                // The extents that it names are unknown.
                 let fault = stays(&plan.key, why);
                 for (tile, _) in plan.tiles.drain(..) {
                     (self.mover.stuck).add(plan.job_id, tile, 0, fault.clone());
@@ -308,7 +307,7 @@ impl Admin {
         let layout = job.layout;
         let job_id = plan.job_id;
         let definition_bytes = layout.entry.area.definition_bytes;
-        // Under a ceiling what a second allows: whoever waits for the drives waits for one batch.
+        // With a rate limit, one second's worth: other operations on the drives wait for at most one batch.
         let batch_bytes = BATCH_BYTES.min(self.rate_limiter().unwrap_or(u64::MAX));
         let bytes_max = batch_bytes.max(DEFINITION_TIMES * definition_bytes);
         let may_copy = match (job.in_session, plan.spared) {
@@ -330,7 +329,7 @@ impl Admin {
                 if from.device == target || stuck.contains(&(job_id, tile, which)) {
                     continue;
                 }
-                // It left, and found room elsewhere only.
+                // The tile left the device, and space was found only elsewhere.
                 let takes = self.devices[target.0 as usize].phase == Some(Phase::Filling);
                 if !takes && !self.space.is_closed(from.device) {
                     continue;
@@ -352,7 +351,7 @@ impl Admin {
         });
         if let Some(working) = job.in_session {
             plan.spared.get_or_insert(working);
-            // What is free is exchanged at once for all tiles, so that the writes of this generation go there.
+            // Free extents are exchanged for all tiles at once, so that the writes of this generation go to the new ones.
             if !spare.is_empty() {
                 copied.clear();
             }
@@ -369,13 +368,13 @@ impl Admin {
                 Some(to) => {
                     places.push(Place::new(tile, which, [from, to], bytes as u32, content));
                 }
-                // What others took meanwhile is no reason to stop: it has its share, as far as there is room.
+                // Space that others took meanwhile does not stop the moves: the device gets its share as far as there is space.
                 None if !leaves => {
                     no_room.insert(tile);
                 }
                 None => {
                     let what = format!(
-                        "{} bytes of a tile of job {} find no room on the other devices: drop a job or add a device",
+                        "the other devices have no space for {} bytes of a tile of job {}: delete a job or add a device",
                         bytes, plan.key.name
                     );
                     self.mover.stop(&Fault::new(FaultKind::NoSpace, what));
@@ -391,11 +390,11 @@ impl Admin {
         places
     }
 
-    /// Everything has moved that can: devices that came are as the others, and empty ones go.
+    /// Ends the moves: added devices become settled, and empty drained devices are removed.
     fn finish_moves(&mut self, data: &mut Data, ops: &mut Operations) {
         let filling = self.filling();
         let mut draining = self.in_phase(Phase::Draining);
-        // It goes at a start.
+        // The metadata device is removed at a start.
         draining.retain(|device| *device != self.home);
         let empty: Vec<_> = (draining.iter().copied())
             .filter(|device| self.is_empty(*device, data, ops))
@@ -403,7 +402,7 @@ impl Admin {
         let home = &self.devices[self.home.0 as usize];
         let home_stays = home.phase == Some(Phase::Draining) && !self.home_waits(data);
         if self.mover.stuck.first.is_some() && (empty.len() < draining.len() || home_stays) {
-            // Told until somebody asks again.
+            // Reported until an administrator asks again.
             self.mover.stopped = self.mover.stuck();
         }
         for device in &empty {
@@ -416,19 +415,19 @@ impl Admin {
             .into_iter()
             .map(|device| DeviceChange::Remove { device });
         for change in settle.chain(remove).collect::<Vec<_>>() {
-            // Refused: too many wait, or the catalog is broken. It is asked again at the next turn, or said already.
+            // Refused if too many changes wait, which the next tick retries, or if the catalog is broken, which was reported.
             let _ = self.change_catalog(Work::Device(change), data, ops);
         }
     }
 
-    /// No tile of a job or session is on `device`, and nothing moves there.
+    /// Whether `device` holds no tile of a job or session, and no tile moves there.
     fn is_empty(&self, device: DeviceIndex, data: &Data, ops: &Operations) -> bool {
         let read = data.extents_in_use().any(|extent| extent.device == device);
         let busy = read || ops.uses(device) || !self.inflight.is_empty();
         !busy && self.bytes_on(device) == 0
     }
 
-    /// Takes room for the areas of all jobs on one device, each in one piece.
+    /// Reserves space for the areas of all jobs on one device, each contiguous.
     fn take_new_home(&self, trial: &mut Space, data: &Data) -> Result<(), Fault> {
         for (extent, bytes) in self.find_new_home(trial, data)? {
             assert!(trial.take(extent, bytes), "just found free");
@@ -436,7 +435,7 @@ impl Admin {
         Ok(())
     }
 
-    /// Room for them in `space`, and how many bytes each takes.
+    /// Finds one device with space for the areas of all jobs. Returns the extent and the length of each area.
     pub(super) fn find_new_home(
         &self,
         space: &Space,
@@ -458,11 +457,11 @@ impl Admin {
         Ok(extents.zip(sizes).collect())
     }
 
-    /// Refused with the numbers when the tiles of `device` do not fit on the others.
+    /// Checks that the tiles of `device` fit on the other devices. The error has the numbers.
     pub(super) fn check_room_without(&self, device: DeviceIndex, data: &Data) -> Result<(), Fault> {
         let mut trial = self.space.clone();
         trial.close(device);
-        // Drained earlier, it waits for a start.
+        // Drained earlier: it waits for a start.
         if trial.is_closed(self.home) {
             self.take_new_home(&mut trial, data)?;
         }
@@ -498,7 +497,7 @@ impl Admin {
     }
 }
 
-/// Of the extents of `tiles` that do not lie on their target, by target.
+/// Bytes of the extents of `tiles` that are not on their target, by target.
 fn left_bytes(
     layout: &Layout<'_>,
     tiles: &VecDeque<(u32, DeviceIndex)>,
@@ -513,19 +512,19 @@ fn left_bytes(
     left
 }
 
-/// Of a job with a record that the device did not give.
+/// Fault for a job with an unreadable record.
 fn stays(key: &JobKey, why: &str) -> Fault {
     let JobKey { uid, name } = key;
     let what = format!(
-        "job {name} of uid {uid}: {why}; its tiles stay until the record can be read when offloadd starts, or `offloadd job discard-unreadable {name}` forgets it"
+        "job {name} of uid {uid}: {why}; its tiles stay until the record can be read when offloadd starts, or `offloadd job discard-unreadable {name}` discards it"
     );
     Fault::new(FaultKind::Damaged, what)
 }
 
-/// Tile, which, from, target, bytes; and what it holds.
+/// Tile, which of its extents, current extent, target, bytes; and content.
 type Wanted = ((u32, u8, Extent, DeviceIndex, u64), Option<Option<u32>>);
 
-/// Of the jobs' areas, which lie at home.
+/// Bytes of the jobs' areas on the metadata device.
 pub(super) fn area_bytes(data: &Data) -> u64 {
     data.layouts().map(|layout| layout.entry.area.bytes()).sum()
 }

@@ -17,7 +17,7 @@ impl Admin {
         let fault = Fault::new(
             FaultKind::Poisoned,
             format!(
-                "the store is read-only since offloadd was started, because a device did not take what a start writes ({error}): repair or replace the device and start offloadd again"
+                "the store is read-only, because a device failed a write when offloadd was started ({error}): repair or replace the device and start offloadd again"
             ),
         );
         self.catalog.refuse_all(fault.clone());

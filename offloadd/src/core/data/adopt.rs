@@ -1,8 +1,9 @@
-//! What outlives the daemon: given out when everything has come to rest, and taken up by the next one if it fits its store.
+//! Hands jobs and sessions over to the next daemon when no operation is in flight, and adopts them from the previous one if
+//! they fit the store.
 //!
-//! Nothing of it is believed: each job is held against what the devices say (its id, where its tiles lie, its newest
-//! generation and who wrote that), each session against the settings of this life. What does not fit is left out with the
-//! reason; a job's sessions come all or none, as without one of them its generation could not be completed.
+//! The state is not trusted: each job is compared with the devices (its id, its extents, its newest generation and that
+//! generation's writer), each session with the settings. What does not fit is left out with a reason. The sessions of a job are
+//! adopted all or none, because without one of them its generation could not be completed.
 
 use std::collections::{BTreeSet, HashMap, HashSet};
 
@@ -23,26 +24,26 @@ use crate::store::definition::JobName;
 use crate::store::manifest::{LOCAL_RANKS_MAX, Version};
 use crate::store::tile_table::Extent;
 
-/// A session that goes on.
+/// An adopted session.
 #[derive(Clone, Debug)]
 pub struct Adopted {
-    /// In this life.
+    /// Number in this incarnation.
     pub session: SessionId,
-    /// Where it stands in the state.
+    /// Index in the handed-over state.
     pub index: usize,
-    /// Whose it is.
+    /// Process that has the session.
     pub peer: Peer,
-    /// With the peer's uid it names the job.
+    /// Name of the job among those of the peer's uid.
     pub job: JobName,
-    /// Its key.
+    /// Token of the session.
     pub token: SessionToken,
-    /// Of its arena.
+    /// Geometry of the arena.
     pub geometry: Geometry,
-    /// Of each ring.
+    /// Entries of each ring.
     pub ring_entries: u32,
 }
 
-/// A session of the state whose fields make sense.
+/// A handed-over session whose fields are valid.
 struct Checked {
     index: usize,
     rank: Rank,
@@ -54,15 +55,15 @@ struct Checked {
     scratch: Vec<ScratchTile>,
 }
 
-/// What becomes of a job's tiles.
+/// State of a job's tiles.
 struct CheckedTiles {
     committed: Option<Vec<Option<Version>>>,
-    /// By index: what was written since, and whether the last write failed.
+    /// Tile index, version written since the last commit, and whether the last write failed.
     working: Vec<(usize, Option<Version>, bool)>,
     unflushed: Vec<bool>,
 }
 
-/// A job with the sessions that go on, all of which fits the store; its room is not taken yet.
+/// A job with its sessions, all of which fit the store; their space is not reserved yet.
 pub(in crate::core) struct CheckedJob {
     key: JobKey,
     tiles: CheckedTiles,
@@ -71,16 +72,16 @@ pub(in crate::core) struct CheckedJob {
     sessions: Vec<Checked>,
 }
 
-/// Room that sessions keep for themselves, and what a refusal calls it.
+/// Space of a session's own tiles, and its name in a refusal.
 pub(in crate::core) struct KeptRoom {
     pub(in crate::core) extent: Extent,
     pub(in crate::core) bytes: u64,
     pub(in crate::core) name: String,
 }
 
-/// The devices by their index, as messages to the next daemon name them.
+/// Numbers of the devices by index, as messages to the next daemon name them.
 pub(in crate::core) struct DeviceNumbers {
-    /// With whether the device is of the store now.
+    /// Number of each device, and whether it belongs to the store now.
     pub(in crate::core) numbers: Vec<(u32, bool)>,
 }
 
@@ -115,7 +116,7 @@ impl DeviceNumbers {
 }
 
 impl CheckedJob {
-    /// What must be free for it.
+    /// Lists the space that must be free for the job's sessions.
     pub(in crate::core) fn kept_room(&self) -> impl Iterator<Item = KeptRoom> + '_ {
         self.sessions.iter().flat_map(|session| {
             session.scratch.iter().map(|tile| KeptRoom {
@@ -128,8 +129,8 @@ impl CheckedJob {
 }
 
 impl Data {
-    /// No tile is on its way, and no session waits for its last one. Sessions whose memory is still being made may be there:
-    /// they are not handed over, and nobody waits for them.
+    /// Whether no tile is in flight and no ended session waits for its last operation. Sessions whose arena is still being made
+    /// may exist; they are not handed over.
     pub(in crate::core) fn is_quiet(&self) -> bool {
         let quiet = |session: &Session| {
             let here = !matches!(session.stage, Stage::Ending { .. });
@@ -138,8 +139,8 @@ impl Data {
         self.inflight.is_empty() && self.sessions.values().all(quiet)
     }
 
-    /// Everything that the next daemon cannot read from the devices. Calls that still wait for other ranks are not in it:
-    /// their processes call again.
+    /// Returns the state that the next daemon cannot read from the devices. It does not contain calls that wait for other
+    /// ranks: their processes call again.
     pub(in crate::core) fn hand_over(
         &self,
         devices: &DeviceNumbers,
@@ -157,10 +158,10 @@ impl Data {
         (sessions.collect(), jobs.collect())
     }
 
-    /// Holds a job of the state against what the devices say, and its sessions against the settings. Changes nothing.
+    /// Compares a handed-over job with the devices, and its sessions with the settings. Changes nothing.
     ///
     /// # Errors
-    /// Why the sessions end: it does not fit.
+    /// The reason why the sessions cannot be adopted.
     pub(in crate::core) fn check_adopted(
         &self,
         state: &message::State,
@@ -220,7 +221,7 @@ impl Data {
         })
     }
 
-    /// The job goes on as `job` says: `checked` fits, and its room is taken.
+    /// Adopts a checked job whose space is reserved.
     pub(in crate::core) fn adopt(
         &mut self,
         job: &message::Job,

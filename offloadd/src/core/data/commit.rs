@@ -1,13 +1,13 @@
-//! Making a generation durable: all local ranks have called, all writes have ended, then
+//! Makes a generation durable. When all local ranks have called and all writes have ended:
 //!
 //! ```text
-//!   flush every device written to ──▶ write the record, twice ──▶ flush the home ──▶ acknowledge
+//!   flush every device written to ──▶ write the record, twice ──▶ flush it ──▶ acknowledge
 //! ```
 //!
-//! so that a record that can be read back is true, and an acknowledged one can be read back. When any of it fails, a void is
-//! written over the record and flushed before the failure is told: no restart resumes from a generation that was called lost.
-//! With several nodes the record says `prepared`; nothing of the next generation is accepted until it is confirmed, because it would go where the
-//! generation before lies, which another node may still need.
+//! A record that can be read back is therefore true, and an acknowledged record can be read back. If a step fails, a void is
+//! written over the record and flushed before the failure is reported: no restart resumes from a generation that was reported
+//! as lost. With several nodes the record is `prepared`. No write of the next generation is accepted until it is confirmed,
+//! because the write would overwrite the previous generation, which another node may still need.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -27,9 +27,9 @@ use crate::store::manifest::{Mark, Marked, Record, SlotContent, blob_room_bytes,
 /// The calls of one commit.
 #[derive(Debug, Default)]
 pub(super) struct Round {
-    /// With each rank's blob.
+    /// Call and blob of each rank.
     pub(super) calls: BTreeMap<Rank, (CallId, Vec<u8>)>,
-    /// The record is on its way.
+    /// Whether the flushes and the record are in progress.
     pub(super) running: bool,
 }
 
@@ -64,7 +64,7 @@ impl Data {
                 ),
             ));
         }
-        // Room was reserved for the ranks that defined the job; more of them share it.
+        // Space was reserved for the ranks that defined the job; if there are more now, they share it.
         let stored = job.stored.as_ref().expect("it resumed");
         let room_bytes = blobs_bytes_max(stored.entry.area.record_bytes_max, stored.tiles.len());
         let others = job.round.iter().flat_map(|round| round.calls.values());
@@ -92,20 +92,20 @@ impl Data {
         Ok(None)
     }
 
-    /// Whether `rank` has called and so writes nothing more into this generation.
+    /// Whether `rank` has committed, and so writes nothing more in this generation.
     pub(super) fn has_committed(&self, key: &JobKey, rank: Rank) -> bool {
         let round = self.jobs[key].round.as_ref();
         round.is_some_and(|round| round.calls.contains_key(&rank))
     }
 
-    /// Starts the round when everyone has called and every write has ended.
+    /// Starts the commit if all ranks have called and all writes have ended.
     pub(in crate::core) fn try_commit(&mut self, key: &JobKey, ops: &mut Operations) {
         let Some(job) = self.jobs.get_mut(key) else {
             return;
         };
         let Some(round) = &mut job.round else { return };
         let complete = round.calls.len() == job.local_ranks as usize;
-        // While its definition is written again, tiles may lie where only the new one says.
+        // While the definition is being written, tiles may lie in extents that only the new definition names.
         let frozen = job.frozen && !is_disabled(Safeguard::ExchangeFirst);
         let busy = job.script.is_some() || frozen;
         if round.running || !complete || job.writes_inflight_count > 0 || busy {
@@ -169,7 +169,7 @@ impl Data {
         let job = self.jobs.get_mut(key).expect("a script's job");
         let stored = job.stored.as_mut().expect("it committed");
         let generation = record.generation;
-        // Another job's flush of a device we wrote to may have failed meanwhile, and ours not been told.
+        // Another job's flush of a device that this job wrote to may have failed meanwhile.
         let failed = result
             .err()
             .map(|failed| {
@@ -200,8 +200,8 @@ impl Data {
         self.end_round(key, &Ok(reply), ops);
     }
 
-    /// The failure is told only now: a restart before this may find the record, which is then as true as a commit that was
-    /// not answered.
+    /// Reports the failure after the record is withdrawn. If the daemon restarts earlier, it may find the record, which is then
+    /// a commit that was not answered.
     pub(super) fn finish_withdraw(
         &mut self,
         key: &JobKey,
@@ -215,7 +215,7 @@ impl Data {
             let stored = job.stored.as_mut().expect("it committed");
             *stored.slot_of(generation) = SlotContent::Empty;
         }
-        // Otherwise the record may be there tomorrow; resuming writes a void over it first.
+        // Otherwise the record may be found at the next start; resuming first writes a void over it.
         self.end_round(key, &Err(fault), ops);
     }
 

@@ -1,5 +1,5 @@
-//! A process reports that a tile is damaged. The report must fit what the job has now. It counts once the server has read the
-//! tile and found it damaged too, and only once for each version of the tile.
+//! Counts damaged tiles that processes report. A report must fit the current state of the job. It counts if the server has read
+//! the tile and found it damaged too, and once for each version of the tile.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::TileIndex;
@@ -11,7 +11,7 @@ use crate::io::SessionId;
 use crate::store::definition::JobName;
 use crate::store::tile_table::Extent;
 
-/// The tile that a process calls damaged.
+/// A tile that a process reports as damaged.
 pub(in crate::core) struct ReportedTile {
     pub(in crate::core) uid: u32,
     pub(in crate::core) job: JobName,

@@ -1,6 +1,6 @@
-//! A record that the device did not give at the start stays until somebody decides: it may be the newest one, and name any
-//! extent of its job's tiles. Here is the decision to go on without it. If it was the newest, tiles of the generation before
-//! it may have been written over since: who decides has had them compared.
+//! Discards unreadable records. A record that could not be read at the start stays until an administrator decides: it may be
+//! the newest one, and may name any extent of its job's tiles. If it was the newest, tiles of the previous generation may have
+//! been overwritten since; the caller has compared them.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
@@ -46,7 +46,7 @@ impl Data {
     ) {
         if let Err(Failed { fault, .. }) = result {
             let what = format!(
-                "the record of job {} could not be overwritten ({}): it stays as it is; drop the job or repair the device",
+                "the record of job {} could not be overwritten ({}): it stays as it is; delete the job or repair the device",
                 key.name, fault.message
             );
             return ops.refuse(call, Fault::new(fault.kind, what));
@@ -60,10 +60,10 @@ impl Data {
         }
         let newest_generation = match stored.clean() {
             true => stored.newest(),
-            // Written in place: what its record names is there no more.
+            // Tiles are written in place, so the generation that the record names does not exist any more.
             false => Generation(0),
         };
-        // Its tiles stayed because of it.
+        // The record kept the job's tiles from moving.
         self.notes.push_back(Note::Forgotten);
         ops.reply(call, Ok(Reply::DiscardUnreadable { newest_generation }));
     }

@@ -1,4 +1,4 @@
-//! What the store holds, and where tiles lie that can be compared with what was committed. Changes nothing; each question takes a
+//! Lists the jobs of the store, and the extents of committed tiles with their checksums. Changes nothing. Each call takes a
 //! bounded time, however large the store is.
 
 use std::sync::Arc;
@@ -11,48 +11,48 @@ use crate::store::definition::{JobDefinition, JobName};
 use crate::store::manifest::{Mark, Version, resumable};
 use crate::store::tile_table::Extent;
 
-/// Tiles looked at for one answer.
+/// Tiles in one answer.
 const TILES_A_LOOK: usize = 256;
 
-/// A job that may be gone on from, in the order of owners and names.
+/// A position in the committed tiles of the store, ordered by owner, job and tile.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct At {
     /// Owner.
     pub uid: u32,
     /// The job.
     pub name: JobName,
-    /// The first tile that was not told yet.
+    /// First tile that was not returned yet.
     pub tile: usize,
 }
 
-/// A committed version of a tile and where it lies, now.
+/// A committed version of a tile, and its extent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommittedTile {
-    /// Which.
+    /// Index of the tile.
     pub tile: TileIndex,
-    /// By the newest record that names it.
+    /// Generation of the newest record that names the version.
     pub generation: Generation,
-    /// What it must be.
+    /// Version with its checksum.
     pub version: Version,
-    /// Where it lies.
+    /// Extent that holds the version.
     pub extent: Extent,
-    /// Device.
+    /// Path of the device.
     pub path: Arc<str>,
 }
 
-/// Committed tiles of one job, and where to go on.
+/// Committed tiles of one job, and the position of the next ones.
 #[derive(Clone, Debug)]
 pub struct CommittedTiles {
-    /// What the job calls them.
+    /// Definition of the job, with the names of the tiles.
     pub definition: Arc<JobDefinition>,
-    /// In the order of their indices.
+    /// Tiles in the order of their indices.
     pub tiles: Vec<CommittedTile>,
-    /// `None`: these were the job's last.
+    /// First tile of the next answer; `None` after the job's last tile.
     pub next: Option<usize>,
 }
 
 impl Data {
-    /// The jobs in the store that `viewer` may see, by owner and name.
+    /// Returns the jobs in the store that `viewer` may see, by owner and name.
     pub(in crate::core) fn contents(&self, viewer: Viewer) -> Vec<JobContent> {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let jobs = self.jobs.iter().filter(|(key, _)| seen(key));
@@ -64,7 +64,7 @@ impl Data {
         .collect()
     }
 
-    /// Committed tiles of a job from a place on; `None`: there is no such job (any more).
+    /// Returns committed tiles of a job from a position on; `None` if the job does not exist (any more).
     pub(in crate::core) fn committed_tiles(
         &self,
         at: &At,
@@ -76,7 +76,7 @@ impl Data {
         let end = (at.tile + TILES_A_LOOK).min(table.extents.len());
         let tiles = (at.tile..end).flat_map(|index| {
             let mut found: Vec<CommittedTile> = Vec::new();
-            // The newest first, so that it names what both have.
+            // The newest first: it names versions that both records have.
             for marked in resumable(&stored.slots).into_iter().rev() {
                 let Some(version) = marked.record.versions[index] else {
                     continue;

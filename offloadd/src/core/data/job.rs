@@ -1,4 +1,4 @@
-//! A job in memory: its tiles, its members, its definition.
+//! A job in memory: its tiles, its members (sessions) and its definition.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -21,51 +21,51 @@ use crate::store::recover::RecoveredJob;
 use crate::store::tile_table::TileTable;
 
 pub(super) struct Job {
-    /// Absent before its definition is in the catalog.
+    /// State on the devices; `None` before the definition is in the catalog.
     pub(super) stored: Option<Stored>,
     pub(super) defining: Option<Defining>,
-    /// Its catalog entry is being removed, or may be gone.
+    /// Whether the catalog entry is being removed, or may be gone.
     pub(super) dropping: bool,
     pub(super) local_ranks: u32,
-    /// Ended sessions stay until their last operation.
+    /// Sessions by rank. An ended session stays until its last operation has ended.
     pub(super) members: BTreeMap<Rank, SessionId>,
     pub(super) script: Option<ScriptId>,
-    /// Its definition is written again: nothing is committed meanwhile.
+    /// Whether commits wait because the definition is being written.
     pub(super) frozen: bool,
-    /// Which definition the devices hold is not known before the next start.
+    /// Reason why it is unknown, until the next start, which definition the devices hold.
     pub(super) broken: Option<Fault>,
-    /// Where the members went on from.
+    /// Generation that the members resumed from.
     pub(super) resumed: Option<Generation>,
     pub(super) working: Generation,
-    /// The newest generation is prepared here, not yet everywhere.
+    /// Whether the newest generation is prepared on this node and not yet confirmed.
     pub(super) awaiting_confirm: bool,
-    /// A flush or a record failed: nothing is durable any more.
+    /// Failure of a flush or a record after which nothing can be made durable.
     pub(super) poison: Option<Fault>,
-    /// A member went: the working generation cannot be completed.
+    /// Reason why the working generation cannot be completed: a member ended.
     pub(super) gone: Option<Fault>,
     pub(super) round: Option<Round>,
     pub(super) resume_waiters: Vec<(CallId, SessionId)>,
     pub(super) confirm_waiters: Vec<CallId>,
-    /// By device, whether something was written to it since the last commit.
+    /// By device: whether the job has written to it since the last commit.
     pub(super) unflushed: Vec<bool>,
     pub(super) writes_inflight_count: u32,
-    /// Writes that wait for the overwriting mark.
+    /// Writes that wait until the job is marked as being overwritten.
     pub(super) parked: VecDeque<ParkedWrite>,
 }
 
 pub(super) struct Defining {
     definition: Arc<JobDefinition>,
-    /// On devices, from the moment it is being written.
+    /// Bytes reserved on devices, counted from when the definition is being written.
     pub(super) reserved_bytes: u64,
     pub(super) waiters: Vec<CallId>,
 }
 
-/// What the devices know of a job.
+/// State of a job on the devices.
 pub(super) struct Stored {
     pub(super) entry: Entry,
     pub(super) table: TileTable,
     pub(super) slots: [SlotContent; 2],
-    /// The highest one written to them.
+    /// Highest sequence number written to the record slots.
     sequence: u64,
     pub(super) tiles: Vec<TileState>,
     /// Tiles whose last write failed.
@@ -77,12 +77,12 @@ pub(super) struct Stored {
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct TileState {
-    /// In the generation gone on from, or the last commit.
+    /// Version in the generation that was resumed or committed last.
     pub(super) committed: Option<Version>,
-    /// Written since.
+    /// Version written since the last commit.
     pub(super) working: Option<Version>,
     pub(super) activity: Activity,
-    /// The last write failed: neither version is what the job thinks it is.
+    /// Whether the last write failed, so that the content is unknown.
     pub(super) failed: bool,
 }
 
@@ -96,14 +96,14 @@ pub(super) enum Activity {
     Writing,
 }
 
-/// What an extent of a tile holds.
+/// Content of an extent of a tile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::core) enum Holds {
-    /// Nothing that anybody will read.
+    /// Nothing that will be read.
     Nothing,
-    /// What a record names, and its checksum, if that is known.
+    /// Bytes that a record names, with their checksum if it is known.
     Bytes(Option<u32>),
-    /// What is being written, or was since the last commit.
+    /// Bytes that are being written, or were written since the last commit.
     Moving,
 }
 
@@ -136,7 +136,7 @@ impl Stored {
         self.table.definition.durability()
     }
 
-    /// 0 = none yet.
+    /// Newest committed generation; 0 if there is none.
     pub(super) fn newest(&self) -> Generation {
         resumable(&self.slots)
             .last()
@@ -147,18 +147,18 @@ impl Stored {
         resumable(&self.slots).last().copied()
     }
 
-    /// The content of the slot of `generation`.
+    /// Returns the content of the record slot of `generation`.
     pub(super) fn slot_of(&mut self, generation: Generation) -> &mut SlotContent {
         &mut self.slots[Record::slot(generation)]
     }
 
-    /// Of what is written to a slot next.
+    /// Returns the sequence number of the next write to a record slot.
     pub(super) fn next_sequence(&mut self) -> u64 {
         self.sequence += 1;
         self.sequence
     }
 
-    /// Writes that make `slots` empty.
+    /// Returns the writes that make `slots` empty.
     pub(super) fn voiding(&mut self, slots: &[usize]) -> Vec<(u64, AlignedBytes)> {
         let sequence = self.next_sequence();
         let Entry { area, job_id, .. } = &self.entry;
@@ -171,7 +171,7 @@ impl Stored {
         newest.is_none_or(|marked| marked.mark != Some(Mark::Overwriting))
     }
 
-    /// Why its tiles stay and nobody goes on from it: a record that the device did not give.
+    /// Reason why the job's tiles do not move and it cannot be resumed: a record is unreadable.
     pub(super) fn unreadable(&self) -> Option<&str> {
         self.slots.iter().find_map(|slot| match slot {
             SlotContent::Unreadable(why) => Some(why.as_str()),
@@ -183,8 +183,8 @@ impl Stored {
         u64::from(self.table.definition.tiles()[tile].tile_bytes)
     }
 
-    /// What lies in the first or second extent of a tile. `recorded`: the generations that can be resumed from. Where a slot
-    /// is [`SlotContent::Unknown`], a record that cannot be read now is not counted.
+    /// Returns the content of the first or second extent of a tile. `recorded` are the generations that can be resumed. If a
+    /// slot is [`SlotContent::Unknown`], a record that cannot be read now is not considered.
     pub(super) fn holds(&self, recorded: &[&Marked], tile: usize, which: u8) -> Holds {
         let state = &self.tiles[tile];
         let newest = recorded.last();
@@ -196,7 +196,7 @@ impl Stored {
                 (Activity::Writing, _) => Holds::Moving,
                 (_, None) => Holds::Nothing,
                 (_, Some(version)) => {
-                    // Written in place by who did not end in order: the bytes of no one generation.
+                    // Written in place by a process that did not end in order: the bytes belong to no single generation.
                     let known = (clean || state.newest().is_some()) && !state.failed;
                     Holds::Bytes(known.then_some(version.checksum))
                 }
@@ -267,19 +267,19 @@ impl Job {
         }
     }
 
-    /// On devices, also of a definition that is being written.
+    /// Bytes reserved on devices, including those of a definition that is being written.
     pub(super) fn reserved_bytes(&self) -> u64 {
         let stored = self.stored.as_ref().map(|s| s.entry.reserved_bytes);
         let defining = self.defining.as_ref().map(|d| d.reserved_bytes);
         stored.or(defining).unwrap_or(0)
     }
 
-    /// Why nothing can be written or committed any more.
+    /// Returns the reason why nothing can be written or committed.
     pub(super) fn unusable(&self) -> Option<&Fault> {
         self.poison.as_ref().or(self.gone.as_ref())
     }
 
-    /// Local ranks that are not here and may come: none to a job that has begun and cannot go on.
+    /// Number of local ranks that may still join; 0 for a job that cannot continue.
     pub(super) fn ranks_to_come(&self) -> u32 {
         match self.unusable().or(self.broken.as_ref()) {
             None => (self.local_ranks).saturating_sub(self.members.len() as u32),
@@ -287,7 +287,7 @@ impl Job {
         }
     }
 
-    /// Whether a new rank may come.
+    /// Checks that a rank may join.
     pub(super) fn check_member(
         &self,
         name: &JobName,
@@ -299,7 +299,7 @@ impl Job {
             return Err(fault.clone());
         }
         if self.dropping {
-            return busy(format!("job {name} is being dropped"));
+            return busy(format!("job {name} is being deleted"));
         }
         if self.members.contains_key(&rank) {
             return busy(format!(
@@ -333,13 +333,13 @@ impl Job {
     }
 }
 
-/// How a definition is met.
+/// Result of a definition.
 pub(in crate::core) enum Define {
-    /// The job has these tiles; they take so many bytes over all devices.
+    /// The job has these tiles already; they take this many bytes on all devices.
     Known(u64),
-    /// It is being written: the call waits with the others.
+    /// The definition is being written: the call waits with the others.
     Waits,
-    /// Nobody has defined the job before: the catalog must take it.
+    /// The job is new: its definition has to be added to the catalog.
     New {
         key: JobKey,
         definition: Arc<JobDefinition>,
@@ -364,7 +364,7 @@ impl Data {
             return Err(Fault::new(
                 FaultKind::LayoutChanged,
                 format!(
-                    "job {} exists with other tiles, layout, durability or nodes: use another name, or drop it",
+                    "job {} exists with other tiles, layout, durability or nodes: use another name, or delete it",
                     key.name
                 ),
             ));
@@ -373,7 +373,7 @@ impl Data {
             return Ok(Define::Known(stored.entry.reserved_bytes));
         }
         if let Some(defining) = &mut job.defining {
-            // At most one a session waits usefully; more come from a peer that floods.
+            // At most one call per session can be useful; more come from a process that floods.
             if defining.waiters.len() >= 2 * job.local_ranks as usize {
                 return Err(Fault::new(
                     FaultKind::TooMany,
@@ -397,14 +397,14 @@ impl Data {
         })
     }
 
-    /// The catalog does not take the definition: nobody waits for it.
+    /// Cancels a definition that the catalog refused.
     pub(in crate::core) fn cancel_define(&mut self, key: &JobKey) {
         if let Some(job) = self.jobs.get_mut(key) {
             job.defining = None;
         }
     }
 
-    /// The catalog has the job: its tiles can be used. Followed by [`Self::answer_define`].
+    /// Stores the definition after the catalog names the job, so that its tiles can be used. [`Self::answer_define`] follows.
     pub(in crate::core) fn store(
         &mut self,
         key: &JobKey,
@@ -421,7 +421,7 @@ impl Data {
         ));
     }
 
-    /// Tells everyone who waits for the definition of a job how it ended.
+    /// Answers all calls that wait for the definition of a job.
     pub(in crate::core) fn answer_define(
         &mut self,
         key: &JobKey,
@@ -443,27 +443,27 @@ impl Data {
         self.settle(key);
     }
 
-    /// The number of a job that nobody has open.
+    /// Returns the id of a job that has no sessions.
     ///
     /// # Errors
-    /// There is no such job, or it is open or being dropped.
+    /// The job does not exist, is open, or is being deleted.
     pub(in crate::core) fn check_closed(&self, key: &JobKey) -> Result<u64, Fault> {
         self.closed(key).map(|stored| stored.entry.job_id)
     }
 
-    /// The catalog loses the job: nobody opens it any more in this incarnation, whatever becomes of that.
+    /// Marks the job as being deleted: it cannot be opened any more in this incarnation, even if the deletion fails.
     pub(in crate::core) fn begin_drop(&mut self, key: &JobKey) {
         self.jobs.get_mut(key).expect("it is stored").begin_drop();
     }
 
-    /// The catalog has lost the job: what it had.
+    /// Removes a job that the catalog does not name any more. Returns its entry and extents.
     pub(in crate::core) fn drop_job(&mut self, key: &JobKey) -> (Entry, TileTable) {
-        let job = self.jobs.remove(key).expect("it is being dropped");
-        let stored = job.stored.expect("it is being dropped");
+        let job = self.jobs.remove(key).expect("it is being deleted");
+        let stored = job.stored.expect("it is being deleted");
         (stored.entry, stored.table)
     }
 
-    /// What is stored of a job that nobody has open.
+    /// Returns the state on devices of a job that has no sessions.
     pub(super) fn closed(&self, key: &JobKey) -> Result<&Stored, Fault> {
         let job = self.jobs.get(key);
         let Some((job, stored)) = job.and_then(|job| Some((job, job.stored.as_ref()?))) else {
@@ -475,7 +475,7 @@ impl Data {
         if !job.members.is_empty() || job.script.is_some() || job.dropping {
             return Err(Fault::new(
                 FaultKind::Busy,
-                format!("job {} is open or being dropped: end it first", key.name),
+                format!("job {} is open or being deleted: end it first", key.name),
             ));
         }
         Ok(stored)

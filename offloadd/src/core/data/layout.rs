@@ -1,5 +1,5 @@
-//! What the administration asks of jobs, by values: where tiles lie, which of them can move, that nothing is committed
-//! meanwhile, and that tiles lie elsewhere from now on.
+//! Interface of jobs for the administration, by values: returns the extents of tiles and which of them can move, stops commits,
+//! and exchanges extents.
 
 use offload_api::fault::Fault;
 use offload_api::ids::{DeviceIndex, Generation};
@@ -12,7 +12,7 @@ use crate::store::catalog::Entry;
 use crate::store::manifest::{Marked, SlotContent, resumable};
 use crate::store::tile_table::{Extent, TileTable};
 
-/// Where the tiles of a job lie.
+/// Extents of the tiles of a job.
 #[derive(Clone, Copy)]
 pub(in crate::core) struct Layout<'a> {
     pub(in crate::core) key: &'a JobKey,
@@ -22,24 +22,24 @@ pub(in crate::core) struct Layout<'a> {
 
 /// Whether tiles of a job can move now.
 pub(in crate::core) enum Movable<'a> {
-    /// The job is gone, is being dropped, or its table is unsure.
+    /// The job is gone or being deleted, or it is unknown which table the devices hold.
     Never,
-    /// A record cannot be read, so that nobody knows which extents it names.
+    /// A record is unreadable, so the extents that it names are unknown.
     Unreadable(&'a str),
     Later,
     Now(MovableJob<'a>),
 }
 
-/// A job of which tiles can move.
+/// A job whose tiles can move.
 pub(in crate::core) struct MovableJob<'a> {
     pub(in crate::core) layout: Layout<'a>,
-    /// The working generation, if somebody has resumed.
+    /// Working generation, if a session has resumed.
     pub(in crate::core) in_session: Option<Generation>,
     stored: &'a Stored,
     recorded: Vec<&'a Marked>,
 }
 
-/// A tile's extent is to be another one.
+/// A new extent for a tile.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::core) struct NewExtent {
     pub(in crate::core) tile: u32,
@@ -47,14 +47,14 @@ pub(in crate::core) struct NewExtent {
     pub(in crate::core) to: Extent,
 }
 
-/// Records that were cut off, and the writes that clear them away.
+/// Torn records, and the writes that clear them.
 pub(in crate::core) struct Clearing {
     pub(in crate::core) slots: Vec<usize>,
     pub(in crate::core) writes: Vec<(u64, AlignedBytes)>,
 }
 
 impl Layout<'_> {
-    /// Extents of a tile that count.
+    /// Returns the number of extents of a tile.
     pub(in crate::core) fn copies(&self, tile: usize) -> usize {
         let definition = &self.table.definition;
         definition.extents(&definition.tiles()[tile])
@@ -72,12 +72,12 @@ impl MovableJob<'_> {
 }
 
 impl Data {
-    /// The jobs in the store, by owner and name.
+    /// Returns the jobs in the store, by owner and name.
     pub(in crate::core) fn layouts(&self) -> impl Iterator<Item = Layout<'_>> {
         (self.jobs.iter()).filter_map(|(key, job)| Some(layout(key, job.stored.as_ref()?)))
     }
 
-    /// The job, if it is still the one with this number.
+    /// Returns the job if it still has this id.
     pub(in crate::core) fn layout(&self, key: &JobKey, job_id: u64) -> Option<Layout<'_>> {
         let (key, job) = self.jobs.get_key_value(key)?;
         let stored = job.stored.as_ref()?;
@@ -109,13 +109,13 @@ impl Data {
         })
     }
 
-    /// Extents that operations in flight use.
+    /// Returns the extents that operations in flight use.
     pub(in crate::core) fn extents_in_use(&self) -> impl Iterator<Item = Extent> + '_ {
         self.inflight.values().map(|tile| tile.extent)
     }
 
-    /// Freezes the job if records of it are to be cleared away: a commit writes there too. Records that were cut off may
-    /// name the extents that are given up. A rank that came since the tiles began to move clears them itself.
+    /// Freezes the job if it has torn records to clear, because a commit writes to their slots too. Torn records may name the
+    /// extents that become free. If a rank has resumed since the tiles began to move, it has cleared them.
     pub(in crate::core) fn freeze_to_clear(&mut self, key: &JobKey) -> Clearing {
         let job = self.moving(key);
         let free = job.members.is_empty() && job.script.is_none();
@@ -131,7 +131,7 @@ impl Data {
         Clearing { slots, writes }
     }
 
-    /// Records that were cut off are durably gone.
+    /// Notes that torn records are durably cleared.
     pub(in crate::core) fn clear(&mut self, key: &JobKey, slots: &[usize]) {
         let stored = self.moving(key).stored.as_mut().expect("it has tiles");
         for &slot in slots {
@@ -141,8 +141,8 @@ impl Data {
         }
     }
 
-    /// Whether the job's table may be written again; and of the extents, what each holds now. `None`: a record that failed
-    /// may be there tomorrow, and name what looks free.
+    /// Returns the content of each extent if the job's table may be written. `None` if a record that failed may be found at the
+    /// next start and name an extent that seems free.
     pub(in crate::core) fn exchangeable(
         &self,
         key: &JobKey,
@@ -158,8 +158,8 @@ impl Data {
         Some(extents.map(holds).collect())
     }
 
-    /// Writes go to the new extents from now on, and nothing is committed until the table that names them is durable: the
-    /// job is frozen. The table as it is to be written, and where. `None`: it was written as often as it can be.
+    /// Directs writes to the new extents and freezes the job until the table that names them is durable. Returns the offsets
+    /// and the bytes of the table to write; `None` if its revision cannot be raised any more.
     pub(in crate::core) fn replace_extents(
         &mut self,
         key: &JobKey,
@@ -183,32 +183,32 @@ impl Data {
         Some((copies, blocks))
     }
 
-    /// The job commits again.
+    /// Lets the job commit again.
     pub(in crate::core) fn thaw(&mut self, key: &JobKey) {
         self.moving(key).thaw();
     }
 
-    /// Which table the devices hold is not known before the next start.
+    /// Notes that it is unknown, until the next start, which table the devices hold.
     pub(in crate::core) fn lose_table(&mut self, key: &JobKey, broken: Fault, cause: &Fault) {
         let poison = poison(&key.name, "moving its tiles", cause);
         self.moving(key).lose_table(broken, poison);
     }
 
-    /// One more device may be written to.
+    /// Adds a device to those that jobs may write to.
     pub(in crate::core) fn add_device(&mut self) {
         for job in self.jobs.values_mut() {
             job.unflushed.push(false);
         }
     }
 
-    /// The device is empty: what jobs wrote there and have not committed has moved, flushed.
+    /// Notes that a device is empty: uncommitted tiles have moved off it and were flushed.
     pub(in crate::core) fn leave_device(&mut self, device: DeviceIndex) {
         for job in self.jobs.values_mut() {
             job.leave_device(device);
         }
     }
 
-    /// Whether somebody has written to `device` what no flush covers.
+    /// Whether a job has written bytes to `device` that no flush covers.
     pub(in crate::core) fn has_unflushed(&self, device: DeviceIndex) -> bool {
         let wrote = |job: &Job| job.unflushed[device.0 as usize];
         let mut sessions = self.sessions.values();
@@ -234,7 +234,7 @@ fn unknown_slots(stored: &Stored) -> Vec<usize> {
     unknown.map(|(slot, _)| slot).collect()
 }
 
-/// Whether no record that failed, or is being written by those who are gone, may name what looks free.
+/// Whether no record that failed, or that ended sessions are still writing, may name an extent that seems free.
 fn may_move(job: &Job, stored: &Stored) -> bool {
     if job.members.is_empty() {
         return job.script.is_none();

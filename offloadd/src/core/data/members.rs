@@ -1,4 +1,4 @@
-//! What a job loses: a member, and with its last member everything that was not committed.
+//! Handles the end of a job's members: with the last one, everything that was not committed is forgotten.
 
 use std::collections::VecDeque;
 
@@ -11,7 +11,7 @@ use crate::io::SessionId;
 use crate::store::definition::JobName;
 
 impl Data {
-    /// A member ended: what the job was about to make durable cannot be completed.
+    /// Handles the end of a member: the working generation cannot be completed.
     pub(super) fn lose_member(&mut self, id: SessionId, ops: &mut Operations) {
         let session = &self.sessions[&id];
         let (key, rank) = (session.key.clone(), session.rank);
@@ -27,7 +27,7 @@ impl Data {
             ),
         );
         job.lose_member(fault.clone());
-        // A round whose record is being written goes on: it is complete.
+        // A commit whose record is being written continues: it is complete.
         if job.round.as_ref().is_some_and(|round| !round.running) {
             let round = job.round.take().expect("just seen");
             for (call, _) in round.calls.into_values() {
@@ -43,7 +43,7 @@ impl Data {
         }
     }
 
-    /// A job whose last session and script have ended forgets what was not committed.
+    /// Forgets what was not committed, if the job's last session and script have ended.
     pub(super) fn settle(&mut self, key: &JobKey) {
         let Some(job) = self.jobs.get_mut(key) else {
             return;
@@ -57,7 +57,7 @@ impl Data {
         }
     }
 
-    /// A flush of `device` failed: no job may believe that what it wrote there is still to be flushed.
+    /// Poisons all jobs with unflushed bytes on `device`, because a flush of it failed.
     pub(in crate::core) fn poison_writers_of(&mut self, device: DeviceIndex, fault: &Fault) {
         for session in self.sessions.values() {
             if session.has_scratch_on(device) {
@@ -73,7 +73,7 @@ impl Data {
     }
 }
 
-/// The fault of a job that can make nothing durable any more.
+/// Fault of a poisoned job.
 pub(super) fn poison(name: &JobName, doing: &str, cause: &Fault) -> Fault {
     Fault::new(
         FaultKind::Poisoned,

@@ -1,7 +1,7 @@
-//! Sessions and the tiles of their jobs: who is there, tiles in and out, commits, where a job goes on from.
+//! Sessions and the tiles of their jobs: tiles in and out, commits, resume.
 //!
-//! Owns the state of every job and session. Nobody else changes it: what the administration needs it asks for by the values
-//! of [`layout`], and what happens here that it must know is a [`Note`].
+//! Owns the state of every job and session. No other module changes it: the administration uses the functions of [`layout`],
+//! and receives a [`Note`] about changes that it must know.
 //!
 //! ```text
 //!   session ──▶ define, resume ──▶ tiles ──▶ commit ──▶ confirm
@@ -51,54 +51,54 @@ pub(super) use job::{Define, Holds};
 pub(super) use layout::{Clearing, Layout, Movable, NewExtent};
 pub(super) use scratch::{ScratchRequest, ScratchWrite};
 
-/// Sessions, jobs and the tiles on their way.
+/// Sessions, jobs and tiles in flight.
 pub(super) struct Data {
     epoch: Epoch,
     limits: Limits,
     quotas: Quotas,
-    /// Why nothing is written in this incarnation.
+    /// Reason why nothing is written in this incarnation.
     read_only: Option<Fault>,
     jobs: BTreeMap<JobKey, Job>,
     sessions: BTreeMap<SessionId, Session>,
     tokens: HashMap<SessionToken, SessionId>,
     /// Tiles that the driver has not reported as done.
     inflight: HashMap<IoId, TileIo>,
-    /// What the scripts of jobs are for.
+    /// Purposes of the scripts of jobs.
     scripts: BTreeMap<ScriptId, (JobKey, Purpose)>,
     arena_used_bytes: u64,
     notes: VecDeque<Note>,
 }
 
-/// What the administration is told.
+/// A change that the administration must know.
 #[derive(Debug)]
 pub(super) enum Note {
-    /// Extents that a session kept for itself are free.
+    /// Extents of a session's own tiles became free.
     Freed(Vec<(Extent, u64)>),
     /// A job writes to this extent of a tile.
     Overwrites { key: JobKey, tile: u32, which: u8 },
-    /// A job's records that could not be read are forgotten: nothing keeps its tiles any more.
+    /// A job's unreadable records were discarded, so its tiles can move.
     Forgotten,
 }
 
-/// What a job's script is for, and what its end needs.
+/// Purpose of a job's script, with the values that its end needs.
 #[derive(Debug)]
 enum Purpose {
-    /// Later generations are given up.
+    /// Discards later generations.
     Resume {
         generation: Generation,
     },
     Commit {
         record: Record,
     },
-    /// The record of a commit that failed is taken back.
+    /// Withdraws the record of a failed commit.
     Withdraw {
         generation: Generation,
         fault: Fault,
     },
     Confirm,
-    /// The newest record says that its tiles are being written over.
+    /// Marks the newest record: its tiles are being overwritten.
     Overwrite,
-    /// Records that could not be read are forgotten.
+    /// Discards unreadable records.
     Forget {
         call: CallId,
     },
@@ -134,7 +134,7 @@ impl Data {
         self.epoch
     }
 
-    /// Handed-out limits stay; what is asked for from now on goes by these.
+    /// Sets the limits of future requests; granted resources stay.
     pub(super) fn set_limits(&mut self, limits: Limits) {
         self.limits = limits;
     }
@@ -143,7 +143,7 @@ impl Data {
         self.quotas = quotas;
     }
 
-    /// Nothing is written from now on, because of `why`.
+    /// Makes the store read-only for the reason `why`.
     pub(super) fn begin_read_only(&mut self, why: Fault) {
         self.read_only = Some(why);
     }
@@ -160,7 +160,7 @@ impl Data {
         self.inflight.len()
     }
 
-    /// Runs the one script that a job may have.
+    /// Runs a job's script; a job has at most one.
     fn run_script(
         &mut self,
         key: &JobKey,
@@ -175,7 +175,7 @@ impl Data {
         self.scripts.insert(id, (key.clone(), purpose));
     }
 
-    /// Gives the end of a script back that is not a job's.
+    /// Handles the end of a job's script. Returns the end if the script is not a job's.
     pub(super) fn on_script_end(
         &mut self,
         end: ScriptEnd,

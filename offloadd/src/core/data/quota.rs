@@ -1,5 +1,5 @@
-//! What one user, and one job, may take of what there is. Refused when it is asked for, with what is taken already and by whom:
-//! what was given is never taken back, so that a job which started goes on.
+//! Quotas of users and jobs. A request beyond a quota is refused, and the refusal names what is taken and by which jobs.
+//! Granted resources are never taken back, so that a started job can continue.
 
 use std::collections::BTreeMap;
 
@@ -11,10 +11,10 @@ use crate::core::{OpenSession, Peer};
 use crate::quota::{JOBS_A_USER_DEFAULT, Quota, WEIGHT_DEFAULT, Weights};
 use crate::store::definition::JobName;
 
-/// Holders that are named in a refusal.
+/// Jobs that a refusal names.
 const NAMED_MAX: usize = 4;
 
-/// What somebody has.
+/// Resources that a user or job has.
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     host_bytes: u64,
@@ -22,7 +22,7 @@ struct Held {
     inflight: u32,
 }
 
-/// Whose quota is asked.
+/// Holder of a quota.
 #[derive(Clone, Copy, Debug)]
 enum Whose<'a> {
     User(u32),
@@ -48,7 +48,7 @@ impl std::fmt::Display for Whose<'_> {
 }
 
 impl Data {
-    /// The user's, and the job's.
+    /// Returns the quotas of the user and of the job.
     fn quotas_of<'a>(&self, key: &'a JobKey) -> [(Whose<'a>, Quota); 2] {
         [
             (Whose::User(key.uid), self.quotas.of(key.uid)),
@@ -68,7 +68,7 @@ impl Data {
         })
     }
 
-    /// On all devices, of jobs and of sessions.
+    /// Bytes on all devices, of jobs and of sessions' own tiles.
     fn held_on_devices(&self, whose: Whose<'_>) -> u64 {
         let jobs = self.jobs.iter().filter(|(key, _)| whose.has(key));
         let reserved = jobs.map(|(_, job)| job.reserved_bytes());
@@ -79,7 +79,7 @@ impl Data {
         reserved.sum::<u64>() + sessions.map(|session| session.scratch_bytes()).sum::<u64>()
     }
 
-    /// What a job's turns at a drive weigh, and its user's.
+    /// Returns the weights of a job and its user in the drives' queues.
     pub(super) fn weights_of(&self, uid: u32, name: &JobName) -> Weights {
         let user = self.quotas.of(uid).weight;
         let job = self.quotas.of_job(uid, name).weight;
@@ -87,7 +87,7 @@ impl Data {
         Weights { user, job }
     }
 
-    /// Host memory that `peer` may still take for a session.
+    /// Bytes of host memory that `peer` may still take for a session.
     pub(in crate::core) fn arena_free_bytes_of(&self, peer: Peer) -> u64 {
         let free = self.arena_free_bytes();
         let whose = Whose::User(peer.uid);
@@ -97,13 +97,13 @@ impl Data {
         }
     }
 
-    /// Local ranks of a job that are not here, the next one counted.
+    /// Number of local ranks of a job that have not joined, including the one that is joining.
     fn ranks_to_come(&self, key: &JobKey, local_ranks: u32) -> u32 {
         let here = (self.jobs.get(key)).map_or(0, |job| job.members.len() as u32);
         local_ranks.saturating_sub(here).max(1)
     }
 
-    /// Operations without which the ranks to come of a user's other jobs that have begun could not go on.
+    /// Operations in flight that ranks still to join need, of the user's other jobs that have begun.
     fn promised_inflight(&self, whose: Whose<'_>, opening: &JobKey) -> u32 {
         let Whose::User(_) = whose else {
             return 0;
@@ -114,7 +114,7 @@ impl Data {
         to_come.sum::<u32>().saturating_mul(IODEPTH_MIN)
     }
 
-    /// Whether a session with an arena of `arena_bytes` may come, and how many operations it may have in flight.
+    /// Checks that a session with an arena of `arena_bytes` is allowed. Returns its limit of operations in flight.
     pub(super) fn admit_session(
         &self,
         key: &JobKey,
@@ -134,8 +134,7 @@ impl Data {
                 && held.host_bytes.saturating_add(arena_bytes) > max
             {
                 let what = format!(
-                    "rank {} of job {} asks for {arena_bytes} bytes of host memory; {whose} may have {max} and has {}, so \
-                     that {} are free",
+                    "rank {} of job {} asks for {arena_bytes} bytes of host memory; {whose} may have {max} and has {}, so {} are free",
                     open.rank,
                     key.name,
                     held.host_bytes,
@@ -144,17 +143,15 @@ impl Data {
                 return Err(self.refused(FaultKind::NoMemory, whose, what, "host_bytes_max"));
             }
             if let Some(max) = quota.inflight_max {
-                // Not all that was asked for is no reason to refuse; less than can be worked with is. What the first took the
-                // others would lack.
+                // A grant of less than was asked for is allowed, but not less than the minimum. Otherwise the first rank would
+                // take what the others need.
                 let to_come = self.ranks_to_come(key, open.local_ranks);
                 let promised = self.promised_inflight(whose, key);
                 let taken = held.inflight.saturating_add(promised);
                 iodepth = iodepth.min(max.saturating_sub(taken) / to_come);
                 if iodepth < IODEPTH_MIN.min(open.iodepth) || iodepth == 0 {
                     let what = format!(
-                        "{whose} may have {max} operations in flight, its sessions have {} of them, ranks of other jobs that \
-                         are to come need {promised}, and {to_come} ranks of job {} are to come: {IODEPTH_MIN} for each is \
-                         the least",
+                        "{whose} may have {max} operations in flight and has {}; ranks of other jobs that have not joined yet need {promised}, and {to_come} ranks of job {} need at least {IODEPTH_MIN} each",
                         held.inflight, key.name
                     );
                     return Err(self.refused(FaultKind::TooMany, whose, what, "inflight_max"));
@@ -164,7 +161,7 @@ impl Data {
         Ok(iodepth)
     }
 
-    /// Whether a user who has `held` jobs in the catalog may have one more.
+    /// Checks that a user with `held` jobs in the catalog may have one more.
     pub(in crate::core) fn admit_job(&self, key: &JobKey, held: usize) -> Result<(), Fault> {
         let max = (self.quotas.of(key.uid).jobs_max).unwrap_or(JOBS_A_USER_DEFAULT);
         if held < max as usize {
@@ -179,10 +176,10 @@ impl Data {
         ))
     }
 
-    /// Counts `bytes` on devices to a job whose definition is being written.
+    /// Reserves `bytes` on devices for a job whose definition is being written.
     ///
     /// # Errors
-    /// The quota of the job or of its user.
+    /// The quota of the job or of its user is exceeded.
     pub(in crate::core) fn reserve(&mut self, key: &JobKey, bytes: u64) -> Result<(), Fault> {
         self.admit_device_bytes(key, bytes)?;
         if let Some(defining) = (self.jobs.get_mut(key)).and_then(|job| job.defining.as_mut()) {
@@ -191,7 +188,7 @@ impl Data {
         Ok(())
     }
 
-    /// Whether `bytes` more on devices may be reserved.
+    /// Checks that `bytes` more on devices may be reserved.
     pub(super) fn admit_device_bytes(&self, key: &JobKey, bytes: u64) -> Result<(), Fault> {
         for (whose, quota) in self.quotas_of(key) {
             let Some(max) = quota.device_bytes_max else {
@@ -200,7 +197,7 @@ impl Data {
             let held = self.held_on_devices(whose);
             if held.saturating_add(bytes) > max {
                 let what = format!(
-                    "job {} needs {bytes} bytes on devices; {whose} may have {max} and has {held}, so that {} are free",
+                    "job {} needs {bytes} bytes on devices; {whose} may have {max} and has {held}, so {} are free",
                     key.name,
                     max.saturating_sub(held)
                 );
@@ -238,12 +235,12 @@ fn advised(kind: FaultKind, what: String, setting: &str) -> Fault {
     Fault::new(
         kind,
         format!(
-            "{what}: ask for less, end or drop a job, or have the administrator raise `{setting}` of the quota"
+            "{what}: ask for less, end or delete a job, or have the administrator raise `{setting}` of the quota"
         ),
     )
 }
 
-/// " (tiny 5, large 7)", the largest first. Only jobs of one user, to whom this is told.
+/// Formats holders as " (tiny 5, large 7)", the largest first. They are jobs of the user who reads this.
 fn named(mut holders: Vec<(String, u64)>) -> String {
     if holders.is_empty() {
         return String::new();

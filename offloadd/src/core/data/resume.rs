@@ -1,5 +1,5 @@
-//! Where a job goes on from. Whatever claims to be later is given up for good, before a write is accepted: otherwise a
-//! crash in the middle of writing over its tiles would leave a record that is not true.
+//! Resumes a job from a generation. Later records are durably discarded before a write is accepted: otherwise a crash while
+//! their tiles are overwritten would leave a record that is not true.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
@@ -57,7 +57,7 @@ impl Data {
             return Ok(None);
         }
         stored.check_resume(&key.name, generation)?;
-        // Where nothing is written over, whatever claims to be later may stay.
+        // A read-only store overwrites nothing, so later records may stay.
         let steps = match &self.read_only {
             None => give_up_steps(ops.home(), stored, generation),
             Some(_) => Vec::new(),
@@ -68,7 +68,7 @@ impl Data {
         Ok(None)
     }
 
-    /// Later generations are gone for good, and the one chosen counts as confirmed.
+    /// Completes a resume after later generations are durably discarded; the resumed one counts as confirmed.
     pub(super) fn finish_resume(
         &mut self,
         key: &JobKey,
@@ -127,13 +127,13 @@ impl Data {
 }
 
 impl Stored {
-    /// Whether `generation` can be gone on from.
+    /// Checks that the job can resume from `generation`.
     fn check_resume(&self, name: &JobName, generation: Generation) -> Result<(), Fault> {
         if let Some(why) = self.unreadable() {
             return Err(Fault::new(
                 FaultKind::Damaged,
                 format!(
-                    "job {name}: {why}; it may be its newest generation, so no other one is resumed from: start offloadd again if the device gives it now, or run `offloadd job discard-unreadable {name}` to continue without it, or delete the job"
+                    "job {name}: {why}; it may be its newest generation, so the job cannot be resumed: start offloadd again if the device can read it now, or run `offloadd job discard-unreadable {name}` to continue without it, or delete the job"
                 ),
             ));
         }
@@ -141,7 +141,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::Unclean,
                 format!(
-                    "job {name} has durability none: its tiles are written in place, and it did not end in order, so they are of no one generation: drop the job and start again, or use durability committed"
+                    "job {name} has durability none and did not end in order: its tiles are written in place and belong to no single generation; delete the job and start again, or use durability full"
                 ),
             ));
         }
@@ -149,7 +149,7 @@ impl Stored {
         let newest_unconfirmed = list.last().is_some_and(|marked| !marked.confirmed());
         let numbers: Vec<u64> = list.iter().map(|m| m.record.generation.0).collect();
         let known = match generation.0 {
-            // From nothing: there is nothing, or only a first generation that other nodes do not have.
+            // A fresh start: there is no generation, or only a first one that other nodes do not have.
             0 => numbers.is_empty() || (numbers == [1] && newest_unconfirmed),
             _ => numbers.contains(&generation.0),
         };
@@ -166,7 +166,7 @@ impl Stored {
             return Err(Fault::new(
                 FaultKind::Unclean,
                 format!(
-                    "job {name} has durability none: generation {generation} was written over by {}",
+                    "job {name} has durability none: generation {generation} was overwritten by {}",
                     self.newest()
                 ),
             ));
@@ -177,15 +177,15 @@ impl Stored {
 
 fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
     match slot {
-        // Nobody resumes beside one that cannot be read.
+        // A job with an unreadable record cannot be resumed.
         SlotContent::Empty | SlotContent::Unreadable(_) => false,
         SlotContent::Unknown => true,
         SlotContent::Sound(marked) => marked.record.generation > generation,
     }
 }
 
-/// Before a write is accepted: whatever claims to be later than `generation` is overwritten, and `generation` itself is
-/// marked, because the one before it is written over from now on.
+/// Returns the steps before a write is accepted: overwrite records later than `generation`, and mark `generation` as confirmed,
+/// because the previous one will be overwritten.
 fn give_up_steps(home: DeviceIndex, stored: &mut Stored, generation: Generation) -> Vec<Step> {
     let slots = 0..stored.slots.len();
     let given_up = slots.filter(|&slot| is_given_up(&stored.slots[slot], generation));

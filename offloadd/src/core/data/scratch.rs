@@ -1,8 +1,7 @@
-//! Scratch: tiles of one session alone, in one extent each, written at any time and part of no generation.
+//! Scratch tiles: tiles of one session, with one extent each, that can be written at any time and belong to no generation.
 //!
-//! For what a crash may lose because it can be made again, such as gradients of a step that is repeated. Nothing of it is on
-//! record: after a crash its room is simply free. It is given back after the session's last operation has ended, because a
-//! device may still be writing there.
+//! They hold what can be computed again, such as gradients. No record names them, so after a crash their space is free.
+//! Otherwise it is freed after the session's last operation has ended, because a device may still be writing there.
 
 use offload_api::TILES_MAX;
 use offload_api::fault::{Fault, FaultKind};
@@ -19,12 +18,12 @@ use crate::store::definition::check_tile_bytes;
 use crate::store::manifest::Version;
 use crate::store::tile_table::Extent;
 
-/// One of a session's own tiles.
+/// A scratch tile.
 #[derive(Debug)]
 pub(super) struct ScratchTile {
     pub(super) extent: Extent,
     bytes: u32,
-    /// `None`: never written, or the last write failed.
+    /// Content; `None` if it was never written or the last write failed.
     pub(super) content: Option<Version>,
     activity: Activity,
 }
@@ -43,21 +42,21 @@ impl ScratchTile {
         u64::from(self.bytes)
     }
 
-    /// It holds something, or is about to.
+    /// Whether it has content or is being written.
     pub(super) fn is_written(&self) -> bool {
         self.content.is_some() || self.activity == Activity::Writing
     }
 }
 
-/// Room that a session asks for: as many tiles as it may have.
+/// Space that a session asks for.
 pub(in crate::core) struct ScratchRequest {
     session: SessionId,
-    /// For messages.
+    /// Name of the session in messages.
     who: String,
     tile_bytes: Vec<u32>,
 }
 
-/// A session's own tile that is about to be written anyway.
+/// A scratch tile that is about to be written.
 pub(in crate::core) struct ScratchWrite {
     session: SessionId,
     index: usize,
@@ -70,12 +69,12 @@ impl ScratchRequest {
         &self.tile_bytes
     }
 
-    /// The refusal where the devices have no room.
+    /// Fault for a request that exceeds the free space.
     pub(in crate::core) fn no_room(&self, needed_bytes: u64, free: &str) -> Fault {
         Fault::new(
             FaultKind::NoSpace,
             format!(
-                "{} needs {needed_bytes} bytes; free: {free}; keep it in host memory, drop a job or add a device",
+                "{} needs {needed_bytes} bytes; free: {free}; keep it in host memory, delete a job or add a device",
                 self.who
             ),
         )
@@ -84,7 +83,7 @@ impl ScratchRequest {
 
 impl Data {
     /// # Errors
-    /// The session may have no such tiles, or not so many bytes.
+    /// The session may not have such tiles, or not as many bytes.
     pub(in crate::core) fn check_scratch(
         &self,
         id: SessionId,
@@ -119,7 +118,7 @@ impl Data {
         })
     }
 
-    /// Gives a session its own tiles.
+    /// Gives a session its scratch tiles.
     pub(in crate::core) fn take_scratch(
         &mut self,
         asked: ScratchRequest,
@@ -138,7 +137,7 @@ impl Data {
         Reply::ReserveScratch { reserved_bytes }
     }
 
-    /// Marks one of a session's own tiles as being read or written.
+    /// Marks a scratch tile as being read or written.
     pub(super) fn start_scratch(
         &mut self,
         id: SessionId,
@@ -163,7 +162,7 @@ impl Data {
                     _ => 1,
                 };
                 let version = tile.content.ok_or(FaultKind::NeverWritten)?;
-                // A flush that failed may have lost it.
+                // A failed flush may have lost it.
                 if job.poison.is_some() {
                     return Err(FaultKind::Poisoned);
                 }
@@ -173,7 +172,7 @@ impl Data {
                 if read_only || job.unusable().is_some() {
                     return Err(FaultKind::Poisoned);
                 }
-                // Of no generation: the number only says when it was written.
+                // It belongs to no generation: the number only tells when it was written.
                 let version = Version {
                     generation: job.working,
                     checksum: request.checksum,
@@ -195,7 +194,7 @@ impl Data {
         Ok((io, op))
     }
 
-    /// The session's own tile that `entry` is about to write over, if it is accepted: it may as well go elsewhere.
+    /// Returns the scratch tile that `entry` overwrites, if the entry is valid: the tile may move to another extent.
     pub(in crate::core) fn scratch_write(
         &self,
         id: SessionId,
@@ -220,7 +219,7 @@ impl Data {
         })
     }
 
-    /// The tile is written to `extent`, and what it held is lost.
+    /// Moves the tile to `extent` without its content.
     pub(in crate::core) fn replace_scratch(&mut self, write: &ScratchWrite, extent: Extent) {
         let session = self.sessions.get_mut(&write.session).expect("it writes");
         let tile = &mut session.scratch[write.index];

@@ -1,7 +1,7 @@
-//! Who is there: a session is one process of a job, with its arena and its operations in flight.
+//! Sessions: each is one process of a job, with its arena and its operations in flight.
 //!
-//! A session ends when its process closes it, dies, or breaks the protocol. Nothing new starts for it then; its arena is
-//! dropped after its last operation, because the device may still be writing there.
+//! A session ends when its process closes it, dies, or breaks the protocol. No new operation starts then. Its arena is dropped
+//! after its last operation, because a device may still be writing there.
 
 use std::collections::{HashMap, HashSet};
 
@@ -24,7 +24,7 @@ pub(super) struct Session {
     pub(super) key: JobKey,
     pub(super) rank: Rank,
     pub(super) uid: u32,
-    /// For messages.
+    /// Process number, for messages.
     pub(super) pid: u32,
     pub(super) token: SessionToken,
     pub(super) geometry: Geometry,
@@ -33,28 +33,27 @@ pub(super) struct Session {
     pub(super) stage: Stage,
     pub(super) busy_slots: HashSet<SlotIndex>,
     pub(super) inflight_count: u32,
-    /// Its operations by the tickets it gave them; of those with one ticket, the last that began. Never more than are in
-    /// flight.
+    /// Operations in flight by ticket; for a ticket that was used twice, the operation that began last.
     pub(super) tickets: HashMap<u64, IoId>,
-    /// It has resumed: tiles can be read and written.
+    /// Whether the session has resumed, so that tiles can be read and written.
     pub(super) resumed: bool,
-    /// Tiles of its own, in the order of their indices.
+    /// Scratch tiles, in the order of their indices.
     pub(super) scratch: Vec<ScratchTile>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stage {
-    /// The driver makes the arena; the open call waits.
+    /// The driver is making the arena; the open call waits.
     Making { open: CallId },
     /// The process uses it.
     Live,
-    /// It is over; the arena is there until the last operation has ended.
+    /// The session has ended; the arena exists until the last operation has ended.
     Ending { close: Option<CallId> },
-    /// It was over before the arena was made.
+    /// The session ended before the arena was made.
     EndingUnmade { open: CallId },
 }
 
-/// Twice the iodepth: completions that were not taken yet stand beside those in flight.
+/// Returns twice the iodepth: completions that were not taken yet need entries beside operations in flight.
 pub(super) const fn ring_entries(iodepth: u32) -> u32 {
     (2 * iodepth).next_power_of_two()
 }
@@ -62,12 +61,12 @@ pub(super) const fn ring_entries(iodepth: u32) -> u32 {
 const _: () = assert!(ring_entries(IODEPTH_MAX) <= RING_ENTRIES_MAX);
 
 impl Session {
-    /// On devices, of its own.
+    /// Bytes of its scratch tiles on devices.
     pub(super) fn scratch_bytes(&self) -> u64 {
         self.scratch.iter().map(ScratchTile::bytes).sum()
     }
 
-    /// Whether it has written tiles of its own to `device`: they are never flushed.
+    /// Whether it has scratch tiles with content on `device`; they are never flushed.
     pub(super) fn has_scratch_on(&self, device: DeviceIndex) -> bool {
         (self.scratch.iter()).any(|tile| tile.extent.device == device && tile.is_written())
     }
@@ -75,7 +74,7 @@ impl Session {
 
 impl Data {
     pub(super) fn arena_free_bytes(&self) -> u64 {
-        // More than all is used after the limit was lowered.
+        // After the limit was lowered, more than the limit may be in use.
         (self.limits.arena_bytes_max).saturating_sub(self.arena_used_bytes)
     }
 
@@ -83,7 +82,7 @@ impl Data {
         !self.sessions.is_empty()
     }
 
-    /// The live session of a token, if it is this peer's.
+    /// Returns the live session of a token, if it belongs to this peer.
     pub(in crate::core) fn live(
         &self,
         peer: Peer,
@@ -96,7 +95,7 @@ impl Data {
         found.ok_or_else(|| {
             Fault::new(
                 FaultKind::NotFound,
-                "no session has this token: it has ended, or another daemon gave it",
+                "no session has this token: the session has ended, or belongs to another daemon",
             )
         })
     }
@@ -154,7 +153,10 @@ impl Data {
         if self.sessions.len() >= self.limits.sessions_max as usize {
             return fault(
                 FaultKind::TooMany,
-                format!("{} sessions are open, the limit", self.sessions.len()),
+                format!(
+                    "{} sessions are open, which is the limit",
+                    self.sessions.len()
+                ),
             );
         }
         if self.tokens.contains_key(&open.token) {
@@ -204,7 +206,10 @@ impl Data {
             }
             (Stage::EndingUnmade { open }, Ok(())) => {
                 session.stage = Stage::Ending { close: None };
-                let gone = Fault::new(FaultKind::NotFound, "the process went while it opened");
+                let gone = Fault::new(
+                    FaultKind::NotFound,
+                    "the process ended while it opened its session",
+                );
                 ops.refuse(open, gone);
                 self.try_drop(id, ops);
             }
@@ -235,14 +240,14 @@ impl Data {
         Reply::DescribeJob(stored.map(|stored| Box::new(stored.to_job_record())))
     }
 
-    /// The process closed it (`close` waits for its end), or is gone, or is thrown out.
+    /// Ends a session: its process has closed it (the call `close` waits for the end), has died, or broke the protocol.
     pub(in crate::core) fn end_session(
         &mut self,
         id: SessionId,
         close: Option<CallId>,
         ops: &mut Operations,
     ) {
-        // A peer may close, and be reported as gone while its last operations end.
+        // A session may end twice: its process closes it and then exits while the last operations end.
         let Some(session) = self.sessions.get_mut(&id) else {
             return;
         };
@@ -256,7 +261,7 @@ impl Data {
         self.try_drop(id, ops);
     }
 
-    /// Drops the arena of an ended session once nothing moves in it.
+    /// Drops the arena of an ended session after its last operation.
     pub(super) fn try_drop(&mut self, id: SessionId, ops: &mut Operations) {
         let session = &self.sessions[&id];
         let Stage::Ending { close } = session.stage else {

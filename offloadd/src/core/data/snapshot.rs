@@ -1,4 +1,4 @@
-//! What people may see of the core at one moment. Changes nothing.
+//! State of the core at one moment, for metrics and lists. Changes nothing.
 
 use std::collections::BTreeMap;
 
@@ -10,69 +10,69 @@ use crate::core::{JobSummary, Peer};
 use crate::quota::Weights;
 use crate::store::definition::JobName;
 
-/// Whose jobs somebody may see.
+/// Jobs that a caller may see.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Viewer {
-    /// Root, and who runs the daemon.
+    /// All jobs: for root and the user who runs the daemon.
     All,
-    /// His own.
+    /// Jobs of this user.
     Uid(u32),
 }
 
 /// A job as the core sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobState {
-    /// Its owner.
+    /// Owner.
     pub uid: u32,
-    /// With `uid` it names the job.
+    /// Name of the job among its owner's jobs.
     pub job: JobName,
-    /// In the store; `None` before it has tiles.
+    /// Id in the store; `None` before the job has tiles.
     pub job_id: Option<u64>,
-    /// Over all devices.
+    /// Bytes reserved on all devices.
     pub reserved_bytes: u64,
-    /// Its part of what a drive moves.
+    /// Weights in the drives' queues.
     pub weights: Weights,
-    /// Processes.
+    /// Sessions.
     pub session_count: u64,
-    /// Their host memory.
+    /// Host memory of the sessions.
     pub arena_bytes: u64,
-    /// Slots of their arenas.
+    /// Slots of the sessions' arenas.
     pub slot_count: u64,
-    /// Slots that a tile is read into or written from.
+    /// Slots with an operation in flight.
     pub slot_used_count: u64,
     /// Tiles on their way.
     pub reading_count: u64,
     /// Tiles on their way.
     pub writing_count: u64,
-    /// What becomes of its next generation.
+    /// Progress of the next commit.
     pub commit: CommitState,
-    /// 0 = none yet.
+    /// Newest committed generation; 0 if there is none.
     pub newest_generation: u64,
-    /// What is written now; 0 while nobody has resumed.
+    /// Working generation; 0 while no session has resumed.
     pub working_generation: u64,
-    /// Nothing is durable any more until it resumes: a flush or a record failed.
+    /// Whether the job is poisoned: a flush or a record failed, so nothing is committed until it resumes.
     pub poisoned: bool,
 }
 
-/// How far a commit is.
+/// Progress of a commit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CommitState {
-    /// Nobody commits.
+    /// No commit is in progress.
     #[default]
     None,
-    /// Ranks have called, others have not, or writes have not ended.
+    /// Some ranks have called; others have not, or writes have not ended.
     Gathering {
-        /// Have called.
+        /// Ranks that have called.
         ranks_called: u32,
-        /// On this node.
+        /// Ranks on this node.
         ranks: u32,
     },
-    /// Flushes and the record are under way.
+    /// Flushes and the record are in progress.
     Writing,
 }
 
 impl Data {
-    /// Jobs of this viewer, by owner and name.
+    /// Returns the jobs of this viewer, by owner and name.
     pub(in crate::core) fn look(&self, viewer: Viewer) -> Vec<JobState> {
         let seen = |key: &JobKey| viewer == Viewer::All || viewer == Viewer::Uid(key.uid);
         let mut jobs: BTreeMap<&JobKey, JobState> = (self.jobs.iter())
@@ -103,7 +103,7 @@ impl Data {
         jobs.into_values().collect()
     }
 
-    /// The caller's jobs in the store.
+    /// Returns the caller's jobs in the store.
     pub(in crate::core) fn list_jobs(&self, peer: Peer) -> Vec<JobSummary> {
         let mine = self.jobs.iter().filter(|(key, _)| key.uid == peer.uid);
         mine.filter_map(|(key, job)| {
@@ -119,7 +119,7 @@ impl Data {
         .collect()
     }
 
-    /// Host memory of all sessions, and of how many.
+    /// Returns the host memory of all sessions and the number of sessions.
     pub(in crate::core) fn arena_used(&self) -> (u64, u64) {
         (self.arena_used_bytes, self.sessions.len() as u64)
     }
@@ -146,7 +146,7 @@ fn state(key: &JobKey, job: &Job, weights: Weights, read_only: bool) -> JobState
         slot_count: 0,
         slot_used_count: 0,
         reading_count: 0,
-        // Those that wait for the overwriting mark are not handed to a device yet.
+        // Writes that wait for the overwriting mark are not on a device yet.
         writing_count: job.parked.len() as u64,
         commit,
         newest_generation: stored.map_or(0, |stored| stored.newest().0),

@@ -1,4 +1,4 @@
-//! Tiles in and out: an entry is checked against session, slot, tile and generation, then becomes one operation.
+//! Tiles in and out: checks a ring entry against session, slot, tile and generation, and makes one operation of it.
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotPlace;
@@ -17,7 +17,7 @@ use crate::store::definition::{Durability, Tile, TileKind};
 use crate::store::manifest::{Mark, Record, SlotContent, Version};
 use crate::store::tile_table::Extent;
 
-/// One tile on its way.
+/// One tile in flight.
 #[derive(Clone, Debug)]
 pub(super) struct TileIo {
     pub(super) session: SessionId,
@@ -25,13 +25,13 @@ pub(super) struct TileIo {
     pub(super) request: Request,
     pub(super) extent: Extent,
     pub(super) bytes: u32,
-    /// Swap in: what the bytes must be. Swap out: what they will be.
+    /// Swap in: version that is expected. Swap out: version that is written.
     pub(super) version: Version,
-    /// Which of the session's own tiles; `None`: one of the job's.
+    /// Index of a scratch tile; `None` for a tile of the job.
     pub(super) scratch: Option<usize>,
 }
 
-/// A write that waits until its job is marked as being written over.
+/// A write that waits until its job is marked as being overwritten.
 #[derive(Clone, Debug)]
 pub(super) struct ParkedWrite {
     pub(super) session: SessionId,
@@ -46,7 +46,7 @@ impl Data {
         entry: &Sqe,
         ops: &mut Operations,
     ) {
-        // What a peer wrote before it was ended may still be read out of its ring.
+        // Entries that a process wrote before its session ended may still be in its ring.
         let Some(session) = self.sessions.get(&id) else {
             return;
         };
@@ -75,13 +75,14 @@ impl Data {
                 });
                 self.end_session(id, None, ops);
             }
-            // It would have no completion: what it was about has none either, in this life.
+            // A promotion has no completion, and its ticket belongs to an earlier incarnation.
             Err(_) if entry.verb == Promote::VERB => {}
             Err(fault) => complete(id, refusal(entry.ticket, fault.kind), ops),
         }
     }
 
-    /// Costs the same whatever is in flight, and whether the ticket is known: a process may send as many as its ring takes.
+    /// Raises the priority of an operation. Takes constant time, also for unknown tickets, because a process may send as many
+    /// as its ring holds.
     fn promote(&mut self, id: SessionId, promote: Promote, ops: &mut Operations) {
         let session = &self.sessions[&id];
         let Some(&io) = session.tickets.get(&promote.ticket.0) else {
@@ -96,8 +97,8 @@ impl Data {
         });
     }
 
-    /// Whether the session may begin an operation of this tile with this slot: the tile's index, behind the job's tiles one of
-    /// the session's own, and where the slot lies.
+    /// Checks that the session may start an operation on this tile with this slot. Returns the tile's index, where scratch
+    /// tiles follow the job's tiles, and the slot's place.
     pub(super) fn check_slot(
         &self,
         id: SessionId,
@@ -157,7 +158,7 @@ impl Data {
                 };
                 let version =
                     (tile.newest().filter(|_| !tile.failed)).ok_or(FaultKind::NeverWritten)?;
-                // A flush that failed may have lost it.
+                // A failed flush may have lost it.
                 if job.poison.is_some() && tile.working.is_some() {
                     return Err(FaultKind::Poisoned);
                 }
@@ -245,7 +246,7 @@ impl Data {
         self.inflight.insert(io, tile);
     }
 
-    /// Durability none: the newest record must say that its tiles are being written over, before the first one is.
+    /// Whether the newest record must be marked before the first tile is overwritten, which durability `none` requires.
     fn must_mark(&self, key: &JobKey) -> bool {
         let stored = self.jobs[key].stored.as_ref().expect("it resumed");
         let newest = stored.newest_marked();
@@ -302,7 +303,7 @@ impl Data {
         }
     }
 
-    /// A write that waited is given up before it began.
+    /// Cancels a write that waited and was not started.
     pub(super) fn cancel_write(&mut self, write: &ParkedWrite) {
         let TileIo { key, request, .. } = &write.tile;
         self.tile_mut(key, request.tile).expect("it waits").activity = Activity::Idle;
@@ -324,7 +325,7 @@ impl Data {
         }
     }
 
-    /// Takes the end of a tile's operation: where the tile lies. `None`: the operation is not one of a tile.
+    /// Handles the end of a tile's operation. Returns the tile's extent; `None` if `id` is not a tile's operation.
     pub(in crate::core) fn on_io_done(
         &mut self,
         io: IoId,
@@ -346,7 +347,7 @@ impl Data {
             assert!(is_disabled(Safeguard::ReclaimAfterIo));
             return;
         };
-        // Another may have been given the same ticket since.
+        // Another operation may have got the same ticket since.
         if session.tickets.get(&io.request.ticket.0) == Some(&id) {
             session.tickets.remove(&io.request.ticket.0);
         }
@@ -394,13 +395,13 @@ impl Data {
         }
     }
 
-    /// Why `job` can write nothing and commit nothing any more.
+    /// Returns the reason why `job` cannot write or commit any more.
     pub(super) fn unusable<'a>(&'a self, job: &'a Job) -> Option<&'a Fault> {
         self.read_only.as_ref().or(job.unusable())
     }
 }
 
-/// Where a write goes: not where what is committed lies.
+/// Returns the extent for a write: the one that does not hold the committed version.
 pub(super) fn free_extent(durability: Durability, committed: Option<Version>) -> u8 {
     let used = committed.map(|version| version.which);
     match (durability, used) {
@@ -410,7 +411,7 @@ pub(super) fn free_extent(durability: Durability, committed: Option<Version>) ->
     }
 }
 
-/// What the process is told of an operation that reached a device.
+/// Completion of an operation that reached a device.
 fn entry(io: &TileIo, fault: Option<FaultKind>, result: IoResult) -> Cqe {
     let reads = io.request.verb == Verb::SwapIn;
     Cqe {
@@ -432,7 +433,7 @@ fn complete(session: SessionId, entry: Cqe, ops: &mut Operations) {
     ops.push(Action::Complete { session, entry });
 }
 
-/// The completion of what never reached a device.
+/// Completion of an entry that was refused before it reached a device.
 fn refusal(ticket: u64, kind: FaultKind) -> Cqe {
     Cqe {
         ticket,

@@ -1,4 +1,4 @@
-//! How the state of a job changes: each step by name, here and nowhere else.
+//! Changes of a job's state, each with a name; no other module makes them.
 //!
 //! ```text
 //!   open ──begin_resume──▶ working on n ──commit──▶ working on n + 1      (several nodes: awaiting_confirm until confirm)
@@ -20,13 +20,13 @@ use crate::handover::message;
 use crate::store::manifest::Version;
 
 impl Job {
-    /// The members resume from `generation`; what they write belongs to the next one.
+    /// Resumes from `generation`; writes belong to the next one.
     pub(super) fn begin_resume(&mut self, generation: Generation) {
         self.resumed = Some(generation);
         self.working = next(generation);
     }
 
-    /// The job continues as the previous daemon handed it over; its tiles are set apart.
+    /// Continues the job as the previous daemon handed it over, except its tiles, which are set separately.
     pub(super) fn adopt(
         &mut self,
         job: &message::Job,
@@ -42,70 +42,70 @@ impl Job {
         self.unflushed = unflushed;
     }
 
-    /// The record of `generation` is durable on this node.
+    /// Notes that the record of `generation` is durable on this node.
     pub(super) fn commit(&mut self, generation: Generation, confirmed: bool) {
         self.unflushed.fill(false);
         self.working = next(generation);
         self.awaiting_confirm = !confirmed;
     }
 
-    /// The newest generation is prepared on every node.
+    /// Notes that the newest generation is prepared on every node.
     pub(super) fn confirm(&mut self) {
         self.awaiting_confirm = false;
     }
 
-    /// Nothing is durable any more, because of `fault`. The first cause is kept.
+    /// Poisons the job. The first fault is kept.
     pub(super) fn poison(&mut self, fault: Fault) {
         self.poison.get_or_insert(fault);
     }
 
-    /// The working generation cannot be completed, because a member is gone. The first one is kept.
+    /// Notes that a member ended, so that the working generation cannot be completed. The first fault is kept.
     pub(super) fn lose_member(&mut self, fault: Fault) {
         self.gone.get_or_insert(fault);
     }
 
-    /// A write of one of its tiles is accepted.
+    /// Counts a write that was accepted.
     pub(super) fn accept_write(&mut self) {
         self.writes_inflight_count += 1;
     }
 
-    /// A write that was accepted has ended, or is cancelled.
+    /// Uncounts a write that has ended or was cancelled.
     pub(super) fn end_write(&mut self) {
         self.writes_inflight_count -= 1;
     }
 
-    /// Something is written to `device` that no flush covers.
+    /// Notes a write to `device` that no flush covers.
     pub(super) fn mark_unflushed(&mut self, device: DeviceIndex) {
         self.unflushed[device.0 as usize] = true;
     }
 
-    /// Nothing of it is on `device` any more.
+    /// Notes that `device` holds no tile of the job any more.
     pub(super) fn leave_device(&mut self, device: DeviceIndex) {
         self.unflushed[device.0 as usize] = false;
     }
 
-    /// Nothing is committed from now on.
+    /// Stops commits.
     pub(super) fn freeze(&mut self) {
         self.frozen = true;
     }
 
-    /// Generations are committed again.
+    /// Allows commits again.
     pub(super) fn thaw(&mut self) {
         self.frozen = false;
     }
 
-    /// Which definition the devices hold is not known before the next start.
+    /// Notes that it is unknown, until the next start, which definition the devices hold.
     pub(super) fn lose_table(&mut self, broken: Fault, poison: Fault) {
         self.broken = Some(broken);
         self.poison(poison);
     }
 
-    /// Its catalog entry is being removed: nobody opens it any more in this incarnation.
+    /// Marks the job as being deleted: it cannot be opened any more in this incarnation.
     pub(super) fn begin_drop(&mut self) {
         self.dropping = true;
     }
 
-    /// The last session and script have ended: everything that was not committed is forgotten.
+    /// Forgets everything that was not committed, after the last session and script have ended.
     pub(super) fn forget_uncommitted(&mut self) {
         assert!(self.writes_inflight_count == 0 || is_disabled(Safeguard::ReclaimAfterIo));
         *self = Self {
@@ -124,14 +124,14 @@ impl Job {
 }
 
 impl Stored {
-    /// The tiles are those of a record, or none.
+    /// Sets the versions of the tiles to those of a record, or to none.
     pub(super) fn resume_tiles(&mut self, versions: Option<&Arc<Vec<Option<Version>>>>) {
         for (index, tile) in self.tiles.iter_mut().enumerate() {
             tile.committed = versions.and_then(|versions| versions[index]);
         }
     }
 
-    /// What was written since the last commit is committed.
+    /// Makes the versions written since the last commit the committed ones.
     pub(super) fn commit_tiles(&mut self) {
         for tile in &mut self.tiles {
             tile.committed = tile.newest();

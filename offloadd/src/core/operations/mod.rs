@@ -176,7 +176,7 @@ impl Operations {
             ),
             Ok(moved) => (
                 FaultKind::Short,
-                format!("only {moved} bytes moved, as happens when a drive was removed"),
+                format!("only {moved} bytes were moved: the drive may have been removed"),
             ),
         };
         let path = self.path(device);

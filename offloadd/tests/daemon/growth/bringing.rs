@@ -85,7 +85,7 @@ fn a_refused_device_leaves_no_file_behind() {
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     let told = words(&output);
     assert!(
-        !output.status.success() && told.contains("none is given twice"),
+        !output.status.success() && told.contains("a number is never used again"),
         "{told}"
     );
     assert!(!new.exists(), "{told}");

@@ -141,7 +141,7 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
         let told = words(&output);
         assert!(!output.status.success() && told.contains(printed), "{told}");
     };
-    refused(rate("2MiB/s"), "no tiles are to move");
+    refused(rate("2MiB/s"), "no tiles are moving");
     for (nonsense, printed) in [
         ("0MiB/s", "between 1MiB/s"),
         ("-1MB/s", "number"),
@@ -193,5 +193,5 @@ fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
     eventually("it is drained", LIMIT, || {
         view(&mut control, &old).is_none()
     });
-    refused(rate("2MiB/s"), "no tiles are to move");
+    refused(rate("2MiB/s"), "no tiles are moving");
 }

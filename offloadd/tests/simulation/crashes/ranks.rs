@@ -113,7 +113,7 @@ pub(super) fn begin(world: &mut World, known: &mut Known) -> Option<Running> {
             if let Err(fault) = world.define(processes[0], definition) {
                 // After devices were drained, the others may be too small, or tiles may occupy the place of its records.
                 if fault.kind == FaultKind::NoSpace
-                    && (fault.message.contains("in one piece on ")
+                    && (fault.message.contains("must be contiguous on ")
                         || needed_bytes(&fault).is_some_and(|bytes| bytes > free_bytes(world)))
                 {
                     leave(world, &processes);

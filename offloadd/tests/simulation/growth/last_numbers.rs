@@ -41,7 +41,10 @@ fn where_numbers_of_devices_end_a_device_is_refused() {
     let call = world.add_disk(DISK_BYTES, MeasuredRates::default());
     let fault = world.answer(call).unwrap_err();
     assert_eq!(fault.kind, FaultKind::TooMany);
-    assert!(fault.message.contains("none is given twice"), "{fault}");
+    assert!(
+        fault.message.contains("a number is never used again"),
+        "{fault}"
+    );
     let process = world.reopen("one", 1);
     expect_all(&mut world, process, 1, 20);
 }
