@@ -178,7 +178,7 @@ impl JobOptions {
     /// Reads the file at `path`.
     ///
     /// # Errors
-    /// It cannot be read, is not TOML, or has an unknown key.
+    /// The file cannot be read, is not TOML, or has an unknown key.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("reading the job file {}", path.display()))?;

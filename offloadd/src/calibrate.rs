@@ -63,9 +63,9 @@ pub enum CalibrateError {
 /// Rates of a device before and after.
 #[derive(Clone, Copy, Debug)]
 pub struct Calibrated {
-    /// As stored until now.
+    /// Rates stored before.
     pub before: MeasuredRates,
-    /// As stored from now on.
+    /// Rates stored now.
     pub now: MeasuredRates,
 }
 

@@ -31,7 +31,7 @@ pub(crate) fn open(
 /// Changes nothing.
 ///
 /// # Errors
-/// As [`Session::open`]: no daemon listens, or another session has the job open.
+/// Same as [`Session::open`]: no daemon listens, or another session has the job open.
 pub fn job_layout(socket: &Path, job: &str) -> Result<Option<Vec<u8>>, ClientError> {
     // The session moves no tile.
     let slot = SlotClass {

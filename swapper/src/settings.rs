@@ -109,7 +109,7 @@ pub struct MemoryPlan {
     pub grad_slot_bytes: u64,
     /// Bytes of all ranks' tiles, each counted once; a durable store holds two copies.
     pub table_bytes: u64,
-    /// Of them, bytes of units that are not trained. A store holds one copy.
+    /// Part of `table_bytes` in units that are not trained; a store holds one copy of it.
     pub frozen_bytes: u64,
     /// Tiles of all ranks.
     pub table_count: usize,

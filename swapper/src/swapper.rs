@@ -394,7 +394,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.end_step(None, Some(blob))
     }
 
-    /// As [`Swapper::finish_step`], or [`Swapper::skip_step`] without `hyper`, for a caller that knows the step's blob only
+    /// Like [`Swapper::finish_step`], or [`Swapper::skip_step`] without `hyper`, for a caller that knows the step's blob only
     /// later: the step is not committed, and the next one must not begin, before [`Swapper::seal`]. Returns when the step before
     /// is committed, so that no more than one finished step can be lost.
     pub fn finish_unsealed(&mut self, hyper: Option<H>) -> Result<StepIo, SwapperError> {
@@ -638,7 +638,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                 Err(error) => {
                     self.abandoned = true;
                     self.torn |= scatters;
-                    // What was written in part is no content to go on with.
+                    // A tile that was written in part must not be used.
                     self.stopped |= self.filling;
                     return Err(error.into());
                 }

@@ -125,7 +125,7 @@ fn kind_of(path: &Path) -> Result<FileType> {
 /// Size of a file or block device.
 ///
 /// # Errors
-/// It is neither, or its size cannot be read.
+/// The path is neither, or its size cannot be read.
 pub(crate) fn bytes_of(path: &Path) -> Result<u64> {
     kind_of(path)?;
     let file = File::open(path).with_context(|| format!("opening {}", path.display()))?;

@@ -61,7 +61,7 @@ impl Gpu {
     /// Number of GPUs that this process sees.
     ///
     /// # Errors
-    /// As [`Gpu::open`]; no device at all is an error, not zero.
+    /// Same as [`Gpu::open`]; no device at all is an error, not zero.
     pub fn count() -> Result<u32, GpuError> {
         let runtime = runtime()?;
         runtime.device_count()

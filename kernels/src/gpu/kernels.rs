@@ -278,7 +278,7 @@ unsafe fn launch_pairs(
 }
 
 /// # Safety
-/// As [`Function::launch`].
+/// Same as [`Function::launch`].
 unsafe fn launch(
     function: &Function,
     blocks: usize,

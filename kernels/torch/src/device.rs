@@ -61,7 +61,7 @@ pub fn device_of(gpu: &Gpu) -> Device {
 /// half.
 ///
 /// # Errors
-/// It or one of its dependencies is missing; the error names each place tried.
+/// The library or one of its dependencies is missing; the error names each place tried.
 pub fn load_gpu_half() -> Result<(), TorchError> {
     static LOADED: Mutex<bool> = Mutex::new(false);
     let mut loaded = LOADED

@@ -362,7 +362,7 @@ impl Fused {
     }
 
     /// # Safety
-    /// As [`Fused::launch`], for a kernel that takes two addresses, columns and a count of accesses.
+    /// Like [`Fused::launch`], for a kernel that takes two addresses, columns and a count of accesses.
     unsafe fn launch_pairs(
         &self,
         variants: &Variants,
@@ -391,7 +391,7 @@ impl Fused {
     }
 
     /// # Safety
-    /// As [`Function::launch`]. Tensors keep their memory until the kernel has run: torch reuses memory in the order of
+    /// Same as [`Function::launch`]. Tensors keep their memory until the kernel has run: torch reuses memory in the order of
     /// the default stream, and freeing a [`kernels::gpu::DeviceBuffer`] waits for the device.
     unsafe fn launch(
         &self,

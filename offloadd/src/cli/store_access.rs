@@ -44,7 +44,7 @@ impl WhichStore {
 /// Connects to the daemon that serves the store, for a command that changes the store.
 ///
 /// # Errors
-/// As [`holder`], or if no daemon serves the store.
+/// Same as [`holder`]; also if no daemon serves the store.
 pub(super) async fn serving(which: &WhichStore) -> Result<Daemon> {
     match holder(which).await? {
         Holder::Daemon(daemon) => Ok(*daemon),

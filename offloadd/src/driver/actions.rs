@@ -22,7 +22,7 @@ pub(super) struct Waiting {
     pub(super) counted: Counted,
 }
 
-/// What the answer to a call changes in the ledger.
+/// Change of the ledger by the answer to a call.
 pub(super) enum Counted {
     Nothing,
     Commit(JobPlace, Span),

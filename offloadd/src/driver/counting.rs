@@ -1,4 +1,4 @@
-//! What the driver counts and logs: commits, damage, wear, slow drives; and snapshots for metrics.
+//! Counts and logs of the driver: commits, damage, wear, slow drives; and snapshots for metrics.
 
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;

@@ -31,7 +31,7 @@ impl Driver {
             State::Offered { deadline, .. } => Some(deadline),
             _ => None,
         });
-        // What the kernel did not take, and nothing else comes back to.
+        // Operations that the kernel refused: nothing else submits them again.
         let engine_again = (self.engine.again_after()).map(|after| Instant::now() + after);
         let next = self
             .hellos

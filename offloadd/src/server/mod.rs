@@ -139,7 +139,7 @@ pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
 /// Answers calls until `stop` is true (or its sender is dropped) and the last answers have been sent.
 ///
 /// # Errors
-/// Of the transport.
+/// Error of the transport.
 pub async fn serve(
     listener: UnixListener,
     driver: DriverHandle,

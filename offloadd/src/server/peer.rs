@@ -40,7 +40,7 @@ pub(super) struct Caller {
     pub(super) pending: Arc<Pending>,
 }
 
-/// What a connection's peer has not done yet.
+/// Answers that a connection's peer has not read, and whether the peer has called.
 #[derive(Debug, Default)]
 pub(super) struct Pending {
     called: AtomicBool,
@@ -325,7 +325,7 @@ mod tests {
         });
     }
 
-    /// What a connection ends with that is only waited for.
+    /// Error with which a connection ends whose peer is idle.
     async fn end_of(mut stream: PeerStream) -> io::Error {
         stream.read_u8().await.unwrap_err()
     }

@@ -223,7 +223,7 @@ fn an_existing_file_is_not_used_and_a_drained_device_is_warned_of_and_left_alone
     let mut control = daemon.control();
     let gone = store.devices[1].clone();
     drained(&store, &mut control, &gone);
-    // Nobody is left to take what is on the other one.
+    // No other device is left to take the tiles of this one.
     let told = words(&device(&store, "drain", &store.devices[0], &[]));
     assert!(told.contains("there is none"), "{told}");
     drop(control);

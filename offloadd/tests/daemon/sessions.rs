@@ -201,7 +201,7 @@ fn another_users_token_and_job_are_not_ours() {
 fn other_user(place: &str) {
     let mut words = place.split('|');
     let [socket, token, pid, device] = [(); 4].map(|()| words.next().unwrap());
-    // Neither through the daemon's process nor through its devices.
+    // It can be read neither through the daemon's process nor through its devices.
     let refused = |path: String| {
         let opened = std::fs::File::open(&path).map(|_| path).unwrap_err();
         assert_eq!(opened.kind(), std::io::ErrorKind::PermissionDenied);

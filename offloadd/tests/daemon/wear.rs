@@ -235,7 +235,7 @@ fn what_a_job_wrote_to_devices_that_left_stays_counted() {
     assert_eq!(daemon.wait(SOON), Some(0));
     store.devices.remove(1);
     store.write_config(&store.socket(), "auto");
-    // Nor in later incarnations, in which that device is not present.
+    // The counters are the same in later incarnations, in which that device is not present.
     for _ in 0..2 {
         let mut daemon = store.serve();
         assert_eq!(
