@@ -119,7 +119,7 @@ pub fn begin(
             largest_bytes,
         });
     }
-    let catalog = store.catalog.of_next_life();
+    let catalog = store.catalog.of_next_incarnation();
     catalog.write(blocks, store[store.metadata_device].position)?;
     store.catalog = catalog;
     let bytes = largest_bytes.min(MeasuredArea::BYTES_MAX) / BLOCK * BLOCK;

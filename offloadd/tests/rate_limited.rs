@@ -24,8 +24,8 @@ const WHOLE: Duration = Duration::from_millis(100);
 
 /// The limit applies to a whole process, so the body runs in a process of its own.
 #[test]
-fn each_device_reads_and_writes_at_its_own_pace_at_the_same_time() {
-    let name = "each_device_reads_and_writes_at_its_own_pace_at_the_same_time";
+fn each_device_reads_and_writes_at_its_own_rate_at_the_same_time() {
+    let name = "each_device_reads_and_writes_at_its_own_rate_at_the_same_time";
     if std::env::var_os("OFFLOADD_RATE_LIMIT").is_none() {
         let output = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name])
@@ -98,7 +98,7 @@ fn move_all(engine: &mut Engine) -> Duration {
 }
 
 #[test]
-fn a_pace_is_two_rates_and_nothing_else() {
+fn a_rate_limit_is_two_rates_and_nothing_else() {
     let limit = RateLimit::parse("60000000, 30000000").unwrap();
     assert_eq!(
         (limit.read_bytes_per_s, limit.write_bytes_per_s),

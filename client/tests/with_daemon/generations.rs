@@ -231,7 +231,7 @@ fn a_rank_that_dies_ends_the_generation_for_the_others() {
 }
 
 #[test]
-fn a_job_without_durability_says_so_after_a_crash_and_goes_on_after_an_end_in_order() {
+fn a_job_without_durability_says_so_after_a_crash_and_resumes_after_an_end_in_order() {
     let place = Place::new();
     let mut daemon = place.start();
     let mut session = Session::open(settings(daemon.socket())).unwrap();

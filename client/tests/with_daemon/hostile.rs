@@ -144,7 +144,7 @@ impl Raw {
 }
 
 #[test]
-fn an_entry_of_another_life_of_the_daemon_is_refused() {
+fn an_entry_of_another_incarnation_of_the_daemon_is_refused() {
     let place = Place::new();
     let daemon = place.start();
     let mut raw = Raw::open(daemon.socket(), "raw");
@@ -165,7 +165,7 @@ fn without_epochs_the_old_entry_is_believed() {
         return;
     }
     assert_depends_on(
-        "hostile::an_entry_of_another_life_of_the_daemon_is_refused",
+        "hostile::an_entry_of_another_incarnation_of_the_daemon_is_refused",
         "epoch",
     );
 }

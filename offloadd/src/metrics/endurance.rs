@@ -291,7 +291,7 @@ mod tests {
     const STORE: StoreId = StoreId([7; 16]);
 
     #[test]
-    fn what_is_kept_goes_on_from_what_was_kept_before() {
+    fn stored_counters_continue_from_earlier_ones() {
         let before = Wear {
             sequence: 4,
             written_bytes: 1000,

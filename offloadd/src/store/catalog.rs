@@ -216,7 +216,7 @@ impl Catalog {
 
     /// The first catalog of a new incarnation. Only its number differs.
     #[must_use]
-    pub fn of_next_life(&self) -> Self {
+    pub fn of_next_incarnation(&self) -> Self {
         Self {
             sequence: self.sequence + INCARNATION_STEP,
             ..self.clone()

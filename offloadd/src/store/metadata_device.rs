@@ -116,7 +116,7 @@ pub fn settle_watched(
         )));
     };
     let [from, to] = [metadata_device, target].map(|device| store[device].position);
-    let mut catalog = store.catalog.of_next_life();
+    let mut catalog = store.catalog.of_next_incarnation();
     for (entry, offset) in catalog.entries.iter_mut().zip(offsets) {
         entry.area.offset = offset;
     }

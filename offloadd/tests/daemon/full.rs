@@ -71,7 +71,7 @@ impl Drop for Small {
 }
 
 #[test]
-fn a_full_file_system_is_named_and_the_job_goes_on_when_there_is_room() {
+fn a_full_file_system_is_named_and_the_job_continues_when_there_is_space() {
     let below = tempfile::tempdir().unwrap();
     let Some(small) = Small::new(below.path()) else {
         return;

@@ -252,7 +252,7 @@ fn a_device_file_that_is_deleted_while_it_serves_is_told_where_people_look() {
 }
 
 #[test]
-fn any_number_of_lookers_keeps_nobody_from_moving_tiles() {
+fn any_number_of_metrics_calls_does_not_delay_tiles() {
     let store = Store::new(1, "auto");
     let daemon = store.serve();
     let mut control = daemon.control();

@@ -168,7 +168,7 @@ fn run_session(store: &Store, daemon: &mut Daemon) {
 }
 
 #[test]
-fn a_daemons_whole_life_needs_no_system_call_that_the_unit_forbids() {
+fn a_daemon_needs_no_system_call_that_the_unit_forbids() {
     for program in ["strace", "systemd-analyze"] {
         let found = Command::new(program)
             .arg("--version")

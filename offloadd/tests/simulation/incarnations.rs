@@ -65,7 +65,7 @@ fn expect_committed(world: &mut World) {
 }
 
 #[test]
-fn sessions_go_on_life_after_life() {
+fn sessions_continue_over_many_incarnations() {
     let (mut state, mut disks, mut random) = handed_over(1);
     for generation in 2..6 {
         let (mut world, adopted) = World::start_after(disks, random, &state);
@@ -150,7 +150,7 @@ fn a_daemon_that_served_without_the_sessions_ends_them() {
 }
 
 #[test]
-fn a_life_that_is_cut_off_while_it_begins_leaves_the_store_as_it_was() {
+fn an_incarnation_that_is_cut_off_at_its_start_leaves_the_store_as_it_was() {
     let (state, disks, _) = handed_over(3);
     let (mut refused, mut went_on) = (0, 0);
     for at in 0..start_operations(&disks) {

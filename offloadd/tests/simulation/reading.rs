@@ -118,7 +118,7 @@ fn only_reads(world: &mut World) {
 }
 
 #[test]
-fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
+fn what_is_committed_is_read_and_incarnations_before_and_after_lose_nothing() {
     let mut seen = 0;
     // Writes alone fail, or flushes too: one flush of each device, then one copy of the catalog, then the other.
     for (fault, at) in (0..8).flat_map(|at| [(SimFault::Full, at), (SimFault::Gone, at)]) {
@@ -171,7 +171,7 @@ fn what_is_committed_is_read_and_lives_before_and_after_lose_nothing() {
 }
 
 #[test]
-fn a_drive_that_takes_no_writes_for_good_is_read_life_after_life() {
+fn a_drive_that_takes_no_writes_is_read_in_every_incarnation() {
     let (_, mut disks, mut random) = handed_over(20);
     // A copy that cannot be repaired does not prevent it either.
     disks.flip(0, SUPERBLOCK_OFFSETS[1] + 40, 3);

@@ -87,7 +87,7 @@ fn without_waiting_for_the_definition_commits_name_what_it_does_not() {
 }
 
 #[test]
-fn without_numbers_of_lives_sessions_go_on_over_what_another_daemon_wrote() {
+fn without_incarnation_numbers_sessions_continue_over_what_another_daemon_wrote() {
     fails_without(
         "incarnations",
         "incarnations::a_daemon_that_served_without_the_sessions_ends_them",

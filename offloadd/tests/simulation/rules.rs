@@ -368,7 +368,7 @@ fn a_job_is_its_users_only() {
 }
 
 #[test]
-fn space_is_reserved_at_definition_and_given_back_by_a_drop() {
+fn space_is_reserved_at_definition_and_freed_by_a_deletion() {
     let mut world = world();
     let free = |world: &mut World| match world.ask(Call::Describe) {
         Ok(Reply::Describe(d)) => d.devices.iter().map(|d| d.free_bytes).sum::<u64>(),

@@ -127,7 +127,7 @@ fn discard_unreadable(world: &mut World, uid: u32) -> Result<Reply, offload_api:
 }
 
 #[test]
-fn nobody_goes_on_beside_it_and_it_is_there_when_the_device_gives_it_again() {
+fn its_job_is_not_resumed_until_the_device_returns_it() {
     let mut disks = worn_out();
     let store = recover::read(&mut disks).unwrap();
     let consequences: Vec<_> = store.notes.iter().map(|note| note.consequence).collect();

@@ -380,7 +380,7 @@ fn two_ranks_share_a_job_and_commit_together() {
 }
 
 #[test]
-fn a_job_goes_on_with_any_number_of_ranks() {
+fn a_job_resumes_with_any_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
     // With three ranks a unit belongs to the first rank alone, and the last of four ranks owns nothing.

@@ -107,7 +107,7 @@ impl Admin {
     /// Returns the catalog that must be durable before this incarnation serves, and the position of the device to write it to.
     pub(in crate::core) fn first_catalog(&self) -> (usize, Catalog) {
         let home = &self.devices[self.home.0 as usize];
-        (home.position, self.catalog.catalog.of_next_life())
+        (home.position, self.catalog.catalog.of_next_incarnation())
     }
 
     /// The first catalog of this incarnation is durable: state that was handed over earlier is refused from now on.

@@ -32,7 +32,7 @@ fn limit_shown(daemon: &Daemon) -> Option<u64> {
 }
 
 #[test]
-fn the_settings_ceiling_holds_for_every_move_over_restarts_and_a_reload_changes_it() {
+fn the_rate_limit_of_the_settings_holds_for_every_move_over_restarts_and_a_reload_changes_it() {
     let store = Store::new(3, "auto");
     store.set_rates(&[0; 3]);
     store.add_setting("rebalance_bytes_per_s_max = \"2MiB\"");
@@ -49,7 +49,7 @@ fn the_settings_ceiling_holds_for_every_move_over_restarts_and_a_reload_changes_
     let text = std::fs::read_to_string(&store.config).unwrap();
     std::fs::write(&store.config, text.replace("2MiB", "3MiB")).unwrap();
     daemon.signal(Signal::HUP);
-    eventually("the changed ceiling holds", LIMIT, || {
+    eventually("the changed rate limit holds", LIMIT, || {
         limit_shown(&daemon) == Some(3 << 20)
     });
     let mut rate = program();
@@ -85,7 +85,7 @@ fn idle_job(control: &mut Control) {
 
 /// Checks only that copying is not too fast: a machine may be as slow as it likes.
 #[test]
-fn tiles_move_no_faster_than_their_ceiling() {
+fn tiles_move_no_faster_than_their_rate_limit() {
     let rate = 1 << 20;
     // The limit of the move, or that of the settings.
     for asked in [true, false] {
@@ -125,7 +125,7 @@ fn tiles_move_no_faster_than_their_ceiling() {
 }
 
 #[test]
-fn a_ceiling_is_seen_and_changed_while_tiles_move_and_nonsense_is_refused() {
+fn a_rate_limit_is_shown_and_changed_while_tiles_move_and_nonsense_is_refused() {
     let store = even_store();
     let old = store.devices[1].clone();
     let daemon = store.serve();

@@ -50,7 +50,7 @@ fn where_numbers_of_devices_end_a_device_is_refused() {
 }
 
 #[test]
-fn where_revisions_end_tiles_stay_and_the_job_goes_on() {
+fn where_revisions_end_tiles_stay_and_the_job_continues() {
     let disks = at_the_end(|store| store.jobs[0].table.revision = u32::MAX);
     let mut world = World::start(disks, SimRandom::new(16));
     let call = world.drain_call("sim1");

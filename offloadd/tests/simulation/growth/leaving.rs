@@ -221,7 +221,7 @@ fn a_device_that_leaves_is_told_so_one_copy_after_the_other() {
 }
 
 #[test]
-fn a_ceiling_of_the_settings_holds_where_nobody_says_otherwise_for_a_move() {
+fn the_rate_limit_of_the_settings_holds_for_moves_without_their_own() {
     let mut world = World::start(formatted(), SimRandom::new(21));
     let process = world.begin("one", 60, Durability::Committed);
     write_all(&mut world, process, 1, 60);
@@ -259,7 +259,7 @@ fn a_ceiling_of_the_settings_holds_where_nobody_says_otherwise_for_a_move() {
 
 /// The driver pauses between batches, so batches must be small enough for that.
 #[test]
-fn under_a_ceiling_less_is_copied_at_a_time_and_all_of_it() {
+fn with_a_rate_limit_smaller_batches_are_copied_and_all_of_them() {
     let limit = |world: &mut World, bytes_per_s_max| {
         let call = world.call(Call::LimitMoves { bytes_per_s_max });
         world.answer(call)
