@@ -10,7 +10,8 @@ use super::{Gpu, GpuError, Stream};
 /// CU_MEMHOSTREGISTER_PORTABLE, hipHostRegisterPortable: pinned for every context of this process.
 const PORTABLE: u32 = 1;
 
-/// Device memory outside torch's allocator, aligned to 256 bytes. Clones share the memory; the last one frees it.
+/// Device memory outside torch's allocator, aligned to 256 bytes. Clones share the memory; the last one frees it, unless
+/// it is borrowed ([`Gpu::borrowed_buffer`]).
 ///
 /// The initial content is undefined. Freeing waits for the device's work in flight, so a buffer may be dropped while a
 /// stream still uses it; do not free within a step.
@@ -22,6 +23,8 @@ struct RawBuffer {
     gpu: Gpu,
     address: u64,
     bytes: usize,
+    /// Whether the last clone frees the memory; another library's stays with it.
+    owned: bool,
 }
 
 /// A position in a buffer.
@@ -64,7 +67,23 @@ impl Gpu {
             gpu: self.clone(),
             address,
             bytes,
+            owned: true,
         })))
+    }
+
+    /// Memory of this device that another library allocated, such as a tensor of torch's. Dropping the buffer neither
+    /// frees it nor waits.
+    ///
+    /// # Safety
+    /// The `bytes` bytes at `address` are allocated on this device, and stay so until all work enqueued with the buffer
+    /// or a clone of it has run.
+    pub unsafe fn borrowed_buffer(&self, address: u64, bytes: usize) -> DeviceBuffer {
+        DeviceBuffer(Arc::new(RawBuffer {
+            gpu: self.clone(),
+            address,
+            bytes,
+            owned: false,
+        }))
     }
 
     /// Pins `bytes` bytes of mapped host memory at `address` until the result is dropped. `keep` owns the mapping; it
@@ -105,10 +124,26 @@ impl Gpu {
         to: &DeviceBuffer,
         pieces: &[(usize, &[u8])],
     ) -> Result<(), GpuError> {
+        self.upload_then(stream, to, pieces, || Ok(()))
+    }
+
+    /// Like [`Gpu::upload`]; `enqueued` runs between the last copy's enqueueing and the wait. An event that it records on
+    /// `stream` lets other streams wait for the copies before this function returns.
+    ///
+    /// # Errors
+    /// Those of [`Gpu::upload`] and of `enqueued`.
+    pub fn upload_then(
+        &self,
+        stream: &Stream,
+        to: &DeviceBuffer,
+        pieces: &[(usize, &[u8])],
+        enqueued: impl FnOnce() -> Result<(), GpuError>,
+    ) -> Result<(), GpuError> {
         let lent = HostLoan(stream);
         // SAFETY: the host bytes are borrowed until this function returns, and `lent` delays that until the copies are
         // done.
         unsafe { self.enqueue_upload(stream, to, pieces)? };
+        enqueued()?;
         lent.settle()
     }
 
@@ -124,9 +159,25 @@ impl Gpu {
         from: &DeviceBuffer,
         pieces: &mut [(usize, &mut [u8])],
     ) -> Result<(), GpuError> {
+        self.download_then(stream, from, pieces, || Ok(()))
+    }
+
+    /// Like [`Gpu::download`]; `enqueued` runs between the last copy's enqueueing and the wait, as in
+    /// [`Gpu::upload_then`].
+    ///
+    /// # Errors
+    /// Those of [`Gpu::download`] and of `enqueued`.
+    pub fn download_then(
+        &self,
+        stream: &Stream,
+        from: &DeviceBuffer,
+        pieces: &mut [(usize, &mut [u8])],
+        enqueued: impl FnOnce() -> Result<(), GpuError>,
+    ) -> Result<(), GpuError> {
         let lent = HostLoan(stream);
-        // SAFETY: as in `upload`; the borrow of the host bytes is exclusive.
+        // SAFETY: as in `upload_then`; the borrow of the host bytes is exclusive.
         unsafe { self.enqueue_download(stream, from, pieces)? };
+        enqueued()?;
         lent.settle()
     }
 
@@ -241,7 +292,7 @@ impl DeviceAt<'_> {
 
 impl Drop for RawBuffer {
     fn drop(&mut self) {
-        if self.gpu.make_current().is_ok() {
+        if self.owned && self.gpu.make_current().is_ok() {
             // After a failure nothing runs any more, and the memory is freed all the same.
             let _ = self.gpu.synchronize();
             // SAFETY: the library returned this address, and this was its last owner.

@@ -25,6 +25,8 @@ struct RawStream {
     gpu: Gpu,
     /// 0 is the device's default stream.
     handle: usize,
+    /// Whether the last clone destroys the stream.
+    owned: bool,
 }
 
 /// A point in a stream's work.
@@ -48,14 +50,26 @@ impl Gpu {
         Ok(Stream(Arc::new(RawStream {
             gpu: self.clone(),
             handle,
+            owned: true,
         })))
     }
 
     /// The default stream, on which torch computes.
     pub fn default_stream(&self) -> Stream {
+        // SAFETY: 0 names the default stream, which always exists.
+        unsafe { self.borrowed_stream(0) }
+    }
+
+    /// A stream of another library, such as torch's current one, by its handle ([`Stream::raw`]). Dropping it leaves the
+    /// stream as it is.
+    ///
+    /// # Safety
+    /// The handle is 0 or of a stream of this device, which exists as long as the result and its clones are used.
+    pub unsafe fn borrowed_stream(&self, handle: usize) -> Stream {
         Stream(Arc::new(RawStream {
             gpu: self.clone(),
-            handle: 0,
+            handle,
+            owned: false,
         }))
     }
 }
@@ -177,7 +191,7 @@ impl Stream {
 
 impl Drop for RawStream {
     fn drop(&mut self) {
-        if self.handle == 0 || self.gpu.make_current().is_err() {
+        if !self.owned || self.gpu.make_current().is_err() {
             return;
         }
         // SAFETY: this was the last owner. Enqueued work still runs to its end; whoever waits for its event sees a

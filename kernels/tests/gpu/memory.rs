@@ -176,6 +176,58 @@ fn memory_that_is_not_mapped_is_not_pinned() {
     );
 }
 
+#[test]
+fn borrowed_memory_is_written_and_read_and_stays_with_its_owner() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let bytes = random_bytes(4, MIB);
+    let owner = gpu.alloc(MIB).unwrap();
+    // SAFETY: `owner` outlives it, and `downloaded` waits for the copies.
+    let borrowed = unsafe { gpu.borrowed_buffer(owner.address(), MIB) };
+    gpu.upload(&stream, &borrowed, &[(0, &bytes)]).unwrap();
+    drop(borrowed.clone());
+    drop(borrowed);
+    assert!(downloaded(&gpu, &stream, &owner, 0, MIB) == bytes);
+}
+
+#[test]
+fn another_stream_can_wait_for_copies_before_the_host_has() {
+    let Some(gpu) = gpu() else { return };
+    let (copies, compute) = (gpu.stream().unwrap(), gpu.stream().unwrap());
+    let bytes = random_bytes(5, MIB);
+    let up = gpu.alloc(MIB).unwrap();
+    let other = uploaded(&gpu, &compute, 0, &vec![1; MIB]);
+    gpu.upload_then(&copies, &up, &[(0, &bytes)], || {
+        compute.wait(&copies.record()?)?;
+        compute.copy(up.at(0), other.at(0), MIB)
+    })
+    .unwrap();
+    let mut found = vec![0; MIB];
+    let mut taken = None;
+    copies.wait(&compute.record().unwrap()).unwrap();
+    gpu.download_then(&copies, &other, &mut [(0, &mut found)], || {
+        taken = Some(copies.record()?);
+        Ok(())
+    })
+    .unwrap();
+    assert!(found == bytes);
+    assert!(taken.expect("it ran").is_done().unwrap());
+}
+
+#[test]
+fn copies_are_waited_for_when_what_comes_after_them_fails() {
+    let Some(gpu) = gpu() else { return };
+    let stream = gpu.stream().unwrap();
+    let buffer = gpu.alloc(MIB).unwrap();
+    let mut bytes = vec![1; MIB];
+    gpu.upload_then(&stream, &buffer, &[(0, &bytes)], || {
+        gpu.alloc(usize::MAX / 2).map(drop)
+    })
+    .unwrap_err();
+    bytes.fill(2);
+    assert!(downloaded(&gpu, &stream, &buffer, 0, MIB) == vec![1; MIB]);
+}
+
 struct SetOnDrop(Arc<AtomicBool>);
 
 impl Drop for SetOnDrop {

@@ -73,6 +73,29 @@ fn streams_do_not_wait_for_each_other_by_themselves() {
 }
 
 #[test]
+fn a_borrowed_stream_is_the_owners_and_outlives_the_borrow() {
+    let Some(gpu) = gpu() else { return };
+    let (owner, second) = (gpu.stream().unwrap(), gpu.stream().unwrap());
+    let (shared, last) = (filled(&gpu, &owner, 1), filled(&gpu, &owner, 7));
+    let copy = filled(&gpu, &owner, 2);
+    enqueue_long_work(&gpu, &owner, &shared, &last);
+    // SAFETY: `owner` outlives it.
+    let borrowed = unsafe { gpu.borrowed_stream(owner.raw()) };
+    let written = borrowed.record().unwrap();
+    drop(borrowed);
+    assert!(
+        !written.is_done().unwrap(),
+        "it stands behind the owner's work"
+    );
+    second.wait(&written).unwrap();
+    second
+        .copy(shared.at(0), copy.at(0), copy_bytes(&gpu))
+        .unwrap();
+    assert!(downloaded(&gpu, &second, &copy, 0, copy_bytes(&gpu)) == vec![7; copy_bytes(&gpu)]);
+    owner.synchronize().unwrap();
+}
+
+#[test]
 fn timed_events_tell_the_time_between_them() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();

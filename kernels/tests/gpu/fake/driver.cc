@@ -190,24 +190,55 @@ API cuMemHostUnregister(size_t address) {
     return registered.erase(address) ? 0 : INVALID_VALUE;
 }
 
-static int enqueue_copy(void *to, const void *from, size_t bytes, size_t stream) {
-    stream_of(stream)->work.push_back([=] { memmove(to, from, bytes); });
+static void *at(unsigned long long address) { return reinterpret_cast<void *>(address); }
+
+// Device memory that goes away between enqueueing and running is what a GPU answers with an illegal address, later and elsewhere.
+static void must_be_allocated(unsigned long long address, size_t bytes) {
+    if (allocated(address, bytes)) return;
+    fprintf(stderr, "fake driver: a copy ran on %zu bytes at %#llx, which are no longer allocated\n", bytes, address);
+    abort();
+}
+
+// Makes memory of another allocator, such as a tensor's, count as device memory until it is taken back.
+API fake_lend(unsigned long long address, size_t bytes) {
+    LOCK;
+    return memory.emplace(address, std::make_pair(nullptr, bytes)).second ? 0 : INVALID_VALUE;
+}
+API fake_take_back(unsigned long long address) {
+    LOCK;
+    auto found = memory.find(address);
+    if (found == memory.end() || found->second.first) return INVALID_VALUE;
+    memory.erase(found);
     return 0;
 }
-static void *at(unsigned long long address) { return reinterpret_cast<void *>(address); }
 
 API cuMemcpyHtoDAsync_v2(unsigned long long to, const void *from, size_t bytes, size_t stream) {
     LOCK;
-    return allocated(to, bytes) ? enqueue_copy(at(to), from, bytes, stream) : INVALID_VALUE;
+    if (!allocated(to, bytes)) return INVALID_VALUE;
+    stream_of(stream)->work.push_back([=] {
+        must_be_allocated(to, bytes);
+        memcpy(at(to), from, bytes);
+    });
+    return 0;
 }
 API cuMemcpyDtoHAsync_v2(void *to, unsigned long long from, size_t bytes, size_t stream) {
     LOCK;
-    return allocated(from, bytes) ? enqueue_copy(to, at(from), bytes, stream) : INVALID_VALUE;
+    if (!allocated(from, bytes)) return INVALID_VALUE;
+    stream_of(stream)->work.push_back([=] {
+        must_be_allocated(from, bytes);
+        memcpy(to, at(from), bytes);
+    });
+    return 0;
 }
 API cuMemcpyDtoDAsync_v2(unsigned long long to, unsigned long long from, size_t bytes, size_t stream) {
     LOCK;
-    bool inside = allocated(to, bytes) && allocated(from, bytes);
-    return inside ? enqueue_copy(at(to), at(from), bytes, stream) : INVALID_VALUE;
+    if (!allocated(to, bytes) || !allocated(from, bytes)) return INVALID_VALUE;
+    stream_of(stream)->work.push_back([=] {
+        must_be_allocated(to, bytes);
+        must_be_allocated(from, bytes);
+        memmove(at(to), at(from), bytes);
+    });
+    return 0;
 }
 API cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, size_t stream) {
     LOCK;
