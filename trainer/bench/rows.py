@@ -81,6 +81,14 @@ PEERS = {
     "deepspeed-nvme4-opt": {**DEEPSPEED, "words": ["nvme-opt"], "drives": 4, "says": "DeepSpeed, optimizer on four drives (RAID-0)"},
 }
 
+# The Python package on transformers' Llama: measured as a peer is, and compared with the native rows beside it.
+CLIENT = {"program": "pytorch_client.py", "needs": ("torch", "transformers"), "ours": True}
+PEERS |= {
+    "client-host": {**CLIENT, "words": ["cpu"], "says": "the Python package, all in host memory, blocks checkpointed, the update on the processor"},
+    "client-nvme1": {**CLIENT, "words": ["nvme", "--staging", "1400000000"], "drives": 1, "says": "the Python package, all state on one drive"},
+    "client-nvme4": {**CLIENT, "words": ["nvme", "--staging", "5000000000"], "drives": 4, "says": "the Python package, all state on four drives"},
+}
+
 # Whom a row is compared with: the fastest of them in the same run.
 CHECKPOINTED = ("pytorch", "pytorch-compiled", "fsdp-gpu", "deepspeed-gpu")
 HOST_CHECKPOINTED = ("fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large", "deepspeed-cpu-opt", "deepspeed-cpu-zero2", "deepspeed-super",

@@ -225,14 +225,16 @@ class Table:
         model = rows.MODELS[self.args.model]
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
         command = [sys.executable, HERE / peer["program"], *peer["words"], *shape, "--steps", self.args.steps, "--out", out]
-        count = peer.get("drives")
+        count, ours = peer.get("drives"), peer.get("ours", False)
+        if ours:
+            command += ["--program", self.args.bin / "offloadd"]
         if not count:
             return self.peer_ran(command, out, None)
         # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
         params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
-        directories = testdrives.create(count, params * 24 // count + (1 << 30), *rows.DRIVE_RATES, raid0=True, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
+        directories = testdrives.create(count, params * 24 // count + (1 << 30), *rows.DRIVE_RATES, raid0=not ours, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
-            return self.peer_ran([*command, "--directory", directories[0]], out, directories)
+            return self.peer_ran([*command, *(word for one in directories for word in ("--directory", one))], out, directories)
         finally:
             testdrives.destroy()
 

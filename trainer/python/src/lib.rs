@@ -10,6 +10,7 @@
 
 mod checkpoint;
 mod errors;
+mod gpu;
 mod memory;
 mod open;
 mod plan;
@@ -18,15 +19,16 @@ mod schedule;
 mod update;
 
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
-use swapper::{Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
+use swapper::{ArenaMemory, Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
 
 use crate::errors::{Error, Signals, failed};
+use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::open::{Format, ParamPlan, Plan, open};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
@@ -40,6 +42,8 @@ struct Held {
     clock: Clock,
     /// What the step that ended last moved.
     io: StepIo,
+    /// The memory that tiles pass through, for a GPU to pin.
+    arena: Option<ArenaMemory>,
     _daemon: Option<PrivateDaemon>,
 }
 
@@ -73,7 +77,9 @@ fn checkpoint_state(dir: PathBuf) -> PyResult<String> {
 /// What Python holds. Every call takes the lock, so calls from several threads come one after the other.
 #[pyclass(frozen)]
 struct Core {
-    held: Mutex<Option<Held>>,
+    held: Arc<Mutex<Option<Held>>>,
+    /// Set while a GPU computes; other calls wait until its jobs have ended.
+    mover: MoverCell,
     /// The process that opened the run. A fork of it shares the daemon's memory and has none of the threads.
     process: u32,
     signals: Signals,
@@ -118,6 +124,9 @@ impl Core {
                 "this process is a fork of the one that opened the run, and cannot use it: read parameters before the fork",
             ));
         }
+        if let Some(mover) = self.mover.get() {
+            mover.settle(py)?;
+        }
         py.detach(|| match self.lock().as_mut() {
             Some(held) => {
                 let began = Instant::now();
@@ -141,8 +150,11 @@ impl Drop for Core {
     /// A fork leaves the session and the daemon alone.
     fn drop(&mut self) {
         if self.is_forked() {
-            let held = self.held.get_mut().unwrap_or_else(|p| p.into_inner());
-            std::mem::forget(held.take());
+            // Where a GPU computes, the clone of the thread that moves units outlives this one.
+            if let Some(held) = Arc::get_mut(&mut self.held) {
+                let held = held.get_mut().unwrap_or_else(|p| p.into_inner());
+                std::mem::forget(held.take());
+            }
         }
     }
 }
@@ -171,7 +183,8 @@ impl Core {
             engine: opened.engine,
             host_bytes: opened.memory.host_bytes(),
             device_bytes: opened.memory.table_bytes,
-            held: Mutex::new(Some(held)),
+            held: Arc::new(Mutex::new(Some(held))),
+            mover: MoverCell::new(),
             process: std::process::id(),
             signals,
         };
@@ -234,7 +247,14 @@ impl Core {
 
     /// Announces what comes next, as (whether gradients come, unit); gradients of the present step stay.
     fn announce(&self, py: Python<'_>, ops: Vec<(bool, usize)>) -> PyResult<()> {
-        self.with(py, |held| held.swapper.begin_pass(program(&ops)?))
+        let announce = move |held: &mut Held| held.swapper.begin_pass(program(&ops)?);
+        match self.mover.get() {
+            Some(mover) => {
+                mover.post(move |held| Ok(announce(held)?));
+                Ok(())
+            }
+            None => self.with(py, announce),
+        }
     }
 
     /// Writes `unit`'s parameters at `address`, all pending updates applied.
@@ -397,7 +417,9 @@ impl Core {
 fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Core>()?;
     module.add_class::<StepFacts>()?;
+    module.add_class::<GpuMover>()?;
     module.add_class::<schedule::LossScale>()?;
+    module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;

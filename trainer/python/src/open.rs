@@ -244,6 +244,7 @@ pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
         swapper,
         plan,
         formats,
+        arena: opened.arena.clone(),
         _daemon: daemon,
     };
     Ok((held, opened))

@@ -163,9 +163,9 @@ def order_of_sums(patch):
     original = Engine._gradient_came
 
     def gradient_came(self, unit, param):
-        kept, self.square_sums = self.square_sums, {}
+        kept, self._summed = self._summed, set()
         original(self, unit, param)
-        self.square_sums = kept
+        self._summed = kept | self._summed
 
     patch.setattr(Engine, "_gradient_came", gradient_came)
 

@@ -78,7 +78,7 @@ _OFF = {"zero_optimization.zero_hpz_partition_size": 1, "zero_optimization.mics_
 
 _OWN = {
     "units", "optimizer_step", "resident_fraction", "commit_every", "staging_bytes", "update_threads", "run_dir", "socket",
-    "program",
+    "program", "compute_device", "gpu",
 }  # fmt: skip
 
 # DeepSpeed's name for a job without one.
@@ -115,6 +115,10 @@ class Settings:
     update_threads: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) // 2)))
     socket: Optional[Path] = None
     program: Optional[Path] = None
+    # Where the model computes, if not where it is.
+    compute_device: Optional[str] = None
+    # "untested" until models on GPUs have been tested on one.
+    gpu: Optional[str] = None
 
     def monitor_dir(self, name: str, run_dir: Path) -> Optional[str]:
         """Directory of a monitor's files, if it is enabled."""
@@ -178,6 +182,8 @@ def settings_of(config: Config) -> Settings:
     )
     if settings.optimizer_step not in ("immediate", "deferred"):
         raise Error(f"offloadd.optimizer_step = {settings.optimizer_step!r}: one of immediate, deferred")
+    if settings.gpu not in (None, "untested"):
+        raise Error(f"offloadd.gpu = {settings.gpu!r}: \"untested\" is the only value")
     if not 0.0 <= settings.resident_fraction <= 1.0:
         raise Error(f"offloadd.resident_fraction = {settings.resident_fraction}: from 0 to 1")
     return settings

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 
 from ._errors import Error, NotSupported
 from ._held import Held
+from ._memory import HostMemory, Memory
 from ._order import Order
 from ._units import Unit
 
@@ -134,9 +135,9 @@ class Engine:
 
     def __init__(self, model: nn.Module, units: list[Unit], modules: dict[int, nn.Module], core: Any, keep: bool) -> None:
         self.model, self.units, self.core, self.keep = model, units, core, keep
-        self.order = Order(core.announce)
+        # What the engine does, and what the model needs: the same where nothing comes ahead.
+        self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
-        self.grad_buffer: Optional[torch.Tensor] = None
         # Modules in forward: their units, units gathered on their behalf, and autograd's number when they began.
         self._stack: list[tuple[list[Unit], list[Unit], int]] = []
         # Units whose backward has begun: for each use of them the graph task and the number of the use's first node.
@@ -145,6 +146,9 @@ class Engine:
         self.broken = False
         # Sums of squares by parameter, of the gradients that have come in this step.
         self.square_sums: dict[int, float] = {}
+        # Parameters whose gradients were handed over in this step, and the units of this backward: their sums come at its end.
+        self._summed: set[int] = set()
+        self._handed_over: set[Unit] = set()
         # What `param.grad` is between backward and step, by parameter.
         self.held: dict[int, Held] = {}
         self._released = type("Released", (Released,), {"engine": self})
@@ -160,6 +164,7 @@ class Engine:
             self._hook(module, together)
         # Units by the module with which they come and go, in the units' order.
         self.together = sorted((units for units in of_module.values() if units), key=lambda units: units[0].index)
+        self.memory: Memory = HostMemory(core, units)
 
     # Moving
 
@@ -168,20 +173,18 @@ class Engine:
         if unit.here and (unit.fresh or not self.keep):
             self._open(unit)
             return
-        storage = unit.flat.untyped_storage()
-        if not unit.here:
-            storage.resize_(unit.bytes)
-        deviates = (self.order.next if record else self.order.outside)((False, unit.index))
         began = time.perf_counter()
-        try:
-            self.core.gather(unit.index, storage.data_ptr())
-        except BaseException:
-            if not unit.here:
-                storage.resize_(0)
-            raise
+        if record:
+            self.needs.next((False, unit.index))
+        deviates = self._expect(unit, record)
+        if record:
+            for index in self.needs.gathers(self.memory.ahead):
+                if not self.units[index].here:
+                    self._expect(self.units[index])
+        self.memory.ready(unit)
         if deviates:
             self.order.waited_s += time.perf_counter() - began
-        unit.fresh = unit.here = True
+        unit.expected, unit.fresh, unit.here = False, True, True
         self._open(unit)
 
     def _open(self, unit: Unit) -> None:
@@ -197,16 +200,25 @@ class Engine:
                 param.__class__ = self._released
             unit.guarded = True
 
+    def _expect(self, unit: Unit, record: bool = True) -> bool:
+        """Begins to bring the unit, unless it is on its way. Returns whether the order did not foresee it."""
+        if unit.expected:
+            return False
+        deviates = bool((self.order.next if record else self.order.outside)((False, unit.index)))
+        self.memory.expect(unit)
+        unit.expected = True
+        return deviates
+
     def release(self, unit: Unit) -> None:
         """Gives the unit's memory back."""
-        if unit.here and not self.keep:
+        if not self.keep and (unit.here or unit.expected):
             self.take_away(unit)
 
     def take_away(self, unit: Unit) -> None:
         """Gives the unit's memory back, whatever is kept."""
-        unit.flat.untyped_storage().resize_(0)
+        self.memory.release(unit)
         self._guard(unit)
-        unit.here = False
+        unit.here = unit.expected = False
 
     @contextlib.contextmanager
     def room(self, unit: Unit) -> Iterator[None]:
@@ -309,7 +321,9 @@ class Engine:
         self.core.phase(FORWARD)
         self.release_all()
         self.before_pass()
-        self.order.begin(("train" if torch.is_grad_enabled() else "read", self.model.training, first))
+        kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first)
+        self.order.begin(kind)
+        self.needs.begin(kind)
 
     @property
     def half_backward(self) -> bool:
@@ -414,7 +428,7 @@ class Engine:
         if param.grad is None:
             return
         before = unit.gradients.get(id(param))
-        if before is not None and id(param) in self.square_sums:
+        if before is not None and id(param) in self._summed:
             # In the order autograd accumulates: each is added to the sum of the step.
             self._hand_over(unit)
             before = None
@@ -435,6 +449,12 @@ class Engine:
             self.release(unit)
         self._active.clear()
         self._in_backward = False
+        square_sums = self.memory.square_sums() if self._handed_over else {}
+        for unit in self._handed_over:
+            for param, square_sum in zip(unit.params, square_sums[unit.index]):
+                if id(param) in self._summed:
+                    self.square_sums[id(param)] = square_sum
+        self._handed_over.clear()
         self.core.phase(ELSEWHERE)
         for unit in self.units:
             for param in unit.params:
@@ -444,9 +464,7 @@ class Engine:
 
     def _hand_over(self, unit: Unit) -> None:
         """Takes the unit's gradients to its tiles, adding to those of earlier passes of the step."""
-        if self.grad_buffer is None:
-            self.grad_buffer = torch.empty(max(one.bytes for one in self.units if one.trained), dtype=torch.uint8)
-        buffer = self.grad_buffer[: unit.bytes].view(unit.dtype)
+        buffer = self.memory.gradient_buffer(unit)
         buffer.zero_()
         with torch.no_grad():
             for param, offset in zip(unit.params, unit.offsets):
@@ -456,10 +474,9 @@ class Engine:
                         gradient = gradient.to_dense()
                     Unit.view_of(buffer, param, offset).copy_(gradient)
         self.order.next((True, unit.index))
-        square_sums = self.core.scatter(unit.index, buffer.data_ptr())
-        for param, square_sum in zip(unit.params, square_sums):
-            if id(param) in unit.gradients or id(param) in self.square_sums:
-                self.square_sums[id(param)] = square_sum
+        self.memory.hand_over(unit)
+        self._handed_over.add(unit)
+        self._summed.update(unit.gradients)
         unit.gradients.clear()
 
     def forget_gradients(self) -> None:
@@ -476,12 +493,17 @@ class Engine:
 
     def forget_sums(self) -> None:
         """Drops the gradients that were handed over in this step."""
-        if self.square_sums or self.broken:
+        if self._summed or self.broken:
             self.core.begin_step()
             self.order.forget_rest()
-        self.square_sums.clear()
-        self.held.clear()
+        self._clear_sums()
         self.broken = False
+
+    def _clear_sums(self) -> None:
+        self.square_sums.clear()
+        self._summed.clear()
+        self._handed_over.clear()
+        self.held.clear()
 
     def updated(self) -> None:
         """The step's update was ordered: parameters that are here are stale."""
@@ -493,8 +515,7 @@ class Engine:
                     # Autograd then refuses graphs that saved the weight of before.
                     torch.autograd.graph.increment_version(param)
                     param.grad = None
-        self.square_sums.clear()
-        self.held.clear()
+        self._clear_sums()
         self.order.forget_rest()
         if self.keep:
             self.refresh()

@@ -10,6 +10,9 @@ from ._errors import NotSupported
 
 aten = torch.ops.aten
 
+# The scale of a gradient that nothing has scaled.
+UNSCALED = torch.ones(())
+
 
 class Held(torch.Tensor):
     """A gradient in a tile. `square_sum` is of its values before `scale`."""
@@ -24,7 +27,7 @@ class Held(torch.Tensor):
     def __new__(cls, param: torch.Tensor, square_sum: float) -> "Held":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
         held.square_sum = square_sum
-        held.scale = torch.ones(())
+        held.scale = UNSCALED
         held.scaled = False
         held.unscaled = 1.0
         return held
@@ -32,38 +35,30 @@ class Held(torch.Tensor):
     def __repr__(self) -> str:
         return f"Held({tuple(self.shape)}, norm={math.sqrt(self.square_sum) * float(self.scale):.6g})"
 
-    def norm_2(self) -> torch.Tensor:
-        """The 2-norm, scaled."""
-        return torch.tensor(math.sqrt(self.square_sum), dtype=torch.float32) * self.scale.abs()
-
-    def multiply(self, factor) -> None:
-        """Scales the gradient."""
-        self.scale, self.scaled = self.scale * factor, True
-
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is aten._foreach_norm.Scalar and _order(args, kwargs) == 2:
-            return [one.norm_2() for one in args[0]]
+            return _norms(args[0])
         if func is aten.linalg_vector_norm.default and _order(args, kwargs) == 2:
-            return args[0].norm_2()
+            return _norms([args[0]])[0]
         if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
-            for one in args[0]:
-                one.multiply(args[1])
+            _scale(args[0], args[1])
             return None
         if func in (aten.mul_.Tensor, aten.mul_.Scalar):
-            args[0].multiply(args[1])
+            _scale(args[:1], args[1])
             return args[0]
         if func in (aten.div_.Tensor, aten.div_.Scalar):
-            args[0].multiply(1.0 / args[1])
+            _scale(args[:1], 1.0 / args[1])
             return args[0]
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             grads, found_inf, inverse_scale = args
+            if not all(math.isfinite(one.square_sum) for one in grads):
+                found_inf.fill_(1.0)
+            _scale(grads, inverse_scale)
+            unscaled = float(inverse_scale)
             for one in grads:
-                if not math.isfinite(one.square_sum):
-                    found_inf.fill_(1.0)
-                one.multiply(inverse_scale.to(one.scale.device))
-                one.unscaled *= float(inverse_scale)
+                one.unscaled *= unscaled
             return None
         if func is aten.detach.default:
             return args[0]
@@ -71,6 +66,25 @@ class Held(torch.Tensor):
             f"{func} on a gradient: gradients lie in tiles after backward, and only clip_grad_norm_ (2-norm), scaling, "
             "GradScaler and zero_grad reach them; to look at one, register a hook on the parameter before prepare"
         )
+
+
+def _norms(grads) -> list[torch.Tensor]:
+    """The 2-norms, scaled, on the gradients' device: in one copy, as each would wait for it."""
+    device = grads[0].device
+    norms = torch.tensor([math.sqrt(one.square_sum) for one in grads], dtype=torch.float32, device=device)
+    if any(one.scale is not UNSCALED for one in grads):
+        norms = norms * torch.stack([one.scale.to(device) for one in grads]).abs()
+    return list(norms.unbind())
+
+
+def _scale(grads, factor) -> None:
+    """Multiplies the scales; gradients that share one share the product, so that it is read once."""
+    products: dict[int, torch.Tensor] = {}
+    for one in grads:
+        before = one.scale
+        if id(before) not in products:
+            products[id(before)] = before * factor
+        one.scale, one.scaled = products[id(before)], True
 
 
 def _order(args, kwargs) -> float:

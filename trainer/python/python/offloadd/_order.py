@@ -19,7 +19,7 @@ class Order:
     the order skips to it; an unknown one is put before the rest. Two equal deviations in a row become the order.
     """
 
-    def __init__(self, announce: Callable[[list[Op]], None]) -> None:
+    def __init__(self, announce: Callable[[list[Op]], None], tells: bool = True) -> None:
         self._announce = announce
         self._known: dict[Hashable, list[Op]] = {}
         self._candidates: dict[Hashable, list[Op]] = {}
@@ -28,7 +28,7 @@ class Order:
         self._rest: list[Op] = []
         self._at = 0
         self._unsettled = 0
-        self._told = False
+        self._told = not tells
         self.deviations = 0
         # Seconds that operations took that were not announced in time.
         self.waited_s = 0.0
@@ -54,6 +54,12 @@ class Order:
         deviates = self._kind in self._known
         self.deviations += deviates
         return deviates
+
+    def gathers(self, count: int) -> list[int]:
+        """The next `count` units that come, as far as the order is known."""
+        if count == 0:
+            return []
+        return [unit for gradients, unit in self._rest[self._at :] if not gradients][:count]
 
     def outside(self, op: Op) -> None:
         """`op` is done between passes, or by something no pass repeats: it is not recorded."""

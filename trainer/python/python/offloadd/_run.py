@@ -19,7 +19,8 @@ from ._console import say
 from ._config import Config, settings_of
 from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
-from ._held import Held
+from ._held import UNSCALED, Held
+from ._memory import GpuMemory, gpu_of
 from ._plan import Plan
 from ._progress import Progress
 from ._state import from_blob, random_state, set_random_state, to_blob
@@ -89,6 +90,7 @@ class Run:
         self.track = [one for one in track if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
         names = {id(param): name for name, param in model.named_parameters()}
         _check_groups(optimizer, found)
+        gpu = gpu_of(settings, (param for unit in found for param in unit.params))
         plan.check()
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
@@ -140,8 +142,13 @@ class Run:
             self._resume(from_blob(blob, run_dir))
             self._resumed_at = self.steps_done
             self._core.begin_step()
-            if self.engine.keep:
-                self.engine.refresh()
+        if gpu is not None:
+            self.engine.memory = memory = GpuMemory(self._core, found, gpu)
+            for unit in found:
+                memory.adopt(unit, self.engine.keep)
+            _move_rest(model, found, gpu.device)
+        if self.engine.keep:
+            self.engine.refresh()
         self._patch_optimizer()
         self._patch_model()
         self._open_reports()
@@ -415,12 +422,15 @@ class Run:
         """The factor of each parameter's gradient: what clipping and scaling made of its handle."""
         engine = self.engine
         scales = {}
+        # Reading one that lies on a GPU waits for it.
+        read: dict[int, float] = {}
         for unit in engine.units:
             for param in unit.params:
                 if id(param) in engine.square_sums:
-                    grad = param.grad
-                    scale = float(grad.scale) if isinstance(grad, Held) else 1.0
-                    scales[id(param)] = scale / (self.loss_scale or 1.0)
+                    scale = param.grad.scale if isinstance(param.grad, Held) else UNSCALED
+                    if id(scale) not in read:
+                        read[id(scale)] = float(scale)
+                    scales[id(param)] = read[id(scale)] / (self.loss_scale or 1.0)
         if self.settings.gradient_clipping > 0:
             norm = math.sqrt(sum(engine.square_sums[key] * scale * scale for key, scale in scales.items()))
             if norm > self.settings.gradient_clipping:
@@ -494,7 +504,7 @@ class Run:
         if "groups" in state:
             return state
         groups = [{key: _plain(value) for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups]
-        buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
+        buffers = {name: buffer.detach().to("cpu", copy=True) for name, buffer in self.model.named_buffers()}
         return {**state, "groups": groups, "buffers": buffers, "track": [one.state_dict() for one in self.track]}
 
     def _resume(self, state: dict[str, Any]) -> None:
@@ -553,6 +563,14 @@ class _Position:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _move_rest(model: nn.Module, units: list[Unit], device: torch.device) -> None:
+    """Moves to `device` what is in no unit: buffers, and frozen parameters that stay in memory."""
+    managed = {id(param) for unit in units for param in unit.params}
+    for one in (*model.parameters(), *model.buffers()):
+        if id(one) not in managed:
+            one.data = one.data.to(device)
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

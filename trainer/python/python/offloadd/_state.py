@@ -22,9 +22,11 @@ _FILES_KEPT = 4
 
 
 def random_state() -> dict[str, Any]:
-    """The states of all generators a script draws from: Python's, NumPy's where it is loaded, PyTorch's."""
+    """The states of all generators a script draws from: Python's, NumPy's where it is loaded, PyTorch's and its GPUs'."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = _numpy()
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -37,6 +39,9 @@ def set_random_state(state: dict[str, Any]) -> None:
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
+    for index, kept in enumerate(state.get("cuda", ())):
+        if index < torch.cuda.device_count():
+            torch.cuda.set_rng_state(kept, index)
     numpy = _numpy()
     if numpy is not None and "numpy" in state:
         name, keys, position, has_gauss, cached = state["numpy"]

@@ -40,6 +40,8 @@ class Unit:
     elems: int = 0
     flat: Optional[torch.Tensor] = None
     here: bool = True
+    # Whether it is on its way.
+    expected: bool = False
     # Whether its parameters are of the class that notices their use.
     guarded: bool = False
     # Whether what is here is the newest.
@@ -62,12 +64,16 @@ class Unit:
         return self.elems * self.dtype.itemsize
 
     def place(self) -> None:
-        """Moves the parameters into one flat tensor, of which they become views."""
-        flat = torch.zeros(self.elems, dtype=self.dtype, device=self.params[0].device)
-        with torch.no_grad():
+        """Moves the parameters into one flat tensor in the processor's memory, of which they become views."""
+        self.move(torch.zeros(self.elems, dtype=self.dtype, device="cpu"), copy=True)
+
+    def move(self, flat: torch.Tensor, copy: bool) -> None:
+        """Makes the parameters views of `flat`, to which their values are copied if `copy`."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for param, offset in zip(self.params, self.offsets):
                 view = self.view_of(flat, param, offset)
-                view.copy_(param.data)
+                if copy:
+                    view.copy_(param.data)
                 param.data = view
         self.flat = flat
 
@@ -183,9 +189,10 @@ def _bytes(params: Iterable[torch.Tensor]) -> int:
 def _check(params: list[nn.Parameter]) -> None:
     if not any(param.requires_grad for param in params):
         raise Error("no parameter of the model requires a gradient: there is nothing to train")
+    devices = list(dict.fromkeys(param.device for param in params if not param.is_meta))
+    if len(devices) > 1:
+        raise NotSupported(f"parameters are on {devices[0]} and on {devices[1]}: bring the model to one device")
     for param in params:
-        if param.device.type not in ("cpu", "meta"):
-            raise NotSupported(f"a parameter is on {param.device}: this version trains models in the processor's memory; for GPUs use the trainer")
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
         if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -237,13 +237,12 @@ def rewrite(engine: Engine, core: Any, sources: Mapping[int, torch.Tensor], name
     core.begin_rewrite([unit.index for unit in units], blob())
     engine.order.forget_rest()
     for unit in units:
-        with engine.room(unit):
-            changed = [index for index, param in enumerate(unit.params) if id(param) in sources]
-            for index in changed:
-                param = unit.params[index]
-                with torch.no_grad():
-                    Unit.view_of(unit.flat, param, unit.offsets[index]).copy_(sources[id(param)])
-            core.rewrite(unit.index, unit.flat.untyped_storage().data_ptr(), changed)
+        flat = torch.zeros(unit.elems, dtype=unit.dtype)
+        changed = [index for index, param in enumerate(unit.params) if id(param) in sources]
+        for index in changed:
+            with torch.no_grad():
+                Unit.view_of(flat, unit.params[index], unit.offsets[index]).copy_(sources[id(unit.params[index])])
+        core.rewrite(unit.index, flat.data_ptr(), changed)
     core.end_fill()
     core.begin_step()
     engine.updated()

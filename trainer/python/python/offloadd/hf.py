@@ -93,5 +93,7 @@ class _TrainerState:
             "numpy": (name, numpy.array(keys, dtype=numpy.uint32), *rest),
             "cpu": random_state["torch"],
         }
+        if "cuda" in random_state:
+            states["cuda"] = random_state["cuda"][torch.cuda.current_device()]
         assert random.getstate()[0] == version
         torch.save(states, directory / "rng_state.pth")

@@ -1,0 +1,86 @@
+#!/usr/bin/env python3
+"""The Python package on the table's model: transformers' Llama in a plain loop, taken over by `offloadd.prepare`.
+
+    pytorch_client.py MODE --out DIR [--directory DRIVE]... [--keep]      MODE: none, cpu, nvme
+
+Needs the built extension (`make python`) and transformers beside torch.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import sys
+import time
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=["none", "cpu", "nvme"])
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--directory", action="append", default=[], help="on a drive; one for each drive")
+    parser.add_argument("--keep", action="store_true", help="keep what blocks compute instead of checkpointing activations")
+    parser.add_argument("--staging", type=int, default=0, help="bytes of host memory that tiles pass through")
+    parser.add_argument("--program", help="the program offloadd")
+    for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "steps": 6}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    a = parser.parse_args()
+    began = time.time()
+    sys.path.insert(0, str(HERE.parent / "python/python"))
+    import offloadd
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
+    config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
+                         num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    model.train()
+    if not a.keep:
+        model.gradient_checkpointing_enable()
+    count = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    settings = {
+        "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
+        "offloadd": {
+            # One core is Python's, one the mover's.
+            "update_threads": max(1, (os.cpu_count() or 1) - 2), "staging_bytes": a.staging,
+            **({"gpu": "untested"} if device == "cuda" else {}), **({"program": a.program} if a.program else {}),
+        },
+    }
+    a.out.mkdir(parents=True, exist_ok=True)
+    times, python = [], []
+    with offloadd.prepare(model, optimizer, settings, run_dir=a.out / "run") as run, open(a.out / "metrics.jsonl", "w") as lines:
+        print(run.describe(), flush=True)
+        for step in range(1, a.steps + 1):
+            wait()
+            start = time.perf_counter()
+            tokens = torch.randint(0, a.vocab, (a.micro, a.seq), device=device)
+            loss = model(input_ids=tokens, labels=tokens).loss
+            forward_s = time.perf_counter() - start
+            loss.backward()
+            backward_s = time.perf_counter() - start - forward_s
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            wait()
+            times.append(time.perf_counter() - start)
+            # Of the host's calls: forward's ends before the GPU has computed, backward's after.
+            python.append((forward_s, backward_s))
+            line = {"step": step, "loss": loss.item(), "grad_norm": float(norm), "step_s": times[-1], "forward_s": forward_s, "backward_s": backward_s}
+            lines.write(json.dumps(line | ({"started_s": time.time() - began} if step == 1 else {})) + "\n")
+            lines.flush()
+    steady = sorted(range(min(2, len(times) - 1), len(times)), key=times.__getitem__)
+    middle = steady[len(steady) // 2]
+    peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    print(json.dumps({"params": count, "step_s": times[middle], "forward_s": python[middle][0], "backward_s": python[middle][1],
+                      "torch": torch.__version__, "gpu_peak_bytes": peak}))
+
+
+main()

@@ -1,0 +1,187 @@
+"""Where a model's units come to: the processor's memory, or a GPU's beside what it computes."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Optional, Protocol, Sequence
+
+import torch
+
+from . import _offloadd
+from ._config import Settings
+from ._errors import Error, NotSupported
+from ._units import Unit
+
+# Units that come to a GPU before they are needed: one arrives while one waits, and each takes a unit's memory.
+_AHEAD = 2
+
+# Buffers that gradients leave a GPU from: one is written while the other one leaves.
+_GRADIENT_BUFFERS = 2
+
+
+class Memory(Protocol):
+    """How units come and go. A unit is expected, then ready, then released, any number of times."""
+
+    # How many of the units that come next are to be expected before they are needed.
+    ahead: int
+
+    def expect(self, unit: Unit) -> None:
+        """Makes room for the unit and begins to bring its newest parameters."""
+
+    def ready(self, unit: Unit) -> None:
+        """Returns when what is computed from now on sees the parameters."""
+
+    def release(self, unit: Unit) -> None:
+        """Gives the unit's memory back once nothing uses it any more."""
+
+    def gradient_buffer(self, unit: Unit) -> torch.Tensor:
+        """A flat tensor to write the unit's gradients to, for the next `hand_over`."""
+
+    def hand_over(self, unit: Unit) -> None:
+        """Begins to take the gradients in the unit's buffer to its tiles."""
+
+    def square_sums(self) -> dict[int, Sequence[float]]:
+        """Waits for all gradients. Returns, by unit, the sum of squares of each parameter's gradient in this step."""
+
+
+def _largest(units: Sequence[Unit]) -> int:
+    """Bytes of the largest unit that has gradients."""
+    return max(unit.bytes for unit in units if unit.trained)
+
+
+class HostMemory:
+    """Copies in the calling thread."""
+
+    ahead = 0
+
+    def __init__(self, core: Any, units: Sequence[Unit]) -> None:
+        self._core, self._largest = core, _largest(units)
+        self._buffer: Optional[torch.Tensor] = None
+        self._square_sums: dict[int, Sequence[float]] = {}
+
+    def expect(self, unit: Unit) -> None:
+        storage = unit.flat.untyped_storage()
+        storage.resize_(unit.bytes)
+        try:
+            self._core.gather(unit.index, storage.data_ptr())
+        except BaseException:
+            if not unit.here:
+                storage.resize_(0)
+            raise
+
+    def ready(self, unit: Unit) -> None:
+        pass
+
+    def release(self, unit: Unit) -> None:
+        unit.flat.untyped_storage().resize_(0)
+
+    def gradient_buffer(self, unit: Unit) -> torch.Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(self._largest, dtype=torch.uint8)
+        return self._buffer[: unit.bytes].view(unit.dtype)
+
+    def hand_over(self, unit: Unit) -> None:
+        self._square_sums[unit.index] = self._core.scatter(unit.index, self._buffer.data_ptr())
+
+    def square_sums(self) -> dict[int, Sequence[float]]:
+        sums, self._square_sums = self._square_sums, {}
+        return sums
+
+
+class GpuDevice:
+    """PyTorch's side of a GPU: its streams and its allocator."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self._room: Any = None
+
+    def open(self, core: Any) -> Any:
+        """The engine's side. Memory of units is allocated on its stream `room` from now on."""
+        mover = _offloadd.GpuMover.open(core, self.device.index)
+        self._room = torch.cuda.ExternalStream(mover.room, device=self.device)
+        return mover
+
+    def stream(self) -> int:
+        """The stream that PyTorch computes on."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def empty(self, elems: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(elems, dtype=dtype, device=self.device)
+
+    def allocate(self, storage: torch.UntypedStorage, size: int) -> None:
+        # The allocator gives memory that was freed on a stream to the next allocation on it, at once: see gpu.rs.
+        with torch.cuda.stream(self._room):
+            storage.resize_(size)
+
+    def free(self, storage: torch.UntypedStorage) -> None:
+        storage.resize_(0)
+
+
+def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDevice]:
+    """The GPU that a model with these parameters computes on; `None` for the processor. Those of the meta device have no place yet."""
+    where = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
+    device = torch.device(settings.compute_device) if settings.compute_device else where
+    if device.type == "cpu" and where.type == "cpu":
+        return None
+    if device.type != "cuda" or where.type not in ("cpu", "cuda"):
+        raise NotSupported(f"a parameter is on {where} and is to compute on {device}: models compute on the processor or on a CUDA GPU")
+    if settings.gpu != "untested":
+        raise NotSupported(
+            f"the model is to compute on {device}: this has been tested with a fake driver only, not on a GPU; set \"gpu\": \"untested\" under "
+            '"offloadd" to use it all the same, or use the trainer'
+        )
+    gpu = GpuDevice(device)
+    try:
+        _offloadd.gpu_name(gpu.device.index)
+    except Error as error:
+        raise Error(f"the model is to compute on {device}, which cannot be used: {error}") from None
+    return gpu
+
+
+class GpuMemory:
+    """Copies on streams of the engine's own, enqueued by a thread of its own."""
+
+    ahead = _AHEAD
+
+    def __init__(self, core: Any, units: Sequence[Unit], gpu: GpuDevice) -> None:
+        self._gpu, self._mover = gpu, gpu.open(core)
+        self._largest = _largest(units)
+        self._buffers: list[torch.Tensor] = []
+        self._turn = 0
+
+    def adopt(self, unit: Unit, keep: bool) -> None:
+        """Makes a unit's parameters views of a flat tensor on the GPU, without memory there unless `keep`."""
+        unit.move(self._gpu.empty(unit.elems, unit.dtype), copy=keep)
+        if not keep:
+            self._gpu.free(unit.flat.untyped_storage())
+            unit.here = False
+
+    def expect(self, unit: Unit) -> None:
+        if unit.here:
+            # It is written where it lies, when nothing computes with it any more.
+            self._mover.release(unit.index, self._gpu.stream())
+        storage = unit.flat.untyped_storage()
+        if storage.size() == 0:
+            self._gpu.allocate(storage, unit.bytes)
+        self._mover.expect(unit.index, storage.data_ptr())
+
+    def ready(self, unit: Unit) -> None:
+        self._mover.ready(unit.index, self._gpu.stream())
+
+    def release(self, unit: Unit) -> None:
+        self._mover.release(unit.index, self._gpu.stream())
+        self._gpu.free(unit.flat.untyped_storage())
+
+    def gradient_buffer(self, unit: Unit) -> torch.Tensor:
+        self._turn = (self._turn + 1) % _GRADIENT_BUFFERS
+        if len(self._buffers) < _GRADIENT_BUFFERS:
+            self._turn = len(self._buffers)
+            self._buffers.append(self._gpu.empty(self._largest, torch.uint8))
+        self._mover.grad_room(self._turn, self._gpu.stream())
+        return self._buffers[self._turn][: unit.bytes].view(unit.dtype)
+
+    def hand_over(self, unit: Unit) -> None:
+        address = self._buffers[self._turn].data_ptr()
+        self._mover.hand_over(unit.index, self._turn, address, self._gpu.stream())
+
+    def square_sums(self) -> dict[int, Sequence[float]]:
+        return dict(enumerate(self._mover.square_sums()))

@@ -1,0 +1,513 @@
+//! Moves units between tiles and a GPU's memory beside what PyTorch computes.
+//!
+//! ```text
+//!   Python   expect 4 | ready 3 | release 2 | ... | grad_room | hand_over 9      numbers and events, no copies
+//!   mover    swapper: gather 4, upload | ... | scatter 9, download               a thread; waits for tiles and copies
+//!
+//!   room                    after 2           PyTorch's allocator frees and allocates units on this stream
+//!   up       | weights 3 | weights 4 |        each behind `room` at its expect; PyTorch's stream waits at ready
+//!   down     | squares 9 | gradients 9 |      behind PyTorch's stream at hand_over
+//! ```
+//!
+//! A unit's memory returns to PyTorch's allocator when the host releases the unit, while kernels that read it may still be
+//! queued. `room` waits for them, and whatever takes the memory next is copied behind `room`: no copy overwrites weights
+//! that a kernel still needs. Gradients leave from buffers used in turn; `grad_room` makes PyTorch's stream wait for the
+//! copy before.
+//!
+//! Python's threads wait for the mover in slices, so that Ctrl-C ends a wait.
+
+use std::collections::HashMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use kernels::gpu::{
+    DeviceBuffer, Event, Gpu, GpuError, Registration, Stream, sum_squares_scratch_bytes,
+};
+use pyo3::prelude::*;
+use swapper::{ArenaMemory, SwapperError};
+
+use crate::open::{Format, ParamPlan};
+use crate::{Core, Error, Held, failed, memory, update};
+
+/// After so long a waiting thread looks for signals.
+const SLICE: Duration = Duration::from_millis(100);
+
+/// Bytes of a sum of squares.
+const SQUARES_BYTES: usize = size_of::<f64>();
+
+/// Why a job of the mover failed.
+pub(crate) enum MoveError {
+    Swapper(SwapperError),
+    Gpu(GpuError),
+}
+
+impl From<SwapperError> for MoveError {
+    fn from(error: SwapperError) -> Self {
+        Self::Swapper(error)
+    }
+}
+
+impl From<GpuError> for MoveError {
+    fn from(error: GpuError) -> Self {
+        Self::Gpu(error)
+    }
+}
+
+impl From<MoveError> for PyErr {
+    fn from(error: MoveError) -> Self {
+        match error {
+            MoveError::Swapper(error) => failed(error),
+            MoveError::Gpu(error) => gpu_failed(error),
+        }
+    }
+}
+
+fn gpu_failed(error: GpuError) -> PyErr {
+    Error::new_err(error.to_string())
+}
+
+type Job = Box<dyn FnOnce(&mut Held) -> Result<(), MoveError> + Send>;
+
+/// A unit on its way to the GPU.
+#[derive(Clone)]
+enum Upload {
+    Coming,
+    /// All copies are enqueued; the event stands behind them.
+    Enqueued(Arc<Event>),
+}
+
+/// A buffer that gradients leave from: `None` while its copies are not all enqueued.
+type Leaving = Option<Arc<Event>>;
+
+/// What the mover has done; Python's threads wait for it.
+#[derive(Default)]
+struct Progress {
+    /// Jobs that have not ended.
+    jobs: usize,
+    failure: Option<PyErr>,
+    uploads: HashMap<usize, Upload>,
+    leaving: HashMap<usize, Leaving>,
+}
+
+/// The queue of the mover's thread, which takes jobs in order and does none after one has failed.
+pub(crate) struct Mover {
+    jobs: Sender<Job>,
+    board: Arc<Board>,
+}
+
+#[derive(Default)]
+struct Board {
+    progress: Mutex<Progress>,
+    changed: Condvar,
+}
+
+impl Board {
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn change(&self, change: impl FnOnce(&mut Progress)) {
+        change(&mut self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Waits until `ready` returns something.
+    ///
+    /// # Errors
+    /// A job's failure; a signal's exception.
+    fn wait<T: Send>(
+        &self,
+        py: Python<'_>,
+        ready: impl Send + Sync + Fn(&Progress) -> Option<T>,
+    ) -> PyResult<T> {
+        loop {
+            let slice = py.detach(|| {
+                let progress = self.lock();
+                let waits = |progress: &mut Progress| {
+                    progress.failure.is_none() && ready(progress).is_none()
+                };
+                let slice = (self.changed).wait_timeout_while(progress, SLICE, waits);
+                let (progress, _) = slice.unwrap_or_else(PoisonError::into_inner);
+                (progress.failure.is_some(), ready(&progress))
+            });
+            match slice {
+                (true, _) => {
+                    let progress = self.lock();
+                    let failure = progress.failure.as_ref().expect("it stays");
+                    return Err(failure.clone_ref(py));
+                }
+                (false, Some(found)) => return Ok(found),
+                (false, None) => py.check_signals()?,
+            }
+        }
+    }
+}
+
+impl Mover {
+    pub(crate) fn start(held: Arc<Mutex<Option<Held>>>) -> std::io::Result<Self> {
+        let (jobs, coming) = channel::<Job>();
+        let board = Arc::<Board>::default();
+        let progress = board.clone();
+        let run = move |job: Job| -> Result<(), PyErr> {
+            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+            let held = held
+                .as_mut()
+                .ok_or_else(|| Error::new_err("the run is closed"))?;
+            match catch_unwind(AssertUnwindSafe(|| job(held))) {
+                Ok(done) => Ok(done?),
+                Err(_) => Err(Error::new_err("the thread that moves units panicked")),
+            }
+        };
+        std::thread::Builder::new()
+            .name("offloadd mover".into())
+            .spawn(move || {
+                for job in coming {
+                    let failed = progress.lock().failure.is_some();
+                    let done = if failed { Ok(()) } else { run(job) };
+                    progress.change(|progress| {
+                        progress.jobs -= 1;
+                        if let Err(error) = done {
+                            progress.failure = Some(error);
+                        }
+                    });
+                }
+            })?;
+        Ok(Self { jobs, board })
+    }
+
+    /// Enqueues a job.
+    pub(crate) fn post(
+        &self,
+        job: impl FnOnce(&mut Held) -> Result<(), MoveError> + Send + 'static,
+    ) {
+        self.board.lock().jobs += 1;
+        // The thread ends only after the sender.
+        let _ = self.jobs.send(Box::new(job));
+    }
+
+    /// Waits until all jobs have ended.
+    ///
+    /// # Errors
+    /// A job's failure; a signal's exception.
+    pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        self.board
+            .wait(py, |progress| (progress.jobs == 0).then_some(()))
+    }
+}
+
+/// Sums of squares of each parameter's gradients.
+struct Sums {
+    /// One f64 a parameter on the GPU, and memory for the kernels.
+    squares: DeviceBuffer,
+    scratch: DeviceBuffer,
+    /// Sums that were made on the host, by unit: of gradients that were added up or converted there.
+    on_host: Mutex<HashMap<usize, Vec<f64>>>,
+}
+
+impl Sums {
+    fn on_host(&self) -> MutexGuard<'_, HashMap<usize, Vec<f64>>> {
+        self.on_host.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A unit's part of the plan, and the index of its first parameter over all units.
+struct UnitOnGpu {
+    elems: u64,
+    format: Format,
+    params: Vec<ParamPlan>,
+    first: usize,
+}
+
+/// The units of a run whose model computes on a GPU.
+#[pyclass(frozen)]
+pub(crate) struct GpuMover {
+    core: Py<Core>,
+    gpu: Gpu,
+    room: Stream,
+    up: Stream,
+    down: Stream,
+    units: Arc<Vec<UnitOnGpu>>,
+    sums: Arc<Sums>,
+    _pinned: Option<Registration>,
+}
+
+impl GpuMover {
+    fn mover(&self) -> &Mover {
+        let mover = self.core.get().mover.get();
+        mover.expect("it was started with this object")
+    }
+
+    fn buffer(&self, unit: usize, address: usize) -> DeviceBuffer {
+        let UnitOnGpu { elems, format, .. } = &self.units[unit];
+        memory::on_gpu(&self.gpu, address, *elems as usize * format.param_bytes)
+    }
+}
+
+#[pymethods]
+impl GpuMover {
+    /// Starts moving the units of `core` to and from GPU `index`: pins the host memory they pass through.
+    #[staticmethod]
+    fn open(py: Python<'_>, core: Py<Core>, index: u32) -> PyResult<Self> {
+        let (arena, units) = core.get().with(py, |held| {
+            let mut first = 0;
+            let units = held
+                .plan
+                .units
+                .iter()
+                .zip(&held.formats)
+                .map(|(unit, format)| {
+                    let unit = UnitOnGpu {
+                        elems: unit.elems,
+                        format: *format,
+                        params: unit.params.clone(),
+                        first,
+                    };
+                    first += unit.params.len();
+                    unit
+                });
+            Ok((held.arena.clone(), units.collect::<Vec<_>>()))
+        })?;
+        let opened = py.detach(|| -> Result<_, GpuError> {
+            let gpu = Gpu::open(index)?;
+            gpu.kernels()?;
+            let pin = |arena: &ArenaMemory| {
+                gpu.register(arena.address(), arena.bytes(), Box::new(arena.clone()))
+            };
+            let pinned = arena.as_ref().map(pin).transpose()?;
+            let params = units.iter().flat_map(|unit| &unit.params);
+            let largest = params.clone().map(|param| param.elems).max().unwrap_or(0);
+            let sums = Sums {
+                squares: gpu.alloc(params.count() * SQUARES_BYTES)?,
+                scratch: gpu.alloc(sum_squares_scratch_bytes(largest as usize))?,
+                on_host: Mutex::default(),
+            };
+            let streams = [gpu.stream()?, gpu.stream()?, gpu.stream()?];
+            Ok((gpu, pinned, sums, streams))
+        });
+        let (gpu, pinned, sums, [room, up, down]) = opened.map_err(gpu_failed)?;
+        let mover = Mover::start(core.get().held.clone());
+        let mover = mover.map_err(|error| Error::new_err(format!("starting a thread: {error}")))?;
+        if core.get().mover.set(mover).is_err() {
+            return Err(Error::new_err("this run has a GPU already"));
+        }
+        Ok(Self {
+            core,
+            gpu,
+            room,
+            up,
+            down,
+            units: Arc::new(units),
+            sums: Arc::new(sums),
+            _pinned: pinned,
+        })
+    }
+
+    /// The stream on which PyTorch's allocator must free and allocate the memory of units.
+    #[getter]
+    fn room(&self) -> usize {
+        self.room.raw()
+    }
+
+    /// Begins to bring `unit`'s newest parameters to `address`, memory that was allocated on the stream `room`.
+    fn expect(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
+        let to = self.buffer(unit, address);
+        let after = py.detach(|| self.room.record()).map_err(gpu_failed)?;
+        let mover = self.mover();
+        mover
+            .board
+            .change(|progress| drop(progress.uploads.insert(unit, Upload::Coming)));
+        let (board, gpu, up) = (mover.board.clone(), self.gpu.clone(), self.up.clone());
+        let (mut left, elem_bytes) = (self.units[unit].elems, self.units[unit].format.param_bytes);
+        mover.post(move |held| {
+            up.wait(&after)?;
+            held.swapper.gather(unit, |parts| {
+                let pieces: Vec<(usize, &[u8])> = parts
+                    .iter()
+                    .map(|(elems, bytes)| (elems.start as usize * elem_bytes, *bytes))
+                    .collect();
+                left -= parts
+                    .iter()
+                    .map(|(elems, _)| elems.end - elems.start)
+                    .sum::<u64>();
+                gpu.upload_then(&up, &to, &pieces, || {
+                    if left == 0 {
+                        let enqueued = Upload::Enqueued(Arc::new(up.record()?));
+                        board.change(|progress| drop(progress.uploads.insert(unit, enqueued)));
+                    }
+                    Ok(())
+                })?;
+                Ok::<(), MoveError>(())
+            })
+        });
+        Ok(())
+    }
+
+    /// Makes `stream`, PyTorch's current one, wait for the parameters of `unit`. Returns when their copies are enqueued.
+    fn ready(&self, py: Python<'_>, unit: usize, stream: usize) -> PyResult<()> {
+        let arrived = self.mover().board.wait(py, |progress| {
+            match progress.uploads.get(&unit).expect("expected before") {
+                Upload::Coming => None,
+                Upload::Enqueued(event) => Some(event.clone()),
+            }
+        })?;
+        let stream = memory::torch_stream(&self.gpu, stream);
+        py.detach(|| stream.wait(&arrived)).map_err(gpu_failed)
+    }
+
+    /// To be called before the memory of `unit` is freed: it is used again only when what `stream` has enqueued so far, and
+    /// the copies to it, have run.
+    fn release(&self, py: Python<'_>, unit: usize, stream: usize) -> PyResult<()> {
+        let board = &self.mover().board;
+        let arrived = board.wait(py, |progress| match progress.uploads.get(&unit) {
+            Some(Upload::Coming) => None,
+            Some(Upload::Enqueued(event)) => Some(Some(event.clone())),
+            None => Some(None),
+        });
+        let arrived = match arrived {
+            Ok(arrived) => arrived,
+            // After a failure nothing is copied any more.
+            Err(_) if board.lock().failure.is_some() => None,
+            Err(signal) => return Err(signal),
+        };
+        board.lock().uploads.remove(&unit);
+        let stream = memory::torch_stream(&self.gpu, stream);
+        py.detach(|| {
+            if let Some(arrived) = arrived {
+                self.room.wait(&arrived)?;
+            }
+            self.room.wait(&stream.record()?)
+        })
+        .map_err(gpu_failed)
+    }
+
+    /// Makes `stream` wait until the gradients that were handed over in the buffer `slot` have left it.
+    fn grad_room(&self, py: Python<'_>, slot: usize, stream: usize) -> PyResult<()> {
+        let left = self
+            .mover()
+            .board
+            .wait(py, |progress| match progress.leaving.get(&slot) {
+                None => Some(None),
+                Some(None) => None,
+                Some(Some(event)) => Some(Some(event.clone())),
+            })?;
+        let stream = memory::torch_stream(&self.gpu, stream);
+        match left {
+            Some(event) => py.detach(|| stream.wait(&event)).map_err(gpu_failed),
+            None => Ok(()),
+        }
+    }
+
+    /// Begins to take `unit`'s gradients, which `stream` writes to `address`, the buffer `slot`, to their tiles.
+    fn hand_over(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        slot: usize,
+        address: usize,
+        stream: usize,
+    ) -> PyResult<()> {
+        let from = self.buffer(unit, address);
+        let stream = memory::torch_stream(&self.gpu, stream);
+        let complete = py.detach(|| stream.record()).map_err(gpu_failed)?;
+        let mover = self.mover();
+        mover
+            .board
+            .change(|progress| drop(progress.leaving.insert(slot, None)));
+        let (board, gpu, down) = (mover.board.clone(), self.gpu.clone(), self.down.clone());
+        let (units, sums) = (self.units.clone(), self.sums.clone());
+        let Some(updated) = units[unit].format.update else {
+            return Err(Error::new_err(format!("unit {unit} is not trained")));
+        };
+        mover.post(move |held| {
+            let UnitOnGpu {
+                elems,
+                format,
+                params,
+                first,
+            } = &units[unit];
+            let (mut left, elem_bytes) = (*elems, format.param_bytes);
+            let mut enqueued = |elems: u64| {
+                left -= elems;
+                if left == 0 {
+                    let event = Arc::new(down.record()?);
+                    board.change(|progress| drop(progress.leaving.insert(slot, Some(event))));
+                }
+                Ok(())
+            };
+            down.wait(&complete)?;
+            let add = held.swapper.has_gradients(unit);
+            if !add && updated.grads == updated.master.grad_type() {
+                sums.on_host().remove(&unit);
+                for (index, param) in (*first..).zip(params) {
+                    gpu.kernels()?.sum_squares(
+                        &down,
+                        updated.grads,
+                        from.at(param.offset as usize * elem_bytes),
+                        param.elems as usize,
+                        sums.scratch.at(0),
+                        sums.squares.at(index * SQUARES_BYTES),
+                    )?;
+                }
+                return held.swapper.scatter(unit, |parts| {
+                    let elems = parts.iter().map(|(elems, _)| elems.end - elems.start).sum();
+                    let mut pieces: Vec<(usize, &mut [u8])> = parts
+                        .iter_mut()
+                        .map(|(elems, bytes)| (elems.start as usize * elem_bytes, &mut **bytes))
+                        .collect();
+                    gpu.download_then(&down, &from, &mut pieces, || enqueued(elems))?;
+                    Ok::<(), MoveError>(())
+                });
+            }
+            let mut squares = vec![0.0; params.len()];
+            let mut came = Vec::new();
+            held.swapper.scatter(unit, |parts| {
+                for (elems, sum) in parts {
+                    let count = elems.end - elems.start;
+                    came.resize(count as usize * elem_bytes, 0);
+                    let mut piece = [(elems.start as usize * elem_bytes, &mut came[..])];
+                    gpu.download_then(&down, &from, &mut piece, || enqueued(count))?;
+                    update::take(&updated, &came, sum, add);
+                    update::squares(updated.grads, params, elems, sum, &mut squares);
+                }
+                Ok::<(), MoveError>(())
+            })?;
+            sums.on_host().insert(unit, squares);
+            Ok(())
+        });
+        Ok(())
+    }
+
+    /// Waits until all gradients have left, and returns each unit's sums of squares, one a parameter: of the gradients that
+    /// were handed over last, earlier ones of the step added.
+    fn square_sums(&self, py: Python<'_>) -> PyResult<Vec<Vec<f64>>> {
+        self.mover().settle(py)?;
+        py.detach(|| {
+            let mut bytes = vec![0; self.sums.squares.bytes()];
+            (self.gpu).download(&self.down, &self.sums.squares, &mut [(0, &mut bytes)])?;
+            let (all, _) = bytes.as_chunks::<SQUARES_BYTES>();
+            let on_host = self.sums.on_host();
+            let of_unit = |(index, unit): (usize, &UnitOnGpu)| match on_host.get(&index) {
+                Some(squares) => squares.clone(),
+                None => all[unit.first..][..unit.params.len()]
+                    .iter()
+                    .map(|bytes| f64::from_ne_bytes(*bytes))
+                    .collect(),
+            };
+            Ok(self.units.iter().enumerate().map(of_unit).collect())
+        })
+        .map_err(gpu_failed)
+    }
+}
+
+/// The name of GPU `index`, or why it cannot be used.
+#[pyfunction]
+pub(crate) fn gpu_name(py: Python<'_>, index: u32) -> PyResult<String> {
+    py.detach(|| Gpu::open(index))
+        .map(|gpu| gpu.info().name.clone())
+        .map_err(gpu_failed)
+}
+
+/// A place for a mover, empty while the model computes on the processor.
+pub(crate) type MoverCell = OnceLock<Mover>;

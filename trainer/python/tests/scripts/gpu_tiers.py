@@ -1,0 +1,66 @@
+"""Trains a small model on the processor's path and on a GPU's, with the state in every tier, and says whether bits differ."""
+
+import itertools
+import json
+import pathlib
+import sys
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import offloadd  # noqa: E402
+from toy import Net, randomize  # noqa: E402
+
+torch.set_num_threads(1)
+directory, program = pathlib.Path(sys.argv[1]), sys.argv[2]
+numbers = itertools.count()
+
+
+def train(dtype, device, **own):
+    """Losses, norms and weights. A frozen block, micro-batches, an evaluation within a step, clipping, other weights, and orders
+    that change."""
+    torch.manual_seed(0)
+    model = randomize(Net(6)).to(dtype)
+    model.blocks[4].requires_grad_(False)
+    optimizer = torch.optim.AdamW((param for param in model.parameters() if param.requires_grad), lr=1e-2)
+    generator = torch.Generator().manual_seed(3)
+    run_dir = directory / f"run-{next(numbers)}"
+    run_dir.mkdir()
+    config = {
+        "zero_optimization": {"offload_param": {"device": device, "nvme_path": str(run_dir)}},
+        "offloadd": {"program": program, **own},
+    }
+    found = []
+    with offloadd.prepare(model, optimizer, config, run_dir=run_dir / "run") as run:
+        for step in range(6):
+            for part in range(1 + step % 2):
+                x = torch.randn(4, 8, generator=generator).to(dtype)
+                loss = model(x, order=[3, 1, 5] if step == 3 else None).square()
+                loss.backward()
+                found.append(loss.detach())
+                with torch.no_grad():
+                    found.append(model(x))
+            found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                trained = {name for name, param in model.named_parameters() if param.requires_grad}
+                halves = {name: value.clone() / 2 for name, value in model.state_dict().items() if name in trained}
+                model.load_state_dict(halves, strict=False)
+        # The order of the last passes is a known one: it is announced at once, units come ahead.
+        found += [value.clone() for value in model.state_dict().values()]
+        ahead = run.engine.memory.ahead
+    return found, ahead
+
+
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    expected, ahead = train(dtype, "cpu")
+    assert ahead == 0
+    for device, step in (("none", "deferred"), ("cpu", "immediate"), ("cpu", "deferred"), ("nvme", "deferred")):
+        if device == "nvme" and dtype != torch.bfloat16:
+            continue
+        found, ahead = train(dtype, device, optimizer_step=step, gpu="untested")
+        assert ahead > 0, "the processor's path ran"
+        # Norms are summed in another order.
+        same = [torch.equal(a, b) or a.dim() == 0 and torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, found)]
+        print(json.dumps({"case": f"{dtype} {device} {step}", "same": all(same) and len(expected) == len(found)}), flush=True)

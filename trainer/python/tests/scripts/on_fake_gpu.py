@@ -1,0 +1,88 @@
+"""Runs a script with tensors of the processor in place of a GPU's, on the fake driver of kernels/tests/gpu/fake.
+
+    on_fake_gpu.py DIRECTORY SCRIPT ARGS...          libcuda.so.1 and libnvrtc.so.13 of the fake are in DIRECTORY
+
+The fake's streams run when somebody waits for them, PyTorch's operations at once: where PyTorch's stream is to wait, this waits.
+A copy that reaches memory after it was freed ends the process.
+"""
+
+import ctypes
+import pathlib
+import runpy
+import sys
+
+directory, script = pathlib.Path(sys.argv[1]), sys.argv[2]
+driver = ctypes.CDLL(str(directory / "libcuda.so.1"))
+# Before torch brings the real one: a library is found by the name under which it was loaded first.
+ctypes.CDLL(str(directory / "libnvrtc.so.13"))
+
+import torch  # noqa: E402
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
+import offloadd._run  # noqa: E402
+from offloadd import _offloadd  # noqa: E402
+
+TORCHS_STREAM = 0
+
+
+def call(name, *args):
+    code = getattr(driver, name)(*args)
+    assert code == 0, f"{name}: {code}"
+
+
+class WaitingMover:
+    """The engine's side of a GPU, for a PyTorch that computes at once."""
+
+    def __init__(self, mover):
+        self._mover = mover
+
+    def __getattr__(self, name):
+        return getattr(self._mover, name)
+
+    def ready(self, unit, stream):
+        self._mover.ready(unit, stream)
+        call("cuStreamSynchronize", ctypes.c_size_t(TORCHS_STREAM))
+
+    def grad_room(self, slot, stream):
+        self._mover.grad_room(slot, stream)
+        call("cuStreamSynchronize", ctypes.c_size_t(TORCHS_STREAM))
+
+
+class FakeGpu:
+    """What `GpuDevice` does for a GPU."""
+
+    device = torch.device("cpu")
+
+    def open(self, core):
+        mover = _offloadd.GpuMover.open(core, 0)
+        self.room = ctypes.c_size_t(mover.room)
+        return WaitingMover(mover)
+
+    def stream(self):
+        return TORCHS_STREAM
+
+    def empty(self, elems, dtype):
+        made = torch.empty(elems, dtype=dtype)
+        self._lend(made.untyped_storage())
+        return made
+
+    def allocate(self, storage, size):
+        storage.resize_(size)
+        self._lend(storage)
+
+    def free(self, storage):
+        # The next owner's first access stands behind `room`.
+        call("cuStreamSynchronize", self.room)
+        call("fake_take_back", ctypes.c_ulonglong(storage.data_ptr()))
+        storage.resize_(0)
+
+    def _lend(self, storage):
+        ctypes.memset(storage.data_ptr(), 0xFF, storage.size())
+        call("fake_lend", ctypes.c_ulonglong(storage.data_ptr()), ctypes.c_size_t(storage.size()))
+
+
+if __name__ == "__main__":
+    offloadd._run.gpu_of = lambda settings, params: FakeGpu() if settings.gpu else None
+    sys.argv = [script, *sys.argv[3:]]
+    sys.path.insert(0, str(pathlib.Path(script).parent))
+    runpy.run_path(script, run_name="__main__")

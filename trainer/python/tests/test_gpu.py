@@ -1,0 +1,127 @@
+"""Models on GPUs, without one: the engine's side on a fake driver, tensors of the processor as the GPU's memory."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import offloadd
+from offloadd._config import settings_of
+from offloadd._memory import HostMemory, gpu_of
+from test_engine import pair
+from test_runs import PROGRAM, config, needs_daemon
+from toy import same_gradients
+
+HERE = pathlib.Path(__file__).resolve().parent
+FAKE = HERE.parents[2] / "kernels" / "tests" / "gpu" / "fake"
+COMPILER = os.environ.get("CXX", "c++")
+needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"{COMPILER} is not installed: the fake driver cannot be built")
+
+
+@pytest.fixture(scope="session")
+def fake(tmp_path_factory):
+    """The directory of a fake driver and its compiler."""
+    directory = tmp_path_factory.mktemp("fake")
+    compiled = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-c", "-DFAKE_EAGER", f'-DKERNEL_HEADER="{FAKE / "kernel.h"}"']
+    subprocess.run([*compiled, str(FAKE / "driver.cc"), "-o", str(directory / "driver.o")], check=True)
+    for name in ("libcuda.so.1", "libnvrtc.so.13"):
+        subprocess.run([COMPILER, "-shared", f"-Wl,-soname,{name}", str(directory / "driver.o"), "-o", str(directory / name)], check=True)
+    return directory
+
+
+def start(fake, script, *args):
+    command = [sys.executable, str(HERE / "scripts" / "on_fake_gpu.py"), str(fake), str(HERE / "scripts" / script), *map(str, args)]
+    environment = {**os.environ, "KERNELS_FAKE": str(fake / "libcuda.so.1"), "LD_LIBRARY_PATH": str(fake)}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@needs_daemon
+@needs_compiler
+def test_a_gpus_path_has_the_bits_of_the_processors_wherever_the_state_lives(fake, tmp_path):
+    process = start(fake, "gpu_tiers.py", tmp_path, PROGRAM)
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    cases = [json.loads(line) for line in out.splitlines()]
+    assert len(cases) == 10
+    assert not [case["case"] for case in cases if not case["same"]]
+
+
+@needs_daemon
+@needs_compiler
+def test_a_script_on_a_gpu_that_is_killed_resumes_with_the_same_bits(fake, tmp_path):
+    def run(name, kill_at=None):
+        (tmp_path / name).mkdir(exist_ok=True)
+        settings = config("nvme", tmp_path / name, gpu="untested")
+        process = start(fake, "train.py", tmp_path / name / "run", json.dumps(settings))
+        lines = []
+        for line in process.stdout:
+            lines.append(line.strip())
+            if line.startswith("step") and kill_at == len(lines):
+                process.send_signal(signal.SIGKILL)
+        errors = process.stderr.read()
+        assert process.wait() == (-signal.SIGKILL if kill_at else 0), errors
+        return lines
+
+    whole = run("whole")
+    cut = run("cut", kill_at=12)
+    resumed = run("cut")
+    assert resumed[1] != "resumed 0"
+    assert resumed[-1] == whole[-1]
+    assert set(cut[2:]) | set(resumed[2:]) == set(whole[2:])
+
+
+class Ahead(HostMemory):
+    """Brings units ahead, in the calling thread."""
+
+    ahead = 2
+
+    def __init__(self, core, units):
+        super().__init__(core, units)
+        self.held = []
+
+    def expect(self, unit):
+        assert unit.index not in self.held, "it is here"
+        self.held.append(unit.index)
+        super().expect(unit)
+
+    def release(self, unit):
+        self.held.remove(unit.index)
+        super().release(unit)
+
+
+def test_units_come_ahead_once_the_order_is_known():
+    plain, ours = pair()
+    memory = ours.engine.memory = Ahead(ours.core, ours.engine.units)
+    for _ in range(6):
+        ours.core.done, before = [], ours.core.announcements
+        plain.zero_grad()
+        batch = torch.randn(4, 8)
+        plain(batch).backward(), ours.model(batch).backward()
+        assert not same_gradients(plain, ours.take_gradients())
+        assert not ours.live() and not memory.held
+    assert ours.core.announcements == before + 1, "an order with units ahead was not learned"
+    # Block 2 uses block 0's weight; 4 is the root. Each block of the backward comes before the gradients of the one before leave.
+    gathers, gradients = [(False, unit) for unit in range(5)], [(True, unit) for unit in range(5)]
+    forward = [gathers[unit] for unit in (4, 0, 1, 2, 0, 3)]
+    backward = [gathers[2], gathers[3], gathers[0], gradients[3], gathers[1], gradients[2], gathers[0], *gradients[1::-1], gradients[4]]
+    assert ours.core.done == forward + backward
+
+
+def test_a_model_on_a_gpu_needs_the_word_and_a_driver():
+    settings = settings_of({"offloadd": {"compute_device": "cuda:0"}})
+    with pytest.raises(offloadd.NotSupported, match='fake driver only, not on a GPU; set "gpu": "untested"'):
+        gpu_of(settings, [torch.zeros(1)])
+    with pytest.raises(offloadd.Error, match='"untested" is the only value'):
+        settings_of({"offloadd": {"gpu": "yes"}})
+    with pytest.raises(offloadd.NotSupported, match="on the processor or on a CUDA GPU"):
+        gpu_of(settings_of({"offloadd": {"compute_device": "mps"}}), [torch.zeros(1)])
+    if not torch.cuda.is_available():
+        settings = settings_of({"offloadd": {"compute_device": "cuda:0", "gpu": "untested"}})
+        with pytest.raises(offloadd.Error, match="cuda:0, which cannot be used"):
+            gpu_of(settings, [torch.zeros(1)])
