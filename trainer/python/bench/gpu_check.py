@@ -1,0 +1,333 @@
+#!/usr/bin/env python3
+"""Checks the Python package on a machine with a GPU, in one command, and leaves a log.
+
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume speed; without names all but speed
+
+bits      losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
+pressure  a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
+tiers     none, cpu, nvme, immediate and deferred: equal losses and weights
+scaler    autocast with fp16 and GradScaler, the same with and without offload
+resume    a script that is killed and started again ends with the bits of an unbroken one
+speed     rows of trainer/bench/table.py: this package, the native trainer, FSDP2, DeepSpeed, in host memory and on drives (root)
+
+Needs torch with CUDA and transformers, the extension (`make python`), and the programs in --bin: offloadd; for speed also trainer and
+bench-io.
+"""
+
+import argparse
+import copy
+import hashlib
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+
+# Before CUDA starts: deterministic products.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+HERE = pathlib.Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "python"))
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+import offloadd  # noqa: E402
+
+SPEED_ROWS = (
+    "host-checkpointed", "host-cpu", "client-host", "fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large",
+    "nvme1", "client-nvme1", "deepspeed-nvme1", "nvme4", "client-nvme4", "deepspeed-nvme4",
+)  # fmt: skip
+
+
+class Failed(Exception):
+    """What differs."""
+
+
+def check(holds, what):
+    if not holds:
+        raise Failed(what)
+
+
+class Checks:
+    def __init__(self, out, programs, device):
+        self.out, self.programs, self.device = out, programs, device
+
+    def config(self, tier, **own):
+        directory = pathlib.Path(tempfile.mkdtemp(dir=self.out, prefix=f"{tier}-"))
+        gpu = {"gpu": "untested"} if self.device == "cuda" else {}
+        return {
+            "zero_optimization": {"offload_param": {"device": tier, "nvme_path": str(directory)}},
+            "offloadd": {"program": str(self.programs / "offloadd"), **gpu, **own},
+        }, directory / "run"
+
+    def prepare(self, model, optimizer, tier, **own):
+        config, run_dir = self.config(tier, **own)
+        return offloadd.prepare(model, optimizer, config, run_dir=run_dir)
+
+    def llama(self, dtype, checkpointing=None, dropout=0.0):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=4,
+                             num_key_value_heads=2, use_cache=False, attention_dropout=dropout, attn_implementation="eager")
+        model = LlamaForCausalLM(config).to(self.device, dtype).train()
+        if checkpointing:
+            reentrant = checkpointing == "reentrant"
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+        return model
+
+    def tokens(self, number, rows=4):
+        generator = torch.Generator().manual_seed(number)
+        return torch.randint(0, 2048, (rows, 128), generator=generator).to(self.device)
+
+    def bits(self):
+        for dtype in (torch.float32, torch.bfloat16):
+            for checkpointing in (None, "not reentrant", "reentrant"):
+                plain = self.llama(dtype, checkpointing)
+                ours = self.llama(dtype, checkpointing)
+                names = {id(param): name for name, param in ours.named_parameters()}
+                with self.prepare(ours, torch.optim.AdamW(ours.parameters()), "cpu") as run:
+                    memory, units, came = run.engine.memory, run.engine.units, {}
+                    gradient_buffer, hand_over = memory.gradient_buffer, memory.hand_over
+
+                    def buffer_of(unit):
+                        came[unit.index] = gradient_buffer(unit)
+                        return came[unit.index]
+
+                    def hand_over_and_keep(unit):
+                        came[unit.index] = came[unit.index].clone()
+                        hand_over(unit)
+
+                    memory.gradient_buffer, memory.hand_over = buffer_of, hand_over_and_keep
+                    for step in range(4):
+                        batch = self.tokens(step)
+                        plain.zero_grad(), ours.zero_grad()
+                        torch.manual_seed(step)
+                        expected = plain(input_ids=batch, labels=batch).loss
+                        expected.backward()
+                        torch.manual_seed(step)
+                        loss = ours(input_ids=batch, labels=batch).loss
+                        loss.backward()
+                        where = f"{dtype}, checkpointing {checkpointing}, step {step}"
+                        check(torch.equal(loss, expected), f"{where}: loss {loss.item()} and {expected.item()}")
+                        gradients = {name: param.grad for name, param in plain.named_parameters()}
+                        for unit in units:
+                            for param, offset in zip(unit.params, unit.offsets):
+                                found, wanted = unit.view_of(came[unit.index], param, offset), gradients[names[id(param)]]
+                                check(torch.equal(found, wanted), f"{where}: gradient of {names[id(param)]}")
+                                square_sum = run.engine.square_sums[id(param)]
+                                close = abs(square_sum - wanted.double().square().sum().item()) <= 1e-9 * square_sum
+                                check(close, f"{where}: sum of squares of {names[id(param)]}")
+                        check(not [unit.name for unit in units if unit.here or unit.expected], f"{where}: units stay")
+                    print(f"  {where}: same bits; deviations {run.engine.order.deviations}", flush=True)
+
+    def pressure(self):
+        """Blocks that take the GPU 5 ms, while the host runs on; each product of stale or overwritten weights has other bits."""
+
+        class Slow(nn.Module):
+            def __init__(self, device):
+                super().__init__()
+                self.linear = nn.Linear(1024, 1024, device=device)
+
+            def forward(self, x):
+                if x.is_cuda:
+                    torch.cuda._sleep(10_000_000)
+                return torch.tanh(self.linear(x))
+
+        class Net(nn.Module):
+            def __init__(self, device):
+                super().__init__()
+                self.blocks = nn.ModuleList(Slow(device) for _ in range(8))
+                self.head = nn.Linear(1024, 1, device=device)
+
+            def forward(self, x, order):
+                for number in order:
+                    x = self.blocks[number](x)
+                return self.head(x).sum()
+
+        torch.manual_seed(3)
+        plain = Net(self.device)
+        ours = copy.deepcopy(plain)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (plain, ours)]
+        rng = random.Random(4)
+        with self.prepare(ours, optimizers[1], "cpu") as run:
+            for step in range(40):
+                order = list(range(8)) if step % 4 else [rng.randrange(8) for _ in range(rng.randrange(1, 10))]
+                losses = []
+                for model, optimizer in zip((plain, ours), optimizers):
+                    torch.manual_seed(step)
+                    x = torch.randn(64, 1024, device=self.device)
+                    # The host is ahead of the GPU by the whole pass here.
+                    loss = model(x, order)
+                    loss.backward()
+                    losses.append(loss.detach())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                close = torch.allclose(*losses, rtol=1e-4, atol=1e-4)
+                check(close, f"step {step}: {losses[1].item()} and plain {losses[0].item()}")
+            peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
+            print(f"  40 steps, peak {peak >> 20} MiB, deviations {run.engine.order.deviations}", flush=True)
+
+    def trained(self, tier, dtype, steps=8, **own):
+        model = self.llama(dtype, "not reentrant", dropout=0.1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        found = []
+        with self.prepare(model, optimizer, tier, **own):
+            torch.manual_seed(9)
+            for step in range(steps):
+                for part in range(1 + step % 2):
+                    batch = self.tokens(10 * step + part)
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    found.append(loss.item())
+                found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            return found, digest(model)
+
+    def tiers(self):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            expected = self.trained("none", dtype, optimizer_step="immediate")
+            for tier, step, fraction in (("cpu", "immediate", 0.0), ("cpu", "deferred", 0.0), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0)):
+                found = self.trained(tier, dtype, optimizer_step=step, resident_fraction=fraction)
+                where = f"{dtype}, {tier}, {step}, resident {fraction}"
+                first = next((i for i, (a, b) in enumerate(zip(expected[0], found[0])) if a != b), None)
+                check(found == expected, f"{where}: number {first} of losses and norms, or the weights, differ: {expected[0][:8]} and {found[0][:8]}")
+                print(f"  {where}: same bits", flush=True)
+
+    def scaler(self):
+        def run(tier):
+            model = self.llama(torch.float32, "not reentrant")
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            scaler, losses = torch.amp.GradScaler(self.device), []
+            with self.prepare(model, optimizer, tier):
+                for step in range(6):
+                    batch = self.tokens(step)
+                    with torch.autocast(self.device, dtype=torch.float16):
+                        loss = model(input_ids=batch, labels=batch).loss
+                    scaler.scale(loss).backward()
+                    scaler.unscale_(optimizer)
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                    scaler.step(optimizer)
+                    scaler.update()
+                    optimizer.zero_grad()
+                    losses.append(loss.item())
+                return losses, digest(model)
+
+        expected, found = run("none"), run("cpu")
+        check(found == expected, f"{expected} and {found}")
+        check(expected[0][-1] < expected[0][0], f"it does not learn: {expected[0]}")
+
+    def resume(self):
+        def start(name):
+            command = [sys.executable, __file__, "--out", self.out, "--bin", self.programs, "--train", self.out / name]
+            return subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True)
+
+        def lines(name, kill_at=None):
+            process, found = start(name), []
+            for line in process.stdout:
+                found.append(line.strip())
+                if len(found) == kill_at:
+                    process.send_signal(signal.SIGKILL)
+            check(process.wait() == (-signal.SIGKILL if kill_at else 0), f"status {process.returncode}: {found[-3:]}")
+            return found
+
+        whole = lines("whole")
+        found = []
+        for kill_at in (7, 9, None):
+            found.append(lines("cut", kill_at))
+            print(f"  {found[-1][0]}, then {len(found[-1]) - 1} lines", flush=True)
+        check(found[-1][0] != "resumed 0", "it did not resume")
+        check(found[-1][-1] == whole[-1], f"weights differ: {found[-1][-1]} and {whole[-1]}")
+        different = set(sum((part[1:] for part in found), [])) - set(whole)
+        check(not different, f"steps with other losses: {sorted(different)[:4]}")
+
+    def train(self, directory):
+        """The script of `resume`: dropout draws from the GPU's generator."""
+        directory.mkdir(exist_ok=True)
+        model = self.llama(torch.bfloat16, "not reentrant", dropout=0.2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        config, _ = self.config("nvme")
+        config["zero_optimization"]["offload_param"]["nvme_path"] = str(directory)
+        with offloadd.prepare(model, optimizer, config, run_dir=directory / "run", track=[scheduler]) as run:
+            print("resumed", run.steps_done, flush=True)
+            for number in run.batches(range(24)):
+                batch = self.tokens(number)
+                loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                print("step", run.steps_done, loss.item().hex(), flush=True)
+            print("weights", digest(model), flush=True)
+
+    def speed(self):
+        command = [sys.executable, HERE.parents[1] / "bench/table.py", "--bin", self.programs, "--out", self.out / "table", *SPEED_ROWS]
+        check(subprocess.run([str(word) for word in command]).returncode == 0, f"rows without a figure: see {self.out / 'table'}")
+
+
+def digest(model):
+    found = hashlib.sha256()
+    for name, value in model.state_dict().items():
+        found.update(name.encode() + value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = ("bits", "pressure", "tiers", "scaler", "resume", "speed")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
+    parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
+    parser.add_argument("--cpu", action="store_true", help="tries this script itself on the processor's path")
+    parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(sorted(unknown))}")
+    device = "cpu" if args.cpu or os.environ.get("GPU_CHECK_ON_CPU") else "cuda"
+    if device == "cpu":
+        os.environ["GPU_CHECK_ON_CPU"] = "1"
+    elif not torch.cuda.is_available():
+        sys.exit("gpu_check.py: torch finds no GPU here; --cpu tries the script itself")
+    torch.use_deterministic_algorithms(True)
+    args.out = args.out.resolve()
+    args.out.mkdir(parents=True, exist_ok=True)
+    checks = Checks(args.out, args.bin.resolve(), device)
+    if args.train:
+        return checks.train(args.train)
+    # Everything that is printed here and by children goes to the log too.
+    log = subprocess.Popen(["tee", str(args.out / "log.txt")], stdin=subprocess.PIPE)
+    os.dup2(log.stdin.fileno(), 1), os.dup2(log.stdin.fileno(), 2)
+    name = torch.cuda.get_device_name() if device == "cuda" else "the processor"
+    print(f"{name}, torch {torch.__version__}, {os.cpu_count()} cores", flush=True)
+    failed = []
+    for part in args.parts or parts[:-1]:
+        print(f"== {part}", flush=True)
+        began = time.monotonic()
+        try:
+            getattr(checks, part)()
+        except Exception as error:
+            if not isinstance(error, Failed):
+                traceback.print_exc()
+            print(f"  FAILED: {error}", flush=True)
+            failed.append(part)
+        else:
+            print(f"  passed in {time.monotonic() - began:.1f} s", flush=True)
+        for left in args.out.glob("*-*/"):
+            shutil.rmtree(left, ignore_errors=True)
+    print(f"failed: {', '.join(failed)}" if failed else "all passed", flush=True)
+    os.close(1), os.close(2), log.stdin.close()
+    log.wait()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
