@@ -8,7 +8,7 @@
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
 # make deb          builds a Debian package of offloadd in target/
-# make python       builds the Python package in place; make wheel: a wheel of it in target/wheels
+# make python       builds the Python package in place; make wheel: a wheel of it in target/wheels; make test-wheel: installs and runs that
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
 # LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
@@ -18,6 +18,9 @@ JOBS ?= 2
 CARGO := cargo
 # A Python with maturin; `make test-tools` creates it.
 PYTHON ?= .python/bin/python
+# Of `make python` and `make wheel`: dev compiles sooner, and is slower.
+PROFILE ?= release
+BUILT := $(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 
 # CI builds everything once.
 ifdef CI
@@ -27,7 +30,7 @@ endif
 # Seeds of both simulations: enough to find a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel test-wheel bench libtorch clean
 
 demo: build
 	trainer/demo.sh
@@ -36,12 +39,15 @@ build: libtorch
 	$(CARGO) build -j$(JOBS) --release --workspace --bins
 
 python:
-	$(CARGO) build -j$(JOBS) --release -p offloadd-python -p offloadd
-	cp target/release/lib_offloadd.so trainer/python/python/offloadd/_offloadd.abi3.so
-	cp target/release/offloadd trainer/python/python/offloadd/offloadd
+	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd-python -p offloadd
+	cp target/$(BUILT)/lib_offloadd.so trainer/python/python/offloadd/_offloadd.abi3.so
+	cp target/$(BUILT)/offloadd trainer/python/python/offloadd/offloadd
 
 wheel: python
-	$(PYTHON) -m maturin build --release --manifest-path trainer/python/Cargo.toml --out target/wheels
+	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out target/wheels
+
+test-wheel:
+	PYTHON=$(PYTHON) PROFILE=$(PROFILE) trainer/python/test-wheel.sh
 
 deb:
 	$(CARGO) build -j$(JOBS) --release -p offloadd
