@@ -2,7 +2,7 @@
 # make check        the daily command: formatting, lints, links of documents, unit tests, both simulations with few seeds
 # make test         formatting, lints, links, words, documentation, licenses, every test; lists skipped tests and the slowest targets
 # make nightly      the same with more seeds, kills, crash images and restarts
-# make test-tools   installs the tools of some tests (as root with apt; 90 MB of NVRTC with pip), which are skipped without them
+# make test-tools   installs the tools of some tests (as root with apt; by pip NVRTC and, for the Python tests, PyTorch: 5 GB)
 # make docs         writes the generated pages and pictures: configuration, commands, on-disk format, models
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
