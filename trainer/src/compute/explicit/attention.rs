@@ -102,7 +102,7 @@ pub(super) fn attention(
     })
 }
 
-/// Like [`attention`], with query and key heads normalized by the weights `norms` before rotation, all in one
+/// Like [`attention()`], with query and key heads normalized by the weights `norms` before rotation, all in one
 /// graph. Does not change `qkv`.
 pub(super) fn normed_attention(
     config: &ModelConfig,
