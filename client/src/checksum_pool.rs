@@ -1,5 +1,5 @@
-//! Threads that compute checksums of tiles beside the session's own thread: one core sums 6 to 23 GB/s, and several drives move
-//! more in both directions together. Either such a thread or the in-flight table owns a slot, never both.
+//! Threads that compute checksums of tiles beside the session's own thread: one core manages 6 to 23 GB/s, less than several
+//! drives move in both directions together. A slot belongs either to such a thread or to the in-flight table.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};

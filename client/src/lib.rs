@@ -12,10 +12,10 @@
 //!   begin_commit ─▶ poll_commit                            a generation and its blob are durable
 //! ```
 //!
-//! Promises: bytes that do not match their checksum are never handed out. A slot is not lent twice and not freed while the
-//! kernel may write to it. No call waits longer than its deadline, plus three minutes for a daemon that restarts. Every wait
-//! ends with [`ClientError::DaemonGone`] when the daemon dies; a session that the next daemon adopts continues. Callers see no
-//! gRPC, no descriptors and no shared memory except their own slots.
+//! Promises: bytes that do not match their checksum are never handed out. A slot has one owner: it is not lent twice, and its
+//! memory is not freed while the kernel may write to it. A call waits until its deadline, plus up to three minutes if a daemon
+//! restarts. Every wait ends with [`ClientError::DaemonGone`] when the daemon dies; a session that the next daemon adopts
+//! continues. Callers see no gRPC, no descriptors and no shared memory except their own slots.
 //!
 //! One thread drives a session; [`Waker`] wakes it from other threads. `unsafe` stands in `mapping.rs` alone.
 //!

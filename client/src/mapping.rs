@@ -2,7 +2,7 @@
 //!
 //! Promises: regions of one mapping never overlap, cannot be copied, and keep the mapping alive. A slice of a region lasts as
 //! long as the region is borrowed, and nobody else in this process sees its bytes. Other processes and the kernel write to a
-//! region only while it is in flight; then the session owns it and gives out no slice of it.
+//! region only while it is in flight; during that time the session holds it and lends no slice.
 
 use std::os::fd::AsFd;
 use std::ptr::NonNull;

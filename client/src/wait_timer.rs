@@ -1,5 +1,5 @@
 //! Measures how long this process has waited, without the time in which it was suspended (Ctrl-Z, a frozen container, a sleeping
-//! machine). What the process waited for may have been suspended with it, and could not continue either.
+//! machine). The other side of the wait may have been suspended too, and so could not make progress.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,7 @@
 //! Bytes that a step moves, and a lower bound of its time. Plans, benchmarks and reports share these functions.
 //!
-//! Bytes are counted from the tiles, padding included. Tiles that stay in a staging slot across the end of forward or
-//! of a step are read once less; the bound ignores that, so a run may be slightly faster than its bound.
+//! Bytes are counted from the tiles, padding included. A tile that stays in a staging slot across the end of the forward
+//! pass or of a step is read once less. The bound counts that read anyway, so a run may be slightly faster than its bound.
 
 use crate::layout::{Kind, Layout};
 use crate::settings::SwapperSettings;

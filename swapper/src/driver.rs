@@ -1,5 +1,5 @@
-//! The acting half: one owner thread between the trainer, the update workers and the session. It holds every slot
-//! that is not lent and executes the core's actions. It decides nothing.
+//! The acting half: one owner thread serves the trainer, the update workers and the session. It holds every slot that is
+//! not lent, and carries out the core's actions. It decides nothing.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Errors of the swapper. After any error except a refused call the swapper serves nothing more; committed tiles
-//! stay.
+//! Errors of the swapper. After any error except a refused call the swapper serves nothing more; the state that was
+//! committed remains.
 
 use offload_client::{ClientError, FaultKind};
 

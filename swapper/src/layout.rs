@@ -13,9 +13,9 @@
 //! Units may have parameters of several sizes. Slots of one kind have one size, so a unit with larger parameters has fewer
 //! elements a tile.
 //!
-//! Ranges do not depend on the number of ranks, and a shard is whole ranges. The table is therefore the same for
-//! every number of ranks, ownership is a rule instead of stored data, and any number of ranks reads what another has
-//! written. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`]
+//! Ranges do not depend on the number of ranks, and a shard consists of whole ranges. The table is therefore the same for
+//! every number of ranks. The rank that owns a tile is computed, not stored, so a run can resume with another number of
+//! ranks. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`]
 //! picks sizes for which the usual numbers of ranks divide a unit's tiles.
 
 use std::ops::Range;

@@ -3,6 +3,8 @@
 //! ```text
 //!   at once   | G0 G1 G2 | G2 S2 G1 S1 G0 S0 | U0 U1 U2 commit |
 //!   deferred  | U0 G0 U1 G1 U2 G2 commit | G2 S2 G1 S1 G0 S0 |           updates of the step before, the same bits
+//!
+//!   G  gather: read parameters      S  scatter: add gradients      U  update      0, 1, 2: the unit
 //! ```
 //!
 //! Both end with the operations expected next, so that read-ahead continues across the end of a step.

@@ -1,7 +1,7 @@
 //! Records what a run did and when, for a timeline. Spans are collected only while a caller asks for them.
 //!
-//! Spans that ended before a step was finished are handed out with that step, so the bytes of their reads and writes
-//! are those of the step's [`crate::StepIo`].
+//! A span is handed out with the first step that is finished after the span ended. The bytes of its reads and writes are
+//! therefore counted in that step's [`crate::StepIo`].
 
 use std::ops::Range;
 use std::time::Instant;

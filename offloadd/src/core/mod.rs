@@ -15,12 +15,12 @@
 //!   reserve bytes for a job, to freeze it, to exchange extents of its tiles, and to thaw it, and reads where tiles lie.
 //! - [`operations`] owns what is in flight for both: writes and flushes in order (scripts), and flushes that are shared. The
 //!   owner of a script is told of its end.
-//! - [`Core`] hands each event to the part that decides, and carries values between the parts before it takes the next event:
-//!   ends of scripts to their owner, and notes of `data` (space freed, an extent written to) to `admin`.
+//! - [`Core`] hands each event to the part that decides. Before it takes the next event, it passes values between the parts:
+//!   ends of scripts to their owners, and notes of `data` (space freed, extent written to) to `admin`.
 //!
 //! The path of one tile: `Submission` ▶ [`data`] checks session, slot, tile and generation ▶ `Io` of the extent that no record
-//! names ▶ `IoDone` ▶ `Complete`. `Commit` of the last rank ▶ flush of every device written to ▶ record, twice ▶ flush of the
-//! metadata device ▶ `Reply`.
+//! names ▶ `IoDone` ▶ `Complete`. `Commit` of the last rank ▶ flush of every device written to ▶ record, both copies ▶ flush
+//! of the metadata device ▶ `Reply`.
 //!
 //! Invariants: a slot has one operation in flight; nothing reads a tile while it is written; a write goes to an extent that no
 //! record names; what is acknowledged is flushed; a session's arena is dropped after its last operation.

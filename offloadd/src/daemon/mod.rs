@@ -1,4 +1,4 @@
-//! The daemon, assembled from its settings: started, served, and stopped in order.
+//! The daemon, put together from its settings: how it starts, serves and stops.
 //!
 //! ```text
 //!   settings ─▶ lock devices ─▶ recover ─▶ sockets ─▶ owner thread ─▶ calls ─▶ READY

@@ -1,8 +1,8 @@
 //! A device of a store: a preallocated file or a raw block device, opened for direct I/O under a lock.
 //!
-//! Promises: the lock is taken before the first byte is read, so one daemon has a store at a time. The lock of a dying
-//! predecessor outlives its process by up to 0.1 s and is waited for; a living holder is named. Everything that makes a device
-//! unusable is found here and reported with its path and what to do.
+//! Promises: the lock is taken before the first byte is read, so one daemon has a store at a time. The kernel may keep the lock
+//! of a process that has ended; it is waited for up to 30 s. If a living process still holds the lock after a second, the error
+//! names that process. Everything that makes a device unusable is found here and reported with its path and what to do.
 
 mod blocks;
 mod error;

@@ -1,4 +1,4 @@
-//! Checks what on a machine keeps the daemon from running, from running safely, or from running fast; each finding comes with a fix.
+//! Checks whether this machine can run the daemon, safely and at full speed; each finding comes with a fix.
 //!
 //! ```text
 //!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── control group limits, memlock, descriptors

@@ -5,8 +5,8 @@
 //! ```
 //!
 //! Promises: every submitted [`Io`] comes back as exactly one [`IoDone`], with the device's answer: an errno, or the bytes it
-//! moved, which may be fewer than asked. An operation owns its memory until it comes back. Nothing here waits, except the
-//! probe of [`Engine::open`] and dropping an engine, which waits half a minute for operations in flight.
+//! moved, which may be fewer than asked. An operation owns its memory until it comes back. Nothing here waits, with two
+//! exceptions: the probe of [`Engine::open`], and dropping an engine, which waits up to 30 s for operations in flight.
 
 use std::fmt;
 use std::fs::File;

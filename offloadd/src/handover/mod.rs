@@ -1,20 +1,21 @@
-//! Hands sessions over from one incarnation of the daemon to the next: what must outlive a daemon is given to whoever starts
-//! daemons (systemd or `offloadd supervise`), and taken back from it.
+//! Hands sessions over from one incarnation of the daemon to the next. The state that must outlive a daemon is given to the
+//! program that starts daemons (systemd or `offloadd supervise`), and the next daemon takes it back.
 //!
 //! ```text
-//!   old one:  no new work ─▶ I/O in flight ends, its completions are in the rings ─▶ descriptors, then the state ─▶ exit
-//!   keeper:   keeps them; starts the next one with them        (`FDSTORE=1`, then `LISTEN_FDS`)
-//!   new one:  recovers the store ─▶ is the state of this store, its last incarnation and newest generations? ─▶ the rings continue
+//!   old daemon:  no new work ─▶ I/O in flight ends, its completions are in the rings ─▶ descriptors, then the state ─▶ exit
+//!   systemd, or offloadd supervise:  keeps them; starts the next daemon with them        (`FDSTORE=1`, then `LISTEN_FDS`)
+//!   new daemon:  recovers the store ─▶ does the state fit: this store, its last incarnation, its newest generations?
+//!                                   ─▶ the rings continue
 //! ```
 //!
-//! A process notices nothing: its memory, its rings and its life line persist, and what it submits meanwhile waits in the ring.
-//! Only calls are lost, and the process repeats those. If no daemon adopts a session, its life line hangs up, as if the daemon
-//! had died.
+//! A process notices nothing: its memory, its rings and its life line persist, and operations that it submits meanwhile wait in
+//! the ring. Only calls are lost, and the process repeats those. If no daemon adopts a session, its life line hangs up, as if
+//! the daemon had died.
 //!
-//! The state is used once: the daemon that adopts it empties an eventfd beside it, after the last step that can fail. Therefore a
-//! state that is kept by mistake cannot undo what that daemon wrote. Neither can it undo what another daemon wrote: each
-//! incarnation writes the store's catalog before it serves, and the state names the last sequence it knows. The names of
-//! descriptors contain a number of the hand-over, so that leftovers of another one do not mix with it.
+//! The state is used once: the daemon that adopts it empties an eventfd that was handed over with it, after the last step that
+//! can fail. Therefore a state that is kept by mistake cannot undo what that daemon wrote. Nor can it undo what another daemon
+//! wrote: each incarnation writes the store's catalog before it serves, and the state names the last sequence it knows. The
+//! names of descriptors contain the number of the hand-over, so that leftovers of another hand-over are not mixed in.
 //!
 //! Size: seven descriptors a session, and 40 bytes for each tile written since the last commit, some megabytes in all. The
 //! names of all descriptors go into one environment variable of at most 128 KiB; this and the unit's limit bound the sessions.

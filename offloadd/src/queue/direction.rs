@@ -18,7 +18,7 @@ pub const INFLIGHT_COUNT_MAX: usize = 256;
 /// Weight of a session among those of its job.
 const WEIGHT_EACH: u32 = 1;
 
-/// Turns: users by their shares, a user's jobs by theirs, and a job's sessions equally. Demanded pieces of a job go before its
+/// Turns: users by their weights, a user's jobs by theirs, and a job's sessions equally. Demanded pieces of a job go before its
 /// prefetches, and within a session the oldest goes first. Users, jobs and sessions without waiting operations are forgotten,
 /// unless they were served ahead of others that wait.
 #[derive(Debug)]

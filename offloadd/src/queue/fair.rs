@@ -41,7 +41,7 @@ impl<K> Default for Fair<K> {
 
 impl<K: Copy + Ord> Fair<K> {
     /// Adds a waiting operation of `key`, with its weight from now on. Bytes that it was served ahead of others are recounted
-    /// with the new weight, so that a changed share has effect at once.
+    /// with the new weight, so that a changed weight has effect at once.
     pub(super) fn came(&mut self, key: K, weight: u32) {
         assert!(weight > 0, "a weight of nothing");
         let now = self.now;

@@ -1,10 +1,10 @@
-//! Limits of jobs in one direction of a device, for the sake of jobs beside them that ask for less or have a larger share.
+//! Limits of jobs in one direction of a device, for the sake of jobs beside them that ask for less or have a larger weight.
 //!
 //! Operations in the kernel cannot be overtaken. A process that reads one small tile after the other would wait each time for
 //! everything that a busy job has in flight, whatever the turns. Beside a job that asks for less, pieces of another job start only
 //! while not more is in flight than the device moves in its latency ([`Answer`]) plus a quarter of what the other asks for;
 //! beside the smallest job a drive is then busy some three quarters of the time. If everything a user asks for fits the window,
-//! nothing of it would ever wait for a turn. Beside a user with a larger share, a user has at most its proportion of what
+//! nothing of it would ever wait for a turn. Beside a user with a larger weight, a user has at most its proportion of what
 //! that one has in flight; the same holds for jobs of a user. Without such neighbours everybody has the whole window.
 //!
 //! A job's demand is the most it had waiting and in flight within the last one or two spans of bytes, because a process that

@@ -1,27 +1,30 @@
 //! Chooses which operations go to each device next, and in what pieces. A core: no clock, thread or file.
 //!
 //! ```text
-//!                      each device, each way
-//!   push(Io, priority) ──▶ wanted ──┐   pieces, while the
-//!                         ahead ───┴─▶ window has room ──start──▶ engine ──ended──▶ the whole operation, once
-//!   flushes ─────────────────────────────────────────────▶ at once
+//!                    each device, each direction
+//!   push(Io, priority) ──▶ demand ───┐   pieces, while the
+//!                          prefetch ─┴─▶ window has room ──start──▶ engine ──ended──▶ the whole operation, once
+//!   flushes ─────────────────────────────────────────────▶ immediately
 //! ```
 //!
-//! **Order.** Users take turns by bytes, each in proportion to its share, and so do the jobs of a user; the sessions of a job
-//! have equal parts. Nobody's turn is kept for later. Within a job, operations of [`Priority::Demand`] go before those of
-//! [`Priority::Prefetch`], except that one of [`TURNS`] pieces is a prefetch, so that those always progress. Within a session,
-//! the oldest goes first. The daemon's records go before everything; tiles that move to another device have an eighth of the
-//! smallest share that waits.
+//! **Order.** Users take turns, counted in bytes and in proportion to their weights; so do a user's jobs. The sessions of a job
+//! have equal parts. A turn that is not used is not saved up. Within a job, operations of [`Priority::Demand`] go before those
+//! of [`Priority::Prefetch`], except that one of [`TURNS`] pieces is a prefetch, so that prefetches always progress. Within a
+//! session, the oldest goes first. The daemon's own records have the largest weight; they are few and short, so they hardly
+//! wait. Tiles that move between devices have an eighth of the smallest weight that is waiting.
+//!
 //! **Directions.** Reads and writes of a device have separate windows: drives do both at the same time, and neither can take
 //! the place of the other.
-//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]), because operations in the kernel cannot be overtaken.
-//! Beside a job that asks for little, windows and pieces are shorter, so that it hardly waits ([`interference`]).
+//!
+//! **Windows** are as short as keeps the device busy ([`DeviceLimits`]), because an operation that the kernel has cannot be
+//! overtaken. Beside a job that asks for little, windows and pieces are shorter, so that it hardly waits ([`interference`]).
+//!
 //! **Pieces.** A large operation is cut into pieces that the device takes as one request; they are in flight together and end
 //! as one. The first piece, by offset, that fails or is short fails the operation, and its other pieces are not handed over.
 //!
 //! **Bounds.** The core bounds the operations here; pieces exist only while in flight. A drive of 3.2 GB/s takes 3,200 pieces
-//! of 1 MiB a second. Beside a process that reads small tiles one by one, four pieces fit the time in which the drive answers:
-//! 40,000 a second if that is 100 us. Each takes some hundred nanoseconds here.
+//! of 1 MiB a second. Beside a process that reads small tiles one by one, four pieces fit into the time in which the drive
+//! answers: at 100 us, 40,000 a second. Each takes some hundred nanoseconds here.
 
 mod answer;
 mod direction;

@@ -13,9 +13,9 @@ pub enum Owner {
     Session {
         /// User of the process.
         uid: u32,
-        /// Share of the user beside other users, 1 to [`WEIGHT_MAX`].
+        /// Weight of the user beside other users, 1 to [`WEIGHT_MAX`].
         user_weight: u32,
-        /// Share of the job beside the user's other jobs, in the same range.
+        /// Weight of the job beside the user's other jobs, in the same range.
         job_weight: u32,
         /// Any number that identifies the job.
         job: u64,
@@ -24,7 +24,7 @@ pub enum Owner {
     },
 }
 
-/// A user or another owner of a share.
+/// A user or another competitor with a weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum User {
     /// Operations of the daemon that somebody waits for.
@@ -46,9 +46,9 @@ pub(super) const BACKGROUND_WEIGHT: u32 = WEIGHT_DEFAULT;
 /// Weights of turns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Weights {
-    /// [`TURNS`] times the user's share, so that the weight of tiles that move beside the smallest share is a whole number.
+    /// [`TURNS`] times the user's weight, so that an eighth of the smallest weight, for tiles that move, is a whole number.
     pub(super) user: u32,
-    /// The job's share among its user's jobs.
+    /// The job's weight among its user's jobs.
     pub(super) job: u32,
 }
 

@@ -20,25 +20,28 @@
 //! hit both.
 //!
 //! - A *record* is the manifest of one generation: for each tile the extent that holds it, its checksum and the generation
-//!   that wrote it; then one blob a rank. It is written after the tiles are flushed, so a record that reads back whole is
-//!   true, and one that a power cut interrupted does not read back. Even generations use slot 0, odd ones slot 1.
-//! - A *void* fills a slot without a record: from the definition of the job on, and after a record is discarded. A slot
-//!   therefore holds zeros or another job's record only if a drive erred. If both copies are damaged like that, they may have
-//!   been the newest generation, and nobody resumes until it is discarded. The copy with the higher sequence counts.
+//!   that wrote it; then one blob a rank. It is written after the tiles are flushed. A record that reads back whole is
+//!   therefore true; one cut short by a power failure does not read back. Even generations use slot 0, odd ones slot 1.
+//! - A *void* fills a slot without a record: from the definition of the job on, and after a record is discarded. A slot that
+//!   holds neither a record nor a void (zeros, or another job's record) therefore means that the drive erred. If both copies
+//!   are damaged like that, the slot may have held the newest generation; the job cannot be resumed until the slot is
+//!   discarded. Records and voids have a sequence: of the two copies of a slot, the one with the higher sequence counts.
 //! - A *mark* adds state to the record beside it without rewriting it: `confirmed` (every node has this generation), or
 //!   `overwriting` (without durability: its tiles are being overwritten in place, so they are not valid).
 //! - The *catalog* lists the devices of the store. One write of it adds a device, after its superblock is written, and one
-//!   write removes it, before its superblock says so. After any power cut a device belongs to the store or does not; a device
-//!   that the catalog does not list belongs to none. Each incarnation of a daemon writes the catalog before it serves, with a
-//!   sequence two higher, so that state handed over by an incarnation is refused when another one served since. The catalog
-//!   moves when its device is drained: see [`metadata_device`].
-//! - A *definition* (tiles and their extents, layout) is written copy A, flush, copy B, flush, and rewritten with a higher
-//!   revision when tiles move to another device; the newer sound copy counts. Records name the first or second extent of a
-//!   tile and stay true: an extent is replaced only while no record names it, or by one that holds the same bytes, flushed
-//!   before. The old extent is reused only after both copies of the new definition are durable. A record names the revision
-//!   it was written under; an older definition is damage.
-//! - A *generation can be resumed from* when it is the newest, or when the newest is not confirmed: once the newest is
-//!   confirmed, the extents of the one before are overwritten. See [`manifest::resumable`].
+//!   write removes it, before its superblock says so. After any power cut a device either belongs to the store or does not:
+//!   the catalog decides. Each incarnation of a daemon writes the catalog before it serves, with a sequence two higher, so
+//!   that state handed over by an incarnation is refused when another one served since. The catalog moves when its device is
+//!   drained: see [`metadata_device`].
+//! - A *definition* holds the tiles with their extents, and the layout.
+//!   - It is written copy A, flush, copy B, flush; the sound copy with the higher revision counts.
+//!   - When tiles move to another device, it is written again with a higher revision.
+//!   - Records name the first or second extent of a tile and must stay true. An extent is therefore replaced only while no
+//!     record names it, or by one that holds the same bytes and was flushed before.
+//!   - The old extent is reused only after both copies of the new definition are durable.
+//!   - A record names the revision it was written under; a definition with a lower one is damage.
+//! - A job can *resume* from the newest generation, and from the one before only until the newest is confirmed: then the
+//!   extents of the one before are overwritten. See [`manifest::resumable`].
 //!
 //! Another `version` is refused and not changed. The head and its checksum are the same in every version.
 

@@ -7,23 +7,23 @@
 //!     └── evicted: clean, used later ┘  └────── Writing ◀─────────────────┘
 //! ```
 //!
-//! **Order.** The plan is the program expanded to uses of single ranges. The trainer's uses are served in order, updates
-//! run in order, and each tile's uses complete in order because a use waits until it is its tile's next.
+//! **Order.** The plan is the program, expanded into uses of single ranges. Uses by the trainer are served in order, and
+//! updates start in order. A use waits until it is the next one of its tile, so each tile's uses end in order.
 //!
-//! **Slots.** Reads are issued in plan order as far as slots allow, with one cursor a kind. The use at position p may
-//! take the slot of a clean tile whose next use is later than p; the tile used furthest in the future is evicted
-//! (Belady's rule over a known program). The tiles of the earliest unfinished use therefore always get slots: two slots
-//! of each kind suffice for progress.
+//! **Slots.** Reads are issued in plan order as far as slots allow, with one cursor a kind. A use at position p may take
+//! the slot of a clean tile whose next use is after p; of these, the tile that is used last is evicted (Belady's rule
+//! over a known program). The earliest unfinished use therefore always gets its slots, and two slots of each kind are
+//! enough to make progress.
 //!
 //! **Generations.** Fills and updates belong to the working generation. No write of generation k+1 starts before
 //! commit k is acknowledged, and a tile with unwritten content of k is not updated for k+1. A commit starts when
 //! nothing of its generation is pending, dirty or being written.
 //!
-//! **Gradients** come with a scatter into an empty slot, are written as soon as they are there unless they are resident, and
-//! are used up by the update: after it the tile has no content, and the next scatter claims its slot again. They belong to no
-//! generation: their writes wait for no commit and no commit for them. Further scatters of a step find the first one's
-//! gradients in the slot and add to them. Gradients that are not updated are dropped when the next step begins; passes of
-//! one step keep them.
+//! **Gradients.** A scatter puts gradients into an empty slot. Unless they are resident, they are written immediately. The
+//! update consumes them: then the tile is empty, and the next scatter takes a slot again. Further scatters of the same
+//! step add to the gradients in the slot. Gradients belong to no generation: their writes wait for no commit, and no
+//! commit waits for them. Another pass of the same step keeps them; those of a step that was not finished are dropped when
+//! the next step begins.
 //!
 //! **Bounds.** Operations in flight: half of iodepth in each direction, since drives read and write at the same time.
 //! Updates in flight: one more than workers, so that no worker waits for a message; they start in plan order and end in

@@ -1,6 +1,6 @@
 //! Administration of the store: devices and their free space, the catalog, tiles that move to other devices.
 //!
-//! Above [`super::data`], which it asks by values: it never changes a job itself.
+//! Sits above [`super::data`] and calls its functions; it never changes a job itself.
 //!
 //! ```text
 //!   AddDevice, DrainDevice  ──▶ devices ─┐

@@ -1,13 +1,13 @@
-//! Sessions and the tiles of their jobs: tiles in and out, commits, resume.
+//! Sessions and the tiles of their jobs: reads and writes of tiles, commits, and the generation that a job resumes from.
 //!
-//! Owns the state of every job and session. No other module changes it: the administration uses the functions of [`layout`],
-//! and receives a [`Note`] about changes that it must know.
+//! Owns the state of every job and session. No other module changes it. The administration uses the functions of [`layout`],
+//! and learns of events here by a [`Note`].
 //!
 //! ```text
 //!   session ──▶ define, resume ──▶ tiles ──▶ commit ──▶ confirm
 //!      └─ scratch, quota              └─ damage       forget: records that could not be read
 //!   transitions: how the state of a job changes
-//!   layout: what the administration asks     adopt: what outlives the daemon     snapshot, inspect: what people see
+//!   layout: functions for the administration     adopt: state that outlives the daemon     snapshot, inspect: reports
 //! ```
 
 mod adopt;

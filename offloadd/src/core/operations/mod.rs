@@ -1,6 +1,6 @@
 //! Operations in flight, and what both parts of the core build from them: scripts of writes and flushes, and shared flushes.
 //!
-//! Does not know jobs or the catalog: the owner of a script keeps its purpose, by its [`ScriptId`].
+//! Knows neither jobs nor the catalog. Whoever starts a script remembers its purpose under the [`ScriptId`].
 
 mod flush;
 mod script;

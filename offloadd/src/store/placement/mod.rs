@@ -1,8 +1,8 @@
 //! Free space of each device, and placement of a job's tiles.
 //!
-//! Tiles are dealt to devices so that each has bytes in proportion to its rate and neighbours in the table lie on different
-//! devices: with several tiles in flight the rates add up. A device without room for its share gets what it has room for,
-//! spread over the whole table. If it were filled first, the second half of the table would have only the other devices.
+//! Tiles are dealt out so that each device gets bytes in proportion to its rate, and neighbours in the table lie on different
+//! devices. With several tiles in flight the rates then add up. A device that lacks room for its part gets less, spread over
+//! the whole table; if it were filled first, the second half of the table would be left to the other devices.
 
 mod shares;
 #[cfg(test)]
