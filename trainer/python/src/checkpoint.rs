@@ -10,7 +10,7 @@ use swapper::{Swapper, SwapperError, UninitTile};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::{Checkpoint, CheckpointDescription, CheckpointError, TileWriter};
 
-use crate::errors::{Damaged, Error, LayoutChanged};
+use crate::errors::{Damaged, Error, LayoutChanged, NoSpace};
 use crate::open::{Plan, UnitPlan};
 use crate::update::StepHyper;
 
@@ -37,7 +37,12 @@ impl From<CheckpointError> for Failure {
 pub(crate) fn exception(error: CheckpointError) -> pyo3::PyErr {
     let text = error.to_string();
     match error {
-        CheckpointError::Damaged { .. } => Damaged::new_err(text),
+        // The native trainer's advice names its commands.
+        CheckpointError::Damaged { path, message } => Damaged::new_err(format!(
+            "the checkpoint {} is damaged: {message}; load another tag",
+            path.display()
+        )),
+        CheckpointError::TooLittleSpace { .. } => NoSpace::new_err(text),
         CheckpointError::Other { .. } => LayoutChanged::new_err(text),
         _ => Error::new_err(text),
     }

@@ -149,7 +149,7 @@ def test_checkpoints_that_cannot_be_loaded_are_refused_by_name(tmp_path):
     data = bytearray(tiles.read_bytes())
     data[len(data) // 2] ^= 1
     tiles.write_bytes(data)
-    with pytest.raises(offloadd.Damaged, match="is damaged"):
+    with pytest.raises(offloadd.Damaged, match="is damaged: .*; load another tag"):
         engine.load_checkpoint(tmp_path / "saved")
     assert same(before, weights(engine))
     train(engine, batches(1))
