@@ -1,4 +1,4 @@
-//! Measures the GPU's kernels and copies: `cargo run --release -p kernels --example gpu_speed [MILLION_ELEMENTS]`, default 128.
+//! Measures the GPU's kernels and copies: `cargo run --release -p kernels --example update_speed [MILLION_ELEMENTS]`, default 128.
 //!
 //! Each line is the median of 20 runs after 3 that do not count. Bytes are those that the work must read and write. The bottleneck is the device's
 //! memory for kernels, and the bus for copies and updates.

@@ -1,7 +1,7 @@
 //! Measures how fast a GPU computes a model of 1.345 G parameters: a block, the head, the embedding, and all
 //! of forward and backward.
 //!
-//! `cargo run --release -p trainer --example gpu_speed [plain]`; `plain` uses torch operators instead of
+//! `cargo run --release -p trainer --example model_speed [plain]`; `plain` uses torch operators instead of
 //! fused kernels. Needs neither a configuration nor a store. All 24 blocks have the same weights.
 
 use std::process::{Command, ExitCode};
@@ -31,7 +31,7 @@ fn main() -> ExitCode {
     match measure(std::env::args().nth(1).as_deref() == Some("plain")) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("gpu_speed: {error}");
+            eprintln!("model_speed: {error}");
             ExitCode::FAILURE
         }
     }
