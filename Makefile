@@ -1,7 +1,7 @@
 # make demo         trains a Llama with all its state on two device files, kills everything in mid-step, and resumes
 # make check        the daily command: formatting, lints, links of documents, unit tests, both simulations with few seeds
 # make test         formatting, lints, links, words, documentation, licenses, every test; lists skipped tests and the slowest targets
-# make nightly      the same with more seeds, kills, crash images and restarts
+# make nightly      the same with more seeds, kills, crash images and restarts, and the wheel in an empty environment
 # make test-tools   installs the tools of some tests (as root with apt; by pip NVRTC and, for the Python tests, PyTorch: 5 GB)
 # make docs         writes the generated pages and pictures: configuration, commands, on-disk format, models
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
@@ -87,6 +87,7 @@ nightly: export OFFLOADD_POWER_IMAGES ?= 100000
 nightly: export OFFLOADD_POWER_TRAININGS ?= 100
 nightly: export OFFLOADD_KILLS ?= 200
 nightly: test
+	$(MAKE) test-wheel
 
 test-tools:
 	@.ci/test-tools.sh
