@@ -97,6 +97,15 @@ pub type PartMut<'a> = (Range<u64>, &'a mut [u8]);
 /// Reads a range's `param` and `state`; the state of a unit that is not trained is empty.
 pub type TileVisitor<'a> = dyn FnMut(&TileRange, &[u8], &[u8]) + 'a;
 
+/// How tiles get a new content.
+#[derive(Clone, Copy, Debug)]
+enum Filling {
+    /// All of it is given: nothing is read.
+    Fill,
+    /// What is there is read and changed.
+    Rewrite,
+}
+
 /// Holds all tiles of one rank. `H` is the value that the updates of one step share, such as the learning rate.
 ///
 /// After an error other than a refused call, every call answers [`SwapperError::Stopped`]; what was committed stays.
@@ -107,8 +116,8 @@ pub struct Swapper<H: Clone + Send + 'static> {
     schedule: Schedule,
     commit_every: u64,
     initialized: bool,
-    /// Whether [`Swapper::begin_fill`] or [`Swapper::begin_rewrite`] has no [`Swapper::end_fill`] yet.
-    filling: bool,
+    /// What [`Swapper::begin_fill`] or [`Swapper::begin_rewrite`] began and [`Swapper::end_fill`] has not ended.
+    filling: Option<Filling>,
     owner: Owner<H>,
     inbox: Inbox<H>,
     replies: Receiver<Reply>,
@@ -150,7 +159,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             schedule: settings.schedule,
             commit_every: settings.commit_every,
             initialized: opened.resumed.is_some(),
-            filling: false,
+            filling: None,
             owner,
             inbox,
             replies,
@@ -200,7 +209,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let units = 0..self.layout.units().len();
         let ops = units.map(|unit| Op::Fill { unit }).collect();
         self.blob = blob;
-        self.plan_fill(ops)
+        self.plan_fill(Filling::Fill, ops)
     }
 
     /// Drains and begins to give `units` another content. [`Swapper::fill`] of each of them in this order must follow, and
@@ -218,12 +227,12 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.drain()?;
         let ops = units.iter().map(|&unit| Op::Rewrite { unit }).collect();
         self.blob = blob;
-        self.plan_fill(ops)
+        self.plan_fill(Filling::Rewrite, ops)
     }
 
-    fn plan_fill(&mut self, mut ops: Vec<Op>) -> Result<(), SwapperError> {
+    fn plan_fill(&mut self, filling: Filling, mut ops: Vec<Op>) -> Result<(), SwapperError> {
         ops.push(Op::Commit);
-        self.filling = true;
+        self.filling = Some(filling);
         self.send(Message::Plan {
             ops,
             keep: false,
@@ -241,9 +250,9 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         mut fill: impl FnMut(&mut [UninitTile<'_>]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.check_running()?;
-        let op = match self.initialized {
-            true => Op::Rewrite { unit },
-            false => Op::Fill { unit },
+        let op = match self.filling {
+            Some(Filling::Rewrite) => Op::Rewrite { unit },
+            Some(Filling::Fill) | None => Op::Fill { unit },
         };
         let layout = self.layout.clone();
         self.serve(op, |lent| {
@@ -272,7 +281,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         self.check_running()?;
         self.counted = self.settle(Vec::new(), None)?;
         self.initialized = true;
-        self.filling = false;
+        self.filling = None;
         self.uncommitted_count = 0;
         self.pending.clear();
         Ok(())
@@ -639,7 +648,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
                     self.abandoned = true;
                     self.torn |= scatters;
                     // A tile that was written in part must not be used.
-                    self.stopped |= self.filling;
+                    self.stopped |= self.filling.is_some();
                     return Err(error.into());
                 }
             }
@@ -726,10 +735,10 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     fn check(&mut self) -> Result<(), SwapperError> {
         self.check_running()?;
         match self.filling {
-            true => Err(SwapperError::Program {
+            Some(_) => Err(SwapperError::Program {
                 what: "units are being filled: end that first".into(),
             }),
-            false => Ok(()),
+            None => Ok(()),
         }
     }
 

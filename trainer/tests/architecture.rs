@@ -56,6 +56,8 @@ const UNSAFE_PLACES: &[&str] = &[
     "offloadd/src/engine/psync.rs",
     "client/src/mapping.rs",
     "kernels/src/",
+    "kernels/tests/gpu/memory.rs",
+    "kernels/tests/gpu/streams.rs",
     "kernels/torch/src/",
     "trainer/python/src/memory.rs",
 ];
