@@ -19,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 # Test binaries are those of $HOME/built; the tests say what $HOME/said holds and end with $HOME/status.
 CARGO = """#!/bin/sh
 echo "$*" >> "$HOME/calls"
-case "$*" in *--no-run*) cat "$HOME/built"; exit;; *--doc*|*"--test daemon"*) exit;; esac
+case "$*" in *--no-run*) cat "$HOME/built"; exit;; *--doc*|*"--test daemon"*|*"--test rate_limited"*) exit;; esac
 cat "$HOME/said"; exit "$(cat "$HOME/status")"
 """
 BUILT = [
@@ -54,13 +54,15 @@ class Tests(unittest.TestCase):
             self.counts = (folder / "counts").read_text()
             return done.returncode, done.stdout + done.stderr, (folder / "calls").read_text().splitlines()
 
-    def test_targets_that_wait_run_beside_the_others_with_the_program_named(self):
-        built = [*BUILT, {"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": "daemon"}, "executable": "/r/target/debug/deps/daemon-4"}]
+    def test_targets_that_wait_run_beside_the_others_with_the_program_named_and_those_that_compare_times_before(self):
+        more = [{"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["test"], "name": name}, "executable": f"/r/target/debug/deps/{name}-4"} for name in ("daemon", "rate_limited")]
+        built = [*BUILT, *more]
         with unittest.mock.patch(f"{__name__}.BUILT", built):
             code, out, calls = self.outcome(target(SIMULATION, "a"), more=["--beside", "/bin/true"])
             self.assertEqual(code, 0, out)
             run = [call for call in calls if "--no-run" not in call]
-            self.assertEqual(sorted("--test daemon" in call for call in run), [False, False, True], run)
+            self.assertEqual(sorted("--test daemon" in call for call in run), [False, False, False, True], run)
+            self.assertEqual(["--test rate_limited" in call for call in run], [True, False, False, False], run)
             self.assertTrue(any("--lib --bins --test simulation --" in call for call in run), run)
             code, out, _ = self.outcome(target(SIMULATION, "a"), more=["--beside", "/bin/false"])
             self.assertEqual(code, 1, out)

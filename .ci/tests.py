@@ -24,8 +24,11 @@ import time
 HERE = pathlib.Path(__file__).resolve().parent
 SLOWEST_MAX = 10
 
+# Test targets that compare times: they run first, and nothing beside them.
+ALONE = {"rate_limited"}
+
 # Test targets that wait more than they compute: they run in a lane of their own, beside the others.
-WAITING = {"commands", "daemon", "keeper", "rate_limited", "with_daemon"}
+WAITING = {"commands", "daemon", "keeper", "with_daemon"}
 
 
 class Target:
@@ -195,7 +198,7 @@ class Lane(threading.Thread):
 
 
 def lanes(cargo, names, beside):
-    """Commands that run all tests, in two lanes."""
+    """Commands that run all tests: those that run alone, and two lanes."""
     tests = sorted({target for name in names.values() if (target := name.rpartition("/")[2]) not in ("lib", "bin")})
 
     def command(*which):
@@ -204,9 +207,12 @@ def lanes(cargo, names, beside):
     def named(chosen):
         return [word for test in chosen for word in ("--test", test)]
 
-    first = [command("--lib", "--bins", *named(test for test in tests if test not in WAITING)), command("--doc")]
-    waiting = [test for test in tests if test in WAITING]
-    return first, [*([command(*named(waiting))] if waiting else []), *([[beside]] if beside else [])]
+    def of(chosen):
+        chosen = [test for test in tests if test in chosen]
+        return [command(*named(chosen))] if chosen else []
+
+    first = [command("--lib", "--bins", *named(test for test in tests if test not in ALONE | WAITING)), command("--doc")]
+    return of(ALONE), first, [*of(WAITING), *([[beside]] if beside else [])]
 
 
 def run(cargo, names, beside, log):
@@ -218,13 +224,15 @@ def run(cargo, names, beside, log):
         sys.stdout.flush()
         log.write(line)
 
-    first, second = lanes(cargo, names, beside)
-    first, second = Lane(first, names, show), Lane(second, names, later.append)
+    alone, first, second = lanes(cargo, names, beside)
+    alone, first, second = Lane(alone, names, show), Lane(first, names, show), Lane(second, names, later.append)
+    alone.run()
     first.start(), second.start()
     first.join(), second.join()
     for line in later:
         show(line)
-    return first.passed and second.passed, first.targets + second.targets
+    all_lanes = [alone, first, second]
+    return all(lane.passed for lane in all_lanes), [target for lane in all_lanes for target in lane.targets]
 
 
 def record(cargo, path):

@@ -149,6 +149,7 @@ import os, sys
 sys.path[:0] = [{str(pathlib.Path(__file__).resolve().parent)!r}, {str(pathlib.Path(__file__).resolve().parents[1] / "python")!r}]
 import pathlib, test_faults, offloadd
 from test_runs import batches, train
+test_faults.torch.set_num_threads(1)
 with test_faults.run_of(pathlib.Path({str(tmp_path)!r})) as (run, model, optimizer):
     train(model, optimizer, batches(6)[:3])
     child = os.fork()
