@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import offloadd
+from random_models import Fails
 from toy import Block, Net, Offloaded, randomize, same_gradients
 
 
@@ -185,16 +186,6 @@ def test_what_cannot_be_done_to_a_released_parameter_is_refused_by_name():
 
 def test_a_forward_and_a_backward_that_fail_leave_nothing_behind():
     plain, ours = pair()
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise ValueError("on purpose")
-
     handle = ours.model.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         ours.model(torch.randn(4, 8))

@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _offloadd
 from ._checkpoint import load_checkpoint, save_checkpoint
-from ._config import Config, batch_of, settings_of
+from ._config import Config, Settings, batch_of, settings_of
 from ._console import say
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
@@ -67,7 +67,7 @@ def initialize(
         lr_scheduler = schedule_of(settings.json, optimizer)
     elif not hasattr(lr_scheduler, "state_dict"):
         lr_scheduler = lr_scheduler(optimizer)
-    engine = TrainingEngine(model, optimizer, lr_scheduler, config, run_dir)
+    engine = TrainingEngine(model, optimizer, lr_scheduler, config, settings, run_dir)
     loader = None
     if training_data is not None:
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -87,9 +87,9 @@ class TrainingEngine:
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any,
         config: Config,
+        settings: Settings,
         run_dir: Optional[Union[str, os.PathLike]],
     ) -> None:
-        settings = settings_of(config)
         micro, accumulated = batch_of(settings.json) or (1, settings.json.get("gradient_accumulation_steps", 1))
         self._micro_batch, self._accumulated = micro, accumulated if isinstance(accumulated, int) else 1
         self._loss_scale = _loss_scale(settings.json) if settings.precision == "float16" else None

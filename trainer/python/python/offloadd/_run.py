@@ -102,6 +102,9 @@ class Run:
         self._names: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(param), []).append(name)
+        in_units = (param for unit in found for param in unit.params)
+        self._index_of = {id(param): index for index, param in enumerate(in_units)}
+        # Updates so far of the parameter with each index.
         self._updates: dict[int, int] = {}
         self._position = _Position()
         self._resumed: Optional[dict[str, Any]] = None
@@ -527,13 +530,6 @@ class Run:
         """Gives the parameter groups what they had at the step that was resumed from: a scheduler made since may have changed it."""
         for group, kept in zip(self.optimizer.param_groups, self._groups):
             group.update(kept)
-
-    @property
-    def _index_of(self) -> dict[int, int]:
-        if not hasattr(self, "_indices"):
-            params = (param for unit in self.engine.units for param in unit.params)
-            self._indices = {id(param): index for index, param in enumerate(params)}
-        return self._indices
 
     def check_layout(self, kept: list, where: Any) -> None:
         """Refuses the units `kept` of another model: parameters of other names or shapes, or other groups of them."""
