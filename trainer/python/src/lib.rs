@@ -423,5 +423,6 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;
+    module.add_function(wrap_pyfunction!(schedule::deepspeed_schedulers, module)?)?;
     errors::add(module)
 }

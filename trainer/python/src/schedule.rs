@@ -1,13 +1,22 @@
 //! DeepSpeed's learning-rate schedules and its loss scale, which the native trainer has too.
 
 use pyo3::prelude::*;
-use training_state::learning_rate::{LrSchedule, betas, learning_rate};
+use training_state::learning_rate::{DEEPSPEED_SCHEDULERS, LrSchedule, betas, learning_rate};
 use training_state::overflow::{DynamicScale, OverflowPolicy, OverflowState};
 
 use crate::errors::Error;
 
 fn parse(schedule: &str) -> PyResult<LrSchedule> {
     serde_json::from_str(schedule).map_err(|error| Error::new_err(format!("scheduler: {error}")))
+}
+
+/// DeepSpeed's schedulers, each with the names of its parameters.
+#[pyfunction]
+pub(crate) fn deepspeed_schedulers() -> Vec<(&'static str, Vec<&'static str>)> {
+    let with_params = DEEPSPEED_SCHEDULERS.iter();
+    with_params
+        .map(|(name, params)| (*name, params.to_vec()))
+        .collect()
 }
 
 /// Learning rate of step `step` (from 1), and the betas where the schedule sets them. `schedule` is JSON.

@@ -21,6 +21,65 @@ use serde::{Deserialize, Serialize};
 /// The second beta in DeepSpeed's cycle, independent of the optimizer's.
 const CYCLE_BETA2: f64 = 0.99;
 
+/// DeepSpeed's schedulers, each with the names of its parameters.
+pub const DEEPSPEED_SCHEDULERS: &[(&str, &[&str])] = &[
+    (
+        "LRRangeTest",
+        &[
+            "lr_range_test_min_lr",
+            "lr_range_test_step_size",
+            "lr_range_test_step_rate",
+            "lr_range_test_staircase",
+        ],
+    ),
+    (
+        "OneCycle",
+        &[
+            "cycle_min_lr",
+            "cycle_max_lr",
+            "decay_lr_rate",
+            "cycle_first_step_size",
+            "cycle_second_step_size",
+            "cycle_first_stair_count",
+            "cycle_second_stair_count",
+            "decay_step_size",
+            "cycle_momentum",
+            "cycle_min_mom",
+            "cycle_max_mom",
+            "decay_mom_rate",
+        ],
+    ),
+    (
+        "WarmupLR",
+        &[
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+        ],
+    ),
+    (
+        "WarmupDecayLR",
+        &[
+            "total_num_steps",
+            "warmup_min_lr",
+            "warmup_max_lr",
+            "warmup_num_steps",
+            "warmup_type",
+        ],
+    ),
+    (
+        "WarmupCosineLR",
+        &[
+            "total_num_steps",
+            "warmup_min_ratio",
+            "warmup_num_steps",
+            "cos_min_ratio",
+            "warmup_type",
+        ],
+    ),
+];
+
 /// Checked schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -12,31 +12,7 @@ from . import _offloadd
 from ._errors import Error, NotSupported
 
 # Each scheduler with the parameters it has.
-_PARAMS = {
-    "LRRangeTest": (
-        "lr_range_test_min_lr",
-        "lr_range_test_step_size",
-        "lr_range_test_step_rate",
-        "lr_range_test_staircase",
-    ),
-    "OneCycle": (
-        "cycle_min_lr",
-        "cycle_max_lr",
-        "decay_lr_rate",
-        "cycle_first_step_size",
-        "cycle_second_step_size",
-        "cycle_first_stair_count",
-        "cycle_second_stair_count",
-        "decay_step_size",
-        "cycle_momentum",
-        "cycle_min_mom",
-        "cycle_max_mom",
-        "decay_mom_rate",
-    ),
-    "WarmupLR": ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-    "WarmupDecayLR": ("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"),
-    "WarmupCosineLR": ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type"),
-}
+_PARAMS = dict(_offloadd.deepspeed_schedulers())
 
 _OPTIMIZER_PARAMS = {"lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode", "fused", "foreach"}
 

@@ -1,6 +1,7 @@
 //! Resolves DeepSpeed's scheduler table. As in DeepSpeed, a parameter of another scheduler is refused.
 
 use serde_json::Value;
+use training_state::learning_rate::DEEPSPEED_SCHEDULERS;
 
 use super::optimizer::is_left_out;
 use super::{at_least, fraction, not_negative, value};
@@ -10,67 +11,8 @@ use crate::config::{
     LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
 };
 
-/// Each scheduler with its parameters.
-const SCHEDULERS: &[(&str, &[&str])] = &[
-    (
-        "LRRangeTest",
-        &[
-            "lr_range_test_min_lr",
-            "lr_range_test_step_size",
-            "lr_range_test_step_rate",
-            "lr_range_test_staircase",
-        ],
-    ),
-    (
-        "OneCycle",
-        &[
-            "cycle_min_lr",
-            "cycle_max_lr",
-            "decay_lr_rate",
-            "cycle_first_step_size",
-            "cycle_second_step_size",
-            "cycle_first_stair_count",
-            "cycle_second_stair_count",
-            "decay_step_size",
-            "cycle_momentum",
-            "cycle_min_mom",
-            "cycle_max_mom",
-            "decay_mom_rate",
-        ],
-    ),
-    (
-        "WarmupLR",
-        &[
-            "warmup_min_lr",
-            "warmup_max_lr",
-            "warmup_num_steps",
-            "warmup_type",
-        ],
-    ),
-    (
-        "WarmupDecayLR",
-        &[
-            "total_num_steps",
-            "warmup_min_lr",
-            "warmup_max_lr",
-            "warmup_num_steps",
-            "warmup_type",
-        ],
-    ),
-    (
-        "WarmupCosineLR",
-        &[
-            "total_num_steps",
-            "warmup_min_ratio",
-            "warmup_num_steps",
-            "cos_min_ratio",
-            "warmup_type",
-        ],
-    ),
-    // Hugging Face's names for schedules without a warm-up.
-    (LINEAR, &["total_num_steps"]),
-    (CONSTANT, &[]),
-];
+/// Hugging Face's names for schedules without a warm-up, with their parameters.
+const WITHOUT_WARMUP: &[(&str, &[&str])] = &[(LINEAR, &["total_num_steps"]), (CONSTANT, &[])];
 
 const LINEAR: &str = "linear";
 const CONSTANT: &str = "constant";
@@ -88,8 +30,9 @@ pub(super) fn schedule(
         return Ok(left_out(config, lr, steps, written_for, said));
     };
     let notes = &mut said.notes;
-    let Some((_, known)) = SCHEDULERS.iter().find(|(name, _)| *name == kind) else {
-        let names: Vec<&str> = SCHEDULERS.iter().map(|(name, _)| *name).collect();
+    let schedulers = || DEEPSPEED_SCHEDULERS.iter().chain(WITHOUT_WARMUP);
+    let Some((_, known)) = schedulers().find(|(name, _)| *name == kind) else {
+        let names: Vec<&str> = schedulers().map(|(name, _)| *name).collect();
         return Err(value(
             "scheduler.type",
             format!(
