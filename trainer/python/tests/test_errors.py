@@ -1,4 +1,4 @@
-"""What goes wrong while a run goes on: it is said by name, and the next step or start goes on."""
+"""Errors during a run: each has a name, and the next step or start continues."""
 
 import os
 import pathlib

@@ -227,7 +227,7 @@ def batch_of(config: Mapping[str, Any]) -> Optional[tuple[int, int]]:
 
 
 def _given(section: Mapping[str, Any], key: str, default: Any) -> Any:
-    """The value of a key; "auto" and null are as good as left out."""
+    """The value of a key; "auto" and null count as left out."""
     value = section.get(key)
     return default if value is None or value == "auto" else value
 

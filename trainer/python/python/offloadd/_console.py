@@ -1,4 +1,4 @@
-"""What a person reads while a run goes on: lines on stderr."""
+"""Lines on stderr for the person who started the script."""
 
 import sys
 

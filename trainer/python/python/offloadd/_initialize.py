@@ -228,7 +228,7 @@ class TrainingEngine:
     def deepspeed_io(
         self, dataset: torch.utils.data.Dataset, batch_size: Optional[int] = None, collate_fn: Optional[Callable] = None
     ) -> "Batches":
-        """A loader of micro-batches in random order, which a resumed run goes on with."""
+        """A loader of micro-batches in random order; a resumed run continues in it."""
         loader = torch.utils.data.DataLoader(
             dataset,
             batch_size=batch_size or self._micro_batch,

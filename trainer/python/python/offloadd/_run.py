@@ -293,7 +293,7 @@ class Run:
         self._core.load(str(checkpoint), to_blob(state, self.run_dir))
         self._resume(state)
         if self._position.epoch:
-            # The script is in the middle of its data and goes on there.
+            # The script is in the middle of its data and continues there.
             self._resumed = None
         set_random_state(state["random"])
         self._to_seal = None
