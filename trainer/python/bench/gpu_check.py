@@ -153,15 +153,16 @@ class Checks:
                 return self.head(x).sum()
 
         torch.manual_seed(3)
-        plain = Net(self.device)
-        ours = copy.deepcopy(plain)
-        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (plain, ours)]
+        kept = Net(self.device)
+        moved = copy.deepcopy(kept)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (kept, moved)]
         rng = random.Random(4)
-        with self.prepare(ours, optimizers[1], "cpu") as run:
+        # The same update on both sides: AdamW's sums differ in their last bits from PyTorch's, and these losses double that each step.
+        with self.prepare(kept, optimizers[0], "none"), self.prepare(moved, optimizers[1], "cpu") as run:
             for step in range(40):
                 order = list(range(8)) if step % 4 else [rng.randrange(8) for _ in range(rng.randrange(1, 10))]
                 losses = []
-                for model, optimizer in zip((plain, ours), optimizers):
+                for model, optimizer in zip((kept, moved), optimizers):
                     torch.manual_seed(step)
                     x = torch.randn(64, 1024, device=self.device)
                     # The host is ahead of the GPU by the whole pass here.
@@ -170,8 +171,7 @@ class Checks:
                     losses.append(loss.detach())
                     optimizer.step()
                     optimizer.zero_grad()
-                close = torch.allclose(*losses, rtol=1e-4, atol=1e-4)
-                check(close, f"step {step}: {losses[1].item()} and plain {losses[0].item()}")
+                check(torch.equal(*losses), f"step {step}: {losses[1].item()}, and {losses[0].item()} with device none")
             peak = torch.cuda.max_memory_allocated() if self.device == "cuda" else 0
             print(f"  40 steps, peak {peak >> 20} MiB, deviations {run.engine.order.deviations}", flush=True)
 
@@ -208,8 +208,8 @@ class Checks:
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
             scaler, losses = torch.amp.GradScaler(self.device), []
             with self.prepare(model, optimizer, tier):
-                for step in range(6):
-                    batch = self.tokens(step)
+                for _ in range(6):
+                    batch = self.tokens(0)
                     with torch.autocast(self.device, dtype=torch.float16):
                         loss = model(input_ids=batch, labels=batch).loss
                     scaler.scale(loss).backward()
