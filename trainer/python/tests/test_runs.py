@@ -300,3 +300,27 @@ def test_weights_read_after_a_step_are_the_newest(tmp_path):
         model(batches(1)[0])
         optimizer.step()
         assert not torch.equal(model.head.weight, before)
+
+
+@needs_daemon
+def test_a_run_that_does_not_resume_begins_anew_and_keeps_what_is_frozen(tmp_path):
+    def run(seed, base=0, **how):
+        def made(seed):
+            torch.manual_seed(0)
+            return randomize(Net(6), seed)
+
+        model = made(seed)
+        model.blocks[1].load_state_dict(made(base).blocks[1].state_dict())
+        model.blocks[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        with offloadd.prepare(model, optimizer, config("nvme", tmp_path), run_dir=tmp_path / "run", **how) as begun:
+            return begun.steps_done, train(model, optimizer, batches(3)), {name: value.clone() for name, value in model.state_dict().items()}
+
+    _, losses, weights = run(0)
+    assert run(5, resume=False)[0] == 0
+    steps, again, found = run(0, resume=False)
+    assert (steps, again) == (0, losses) and all(torch.equal(found[name], value) for name, value in weights.items())
+    with pytest.raises(offloadd.NotSupported, match="frozen parameters of another model .blocks.1"):
+        run(0, base=3, resume=False)
+    # The refusal changed nothing.
+    assert run(7)[0] == 3

@@ -10,24 +10,32 @@ or, for Hugging Face's Trainer, `offloadd.hf.attach(trainer, "ds_config.json")` 
 The same script started again resumes after the last committed step.
 """
 
-from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported
-from ._initialize import TrainingEngine, initialize
-from ._plan import Plan
-from ._run import Run, prepare
-from ._weights import init
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "DaemonGone",
-    "Damaged",
-    "DeviceFailed",
-    "Error",
-    "LayoutChanged",
-    "NoSpace",
-    "NotSupported",
-    "Plan",
-    "Run",
-    "TrainingEngine",
-    "init",
-    "initialize",
-    "prepare",
-]
+if TYPE_CHECKING:
+    from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported
+    from ._initialize import TrainingEngine, initialize
+    from ._plan import Plan
+    from ._run import Run, prepare
+    from ._weights import init
+
+# Names and the modules they come from, imported when they are used: console scripts start without torch.
+_FROM = {
+    **dict.fromkeys(["DaemonGone", "Damaged", "DeviceFailed", "Error", "LayoutChanged", "NoSpace", "NotSupported"], "_errors"),
+    "Plan": "_plan",
+    "Run": "_run",
+    "TrainingEngine": "_initialize",
+    "init": "_weights",
+    "initialize": "_initialize",
+    "prepare": "_run",
+}
+
+__all__ = list(_FROM)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FROM:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_FROM[name]}", __name__), name)
+    return value

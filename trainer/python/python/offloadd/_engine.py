@@ -236,14 +236,21 @@ class Engine:
 
     @contextlib.contextmanager
     def gathered(self, unit: Unit) -> Iterator[None]:
-        """The unit's parameters, outside of passes; they are released afterwards if they were."""
+        """The unit's parameters; they are released afterwards if they were, within a forward together with the module that is under
+        way."""
         absent = not unit.here
-        self.gather(unit, record=False)
+        self.gather(unit, record=bool(self._stack))
+        if absent and self._stack:
+            self._stack[-1][1].append(unit)
         try:
             yield
         finally:
-            if absent:
+            if absent and not self._stack:
                 self.release(unit)
+
+    def units_with(self, params: list[_Tensor]) -> list[Unit]:
+        """The units that have some of `params`."""
+        return list(dict.fromkeys(self.unit_of[id(param)] for param in params if id(param) in self.unit_of))
 
     def release_all(self) -> None:
         """Gives back what is still here, after a pass that did not end in order too."""
@@ -252,7 +259,7 @@ class Engine:
 
     def read_released(self, params: list[nn.Parameter], func, args, kwargs):
         """Calls `func`, which takes released parameters."""
-        units = list(dict.fromkeys(self.unit_of[id(param)] for param in params))
+        units = self.units_with(params)
         if _in_place(func) and not (torch.is_grad_enabled() and self._stack):
             raise NotSupported(f"{func.__name__} on a parameter whose values are in tiles: {_BEFORE}")
         gathered = [unit for unit in units if not unit.here]

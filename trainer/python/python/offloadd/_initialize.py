@@ -6,7 +6,7 @@ import math
 import os
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ._errors import Error, NotSupported
 from ._run import Run, prepare
 from ._schedules import optimizer_of, schedule_of
 from ._weights import trained_state
+from ._zero import remember
 
 
 def initialize(
@@ -37,12 +38,15 @@ def initialize(
     config_params: Optional[Config] = None,
     *,
     run_dir: Optional[Union[str, os.PathLike]] = None,
+    resume: bool = True,
+    track: Sequence[Any] = (),
 ) -> tuple["TrainingEngine", torch.optim.Optimizer, Any, Any]:
     """Takes over a model as `deepspeed.initialize` does; returns (engine, optimizer, dataloader, lr_scheduler).
 
     `optimizer` and `lr_scheduler` are objects, functions that make them (of the parameters, of the optimizer), or left
     out for what the sections `optimizer` and `scheduler` of the configuration say. Where bf16 or fp16 is enabled, the
-    model is brought to that type. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step.
+    model is brought to that type. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step, unless `resume`
+    is False: the run then begins anew. `track` has further objects whose state is committed with each step.
     """
     if model is None:
         raise Error("initialize: pass the model")
@@ -67,7 +71,7 @@ def initialize(
         lr_scheduler = schedule_of(settings.json, optimizer)
     elif not hasattr(lr_scheduler, "state_dict"):
         lr_scheduler = lr_scheduler(optimizer)
-    engine = TrainingEngine(model, optimizer, lr_scheduler, config, settings, run_dir)
+    engine = TrainingEngine(model, optimizer, lr_scheduler, config, settings, run_dir, resume, track)
     loader = None
     if training_data is not None:
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -89,7 +93,11 @@ class TrainingEngine:
         config: Config,
         settings: Settings,
         run_dir: Optional[Union[str, os.PathLike]],
+        resume: bool,
+        tracked: Sequence[Any],
     ) -> None:
+        # The configuration as DeepSpeed's engine shows it.
+        self.config = settings.json
         micro, accumulated = batch_of(settings.json) or (1, settings.json.get("gradient_accumulation_steps", 1))
         self._micro_batch, self._accumulated = micro, accumulated if isinstance(accumulated, int) else 1
         self._loss_scale = _loss_scale(settings.json) if settings.precision == "float16" else None
@@ -99,8 +107,11 @@ class TrainingEngine:
         self._applied = False
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
         self.training_dataloader: Any = None
-        track = [self, lr_scheduler] if lr_scheduler is not None else [self]
-        self.run: Run = prepare(model, optimizer, config, run_dir=run_dir, track=track)
+        track = [self, *tracked] if lr_scheduler is None else [self, lr_scheduler, *tracked]
+        self.run: Run = prepare(model, optimizer, config, run_dir=run_dir, track=track, resume=resume)
+        # DeepSpeed's optimizers say whether they skipped the last step, and have the object that holds the hooks.
+        optimizer.overflow, optimizer.parameter_offload = False, _ParameterOffload()
+        remember(self.run)
 
     def __getattr__(self, name: str) -> Any:
         if name == "module":
@@ -132,6 +143,7 @@ class TrainingEngine:
         if self._loss_scale is not None:
             scale = self.loss_scale
             self._loss_scale.step(finite)
+            self.optimizer.overflow = not finite
             if not finite:
                 say(f"step {self.global_steps}: gradients overflow at a loss scale of {scale:g}: the step is skipped")
                 self._losses.clear()
@@ -257,9 +269,8 @@ class TrainingEngine:
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Copies parameters, optimizer state, scheduler and counters into `save_dir/tag`, with `client_state`."""
-        if exclude_frozen_parameters:
-            raise NotSupported("save_checkpoint: exclude_frozen_parameters: leave it out")
+        """Copies trained parameters, optimizer state, scheduler and counters into `save_dir/tag`, with `client_state`. Frozen
+        parameters are never in a checkpoint."""
         tag = str(tag) if tag is not None else f"global_step{self.global_steps}"
         save_checkpoint(self.run, Path(save_dir), tag, client_state or {}, save_latest)
         return True
@@ -307,9 +318,52 @@ class TrainingEngine:
 
     save_fp16_model = save_16bit_model
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether the model's weights can be saved: always, whatever the configuration says."""
+        return True
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's state in memory, or what is trained of it."""
+        return trained_state(self.module, self.run.engine) if exclude_frozen_parameters else self.module.state_dict()
+
     def destroy(self) -> None:
         """Ends the run in order."""
         self.run.close()
+
+
+class ReadingEngine(TrainingEngine):
+    """What a script gets that passes no optimizer, as for the reference model of a preference loss: the model, in memory."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.config, self.module = settings.json, model
+        self.optimizer = self.lr_scheduler = self.training_dataloader = None
+        self._accumulated = 1
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+        raise Error('backward: this engine was initialized without an optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
+
+    def step(self, lr_kwargs: Any = None) -> None:
+        raise Error("step: this engine was initialized without an optimizer")
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        return self.module.state_dict()
+
+    def destroy(self) -> None:
+        """Does nothing: the model is in memory."""
+
+
+class _ParameterOffload:
+    """The part of DeepSpeed's optimizers whose hooks scripts take away while they generate. Hooks stay here: they bring weights."""
+
+    def __init__(self) -> None:
+        self.module = nn.Module()
+        self.forward_hooks: list = []
+        self.backward_hooks: list = []
+
+    def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
+        pass
+
+    _register_hooks_recursively = setup_zero_stage3_hooks = _register_deepspeed_module
 
 
 class Batches:

@@ -40,6 +40,7 @@ def prepare(
     units: Optional[Sequence] = None,
     weights: Optional[Union[str, os.PathLike]] = None,
     plan_only: bool = False,
+    resume: bool = True,
 ) -> Any:
     """Takes over the parameters of `model` and the update of `optimizer` (Adam or AdamW), and changes both in place.
 
@@ -47,7 +48,8 @@ def prepare(
     resumes it after its last committed step. Left out, it is the key offloadd.run_dir, or a directory named after the
     configuration beside it. `track` has objects with `state_dict` and `load_state_dict`, such as schedulers, which are
     committed with each step. `units` names classes or patterns of modules whose parameters move together. `weights` names a
-    safetensors file, or a directory of them, with the values of parameters that were built in `offloadd.init()`.
+    safetensors file, or a directory of them, with the values of parameters that were built in `offloadd.init()`. Without
+    `resume` the run begins with the model's weights, which replace what an earlier run of the same model left in `run_dir`.
 
     Returns a `Run`; with `plan_only` the `Plan` of one, which `print` shows, and changes nothing.
 
@@ -67,7 +69,7 @@ def prepare(
         raise Error("pass the optimizer: offloadd.prepare(model, optimizer, config); without it only plan_only=True works")
     if weights is not None and not on_meta:
         raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
-    return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None)
+    return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, resume)
 
 
 class Run:
@@ -82,6 +84,7 @@ class Run:
         modules: dict[int, nn.Module],
         track: list,
         weights: Optional[Weights],
+        resume: bool,
     ) -> None:
         _check_optimizer(optimizer)
         settings, run_dir = plan.settings, plan.run_dir
@@ -127,12 +130,16 @@ class Run:
                 unit.place_meta()
         self.engine = Engine(model, found, modules, self._core, keep=settings.device == "none")
         self.engine.before_pass = self._seal
-        if blob is None:
+        if blob is not None and not resume:
+            try:
+                self._check_frozen()
+            except Error:
+                self._core.close()
+                raise
+        if blob is None or not resume:
             self._note_step()
             state, self._to_seal = self._to_seal, None
-            self._core.begin_fill(to_blob(state, run_dir))
-            self._fill(weights)
-            self._core.end_fill()
+            self._fill(weights, to_blob(state, run_dir), replace=blob is not None)
             self._core.begin_step()
             (run_dir / _LAYOUT).write_text(json.dumps(self.layout))
         else:
@@ -160,9 +167,14 @@ class Run:
         model._is_accelerate_prepared = True
         atexit.register(self.close)
 
-    def _fill(self, weights: Optional[Weights]) -> None:
-        """Gives the tiles their first content, a block at a time."""
+    def _fill(self, weights: Optional[Weights], blob: bytes, replace: bool) -> None:
+        """Gives the tiles their first content, a block at a time, and commits it. Where it is to `replace` what an earlier run
+        has left, frozen units stay: they are written once."""
         engine, begun = self.engine, set()
+        if replace:
+            self._core.begin_rewrite([unit.index for together in engine.together for unit in together if unit.trained], blob)
+        else:
+            self._core.begin_fill(blob)
         for together in engine.together:
             with contextlib.ExitStack() as rooms:
                 for unit in together:
@@ -175,8 +187,29 @@ class Run:
                 if empty:
                     begin(self.model, empty, begun, weights, self._names)
                 for unit in together:
-                    self._core.fill(unit.index, unit.flat.data_ptr())
+                    if unit.trained or not replace:
+                        self._core.fill(unit.index, unit.flat.data_ptr())
                     engine.release(unit)
+        self._core.end_fill()
+
+    def _check_frozen(self) -> None:
+        """Refuses frozen parameters whose values are not those that an earlier run has stored."""
+        self._core.begin_step()
+        for unit in self.engine.units:
+            if unit.trained:
+                continue
+            if not unit.built_on_meta:
+                unit.place()
+                given = unit.flat.clone()
+                unit.fresh = False
+                self.engine.take_away(unit)
+                with self.engine.gathered(unit):
+                    if torch.equal(unit.flat, given):
+                        continue
+            raise NotSupported(
+                f"{self.run_dir} has the frozen parameters of another model ({unit.name or 'outside of blocks'}), and frozen parameters "
+                "are written once: name another run_dir, or delete this one and its device files"
+            )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Gives the model other weights, a unit at a time, and commits them. The optimizer's moments stay. `model.load_state_dict`
@@ -185,15 +218,41 @@ class Run:
             raise Error("load_state_dict between backward and step(): call optimizer.step() or zero_grad() first")
         self._seal()
         sources, answer = sources_of(self.engine, lambda: self._plain_load(state_dict, strict=strict))
+        self._replace(sources)
+        return answer
+
+    def _replace(self, sources: Mapping[int, torch.Tensor]) -> None:
+        """Gives parameters, by id, other values and commits them."""
+        self._seal()
         self._note_step()
         state, self._to_seal = self._to_seal, None
         names = {key: of_one[0] for key, of_one in self._names.items()}
         rewrite(self.engine, self._core, sources, names, lambda: to_blob(self._complete(state), self.run_dir))
-        return answer
 
     def allow_load_state_dict(self) -> None:
         """Lets `model.load_state_dict` replace what a resumed run has trained."""
         self._resumed_at = 0
+
+    def keep_changes(self, units: Sequence[Unit]) -> None:
+        """Commits the values that a script has given to parameters of `units`, which are in memory."""
+        sources: dict[int, torch.Tensor] = {}
+        for unit in units:
+            given = unit.flat.clone()
+            self.engine.take_away(unit)
+            self.engine.gather(unit, record=False)
+            for param, offset in zip(unit.params, unit.offsets):
+                value = Unit.view_of(given, param, offset)
+                if not torch.equal(param.detach(), value):
+                    sources[id(param)] = value
+        if sources:
+            if self.engine.square_sums or self.engine.broken:
+                raise Error("parameters were changed between backward and step(): call optimizer.step() or zero_grad() first")
+            self._replace(sources)
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def save_weights(self, path: Union[str, os.PathLike]) -> None:
         """Writes the model's state to one file in safetensors' format, under the names of its state_dict, with the weights of

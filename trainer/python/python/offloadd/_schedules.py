@@ -14,6 +14,8 @@ from ._errors import Error, NotSupported
 # Each scheduler with the parameters it has.
 _PARAMS = dict(_offloadd.deepspeed_schedulers())
 
+SCHEDULERS = tuple(_PARAMS)
+
 _OPTIMIZER_PARAMS = {"lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode", "fused", "foreach"}
 
 

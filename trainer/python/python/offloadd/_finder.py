@@ -1,0 +1,93 @@
+"""Answers `import deepspeed` in this process with `offloadd._deepspeed`. Nothing of that name is installed.
+
+Only the standard library is imported here: with `offloadd-run` this file runs at the start of each interpreter.
+"""
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+
+NAME = "deepspeed"
+
+# Version of the interface, which Hugging Face's libraries compare with what they need.
+VERSION = "0.18.2"
+
+# Set by `offloadd-run` for the processes it starts.
+VARIABLE = "OFFLOADD_AS_DEEPSPEED"
+
+# Modules of others that call functions of ours after they were imported: their name, and the function in `offloadd._trainer`.
+_AFTER = {"transformers.trainer": "patch_trainer"}
+
+
+class _Distribution(importlib.metadata.Distribution):
+    """The metadata of a package that is not installed."""
+
+    def read_text(self, filename):
+        return f"Metadata-Version: 2.1\nName: {NAME}\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path):
+        return os.path.join(os.path.dirname(__file__), path)
+
+
+class _Loader(importlib.abc.Loader):
+    """Makes a module of the names that `offloadd._deepspeed` gives it."""
+
+    def create_module(self, spec):
+        return importlib.import_module("offloadd._deepspeed").Answer(spec.name)
+
+    def exec_module(self, module):
+        module.fill()
+
+
+class _Patching(importlib.abc.Loader):
+    """Another loader, and a function of ours after it."""
+
+    def __init__(self, loader, name):
+        self._loader, self._function = loader, _AFTER[name]
+
+    def create_module(self, spec):
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module):
+        self._loader.exec_module(module)
+        getattr(importlib.import_module("offloadd._trainer"), self._function)(module)
+
+    def __getattr__(self, name):
+        return getattr(self._loader, name)
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds `deepspeed`, its submodules and its metadata."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname == NAME or fullname.startswith(NAME + "."):
+            if fullname != NAME:
+                importlib.import_module("offloadd._deepspeed").check_module(fullname)
+            return importlib.machinery.ModuleSpec(fullname, _Loader(), is_package=True)
+        if fullname not in _AFTER:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _Patching(spec.loader, fullname)
+                return spec
+        return None
+
+    def find_distributions(self, context=importlib.metadata.DistributionFinder.Context()):
+        return [_Distribution()] if context.name in (None, NAME) else []
+
+
+def install():
+    """Puts the finder before all others, once. Returns why it cannot, or None."""
+    if any(isinstance(one, Finder) for one in sys.meta_path):
+        return None
+    if NAME in sys.modules:
+        return "deepspeed is imported already: import offloadd.as_deepspeed before it"
+    for name in ("accelerate", "transformers"):
+        if name in sys.modules:
+            return f"{name} is imported already and has looked for deepspeed: import offloadd.as_deepspeed before it"
+    sys.meta_path.insert(0, Finder())
+    return None

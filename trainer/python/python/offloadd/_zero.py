@@ -1,0 +1,125 @@
+"""`deepspeed.zero`: where parameters are built, and how a script reads and changes them after `initialize`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import weakref
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Optional, Union
+
+import torch
+from torch import nn
+
+from ._config import Config, settings_of
+from ._errors import Error, NotSupported
+from ._run import Run
+
+# Smaller parameters are built in host memory: a mapping each costs more than they hold.
+_MAPPED_BYTES_MIN = 1 << 20
+
+# Runs whose parameters `GatheredParameters` finds.
+_runs: "weakref.WeakSet[Run]" = weakref.WeakSet()
+
+
+def remember(run: Run) -> None:
+    """Lets `GatheredParameters` find the parameters of `run`."""
+    _runs.add(run)
+
+
+class Init:
+    """Builds the parameters of modules within it in the type that the configuration says, and in a temporary file on nvme_path
+    where it offloads to NVMe: a model may be larger than the host's memory. `initialize` takes them from there."""
+
+    def __init__(
+        self,
+        module: Optional[nn.Module] = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: Optional[str] = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Optional[Config] = None,
+        config: Optional[Config] = None,
+        enabled: bool = True,
+        dtype: Optional[torch.dtype] = None,
+        mpu: Any = None,
+        **others: Any,
+    ) -> None:
+        for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu), *others.items()):
+            if value is not None:
+                raise NotSupported(f"zero.Init: {name} is not supported: leave it out")
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        settings = settings_of(given) if given is not None else None
+        self._dtype = dtype or (getattr(torch, settings.precision) if settings and settings.precision else None)
+        self._dir = settings.nvme[0] if settings and settings.nvme else None
+        self._enabled = enabled
+        self._before: list[Any] = []
+
+    def __enter__(self) -> "Init":
+        from ._deepspeed import answering, init_distributed
+
+        answering()
+        if not self._enabled:
+            return self
+        # As DeepSpeed's does: transformers asks for the rank when it loads weights.
+        init_distributed()
+        plain = nn.Module.register_parameter
+
+        def register_parameter(module: nn.Module, name: str, param: Optional[nn.Parameter]) -> None:
+            if type(param) is nn.Parameter and not param.is_meta and not hasattr(param, "_offloadd_built"):
+                param.data = self._place(param.data)
+                param._offloadd_built = True
+            plain(module, name, param)
+
+        self._before.append(plain)
+        nn.Module.register_parameter = register_parameter
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self._enabled:
+            nn.Module.register_parameter = self._before.pop()
+
+    def _place(self, value: torch.Tensor) -> torch.Tensor:
+        dtype = self._dtype if self._dtype is not None and value.is_floating_point() else value.dtype
+        bytes_ = value.numel() * dtype.itemsize
+        if self._dir is None or bytes_ < _MAPPED_BYTES_MIN:
+            return value.to(dtype)
+        placed = _mapped(self._dir, bytes_, dtype).view(value.shape)
+        return placed.copy_(value)
+
+
+def _mapped(directory: Path, bytes_: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in a file without a name, whose space is freed with the tensor."""
+    handle, path = tempfile.mkstemp(prefix="offloadd-building-", dir=directory)
+    try:
+        # Without it, a full drive would end the process with SIGBUS when a page is written.
+        os.posix_fallocate(handle, 0, bytes_)
+        storage = torch.UntypedStorage.from_file(path, True, bytes_)
+    except OSError as error:
+        raise Error(f"{directory}: no room to build a parameter of {bytes_} bytes: {error.strerror}; free some, or name another nvme_path") from None
+    finally:
+        os.close(handle)
+        os.unlink(path)
+    return torch.empty(0, dtype=dtype).set_(storage)
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Union[nn.Parameter, Iterable[nn.Parameter]],
+    modifier_rank: Optional[int] = None,
+    fwd_module: Optional[nn.Module] = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Keeps the values of parameters in memory. With `modifier_rank`, changes made within are committed at its end; without it
+    they are lost. Parameters that no engine has are in memory anyway."""
+    wanted = [params] if isinstance(params, torch.Tensor) else list(params)
+    with contextlib.ExitStack() as stack:
+        found = [(run, run.engine.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
+        for run, units in found:
+            for unit in units:
+                stack.enter_context(run.engine.gathered(unit))
+        yield
+        if modifier_rank is not None:
+            for run, units in found:
+                run.keep_changes(units)

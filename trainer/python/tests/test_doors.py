@@ -1,0 +1,94 @@
+"""Scripts that say deepspeed: run unmodified by `offloadd-run`, and refused by name where offloadd does not answer."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from test_runs import HERE, config, needs_daemon
+
+PACKAGE = HERE.parent / "python"
+
+
+def offloadd_run(*arguments, **more):
+    path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.run(
+        [sys.executable, "-m", "offloadd.launch", *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        **more,
+    )
+
+
+def plain_losses():
+    """Losses of tests/scripts/says_deepspeed.py with torch alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8192, 32), *(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 1))
+    model[0].weight.data[0] = 0.5
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for ids in [torch.randint(0, 8192, (4, 6), generator=generator) for _ in range(6)]:
+        loss = (model(ids).mean(1) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@needs_daemon
+def test_a_script_with_deepspeeds_interface_runs_unmodified_and_what_is_missing_is_refused_by_name(tmp_path):
+    settings = {**config("nvme", tmp_path), "train_batch_size": 4}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    script = [HERE / "scripts" / "says_deepspeed.py", "--deepspeed_config", tmp_path / "ds.json", "--saved", tmp_path / "saved"]
+    result = offloadd_run(*script)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("offloadd: answers to `import deepspeed`") == 1
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "done"
+    assert [float(one) for line in lines if line.startswith("losses") for one in line.split()[1:]] == pytest.approx(plain_losses(), rel=1e-6)
+    refused = [line for line in lines if line.startswith("refused NotSupported deepspeed.")]
+    assert len(refused) == 5 and all("is not supported by offloadd" in line for line in refused)
+    assert "pipelines are not built" in refused[0] and "pipelines are not built" in refused[4]
+    assert not list(tmp_path.glob("offloadd-building-*"))
+
+
+def test_what_cannot_be_started_is_said_with_what_to_do(tmp_path):
+    for arguments, message in [
+        ([], "name a script"),
+        (["--"], "name a command after --"),
+        (["missing.py"], "missing.py: no such file"),
+        (["bash"], "for a command write: offloadd-run -- bash"),
+        (["--nproc", "0", __file__], "--nproc 0: must be at least 1"),
+        (["--", "no-such-command"], "no-such-command cannot be started: No such file or directory"),
+    ]:
+        result = offloadd_run(*arguments)
+        assert result.returncode == 2 and message in result.stderr, result.stderr
+        assert "torch" not in result.stderr
+
+
+def test_the_door_refuses_once_the_real_one_is_imported(tmp_path):
+    (tmp_path / "deepspeed.py").write_text("")
+    code = "import deepspeed, offloadd.as_deepspeed"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(tmp_path)])}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode and "deepspeed is imported already: import offloadd.as_deepspeed before it" in result.stderr
+
+
+def test_another_sitecustomize_still_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('the other ran')")
+    script = tmp_path / "script.py"
+    script.write_text("import importlib.util, sys\nprint(importlib.util.find_spec('deepspeed').origin, 'torch' in sys.modules)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(tmp_path)])}
+    command = [sys.executable, "-m", "offloadd.launch", "--", sys.executable, str(script)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    # Once for the launcher, once below it.
+    assert result.stdout.splitlines() == ["the other ran", "the other ran", "None False"], result.stderr
+
