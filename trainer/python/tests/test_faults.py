@@ -2,20 +2,19 @@
 
 import contextlib
 import os
-import pathlib
 import resource
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 
+import forks
 import offloadd
 from random_models import Fails
 from test_kills import daemons_of
-from test_runs import batches, config, lines_of, model_of, needs_daemon, start, train
+from test_runs import HERE, batches, config, lines_of, model_of, needs_daemon, start, train
 
 
 @contextlib.contextmanager
@@ -36,6 +35,13 @@ def unbroken(tmp_path, inputs):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with offloadd.prepare(model, optimizer, {}, run_dir=tmp_path / "unbroken"):
         return train(model, optimizer, inputs), weights(model)
+
+
+def script(tmp_path, text):
+    """Starts a script of `text`, which has the directory as its argument."""
+    head = f"import os, pathlib, sys\nsys.path.insert(0, {str(HERE)!r})\nimport test_faults, offloadd\nfrom test_runs import batches, train\n"
+    (tmp_path / "script.py").write_text(head + text)
+    return forks.start(tmp_path / "script.py", tmp_path)
 
 
 def same(one, other):
@@ -103,17 +109,11 @@ def test_a_second_process_on_a_run_is_refused_and_the_first_goes_on(tmp_path):
     expected = unbroken(tmp_path, batches(4))
     with run_of(tmp_path) as (run, model, optimizer):
         losses = train(model, optimizer, batches(4)[:2])
-        second = (
-            "import sys, pathlib; sys.path[:0] = sys.argv[3:]\n"
-            "import test_faults\n"
-            "with test_faults.run_of(pathlib.Path(sys.argv[1]), program=sys.argv[2]): print('opened')"
-        )
-        here = pathlib.Path(__file__).resolve().parent
-        command = [sys.executable, "-c", second, str(tmp_path), config("nvme", tmp_path)["offloadd"]["program"], str(here), str(here.parent / "python")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-        assert done.returncode == 1 and "opened" not in done.stdout
-        assert "offloadd.Error" in done.stderr.splitlines()[-1] or "_offloadd.Error" in done.stderr, done.stderr
-        assert "in use" in done.stderr or "another" in done.stderr, done.stderr
+        second = script(tmp_path, "with test_faults.run_of(pathlib.Path(sys.argv[1])): print('opened')")
+        out, errors = second.communicate()
+        assert second.returncode == 1 and "opened" not in out
+        assert "offloadd.Error" in errors, errors
+        assert "in use" in errors or "another" in errors, errors
         losses += train(model, optimizer, batches(4)[2:])
         assert (losses, same(weights(model), expected[1])) == (expected[0], True)
 
@@ -144,13 +144,8 @@ def test_a_daemon_killed_while_the_script_waits_is_a_typed_error_and_the_run_res
 
 @needs_daemon
 def test_a_fork_cannot_use_the_run_and_changes_nothing_when_it_ends(tmp_path):
-    script = f'''
-import os, sys
-sys.path[:0] = [{str(pathlib.Path(__file__).resolve().parent)!r}, {str(pathlib.Path(__file__).resolve().parents[1] / "python")!r}]
-import pathlib, test_faults, offloadd
-from test_runs import batches, train
-test_faults.torch.set_num_threads(1)
-with test_faults.run_of(pathlib.Path({str(tmp_path)!r})) as (run, model, optimizer):
+    text = '''
+with test_faults.run_of(pathlib.Path(sys.argv[1])) as (run, model, optimizer):
     train(model, optimizer, batches(6)[:3])
     child = os.fork()
     if child == 0:
@@ -164,11 +159,12 @@ with test_faults.run_of(pathlib.Path({str(tmp_path)!r})) as (run, model, optimiz
     assert os.waitpid(child, 0)[1] == 0
     print("child ended", flush=True)
     train(model, optimizer, batches(6)[3:])
-    test_faults.torch.save(test_faults.weights(model), sys.argv[1])
+    test_faults.torch.save(test_faults.weights(model), sys.argv[1] + "/weights")
 '''
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "weights")], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("fork") >= 3 and "child ended" in done.stdout, done.stdout
+    process = script(tmp_path, text)
+    out, errors = process.communicate()
+    assert process.returncode == 0, errors
+    assert out.count("fork") >= 3 and "child ended" in out, out
     assert same(torch.load(tmp_path / "weights"), unbroken(tmp_path, batches(6))[1])
 
 
@@ -176,7 +172,7 @@ with test_faults.run_of(pathlib.Path({str(tmp_path)!r})) as (run, model, optimiz
 def test_a_full_disk_at_the_start_is_told_and_a_later_start_succeeds(tmp_path):
     """Files may not grow beyond a limit here: the same path as a full drive's."""
     begins = start(tmp_path / "run", tmp_path / "a", limit_bytes=4 << 20)
-    out, errors = begins.communicate(timeout=100)
+    out, errors = begins.communicate()
     assert begins.returncode == 1 and "resumed" not in out
     assert "offloadd.Error" in errors and str(tmp_path / "a") in errors, errors
     assert lines_of(start(tmp_path / "run", tmp_path / "a"))[1] == "resumed 0"

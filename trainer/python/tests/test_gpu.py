@@ -6,11 +6,11 @@ import pathlib
 import shutil
 import signal
 import subprocess
-import sys
 
 import pytest
 import torch
 
+import forks
 import offloadd
 from offloadd._config import settings_of
 from offloadd._memory import HostMemory, gpu_of
@@ -26,26 +26,27 @@ needs_compiler = pytest.mark.skipif(shutil.which(COMPILER) is None, reason=f"{CO
 
 @pytest.fixture(scope="session")
 def fake(tmp_path_factory):
-    """The directory of a fake driver and its compiler."""
+    """A server of forks on a fake driver."""
     directory = tmp_path_factory.mktemp("fake")
     compiled = [COMPILER, "-std=c++17", "-O1", "-fPIC", "-c", "-DFAKE_EAGER", f'-DKERNEL_HEADER="{FAKE / "kernel.h"}"']
     subprocess.run([*compiled, str(FAKE / "driver.cc"), "-o", str(directory / "driver.o")], check=True)
     for name in ("libcuda.so.1", "libnvrtc.so.13"):
         subprocess.run([COMPILER, "-shared", f"-Wl,-soname,{name}", str(directory / "driver.o"), "-o", str(directory / name)], check=True)
-    return directory
+    # Before torch brings the real ones: a library is found by the name under which it was loaded first.
+    libraries = [directory / "libcuda.so.1", directory / "libnvrtc.so.13"]
+    return forks.Server({"KERNELS_FAKE": str(libraries[0]), "LD_LIBRARY_PATH": str(directory)}, libraries), libraries[0]
 
 
 def start(fake, script, *args):
-    command = [sys.executable, str(HERE / "scripts" / "on_fake_gpu.py"), str(fake), str(HERE / "scripts" / script), *map(str, args)]
-    environment = {**os.environ, "KERNELS_FAKE": str(fake / "libcuda.so.1"), "LD_LIBRARY_PATH": str(fake)}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    server, driver = fake
+    return server.start(HERE / "scripts" / "on_fake_gpu.py", driver, HERE / "scripts" / script, *args, environment={"KERNELS_FAKE": str(driver)})
 
 
 @needs_daemon
 @needs_compiler
 def test_a_gpus_path_has_the_bits_of_the_processors_wherever_the_state_lives(fake, tmp_path):
     process = start(fake, "gpu_tiers.py", tmp_path, PROGRAM)
-    out, errors = process.communicate(timeout=300)
+    out, errors = process.communicate()
     assert process.returncode == 0, errors
     cases = [json.loads(line) for line in out.splitlines()]
     assert len(cases) == 10
@@ -63,7 +64,7 @@ def test_a_script_on_a_gpu_that_is_killed_resumes_with_the_same_bits(fake, tmp_p
         for line in process.stdout:
             lines.append(line.strip())
             if line.startswith("step") and kill_at == len(lines):
-                process.send_signal(signal.SIGKILL)
+                process.kill()
         errors = process.stderr.read()
         assert process.wait() == (-signal.SIGKILL if kill_at else 0), errors
         return lines

@@ -2,9 +2,9 @@
 
 import os
 import pathlib
-import subprocess
 import sys
 import tempfile
+import warnings
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "python"))
 
@@ -13,12 +13,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+import forks
 import test_engine
 import test_random_models
 import test_runs
 from offloadd import _engine
 from offloadd._engine import Engine
 from offloadd._order import Order
+from test_runs import lines_of
 
 
 def random_models(first, last):
@@ -242,9 +244,7 @@ def switch_off_each():
 
 @pytest.fixture(scope="module")
 def results():
-    done = subprocess.run([sys.executable, "-W", "ignore", __file__], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    return dict(line.split(" ", 1) for line in lines_of(forks.start(__file__)))
 
 
 @pytest.mark.parametrize("name", [removed.__name__ for removed, _ in CHECKS])
@@ -254,4 +254,5 @@ def test_a_mechanism_that_is_switched_off_is_missed(results, name):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     switch_off_each()

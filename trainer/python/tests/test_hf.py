@@ -1,9 +1,6 @@
 """Hugging Face's Trainer: the losses it has without this library, and a kill in the middle that changes no bit."""
 
 import json
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -11,18 +8,13 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
 
-from test_runs import HERE, config, needs_daemon  # noqa: E402
+import forks  # noqa: E402
+from test_runs import HERE, config, lines_of, needs_daemon  # noqa: E402
 
 
 def start(output_dir, settings):
-    command = [sys.executable, str(HERE / "scripts" / "hf_trainer.py"), str(output_dir), json.dumps(settings)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def lines_of(process):
-    out, errors = process.communicate(timeout=180)
-    assert process.returncode == 0, errors
-    return out.splitlines()
+    script = HERE / "scripts" / "hf_trainer.py"
+    return forks.start(script, output_dir, json.dumps(settings), imports=["transformers.trainer", "transformers.models.bert.modeling_bert"])
 
 
 def losses(lines):
@@ -50,7 +42,7 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_changes_no_bit(tmp_p
         process = start(tmp_path / "killed", settings)
         for line in process.stdout:
             if line.startswith("step") and int(line.split()[1]) == stop_at:
-                process.send_signal(signal.SIGKILL)
+                process.kill()
         process.wait()
     end = lines_of(start(tmp_path / "killed", settings))
     assert 7 <= int(end[0].split()[1]) <= 9

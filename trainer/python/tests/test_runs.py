@@ -3,15 +3,12 @@
 import json
 import os
 import pathlib
-import random
 import shutil
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 
+import forks
 import offloadd
 from test_engine import adapted, frozen_block, frozen_but_the_head, norms_in_fp32
 from toy import Net, randomize
@@ -166,15 +163,15 @@ def test_twenty_steps_are_those_of_torchs_adamw(tmp_path, groups):
 
 
 def start(run_dir, dir, environment=(), **own):
-    """Starts the script; `own` has what is the script's beside settings of the run."""
+    """Starts scripts/train.py; `own` has what is the script's beside settings of the run."""
     dir.mkdir(exist_ok=True)
     scripts = {key: own.pop(key) for key in ("workers", "kill", "buffer_elems", "limit_bytes") if key in own}
-    command = [sys.executable, str(HERE / "scripts" / "train.py"), str(run_dir), json.dumps({**config("nvme", dir, **own), **scripts})]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **dict(environment)})
+    settings = json.dumps({**config("nvme", dir, **own), **scripts})
+    return forks.start(HERE / "scripts" / "train.py", run_dir, settings, environment=environment)
 
 
 def lines_of(process):
-    out, errors = process.communicate(timeout=120)
+    out, errors = process.communicate()
     assert process.returncode == 0, errors
     return out.splitlines()
 

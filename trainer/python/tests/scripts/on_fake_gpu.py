@@ -1,6 +1,6 @@
 """Runs a script with tensors of the processor in place of a GPU's, on the fake driver of kernels/tests/gpu/fake.
 
-    on_fake_gpu.py DIRECTORY SCRIPT ARGS...          libcuda.so.1 and libnvrtc.so.13 of the fake are in DIRECTORY
+    on_fake_gpu.py DRIVER SCRIPT ARGS...          DRIVER is the fake libcuda.so.1, loaded before torch
 
 The fake's streams run when somebody waits for them, PyTorch's operations at once: where PyTorch's stream is to wait, this waits.
 A copy that reaches memory after it was freed ends the process.
@@ -11,12 +11,9 @@ import pathlib
 import runpy
 import sys
 
-directory, script = pathlib.Path(sys.argv[1]), sys.argv[2]
-driver = ctypes.CDLL(str(directory / "libcuda.so.1"))
-# Before torch brings the real one: a library is found by the name under which it was loaded first.
-ctypes.CDLL(str(directory / "libnvrtc.so.13"))
+import torch
 
-import torch  # noqa: E402
+driver, script = ctypes.CDLL(sys.argv[1]), sys.argv[2]
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
 import offloadd._run  # noqa: E402
