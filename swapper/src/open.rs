@@ -60,6 +60,7 @@ fn open_memory(
     }))?;
     let opened = Opened {
         resumed: None,
+        resumed_own: None,
         generation: 0,
         memory,
         arena: Some(arena.memory()),
@@ -124,6 +125,7 @@ fn open_store(
     let info = session.info();
     let opened = Opened {
         resumed: blob_of(info, generation, &store.job)?,
+        resumed_own: own_blob_of(info, generation, Rank(settings.rank)),
         generation: generation.0,
         memory,
         arena: Some(session.memory()),
@@ -224,6 +226,16 @@ fn blob_of(
             what: format!("generation {generation} has no blob of any rank"),
         }),
     }
+}
+
+fn own_blob_of(info: &SessionInfo, generation: Generation, rank: Rank) -> Option<Vec<u8>> {
+    let record = info.job.as_ref()?;
+    let record = record
+        .generations
+        .iter()
+        .find(|g| g.generation == generation)?;
+    let own = record.blobs.iter().find(|blob| blob.rank == rank);
+    own.map(|blob| blob.blob.clone())
 }
 
 /// Describes how an existing job differs from the wanted one.

@@ -366,6 +366,8 @@ impl Staging {
 pub struct Opened {
     /// Blob of the resumed generation; `None` if the tiles are empty and need `initialize`.
     pub resumed: Option<Vec<u8>>,
+    /// Blob that this rank gave to the resumed generation; `None` if the generation has none of this rank.
+    pub resumed_own: Option<Vec<u8>>,
     /// The resumed generation, 0 for none.
     pub generation: u64,
     /// Memory in use.

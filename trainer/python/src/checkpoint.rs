@@ -6,9 +6,11 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use pyo3::PyResult;
 use serde_json::{Value, json};
-use swapper::{Swapper, SwapperError, UninitTile};
+use swapper::{Kind, Swapper, SwapperError, TileRange, UninitTile};
 use training_state::fingerprint::Fingerprint;
-use training_state::run::{Checkpoint, CheckpointDescription, CheckpointError, TileWriter};
+use training_state::run::{
+    Checkpoint, CheckpointDescription, CheckpointError, SavedFile, TileWriter,
+};
 
 use crate::errors::{Damaged, Error, LayoutChanged, NoSpace};
 use crate::open::{Plan, UnitPlan};
@@ -48,44 +50,77 @@ pub(crate) fn exception(error: CheckpointError) -> pyo3::PyErr {
     }
 }
 
-/// What two runs must have in common for one to load the other's tiles. `frozen` is the fingerprint of the frozen tiles.
-fn layout(plan: &Plan, swapper: &Swapper<StepHyper>, frozen: Fingerprint) -> Value {
+/// What two runs must have in common for one to load the other's tiles. `frozen` is the sum of all ranks' `frozen`.
+fn layout(plan: &Plan, swapper: &Swapper<StepHyper>, frozen: u64) -> Value {
     let unit = |unit: &UnitPlan| json!([unit.elems, unit.dtype, unit.trained]);
     let units: Vec<_> = plan.units.iter().map(unit).collect();
-    let ranges = swapper.layout().ranges().len();
-    let frozen = format!("{:016x}", frozen.finish());
-    json!({"units": units, "ranges": ranges, "frozen": frozen})
+    let tiles = swapper.layout().table().iter();
+    let ranges = tiles.filter(|tile| tile.kind == Kind::Param).count();
+    json!({"units": units, "ranges": ranges, "frozen": format!("{frozen:016x}")})
 }
 
-/// Drains, and writes the trained tiles into `dir`, which exists, with `state`, which `read_state` returns.
+/// Fingerprint of a frozen tile. Sums of them do not depend on which rank has which tile.
+fn of_frozen(range: &TileRange, param: &[u8]) -> u64 {
+    let mut fingerprint = Fingerprint::default();
+    fingerprint.add(&(range.unit as u64).to_le_bytes());
+    fingerprint.add(&range.elems.start.to_le_bytes());
+    fingerprint.add(param);
+    fingerprint.finish()
+}
+
+/// Drains, and writes this rank's trained tiles into `dir`, which exists. Returns the file, and the sum of the frozen tiles'
+/// fingerprints.
 pub(crate) fn save(
     swapper: &mut Swapper<StepHyper>,
     plan: &Plan,
     dir: &Path,
-    step: u64,
-    state: Value,
-) -> Result<(), Failure> {
-    let mut frozen = Fingerprint::default();
-    let mut writer = TileWriter::create(dir, 0)?;
+) -> Result<(SavedFile, u64), Failure> {
+    let mut frozen = 0_u64;
+    let mut writer = TileWriter::create(dir, plan.rank)?;
     let mut written = Ok(());
     swapper.visit(&mut |range, param, state| {
         if !plan.units[range.unit].trained {
-            frozen.add(param);
+            frozen = frozen.wrapping_add(of_frozen(range, param));
         } else if written.is_ok() {
             written = writer.add(range, param, state);
         }
     })?;
     written?;
+    Ok((writer.finish()?, frozen))
+}
+
+/// The sum of the fingerprints of this rank's frozen tiles.
+pub(crate) fn frozen(swapper: &mut Swapper<StepHyper>, plan: &Plan) -> Result<u64, SwapperError> {
+    let mut frozen = 0_u64;
+    if plan.units.iter().any(|unit| !unit.trained) {
+        swapper.visit(&mut |range, param, _| {
+            if !plan.units[range.unit].trained {
+                frozen = frozen.wrapping_add(of_frozen(range, param));
+            }
+        })?;
+    }
+    Ok(frozen)
+}
+
+/// Completes a checkpoint of which all ranks have written their `files`: describes it, with `state`, which `read_state` returns.
+pub(crate) fn describe(
+    swapper: &Swapper<StepHyper>,
+    plan: &Plan,
+    dir: &Path,
+    step: u64,
+    state: Value,
+    files: Vec<SavedFile>,
+    frozen: u64,
+) -> Result<(), CheckpointError> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let description = CheckpointDescription {
         step,
         unix_s: now.unwrap_or_default().as_secs(),
         layout: layout(plan, swapper, frozen),
         state,
-        files: vec![writer.finish()?],
+        files,
     };
-    description.write(dir)?;
-    Ok(())
+    description.write(dir)
 }
 
 /// The state that was saved with the checkpoint in `dir`.
@@ -94,24 +129,19 @@ pub(crate) fn read_state(dir: &Path) -> PyResult<Value> {
     Ok(checkpoint.description.state)
 }
 
-/// Fills the trained tiles from the checkpoint in `dir` and commits them with `blob`. Its files are checked first.
+/// Fills this rank's trained tiles from the checkpoint in `dir` and commits them with `blob`. Its files are checked first.
+/// `frozen` is the sum of all ranks' `frozen`.
 pub(crate) fn load(
     swapper: &mut Swapper<StepHyper>,
     plan: &Plan,
     dir: &Path,
     blob: Vec<u8>,
+    frozen: u64,
 ) -> Result<(), Failure> {
-    let (trained, fixed): (Vec<usize>, Vec<usize>) =
-        (0..plan.units.len()).partition(|&unit| plan.units[unit].trained);
-    let mut frozen = Fingerprint::default();
-    if !fixed.is_empty() {
-        swapper.visit(&mut |range, param, _| {
-            if !plan.units[range.unit].trained {
-                frozen.add(param);
-            }
-        })?;
-    }
-    let mut checkpoint = Checkpoint::open(dir, 0)?;
+    let trained: Vec<usize> = (0..plan.units.len())
+        .filter(|&unit| plan.units[unit].trained)
+        .collect();
+    let mut checkpoint = Checkpoint::open(dir, plan.rank)?;
     checkpoint.check_layout(&layout(plan, swapper, frozen))?;
     let layout = swapper.layout().clone();
     let of_trained = |unit: &usize| layout.units()[*unit].clone();

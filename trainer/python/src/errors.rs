@@ -8,36 +8,43 @@ use pyo3::prelude::*;
 use swapper::{ClientError, FaultKind, SwapperError, TileError};
 use training_state::store::StoreError;
 
-create_exception!(_offloadd, Error, PyException, "offloadd cannot go on.");
+create_exception!(offloadd, Error, PyException, "offloadd cannot go on.");
 create_exception!(
-    _offloadd,
+    offloadd,
     DaemonGone,
     Error,
     "The daemon has ended; committed steps are safe."
 );
 create_exception!(
-    _offloadd,
+    offloadd,
     Damaged,
     Error,
     "A stored tile came back with other bytes."
 );
 create_exception!(
-    _offloadd,
+    offloadd,
     DeviceFailed,
     Error,
     "A device could not read, write or commit."
 );
 create_exception!(
-    _offloadd,
+    offloadd,
     LayoutChanged,
     Error,
     "The run was begun with other parameters."
 );
 create_exception!(
-    _offloadd,
+    offloadd,
     NoSpace,
     Error,
     "A drive has too little free space."
+);
+
+create_exception!(
+    offloadd,
+    RankGone,
+    Error,
+    "Another rank of the run has ended; committed steps are safe."
 );
 
 /// Adds the exceptions to the module.
@@ -48,7 +55,8 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("Damaged", py.get_type::<Damaged>())?;
     module.add("DeviceFailed", py.get_type::<DeviceFailed>())?;
     module.add("LayoutChanged", py.get_type::<LayoutChanged>())?;
-    module.add("NoSpace", py.get_type::<NoSpace>())
+    module.add("NoSpace", py.get_type::<NoSpace>())?;
+    module.add("RankGone", py.get_type::<RankGone>())
 }
 
 /// The exception for an error of the swapper.
@@ -68,6 +76,7 @@ pub(crate) fn failed(error: SwapperError) -> PyErr {
         },
         SwapperError::Stalled { .. } => DeviceFailed::new_err(text),
         SwapperError::LayoutChanged { .. } => LayoutChanged::new_err(text),
+        SwapperError::Cancelled { .. } => RankGone::new_err(text),
         _ => Error::new_err(text),
     }
 }

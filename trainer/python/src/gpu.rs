@@ -17,6 +17,7 @@
 //! Python's threads wait for the mover in slices, so that Ctrl-C ends a wait.
 
 use std::collections::HashMap;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -215,9 +216,20 @@ impl Sums {
 /// A unit's part of the plan, and the index of its first parameter over all units.
 struct UnitOnGpu {
     elems: u64,
+    /// Elements whose tiles this rank has.
+    own: Range<u64>,
     format: Format,
     params: Vec<ParamPlan>,
     first: usize,
+}
+
+impl UnitOnGpu {
+    /// The elements of `param` whose tiles this rank has; `None` if it has none of them.
+    fn own_part(&self, param: &ParamPlan) -> Option<Range<u64>> {
+        let start = param.offset.max(self.own.start);
+        let end = (param.offset + param.elems).min(self.own.end);
+        (start < end).then_some(start..end)
+    }
 }
 
 /// The units of a run whose model computes on a GPU.
@@ -252,14 +264,22 @@ impl GpuMover {
     fn open(py: Python<'_>, core: Py<Core>, index: u32) -> PyResult<Self> {
         let (arena, units) = core.get().with(py, |held| {
             let mut first = 0;
+            let layout = held.swapper.layout();
             let units = held
                 .plan
                 .units
                 .iter()
                 .zip(&held.formats)
-                .map(|(unit, format)| {
+                .zip(layout.units())
+                .map(|((unit, format), own)| {
+                    let own = &layout.ranges()[own.start as usize..own.end as usize];
                     let unit = UnitOnGpu {
                         elems: unit.elems,
+                        own: match own {
+                            [] => 0..0,
+                            [first, .., last] => first.elems.start..last.elems.end,
+                            [only] => only.elems.clone(),
+                        },
                         format: *format,
                         params: unit.params.clone(),
                         first,
@@ -319,9 +339,18 @@ impl GpuMover {
             .board
             .change(|progress| drop(progress.uploads.insert(unit, Upload::Coming)));
         let (board, gpu, up) = (mover.board.clone(), self.gpu.clone(), self.up.clone());
-        let (mut left, elem_bytes) = (self.units[unit].elems, self.units[unit].format.param_bytes);
+        let (own, elem_bytes) = (&self.units[unit].own, self.units[unit].format.param_bytes);
+        let mut left = own.end - own.start;
         mover.post(move |held| {
             up.wait(&after)?;
+            let arrived = || -> Result<(), GpuError> {
+                let enqueued = Upload::Enqueued(Arc::new(up.record()?));
+                board.change(|progress| drop(progress.uploads.insert(unit, enqueued)));
+                Ok(())
+            };
+            if left == 0 {
+                arrived()?;
+            }
             held.swapper.gather(unit, |parts| {
                 let pieces: Vec<(usize, &[u8])> = parts
                     .iter()
@@ -333,8 +362,7 @@ impl GpuMover {
                     .sum::<u64>();
                 gpu.upload_then(&up, &to, &pieces, || {
                     if left == 0 {
-                        let enqueued = Upload::Enqueued(Arc::new(up.record()?));
-                        board.change(|progress| drop(progress.uploads.insert(unit, enqueued)));
+                        arrived()?;
                     }
                     Ok(())
                 })?;
@@ -421,13 +449,15 @@ impl GpuMover {
             return Err(Error::new_err(format!("unit {unit} is not trained")));
         };
         mover.post(move |held| {
+            let of_unit = &units[unit];
             let UnitOnGpu {
-                elems,
+                own,
                 format,
                 params,
                 first,
-            } = &units[unit];
-            let (mut left, elem_bytes) = (*elems, format.param_bytes);
+                ..
+            } = of_unit;
+            let (mut left, elem_bytes) = (own.end - own.start, format.param_bytes);
             let mut enqueued = |elems: u64| {
                 left -= elems;
                 if left == 0 {
@@ -437,15 +467,21 @@ impl GpuMover {
                 Ok(())
             };
             down.wait(&complete)?;
+            if own.is_empty() {
+                enqueued(0)?;
+            }
             let add = held.swapper.has_gradients(unit);
             if !add && updated.grads == updated.master.grad_type() {
                 sums.on_host().remove(&unit);
                 for (index, param) in (*first..).zip(params) {
+                    let Some(part) = of_unit.own_part(param) else {
+                        continue;
+                    };
                     gpu.kernels()?.sum_squares(
                         &down,
                         updated.grads,
-                        from.at(param.offset as usize * elem_bytes),
-                        param.elems as usize,
+                        from.at(part.start as usize * elem_bytes),
+                        (part.end - part.start) as usize,
                         sums.scratch.at(0),
                         sums.squares.at(index * SQUARES_BYTES),
                     )?;
@@ -479,8 +515,8 @@ impl GpuMover {
         Ok(())
     }
 
-    /// Waits until all gradients have left, and returns each unit's sums of squares, one a parameter: of the gradients that
-    /// were handed over last, earlier ones of the step added.
+    /// Waits until all gradients have left, and returns each unit's sums of squares, one a parameter: of the gradients in this
+    /// rank's tiles that were handed over last, earlier ones of the step added.
     fn square_sums(&self, py: Python<'_>) -> PyResult<Vec<Vec<f64>>> {
         self.mover().settle(py)?;
         py.detach(|| {
@@ -490,9 +526,11 @@ impl GpuMover {
             let on_host = self.sums.on_host();
             let of_unit = |(index, unit): (usize, &UnitOnGpu)| match on_host.get(&index) {
                 Some(squares) => squares.clone(),
-                None => all[unit.first..][..unit.params.len()]
-                    .iter()
-                    .map(|bytes| f64::from_ne_bytes(*bytes))
+                None => (all[unit.first..].iter().zip(&unit.params))
+                    .map(|(bytes, param)| match unit.own_part(param) {
+                        Some(_) => f64::from_ne_bytes(*bytes),
+                        None => 0.0,
+                    })
                     .collect(),
             };
             Ok(self.units.iter().enumerate().map(of_unit).collect())

@@ -25,11 +25,11 @@ use std::time::Instant;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
-use swapper::{ArenaMemory, Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
+use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperError, UninitTile};
 
 use crate::errors::{Error, Signals, failed};
 use crate::gpu::{GpuMover, MoverCell, gpu_name};
-use crate::open::{Format, ParamPlan, Plan, open};
+use crate::open::{Format, ParamPlan, Plan, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
 
@@ -74,6 +74,32 @@ fn checkpoint_state(dir: PathBuf) -> PyResult<String> {
     checkpoint::read_state(&dir).map(|state| state.to_string())
 }
 
+/// The daemon of a run's own device files, until `Core.open` takes it.
+#[pyclass(frozen)]
+struct Daemon {
+    daemon: Mutex<Option<PrivateDaemon>>,
+    /// Where it listens.
+    #[pyo3(get)]
+    socket: PathBuf,
+}
+
+#[pymethods]
+impl Daemon {
+    /// Starts the daemon of the run that the JSON text `plan` describes; None where the run has no device files of its own.
+    #[staticmethod]
+    fn start(py: Python<'_>, plan: &str) -> PyResult<Option<Self>> {
+        let plan: Plan = serde_json::from_str(plan).map_err(|e| Error::new_err(e.to_string()))?;
+        if plan.socket.is_some() || plan.nvme.is_empty() {
+            return Ok(None);
+        }
+        let daemon = py.detach(|| start_daemon(&plan))?;
+        Ok(Some(Self {
+            socket: daemon.socket().to_owned(),
+            daemon: Mutex::new(Some(daemon)),
+        }))
+    }
+}
+
 /// What Python holds. Every call takes the lock, so calls from several threads come one after the other.
 #[pyclass(frozen)]
 struct Core {
@@ -83,6 +109,7 @@ struct Core {
     /// The process that opened the run. A fork of it shares the daemon's memory and has none of the threads.
     process: u32,
     signals: Signals,
+    canceller: Canceller,
     #[pyo3(get)]
     engine: String,
     #[pyo3(get)]
@@ -159,6 +186,9 @@ impl Drop for Core {
     }
 }
 
+/// What is committed beside the tiles.
+type Blob = Option<Py<PyBytes>>;
+
 fn program(ops: &[(bool, usize)]) -> Result<StepProgram, SwapperError> {
     let op = |&(scatter, unit): &(bool, usize)| match scatter {
         true => Op::Scatter { unit },
@@ -169,26 +199,44 @@ fn program(ops: &[(bool, usize)]) -> Result<StepProgram, SwapperError> {
 
 #[pymethods]
 impl Core {
-    /// Opens the run that the JSON text `plan` describes. Returns it with the blob of its last committed step, or None for a
-    /// new run, which `begin_fill` must follow.
+    /// Opens this rank's part of the run that the JSON text `plan` describes, behind `socket` where the run has device files of
+    /// its own; `daemon` is the one this process started for them. Returns it with the first rank's blob of the last committed
+    /// step and this rank's, each None where there is none. `begin_fill` must follow if the run is new.
     #[staticmethod]
-    fn open(py: Python<'_>, plan: &str) -> PyResult<(Self, Option<Py<PyBytes>>)> {
+    #[pyo3(signature = (plan, socket, daemon))]
+    fn open(
+        py: Python<'_>,
+        plan: &str,
+        socket: Option<PathBuf>,
+        daemon: Option<Py<Daemon>>,
+    ) -> PyResult<(Self, Blob, Blob)> {
         let plan: Plan = serde_json::from_str(plan).map_err(|e| Error::new_err(e.to_string()))?;
-        let (mut held, opened) = py.detach(|| open(plan))?;
+        let take = |daemon: Py<Daemon>| {
+            let mut daemon = daemon.get().daemon.lock();
+            daemon.as_mut().ok().and_then(|daemon| daemon.take())
+        };
+        let daemon = daemon.and_then(take);
+        let (mut held, opened) = py.detach(|| open(plan, socket, daemon))?;
         let signals = Signals::default();
         let asks = signals.clone();
         held.swapper.set_interrupt(move || asks.raised());
-        let blob = opened.resumed.map(|blob| PyBytes::new(py, &blob).unbind());
+        let blob = |blob: Option<Vec<u8>>| blob.map(|blob| PyBytes::new(py, &blob).unbind());
         let core = Self {
             engine: opened.engine,
             host_bytes: opened.memory.host_bytes(),
             device_bytes: opened.memory.table_bytes,
+            canceller: held.swapper.canceller(),
             held: Arc::new(Mutex::new(Some(held))),
             mover: MoverCell::new(),
             process: std::process::id(),
             signals,
         };
-        Ok((core, blob))
+        Ok((core, blob(opened.resumed), blob(opened.resumed_own)))
+    }
+
+    /// Makes the call that waits for other ranks, or the next one, raise `RankGone` with `why`. For any thread.
+    fn cancel(&self, why: String) {
+        self.canceller.cancel(why);
     }
 
     /// Begins to give every unit its first content: `fill` of each in order must follow, then `end_fill`, which commits with
@@ -271,7 +319,7 @@ impl Core {
     }
 
     /// Takes `unit`'s gradients at `address` and adds them to those of this step. Returns the sum of squares of each
-    /// parameter's sum so far.
+    /// parameter's sum so far in this rank's tiles.
     fn scatter(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<Vec<f64>> {
         self.with(py, |held| {
             let add = held.swapper.has_gradients(unit);
@@ -374,19 +422,48 @@ impl Core {
         })
     }
 
-    /// Copies the trained tiles into `dir`, which exists, with `state` (JSON) of the run at `step`.
-    fn save(&self, py: Python<'_>, dir: PathBuf, step: u64, state: &str) -> PyResult<()> {
-        let state = serde_json::from_str(state).map_err(|e| Error::new_err(e.to_string()))?;
+    /// Copies this rank's trained tiles into `dir`, which exists. Returns what `describe` needs of each rank: the file, as JSON,
+    /// and a fingerprint of the frozen tiles.
+    fn save(&self, py: Python<'_>, dir: PathBuf) -> PyResult<(String, u64)> {
         self.with_any(py, |held| {
-            checkpoint::save(&mut held.swapper, &held.plan, &dir, step, state)
-                .map_err(|error| self.checkpoint_error(error))
+            let (file, frozen) = checkpoint::save(&mut held.swapper, &held.plan, &dir)
+                .map_err(|error| self.checkpoint_error(error))?;
+            Ok((serde_json::to_string(&file).expect("plain data"), frozen))
         })
     }
 
-    /// Fills the trained tiles from the checkpoint in `dir` and commits them with `blob`.
-    fn load(&self, py: Python<'_>, dir: PathBuf, blob: Vec<u8>) -> PyResult<()> {
+    /// Completes the checkpoint in `dir`, which has the files of all ranks, with `state` (JSON) of the run at `step`. `frozen` is
+    /// the sum of all ranks' fingerprints.
+    fn describe(
+        &self,
+        py: Python<'_>,
+        dir: PathBuf,
+        step: u64,
+        state: &str,
+        files: Vec<String>,
+        frozen: u64,
+    ) -> PyResult<()> {
+        let broken = |e: serde_json::Error| Error::new_err(e.to_string());
+        let state = serde_json::from_str(state).map_err(broken)?;
+        let files = files.iter().map(|file| serde_json::from_str(file));
+        let files = files.collect::<Result<_, _>>().map_err(broken)?;
         self.with_any(py, |held| {
-            checkpoint::load(&mut held.swapper, &held.plan, &dir, blob)
+            let Held { swapper, plan, .. } = held;
+            checkpoint::describe(swapper, plan, &dir, step, state, files, frozen)
+                .map_err(checkpoint::exception)
+        })
+    }
+
+    /// A fingerprint of this rank's frozen tiles.
+    fn frozen(&self, py: Python<'_>) -> PyResult<u64> {
+        self.with(py, |held| checkpoint::frozen(&mut held.swapper, &held.plan))
+    }
+
+    /// Fills this rank's trained tiles from the checkpoint in `dir` and commits them with `blob`. `frozen` is the sum of all
+    /// ranks' fingerprints.
+    fn load(&self, py: Python<'_>, dir: PathBuf, blob: Vec<u8>, frozen: u64) -> PyResult<()> {
+        self.with_any(py, |held| {
+            checkpoint::load(&mut held.swapper, &held.plan, &dir, blob, frozen)
                 .map_err(|error| self.checkpoint_error(error))
         })
     }
@@ -416,6 +493,7 @@ impl Core {
 #[pymodule]
 fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Core>()?;
+    module.add_class::<Daemon>()?;
     module.add_class::<StepFacts>()?;
     module.add_class::<GpuMover>()?;
     module.add_class::<schedule::LossScale>()?;

@@ -31,7 +31,7 @@ pub(crate) struct Plan {
     /// Directories of device files; without any, tiles stay in host memory.
     pub(crate) nvme: Vec<PathBuf>,
     /// A running daemon's socket, instead of device files of the run's own.
-    socket: Option<PathBuf>,
+    pub(crate) socket: Option<PathBuf>,
     /// The program `offloadd`; without it, the one beside this process or in the PATH.
     program: Option<PathBuf>,
     pub(crate) run_dir: PathBuf,
@@ -41,6 +41,9 @@ pub(crate) struct Plan {
     commit_every: u64,
     staging_bytes: u64,
     pub(crate) update_threads: usize,
+    /// Number of this process, and of the processes on this node that train the run together.
+    pub(crate) rank: u32,
+    pub(crate) ranks: u32,
 }
 
 #[derive(Debug, Deserialize)]
@@ -130,9 +133,10 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
     }
 }
 
-/// The daemon of the run's own device files, one in each directory.
-fn start(plan: &Plan, settings: &SwapperSettings) -> PyResult<PrivateDaemon> {
-    let memory = settings.plan().map_err(failed)?;
+/// Starts the daemon of the run's own device files, one in each directory, for the sessions of all ranks.
+pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
+    // The first rank has the most tiles.
+    let memory = swapper_settings(plan)?.plan().map_err(failed)?;
     let file_bytes = device_file_bytes(&memory, Durability::Committed, plan.nvme.len() as u64);
     let files = StoreFiles::new(&plan.nvme, &plan.job, file_bytes);
     files.check_space().map_err(no_store)?;
@@ -142,7 +146,7 @@ fn start(plan: &Plan, settings: &SwapperSettings) -> PyResult<PrivateDaemon> {
         devices: (files.paths().iter())
             .map(|path| (path.clone(), file_bytes))
             .collect(),
-        arena_bytes_max: memory.arena_bytes().map_err(failed)?,
+        arena_bytes_max: memory.arena_bytes().map_err(failed)? * u64::from(plan.ranks),
         iodepth_max: IODEPTH,
         engine: "auto".into(),
     })
@@ -196,19 +200,21 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
             false => Backing::Memory,
         },
         layout: Vec::new(),
-        rank: 0,
-        ranks: 1,
+        rank: plan.rank,
+        ranks: plan.ranks,
     })
 }
 
-pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
+/// Opens the run's tiles: those on its own device files behind `socket`, with the daemon that this process started for them.
+pub(crate) fn open(
+    plan: Plan,
+    socket: Option<PathBuf>,
+    daemon: Option<PrivateDaemon>,
+) -> PyResult<(Held, Opened)> {
     let formats = plan.formats()?;
     let mut settings = swapper_settings(&plan)?;
-    let mut daemon = None;
-    if plan.socket.is_none() && !plan.nvme.is_empty() {
-        let started = start(&plan, &settings)?;
-        settings.backing = plan.backing(started.socket().to_owned());
-        daemon = Some(started);
+    if let Some(socket) = socket {
+        settings.backing = plan.backing(socket);
     }
     let bytes = settings.step_bytes().map_err(failed)?;
     let mut index = 0..;
@@ -228,7 +234,7 @@ pub(crate) fn open(plan: Plan) -> PyResult<(Held, Opened)> {
         .map(|_| Box::new(update.clone()) as Box<dyn Optimizer<StepHyper>>)
         .collect();
     let (swapper, opened) = Swapper::open(settings.clone(), optimizers).map_err(failed)?;
-    if let Some((read, write)) = opened.rates() {
+    if let Some((read, write)) = opened.rates().filter(|_| plan.rank == 0) {
         let measured = Measured {
             read_bytes_per_s: Some(read),
             write_bytes_per_s: Some(write),

@@ -31,6 +31,8 @@ pub(crate) fn of_run(py: Python<'_>, plan: &str) -> PyResult<String> {
 pub(crate) struct Outlook {
     tiles: usize,
     tile_elems: u64,
+    /// Elements of a rank's part of each unit; the last ranks' parts may be shorter.
+    shard_elems: Vec<u64>,
     host_bytes: u64,
     resident_bytes: u64,
     staging_bytes: u64,
@@ -59,6 +61,8 @@ impl Outlook {
     pub(crate) fn new(plan: &Plan) -> PyResult<Self> {
         let settings = swapper_settings(plan)?;
         let memory = settings.plan().map_err(failed)?;
+        let layout = settings.cut().map_err(failed)?;
+        let units = 0..settings.units.len();
         let bytes = settings.step_bytes().map_err(failed)?;
         let drives = plan.nvme.len() as u64;
         let found = Measured::read(&plan.run_dir).unwrap_or_default();
@@ -97,6 +101,7 @@ impl Outlook {
         Ok(Self {
             tiles: memory.table_count,
             tile_elems: settings.tile_elems,
+            shard_elems: units.map(|unit| layout.shard_elems(unit)).collect(),
             host_bytes: memory.host_bytes(),
             resident_bytes: memory.resident_bytes(),
             staging_bytes: memory.staging_bytes(),

@@ -58,6 +58,7 @@ impl Prepared {
             let backend = GpuBackend::new(gpu, layout, plan.master, decay)?;
             let opened = Opened {
                 resumed: None,
+                resumed_own: None,
                 generation: 0,
                 memory: plan.memory.clone(),
                 arena: None,

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported
+    from ._errors import DaemonGone, Damaged, DeviceFailed, Error, LayoutChanged, NoSpace, NotSupported, OrderDiffers, RankGone
     from ._initialize import TrainingEngine, initialize
     from ._plan import Plan
     from ._run import Run, prepare
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 # Names and the modules they come from, imported when they are used: console scripts start without torch.
 _FROM = {
-    **dict.fromkeys(["DaemonGone", "Damaged", "DeviceFailed", "Error", "LayoutChanged", "NoSpace", "NotSupported"], "_errors"),
+    **dict.fromkeys(
+        ["DaemonGone", "Damaged", "DeviceFailed", "Error", "LayoutChanged", "NoSpace", "NotSupported", "OrderDiffers", "RankGone"], "_errors"
+    ),
     "Plan": "_plan",
     "Run": "_run",
     "TrainingEngine": "_initialize",

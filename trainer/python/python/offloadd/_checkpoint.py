@@ -32,12 +32,27 @@ def save_checkpoint(run: Any, directory: Path, tag: str, client_state: dict[str,
     """Writes a checkpoint of `run` after its last step; one of the same tag is replaced."""
     if Path(tag).name != tag or tag == LATEST:
         raise Error(f"checkpoint tag {tag!r}: must be the name of a directory other than {LATEST!r}")
-    directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f"{tag}.partial"
+    partial, ranks = directory / f"{tag}.partial", run.ranks
+    run.drain()
+    ranks.together("begin a checkpoint", lambda: _begin(partial) if ranks.first else None)
+    file, frozen = ranks.together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
+    run.engine.order.forget_rest()
+    frozen = ranks.total("add up frozen parameters", frozen)
+    files = [one.decode() for one in ranks.meet("name a checkpoint's files", file.encode())]
+    finish = lambda: _finish(run, directory, tag, client_state, save_latest, files, frozen) if ranks.first else None
+    ranks.together("complete a checkpoint", finish)
+
+
+def _begin(partial: Path) -> None:
+    partial.parent.mkdir(parents=True, exist_ok=True)
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()
-    run.drain()
+
+
+def _finish(run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool, files: list[str], frozen: int) -> None:
+    """Describes a checkpoint whose tiles are written, and names it."""
+    partial = directory / f"{tag}.partial"
     buffer = io.BytesIO()
     torch.save({"run": run.state(), "client": client_state}, buffer)
     state = buffer.getvalue()
@@ -49,8 +64,7 @@ def save_checkpoint(run: Any, directory: Path, tag: str, client_state: dict[str,
         ) from None
     write_flushed(partial / _STATE, state)
     described = {"file": _STATE, "sha256": hashlib.sha256(state).hexdigest(), "layout": run.layout}
-    run.core.save(str(partial), run.steps_done, json.dumps(described))
-    run.engine.order.forget_rest()
+    run.core.describe(str(partial), run.steps_done, json.dumps(described), files, frozen)
     flush_dir(partial)
     path = directory / tag
     if path.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Iterable, Mapping, Optional, Union
@@ -33,7 +34,7 @@ _WITHOUT_EFFECT = {
     "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last", "disable_python_gc",
 }  # fmt: skip
 
-_ONE_PROCESS = "leave it out: one process trains the model"
+_ONE_PROCESS = "leave it out: all ranks compute the whole model, each on its part of a batch"
 _LOSSY = "leave it out: it changes weights or gradients"
 _IN_ORDER = "leave it out: the data comes in the order of the script's loader"
 _NO_NETWORK = "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run directory"
@@ -112,7 +113,7 @@ class Settings:
     staging_bytes: int = 0
     # Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
     fp32_gradients: bool = True
-    update_threads: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) // 2)))
+    update_threads: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) // 2 // processes())))
     socket: Optional[Path] = None
     program: Optional[Path] = None
     # Where the model computes, if not where it is.
@@ -167,7 +168,7 @@ def settings_of(config: Config) -> Settings:
         device=device,
         nvme=tuple(Path(path).absolute() for path in paths) if device == "nvme" and not socket else (),
         gradient_clipping=float(_given(config, "gradient_clipping", 0.0)),
-        train_batch_size=batch and batch[0] * batch[1],
+        train_batch_size=batch and batch[0] * batch[1] * processes(),
         steps_per_print=_given(config, "steps_per_print", None),
         wall_clock_breakdown=bool(config.get("wall_clock_breakdown", False)),
         precision=_precision(config),
@@ -197,8 +198,17 @@ def _fp32_gradients(config: Mapping[str, Any]) -> bool:
     return wanted == "fp32" or wanted is None and config.get("gradient_accumulation_steps") != 1
 
 
+def processes() -> int:
+    """Processes that train together, as torch.distributed or the one who starts them says."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def batch_of(config: Mapping[str, Any]) -> Optional[tuple[int, int]]:
-    """Samples of a micro-batch and micro-batches of a step, by DeepSpeed's arithmetic; None where no size is given."""
+    """Samples of a rank's micro-batch and micro-batches of a step, by DeepSpeed's arithmetic; None where no size is given."""
+    ranks = processes()
     train = _given(config, "train_batch_size", None)
     micro = _given(config, "train_micro_batch_size_per_gpu", None)
     steps = _given(config, "gradient_accumulation_steps", None)
@@ -211,18 +221,22 @@ def batch_of(config: Mapping[str, Any]) -> Optional[tuple[int, int]]:
             raise Error(f"{key} = {number!r}: must be a whole number, at least 1")
     if train is None:
         return None if micro is None else (micro, steps or 1)
+    if train % ranks:
+        raise Error(f"train_batch_size: {train} is not a multiple of the number of ranks, {ranks}")
+    train //= ranks
+    all_ranks, times = (" * ranks", f" * {ranks}") if ranks > 1 else ("", "")
     if micro is None and steps is None:
         return train, 1
     if micro is not None and steps is not None:
         if train != micro * steps:
             raise Error(
-                f"train_batch_size: {train} contradicts train_micro_batch_size_per_gpu * gradient_accumulation_steps = "
-                f"{micro} * {steps} = {micro * steps}"
+                f"train_batch_size: {train * ranks} contradicts train_micro_batch_size_per_gpu * gradient_accumulation_steps{all_ranks} = "
+                f"{micro} * {steps}{times} = {micro * steps * ranks}"
             )
         return micro, steps
     known, name = (micro, "train_micro_batch_size_per_gpu") if micro else (steps, "gradient_accumulation_steps")
     if train % known:
-        raise Error(f"train_batch_size: {train} is not a multiple of {name} = {known}")
+        raise Error(f"train_batch_size: {train * ranks} is not a multiple of {name}{all_ranks} = {known}{times}")
     return (micro, train // micro) if micro else (train // steps, steps)
 
 

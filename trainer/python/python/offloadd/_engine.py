@@ -22,12 +22,16 @@ from ._errors import Error, NotSupported
 from ._held import Held
 from ._memory import HostMemory, Memory
 from ._order import Order
+from ._ranks import Ranks
 from ._units import Unit
 
 _Tensor = torch.Tensor
 
 # Where the program is, for the seconds of a step's parts.
 ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
+
+# What several ranks do while one of them reads or writes weights.
+_LEADS = "save weights"
 
 # What a released parameter answers by itself.
 _METADATA = {
@@ -133,8 +137,8 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[_Tensor]:
 class Engine:
     """The units of one model and the hooks that move them."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], modules: dict[int, nn.Module], core: Any, keep: bool) -> None:
-        self.model, self.units, self.core, self.keep = model, units, core, keep
+    def __init__(self, model: nn.Module, units: list[Unit], modules: dict[int, nn.Module], core: Any, keep: bool, ranks: Optional[Ranks] = None) -> None:
+        self.model, self.units, self.core, self.keep, self.ranks = model, units, core, keep, ranks or Ranks()
         # What the engine does, and what the model needs: the same where nothing comes ahead.
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
@@ -142,7 +146,14 @@ class Engine:
         self._stack: list[tuple[list[Unit], list[Unit], int]] = []
         # Units whose backward has begun: for each use of them the graph task and the number of the use's first node.
         self._active: dict[Unit, list[tuple[int, int]]] = {}
+        # Whether the other ranks bring what this one reads, without a script's telling them.
+        self.leads = False
         self._in_backward = False
+        self._kind: Any = None
+        # Of several ranks: times a unit's part of this backward was over, and whether its gradients are complete then, by the
+        # kind of pass, the unit and that time.
+        self._times: dict[Unit, int] = {}
+        self._complete: dict[tuple, bool] = {}
         self.broken = False
         # Sums of squares by parameter, of the gradients that have come in this step.
         self.square_sums: dict[int, float] = {}
@@ -174,6 +185,8 @@ class Engine:
             self._open(unit)
             return
         began = time.perf_counter()
+        if self.leads:
+            self.ranks.first_bytes(_LEADS, unit.index.to_bytes(4, "little"))
         if record:
             self.needs.next((False, unit.index))
         deviates = self._expect(unit, record)
@@ -182,10 +195,19 @@ class Engine:
                 if not self.units[index].here:
                     self._expect(self.units[index])
         self.memory.ready(unit)
+        self.ranks.gather(unit, self._pass)
         if deviates:
             self.order.waited_s += time.perf_counter() - began
         unit.expected, unit.fresh, unit.here = False, True, True
         self._open(unit)
+
+    def _pass(self) -> str:
+        """Where the program is, for people."""
+        if torch._C._current_graph_task_id() != -1:
+            return "backward"
+        if not self._stack:
+            return "outside of forward and backward"
+        return "forward" if torch.is_grad_enabled() else "forward without gradients"
 
     def _open(self, unit: Unit) -> None:
         if unit.guarded:
@@ -251,6 +273,23 @@ class Engine:
     def units_with(self, params: list[_Tensor]) -> list[Unit]:
         """The units that have some of `params`."""
         return list(dict.fromkeys(self.unit_of[id(param)] for param in params if id(param) in self.unit_of))
+
+    @contextlib.contextmanager
+    def leading(self) -> Iterator[None]:
+        """On the first rank, reads parameters meanwhile that the others `follow` to bring."""
+        self.leads = True
+        try:
+            yield
+        finally:
+            self.leads = False
+            if not self.ranks.broken:
+                self.ranks.first_bytes(_LEADS, b"")
+
+    def follow(self) -> None:
+        """Brings this rank's parts of what the first rank reads."""
+        while index := self.ranks.first_bytes(_LEADS, b""):
+            with self.gathered(self.units[int.from_bytes(index, "little")]):
+                pass
 
     def release_all(self) -> None:
         """Gives back what is still here, after a pass that did not end in order too."""
@@ -328,7 +367,7 @@ class Engine:
         self.core.phase(FORWARD)
         self.release_all()
         self.before_pass()
-        kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first)
+        kind = self._kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first)
         self.order.begin(kind)
         self.needs.begin(kind)
 
@@ -341,6 +380,7 @@ class Engine:
         """Drops what a backward brought that did not end: it is no gradient of anything."""
         self._in_backward = False
         self._active.clear()
+        self._times.clear()
         for unit in self.units:
             unit.gradients.clear()
             for param in unit.params:
@@ -435,7 +475,7 @@ class Engine:
         if param.grad is None:
             return
         before = unit.gradients.get(id(param))
-        if before is not None and id(param) in self._summed:
+        if before is not None and id(param) in self._summed and self.ranks.count == 1:
             # In the order autograd accumulates: each is added to the sum of the step.
             self._hand_over(unit)
             before = None
@@ -446,21 +486,39 @@ class Engine:
         """The unit's part of the backward is over."""
         self._active.pop(unit, None)
         self.release(unit)
-        if len(unit.gradients) == len(unit.params):
+        if unit.trained and self._has_all(unit):
             self._hand_over(unit)
 
+    def _has_all(self, unit: Unit) -> bool:
+        """Whether the gradients of the unit have come, on all ranks. They agree once on each time in a kind of pass: which parameters
+        have gradients may differ by rank, as where experts do, and all must hand over at the same place."""
+        complete = len(unit.gradients) == len(unit.params)
+        if self.ranks.count == 1:
+            return complete
+        self._times[unit] = time = self._times.get(unit, 0) + 1
+        key = (self._kind, unit, time)
+        if key not in self._complete:
+            missing = self.ranks.any(f"agree on the gradients of {unit.name}", bytes([not complete]))
+            self._complete[key] = not missing[0]
+        return self._complete[key]
+
     def _backward_ended(self) -> None:
-        for unit in self.units:
-            if unit.gradients:
+        left = self.ranks.any("end the backward", bytes(bool(unit.gradients) for unit in self.units))
+        for unit, is_left in zip(self.units, left):
+            if is_left:
                 self._hand_over(unit)
             self.release(unit)
         self._active.clear()
+        self._times.clear()
         self._in_backward = False
         square_sums = self.memory.square_sums() if self._handed_over else {}
-        for unit in self._handed_over:
-            for param, square_sum in zip(unit.params, square_sums[unit.index]):
-                if id(param) in self._summed:
-                    self.square_sums[id(param)] = square_sum
+        came = [(param, sum) for unit in self.units if unit in self._handed_over for param, sum in zip(unit.params, square_sums[unit.index])]
+        used = self.ranks.any("end the backward", bytes(id(param) in self._summed for param, _ in came))
+        sums = self.ranks.sum("sum up the gradients' squares", [square_sum for _, square_sum in came])
+        for (param, _), is_used, square_sum in zip(came, used, sums):
+            if is_used:
+                self._summed.add(id(param))
+                self.square_sums[id(param)] = square_sum
         self._handed_over.clear()
         self.core.phase(ELSEWHERE)
         for unit in self.units:
@@ -480,6 +538,7 @@ class Engine:
                     if gradient.layout is not torch.strided:
                         gradient = gradient.to_dense()
                     Unit.view_of(buffer, param, offset).copy_(gradient)
+        self.ranks.reduce(unit, buffer)
         self.order.next((True, unit.index))
         self.memory.hand_over(unit)
         self._handed_over.add(unit)

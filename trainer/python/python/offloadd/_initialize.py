@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _offloadd
 from ._checkpoint import load_checkpoint, save_checkpoint
-from ._config import Config, Settings, batch_of, settings_of
+from ._config import Config, Settings, batch_of, processes, settings_of
 from ._console import say
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
@@ -51,12 +51,14 @@ def initialize(
     if model is None:
         raise Error("initialize: pass the model")
     if mpu is not None or mesh_param is not None:
-        raise NotSupported("initialize: mpu and mesh_param: one process trains the model; leave them out")
+        raise NotSupported("initialize: mpu and mesh_param: all ranks compute the whole model; leave them out")
     config = config if config is not None else config_params
     if config is None:
         config = getattr(args, "deepspeed_config", None)
     if config is None:
         raise Error("initialize: pass config, a path or a dict")
+    if processes() > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     settings = settings_of(config)
     if settings.precision is not None:
         model.to(getattr(torch, settings.precision))
@@ -200,7 +202,7 @@ class TrainingEngine:
         return [group["lr"] for group in self.optimizer.param_groups]
 
     def train_batch_size(self) -> int:
-        return self._micro_batch * self._accumulated
+        return self._micro_batch * self._accumulated * self.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._micro_batch
@@ -232,20 +234,29 @@ class TrainingEngine:
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
 
-    global_rank = local_rank = 0
-    world_size = dp_world_size = 1
+    @property
+    def global_rank(self) -> int:
+        return torch.distributed.get_rank() if processes() > 1 else 0
+
+    local_rank = global_rank
+
+    @property
+    def world_size(self) -> int:
+        return processes()
+
+    dp_world_size = world_size
 
     # Data
 
     def deepspeed_io(
         self, dataset: torch.utils.data.Dataset, batch_size: Optional[int] = None, collate_fn: Optional[Callable] = None
     ) -> "Batches":
-        """A loader of micro-batches in random order; a resumed run continues in it."""
+        """A loader of micro-batches in random order, of each rank's part of the data; a resumed run continues in it."""
+        iterable, sampler = isinstance(dataset, torch.utils.data.IterableDataset), None
+        if self.world_size > 1 and not iterable:
+            sampler = torch.utils.data.DistributedSampler(dataset)
         loader = torch.utils.data.DataLoader(
-            dataset,
-            batch_size=batch_size or self._micro_batch,
-            shuffle=not isinstance(dataset, torch.utils.data.IterableDataset),
-            collate_fn=collate_fn,
+            dataset, batch_size=batch_size or self._micro_batch, shuffle=not iterable and sampler is None, sampler=sampler, collate_fn=collate_fn
         )
         return Batches(self.run, loader)
 
@@ -298,12 +309,15 @@ class TrainingEngine:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Writes the model's weights in their type, for plain PyTorch or transformers; `.safetensors` by the name."""
-        directory = Path(save_dir)
+        self.run.on_first(lambda: self._save_16bit_model(Path(save_dir), save_filename, exclude_frozen_parameters))
+        return True
+
+    def _save_16bit_model(self, directory: Path, save_filename: str, exclude_frozen_parameters: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path, safe = directory / save_filename, save_filename.endswith(".safetensors")
         if safe and not exclude_frozen_parameters:
             self.run.save_weights(path)
-            return True
+            return
         if exclude_frozen_parameters:
             state = trained_state(self.module, self.run.engine)
         else:
@@ -314,7 +328,6 @@ class TrainingEngine:
             save_file(state, str(path), metadata={"format": "pt"})
         else:
             torch.save(state, path)
-        return True
 
     save_fp16_model = save_16bit_model
 
@@ -373,6 +386,8 @@ class Batches:
         self._run, self.loader = run, loader
 
     def __iter__(self) -> Iterator:
+        if isinstance(self.loader.sampler, torch.utils.data.DistributedSampler):
+            self.loader.sampler.set_epoch(self._run.epoch)
         return self._run.batches(self.loader)
 
     def __len__(self) -> int:

@@ -40,7 +40,8 @@ class Memory(Protocol):
         """Begins to take the gradients in the unit's buffer to its tiles."""
 
     def square_sums(self) -> dict[int, Sequence[float]]:
-        """Waits for all gradients. Returns, by unit, the sum of squares of each parameter's gradient in this step."""
+        """Waits for all gradients. Returns, by unit, the sum of squares of each parameter's gradient in this step, as far as this rank
+        has its tiles."""
 
 
 def _largest(units: Sequence[Unit]) -> int:
@@ -96,7 +97,7 @@ class GpuDevice:
 
     def open(self, core: Any) -> Any:
         """The engine's side. Memory of units is allocated on its stream `room` from now on."""
-        mover = _offloadd.GpuMover.open(core, self.device.index)
+        mover = _offloadd.GpuMover.open(getattr(core, "core", core), self.device.index)
         self._room = torch.cuda.ExternalStream(mover.room, device=self.device)
         return mover
 
@@ -150,7 +151,7 @@ class GpuMemory:
 
     def adopt(self, unit: Unit, keep: bool) -> None:
         """Makes a unit's parameters views of a flat tensor on the GPU, without memory there unless `keep`."""
-        unit.move(self._gpu.empty(unit.elems, unit.dtype), copy=keep)
+        unit.move(self._gpu.empty(unit.room_elems, unit.dtype), copy=keep)
         if not keep:
             self._gpu.free(unit.flat.untyped_storage())
             unit.here = False

@@ -24,12 +24,12 @@ _STATE_BYTES_PER_ELEM = 16
 class Plan:
     """A run's figures; `str` writes them for people."""
 
-    def __init__(self, settings: Settings, run_dir: Path, units: list[Unit]) -> None:
+    def __init__(self, settings: Settings, run_dir: Path, units: list[Unit], rank: int = 0, ranks: int = 1) -> None:
         self.settings, self.run_dir = settings, run_dir
         self.types = sorted({_type(unit) for unit in units})
         self.units = len(units)
         self.params = sum(param.numel() for unit in units for param in unit.params)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, rank, ranks))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes = _available_bytes()
 
@@ -89,7 +89,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def engine_plan(settings: Settings, run_dir: Path, units: list[Unit]) -> dict[str, Any]:
+def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int, ranks: int) -> dict[str, Any]:
     """What the extension is told of a run."""
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
     return {
@@ -116,8 +116,10 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit]) -> dict[st
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes
-        or max(_STAGING_BYTES_MIN, min(state_bytes // 8, 4 << 30)),
+        or max(_STAGING_BYTES_MIN, min(state_bytes // ranks // 8, 4 << 30)),
         "update_threads": settings.update_threads,
+        "rank": rank,
+        "ranks": ranks,
     }
 
 

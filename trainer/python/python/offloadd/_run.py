@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import math
 import os
+import sys
 import types
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Mapping, Optional, Sequence, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import nn
@@ -23,6 +25,7 @@ from ._held import UNSCALED, Held
 from ._memory import GpuMemory, gpu_of
 from ._plan import Plan
 from ._progress import Progress
+from ._ranks import Ranks
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
@@ -62,14 +65,15 @@ def prepare(
     directory = Path(run_dir or settings.run_dir).absolute()
     on_meta = any(param.is_meta for param in model.parameters())
     found, modules = units_of(model, units or settings.units or None, frozen=settings.device != "none" or on_meta)
-    plan = Plan(settings, directory, found)
+    ranks = Ranks()
+    plan = Plan(settings, directory, found, ranks.rank, ranks.count)
     if plan_only:
         return plan
     if optimizer is None:
         raise Error("pass the optimizer: offloadd.prepare(model, optimizer, config); without it only plan_only=True works")
     if weights is not None and not on_meta:
         raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
-    return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, resume)
+    return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, ranks, resume)
 
 
 class Run:
@@ -84,8 +88,10 @@ class Run:
         modules: dict[int, nn.Module],
         track: list,
         weights: Optional[Weights],
+        ranks: Ranks,
         resume: bool,
     ) -> None:
+        self.ranks = ranks
         _check_optimizer(optimizer)
         settings, run_dir = plan.settings, plan.run_dir
         self.settings, self.run_dir = settings, run_dir
@@ -119,16 +125,19 @@ class Run:
         self._to_seal: Optional[dict[str, Any]] = None
         self._closed = False
         self._process = os.getpid()
-        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Where this rank's state lies if it is large.
+        self._state_dir = run_dir if ranks.first else run_dir / f"rank-{ranks.rank}"
+        self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Names and shapes of the units' parameters.
         self.layout = [[[names[id(param)], list(param.shape)] for param in unit.params] for unit in found]
         if (run_dir / _LAYOUT).exists():
             self.check_layout(json.loads((run_dir / _LAYOUT).read_text()), run_dir)
-        self._core, blob = _offloadd.Core.open(plan.engine_plan)
+        self._core, blob = self._open(plan)
+        ranks.divide(found, plan.figures["shard_elems"])
         for unit in found:
             if unit.built_on_meta:
                 unit.place_meta()
-        self.engine = Engine(model, found, modules, self._core, keep=settings.device == "none")
+        self.engine = Engine(model, found, modules, self._core, keep=settings.device == "none", ranks=ranks)
         self.engine.before_pass = self._seal
         if blob is not None and not resume:
             try:
@@ -139,9 +148,10 @@ class Run:
         if blob is None or not resume:
             self._note_step()
             state, self._to_seal = self._to_seal, None
-            self._fill(weights, to_blob(state, run_dir), replace=blob is not None)
+            self._fill(weights, to_blob(state, self._state_dir), replace=blob is not None)
             self._core.begin_step()
-            (run_dir / _LAYOUT).write_text(json.dumps(self.layout))
+            if ranks.first:
+                (run_dir / _LAYOUT).write_text(json.dumps(self.layout))
         else:
             for unit in found:
                 if unit.flat is None:
@@ -149,7 +159,7 @@ class Run:
                 unit.fresh = False
                 if not self.engine.keep:
                     self.engine.take_away(unit)
-            self._resume(from_blob(blob, run_dir))
+            self._resume(blob)
             self._resumed_at = self.steps_done
             self._core.begin_step()
         if gpu is not None:
@@ -165,13 +175,33 @@ class Run:
         model._offloadd_run = self
         # Accelerate then leaves the model where it is.
         model._is_accelerate_prepared = True
-        atexit.register(self.close)
+        atexit.register(self._close_at_exit)
+
+    def _open(self, plan: Plan) -> tuple[Any, Optional[dict[str, Any]]]:
+        """Opens this rank's tiles, and returns the state of the last committed step: this rank's if as many ranks committed it, else
+        the first one's. The first rank starts the daemon that all of them use."""
+        ranks, own = self.ranks, self._state_dir
+        ranks.open(len(self._index_of))
+        start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first else None
+        daemon = ranks.together("start the daemon", start)
+        socket = ranks.first_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
+        open_core = lambda: _offloadd.Core.open(plan.engine_plan, os.fsdecode(socket) if socket else None, daemon)
+        core, first_blob, blob = ranks.together("open the run", open_core)
+        core = ranks.watched(core)
+        if first_blob is None:
+            return core, None
+        state = from_blob(first_blob, plan.run_dir)
+        if not ranks.first and state.get("ranks", 1) == ranks.count:
+            state = from_blob(blob, own)
+        return core, state
 
     def _fill(self, weights: Optional[Weights], blob: bytes, replace: bool) -> None:
         """Gives the tiles their first content, a block at a time, and commits it. Where it is to `replace` what an earlier run
         has left, frozen units stay: they are written once."""
         engine, begun = self.engine, set()
+        self.ranks.broadcast("share what is in no unit", _rest(self.model, engine.units))
         if replace:
+            self.ranks.meet("begin anew")
             self._core.begin_rewrite([unit.index for together in engine.together for unit in together if unit.trained], blob)
         else:
             self._core.begin_fill(blob)
@@ -187,9 +217,11 @@ class Run:
                 if empty:
                     begin(self.model, empty, begun, weights, self._names)
                 for unit in together:
+                    self.ranks.broadcast(f"share {unit.name}", [unit.flat])
                     if unit.trained or not replace:
                         self._core.fill(unit.index, unit.flat.data_ptr())
                     engine.release(unit)
+        self.ranks.meet("commit the first content")
         self._core.end_fill()
 
     def _check_frozen(self) -> None:
@@ -227,7 +259,7 @@ class Run:
         self._note_step()
         state, self._to_seal = self._to_seal, None
         names = {key: of_one[0] for key, of_one in self._names.items()}
-        rewrite(self.engine, self._core, sources, names, lambda: to_blob(self._complete(state), self.run_dir))
+        rewrite(self.engine, self._core, sources, names, lambda: to_blob(self._complete(state), self._state_dir))
 
     def allow_load_state_dict(self) -> None:
         """Lets `model.load_state_dict` replace what a resumed run has trained."""
@@ -238,6 +270,7 @@ class Run:
         sources: dict[int, torch.Tensor] = {}
         for unit in units:
             given = unit.flat.clone()
+            self.ranks.broadcast(f"share what was given to {unit.name}", [given])
             self.engine.take_away(unit)
             self.engine.gather(unit, record=False)
             for param, offset in zip(unit.params, unit.offsets):
@@ -263,7 +296,16 @@ class Run:
             if id(blocks.tensors[name]) not in seen:
                 seen.add(id(blocks.tensors[name]))
                 shapes[name] = shape
-        write_safetensors(path, shapes, {"format": "pt"}, blocks, lambda state: state)
+        self.on_first(lambda: write_safetensors(path, shapes, {"format": "pt"}, blocks, lambda state: state))
+
+    def on_first(self, work: Callable[[], Any]) -> Any:
+        """Does `work`, which may read any parameter, on the first rank, and returns what it returned there. All ranks must call it."""
+        if not self.ranks.first:
+            return self.engine.follow()
+        if self.ranks.count == 1 or self.engine.leads:
+            return work()
+        with self.engine.leading():
+            return work()
 
     def batches(self, loader: Iterable) -> Iterator:
         """Yields from `loader` and remembers how far it is: in a resumed run it goes on with the next batch that no committed
@@ -275,7 +317,8 @@ class Run:
             return
         skip = 0
         if resumed is not None:
-            skip, self._resumed = resumed["batches"], None
+            # Another number of ranks reads other parts of the data, as many samples of it together.
+            skip, self._resumed = resumed["batches"] * resumed["ranks"] // self.ranks.count, None
             if resumed["epoch_random"] is not None:
                 set_random_state(resumed["epoch_random"])
         position.random = random_state()
@@ -293,35 +336,61 @@ class Run:
                 self._to_seal = self._complete(self._to_seal)
         position.batches, position.random = 0, None
 
+    @property
+    def epoch(self) -> int:
+        """Times that `batches` was called."""
+        return self._position.epoch
+
     def drain(self) -> None:
         """Applies pending updates and commits the last step."""
         self._seal()
+        self.ranks.meet("commit what is done")
         self._core.drain()
         self.engine.order.forget_rest()
 
     def close(self) -> None:
         """Commits the last step and ends the run in order; the model's parameters are gone with it. A second call does nothing."""
+        self._close(None)
+
+    def _close_at_exit(self) -> None:
+        self._close(getattr(sys, "last_value", None))
+
+    def _close(self, failed: Optional[BaseException]) -> None:
+        """Ends the run, in which the script has `failed` on this rank unless it is None."""
         if self._closed:
             return
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._close_at_exit)
         if os.getpid() != self._process:
             return
         self.model._offloadd_run = None
         self.model._is_accelerate_prepared = False
         for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained"):
             self.model.__dict__.pop(name, None)
+        ranks = self.ranks
         try:
-            self._seal()
-            self._core.drain()
+            if ranks.count > 1 and failed is not None:
+                # The others need not wait for what this one does not finish.
+                ranks.end(f"{type(failed).__name__}: {failed}")
+            if not ranks.broken:
+                self._seal()
+                ranks.meet("end the run")
+                self._core.drain()
+            # The daemon ends with the first rank's part.
+            if ranks.first and not ranks.broken:
+                ranks.meet("leave the run")
         finally:
-            self._core.close()
+            with contextlib.suppress(*[Error] * ranks.broken):
+                self._core.close()
+            if not ranks.first and not ranks.broken:
+                ranks.meet("leave the run")
+            ranks.close()
 
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        self.close()
+    def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
+        self._close(error)
 
     def describe(self) -> str:
         """Where the state lives, for people."""
@@ -349,7 +418,9 @@ class Run:
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
         """Brings tiles and everything else to a checkpoint, and commits it as the run's last step."""
         self.engine.forget_gradients()
-        self._core.load(str(checkpoint), to_blob(state, self.run_dir))
+        self.ranks.meet("load a checkpoint")
+        frozen = self.ranks.total("compare frozen parameters", self._core.frozen())
+        self._core.load(str(checkpoint), to_blob(state, self._state_dir), frozen)
         self._resume(state)
         if self._position.epoch:
             # The script is in the middle of its data and continues there.
@@ -434,6 +505,10 @@ class Run:
 
         self.model.load_state_dict = load_state_dict
         stream_save_pretrained(self.model, self.engine)
+        if hasattr(self.model, "save_pretrained"):
+            save = self.model.save_pretrained
+            together = lambda *args, **kwargs: self.on_first(lambda: save(*args, **kwargs))
+            self.model.save_pretrained = functools.wraps(save)(together)
 
     def _step(self) -> None:
         engine = self.engine
@@ -444,6 +519,7 @@ class Run:
         dropped = engine.dropped()
         scales = self._scales()
         norm = self._norm()
+        self.ranks.meet(f"make step {self.steps_done + 1}")
         # A script that never calls the whole model begins no pass that would do it.
         self._seal()
         if not self.gradients_are_finite():
@@ -509,13 +585,14 @@ class Run:
         self.loss: float = math.nan
         self.loss_scale: Optional[float] = None
         self.grad_norm: Optional[float] = None
-        self._core.open_reports(
-            self.steps_done,
-            self._samples(),
-            settings.monitor_dir("tensorboard", self.run_dir),
-            settings.monitor_dir("csv_monitor", self.run_dir),
-            settings.wall_clock_breakdown,
-        )
+        if self.ranks.first:
+            self._core.open_reports(
+                self.steps_done,
+                self._samples(),
+                settings.monitor_dir("tensorboard", self.run_dir),
+                settings.monitor_dir("csv_monitor", self.run_dir),
+                settings.wall_clock_breakdown,
+            )
 
     def _samples(self) -> int:
         return self.steps_done * (self.settings.train_batch_size or 1)
@@ -551,13 +628,16 @@ class Run:
             "epoch": position.epoch,
             "batches": position.batches,
             "epoch_random": position.random,
+            "ranks": self.ranks.count,
         }
 
     def _seal(self) -> None:
         """Orders the last step's commit: called when the next forward begins, by when schedulers have moved on."""
         if self._to_seal is None:
             return
-        self._core.seal(to_blob(self._complete(self._to_seal), self.run_dir))
+        blob = to_blob(self._complete(self._to_seal), self._state_dir)
+        self.ranks.meet(f"commit step {self._to_seal['steps_done']}")
+        self._core.seal(blob)
         self._to_seal = None
         self.engine.order.forget_rest()
 
@@ -575,6 +655,7 @@ class Run:
         self._updates = dict(state["updates"])
         self.resumed_random = state["random"]
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
+        self._resumed["ranks"] = state.get("ranks", 1)
         if "groups" in state:
             self._groups = state["groups"]
             self.restore_groups()
@@ -621,11 +702,15 @@ def _plain(value: Any) -> Any:
 
 
 def _move_rest(model: nn.Module, units: list[Unit], device: torch.device) -> None:
-    """Moves to `device` what is in no unit: buffers, and frozen parameters that stay in memory."""
+    """Moves to `device` what is in no unit."""
+    for one in _rest(model, units):
+        one.data = one.data.to(device)
+
+
+def _rest(model: nn.Module, units: list[Unit]) -> list[torch.Tensor]:
+    """What is in no unit: buffers, and parameters that stay in memory."""
     managed = {id(param) for unit in units for param in unit.params}
-    for one in (*model.parameters(), *model.buffers()):
-        if id(one) not in managed:
-            one.data = one.data.to(device)
+    return [one for one in (*model.parameters(), *model.buffers()) if id(one) not in managed]
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -36,8 +36,11 @@ class Unit:
     # Whether it holds what is in no block: it stays from the model's forward to the end of its backward.
     root: bool = False
     offsets: list[int] = field(default_factory=list)
-    # Elements of the flat tensor, the gaps between parameters included.
+    # Elements of the parameters, the gaps between them included.
     elems: int = 0
+    # Elements of each rank's part, and of the equal parts of all ranks, which the flat tensor has room for.
+    shard_elems: int = 0
+    room_elems: int = 0
     flat: Optional[torch.Tensor] = None
     here: bool = True
     # Whether it is on its way.
@@ -55,17 +58,18 @@ class Unit:
         for param in self.params:
             self.offsets.append(self.elems)
             self.elems += -(-param.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
+        self.shard_elems = self.room_elems = self.elems
         self.dtype = self.params[0].dtype
         self.built_on_meta = self.params[0].is_meta
 
     @property
     def bytes(self) -> int:
-        """Bytes of the parameters, padding included."""
-        return self.elems * self.dtype.itemsize
+        """Bytes of the flat tensor."""
+        return self.room_elems * self.dtype.itemsize
 
     def place(self) -> None:
         """Moves the parameters into one flat tensor in the processor's memory, of which they become views."""
-        self.move(torch.zeros(self.elems, dtype=self.dtype, device="cpu"), copy=True)
+        self.move(torch.zeros(self.room_elems, dtype=self.dtype, device="cpu"), copy=True)
 
     def move(self, flat: torch.Tensor, copy: bool) -> None:
         """Makes the parameters views of `flat`, to which their values are copied if `copy`."""
@@ -79,7 +83,7 @@ class Unit:
 
     def place_meta(self) -> None:
         """Gives parameters of the meta device a place in a flat tensor that has no memory yet. They stay the same objects."""
-        flat = torch.empty(self.elems, dtype=self.dtype, device="cpu")
+        flat = torch.empty(self.room_elems, dtype=self.dtype, device="cpu")
         for param, offset in zip(self.params, self.offsets):
             view = self.view_of(flat, param, offset)
             torch.utils.swap_tensors(param, nn.Parameter(view, requires_grad=param.requires_grad))

@@ -234,6 +234,7 @@ def rewrite(engine: Engine, core: Any, sources: Mapping[int, torch.Tensor], name
     units = [unit for unit in engine.units if unit.trained and any(id(param) in sources for param in unit.params)]
     if not units:
         return
+    engine.ranks.meet("load weights")
     core.begin_rewrite([unit.index for unit in units], blob())
     engine.order.forget_rest()
     for unit in units:
@@ -243,6 +244,7 @@ def rewrite(engine: Engine, core: Any, sources: Mapping[int, torch.Tensor], name
             with torch.no_grad():
                 Unit.view_of(flat, unit.params[index], unit.offsets[index]).copy_(sources[id(unit.params[index])])
         core.rewrite(unit.index, flat.data_ptr(), changed)
+    engine.ranks.meet("commit loaded weights")
     core.end_fill()
     core.begin_step()
     engine.updated()

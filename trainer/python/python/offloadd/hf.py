@@ -11,6 +11,7 @@ from typing import Any, Mapping, Optional, Union
 
 import torch
 
+from ._ranks import Ranks
 from ._run import Run, prepare
 
 # Where `Trainer.train` finds the last committed step, in the form of one of its checkpoints.
@@ -30,17 +31,20 @@ def attach(
     trainer.create_optimizer()
     directory = Path(run_dir or Path(trainer.args.output_dir) / "offloadd")
     run = prepare(trainer.model, trainer.optimizer, config, run_dir=directory, track=[kept])
-    names = ("train", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
+    names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
     original = {name: getattr(trainer, name) for name in names}
     resume_dir = run.run_dir / _RESUME_DIR
 
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         resumes = kept.loaded is not None
         if resumes:
-            kept.write(resume_dir, run.resumed_random)
+            kept.write(resume_dir, run.resumed_random, run.ranks)
         result = original["train"](str(resume_dir) if resumes else None, *args, **kwargs)
         run.drain()
         return result
+
+    def save(*args: Any, **kwargs: Any) -> None:
+        run.on_first(lambda: original["_save"](*args, **kwargs))
 
     def load_model(checkpoint: str, model: Any = None) -> None:
         if Path(checkpoint) != resume_dir:
@@ -58,6 +62,7 @@ def attach(
         original["_load_best_model"]()
 
     trainer.train = train
+    trainer._save = save
     trainer._load_best_model = load_best_model
     trainer._load_from_checkpoint = load_model
     trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
@@ -80,12 +85,13 @@ class _TrainerState:
         if state["scheduler"] is not None:
             self.loaded = state
 
-    def write(self, directory: Path, random_state: dict[str, Any]) -> None:
-        """Writes what `Trainer.train` reads of a checkpoint: its state, and the random numbers."""
+    def write(self, directory: Path, random_state: dict[str, Any], ranks: Ranks) -> None:
+        """Writes what `Trainer.train` reads of a checkpoint: its state, and the random numbers of each rank."""
         import numpy
 
         directory.mkdir(exist_ok=True)
-        (directory / "trainer_state.json").write_text(self.loaded["state"])
+        if ranks.first:
+            (directory / "trainer_state.json").write_text(self.loaded["state"])
         version, numbers, gauss = random_state["python"]
         name, keys, *rest = random_state.get("numpy") or numpy.random.get_state()
         states = {
@@ -96,4 +102,5 @@ class _TrainerState:
         if "cuda" in random_state:
             states["cuda"] = random_state["cuda"][torch.cuda.current_device()]
         assert random.getstate()[0] == version
-        torch.save(states, directory / "rng_state.pth")
+        torch.save(states, directory / ("rng_state.pth" if ranks.count == 1 else f"rng_state_{ranks.rank}.pth"))
+        ranks.meet("write what the Trainer resumes from")
