@@ -8,7 +8,10 @@
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
 # make deb          builds a Debian package of offloadd in target/
-# make python       builds the Python package in place; make wheel: a wheel of it in target/wheels; make test-wheel: installs and runs that
+# make python       builds the Python package in place
+# make wheel        builds a wheel with the package and all programs in target/wheels, for systems with this machine's glibc or a newer one
+# make wheel-in-container  builds the same with docker, for systems with glibc 2.28 or newer
+# make test-wheel   builds the wheel, installs it into an empty environment and runs it
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
 # LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
@@ -21,6 +24,8 @@ PYTHON ?= .python/bin/python
 # Of `make python` and `make wheel`: dev compiles sooner, and is slower.
 PROFILE ?= release
 BUILT := $(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
+PROGRAMS := $(addprefix target/$(BUILT)/,offloadd trainer bench-io)
+IN_WHEEL := trainer/python/python/offloadd
 
 # CI builds everything once.
 ifdef CI
@@ -30,7 +35,7 @@ endif
 # Seeds of both simulations: enough to find a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel test-wheel bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel wheel-in-container test-wheel bench libtorch clean
 
 demo: build
 	trainer/demo.sh
@@ -41,10 +46,18 @@ build: libtorch
 python:
 	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd-python -p offloadd
 	cp target/$(BUILT)/lib_offloadd.so trainer/python/python/offloadd/_offloadd.abi3.so
-	cp target/$(BUILT)/offloadd trainer/python/python/offloadd/offloadd
+	install -D -t $(IN_WHEEL)/bin target/$(BUILT)/offloadd
 
-wheel: python
-	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out target/wheels
+wheel: libtorch
+	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p bench-io
+	install -D -s -t $(IN_WHEEL)/bin $(PROGRAMS)
+	install -D -m 644 -t trainer/python/licenses LICENSE-MIT LICENSE-APACHE
+	.ci/licenses.py --cargo $(CARGO) --texts trainer/python/licenses/LICENSES-dependencies offloadd trainer bench-io offloadd-python
+	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out target/wheels \
+		--compatibility $$(trainer/python/wheel_tag.py $(PROGRAMS))
+
+wheel-in-container:
+	docker build --target wheel --output type=local,dest=target/wheels .
 
 test-wheel:
 	PYTHON=$(PYTHON) PROFILE=$(PROFILE) trainer/python/test-wheel.sh

@@ -145,6 +145,28 @@ class Licenses(unittest.TestCase):
         self.assertEqual(licenses.faults([package], {"MIT"}), ["a 1.0.0: from git+https://example.org/a, not from crates.io"])
         self.assertEqual(licenses.faults([{**package, "source": None}], {"MIT"}), [])
 
+    def test_texts_are_those_of_linked_packages_each_once(self):
+        def package(name, source=licenses.CRATES_IO):
+            manifest = directory / name / "Cargo.toml"
+            manifest.parent.mkdir()
+            return {"id": name, "name": name, "version": "1.0.0", "license": "MIT", "source": source, "authors": ["Ada"], "manifest_path": str(manifest)}
+
+        def needs(name, *others, kind=None):
+            return {"id": name, "deps": [{"pkg": other, "dep_kinds": [{"kind": kind}]} for other in others]}
+
+        with tempfile.TemporaryDirectory() as temporary:
+            directory = pathlib.Path(temporary)
+            packages = [package("ours", None), package("a"), package("b"), package("c"), package("tested")]
+            for name in ("a", "b", "tested"):
+                (directory / name / "LICENSE-MIT").write_text("Permission is hereby granted\n")
+            nodes = [needs("ours", "a", "c"), needs("a", "b"), needs("b", "tested", kind="dev"), needs("c"), needs("tested")]
+            linked = licenses.linked({"packages": packages, "resolve": {"nodes": nodes}}, ["ours"])
+            self.assertEqual([one["name"] for one in linked], ["a", "b", "c"])
+            text = licenses.texts(linked)
+        self.assertEqual(text.count("Permission"), 1)
+        self.assertIn("a 1.0.0 (MIT)\nb 1.0.0 (MIT)\n\nPermission", text)
+        self.assertIn("c 1.0.0 (MIT), by Ada", text)
+
 
 class Links(unittest.TestCase):
     def faults(self, text):

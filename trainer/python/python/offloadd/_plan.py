@@ -12,6 +12,7 @@ from typing import Any, Optional
 from . import _offloadd
 from ._config import Settings
 from ._errors import NoSpace
+from ._program import BIN
 from ._units import Unit
 
 # Slots that tiles of all kinds pass through need at least so much.
@@ -136,7 +137,7 @@ def _job(run_dir: Path) -> str:
 def _program(settings: Settings) -> Optional[str]:
     if settings.program:
         return str(settings.program)
-    beside = Path(__file__).with_name("offloadd")
+    beside = BIN / "offloadd"
     return str(beside) if beside.exists() else shutil.which("offloadd")
 
 

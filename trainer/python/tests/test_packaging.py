@@ -1,0 +1,131 @@
+"""What is in the wheel beside the package's code: the extension's stub, the programs, the tag, the container."""
+
+import ast
+import inspect
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from offloadd import _offloadd, _program
+
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+sys.path.append(str(HERE.parent))
+
+import wheel_tag  # noqa: E402
+
+
+def stub_of(path):
+    """Name to arguments of a function, to base and members of a class, in a stub."""
+    return members(ast.parse(path.read_text()).body)
+
+
+def members(body):
+    found = {}
+    for node in body:
+        if isinstance(node, ast.FunctionDef):
+            static = any(decorator.id == "staticmethod" for decorator in node.decorator_list)
+            found[node.name] = ("static " if static else "", *(arg.arg for arg in node.args.args))
+        elif isinstance(node, ast.ClassDef):
+            found[node.name] = ([base.id for base in node.bases], members(node.body))
+        elif isinstance(node, ast.AnnAssign):
+            found[node.target.id] = "attribute"
+    return found
+
+
+def members_of(owner):
+    """The same of an extension's module or class."""
+    found = {}
+    for name, value in vars(owner).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, type):
+            bases = [base.__name__ for base in value.__bases__ if base is not object]
+            found[name] = (bases, members_of(value))
+        elif inspect.isgetsetdescriptor(value):
+            found[name] = "attribute"
+        else:
+            function = getattr(owner, name)
+            found[name] = ("static " if isinstance(value, staticmethod) else "", *inspect.signature(function).parameters)
+    if isinstance(owner, type) and owner.__text_signature__:
+        found["__init__"] = ("", "self", *inspect.signature(owner).parameters)
+    return found
+
+
+def test_the_stub_has_the_names_and_arguments_of_the_extension():
+    stub = stub_of(pathlib.Path(_program.__file__).with_name("_offloadd.pyi"))
+    extension = members_of(_offloadd)
+    assert stub.keys() == extension.keys()
+    for name, expected in extension.items():
+        assert stub[name] == expected, name
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A directory of a torch of version 2.11.0, and what is run in the end."""
+    torch = tmp_path / "torch"
+    torch.mkdir()
+    (torch / "version.py").write_text("__all__ = ['__version__']\n__version__ = '2.11.0+cu130'\n")
+    ran = []
+    monkeypatch.setattr(_program, "_torch", lambda: torch)
+    monkeypatch.setattr(os, "execv", lambda program, args: ran.append((str(program), args[1:], os.environ.get("LD_LIBRARY_PATH"))))
+    monkeypatch.setattr(sys, "argv", ["name", "--help"])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    return torch, ran
+
+
+def test_the_trainer_is_run_with_the_libraries_of_the_installed_torch(installed):
+    torch, ran = installed
+    _program.trainer()
+    assert ran == [(str(_program.BIN / "trainer"), ["--help"], f"{torch / 'lib'}:/before")]
+    _program.bench_io()
+    assert ran[1][0] == str(_program.BIN / "bench-io")
+
+
+def test_the_trainer_names_the_torch_that_it_needs(installed, monkeypatch):
+    torch, ran = installed
+    (torch / "version.py").write_text("__version__ = '2.4.1'\n")
+    with pytest.raises(SystemExit, match=r"linked with torch 2.11, and torch 2.4.1 is installed in .*: pip install 'torch==2.11.\*'"):
+        _program.trainer()
+    monkeypatch.setattr(_program, "_torch", lambda: None)
+    with pytest.raises(SystemExit, match="torch is not installed"):
+        _program.trainer()
+    assert not ran
+
+
+def test_the_trainers_torch_is_the_one_it_is_linked_with():
+    assert f'\nTORCH = "{_program.TRAINERS_TORCH}.' in (ROOT / "kernels" / "fetch-libtorch.py").read_text()
+
+
+def test_a_program_that_is_missing_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(_program, "BIN", tmp_path)
+    with pytest.raises(SystemExit, match=f"offloadd: {tmp_path}/offloadd cannot be started: No such file"):
+        _program.offloadd()
+
+
+@pytest.mark.parametrize(
+    "versions, expected",
+    [
+        (["GLIBC_2.2.5", "GLIBC_2.17"], 28),
+        (["GLIBC_2.28", "GLIBCXX_3.4.24", "CXXABI_1.3.11"], 28),
+        (["GLIBC_2.34", "GLIBC_2.4"], 34),
+        (["GLIBC_2.28", "GLIBCXX_3.4.29"], 34),
+        (["GLIBC_2.28", "CXXABI_1.3.12"], 31),
+    ],
+)
+def test_a_wheels_tag_follows_from_the_newest_symbols(tmp_path, versions, expected):
+    (tmp_path / "old").write_bytes(b"\0GLIBC_2.2.5\0")
+    (tmp_path / "program").write_bytes(b"\x7fELF\0" + b"\0".join(version.encode() for version in versions) + b"\0")
+    assert wheel_tag.tag([tmp_path / "old", tmp_path / "program"]) == f"manylinux_2_{expected}"
+
+
+def test_the_dockerfile_has_no_faults():
+    hadolint = shutil.which("hadolint", path=f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: make test-tools")
+    done = subprocess.run([hadolint, "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
