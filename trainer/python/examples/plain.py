@@ -1,11 +1,14 @@
 """A training loop of one's own on this library: a small language model that learns to count.
 
     python plain.py RUN_DIR DEVICE_DIR [STEPS]
+    torchrun --nproc-per-node 2 plain.py RUN_DIR DEVICE_DIR [STEPS]
 
-Kill it at any time and start it again: it resumes after the last committed step and ends with the same weights.
+Kill it at any time and start it again: it resumes after the last committed step and ends with the same weights. With torchrun, each
+process computes a part of each batch and keeps a part of the state.
 """
 
 import hashlib
+import os
 import sys
 
 import torch
@@ -50,7 +53,11 @@ model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 counts = (torch.arange(8 * steps)[:, None] * 7 + torch.arange(LENGTH + 1)) % VOCABULARY
-loader = torch.utils.data.DataLoader(counts, batch_size=8, shuffle=True)
+ranks, sampler = int(os.environ.get("WORLD_SIZE", 1)), None
+if ranks > 1:
+    torch.distributed.init_process_group("gloo")
+    sampler = torch.utils.data.DistributedSampler(counts)
+loader = torch.utils.data.DataLoader(counts, batch_size=8 // ranks, shuffle=sampler is None, sampler=sampler)
 
 config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": device_dir}}}
 run = offloadd.prepare(model, optimizer, config, run_dir=run_dir, track=[scheduler])

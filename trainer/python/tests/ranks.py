@@ -13,13 +13,13 @@ class Ended(Exception):
     """A rank ended otherwise than by returning: with this exit code."""
 
 
-def on_ranks(count, store, work, *args):
+def on_ranks(count, store, work, *args, start=forks.start):
     """What `work(rank, count, *args)` returns on each of `count` ranks, or the exception it raised, or `Ended`. `store` is a file by which
-    they find each other. `work` is a function of a module of tests."""
+    they find each other. `work` is a function of a module of tests; `start` starts this file."""
     result_of = [pathlib.Path(f"{store}.{rank}") for rank in range(count)]
     call = pickle.dumps((work, args)).hex()
     scripts = [
-        forks.start(
+        start(
             __file__, store, result, call,
             environment={"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)},
             imports=("ranks", work.__module__),

@@ -1,5 +1,6 @@
 """Models on GPUs, without one: the engine's side on a fake driver, tensors of the processor as the GPU's memory."""
 
+import functools
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import forks
 import offloadd
 from offloadd._config import settings_of
 from offloadd._memory import HostMemory, gpu_of
+from ranks import on_ranks
 from test_engine import pair
 from test_runs import PROGRAM, config, needs_daemon
 from toy import same_gradients
@@ -37,9 +39,11 @@ def fake(tmp_path_factory):
     return forks.Server({"KERNELS_FAKE": str(libraries[0]), "LD_LIBRARY_PATH": str(directory)}, libraries), libraries[0]
 
 
-def start(fake, script, *args):
+def start(fake, script, *args, environment=(), **more):
     server, driver = fake
-    return server.start(HERE / "scripts" / "on_fake_gpu.py", driver, HERE / "scripts" / script, *args, environment={"KERNELS_FAKE": str(driver)})
+    script = HERE / "scripts" / script
+    environment = {**dict(environment), "KERNELS_FAKE": str(driver)}
+    return server.start(HERE / "scripts" / "on_fake_gpu.py", driver, script, *args, environment=environment, **more)
 
 
 @needs_daemon
@@ -75,6 +79,39 @@ def test_a_script_on_a_gpu_that_is_killed_resumes_with_the_same_bits(fake, tmp_p
     assert resumed[1] != "resumed 0"
     assert resumed[-1] == whole[-1]
     assert set(cut[2:]) | set(resumed[2:]) == set(whole[2:])
+
+
+@needs_daemon
+@needs_compiler
+def test_two_ranks_with_gpus_have_the_bits_of_two_without(fake, tmp_path):
+    for dtype in (torch.float32, torch.bfloat16):
+        of = lambda gpu, **more: on_ranks(2, tmp_path / f"store-{dtype}-{gpu}", work_of_gpus, tmp_path / f"{dtype}-{gpu}", dtype, gpu, **more)
+        expected = of(None)
+        found = of("untested", start=functools.partial(start, fake))
+        assert not [one for one in (*expected, *found) if isinstance(one, Exception)]
+        for (losses, norms, weights, ahead), (plain_losses, plain_norms, plain_weights, _) in zip(found, expected):
+            assert ahead > 0 and losses == plain_losses and norms == pytest.approx(plain_norms, rel=1e-6)
+            assert all(torch.equal(weights[name], value) for name, value in plain_weights.items())
+
+
+def work_of_gpus(rank, ranks, path, dtype, gpu):
+    """Losses, norms and weights of a model of which each rank has some tiles, in two micro-batches a step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(400, 400) for _ in range(4)), torch.nn.Linear(400, 1)).to(dtype)
+    model[1].requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    losses, norms = [], []
+    with offloadd.prepare(model, optimizer, config("cpu", path, gpu=gpu, units=["Linear"]), run_dir=path / "run") as run:
+        for _ in range(3):
+            for _ in range(2):
+                loss = model(torch.randn(4, 400, generator=generator).to(dtype)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 100.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, norms, {name: value.clone() for name, value in model.state_dict().items()}, run.engine.memory.ahead
 
 
 class Ahead(HostMemory):

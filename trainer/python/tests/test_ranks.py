@@ -143,7 +143,8 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_bits(tmp_path):
 
 
 def lose(rank, ranks, path, where):
-    """The second rank dies in its third step."""
+    """The second rank dies in its third step, or the first one is elsewhere when it does."""
+    _ranks._GRACE_S = 1.0
     model = gpt2()
     optimizer = adamw(model)
     with offloadd.prepare(model, optimizer, config("nvme", path), run_dir=path / "run"):
@@ -151,18 +152,25 @@ def lose(rank, ranks, path, where):
         model.transformer.h[1].register_forward_hook(lambda *_: die() if dies and where == "forward" else None)
         for number in range(8):
             dies = rank == 1 and number == 2
+            if dies and where == "elsewhere":
+                die()
+            if where == "elsewhere" and (rank, number) == (0, 2):
+                time.sleep(60)
             one_step(model, optimizer, text(number))
             if dies:
                 die()
 
 
-@pytest.mark.parametrize("where", ["forward", "step"])
-def test_a_dead_rank_ends_the_others_by_name_within_10_s(tmp_path, where):
+@pytest.mark.parametrize("where", ["forward", "step", "elsewhere"])
+def test_a_dead_rank_ends_the_others_by_name_within_10_s(tmp_path, where, capfd):
     began = time.monotonic()
     first, second = on_ranks(2, tmp_path / "store", lose, tmp_path, where)
-    assert str(second) == "-9"
-    assert isinstance(first, offloadd.RankGone) and "rank 1 (process" in str(first), first
     assert time.monotonic() - began < 20
+    assert str(second) == "-9"
+    if where == "elsewhere":
+        assert str(first) == "1" and "rank 0: rank 1 (process" in capfd.readouterr().err
+    else:
+        assert isinstance(first, offloadd.RankGone) and "rank 1 (process" in str(first), first
 
 
 def fail(rank, ranks, path):
@@ -189,7 +197,8 @@ def skip(rank, number, model):
 
 
 def generate(rank, number, model):
-    model.generate(text(0)[:, :2], max_new_tokens=3 + rank, min_new_tokens=3 + rank, do_sample=False)
+    made = model.generate(text(0)[:, :2], max_new_tokens=3 + rank, min_new_tokens=3 + rank, do_sample=False)
+    assert made.shape == (BATCH, 5 + rank)
 
 
 def look(rank, number, model):
@@ -221,13 +230,16 @@ def test_ranks_that_do_different_things_are_all_told_who_stands_where(tmp_path):
     for what, steps, words in (
         (skip, (3, 3), ('rank 0: "bring (root) (forward)"', 'rank 1: "bring (root) (forward without gradients)"')),
         (slow, (3, 2), ('rank 0: "bring (root) (forward)"', 'rank 1: "end the run"')),
-        (generate, (3, 3), ('rank 0: "bring (root) (forward)"', 'rank 1: "bring (root) (forward without gradients)"')),
         (look, (3, 3), ('rank 0: "bring (root) (outside of forward and backward)"', 'rank 1: "bring (root) (forward)"')),
     ):
         path = tmp_path / what.__name__
         for told in on_ranks(2, tmp_path / f"store-{what.__name__}", diverge, path, what, steps):
             assert isinstance(told, offloadd.OrderDiffers), f"{what}: {told}"
             assert all(word in str(told) for word in words), f"{what}: {told}"
+
+
+def test_ranks_may_generate_texts_of_different_lengths(tmp_path):
+    assert on_ranks(2, tmp_path / "store", diverge, tmp_path, generate) == [None, None]
 
 
 def test_a_rank_that_waits_elsewhere_is_told_from_one_that_is_slow(tmp_path):

@@ -150,9 +150,10 @@ class Engine:
         self.leads = False
         self._in_backward = False
         self._kind: Any = None
-        # Of several ranks: times a unit's part of this backward was over, and whether its gradients are complete then, by the
-        # kind of pass, the unit and that time.
+        # Of several ranks: times a unit's part of this backward was over, the gradients it had then, and whether it has all of them,
+        # by the kind of pass, the unit and that time.
         self._times: dict[Unit, int] = {}
+        self._had: dict[Unit, int] = {}
         self._complete: dict[tuple, bool] = {}
         self.broken = False
         # Sums of squares by parameter, of the gradients that have come in this step.
@@ -381,6 +382,7 @@ class Engine:
         self._in_backward = False
         self._active.clear()
         self._times.clear()
+        self._had.clear()
         for unit in self.units:
             unit.gradients.clear()
             for param in unit.params:
@@ -496,6 +498,7 @@ class Engine:
         if self.ranks.count == 1:
             return complete
         self._times[unit] = time = self._times.get(unit, 0) + 1
+        self._had[unit] = len(unit.gradients)
         key = (self._kind, unit, time)
         if key not in self._complete:
             missing = self.ranks.any(f"agree on the gradients of {unit.name}", bytes([not complete]))
@@ -503,13 +506,17 @@ class Engine:
         return self._complete[key]
 
     def _backward_ended(self) -> None:
-        left = self.ranks.any("end the backward", bytes(bool(unit.gradients) for unit in self.units))
-        for unit, is_left in zip(self.units, left):
-            if is_left:
+        # 1: gradients are left; 2: some came after the unit's part of the backward was over.
+        left = lambda unit: (len(unit.gradients) > 0) + 2 * (len(unit.gradients) > self._had.get(unit, 0))
+        for unit, flags in zip(self.units, self.ranks.any("end the backward", bytes(map(left, self.units)))):
+            if flags:
+                # Where experts got nothing on any rank, the unit need not wait for them the next time.
+                self._complete[self._kind, unit, self._times.get(unit)] = flags == 1
                 self._hand_over(unit)
             self.release(unit)
         self._active.clear()
         self._times.clear()
+        self._had.clear()
         self._in_backward = False
         square_sums = self.memory.square_sums() if self._handed_over else {}
         came = [(param, sum) for unit in self.units if unit in self._handed_over for param, sum in zip(unit.params, square_sums[unit.index])]
@@ -544,6 +551,7 @@ class Engine:
         self._handed_over.add(unit)
         self._summed.update(unit.gradients)
         unit.gradients.clear()
+        self._had[unit] = 0
 
     def forget_gradients(self) -> None:
         """Drops this step's gradients."""

@@ -9,6 +9,7 @@ import torch
 from . import _offloadd
 from ._config import Settings
 from ._errors import Error, NotSupported
+from ._ranks import Ranks
 from ._units import Unit
 
 # Units that come to a GPU before they are needed: one arrives while one waits, and each takes a unit's memory.
@@ -97,7 +98,7 @@ class GpuDevice:
 
     def open(self, core: Any) -> Any:
         """The engine's side. Memory of units is allocated on its stream `room` from now on."""
-        mover = _offloadd.GpuMover.open(getattr(core, "core", core), self.device.index)
+        mover = _offloadd.GpuMover.open(core, self.device.index)
         self._room = torch.cuda.ExternalStream(mover.room, device=self.device)
         return mover
 
@@ -143,8 +144,8 @@ class GpuMemory:
 
     ahead = _AHEAD
 
-    def __init__(self, core: Any, units: Sequence[Unit], gpu: GpuDevice) -> None:
-        self._gpu, self._mover = gpu, gpu.open(core)
+    def __init__(self, ranks: Ranks, units: Sequence[Unit], gpu: GpuDevice) -> None:
+        self._gpu, self._mover = gpu, ranks.watched(gpu.open(ranks.core))
         self._largest = _largest(units)
         self._buffers: list[torch.Tensor] = []
         self._turn = 0

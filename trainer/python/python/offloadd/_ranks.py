@@ -67,7 +67,8 @@ class Ranks:
         self._ended = False
         self._gone = ""
         self._noticed = False
-        self._core: Any = None
+        # The extension's object, whose waits for other ranks end when one is gone.
+        self.core: Any = None
 
     @property
     def first(self) -> bool:
@@ -90,21 +91,26 @@ class Ranks:
                 "built; start all processes on one node"
             )
         data_bytes = _DATA_BYTES + 16 * params
+        failed = ""
         if self.first:
             file, path = tempfile.mkstemp(prefix="offloadd-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-            self._board = Board(file, self.count, data_bytes)
             store.set(f"{key}/board", path)
         else:
             path = store.get(f"{key}/board").decode()
-            file = os.open(path, os.O_RDWR)
+        try:
+            file = file if self.first else os.open(path, os.O_RDWR)
             self._board = Board(file, self.count, data_bytes)
-        os.close(file)
-        self._board.set_process(self.rank, os.getpid())
+            os.close(file)
+            self._board.set_process(self.rank, os.getpid())
+        except OSError as error:
+            failed = f"rank {self.rank} cannot use {path}: {error.strerror}; all ranks must see the same /dev/shm, as in one container"
         # Until then there are no process numbers to look at.
-        store.set(f"{key}/open/{self.rank}", b"")
-        store.wait([f"{key}/open/{rank}" for rank in range(self.count)])
+        store.set(f"{key}/open/{self.rank}", failed)
+        opened = [store.get(f"{key}/open/{rank}").decode() for rank in range(self.count)]
         if self.first:
             os.unlink(path)
+        if any(opened):
+            raise NotSupported(next(filter(None, opened)))
         self._processes = {rank: self._board.process(rank) for rank in range(self.count) if rank != self.rank}
         self._main = threading.current_thread().ident
         threading.Thread(target=self._watch, name="offloadd ranks", daemon=True).start()
@@ -289,12 +295,9 @@ class Ranks:
 
     # Ranks that are gone
 
-    def watched(self, core: Any) -> Any:
-        """The extension's object, whose waits for other ranks end when one is gone."""
-        if self.count == 1:
-            return core
-        self._core = core
-        return _Watched(self, core)
+    def watched(self, it: Any) -> Any:
+        """An object of the extension, whose calls say so where they fail because another rank is gone."""
+        return it if self.count == 1 else _Watched(self, it)
 
     def blame(self, error: Exception) -> Exception:
         """The error to raise where `error` may come from another rank's end."""
@@ -312,28 +315,30 @@ class Ranks:
             try:
                 handle = os.pidfd_open(process)
             except ProcessLookupError:
-                self._lost(rank, process)
-                return
+                return self._lost(rank)
             ranks[handle] = rank
             poll.register(handle, select.POLLIN)
         place, since = None, 0.0
         while not self._ended:
-            for handle, _ in poll.poll(1000 * _NOTE_S):
-                self._lost(ranks[handle], self._processes[ranks[handle]])
-                return
+            lost = [ranks[handle] for handle, _ in poll.poll(1000 * _NOTE_S)]
+            if lost:
+                self._lost(lost[0])
+                break
             at = _place(sys._current_frames().get(self._main))
             if at != place:
                 place, since = at, time.monotonic()
             where, waits = (at[-1], at[-2]) if at else ("", False)
             self._board.set_where(self.rank, where, since if waits else 0.0)
+        for handle in ranks:
+            os.close(handle)
 
-    def _lost(self, rank: int, process: int) -> None:
+    def _lost(self, rank: int) -> None:
         if self._ended:
             return
         if not self._has_ended(rank):
-            self._gone = f"rank {rank} (process {process}) is gone"
-        if self._core is not None:
-            self._core.cancel(self.gone_text())
+            self._gone = f"rank {rank} (process {self._processes[rank]}) is gone"
+        if self.core is not None:
+            self.core.cancel(self.gone_text())
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until:
             if self._ended or self._noticed:
@@ -357,18 +362,18 @@ class _Transfer:
         pass
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise self._ranks.blame(error) from error
+        if isinstance(error, RuntimeError) and (blamed := self._ranks.blame(error)) is not error:
+            raise blamed from error
 
 
 class _Watched:
     """Calls of an object of the extension; one that fails because another rank is gone says so."""
 
-    def __init__(self, ranks: Ranks, core: Any) -> None:
-        self._ranks, self.core = ranks, core
+    def __init__(self, ranks: Ranks, it: Any) -> None:
+        self._ranks, self._it = ranks, it
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self.core, name)
+        found = getattr(self._it, name)
         if not callable(found):
             return found
 

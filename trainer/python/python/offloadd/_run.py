@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import json
 import math
 import os
@@ -163,7 +164,7 @@ class Run:
             self._resumed_at = self.steps_done
             self._core.begin_step()
         if gpu is not None:
-            self.engine.memory = memory = GpuMemory(self._core, found, gpu)
+            self.engine.memory = memory = GpuMemory(ranks, found, gpu)
             for unit in found:
                 memory.adopt(unit, self.engine.keep)
             _move_rest(model, found, gpu.device)
@@ -187,7 +188,7 @@ class Run:
         socket = ranks.first_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
         open_core = lambda: _offloadd.Core.open(plan.engine_plan, os.fsdecode(socket) if socket else None, daemon)
         core, first_blob, blob = ranks.together("open the run", open_core)
-        core = ranks.watched(core)
+        ranks.core, core = core, ranks.watched(core)
         if first_blob is None:
             return core, None
         state = from_blob(first_blob, plan.run_dir)
@@ -365,7 +366,7 @@ class Run:
             return
         self.model._offloadd_run = None
         self.model._is_accelerate_prepared = False
-        for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained"):
+        for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained", "generate"):
             self.model.__dict__.pop(name, None)
         ranks = self.ranks
         try:
@@ -504,6 +505,8 @@ class Run:
             return self.load_state_dict(state_dict, strict)
 
         self.model.load_state_dict = load_state_dict
+        if self.ranks.count > 1:
+            _generate_together(self.model)
         stream_save_pretrained(self.model, self.engine)
         if hasattr(self.model, "save_pretrained"):
             save = self.model.save_pretrained
@@ -699,6 +702,16 @@ class _Position:
 
 def _plain(value: Any) -> Any:
     return float(value) if isinstance(value, torch.Tensor) else value
+
+
+def _generate_together(model: nn.Module) -> None:
+    """Makes transformers' `generate` compute until all ranks have what they want."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if "synced_gpus" not in inspect.signature(getattr(type(base), "generate", _plain)).parameters:
+        return
+    plain = model.generate
+    together = lambda *args, **kwargs: plain(*args, **{**kwargs, "synced_gpus": True})
+    model.generate = functools.wraps(plain)(together)
 
 
 def _move_rest(model: nn.Module, units: list[Unit], device: torch.device) -> None:
