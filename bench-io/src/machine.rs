@@ -31,7 +31,7 @@ impl Machine {
         Self {
             processor,
             cores: cores(),
-            memory_bytes: offloadd::memory::total_bytes().unwrap_or(0),
+            memory_bytes: offload_support::memory::total_bytes().unwrap_or(0),
             kernel: format!("Linux {}", release.trim()),
             huge_pages: doctor::huge_pages(&doctor::Roots::default()),
             date: chrono::Utc::now().format("%Y-%m-%d %H:%M UTC").to_string(),

@@ -199,7 +199,7 @@ impl Prepared {
 /// Bytes of the buffers of all jobs, which must fit in memory.
 fn slot_bytes(job: &Job) -> Result<u64> {
     let bytes = u64::from(job.bs) * u64::from(job.iodepth) * u64::from(job.numjobs);
-    let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+    let available_bytes = offload_support::memory::available_bytes().unwrap_or(u64::MAX);
     ensure!(
         bytes <= available_bytes,
         "bs x iodepth x numjobs = {}: only {} of memory are available",

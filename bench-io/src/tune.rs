@@ -272,7 +272,7 @@ impl Trying<'_> {
 
     /// Tries each (block size, depth), smallest first, and chooses the smallest that is nearly as good as the best.
     fn stage(&mut self, stage: Stage, settings: &[(u32, u32)]) -> Result<Option<(u32, u32)>> {
-        let memory = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+        let memory = offload_support::memory::available_bytes().unwrap_or(u64::MAX);
         let engine = self.tuned.engine.clone();
         let mut found = Vec::new();
         for &(bs, depth) in settings {

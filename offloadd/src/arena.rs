@@ -13,11 +13,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, Piece};
+use offload_support::memory;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
-
-use crate::memory;
 
 /// Bytes that one thread touches at a time: little enough to spread a small arena, enough for huge pages.
 const TOUCH_BYTES: usize = 64 << 20;
@@ -44,7 +43,7 @@ pub enum ArenaError {
     TooLarge {
         /// Size of the arena.
         asked_bytes: u64,
-        /// Memory available, see [`memory::available_bytes`].
+        /// Memory available, see [`offload_support::memory::available_bytes`].
         available_bytes: u64,
     },
     /// A system call failed.

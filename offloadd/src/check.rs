@@ -5,6 +5,7 @@ mod loopback;
 
 use std::path::Path;
 
+use offload_support::memory;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 
@@ -12,7 +13,6 @@ use crate::arena::lock_outlook;
 use crate::config::{Config, PageAddress};
 use crate::device::{Device, DeviceBlocks, unreserved};
 use crate::findings::{Finding, Severity, worst};
-use crate::memory;
 use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
 

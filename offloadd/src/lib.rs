@@ -30,7 +30,6 @@ pub mod findings;
 pub mod handover;
 pub mod io;
 pub mod measure;
-pub mod memory;
 pub mod metrics;
 pub mod numa;
 pub mod queue;

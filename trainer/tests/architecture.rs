@@ -19,7 +19,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("offload-client", &["offload-api", "test-hooks"]),
     ("swapper", &["offload-client", "test-hooks"]),
-    ("offloadd-python", &["kernels", "swapper", "training-state"]),
+    (
+        "offloadd-python",
+        &["kernels", "offload-support", "swapper", "training-state"],
+    ),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (
@@ -103,7 +106,6 @@ const OFFLOADD_LAYERS: &[&[&str]] = &[
         "error_text",
         "findings",
         "io",
-        "memory",
         "rate_limiter",
         "retry",
     ],

@@ -267,7 +267,7 @@ fn store(dir: &Path) -> Result<PathBuf> {
 /// The daemon's settings, checked by the daemon's own parser.
 fn daemon_file(dirs: &[PathBuf], tuned: &Tuned) -> Result<String> {
     let devices = devices(dirs)?;
-    let memory = offloadd::memory::total_bytes().unwrap_or(ARENA_BYTES_MAX);
+    let memory = offload_support::memory::total_bytes().unwrap_or(ARENA_BYTES_MAX);
     let arena = (memory / 2).min(ARENA_BYTES_MAX) >> 30;
     // Both directions on every drive. The default that sessions ask for must be granted in any case.
     let drives = dirs.len() as u32;

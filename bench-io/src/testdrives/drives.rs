@@ -51,7 +51,7 @@ impl Drives {
         // Frees memory of orphaned drives. A failure is reported where it matters.
         let _ = super::destroy_orphaned();
         let bytes = u64::from(plan.count).saturating_mul(plan.bytes);
-        let available_bytes = offloadd::memory::available_bytes().unwrap_or(u64::MAX);
+        let available_bytes = offload_support::memory::available_bytes().unwrap_or(u64::MAX);
         ensure!(
             bytes.saturating_add(RAM_SLACK_BYTES) <= available_bytes,
             "{} drives of {} do not fit in the {} of available memory",

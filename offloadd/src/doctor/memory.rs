@@ -1,12 +1,12 @@
 //! Checks the limits of memory, locked memory and file descriptors.
 
+use offload_support::memory;
 use rustix::process::{Resource, getrlimit};
 
 use super::Roots;
 use crate::arena::lock_outlook;
 use crate::config::Config;
 use crate::findings::Finding;
-use crate::memory;
 
 /// Size of a usual session's arena.
 const ARENA_BYTES: u64 = 1 << 30;

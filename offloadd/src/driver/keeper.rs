@@ -14,6 +14,7 @@ use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::Geometry;
 use offload_api::ids::Epoch;
 use offload_api::ring::{DaemonRings, Reached, RingMap};
+use offload_support::memory;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::OFlags;
 
@@ -21,7 +22,6 @@ use super::inbox::{DriverHandle, Message};
 use crate::arena::{Arena, ArenaId, LockPolicy, memory_file};
 use crate::handover::Descriptors;
 use crate::io::SessionId;
-use crate::memory;
 
 /// Memory and descriptors that a session shares with its process.
 #[derive(Debug)]

@@ -1,10 +1,11 @@
-//! Functions that every program of this workspace needs: texts, progress, output, retries.
+//! Functions that every program of this workspace needs: texts, progress, output, retries, available memory.
 //!
 //! - [`units`]: one grammar for sizes, rates and counts, and their texts;
 //! - [`progress`]: a bar or lines for work that takes long, with an estimate of the remaining time;
 //! - [`console`]: output that survives a reader that closes the pipe;
 //! - [`retry`]: a bounded number of attempts;
-//! - [`aligned`]: memory for direct I/O.
+//! - [`aligned`]: memory for direct I/O;
+//! - [`memory`]: how much memory this process may use, by the machine and its control groups.
 //!
 //! The crate depends on no other crate of the workspace and knows nothing of tiles.
 
@@ -13,6 +14,7 @@
 
 pub mod aligned;
 pub mod console;
+pub mod memory;
 pub mod progress;
 pub mod retry;
 pub mod units;

@@ -1,5 +1,6 @@
 //! What a run will take before it starts: host memory, device files, bytes a step, and the bound of a step's time.
 
+use offload_support::memory::available_bytes;
 use pyo3::prelude::*;
 use serde::Serialize;
 use swapper::{Bound, Durability, StepRates, bound};
@@ -34,6 +35,8 @@ pub(crate) struct Outlook {
     /// Elements of a rank's part of each unit; the last ranks' parts may be shorter.
     shard_elems: Vec<u64>,
     host_bytes: u64,
+    /// Memory that the machine and this process's control groups leave; `None` if the kernel does not say.
+    host_available_bytes: Option<u64>,
     resident_bytes: u64,
     staging_bytes: u64,
     grad_bytes: u64,
@@ -103,6 +106,7 @@ impl Outlook {
             tile_elems: settings.tile_elems,
             shard_elems: units.map(|unit| layout.shard_elems(unit)).collect(),
             host_bytes: memory.host_bytes(),
+            host_available_bytes: available_bytes(),
             resident_bytes: memory.resident_bytes(),
             staging_bytes: memory.staging_bytes(),
             grad_bytes: memory.grad_bytes(),

@@ -4,6 +4,7 @@
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
 use kernels::gpu::{Gpu, GpuError};
+use offload_support::memory::available_bytes;
 use serde::Serialize;
 
 use crate::config::{DeviceChoice, RunSettings};
@@ -213,25 +214,4 @@ fn find_gpu() -> Result<(String, u64), String> {
         GpuError::NoDevice { message } => message,
         error => error.to_string(),
     })
-}
-
-/// Returns the free memory of the machine or of this process's control group; `None` if the kernel does not
-/// report it.
-fn available_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    let machine = line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10;
-    let number = |name| {
-        std::fs::read_to_string(format!("/sys/fs/cgroup/{name}"))
-            .ok()?
-            .trim()
-            .parse::<u64>()
-            .ok()
-    };
-    let group = number("memory.max")
-        .zip(number("memory.current"))
-        .map(|(max, current)| max.saturating_sub(current));
-    Some(group.map_or(machine, |group| group.min(machine)))
 }

@@ -32,7 +32,7 @@ class Plan:
         self.params = sum(param.numel() for unit in units for param in unit.params)
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, rank, ranks))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
-        self.host_available_bytes = _available_bytes()
+        self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
 
     @property
     def problems(self) -> list[str]:
@@ -147,14 +147,3 @@ def _bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def _available_bytes() -> Optional[int]:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    return None

@@ -6,19 +6,19 @@ use std::path::{Path, PathBuf};
 
 /// Returns the bytes that can be touched without swapping or killing; `None` if the kernel does not say.
 pub fn available_bytes() -> Option<u64> {
-    let machine = of_machine("MemAvailable")?;
+    let machine = machine_field("MemAvailable")?;
     let groups = groups().filter_map(|group| group.available_bytes());
     Some(groups.fold(machine, u64::min))
 }
 
 /// Returns the bytes of memory in all.
 pub fn total_bytes() -> Option<u64> {
-    let machine = of_machine("MemTotal")?;
+    let machine = machine_field("MemTotal")?;
     let groups = groups().filter_map(|group| group.max_bytes());
     Some(groups.fold(machine, u64::min))
 }
 
-fn of_machine(name: &str) -> Option<u64> {
+fn machine_field(name: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib = field(&text, &format!("{name}:"))?;
     Some(kib * 1024)
