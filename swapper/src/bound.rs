@@ -298,9 +298,9 @@ mod tests {
         assert_eq!(of(Schedule::Deferred, 0.5, 4), (7.0, 6.0 + 1.5));
         assert_eq!(of(Schedule::Deferred, 0.5, 0), (7.0, 6.0));
         assert_eq!(of(Schedule::Deferred, 1.0, 1), (0.0, 12.0));
-        let mut params_at_home = settings(Schedule::Deferred, 0.0, 2);
-        params_at_home.param_share = 1.0;
-        let bytes = params_at_home.step_bytes().unwrap();
+        let mut params_in_memory = settings(Schedule::Deferred, 0.0, 2);
+        params_in_memory.param_share = 1.0;
+        let bytes = params_in_memory.step_bytes().unwrap();
         assert_eq!(bytes.read_bytes() / elems, 10.0);
         assert_eq!(bytes.written_bytes / elems, 10.0 + 2.0 / 2.0);
         // Gradients not kept: 2 bytes written and 2 read, under either schedule.

@@ -85,11 +85,11 @@ pub fn settle_watched(
     if store[metadata_device].phase != Some(Phase::Draining) {
         return Ok(MetadataMove::NotDue);
     }
-    let on_home = store.jobs.iter().any(|job| {
+    let on_metadata_device = store.jobs.iter().any(|job| {
         let mut extents = job.table.extents.iter().flatten();
         extents.any(|extent| extent.device == metadata_device)
     });
-    if on_home {
+    if on_metadata_device {
         return Ok(MetadataMove::NotDue);
     }
     let withheld = store.jobs.iter().find(|job| {

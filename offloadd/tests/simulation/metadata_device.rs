@@ -78,7 +78,7 @@ fn expect_whole(mut disks: SimDisks, random: SimRandom) {
 }
 
 #[test]
-fn tiles_leave_the_home_at_once_and_the_catalog_at_the_next_start() {
+fn tiles_leave_the_metadata_device_at_once_and_the_catalog_at_the_next_start() {
     let mut world = World::start(formatted(), SimRandom::new(1));
     let process = world.begin("one", 20, Durability::Committed);
     write_all(&mut world, process, 1, 20);
@@ -256,7 +256,7 @@ fn what_the_device_does_not_give_is_taken_from_its_twin() {
 }
 
 #[test]
-fn a_withheld_record_keeps_the_home() {
+fn a_withheld_record_keeps_the_metadata_device() {
     let (mut disks, random) = emptied();
     let area = recover::read(&mut disks).unwrap().catalog.entries[0].area;
     for offset in area.records(0) {
@@ -274,7 +274,7 @@ fn a_withheld_record_keeps_the_home() {
 }
 
 #[test]
-fn a_home_whose_records_find_no_room_stays_and_is_refused_before() {
+fn a_metadata_device_whose_records_find_no_room_stays_and_is_refused_before() {
     let mut world = World::start(formatted(), SimRandom::new(5));
     let process = world.begin("one", 100, Durability::Committed);
     write_all(&mut world, process, 1, 100);
@@ -294,7 +294,7 @@ fn a_home_whose_records_find_no_room_stays_and_is_refused_before() {
 }
 
 #[test]
-fn what_a_lying_drive_lost_keeps_the_old_home() {
+fn what_a_lying_drive_lost_keeps_the_old_metadata_device() {
     let (disks, random) = emptied();
     let mut outcomes = [0; 2];
     for for_good in [false, true] {
@@ -362,7 +362,7 @@ fn the_device_with_the_catalog_is_asked_for_by_its_absence() {
 }
 
 #[test]
-fn a_damaged_tile_on_the_home_is_told_and_leaves_when_it_is_written_again() {
+fn a_damaged_tile_on_the_metadata_device_is_told_and_leaves_when_it_is_written_again() {
     let mut world = World::start(formatted(), SimRandom::new(6));
     let process = world.begin("one", 10, Durability::Committed);
     write_all(&mut world, process, 1, 10);

@@ -106,8 +106,11 @@ impl CatalogQueue {
 impl Admin {
     /// Returns the catalog that must be durable before this incarnation serves, and the position of the device to write it to.
     pub(in crate::core) fn first_catalog(&self) -> (usize, Catalog) {
-        let home = &self.devices[self.home.0 as usize];
-        (home.position, self.catalog.catalog.of_next_incarnation())
+        let metadata_device = &self.devices[self.metadata_device.0 as usize];
+        (
+            metadata_device.position,
+            self.catalog.catalog.of_next_incarnation(),
+        )
     }
 
     /// The first catalog of this incarnation is durable: state that was handed over earlier is refused from now on.
@@ -230,14 +233,14 @@ impl Admin {
         let reservation = match self.space.reserve(&definition, local_ranks) {
             Ok(reservation) => reservation,
             Err(no_room) => {
-                let home = self.path(self.home);
+                let path = self.path(self.metadata_device);
                 let (no_area, instead) = match no_room.no_area {
                     Some((needed, largest)) => (
                         format!(
-                            "; {needed} of them, for its records, must be contiguous on {home}, where the largest free range has {largest}"
+                            "; {needed} of them, for its records, must be contiguous on {path}, where the largest free range has {largest}"
                         ),
                         format!(
-                            "drain {home} (`offloadd device drain`): the records then lie on another device from the next start on"
+                            "drain {path} (`offloadd device drain`): the records then lie on another device from the next start on"
                         ),
                     ),
                     None => (String::new(), "add a device".to_owned()),
@@ -280,11 +283,11 @@ impl Admin {
         };
         catalog.entries.push(entry.clone());
         let mut steps = vec![
-            first_writes(self.home, &entry, blocks),
-            Step::flush([self.home]),
+            first_writes(self.metadata_device, &entry, blocks),
+            Step::flush([self.metadata_device]),
         ];
         assert_eq!(steps.len(), STEPS_BEFORE_CATALOG);
-        steps.extend(catalog_steps(self.home, &catalog));
+        steps.extend(catalog_steps(self.metadata_device, &catalog));
         let what = What::Define { key, entry, table };
         self.write_catalog(CatalogChange { catalog, what }, steps, ops);
     }
@@ -298,7 +301,7 @@ impl Admin {
         let mut catalog = self.catalog.catalog.clone();
         catalog.sequence += 1;
         catalog.entries.retain(|entry| entry.job_id != job_id);
-        let steps = catalog_steps(self.home, &catalog);
+        let steps = catalog_steps(self.metadata_device, &catalog);
         data.begin_drop(&key);
         let what = What::Drop { key, call };
         self.write_catalog(CatalogChange { catalog, what }, steps, ops);
@@ -421,18 +424,18 @@ impl Admin {
 
 /// Writes both copies of the definition, and voids into the record slots. What was there belonged to another job; anything else
 /// found there later was written by a faulty drive.
-fn first_writes(home: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> Step {
+fn first_writes(metadata_device: DeviceIndex, entry: &Entry, definition: AlignedBytes) -> Step {
     let Entry { area, job_id, .. } = entry;
     let definitions = area
         .definitions()
         .map(|offset| (offset, definition.clone()));
     let slots = (0..2).flat_map(|slot| voiding(area, *job_id, slot, FIRST_SEQUENCE));
-    Step::writes(home, definitions.into_iter().chain(slots))
+    Step::writes(metadata_device, definitions.into_iter().chain(slots))
 }
 
 /// Writes one copy, then the other, so that a power cut leaves a whole one.
-pub(super) fn catalog_steps(home: DeviceIndex, catalog: &Catalog) -> Vec<Step> {
-    let steps = in_turn(home, CATALOG_OFFSETS, catalog.encode());
+pub(super) fn catalog_steps(metadata_device: DeviceIndex, catalog: &Catalog) -> Vec<Step> {
+    let steps = in_turn(metadata_device, CATALOG_OFFSETS, catalog.encode());
     assert_eq!(steps.len(), CATALOG_STEPS);
     steps
 }

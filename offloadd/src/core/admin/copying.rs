@@ -289,8 +289,8 @@ impl Admin {
         batch.cleared = slots;
         let mut steps = Vec::new();
         if !writes.is_empty() {
-            steps.push(Step::writes(self.home, writes));
-            flushed.push(self.home);
+            steps.push(Step::writes(self.metadata_device, writes));
+            flushed.push(self.metadata_device);
         }
         flushed.sort_unstable_by_key(|device| device.0);
         flushed.dedup();
@@ -370,7 +370,11 @@ impl Admin {
             self.give_all(left);
         }
         self.give_all(given_up);
-        self.run_script(Purpose::Exchange, in_turn(self.home, places, blocks), ops);
+        self.run_script(
+            Purpose::Exchange,
+            in_turn(self.metadata_device, places, blocks),
+            ops,
+        );
     }
 
     pub(super) fn finish_exchange(

@@ -206,12 +206,12 @@ impl Admin {
                     Step::writes(device, superblocks.into_iter().chain(catalogs)),
                     Step::flush([device]),
                 ];
-                steps.extend(catalog_steps(self.home, catalog));
+                steps.extend(catalog_steps(self.metadata_device, catalog));
                 Some(steps)
             }
             DeviceChange::Drain { device, .. } => {
                 self.entry_of(catalog, device).phase = Phase::Draining;
-                Some(catalog_steps(self.home, catalog))
+                Some(catalog_steps(self.metadata_device, catalog))
             }
             DeviceChange::Settle { device } => {
                 // While this change waited, the device may have been drained, or another one added: then everything is planned
@@ -221,7 +221,7 @@ impl Admin {
                     return None;
                 }
                 self.entry_of(catalog, device).phase = Phase::Settled;
-                Some(catalog_steps(self.home, catalog))
+                Some(catalog_steps(self.metadata_device, catalog))
             }
             DeviceChange::Remove { device } => {
                 // The change was queued twice.
@@ -233,7 +233,7 @@ impl Admin {
                 superblock.drained = true;
                 let blocks = superblock.encode();
                 catalog.devices.retain(|entry| entry.number != number);
-                let mut steps = catalog_steps(self.home, catalog);
+                let mut steps = catalog_steps(self.metadata_device, catalog);
                 // The catalog decides: a device that is drained because it fails may refuse this write. One copy after the other,
                 // so that a power cut leaves a whole one.
                 steps.extend(in_turn(device, SUPERBLOCK_OFFSETS, blocks));
@@ -299,9 +299,9 @@ impl Admin {
     }
 
     /// Whether the metadata device is drained and holds nothing but the catalog and the jobs' areas.
-    pub(super) fn home_waits(&self, data: &Data) -> bool {
-        self.devices[self.home.0 as usize].phase == Some(Phase::Draining)
-            && self.bytes_on(self.home) == area_bytes(data)
+    pub(super) fn only_metadata_left(&self, data: &Data) -> bool {
+        self.devices[self.metadata_device.0 as usize].phase == Some(Phase::Draining)
+            && self.bytes_on(self.metadata_device) == area_bytes(data)
     }
 
     /// Bytes on `device`: tiles of jobs and of sessions, and areas.

@@ -43,7 +43,7 @@ pub(super) struct Admin {
     /// Devices by index; a device that left keeps its index in this incarnation.
     devices: Vec<RecoveredDevice>,
     /// The metadata device, with the catalog and the jobs' areas.
-    home: DeviceIndex,
+    metadata_device: DeviceIndex,
     space: Space,
     catalog: CatalogQueue,
     mover: Mover,
@@ -70,14 +70,14 @@ enum Purpose {
 impl Admin {
     pub(super) fn new(
         devices: Vec<RecoveredDevice>,
-        home: DeviceIndex,
+        metadata_device: DeviceIndex,
         space: Space,
         catalog: Catalog,
         rebalance_bytes_per_s_max: Option<u64>,
     ) -> Self {
         Self {
             devices,
-            home,
+            metadata_device,
             space,
             catalog: CatalogQueue::new(catalog),
             mover: Mover::default(),
@@ -185,11 +185,11 @@ impl Admin {
 
     /// Describes what a drained metadata device without tiles still holds, and whether the next start moves that too.
     fn waits_for_a_start(&self, device: DeviceIndex, data: &Data) -> Option<(String, bool)> {
-        if device != self.home || !self.home_waits(data) {
+        if device != self.metadata_device || !self.only_metadata_left(data) {
             return None;
         }
         let what = "all tiles have left it; the store's catalog and the jobs' records";
-        Some(match self.find_new_home(&self.space, data) {
+        Some(match self.find_new_metadata_device(&self.space, data) {
             Ok(_) => (
                 format!("{what} leave it when offloadd is started next with no session to adopt"),
                 true,

@@ -124,9 +124,11 @@ impl Mover {
 impl Admin {
     /// Returns the state of the moves.
     pub(in crate::core) fn moves(&self, data: &Data) -> Moves {
-        let home_waits = self.home_waits(data);
+        let only_metadata_left = self.only_metadata_left(data);
         let some = (self.devices.iter().enumerate()).any(|(index, device)| match device.phase {
-            Some(Phase::Draining) => !(home_waits && index == self.home.0 as usize),
+            Some(Phase::Draining) => {
+                !(only_metadata_left && index == self.metadata_device.0 as usize)
+            }
             Some(Phase::Filling) => true,
             Some(Phase::Settled) | None => false,
         });
@@ -193,7 +195,7 @@ impl Admin {
     pub(super) fn left_bytes(&self, device: DeviceIndex, data: &Data) -> u64 {
         match self.devices[device.0 as usize].phase {
             None | Some(Phase::Settled) => 0,
-            Some(Phase::Draining) if device == self.home => {
+            Some(Phase::Draining) if device == self.metadata_device => {
                 self.bytes_on(device).saturating_sub(area_bytes(data))
             }
             Some(Phase::Draining) => self.bytes_on(device),
@@ -395,13 +397,14 @@ impl Admin {
         let filling = self.filling();
         let mut draining = self.in_phase(Phase::Draining);
         // The metadata device is removed at a start.
-        draining.retain(|device| *device != self.home);
+        draining.retain(|device| *device != self.metadata_device);
         let empty: Vec<_> = (draining.iter().copied())
             .filter(|device| self.is_empty(*device, data, ops))
             .collect();
-        let home = &self.devices[self.home.0 as usize];
-        let home_stays = home.phase == Some(Phase::Draining) && !self.home_waits(data);
-        if self.mover.stuck.first.is_some() && (empty.len() < draining.len() || home_stays) {
+        let metadata_device = &self.devices[self.metadata_device.0 as usize];
+        let stays =
+            metadata_device.phase == Some(Phase::Draining) && !self.only_metadata_left(data);
+        if self.mover.stuck.first.is_some() && (empty.len() < draining.len() || stays) {
             // Reported until an administrator asks again.
             self.mover.stopped = self.mover.stuck();
         }
@@ -428,15 +431,15 @@ impl Admin {
     }
 
     /// Reserves space for the areas of all jobs on one device, each contiguous.
-    fn take_new_home(&self, trial: &mut Space, data: &Data) -> Result<(), Fault> {
-        for (extent, bytes) in self.find_new_home(trial, data)? {
+    fn take_new_metadata_device(&self, trial: &mut Space, data: &Data) -> Result<(), Fault> {
+        for (extent, bytes) in self.find_new_metadata_device(trial, data)? {
             assert!(trial.take(extent, bytes), "just found free");
         }
         Ok(())
     }
 
     /// Finds one device with space for the areas of all jobs. Returns the extent and the length of each area.
-    pub(super) fn find_new_home(
+    pub(super) fn find_new_metadata_device(
         &self,
         space: &Space,
         data: &Data,
@@ -448,7 +451,7 @@ impl Admin {
                 FaultKind::NoSpace,
                 format!(
                     "{} holds the store's catalog and {} bytes of its jobs' records, which need space on one other device, those of each job in one piece, and there is none: delete a job (`offloadd job delete`) or add a device first",
-                    self.path(self.home),
+                    self.path(self.metadata_device),
                     sizes.iter().sum::<u64>()
                 ),
             ));
@@ -462,8 +465,8 @@ impl Admin {
         let mut trial = self.space.clone();
         trial.close(device);
         // Drained earlier: it waits for a start.
-        if trial.is_closed(self.home) {
-            self.take_new_home(&mut trial, data)?;
+        if trial.is_closed(self.metadata_device) {
+            self.take_new_metadata_device(&mut trial, data)?;
         }
         let room: Vec<(usize, u64)> = (0..self.devices.len())
             .filter(|&other| self.devices[other].phase.is_some())

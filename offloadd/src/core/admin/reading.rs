@@ -32,7 +32,10 @@ impl Admin {
 
     /// The reason, reported for the metadata device only.
     pub(super) fn only_read(&self, device: DeviceIndex) -> Option<String> {
-        let why = self.read_only.as_ref().filter(|_| device == self.home);
+        let why = self
+            .read_only
+            .as_ref()
+            .filter(|_| device == self.metadata_device);
         why.map(|fault| fault.message.clone())
     }
 

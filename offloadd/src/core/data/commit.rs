@@ -149,12 +149,12 @@ impl Data {
             steps.push(Step::flush(unflushed));
         }
         steps.push(Step::twice(
-            ops.home(),
+            ops.metadata_device(),
             stored.entry.area.records(slot),
             record.encode(sequence),
         ));
         if !is_disabled(Safeguard::SecondFlush) {
-            steps.push(Step::flush([ops.home()]));
+            steps.push(Step::flush([ops.metadata_device()]));
         }
         self.run_script(key, Purpose::Commit { record }, steps, ops);
     }
@@ -183,7 +183,10 @@ impl Data {
         if let Some(fault) = failed {
             *stored.slot_of(generation) = SlotContent::Unknown;
             let writes = stored.voiding(&[Record::slot(generation)]);
-            let steps = vec![Step::writes(ops.home(), writes), Step::flush([ops.home()])];
+            let steps = vec![
+                Step::writes(ops.metadata_device(), writes),
+                Step::flush([ops.metadata_device()]),
+            ];
             job.poison(fault.clone());
             let purpose = Purpose::Withdraw { generation, fault };
             return self.run_script(key, purpose, steps, ops);
@@ -267,8 +270,8 @@ impl Data {
             let area = &job.stored.as_ref().expect("just seen").entry.area;
             let places = area.marks(Record::slot(generation));
             let steps = vec![
-                Step::twice(ops.home(), places, mark),
-                Step::flush([ops.home()]),
+                Step::twice(ops.metadata_device(), places, mark),
+                Step::flush([ops.metadata_device()]),
             ];
             self.run_script(&key, Purpose::Confirm, steps, ops);
         }

@@ -32,7 +32,10 @@ impl Data {
                 ),
             ));
         }
-        let steps = vec![Step::writes(ops.home(), writes), Step::flush([ops.home()])];
+        let steps = vec![
+            Step::writes(ops.metadata_device(), writes),
+            Step::flush([ops.metadata_device()]),
+        ];
         self.run_script(&key, Purpose::Forget { call }, steps, ops);
         Ok(None)
     }

@@ -59,7 +59,7 @@ impl Data {
         stored.check_resume(&key.name, generation)?;
         // A read-only store overwrites nothing, so later records may stay.
         let steps = match &self.read_only {
-            None => give_up_steps(ops.home(), stored, generation),
+            None => give_up_steps(ops.metadata_device(), stored, generation),
             Some(_) => Vec::new(),
         };
         job.begin_resume(generation);
@@ -186,7 +186,11 @@ fn is_given_up(slot: &SlotContent, generation: Generation) -> bool {
 
 /// Returns the steps before a write is accepted: overwrite records later than `generation`, and mark `generation` as confirmed,
 /// because the previous one will be overwritten.
-fn give_up_steps(home: DeviceIndex, stored: &mut Stored, generation: Generation) -> Vec<Step> {
+fn give_up_steps(
+    metadata_device: DeviceIndex,
+    stored: &mut Stored,
+    generation: Generation,
+) -> Vec<Step> {
     let slots = 0..stored.slots.len();
     let given_up = slots.filter(|&slot| is_given_up(&stored.slots[slot], generation));
     let given_up: Vec<usize> = given_up.collect();
@@ -201,5 +205,8 @@ fn give_up_steps(home: DeviceIndex, stored: &mut Stored, generation: Generation)
     if writes.is_empty() {
         return Vec::new();
     }
-    vec![Step::writes(home, writes), Step::flush([home])]
+    vec![
+        Step::writes(metadata_device, writes),
+        Step::flush([metadata_device]),
+    ]
 }

@@ -265,8 +265,8 @@ impl Data {
         let places = stored.entry.area.marks(Record::slot(record.generation));
         let mark = record.encode_mark(Mark::Overwriting);
         let steps = vec![
-            Step::twice(ops.home(), places, mark),
-            Step::flush([ops.home()]),
+            Step::twice(ops.metadata_device(), places, mark),
+            Step::flush([ops.metadata_device()]),
         ];
         self.run_script(key, Purpose::Overwrite, steps, ops);
     }

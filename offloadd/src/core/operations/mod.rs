@@ -23,7 +23,7 @@ use script::Script;
 /// Operations and actions asked for by `data` and `admin`.
 pub(super) struct Operations {
     /// The metadata device, with the catalog and the jobs' areas.
-    home: DeviceIndex,
+    metadata_device: DeviceIndex,
     /// Paths by device, for messages.
     paths: Vec<String>,
     /// Actions for the driver, in order.
@@ -51,9 +51,9 @@ pub(super) enum Operation {
 }
 
 impl Operations {
-    pub(super) fn new(home: DeviceIndex, paths: Vec<String>) -> Self {
+    pub(super) fn new(metadata_device: DeviceIndex, paths: Vec<String>) -> Self {
         Self {
-            home,
+            metadata_device,
             paths,
             actions: Vec::new(),
             inflight: HashMap::new(),
@@ -64,8 +64,8 @@ impl Operations {
         }
     }
 
-    pub(super) fn home(&self) -> DeviceIndex {
-        self.home
+    pub(super) fn metadata_device(&self) -> DeviceIndex {
+        self.metadata_device
     }
 
     pub(super) fn path(&self, device: DeviceIndex) -> &str {

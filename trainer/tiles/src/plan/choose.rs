@@ -154,13 +154,13 @@ mod tests {
         }
         // Computed by hand: a commit writes 2 B in addition to the 10 B of a step that only writes: a fifth
         // of the step, so every 4 steps.
-        let params_at_home = commit_every(
+        let params_in_memory = commit_every(
             Schedule::Deferred,
             &bytes(0.0, 10.0),
             (2.0 * PARAMS) as u64,
             &rates(1.0),
         );
-        assert_eq!(params_at_home, 4);
+        assert_eq!(params_in_memory, 4);
     }
 
     #[test]
