@@ -33,22 +33,30 @@ pub(crate) fn open(
     if device == DeviceChoice::Cpu {
         return Ok(None);
     }
+    match find(rank, ranks) {
+        // If the run needs a GPU, the plan reports it together with other problems.
+        Err(AcceleratorError::Gpu(error)) if error.is_absent() => Ok(None),
+        found => found.map(Some),
+    }
+}
+
+/// Finds the GPU of process `rank` of `ranks` on this node.
+///
+/// # Errors
+/// Same as [`open`]; there is no GPU.
+pub(crate) fn find(rank: u32, ranks: u32) -> Result<Gpu, AcceleratorError> {
     // Checked before any process waits for the others.
     if let Ok(gpus) = Gpu::count() {
         enough(gpus, ranks)?;
     }
-    let gpu = match Gpu::open(rank) {
-        Ok(gpu) => gpu,
-        // If the run needs a GPU, the plan reports it together with other problems.
-        Err(error) if error.is_absent() => return Ok(None),
-        Err(error) => return Err(error.into()),
-    };
-    let name = || gpu.info().name.clone();
-    kernels_torch::load_gpu_half().map_err(|error| AcceleratorError::Torch {
-        name: name(),
-        error,
-    })?;
-    Ok(Some(gpu))
+    let gpu = Gpu::open(rank)?;
+    match kernels_torch::load_gpu_half() {
+        Ok(()) => Ok(gpu),
+        Err(error) => Err(AcceleratorError::Torch {
+            name: gpu.info().name.clone(),
+            error,
+        }),
+    }
 }
 
 /// Checks that each of `ranks` processes has a GPU, or that there is none.

@@ -3,10 +3,11 @@
 //! Figures that were neither given nor measured are assumed, and shown as assumed. A plan from assumed
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
-use kernels::gpu::{Gpu, GpuError};
+use kernels::gpu::GpuError;
 use offload_support::memory::available_bytes;
 use serde::Serialize;
 
+use crate::accelerator::{self, AcceleratorError};
 use crate::config::{DeviceChoice, RunSettings};
 use training_state::plan::Measured;
 
@@ -98,6 +99,8 @@ pub struct Hardware {
     pub gpu: Option<GpuHardware>,
     /// Reason why there is no GPU.
     pub no_gpu: String,
+    /// Reason why a run does not start although there is a GPU, such as a torch without GPU support.
+    pub unusable_gpu: Option<String>,
     /// Rate of forward and backward in one process, in 10^12 operations per second, 6 for each parameter and
     /// token.
     pub tflops: Figure,
@@ -135,13 +138,21 @@ impl Hardware {
     /// directory; changes nothing.
     pub fn new(settings: &RunSettings, overrides: &Overrides) -> Self {
         let measured = Measured::read(&settings.train.run_dir).unwrap_or_default();
+        let mut unusable_gpu = None;
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
             (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
             (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
             (_, Some(memory_bytes)) => (Some(("as given".to_owned(), memory_bytes)), String::new()),
-            (_, None) => match find_gpu() {
+            (_, None) => match find_gpu(settings.ranks) {
                 Ok(found) => (Some(found), String::new()),
-                Err(why) => (None, why),
+                // The caller's message already says that there is no GPU.
+                Err(AcceleratorError::Gpu(GpuError::NoDevice { message })) => (None, message),
+                Err(error) => {
+                    let absent =
+                        matches!(&error, AcceleratorError::Gpu(error) if error.is_absent());
+                    unusable_gpu = (!absent).then(|| error.to_string());
+                    (None, error.to_string())
+                }
             },
         };
         let gpu = found.map(|(name, memory_bytes)| GpuHardware {
@@ -171,6 +182,7 @@ impl Hardware {
             host_memory_source,
             cores,
             no_gpu,
+            unusable_gpu,
             drives_count,
             drive_rating_bytes: overrides.drive_rating_bytes,
             tflops: Figure::of(overrides.tflops, measured.tflops_on(gpu.is_some()), tflops),
@@ -201,17 +213,13 @@ impl Hardware {
     }
 }
 
-/// Returns the name and the free memory of this process's GPU, or the reason why there is none.
-fn find_gpu() -> Result<(String, u64), String> {
+/// Returns the name and the free memory of this process's GPU.
+fn find_gpu(ranks: u32) -> Result<(String, u64), AcceleratorError> {
     // Each process of a node has its own GPU. An invalid number is refused where ranks are read.
     let index = std::env::var("LOCAL_RANK")
         .ok()
         .and_then(|rank| rank.parse().ok())
         .unwrap_or(0);
-    let asked = Gpu::open(index).and_then(|gpu| Ok((gpu.info().name.clone(), gpu.free_bytes()?)));
-    asked.map_err(|error| match error {
-        // The caller's message already says that there is no GPU.
-        GpuError::NoDevice { message } => message,
-        error => error.to_string(),
-    })
+    let gpu = accelerator::find(index, ranks)?;
+    Ok((gpu.info().name.clone(), gpu.free_bytes()?))
 }

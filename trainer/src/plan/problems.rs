@@ -76,6 +76,10 @@ pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
 }
 
 fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    if let Some(why) = &plan.hardware.unusable_gpu {
+        let change = "to plan for the CPU, set train.device = \"cpu\"";
+        return Some(Problem::new(ProblemKind::NoGpu, why.clone(), change));
+    }
     let wanted = settings.train.device == DeviceChoice::Gpu;
     (wanted && plan.hardware.gpu.is_none()).then(|| {
         Problem::new(
@@ -100,6 +104,7 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     match (&plan.hardware.gpu, wanted) {
         // Already reported by no_gpu.
         _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
+        _ if plan.hardware.unusable_gpu.is_some() => None,
         (None, OptimizerDevice::Gpu | OptimizerDevice::Shared) => Some(Problem::new(
             ProblemKind::Update,
             what(format!("but there is no GPU: {}", plan.hardware.no_gpu)),

@@ -45,6 +45,24 @@ fn a_run_that_does_not_fit_is_refused_with_what_to_change() {
 }
 
 #[test]
+fn a_gpu_that_training_could_not_use_is_refused() {
+    let settings = large("cpu", "cpu", &[("train.device", json!("auto"))]);
+    let without = Overrides {
+        gpu_memory_bytes: Some(0),
+        ..h200(1.0)
+    };
+    let mut hardware = Hardware::new(&settings, &without);
+    let why = "there is a GPU (H200), but torch has no GPU support";
+    hardware.unusable_gpu = Some(why.to_owned());
+    let plan = Plan::new(&settings, hardware).expect("a plan");
+    let problem = &plan.problems()[0];
+    assert_eq!(
+        (problem.kind, problem.what.as_str()),
+        (ProblemKind::NoGpu, why)
+    );
+}
+
+#[test]
 fn a_missing_gpu_is_refused() {
     let without = Overrides {
         gpu_memory_bytes: Some(0),
