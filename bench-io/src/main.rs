@@ -1,4 +1,4 @@
-//! Measures drives with tiles, directly and through the daemon, and finds good settings.
+//! Measures drives with tiles, directly and through the daemon.
 //!
 //! ```text
 //!   cli ──▶ job (fio's words) ──▶ bench ──▶ load ──▶ target: the engine alone, or a session of the daemon
@@ -36,7 +36,6 @@ mod targets;
 mod testdrives;
 mod training;
 mod trial;
-mod tune;
 mod units;
 mod watch;
 
@@ -52,7 +51,6 @@ use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
 use crate::cli::testdrives::TestdrivesArgs;
 use crate::cli::training::TrainingArgs;
-use crate::cli::tune::TuneArgs;
 use crate::cli::verify::VerifyArgs;
 
 /// Measures drives with tiles, directly and through offloadd.
@@ -85,9 +83,6 @@ enum Command {
     /// Measure whether the rates of 1 to N drives add up, compared with fio
     #[command(after_help = cli::scale::EXAMPLES)]
     Scale(ScaleArgs),
-    /// Find good settings for drives in less than a minute
-    #[command(after_help = cli::tune::EXAMPLES)]
-    Tune(TuneArgs),
     /// Predict a training step's time from the rates of drives, or train and compare
     #[command(after_help = cli::training::EXAMPLES)]
     Training(TrainingArgs),
@@ -127,7 +122,6 @@ fn run(arguments: Arguments) -> Result<()> {
         None => cli::canonical::run(&arguments.canonical),
         Some(Command::Run(args)) => cli::run::run(args),
         Some(Command::Scale(args)) => cli::scale::run(args),
-        Some(Command::Tune(args)) => cli::tune::run(&args),
         Some(Command::Training(args)) => cli::training::run(&args),
         Some(Command::Verify(args)) => cli::verify::run(args),
         Some(Command::Testdrives(args)) => cli::testdrives::run(args),

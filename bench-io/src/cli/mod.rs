@@ -5,5 +5,4 @@ pub(crate) mod run;
 pub(crate) mod scale;
 pub(crate) mod testdrives;
 pub(crate) mod training;
-pub(crate) mod tune;
 pub(crate) mod verify;

@@ -10,5 +10,4 @@ mod scale;
 mod stopped;
 mod testdrives;
 mod training;
-mod tune;
 mod verify;

@@ -469,7 +469,7 @@ fn what_is_counted_twice_is_said_or_refused() {
 
 #[test]
 fn help_has_examples() {
-    let commands = ["run", "scale", "tune", "training", "verify", "testdrives"];
+    let commands = ["run", "scale", "training", "verify", "testdrives"];
     let helps = commands.map(|command| vec![command, "--help"]);
     for command in helps.iter().chain([&vec!["--help"]]) {
         let output = bench_io(command);
