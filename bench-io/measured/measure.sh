@@ -62,7 +62,6 @@ part() {
             done
         done
         # shellcheck disable=SC2086
-        said verify --target gpu $directories --bs 4m --size 512m
         "$bench" testdrives destroy --name gpu
         ;;
     disk) said scale --directory "$out" --size 1g --runtime 1 ;;

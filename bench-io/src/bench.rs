@@ -19,7 +19,6 @@ use offloadd::engine::EngineChoice;
 
 use crate::drive::Drive;
 use crate::load::{self, Outcome, Stream, StreamPlan, Timing};
-use crate::pattern::{Pattern, WrongBlocks};
 use crate::progress::Progress;
 use crate::report::Figures;
 use crate::targets::Target;
@@ -38,8 +37,6 @@ pub(crate) struct BenchPlan {
     /// Operations in flight of one job, over all its streams.
     pub(crate) depth: u32,
     pub(crate) jobs: u32,
-    /// Fills written blocks with this pattern and checks blocks that are read.
-    pub(crate) pattern: Option<Pattern>,
 }
 
 /// Other end of the transfers.
@@ -62,7 +59,7 @@ pub(crate) enum TargetPlan {
 pub(crate) struct Bench {
     plan: BenchPlan,
     workers: Vec<Worker>,
-    ended: Receiver<Result<Ended>>,
+    ended: Receiver<Result<Outcome>>,
     about: String,
     devices: Vec<DeviceInfo>,
     daemon_pid: Option<u32>,
@@ -83,12 +80,6 @@ struct Order {
     moved: Arc<[AtomicU64; 2]>,
     /// Set when a job failed: the others stop.
     failed: Arc<AtomicBool>,
-    pattern: Option<Pattern>,
-}
-
-struct Ended {
-    outcome: Outcome,
-    wrong: WrongBlocks,
 }
 
 /// A target's answer after opening.
@@ -158,12 +149,6 @@ impl Bench {
         &self.devices
     }
 
-    /// Sets the pattern of later writes and checks, in a bench that was opened with one.
-    pub(crate) fn set_pattern(&mut self, pattern: Pattern) {
-        assert!(self.plan.pattern.is_some(), "opened to check");
-        self.plan.pattern = Some(pattern);
-    }
-
     /// Writes everything once without measuring; through a daemon twice, because a tile has two extents.
     pub(crate) fn fill(&self, streams: &[Vec<StreamPlan>], progress: &Progress) -> Result<()> {
         let all_written = |plan: &StreamPlan| StreamPlan {
@@ -200,7 +185,7 @@ impl Bench {
         timing: Timing,
         progress: &Progress,
         what: &str,
-    ) -> Result<(Figures, WrongBlocks)> {
+    ) -> Result<Figures> {
         assert_eq!(streams.len(), self.workers.len(), "streams for every job");
         let moved = Arc::new([AtomicU64::new(0), AtomicU64::new(0)]);
         let failed = Arc::new(AtomicBool::new(false));
@@ -212,7 +197,6 @@ impl Bench {
                 timing,
                 moved: Arc::clone(&moved),
                 failed: Arc::clone(&failed),
-                pattern: self.plan.pattern,
             };
             let orders = worker.orders.as_ref().expect("taken in drop only");
             orders.send(order).ok().context("a job's thread ended")?;
@@ -223,17 +207,14 @@ impl Bench {
             drives: self.drives.clone(),
         };
         let mut watch = Watch::new(watched, progress, what, start, timing, moved);
-        let (mut outcome, mut wrong, mut failure) = (Outcome::new(), WrongBlocks::default(), None);
+        let (mut outcome, mut failure) = (Outcome::new(), None);
         let mut missing = self.workers.len();
         while missing > 0 {
             match self.ended.recv_timeout(watch.sleep()) {
                 Ok(ended) => {
                     missing -= 1;
                     match ended {
-                        Ok(ended) => {
-                            outcome.add(&ended.outcome);
-                            wrong.add(ended.wrong);
-                        }
+                        Ok(ended) => outcome.add(&ended),
                         Err(error) => {
                             failed.store(true, Ordering::Relaxed);
                             failure = failure.or(Some(error));
@@ -249,8 +230,8 @@ impl Bench {
             return Err(error);
         }
         let cpu = watch.used();
-        let figures = Figures::new(&outcome, self.plan.block_bytes, cpu, self.about.clone());
-        Ok((figures, wrong))
+        let about = self.about.clone();
+        Ok(Figures::new(&outcome, self.plan.block_bytes, cpu, about))
     }
 }
 
@@ -273,7 +254,7 @@ fn work(
     index: u32,
     opened: &Sender<Result<Opened>>,
     orders: &Receiver<Order>,
-    ended: &Sender<Result<Ended>>,
+    ended: &Sender<Result<Outcome>>,
 ) {
     let mut target = match open(plan, index) {
         Ok((target, about)) => {
@@ -286,9 +267,6 @@ fn work(
         }
     };
     while let Ok(mut order) = orders.recv() {
-        if let Some(pattern) = order.pattern {
-            target.expect(pattern);
-        }
         std::thread::sleep(order.start.saturating_duration_since(Instant::now()));
         let outcome = load::run(
             &mut *target,
@@ -298,12 +276,8 @@ fn work(
             &order.moved,
             &order.failed,
         );
-        let result = outcome.map(|outcome| Ended {
-            outcome,
-            wrong: target.wrong(),
-        });
-        let failed = result.is_err();
-        if ended.send(result).is_err() || failed {
+        let failed = outcome.is_err();
+        if ended.send(outcome).is_err() || failed {
             return;
         }
     }
@@ -312,8 +286,7 @@ fn work(
 fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
     Ok(match &plan.target {
         TargetPlan::Device { files, choice } => {
-            let target =
-                DeviceTarget::open(files, *choice, plan.block_bytes, plan.depth, plan.pattern)?;
+            let target = DeviceTarget::open(files, *choice, plan.block_bytes, plan.depth)?;
             let about = Opened {
                 about: target.about().to_owned(),
                 devices: Vec::new(),
@@ -333,7 +306,6 @@ fn open(plan: &BenchPlan, index: u32) -> Result<(Box<dyn Target>, Opened)> {
                 *tile_count,
                 plan.depth,
                 *gpu,
-                plan.pattern,
             )?;
             let gpu = target.gpu().map(|gpu| format!("; {gpu}"));
             let gpu = gpu.unwrap_or_default();

@@ -213,16 +213,6 @@ impl JobOptions {
         }
     }
 
-    /// Returns the same job with access `rw`, once over all bytes.
-    pub(crate) fn once(self, rw: Access) -> Self {
-        Self {
-            rw: Some(rw),
-            runtime: Some(0.0),
-            ramp_time: None,
-            ..self
-        }
-    }
-
     /// Checks the options.
     ///
     /// # Errors

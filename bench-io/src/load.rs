@@ -282,7 +282,6 @@ fn submit(target: &mut dyn Target, streams: &mut [Stream], once: bool) -> Result
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::pattern::{Pattern, WrongBlocks};
 
     /// Ends operations in order, two at a time, and records them.
     #[derive(Default)]
@@ -312,12 +311,6 @@ mod tests {
         fn flush(&mut self) -> Result<()> {
             self.flushes += 1;
             Ok(())
-        }
-
-        fn expect(&mut self, _: Pattern) {}
-
-        fn wrong(&mut self) -> WrongBlocks {
-            WrongBlocks::default()
         }
     }
 

@@ -20,7 +20,6 @@ mod fio_compare;
 mod job;
 mod load;
 mod machine;
-mod pattern;
 mod picture;
 mod place;
 mod prepared;
@@ -51,7 +50,6 @@ use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
 use crate::cli::testdrives::TestdrivesArgs;
 use crate::cli::training::TrainingArgs;
-use crate::cli::verify::VerifyArgs;
 
 /// Measures drives with tiles, directly and through offloadd.
 ///
@@ -86,9 +84,6 @@ enum Command {
     /// Predict a training step's time from the rates of drives, or train and compare
     #[command(after_help = cli::training::EXAMPLES)]
     Training(TrainingArgs),
-    /// Write patterns that contain their own position, read them back, and report every wrong block
-    #[command(after_help = cli::verify::EXAMPLES)]
-    Verify(VerifyArgs),
     /// Create and destroy drives of a known speed in memory, as root
     #[command(after_help = cli::testdrives::EXAMPLES)]
     Testdrives(TestdrivesArgs),
@@ -123,7 +118,6 @@ fn run(arguments: Arguments) -> Result<()> {
         Some(Command::Run(args)) => cli::run::run(args),
         Some(Command::Scale(args)) => cli::scale::run(args),
         Some(Command::Training(args)) => cli::training::run(&args),
-        Some(Command::Verify(args)) => cli::verify::run(args),
         Some(Command::Testdrives(args)) => cli::testdrives::run(args),
         Some(Command::EndWith { parent, program }) => child::become_program(parent, &program),
     }

@@ -8,7 +8,6 @@ use crate::bench::{Bench, BenchPlan, TargetPlan};
 use crate::drive;
 use crate::job::{Job, Place};
 use crate::load::StreamPlan;
-use crate::pattern::Pattern;
 use crate::place::{OwnDaemon, WorkDir, write_file};
 use crate::progress::Progress;
 use crate::targets::daemon::drop_left;
@@ -31,11 +30,11 @@ pub(crate) struct Prepared {
 }
 
 impl Prepared {
-    /// Prepares `job`. With a `pattern`, the data is checked.
+    /// Prepares `job`.
     ///
     /// # Errors
     /// Not enough space, a missing file or daemon, or sizes that do not fit together.
-    pub(crate) fn new(job: &Job, pattern: Option<Pattern>, progress: &Progress) -> Result<Self> {
+    pub(crate) fn new(job: &Job, progress: &Progress) -> Result<Self> {
         let (bs, jobs) = (u64::from(job.bs), u64::from(job.numjobs));
         let slot_bytes = slot_bytes(job)?;
         let mut dirs = Vec::new();
@@ -119,7 +118,6 @@ impl Prepared {
                 block_bytes: job.bs,
                 depth,
                 jobs: job.numjobs,
-                pattern,
             },
             files,
             size,
@@ -150,26 +148,6 @@ impl Prepared {
                 stream.depth,
             )
         })
-    }
-
-    /// Notes on existing files that are not fully used: larger than the smallest one, or not a whole number of
-    /// operations.
-    pub(crate) fn left_out(&self, job: &Job) -> Result<Vec<String>> {
-        let moved = self.job_blocks * u64::from(job.bs) * u64::from(job.numjobs);
-        let mut left_out = Vec::new();
-        if let Place::Files(paths) = &job.place {
-            for path in paths {
-                let bytes = bytes_of(path)?;
-                if bytes > moved {
-                    left_out.push(format!(
-                        "{}: {} bytes from byte {moved} are not used",
-                        path.display(),
-                        bytes - moved
-                    ));
-                }
-            }
-        }
-        Ok(left_out)
     }
 
     /// One stream per file and job; through the daemon, which places tiles itself, one per job.
@@ -293,7 +271,6 @@ mod tests {
                 block_bytes: job.bs,
                 depth: 1,
                 jobs: job.numjobs,
-                pattern: Some(Pattern { pass: 1 }),
             },
             word: "daemon",
             files: Vec::new(),

@@ -104,7 +104,6 @@ impl TrialFiles {
             block_bytes: bs,
             depth: depth * self.files.len() as u32,
             jobs: 1,
-            pattern: None,
         })?;
         let streams = (0..self.files.len() as u32).filter_map(|device| {
             // Files come in pairs.
@@ -125,7 +124,7 @@ impl TrialFiles {
             bs >> 10,
             load.word()
         );
-        let (figures, _) = bench.run(&[streams.collect()], self.timing, progress, &what)?;
+        let figures = bench.run(&[streams.collect()], self.timing, progress, &what)?;
         Ok(Trial {
             engine: engine.to_owned(),
             bs,

@@ -148,7 +148,7 @@ impl Passes {
 
 /// Writes and reads all bytes of `job`, over previously written data.
 fn passes(job: &Job, progress: &Progress) -> Result<Passes> {
-    let prepared = Prepared::new(job, None, progress)?;
+    let prepared = Prepared::new(job, progress)?;
     let bench = Bench::open(prepared.plan.clone())?;
     let streams = prepared.streams(job);
     if prepared.to_fill {
@@ -173,7 +173,7 @@ fn passes(job: &Job, progress: &Progress) -> Result<Passes> {
             prepared.word,
             if reads { "reading" } else { "writing" }
         );
-        let (figures, _) = bench.run(&streams, timing, progress, &what)?;
+        let figures = bench.run(&streams, timing, progress, &what)?;
         Ok(figures)
     };
     Ok(Passes {

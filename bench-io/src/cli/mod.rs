@@ -5,4 +5,3 @@ pub(crate) mod run;
 pub(crate) mod scale;
 pub(crate) mod testdrives;
 pub(crate) mod training;
-pub(crate) mod verify;

@@ -70,7 +70,7 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
 /// Prepares what `job` needs, runs it and cleans up. With `turns`, alternates that often with fio.
 fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<Report> {
     let mut warnings = warnings::before();
-    let prepared = Prepared::new(job, None, progress)?;
+    let prepared = Prepared::new(job, progress)?;
     let (rounds, compare) = match turns {
         Some((rounds, fio)) => (
             rounds,
@@ -98,7 +98,7 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     let mut figures_of = Vec::new();
     let mut both = Vec::new();
     for _ in 0..rounds {
-        let (figures, _) = bench.run(&streams, timing, progress, job.rw.word())?;
+        let figures = bench.run(&streams, timing, progress, job.rw.word())?;
         if let Some(compare) = &compare {
             progress.say("fio");
             both.push((figures.clone(), compare.turn(job, prepared.size)?));

@@ -65,7 +65,6 @@ impl Store {
             block_bytes: bs,
             depth,
             jobs: 1,
-            pattern: None,
         })?;
         let store = Self {
             bench,
@@ -129,7 +128,7 @@ impl Store {
             ramp: plan.ramp,
             runtime: plan.runtime,
         };
-        let (figures, _) = self.bench.run(&[streams], timing, progress, what)?;
+        let figures = self.bench.run(&[streams], timing, progress, what)?;
         Ok(figures)
     }
 }

@@ -13,7 +13,6 @@ use offload_support::errln;
 
 use super::gpu::{Copied, GpuMemory};
 use super::{Flight, Target, Way};
-use crate::pattern::{Pattern, WrongBlocks};
 use crate::random_data;
 use crate::units::Bytes;
 
@@ -67,12 +66,9 @@ pub(crate) struct DaemonTarget {
     socket: std::path::PathBuf,
     job: String,
     info: SessionInfo,
-    tile_bytes: u32,
-    pattern: Option<Pattern>,
     /// Operations by slot.
     flights: Vec<Option<Flight>>,
     done: Vec<Done>,
-    wrong: WrongBlocks,
     written: bool,
 }
 
@@ -89,7 +85,6 @@ impl DaemonTarget {
         tile_count: u32,
         depth: u32,
         gpu: bool,
-        pattern: Option<Pattern>,
     ) -> Result<Self> {
         let mut session = Session::open(SessionSettings {
             socket: socket.to_owned(),
@@ -136,11 +131,8 @@ impl DaemonTarget {
             socket: socket.to_owned(),
             job: job.to_owned(),
             info,
-            tile_bytes,
-            pattern,
             flights: vec![None; depth as usize],
             done: Vec::new(),
-            wrong: WrongBlocks::default(),
             written: false,
         };
         target.session()?.resume(Generation(0))?;
@@ -194,12 +186,6 @@ impl DaemonTarget {
 
     /// Completes an operation whose tile has arrived.
     fn end(&mut self, slot: Slot, flight: Flight, ended: &mut Vec<Flight>) -> Result<()> {
-        if let (Some(pattern), Way::Read) = (self.pattern, flight.way) {
-            let offset = flight.block * u64::from(self.tile_bytes);
-            let device = u64::from(flight.device);
-            let bytes = &slot.as_slice()[..self.tile_bytes as usize];
-            self.wrong.add(pattern.check(bytes, device, offset).into());
-        }
         self.session()?.give_slot(slot);
         ended.push(flight);
         Ok(())
@@ -208,15 +194,10 @@ impl DaemonTarget {
 
 impl Target for DaemonTarget {
     fn start(&mut self, flight: Flight) -> Result<()> {
-        let (pattern, tile_bytes) = (self.pattern, self.tile_bytes);
         let session = self.session()?;
-        let mut slot = session.take_slot(0).context("more operations than slots")?;
-        if let (Some(pattern), Way::Write) = (pattern, flight.way) {
-            let offset = flight.block * u64::from(tile_bytes);
-            pattern.fill(slot.as_mut_slice(), u64::from(flight.device), offset);
-        }
+        let slot = session.take_slot(0).context("more operations than slots")?;
         match (&mut self.gpu, flight.way) {
-            (Some(gpu), Way::Write) => gpu.start(slot, flight, pattern.is_some()),
+            (Some(gpu), Way::Write) => gpu.start(slot, flight),
             _ => self.swap(slot, flight),
         }
     }
@@ -245,7 +226,7 @@ impl Target for DaemonTarget {
             let flight = self.flights[index].take();
             let flight = flight.context("a slot of an operation that was started")?;
             match (&mut self.gpu, one.verb) {
-                (Some(gpu), Verb::SwapIn) => gpu.start(one.slot, flight, self.pattern.is_some())?,
+                (Some(gpu), Verb::SwapIn) => gpu.start(one.slot, flight)?,
                 _ => self.end(one.slot, flight, ended)?,
             }
         }
@@ -270,14 +251,6 @@ impl Target for DaemonTarget {
             self.session()?.commit(Vec::new())?;
         }
         Ok(())
-    }
-
-    fn expect(&mut self, pattern: Pattern) {
-        self.pattern = Some(pattern);
-    }
-
-    fn wrong(&mut self) -> WrongBlocks {
-        std::mem::take(&mut self.wrong)
     }
 }
 

@@ -13,12 +13,11 @@ use offloadd::api::geometry::{Geometry, SlotClass};
 use offloadd::api::ids::{DeviceIndex, SlotIndex};
 use offloadd::arena::{Arena, LockPolicy};
 use offloadd::engine::{Engine, EngineChoice, Io, IoDone, Memory};
-use offloadd::io::{AlignedBytes, IoId, IoOp};
+use offloadd::io::{IoId, IoOp};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FlockOperation, OFlags};
 
 use super::{Flight, Target, Way};
-use crate::pattern::{Pattern, WrongBlocks};
 use crate::random_data;
 
 /// A target's files, and how to open them.
@@ -141,19 +140,12 @@ pub(crate) struct DeviceTarget {
     about: String,
     paths: Vec<PathBuf>,
     block_bytes: u32,
-    buffers: Buffers,
+    /// Registered with the kernel like the daemon's. The bytes are not examined.
+    arena: Arc<Arena>,
+    geometry: Geometry,
     free: Vec<u32>,
     flights: Vec<Option<Flight>>,
     done: Vec<IoDone>,
-    wrong: WrongBlocks,
-}
-
-/// Buffers of the operations.
-enum Buffers {
-    /// Registered with the kernel like the daemon's. The bytes are not examined.
-    Arena(Arc<Arena>, Geometry),
-    /// Filled before each write and checked after each read.
-    Checked(Pattern, Vec<Option<AlignedBytes>>),
 }
 
 impl DeviceTarget {
@@ -166,40 +158,30 @@ impl DeviceTarget {
         choice: EngineChoice,
         block_bytes: u32,
         depth: u32,
-        pattern: Option<Pattern>,
     ) -> Result<Self> {
         let opened = files.open()?;
         let (mut engine, reason) = Engine::open(choice, &opened, depth as usize)?;
-        let buffers = match pattern {
-            Some(pattern) => {
-                let make = |_| Some(AlignedBytes::zeroed(block_bytes as usize));
-                Buffers::Checked(pattern, (0..depth).map(make).collect())
-            }
-            None => {
-                let geometry = Geometry::new(&[SlotClass {
-                    slot_bytes: u64::from(block_bytes),
-                    slot_count: depth,
-                }])?;
-                let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try)?);
-                fill(&arena, &geometry)?;
-                engine.register(&arena);
-                while engine.has_work() {
-                    engine.start()?;
-                }
-                Buffers::Arena(arena, geometry)
-            }
-        };
+        let geometry = Geometry::new(&[SlotClass {
+            slot_bytes: u64::from(block_bytes),
+            slot_count: depth,
+        }])?;
+        let arena = Arc::new(Arena::make(&geometry, LockPolicy::Try)?);
+        fill(&arena, &geometry)?;
+        engine.register(&arena);
+        while engine.has_work() {
+            engine.start()?;
+        }
         Ok(Self {
             about: format!("{} ({reason})", engine.name()),
             engine,
             files: opened,
             paths: files.paths.clone(),
             block_bytes,
-            buffers,
+            arena,
+            geometry,
             free: (0..depth).rev().collect(),
             flights: vec![None; depth as usize],
             done: Vec::new(),
-            wrong: WrongBlocks::default(),
         })
     }
 
@@ -224,15 +206,6 @@ impl DeviceTarget {
             Ok(moved) => bail!("{}: only {moved} bytes were moved", tried()),
             Err(errno) => bail!("{}: {}", tried(), io::Error::from_raw_os_error(errno)),
         }
-        if let (Buffers::Checked(pattern, own), Memory::Meta(bytes)) =
-            (&mut self.buffers, done.memory)
-        {
-            if flight.way == Way::Read {
-                let found = pattern.check(bytes.as_slice(), u64::from(flight.device), offset);
-                self.wrong.add(found.into());
-            }
-            own[slot] = Some(bytes);
-        }
         self.free.push(slot as u32);
         Ok(flight)
     }
@@ -242,25 +215,8 @@ impl Target for DeviceTarget {
     fn start(&mut self, flight: Flight) -> Result<()> {
         let slot = self.free.pop().context("more operations than buffers")?;
         let offset = flight.block * u64::from(self.block_bytes);
-        let memory = match &mut self.buffers {
-            Buffers::Arena(arena, geometry) => {
-                let place = geometry.place(SlotIndex(slot));
-                let place = place.context("a slot of its own geometry")?;
-                Memory::Arena {
-                    arena: Arc::clone(arena),
-                    offset: place.offset,
-                    piece: place.piece,
-                }
-            }
-            Buffers::Checked(pattern, own) => {
-                let bytes = own[slot as usize].take();
-                let mut bytes = bytes.context("the buffer of a free slot")?;
-                if flight.way == Way::Write {
-                    pattern.fill(bytes.as_mut_slice(), u64::from(flight.device), offset);
-                }
-                Memory::Meta(bytes)
-            }
-        };
+        let place = self.geometry.place(SlotIndex(slot));
+        let place = place.context("a slot of its own geometry")?;
         self.engine.submit(Io {
             id: IoId(u64::from(slot)),
             device: DeviceIndex(flight.device),
@@ -270,7 +226,11 @@ impl Target for DeviceTarget {
             },
             offset,
             bytes: self.block_bytes,
-            memory,
+            memory: Memory::Arena {
+                arena: Arc::clone(&self.arena),
+                offset: place.offset,
+                piece: place.piece,
+            },
         });
         self.flights[slot as usize] = Some(flight);
         Ok(())
@@ -303,16 +263,6 @@ impl Target for DeviceTarget {
                 .with_context(|| format!("flushing {}", path.display()))?;
         }
         Ok(())
-    }
-
-    fn expect(&mut self, pattern: Pattern) {
-        if let Buffers::Checked(expected, _) = &mut self.buffers {
-            *expected = pattern;
-        }
-    }
-
-    fn wrong(&mut self) -> WrongBlocks {
-        std::mem::take(&mut self.wrong)
     }
 }
 

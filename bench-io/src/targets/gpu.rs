@@ -4,8 +4,6 @@
 //!   read    device ──▶ slot ──▶ GPU          a session moves tiles between devices and slots; copiers, threads with a
 //!   write   GPU ──▶ slot ──▶ device          stream each, between slots and the GPU, while more tiles are on their way
 //! ```
-//!
-//! Checked tiles are copied to the GPU and back into a cleared slot, so that the compared bytes were on the GPU.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,7 +23,6 @@ const COPIERS: usize = 2;
 struct Copy {
     slot: Slot,
     flight: Flight,
-    checked: bool,
 }
 
 /// A completed copy.
@@ -98,16 +95,12 @@ impl GpuMemory {
         self.outstanding > 0
     }
 
-    /// Starts the GPU's part of `flight`. With `checked` the bytes go there and back.
+    /// Starts the GPU's part of `flight`.
     ///
     /// # Errors
     /// The copiers ended.
-    pub(crate) fn start(&mut self, slot: Slot, flight: Flight, checked: bool) -> Result<()> {
-        let copy = Copy {
-            slot,
-            flight,
-            checked,
-        };
+    pub(crate) fn start(&mut self, slot: Slot, flight: Flight) -> Result<()> {
+        let copy = Copy { slot, flight };
         let orders = self.orders.as_ref().context("taken in drop only")?;
         orders.send(copy).ok().context("the copiers ended")?;
         self.outstanding += 1;
@@ -163,7 +156,7 @@ impl Copier {
                 .recv();
             let Ok(mut copy) = next else { return };
             let result = self.copy(&mut copy);
-            let Copy { slot, flight, .. } = copy;
+            let Copy { slot, flight } = copy;
             let copied = Copied {
                 slot,
                 flight,
@@ -178,21 +171,10 @@ impl Copier {
     fn copy(&self, copy: &mut Copy) -> Result<(), GpuError> {
         let place = copy.slot.index().0 as usize * self.slot_bytes;
         let bytes = &mut copy.slot.as_mut_slice()[..self.slot_bytes];
-        let (up, down) = match copy.flight.way {
-            Way::Read => (true, copy.checked),
-            Way::Write => (copy.checked, true),
-        };
-        if up {
-            self.gpu
-                .upload(&self.stream, &self.memory, &[(place, bytes)])?;
+        let (gpu, stream) = (&self.gpu, &self.stream);
+        match copy.flight.way {
+            Way::Read => gpu.upload(stream, &self.memory, &[(place, bytes)]),
+            Way::Write => gpu.download(stream, &self.memory, &mut [(place, bytes)]),
         }
-        if up && down {
-            bytes.fill(0);
-        }
-        if down {
-            self.gpu
-                .download(&self.stream, &self.memory, &mut [(place, bytes)])?;
-        }
-        Ok(())
     }
 }

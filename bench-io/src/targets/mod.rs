@@ -13,8 +13,6 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-use crate::pattern::{Pattern, WrongBlocks};
-
 pub(crate) mod daemon;
 pub(crate) mod device;
 pub(crate) mod gpu;
@@ -39,8 +37,7 @@ impl Way {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Flight {
     pub(crate) way: Way,
-    /// Index of the target's file; through a daemon, which places tiles itself, the job's number, which a pattern
-    /// contains.
+    /// Index of the target's file; through a daemon, which places tiles itself, the job's number.
     pub(crate) device: u32,
     /// Position in blocks of the job's size, from the start of the file or the first tile.
     pub(crate) block: u64,
@@ -69,10 +66,4 @@ pub(crate) trait Target {
     /// # Errors
     /// The flush failed.
     fn flush(&mut self) -> Result<()>;
-
-    /// Sets the pattern of later writes and checks, in a target that was opened with one.
-    fn expect(&mut self, pattern: Pattern);
-
-    /// Takes the wrong blocks found so far.
-    fn wrong(&mut self) -> WrongBlocks;
 }

@@ -10,4 +10,3 @@ mod scale;
 mod stopped;
 mod testdrives;
 mod training;
-mod verify;

@@ -29,13 +29,7 @@ fn a_reader_that_has_gone_fails_nothing() {
     let alone = ["--target=device", "--runtime=0", "--directory", place];
     let run = [&["run"][..], &alone[..], &moved].concat();
     let json = [&run[..], &["--json"]].concat();
-    let verify = [
-        &["verify"][..],
-        &["--target=device", "--directory", place],
-        &moved[..],
-    ]
-    .concat();
-    for words in [&run[..], &json, &verify, &["testdrives", "show"]] {
+    for words in [&run[..], &json, &["testdrives", "show"]] {
         let output = ends_with(words, unread(), Stdio::piped());
         assert_eq!(
             output.status.code(),
