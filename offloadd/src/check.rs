@@ -1,8 +1,6 @@
 //! Checks whether a daemon could serve with given settings. Safe beside a running daemon: takes no lock, changes nothing, and reads only
 //! the superblocks of the devices.
 
-mod loopback;
-
 use std::path::Path;
 
 use offload_support::memory;
@@ -22,7 +20,9 @@ pub fn check(config: &Config) -> Vec<Finding> {
     findings.push(socket("socket", &config.socket));
     match &config.metrics_listen {
         Some(PageAddress::Unix(path)) => findings.push(socket("metrics.listen", path)),
-        Some(PageAddress::Loopback(address)) => findings.push(loopback::loopback(*address)),
+        Some(PageAddress::Loopback(address)) => {
+            findings.push(Finding::fine("metrics.listen", address.to_string()));
+        }
         None => {}
     }
     findings.extend(devices(config));

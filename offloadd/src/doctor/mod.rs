@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   kernel ── version, io_uring, kernel AIO, huge pages      memory ── control group limits, memlock, descriptors
-//!   drives ── the drive below each device: link, cache, scheduler, NUMA node, file system, direct I/O
+//!   drives ── the place of each device: file system, free space, direct I/O
 //! ```
 //!
 //! Nothing is changed. Files of the kernel are read below [`Roots`], so that tests can describe machines.
@@ -61,7 +61,7 @@ pub fn huge_pages(roots: &Roots) -> Option<String> {
     Some(chosen(&words).unwrap_or(&words).to_owned())
 }
 
-/// Checks the machine, and the drives below `places`, which are devices or directories for them.
+/// Checks the machine and `places`, which are devices or directories for them.
 pub fn examine(roots: &Roots, config: Option<&Config>, places: &[PathBuf]) -> Vec<Finding> {
     let mut findings = vec![kernel::version(roots)];
     findings.extend(kernel::engines(roots));

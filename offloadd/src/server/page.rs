@@ -64,7 +64,7 @@ impl Page {
                 let listener = TcpListener::bind(at).await;
                 let listener = listener.map_err(|source| SocketError::System {
                     path: at.to_string().into(),
-                    action: "binding it for the metrics endpoint",
+                    action: "binding it for the metrics endpoint (the packaged service needs metrics-loopback.conf)",
                     source,
                 })?;
                 Ok(Self::Loopback(listener))
