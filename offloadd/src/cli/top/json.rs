@@ -88,7 +88,7 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
         "rebalance_bytes_per_s_max": now.rebalance_bytes_per_s_max,
         "read_only": now.read_only,
         "devices": devices.collect::<Vec<_>>(),
-        "users": users.iter().map(users::User::json).collect::<Vec<_>>(),
+        "users": users,
         "jobs": jobs.collect::<Vec<_>>(),
     })
 }

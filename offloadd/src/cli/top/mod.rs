@@ -4,7 +4,6 @@
 //! terminal or a busy machine does not distort it.
 
 mod between;
-mod fit;
 mod json;
 mod table;
 #[cfg(test)]
@@ -61,7 +60,7 @@ pub(crate) fn run(options: Options) -> Result<()> {
             let text = if options.json {
                 format!("{}\n", json::json(&before, &now))
             } else {
-                lines_of(&table::table(&before, &now).whole())
+                lines_of(&table::table(&before, &now))
             };
             return print(&text);
         }
@@ -157,9 +156,14 @@ impl Shown {
     fn on_screen(&self, [rows, columns]: [usize; 2]) -> String {
         const END: [&str; 2] = ["", "Ctrl-C ends"];
         let mut lines = match self {
-            Self::Snapshots(both) => table::table(&both.0, &both.1).fitting(rows),
-            Self::Trouble(words) => words.lines().take(rows).map(str::to_owned).collect(),
+            Self::Snapshots(both) => table::table(&both.0, &both.1),
+            Self::Trouble(words) => words.lines().map(str::to_owned).collect(),
         };
+        if lines.len() > rows {
+            let left_out = lines.len() + 1 - rows;
+            lines.truncate(rows - 1);
+            lines.push(format!("and {left_out} more lines: offloadd top --once"));
+        }
         if lines.len() + END.len() <= rows {
             lines.extend(END.map(str::to_owned));
         }

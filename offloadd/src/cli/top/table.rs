@@ -8,12 +8,11 @@ use offloadd::metrics::{DeviceView, JobView, Latencies, Snapshot};
 use offloadd::store::catalog::Phase;
 
 use super::between::{Moved, before_of_device, before_of_job, continued, since};
-use super::fit::{Part, Table};
 use super::users;
 
-pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
+pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Vec<String> {
     let (before, seconds) = continued(before, now);
-    let mut head = vec![format!(
+    let mut lines = vec![format!(
         "offloadd up {}, {}, host memory {} of {}",
         ApproxTime(now.uptime),
         Counted(now.session_count, "session"),
@@ -21,9 +20,10 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
         ApproxBytes(now.arena_bytes_max)
     )];
     if let Some(why) = &now.read_only {
-        head.push(format!("READ-ONLY: {why}"));
+        lines.push(format!("READ-ONLY: {why}"));
     }
-    let mut drives = Part::under(format!(
+    lines.push(String::new());
+    lines.push(format!(
         "{:<32} {:>9} {:>9} {:>5} {:>5} {:>17} {:>17} {:>13}",
         "device",
         "read",
@@ -52,11 +52,11 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
             worn(device.worn_bytes, device.rated_bytes),
             device_notes(device).join(", ")
         );
-        let weight = weight(needs_attention(device), moved.bytes_per_s());
-        drives.push(&line, weight);
+        lines.push(line.trim_end().to_owned());
     }
     let users = users::users(before, now, seconds);
-    let mut jobs = Part::under(format!(
+    lines.push(String::new());
+    lines.push(format!(
         "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9} {:>7} {:>10} {:>13}  blocked on",
         "job",
         "read",
@@ -97,40 +97,13 @@ pub(super) fn table(before: &Snapshot, now: &Snapshot) -> Table {
             worn(job.worn_bytes, None),
             blocked_on(job, now)
         );
-        jobs.push(&line, weight(job.state.poisoned, moved.bytes_per_s()));
+        lines.push(line.trim_end().to_owned());
     }
-    let mut foot = Vec::new();
     if idle_count > 0 {
         let jobs = Counted(idle_count, "job");
-        foot.push(format!("{jobs} in the store without a session"));
+        lines.push(format!("{jobs} in the store without a session"));
     }
-    Table {
-        head,
-        parts: [Some(drives), users::table(&users), Some(jobs)]
-            .into_iter()
-            .flatten()
-            .collect(),
-        foot,
-    }
-}
-
-fn weight(needs_attention: bool, bytes_per_s: f64) -> f64 {
-    match needs_attention {
-        true => f64::INFINITY,
-        false => bytes_per_s,
-    }
-}
-
-/// Whether a person must look at the device.
-fn needs_attention(device: &DeviceView) -> bool {
-    let counts = &device.counts;
-    let directions = [&counts.read, &counts.written, &counts.flushed];
-    device.slow
-        || device.trouble.is_some()
-        || device.unlisted
-        || device.damaged_count > 0
-        || device.state.status.is_stuck()
-        || directions.iter().any(|traffic| traffic.failed_count > 0)
+    lines
 }
 
 trait Halves {
@@ -225,7 +198,7 @@ pub(super) fn blocked_on(job: &JobView, now: &Snapshot) -> String {
 }
 
 /// "6.20 GB/s", "31.0 MB/s", "-".
-pub(super) fn rate(bytes_per_s: f64) -> String {
+fn rate(bytes_per_s: f64) -> String {
     match bytes_per_s {
         none if none < 1.0 => "-".into(),
         small if small < 1e6 => format!("{:.1} kB/s", small / 1e3),
@@ -264,12 +237,12 @@ fn time(time: Duration) -> String {
     format!("{value:.digits$}{unit}")
 }
 
-pub(super) fn percent(fraction: f64) -> String {
+fn percent(fraction: f64) -> String {
     format!("{:.0}%", 100.0 * fraction.clamp(0.0, 1.0))
 }
 
 /// "75%", or "-" if no bytes were moved.
-pub(super) fn actual(fraction: Option<f64>) -> String {
+fn actual(fraction: Option<f64>) -> String {
     fraction.map_or("-".into(), percent)
 }
 

@@ -14,7 +14,7 @@ use super::json::json;
 use super::table::table;
 
 fn draw(before: &Snapshot, now: &Snapshot) -> String {
-    super::lines_of(&table(before, now).whole())
+    super::lines_of(&table(before, now))
 }
 
 fn traffic_of(bytes: u64, count: u64, ns: u64) -> Traffic {
@@ -257,20 +257,16 @@ fn shared(seconds: u64) -> Snapshot {
 }
 
 #[test]
-fn several_users_are_shown_with_weight_and_actual_fraction() {
+fn several_users_have_their_weight_and_actual_fraction() {
     let drawn = draw(&shared(10), &shared(12));
-    let (_, users) = drawn.split_once("\nuser").unwrap();
+    let (_, jobs) = drawn.split_once("\njob").unwrap();
     let expected = "
-user                                  read     write weight actual  sessions
-uid 1000                         6.00 GB/s         -    300    75%         2
-uid 1001                         2.00 GB/s         -    100    25%         1
-
 job                                   read     write weight actual     slots  commit generation total written  blocked on
 llama (uid 1000)                 4.00 GB/s         -    200    67%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 trial (uid 1000)                 2.00 GB/s         -    100    33%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 gpt (uid 1001)                   2.00 GB/s         -    100   100%      9/64  23.1ms         41        1.5 GB  8 reads, 1 write, commit (3 of 8 ranks)
 ";
-    assert_eq!(format!("\nuser{users}"), expected, "\n{drawn}");
+    assert_eq!(format!("\njob{jobs}"), expected, "\n{drawn}");
     let value = json(&shared(10), &shared(12));
     let user = &value["users"][0];
     assert_eq!((&user["uid"], &user["weight"]), (&json!(1000), &json!(300)));
@@ -298,28 +294,6 @@ fn a_daemon_that_started_again_in_between_counts_from_its_start() {
 }
 
 #[test]
-fn a_small_terminal_shows_who_must_be_looked_at_and_counts_the_rest() {
-    let mut now = look(12);
-    let [quiet, sick] = [0, 1].map(|index: usize| now.devices[index].clone());
-    now.devices = vec![quiet.clone(), quiet.clone(), quiet.clone(), sick, quiet];
-    for (index, device) in now.devices.iter_mut().enumerate() {
-        device.state.path = format!("/mnt/nvme{index}/tiles");
-        device.counts.read.bytes = 1000 * index as u64;
-    }
-    let whole = table(&look(10), &now).whole();
-    let shown = table(&look(10), &now).fitting(9);
-    assert_eq!(shown.len(), 9);
-    assert!(shown[0].starts_with("offloadd up "));
-    let text = shown.join("\n");
-    assert!(text.contains("nvme3") && text.contains("nvme4"), "{text}");
-    assert!(!text.contains("nvme1"), "{text}");
-    assert!(text.contains("llama (uid 1000)"), "{text}");
-    // Three drives, and the rows of jobs without a process.
-    assert_eq!(shown[8], "and 4 more: offloadd top --once");
-    assert_eq!(table(&look(10), &now).fitting(whole.len()), whole);
-}
-
-#[test]
 fn the_screen_is_never_fuller_than_the_terminal() {
     let looks = super::Shown::Snapshots(Box::new((look(10), look(12))));
     let trouble = super::Shown::Trouble("one\n\nthree".into());
@@ -344,4 +318,9 @@ fn the_screen_is_never_fuller_than_the_terminal() {
     }
     let ended = |rows| looks.on_screen([rows, 80]).contains("Ctrl-C ends");
     assert_eq!([11, 10].map(ended), [true, false]);
+    let screen = looks.on_screen([4, 80]);
+    assert!(
+        screen.contains("and 6 more lines: offloadd top --once"),
+        "{screen}"
+    );
 }

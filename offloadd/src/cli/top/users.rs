@@ -5,12 +5,11 @@
 use std::collections::BTreeMap;
 
 use offloadd::metrics::Snapshot;
-use serde_json::{Value, json};
+use serde::Serialize;
 
 use super::between::{Moved, before_of_device, before_of_job};
-use super::fit::Part;
-use super::table::{actual, rate};
 
+#[derive(Serialize)]
 pub(super) struct User {
     uid: u32,
     weight: u32,
@@ -19,19 +18,6 @@ pub(super) struct User {
     written_bytes_per_s: f64,
     /// `None` if no bytes were moved.
     actual: Option<f64>,
-}
-
-impl User {
-    pub(super) fn json(&self) -> Value {
-        json!({
-            "uid": self.uid,
-            "weight": self.weight,
-            "actual": self.actual,
-            "session_count": self.session_count,
-            "read_bytes_per_s": self.read_bytes_per_s,
-            "written_bytes_per_s": self.written_bytes_per_s,
-        })
-    }
 }
 
 /// Users of the visible jobs, ordered by user ID.
@@ -75,29 +61,4 @@ pub(super) fn fraction_of(users: &[User], uid: u32, moved: &Moved) -> Option<f64
 fn fraction(of: f64, all: f64) -> Option<f64> {
     // The sum of all lacks a device that was removed in between, so the quotient may exceed 1.
     (all > 0.0).then(|| (of / all).min(1.0))
-}
-
-/// Table of the users with sessions. `None` for a single user, about whom the table of jobs says the same.
-pub(super) fn table(users: &[User]) -> Option<Part> {
-    let shown: Vec<_> = users.iter().filter(|user| user.session_count > 0).collect();
-    if shown.len() < 2 {
-        return None;
-    }
-    let mut part = Part::under(format!(
-        "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
-        "user", "read", "write", "weight", "actual", "sessions"
-    ));
-    for user in shown {
-        let line = format!(
-            "{:<32} {:>9} {:>9} {:>6} {:>6} {:>9}",
-            format!("uid {}", user.uid),
-            rate(user.read_bytes_per_s),
-            rate(user.written_bytes_per_s),
-            user.weight,
-            actual(user.actual),
-            user.session_count
-        );
-        part.push(&line, user.read_bytes_per_s + user.written_bytes_per_s);
-    }
-    Some(part)
 }
