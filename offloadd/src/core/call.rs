@@ -8,7 +8,7 @@ use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken, TileI
 use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
 use crate::store::format::MeasuredRates;
-use crate::store::superblock::{DeviceId, Superblock};
+use crate::store::superblock::DeviceId;
 
 /// A call of a peer.
 #[derive(Debug)]
@@ -141,21 +141,6 @@ pub struct Damage {
     pub found: u32,
 }
 
-/// Place of a tile that a process reported as damaged, for the server to read.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Reported {
-    /// Owner of the job.
-    pub uid: u32,
-    /// Name of the job.
-    pub job: JobName,
-    /// Path of the device.
-    pub path: String,
-    /// Superblock, to tell the device from another one at its path.
-    pub superblock: Superblock,
-    /// Bytes of the tile.
-    pub tile_bytes: u64,
-}
-
 /// Request to open a session.
 #[derive(Clone, Debug)]
 pub struct OpenSession {
@@ -219,8 +204,13 @@ pub enum Reply {
         /// Number of its own tiles.
         scratch_count: u32,
     },
-    /// The report fits the job: the place to read.
-    ReportDamage(Reported),
+    /// The report fits the job, and this damage was not reported before.
+    ReportDamage {
+        /// Owner of the job.
+        uid: u32,
+        /// Name of the job.
+        job: JobName,
+    },
     /// The session's I/O has ended.
     Close,
     /// The caller's jobs, sorted by name.

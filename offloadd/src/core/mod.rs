@@ -240,7 +240,7 @@ impl Core {
             Call::Reattach { token } => Ok(Some(data.reattach(data.live(peer, token)?))),
             Call::ReportDamage { token, damage } => {
                 let session = data.live(peer, token)?;
-                self.hear_damage(session, damage)
+                data.hear_damage(session, damage).map(Some)
             }
             Call::Close { token } => {
                 let session = data.live(peer, token)?;
@@ -283,17 +283,6 @@ impl Core {
                 Ok(None)
             }
         }
-    }
-
-    fn hear_damage(&mut self, session: SessionId, damage: Damage) -> Result<Option<Reply>, Fault> {
-        let tile = self.data.hear_damage(session, damage)?;
-        Ok(Some(Reply::ReportDamage(Reported {
-            uid: tile.uid,
-            job: tile.job,
-            path: self.ops.path(damage.device).to_owned(),
-            superblock: self.admin.superblock(damage.device),
-            tile_bytes: tile.tile_bytes,
-        })))
     }
 
     /// Returns the catalog that must be durable before this incarnation serves, and the position of the device to write it to.
@@ -413,12 +402,6 @@ impl Core {
     /// Some committed tiles of a job from `at` on; `None` if there is no such job.
     pub fn committed_tiles(&self, at: &At) -> Option<CommittedTiles> {
         self.data.committed_tiles(at, &self.admin.paths())
-    }
-
-    /// Records damage that a process reported and the server found too. Returns whether it counts: the version is still there,
-    /// and its damage was not counted before.
-    pub fn confirm_damage(&mut self, uid: u32, job: &JobName, damage: &Damage) -> bool {
-        self.data.confirm_damage(uid, job, damage)
     }
 }
 

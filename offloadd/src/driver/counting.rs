@@ -42,13 +42,26 @@ impl Driver {
     }
 
     /// Counts and logs a damaged tile. The log is limited, because a process may report without end.
-    pub(super) fn report_damage(&mut self, job: JobPlace, uid: u32, damage: Damage) {
+    pub(super) fn report_damage(
+        &mut self,
+        job: JobPlace,
+        uid: u32,
+        damage: Damage,
+        by_process: bool,
+    ) {
         if self.ledger.damaged(job, damage.device) > DAMAGE_LOGGED_MAX {
             return;
         }
+        let (found, next) = match by_process {
+            true => (
+                "a process read",
+                "see whether the device returns it damaged",
+            ),
+            false => ("a scrub found", "find further damage"),
+        };
         tracing::error!(
-            "device {} has a damaged tile at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum {:08x}, \
-             expected {:08x}; run `offloadd verify` to find further damage",
+            "{found} a damaged tile on device {} at byte {}: tile {} of job {} of uid {uid}, written by generation {}: checksum \
+             {:08x}, expected {:08x}; run `offloadd verify` to {next}",
             self.core.device_states()[damage.device.0 as usize].path,
             damage.offset,
             damage.tile,

@@ -94,14 +94,9 @@ pub(super) enum Message {
     },
     /// Asks about the core's state.
     Ask(Question),
-    /// A scrub found a damaged tile.
+    /// A scrub or a process found a damaged tile.
     Damaged {
-        uid: u32,
-        job: JobName,
-        damage: Damage,
-    },
-    /// A process reported a damaged tile, and the server found it damaged too.
-    Reported {
+        by_process: bool,
         uid: u32,
         job: JobName,
         damage: Damage,
@@ -233,21 +228,23 @@ impl DriverHandle {
         self.send(Message::MovedBeside { device, moved });
     }
 
-    /// Reports a damaged tile.
+    /// Reports a damaged tile that a scrub found, or that a process says it read.
     ///
     /// # Errors
     /// Same as [`Self::call`].
-    pub(crate) fn damaged(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
-        self.try_send(Message::Damaged { uid, job, damage })
-    }
-
-    /// A process's report of a damaged tile was confirmed. It counts if the tile still has that version and its damage was not
-    /// counted before.
-    ///
-    /// # Errors
-    /// Same as [`Self::call`].
-    pub(crate) fn reported(&self, uid: u32, job: JobName, damage: Damage) -> Result<(), Fault> {
-        self.try_send(Message::Reported { uid, job, damage })
+    pub(crate) fn damaged(
+        &self,
+        by_process: bool,
+        uid: u32,
+        job: JobName,
+        damage: Damage,
+    ) -> Result<(), Fault> {
+        self.try_send(Message::Damaged {
+            by_process,
+            uid,
+            job,
+            damage,
+        })
     }
 
     /// Applies changed settings.

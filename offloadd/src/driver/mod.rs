@@ -465,15 +465,14 @@ impl Driver {
                 }
                 Message::Made { session, made } => self.made(session, made),
                 Message::Ask(question) => question.answer(&self.core),
-                Message::Damaged { uid, job, damage } => {
+                Message::Damaged {
+                    by_process,
+                    uid,
+                    job,
+                    damage,
+                } => {
                     let place = self.ledger.place(uid, &job);
-                    self.report_damage(place, uid, damage);
-                }
-                Message::Reported { uid, job, damage } => {
-                    if self.core.confirm_damage(uid, &job, &damage) {
-                        let place = self.ledger.place(uid, &job);
-                        self.report_damage(place, uid, damage);
-                    }
+                    self.report_damage(place, uid, damage, by_process);
                 }
                 Message::Change(change) => {
                     self.limits = change.limits;

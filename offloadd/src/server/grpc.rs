@@ -14,7 +14,6 @@ use tonic::{Request, Response, Status};
 
 use super::checked::{define, invalid, open, token};
 use super::job_record;
-use super::reported::Reports;
 use super::scrub::{RATE_MIN, Scrubs, Wish};
 use crate::arena::LockOutlook;
 use crate::core::{Call, Damage, DeviceState, Peer, Reply, Viewer};
@@ -50,7 +49,6 @@ pub(super) struct Service {
     pub(super) driver: DriverHandle,
     pub(super) about: About,
     pub(super) scrubs: Scrubs,
-    pub(super) reports: Reports,
     /// Lets one device at a time be added.
     pub(super) adding: Mutex<()>,
 }
@@ -301,11 +299,7 @@ impl proto::offload_server::Offload for Service {
         };
         let token = token(&message.token)?;
         match self.ask(peer, Call::ReportDamage { token, damage }).await? {
-            Reply::ReportDamage(found) => {
-                (self.reports)
-                    .check(self.driver.clone(), found, damage)
-                    .await?;
-            }
+            Reply::ReportDamage { uid, job } => self.driver.damaged(true, uid, job, damage)?,
             other => unreachable!("the core answered another call: {other:?}"),
         }
         Ok(Response::new(proto::ReportDamageReply {}))

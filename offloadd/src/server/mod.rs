@@ -22,7 +22,6 @@ mod job_record;
 pub mod page;
 mod peer;
 mod place;
-mod reported;
 mod scrub;
 mod sizes;
 
@@ -30,7 +29,6 @@ pub use grpc::About;
 use grpc::Service;
 use peer::Places;
 pub use place::{Place, clear_socket};
-use reported::Reports;
 use scrub::Scrubs;
 use sizes::Sizes;
 
@@ -158,7 +156,6 @@ pub async fn serve(
             driver,
             about,
             scrubs,
-            reports: Reports::default(),
             adding: tokio::sync::Mutex::default(),
         }))
         .serve_with_incoming_shutdown(incoming, stopped(stop.clone()));

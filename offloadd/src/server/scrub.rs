@@ -413,7 +413,7 @@ impl Scrub {
             expected,
             found,
         };
-        self.owner.damaged(at.uid, at.name.clone(), heard)?;
+        self.owner.damaged(false, at.uid, at.name.clone(), heard)?;
         if self.done.damaged_count > NAMED_MAX {
             return Ok(());
         }
@@ -474,7 +474,7 @@ fn pause_until(due: Instant, is_connected: impl Fn() -> bool) -> bool {
 }
 
 /// Whether no copy of the superblock matches `ours`. A copy that cannot be read counts as matching: the checksums of tiles decide.
-pub(super) fn is_another(device: &Device, ours: &Superblock) -> bool {
+fn is_another(device: &Device, ours: &Superblock) -> bool {
     let mut blocks = DeviceBlocks(std::slice::from_ref(device));
     SUPERBLOCK_OFFSETS.into_iter().all(|offset| {
         match sealed::read(&mut blocks, 0, offset, BLOCK, superblock::MAGIC) {

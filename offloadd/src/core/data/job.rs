@@ -70,8 +70,7 @@ pub(super) struct Stored {
     pub(super) tiles: Vec<TileState>,
     /// Tiles whose last write failed.
     pub(super) failed_count: usize,
-    /// Extents, by tile and which of its two, whose damage a process reported and the server confirmed. A write of the extent
-    /// removes it.
+    /// Extents, by tile and which of its two, whose damage a process reported. A write of the extent removes it.
     pub(super) damaged: BTreeSet<(TileIndex, u8)>,
 }
 
@@ -177,10 +176,6 @@ impl Stored {
             SlotContent::Unreadable(why) => Some(why.as_str()),
             SlotContent::Empty | SlotContent::Unknown | SlotContent::Sound(_) => None,
         })
-    }
-
-    pub(super) fn tile_bytes(&self, tile: usize) -> u64 {
-        u64::from(self.table.definition.tiles()[tile].tile_bytes)
     }
 
     /// Returns the content of the first or second extent of a tile. `recorded` are the generations that can be resumed. If a
