@@ -89,7 +89,6 @@ test: libtorch
 docs: libtorch
 	trainer/bench/picture.py
 	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) --workspace --no-fail-fast --lib --bins docs -- --test-threads=1
-	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) -p trainer --test runs the_table_of_models_in_docs
 
 # Takes an hour or two more than `make test`.
 nightly: export OFFLOADD_SEEDS ?= 0..200000

@@ -92,13 +92,8 @@ enum Command {
     Plan(Box<PlanArgs>),
     /// List every key of a run file with its type, default and purpose.
     #[command(after_help = "Examples:
-  trainer config-reference | grep ^train
-  trainer config-reference --deepspeed > deepspeed-keys.md")]
-    ConfigReference {
-        /// Print, as Markdown, how each key of DeepSpeed is treated, including keys that are not read.
-        #[arg(long)]
-        deepspeed: bool,
-    },
+  trainer config-reference | grep ^train")]
+    ConfigReference,
     /// Write a run's weights as a Hugging Face model directory: safetensors, config.json and the tokenizer.
     #[command(after_help = cli::export::EXAMPLES)]
     Export(ExportArgs),
@@ -253,13 +248,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
         Command::Remove(args) => cli::remove::run(&args)?,
-        Command::ConfigReference { deepspeed } => {
-            let text = match deepspeed {
-                true => trainer::config::deepspeed_keys(),
-                false => trainer::config::listing(),
-            };
-            console::out(format_args!("{text}"));
-        }
+        Command::ConfigReference => console::out(format_args!("{}", trainer::config::listing())),
         Command::Export(args) => cli::export::run(args)?,
         Command::Fingerprint { run, checkpoint } => {
             outln!("{}", run_fingerprint(run.settings(None)?, checkpoint)?);

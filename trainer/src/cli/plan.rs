@@ -8,9 +8,8 @@ use offload_support::{errln, outln};
 use serde_json::json;
 use trainer::config::RunSettings;
 use trainer::plan::{
-    Beginning, Drives, Hardware, Length, ModelsTable, Overrides, PlacesTable, Plan, Question,
-    REPORT_VERSION, Refusal, parse_count, parse_drives, parse_memory, parse_rate, places,
-    read_model,
+    Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
+    Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
 };
 use training_state::run::resolved;
 
@@ -22,17 +21,16 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer plan RUN.toml --deepspeed ds_config.json     # DeepSpeed's file as it is, below the run file
   trainer plan --model config.json                     # a model, on this machine
   trainer plan --model config.json --gpus 4 --gpu-memory 24GiB --tflops 80 --host-memory 256GiB --drives 2x6.2GB/s:3.2GB/s \\
-      --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB
-  trainer plan --table configs/models                  # what each model needs in each tier, as Markdown";
+      --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB";
 
 /// Arguments of `trainer plan`.
 #[derive(Args)]
 pub(crate) struct PlanArgs {
     /// The run file: TOML, or JSON if its name ends in .json.
-    #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "table", "deepspeed"], conflicts_with_all = ["model", "table"])]
+    #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "deepspeed"], conflicts_with = "model")]
     file: Option<PathBuf>,
     /// DeepSpeed configuration (JSON) or Accelerate configuration (YAML); the run file completes it.
-    #[arg(long, value_name = "ds_config.json", conflicts_with_all = ["model", "table"])]
+    #[arg(long, value_name = "ds_config.json", conflicts_with = "model")]
     deepspeed: Option<PathBuf>,
     /// Replace a setting. The value is TOML; other text is a string, unless it begins with [, {, " or '.
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -51,11 +49,8 @@ pub(crate) struct PlanArgs {
 struct AskedArgs {
     /// Plan this model instead of a run: its config.json, or a directory that contains one. Needs no other
     /// files.
-    #[arg(long, value_name = "config.json", conflicts_with = "table")]
+    #[arg(long, value_name = "config.json")]
     model: Option<PathBuf>,
-    /// Print what the models in a directory (NAME.json each) need in each tier, as Markdown.
-    #[arg(long, value_name = "DIR")]
-    table: Option<PathBuf>,
     /// Tokens in a sequence.
     #[arg(long, value_name = "N", default_value_t = 2048, requires = "model")]
     seq_len: u64,
@@ -141,10 +136,6 @@ fn parse_tflops(text: &str) -> Result<f64, String> {
 /// # Errors
 /// The settings or the model cannot be planned; the run does not fit.
 pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
-    if let Some(dir) = &args.asked.table {
-        out(format_args!("{}", ModelsTable::new(dir)?));
-        return Ok(());
-    }
     if let Some(path) = &args.asked.model {
         return plan_model(path, &args);
     }

@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 use serde_json::Value;
 
-pub use keys::{deepspeed_keys, listing};
+pub use keys::listing;
 pub use settings::{
     ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, FirstWeights,
     Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice, OptimizerSettings,

@@ -16,6 +16,7 @@ mod checkpoints;
 mod choices;
 mod hardware;
 mod memory;
+#[cfg(test)]
 mod models;
 mod outlook;
 mod places;
@@ -39,7 +40,6 @@ pub use checkpoints::CheckpointsPlan;
 pub use choices::{Choice, checkpointing_name, optimizer_device_name};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
 pub use memory::ComputeMemory;
-pub use models::{ModelsTable, TableError};
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};

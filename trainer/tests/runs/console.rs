@@ -44,7 +44,7 @@ fn a_result_that_does_not_fit_on_a_full_disk_is_a_failure() {
     };
     let run = Harness::new().run("unsaid", &[]);
     let mut keys = run.program();
-    keys.args(["config-reference", "--deepspeed"]);
+    keys.arg("config-reference");
     let (code, said) = end(keys, full.into());
     assert_eq!(code, Some(1));
     assert!(said.contains("writing to standard output: "), "{said}");

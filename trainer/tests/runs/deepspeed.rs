@@ -52,7 +52,7 @@ fn hugging_faces_zero_infinity_example_trains() {
         "offload.iodepth = 32",
         "note: optimizer.params.lr is \"auto\": 5e-5, Hugging Face's learning_rate",
         "note: scheduler.params.warmup_max_lr is \"auto\": optimizer.params.lr",
-        " keys have no effect here (`trainer config-reference --deepspeed` says why): ",
+        " keys have no effect here (docs/coming-from-deepspeed.md says why): ",
         "zero_optimization.aio.block_size, ",
         "zero_optimization.sub_group_size",
     ] {

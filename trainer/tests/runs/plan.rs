@@ -249,9 +249,3 @@ fn a_configuration_alone_is_enough_for_a_plan() {
     let text = fail(ask(&["--model", &model, "--set", "offload.gradint=1"]));
     assert!(text.contains("unknown key `offload.gradint"), "{text}");
 }
-
-#[test]
-fn the_table_of_models_in_docs_is_current() {
-    let models = concat!(env!("CARGO_MANIFEST_DIR"), "/../configs/models");
-    docs_test::assert_page("docs/models.md", &succeed(ask(&["--table", models])));
-}

@@ -1,5 +1,4 @@
-//! The table of DeepSpeed's keys as Markdown: `trainer config-reference --deepspeed` prints it, and
-//! `docs/coming-from-deepspeed.md` contains it.
+//! The table of DeepSpeed's keys as Markdown: `docs/coming-from-deepspeed.md`.
 
 use std::fmt::Write;
 
@@ -36,8 +35,8 @@ DeepSpeed features that this project does not plan to support: 1-bit Adam, LAMB,
 tensor parallelism (Megatron-LM, torchtitan); serving (vLLM, SGLang); ONNX (Optimum).
 ";
 
-/// Formats the page about DeepSpeed's keys, as it is in `docs/`.
-pub fn deepspeed_keys() -> String {
+/// Formats the page.
+fn page() -> String {
     let mut text = HEAD.to_owned();
     for (title, keys) in SECTIONS {
         let _ = write!(
@@ -79,12 +78,7 @@ fn names(key: &Key) -> String {
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_page_in_docs_is_current() {
-        docs_test::assert_page("docs/coming-from-deepspeed.md", &deepspeed_keys());
-    }
+#[test]
+fn the_page_in_docs_is_current() {
+    docs_test::assert_page("docs/coming-from-deepspeed.md", &page());
 }

@@ -5,6 +5,7 @@
 //! (refused, with a suggestion if one is found). `table.rs` assigns DeepSpeed's keys to these cases. Keys
 //! that DeepSpeed itself ignores are removed from a DeepSpeed file and reported.
 
+#[cfg(test)]
 mod deepspeed;
 mod listing;
 #[cfg(test)]
@@ -18,7 +19,6 @@ use super::schema::{Field, Kind, Typed};
 use super::{SettingsError, toml::ConfigToml};
 use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 
-pub use deepspeed::deepspeed_keys;
 pub use listing::listing;
 pub(super) use suggest::suggestion;
 
@@ -200,7 +200,7 @@ impl Check {
                 Some(format!("{one} has no effect here: {why}"))
             }
             several => Some(format!(
-                "{} keys have no effect here (`trainer config-reference --deepspeed` says why): {}",
+                "{} keys have no effect here (docs/coming-from-deepspeed.md says why): {}",
                 several.len(),
                 several.join(", ")
             )),
