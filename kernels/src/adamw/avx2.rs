@@ -8,6 +8,7 @@
 use std::arch::x86_64::*;
 
 use super::layout::{Elements, Weights};
+use super::planes::{prefetch_after, step_planes};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
 use crate::cast::Plain;
@@ -23,124 +24,12 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     unsafe { step_blocks(s, elements) }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
-fn step_blocks(s: &Scalars, elements: Elements<'_>) {
-    let v = Vectors::new(s);
-    let (momentum, momentum_rest) = elements.momentum.as_chunks_mut::<BLOCK>();
-    let (variance, variance_rest) = elements.variance.as_chunks_mut::<BLOCK>();
-    let moments = momentum.iter_mut().zip(variance);
-    let weights_rest = match elements.weights {
-        Weights::SplitBf16 {
-            param,
-            residual,
-            grad,
-        } => {
-            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
-            let (residual, residual_rest) = residual.as_chunks_mut::<BLOCK>();
-            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-            let weights = param.iter_mut().zip(residual).zip(grad);
-            for (((param, residual), grad), (m, var)) in weights.zip(moments) {
-                prefetch_after(param);
-                prefetch_after(residual);
-                prefetch_after(grad);
-                let old = join(param, residual);
-                let new = v.update(old, m, var, from_bf16(grad));
-                split(new, param, residual);
-            }
-            Weights::SplitBf16 {
-                param: param_rest,
-                residual: residual_rest,
-                grad: grad_rest,
-            }
-        }
-        Weights::Fp32 { param, grad } => {
-            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
-            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-            for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
-                prefetch_after(param);
-                prefetch_after(grad);
-                let new = v.update(load(param), m, var, load(grad));
-                store(new, param);
-            }
-            Weights::Fp32 {
-                param: param_rest,
-                grad: grad_rest,
-            }
-        }
-        Weights::Fp16WholeMaster { param, whole, grad } => {
-            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
-            let (whole, whole_rest) = whole.as_chunks_mut::<BLOCK>();
-            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-            let weights = param.iter_mut().zip(whole).zip(grad);
-            for (((param, whole), grad), (m, var)) in weights.zip(moments) {
-                prefetch_after(param);
-                prefetch_after(whole);
-                prefetch_after(grad);
-                let new = v.update(load(whole), m, var, from_fp16(grad));
-                store(new, whole);
-                to_fp16(new, param);
-            }
-            Weights::Fp16WholeMaster {
-                param: param_rest,
-                whole: whole_rest,
-                grad: grad_rest,
-            }
-        }
-    };
-    scalar::step(
-        s,
-        Elements {
-            weights: weights_rest,
-            momentum: momentum_rest,
-            variance: variance_rest,
-        },
-    );
-}
-
-/// Prefetches the cache line 1 KiB after this block, because the processor's own prefetch restarts at each page of each
-/// plane. On the 16-core Xeon of an H200 host 1 to 2 KiB gave 10 to 20 % with one to four threads, 5 to 10 % with 16;
-/// 256 bytes gave nothing.
-#[inline(always)]
-pub(super) fn prefetch_after<T>(block: &T) {
-    const DISTANCE_BYTES: usize = 1024;
-    let address = std::ptr::from_ref(block).wrapping_byte_add(DISTANCE_BYTES);
-    // SAFETY: a prefetch has no visible effect and never faults, even beyond the end of a plane.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(address.cast()) }
-}
+step_planes!("avx2,fma,f16c", __m256, _mm256_set1_ps);
 
 /// A block of fp32.
 type Block = [__m256; 2];
 
-/// The scalars, each broadcast to a vector.
-struct Vectors {
-    grad_scale: __m256,
-    beta1: __m256,
-    one_minus_beta1: __m256,
-    beta2: __m256,
-    one_minus_beta2: __m256,
-    root_correction: __m256,
-    eps: __m256,
-    minus_decay: __m256,
-    minus_step_size: __m256,
-}
-
 impl Vectors {
-    #[inline]
-    #[target_feature(enable = "avx2,fma,f16c")]
-    fn new(s: &Scalars) -> Self {
-        Self {
-            grad_scale: _mm256_set1_ps(s.grad_scale),
-            beta1: _mm256_set1_ps(s.beta1),
-            one_minus_beta1: _mm256_set1_ps(s.one_minus_beta1),
-            beta2: _mm256_set1_ps(s.beta2),
-            one_minus_beta2: _mm256_set1_ps(s.one_minus_beta2),
-            root_correction: _mm256_set1_ps(s.root_correction),
-            eps: _mm256_set1_ps(s.eps),
-            minus_decay: _mm256_set1_ps(s.minus_decay),
-            minus_step_size: _mm256_set1_ps(s.minus_step_size),
-        }
-    }
-
     /// Returns the new masters and replaces the moments in place.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]

@@ -6,8 +6,8 @@
 
 use std::arch::x86_64::*;
 
-use super::avx2::prefetch_after;
 use super::layout::{Elements, Weights};
+use super::planes::{prefetch_after, step_planes};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
 use crate::cast::Plain;
@@ -23,110 +23,9 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     unsafe { step_blocks(s, elements) }
 }
 
-#[target_feature(enable = "avx512f")]
-fn step_blocks(s: &Scalars, elements: Elements<'_>) {
-    let v = Vectors::new(s);
-    let (momentum, momentum_rest) = elements.momentum.as_chunks_mut::<BLOCK>();
-    let (variance, variance_rest) = elements.variance.as_chunks_mut::<BLOCK>();
-    let moments = momentum.iter_mut().zip(variance);
-    let weights_rest = match elements.weights {
-        Weights::SplitBf16 {
-            param,
-            residual,
-            grad,
-        } => {
-            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
-            let (residual, residual_rest) = residual.as_chunks_mut::<BLOCK>();
-            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-            let weights = param.iter_mut().zip(residual).zip(grad);
-            for (((param, residual), grad), (m, var)) in weights.zip(moments) {
-                prefetch_after(param);
-                prefetch_after(residual);
-                prefetch_after(grad);
-                let old = join(param, residual);
-                let new = v.update(old, m, var, from_bf16(grad));
-                split(new, param, residual);
-            }
-            Weights::SplitBf16 {
-                param: param_rest,
-                residual: residual_rest,
-                grad: grad_rest,
-            }
-        }
-        Weights::Fp32 { param, grad } => {
-            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
-            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-            for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
-                prefetch_after(param);
-                prefetch_after(grad);
-                let new = v.update(load(param), m, var, load(grad));
-                store(new, param);
-            }
-            Weights::Fp32 {
-                param: param_rest,
-                grad: grad_rest,
-            }
-        }
-        Weights::Fp16WholeMaster { param, whole, grad } => {
-            let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
-            let (whole, whole_rest) = whole.as_chunks_mut::<BLOCK>();
-            let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-            let weights = param.iter_mut().zip(whole).zip(grad);
-            for (((param, whole), grad), (m, var)) in weights.zip(moments) {
-                prefetch_after(param);
-                prefetch_after(whole);
-                prefetch_after(grad);
-                let new = v.update(load(whole), m, var, from_fp16(grad));
-                store(new, whole);
-                to_fp16(new, param);
-            }
-            Weights::Fp16WholeMaster {
-                param: param_rest,
-                whole: whole_rest,
-                grad: grad_rest,
-            }
-        }
-    };
-    scalar::step(
-        s,
-        Elements {
-            weights: weights_rest,
-            momentum: momentum_rest,
-            variance: variance_rest,
-        },
-    );
-}
-
-/// The scalars, each broadcast to a vector.
-struct Vectors {
-    grad_scale: __m512,
-    beta1: __m512,
-    one_minus_beta1: __m512,
-    beta2: __m512,
-    one_minus_beta2: __m512,
-    root_correction: __m512,
-    eps: __m512,
-    minus_decay: __m512,
-    minus_step_size: __m512,
-}
+step_planes!("avx512f", __m512, _mm512_set1_ps);
 
 impl Vectors {
-    #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn new(s: &Scalars) -> Self {
-        Self {
-            grad_scale: _mm512_set1_ps(s.grad_scale),
-            beta1: _mm512_set1_ps(s.beta1),
-            one_minus_beta1: _mm512_set1_ps(s.one_minus_beta1),
-            beta2: _mm512_set1_ps(s.beta2),
-            one_minus_beta2: _mm512_set1_ps(s.one_minus_beta2),
-            root_correction: _mm512_set1_ps(s.root_correction),
-            eps: _mm512_set1_ps(s.eps),
-            minus_decay: _mm512_set1_ps(s.minus_decay),
-            minus_step_size: _mm512_set1_ps(s.minus_step_size),
-        }
-    }
-
     /// Returns the new masters and replaces the moments in place, like `scalar::update`, line by line.
     #[inline]
     #[target_feature(enable = "avx512f")]

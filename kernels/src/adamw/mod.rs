@@ -22,6 +22,8 @@ mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod layout;
+#[cfg(target_arch = "x86_64")]
+mod planes;
 mod scalar;
 
 use std::ops::Range;
