@@ -197,7 +197,7 @@ const OFFLOAD: &[Key] = &[
     key("zero_optimization.offload_optimizer.pipeline_read", Unused, "reading always overlaps updating"),
     key("zero_optimization.offload_optimizer.pipeline_write", Unused, "writing always overlaps updating"),
     key("zero_optimization.offload_optimizer.fast_init", Unused, "tiles are written once at the start"),
-    key("zero_optimization.offload_optimizer.ratio", Unused, "offload.optimizer_device = \"shared\" divides the update between GPU and processor according to their speeds"),
+    key("zero_optimization.offload_optimizer.ratio", Unused, "offload.optimizer_device = \"shared\" divides the update between GPU and CPU according to their speeds"),
     key("zero_optimization.offload_optimizer.super_offload", Unused, "updates always overlap computing; offload.optimizer_device says where they run"),
     key("zero_optimization.offload_optimizer.cpuadam_cores_perc", Unused, "train.threads says how many cores the run uses"),
     key("zero_optimization.cpu_offload", Refused, "in a file for DeepSpeed true is read as offload_optimizer.device \"cpu\"; elsewhere write zero_optimization.offload_optimizer = {\"device\": \"cpu\"}"),
