@@ -223,7 +223,9 @@ fn a_terminal_that_is_too_small_says_how_much_is_left_out_until_it_is_made_large
     // `top` asks once: later output is drawn because of the new size.
     let mut terminal = Terminal::top_in(&daemon, "stty rows 6 cols 100;", "3600");
     eventually("a part of the table", SOON, || {
-        terminal.drawn().contains("and 3 more lines: offloadd top --once")
+        terminal
+            .drawn()
+            .contains("and 3 more lines: offloadd top --once")
     });
     let device = |number| format!("/device{number}");
     assert!(terminal.drawn().contains(&device(0)));

@@ -18,6 +18,7 @@ mod handed;
 mod incarnations;
 mod metadata_device;
 mod oracle;
+mod priorities;
 mod quotas;
 mod reading;
 mod removed;

@@ -237,10 +237,4 @@ fn check_as(
 }
 
 #[cfg(test)]
-mod deepspeed_formulas_tests;
-#[cfg(test)]
-mod deepspeed_tests;
-#[cfg(test)]
-mod public_tests;
-#[cfg(test)]
 mod tests;

@@ -8,7 +8,7 @@ use training_state::overflow::{Outcome, OverflowState};
 
 use super::*;
 
-const RATES: &str = include_str!("../../tests/fixtures/deepspeed/lr_schedules.json");
+const RATES: &str = include_str!("../../../tests/fixtures/deepspeed/lr_schedules.json");
 
 #[derive(Deserialize)]
 struct RateCase {
@@ -56,7 +56,7 @@ fn every_scheduler_has_deepspeeds_rates_and_momenta() {
     assert_eq!(kinds.len(), 5);
 }
 
-const SCALES: &str = include_str!("../../tests/fixtures/deepspeed/loss_scales.json");
+const SCALES: &str = include_str!("../../../tests/fixtures/deepspeed/loss_scales.json");
 
 #[derive(Deserialize)]
 struct ScaleCase {
