@@ -14,6 +14,11 @@ from test_runs import HERE, config, needs_daemon
 PACKAGE = HERE.parent / "python"
 
 
+def below_offloadd_run():
+    """Variables of a process that `offloadd-run` starts."""
+    return {"OFFLOADD_AS_DEEPSPEED": "1", "PYTHONPATH": os.pathsep.join([str(PACKAGE / "offloadd" / "_site"), str(PACKAGE)])}
+
+
 def offloadd_run(*arguments, **more):
     path = os.pathsep.join([str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(

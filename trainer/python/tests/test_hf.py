@@ -1,5 +1,7 @@
-"""Hugging Face's Trainer: the losses it has without this library, and a kill in the middle that changes no bit."""
+"""Hugging Face's Trainer, attached and by `--deepspeed`: the losses, metrics and best weights it has without this library, and a kill
+in the middle of an evaluation that changes no bit."""
 
+import functools
 import json
 
 import pytest
@@ -9,42 +11,71 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
 
 import forks  # noqa: E402
+from test_doors import below_offloadd_run  # noqa: E402
 from test_runs import HERE, config, lines_of, needs_daemon  # noqa: E402
 
+# transformers fills in the Trainer's arguments. Without a section `optimizer`, the Trainer makes its own: no decay of biases and norms.
+DEEPSPEED = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+}
 
-def start(output_dir, settings):
-    script = HERE / "scripts" / "hf_trainer.py"
-    return forks.start(script, output_dir, json.dumps(settings), imports=["transformers.trainer", "transformers.models.bert.modeling_bert"])
+
+@functools.cache
+def server(way):
+    return forks.Server(below_offloadd_run()) if way == "deepspeed" else forks._server()
 
 
-def losses(lines):
-    return {line.split()[1]: [float(one) for one in line.split()[2:]] for line in lines if line.startswith("loss ")}
+def start(way, output_dir, settings):
+    script = [HERE / "scripts" / "hf_trainer.py", output_dir, json.dumps(settings), *(["--deepspeed"] if way == "deepspeed" else [])]
+    return server(way).start(*script, imports=["transformers.trainer", "transformers.models.bert.modeling_bert"])
+
+
+def numbers(lines, kind):
+    return {line.split()[1]: [float(one) for one in line.split()[2:]] for line in lines if line.startswith(kind + " ")}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Lines and final weights without this library."""
+    output_dir = tmp_path_factory.mktemp("plain") / "out"
+    lines = lines_of(start("attach", output_dir, None))
+    return lines, torch.load(output_dir / "final.pt")
 
 
 @needs_daemon
-def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_changes_no_bit(tmp_path):
-    settings = config("nvme", tmp_path)
-    plain = lines_of(start(tmp_path / "plain", None))
-    whole = lines_of(start(tmp_path / "whole", settings))
-    expected, found = losses(plain), losses(whole)
-    assert len(found) == 18 and found.keys() == expected.keys()
-    for step, values in expected.items():
-        assert found[step] == pytest.approx(values, rel=1e-5), step
-    ours, theirs = torch.load(tmp_path / "whole" / "final.pt"), torch.load(tmp_path / "plain" / "final.pt")
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
+@pytest.mark.parametrize("way", ["attach", "deepspeed"])
+def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_changes_no_bit(tmp_path, plain, way):
+    settings = {**config("nvme", tmp_path), **(DEEPSPEED if way == "deepspeed" else {})}
+    expected, weights = plain
+    whole = lines_of(start(way, tmp_path / "whole", settings))
+    for kind, count in (("loss", 12), ("metric", 6)):
+        found, without = numbers(whole, kind), numbers(expected, kind)
+        assert len(found) == count and found.keys() == without.keys()
+        for step, values in without.items():
+            assert found[step] == pytest.approx(values, rel=1e-5), step
+    early = [line for line in whole if line.startswith("early")]
+    assert early == [line for line in expected if line.startswith("early")]
+    ours = torch.load(tmp_path / "whole" / "final.pt")
+    assert ours.keys() == weights.keys()
+    for name, value in weights.items():
         if name.endswith("key.bias"):
             # Their true gradient is zero: Adam turns rounding into steps.
             continue
         torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5)
 
-    for stop_at in (4, 9):
-        process = start(tmp_path / "killed", settings)
-        for line in process.stdout:
-            if line.startswith("step") and int(line.split()[1]) == stop_at:
-                process.kill()
-        process.wait()
-    end = lines_of(start(tmp_path / "killed", settings))
-    assert 7 <= int(end[0].split()[1]) <= 9
-    assert all(found[step] == values for step, values in losses(end).items())
-    assert [line for line in end if line.startswith("done")] == [line for line in whole if line.startswith("done")]
+    process = start(way, tmp_path / "killed", settings)
+    for line in process.stdout:
+        if line == "evaluates 6\n":
+            process.kill()
+            break
+    process.communicate()
+    end = lines_of(start(way, tmp_path / "killed", settings))
+    assert "resumed 6" in end
+    for kind in ("loss", "metric"):
+        unbroken = numbers(whole, kind)
+        assert numbers(end, kind) == {step: unbroken[step] for step in unbroken if int(step) > 6 - (kind == "metric")}
+    for kind in ("early", "done"):
+        assert [line for line in end if line.startswith(kind)] == [line for line in whole if line.startswith(kind)]

@@ -31,7 +31,8 @@ from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
 
-_LAYOUT = "layout.json"
+# Its file in the run's directory, written with the first commit.
+LAYOUT = "layout.json"
 
 
 def prepare(
@@ -131,8 +132,8 @@ class Run:
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Names and shapes of the units' parameters.
         self.layout = [[[names[id(param)], list(param.shape)] for param in unit.params] for unit in found]
-        if (run_dir / _LAYOUT).exists():
-            self.check_layout(json.loads((run_dir / _LAYOUT).read_text()), run_dir)
+        if (run_dir / LAYOUT).exists():
+            self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
         self._core, blob = self._open(plan)
         ranks.divide(found, plan.figures["shard_elems"])
         for unit in found:
@@ -152,7 +153,7 @@ class Run:
             self._fill(weights, to_blob(state, self._state_dir), replace=blob is not None)
             self._core.begin_step()
             if ranks.first:
-                (run_dir / _LAYOUT).write_text(json.dumps(self.layout))
+                (run_dir / LAYOUT).write_text(json.dumps(self.layout))
         else:
             for unit in found:
                 if unit.flat is None:

@@ -13,9 +13,13 @@ import torch
 
 from ._ranks import Ranks
 from ._run import Run, prepare
+from ._state import random_state, set_random_state
 
 # Where `Trainer.train` finds the last committed step, in the form of one of its checkpoints.
-_RESUME_DIR = "trainer-resume"
+RESUME_DIR = "trainer-resume"
+
+# What a step still asks for when it is committed before its evaluation or its checkpoint.
+_ASKED = ("should_log", "should_evaluate", "should_save")
 
 
 def attach(
@@ -24,21 +28,22 @@ def attach(
     """Takes over the model and the optimizer of a `transformers.Trainer`, before `trainer.train()`.
 
     The run lies in `run_dir`, by default `output_dir/offloadd`. `trainer.train()` goes on after the last committed step, whatever
-    `resume_from_checkpoint` says: it is newer than any checkpoint. Checkpoints that the Trainer writes hold the weights, and no
-    moments.
+    `resume_from_checkpoint` says: it is newer than any checkpoint. An evaluation or a checkpoint that was due after that step is
+    made again. Checkpoints that the Trainer writes hold the weights, and no moments.
     """
-    kept = _TrainerState(trainer)
+    kept = TrainerProgress(trainer)
     trainer.create_optimizer()
     directory = Path(run_dir or Path(trainer.args.output_dir) / "offloadd")
     run = prepare(trainer.model, trainer.optimizer, config, run_dir=directory, track=[kept])
     names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
     original = {name: getattr(trainer, name) for name in names}
-    resume_dir = run.run_dir / _RESUME_DIR
+    resume_dir = run.run_dir / RESUME_DIR
 
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         resumes = kept.loaded is not None
         if resumes:
             kept.write(resume_dir, run.resumed_random, run.ranks)
+            kept.catch_up(run, resume_dir)
         result = original["train"](str(resume_dir) if resumes else None, *args, **kwargs)
         run.drain()
         return result
@@ -69,7 +74,7 @@ def attach(
     return run
 
 
-class _TrainerState:
+class TrainerProgress:
     """The Trainer's progress and its scheduler, as what is committed with each step."""
 
     def __init__(self, trainer: Any) -> None:
@@ -77,30 +82,79 @@ class _TrainerState:
         self.loaded: Optional[dict[str, Any]] = None
 
     def state_dict(self) -> dict[str, Any]:
-        scheduler = self.trainer.lr_scheduler
-        state = json.dumps(dataclasses.asdict(self.trainer.state), default=float)
-        return {"state": state, "scheduler": scheduler.state_dict() if scheduler is not None else None}
+        trainer = self.trainer
+        progress = dataclasses.asdict(trainer.state)
+        progress["stateful_callbacks"] = self._callbacks()
+        loss = getattr(trainer, "_tr_loss", None)
+        return {
+            "state": json.dumps(progress, default=float),
+            "scheduler": trainer.lr_scheduler.state_dict() if hasattr(trainer.lr_scheduler, "state_dict") else None,
+            "asked": [name for name in _ASKED if getattr(trainer.control, name)],
+            # Of the steps since the last one that was logged.
+            "loss": 0.0 if loss is None else float(loss),
+            "logged": getattr(trainer, "_globalstep_last_logged", 0),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["scheduler"] is not None:
             self.loaded = state
 
-    def write(self, directory: Path, random_state: dict[str, Any], ranks: Ranks) -> None:
-        """Writes what `Trainer.train` reads of a checkpoint: its state, and the random numbers of each rank."""
-        import numpy
+    def _callbacks(self) -> dict[str, Any]:
+        """States of the callbacks that have one, as the Trainer's checkpoints have them."""
+        from transformers.trainer_callback import ExportableState, TrainerState
 
+        every = [*self.trainer.callback_handler.callbacks, self.trainer.control]
+        return TrainerState(stateful_callbacks=[one for one in every if isinstance(one, ExportableState)]).stateful_callbacks
+
+    def write(self, directory: Path, randoms: dict[str, Any], ranks: Ranks) -> None:
+        """Writes what `Trainer.train` reads of a checkpoint: its state, and the random numbers of each rank."""
         directory.mkdir(exist_ok=True)
         if ranks.first:
             (directory / "trainer_state.json").write_text(self.loaded["state"])
-        version, numbers, gauss = random_state["python"]
-        name, keys, *rest = random_state.get("numpy") or numpy.random.get_state()
-        states = {
-            "python": (version, tuple(numbers), gauss),
-            "numpy": (name, numpy.array(keys, dtype=numpy.uint32), *rest),
-            "cpu": random_state["torch"],
-        }
-        if "cuda" in random_state:
-            states["cuda"] = random_state["cuda"][torch.cuda.current_device()]
-        assert random.getstate()[0] == version
-        torch.save(states, directory / ("rng_state.pth" if ranks.count == 1 else f"rng_state_{ranks.rank}.pth"))
-        ranks.meet("write what the Trainer resumes from")
+        write_random_state(directory, randoms, ranks)
+
+    def catch_up(self, run: Run, directory: Path) -> None:
+        """Lets the first epoch of the resumed training begin with what the last committed step still asked for."""
+        trainer, loaded = self.trainer, self.loaded
+        if not hasattr(trainer, "_run_epoch"):
+            return
+        original = trainer._run_epoch
+
+        def run_epoch(**given: Any) -> Any:
+            trainer._run_epoch = original
+            # The sum that is logged next; the average of this call of `train` has only its own steps.
+            trainer._tr_loss += loaded["loss"]
+            trainer._total_loss_scalar -= loaded["loss"]
+            trainer._globalstep_last_logged = loaded["logged"]
+            if loaded["asked"]:
+                set_random_state(run.resumed_random)
+                for name in _ASKED:
+                    setattr(trainer.control, name, name in loaded["asked"])
+                names = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+                rate = trainer._get_learning_rate()
+                trainer._maybe_log_save_evaluate(trainer._tr_loss, run.grad_norm, *(given[name] for name in names), learning_rate=rate)
+                # The next step draws after them.
+                write_random_state(directory, random_state(), run.ranks)
+                if trainer.control.should_training_stop:
+                    return None
+            return original(**given)
+
+        trainer._run_epoch = run_epoch
+
+
+def write_random_state(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    """Writes this rank's random numbers as the Trainer's checkpoints have them."""
+    import numpy
+
+    version, numbers, gauss = state["python"]
+    name, keys, *rest = state.get("numpy") or numpy.random.get_state()
+    states = {
+        "python": (version, tuple(numbers), gauss),
+        "numpy": (name, numpy.array(keys, dtype=numpy.uint32), *rest),
+        "cpu": state["torch"],
+    }
+    if "cuda" in state:
+        states["cuda"] = state["cuda"][torch.cuda.current_device()]
+    assert random.getstate()[0] == version
+    torch.save(states, directory / ("rng_state.pth" if ranks.count == 1 else f"rng_state_{ranks.rank}.pth"))
+    ranks.meet("write what the Trainer resumes from")

@@ -1,19 +1,21 @@
-"""A user's script with Hugging Face's Trainer: masked language modelling of random words; `plain` leaves the engine out."""
+"""A user's script with Hugging Face's Trainer: masked language modelling of random words, evaluated in between.
+
+`hf_trainer.py OUTPUT_DIR JSON` attaches the engine, or leaves it out where the JSON is null; `hf_trainer.py OUTPUT_DIR JSON --deepspeed`
+says deepspeed and nothing of the engine.
+"""
 
 import hashlib
 import json
+import os
 import pathlib
 import sys
 
 import torch
 import transformers
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
-import offloadd.hf  # noqa: E402
-
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-output_dir, config = sys.argv[1], json.loads(sys.argv[2])
+output_dir, config, says_deepspeed = sys.argv[1], json.loads(sys.argv[2]), "--deepspeed" in sys.argv
 torch.manual_seed(0)
 sizes = dict(hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96, vocab_size=211, max_position_embeddings=64)
 model = transformers.BertForMaskedLM(transformers.BertConfig(**sizes))
@@ -25,6 +27,9 @@ data = [{"input_ids": ids, "labels": ids} for ids in torch.randint(4, 211, (48, 
 
 
 class Tell(transformers.TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        print("resumed", state.global_step, flush=True)
+
     def on_step_end(self, args, state, control, **kwargs):
         print("step", state.global_step, flush=True)
 
@@ -32,16 +37,30 @@ class Tell(transformers.TrainerCallback):
         if "loss" in logs:
             print("loss", state.global_step, logs["loss"], logs["grad_norm"], flush=True)
 
+    def on_prediction_step(self, args, state, control, **kwargs):
+        print("evaluates", state.global_step, flush=True)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        print("metric", state.global_step, metrics["eval_loss"], flush=True)
+
 
 args = transformers.TrainingArguments(
-    output_dir, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=3, learning_rate=1e-3, warmup_steps=3,
-    weight_decay=0.1, logging_steps=1, save_steps=7, save_total_limit=1, use_cpu=True, disable_tqdm=True, report_to=[], seed=5,
+    output_dir, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=3e-3, warmup_steps=3,
+    weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4, load_best_model_at_end=True,
+    per_device_eval_batch_size=4, use_cpu=not says_deepspeed, disable_tqdm=True, report_to=[], seed=5,
+    restore_callback_states_from_checkpoint=True, deepspeed=config if says_deepspeed else None,
 )  # fmt: skip
-trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[Tell()])
-if config is not None:
-    run = offloadd.hf.attach(trainer, config)
-    print("resumed", run.steps_done, flush=True)
-trainer.train()
+early = transformers.EarlyStoppingCallback(early_stopping_patience=4)
+trainer = transformers.Trainer(model, args, train_dataset=data, eval_dataset=data[:8], callbacks=[Tell(), early])
+if config is not None and not says_deepspeed:
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "python"))
+    import offloadd.hf
+
+    offloadd.hf.attach(trainer, config)
+trainer.train(resume_from_checkpoint=os.path.exists(output_dir + "/offloadd") or None)
+# A resumed Trainer makes callbacks anew.
+early = next(one for one in trainer.callback_handler.callbacks if isinstance(one, transformers.EarlyStoppingCallback))
+print("early stopping counts", early.early_stopping_patience_counter, "best", trainer.state.best_global_step)
 model.save_pretrained(output_dir + "/final")
 digest = hashlib.sha256()
 saved = transformers.BertForMaskedLM.from_pretrained(output_dir + "/final").state_dict()
