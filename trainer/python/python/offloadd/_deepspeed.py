@@ -88,7 +88,7 @@ _answering = False
 def answering() -> None:
     """Says once, on the first rank, who answers."""
     global _answering
-    if not _answering and os.environ.get("RANK", "0") == "0":
+    if not _answering:
         say(f"answers to `import deepspeed` in this process (interface {_finder.VERSION}); DeepSpeed is not used")
     _answering = True
 

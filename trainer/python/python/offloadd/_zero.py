@@ -111,8 +111,10 @@ def GatheredParameters(
     fwd_module: Optional[nn.Module] = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Keeps the values of parameters in memory. With `modifier_rank`, changes made within are committed at its end; without it
-    they are lost. Parameters that no engine has are in memory anyway."""
+    """Keeps the values of parameters in memory. With `modifier_rank=0`, the first rank's changes are committed at its end; without
+    it they are lost. Parameters that no engine has are in memory anyway."""
+    if modifier_rank not in (None, 0):
+        raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: the first rank's changes count; pass 0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
     with contextlib.ExitStack() as stack:
         found = [(run, run.engine.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
