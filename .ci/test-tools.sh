@@ -8,7 +8,7 @@
 #   libamdhip64-5    a HIP runtime that has no device, and with it a hipRTC
 #   qemu, busybox, a kernel of Debian's (27 MB, into target/guest): a machine whose power is cut and whose drives are pulled out
 #   NVRTC            compiles the GPU kernels for NVIDIA (90 MB, into target/nvrtc)
-#   PyTorch          with transformers and pytest, for the Python package (5 GB, into .python)
+#   PyTorch          with transformers, pytest and hadolint, for the Python package (5 GB, into .python)
 set -u
 cd "$(dirname "$0")/.."
 
@@ -85,6 +85,9 @@ guest_kernel || echo "no kernel for a machine whose power is cut: its tests are 
 python3 kernels/fetch-libtorch.py --nvrtc target/nvrtc ||
     echo "no NVRTC: the check of GPU kernels for NVIDIA is skipped"
 
-[ -x .python/bin/python ] || { python3 -m venv .python && .python/bin/pip install -q -r trainer/python/requirements-test.txt; } ||
+# Again when the requirements have changed.
+requirements=trainer/python/requirements-test.txt
+cmp -s $requirements .python/requirements.txt ||
+    { python3 -m venv .python && .python/bin/pip install -q -r $requirements && cp $requirements .python/requirements.txt; } ||
     { rm -rf .python; echo "no PyTorch for Python: the tests of trainer/python are skipped"; }
 exit 0
