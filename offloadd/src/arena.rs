@@ -123,6 +123,16 @@ pub struct Arena {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ArenaId(u64);
 
+impl ArenaError {
+    fn of_call(asked_bytes: u64, action: &'static str) -> impl FnOnce(Errno) -> Self {
+        move |errno| Self::System {
+            asked_bytes,
+            action,
+            source: errno.into(),
+        }
+    }
+}
+
 // SAFETY: the mapping belongs to this value, and no method reads or writes its bytes.
 unsafe impl Send for Arena {}
 // SAFETY: as for `Send`: methods with `&self` return addresses and never access bytes.
@@ -135,13 +145,7 @@ impl Arena {
     /// [`ArenaError`]; nothing is left behind.
     pub fn make(geometry: &Geometry, policy: LockPolicy) -> Result<Self, ArenaError> {
         let asked_bytes = geometry.arena_bytes();
-        let failed = |action| {
-            move |errno: Errno| ArenaError::System {
-                asked_bytes,
-                action,
-                source: errno.into(),
-            }
-        };
+        let failed = |action| ArenaError::of_call(asked_bytes, action);
         if let Some(available_bytes) = memory::available_bytes()
             && available_bytes < asked_bytes
         {
@@ -177,13 +181,7 @@ impl Arena {
     /// [`ArenaError`]; also when the file is not what a daemon creates.
     pub fn adopt(fd: OwnedFd, geometry: &Geometry, policy: LockPolicy) -> Result<Self, ArenaError> {
         let asked_bytes = geometry.arena_bytes();
-        let failed = |action| {
-            move |errno: Errno| ArenaError::System {
-                asked_bytes,
-                action,
-                source: errno.into(),
-            }
-        };
+        let failed = |action| ArenaError::of_call(asked_bytes, action);
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(failed("read its seals"))?;
         let found = rustix::fs::fstat(&fd).map_err(failed("read its size"))?;
         let sealed = seals.contains(SealFlags::SHRINK | SealFlags::GROW);

@@ -274,146 +274,140 @@ fn descriptor_socket(socket: &Path) -> PathBuf {
 
 impl ConfigToml {
     fn check(self, path: &Path) -> Result<Config, ConfigError> {
-        let refuse = |key, message: String| {
-            Err(ConfigError::Value {
+        let refused = |key| {
+            move |message| ConfigError::Value {
                 path: path.to_owned(),
                 key,
                 message,
-            })
-        };
-        let socket_bytes = self.socket.as_os_str().len();
-        if !self.socket.is_absolute() || socket_bytes > SOCKET_PATH_BYTES_MAX {
-            let message = format!(
-                "{} must be an absolute path of at most {SOCKET_PATH_BYTES_MAX} bytes",
-                self.socket.display()
-            );
-            return refuse("socket", message);
-        }
-        if self.devices.is_empty() || self.devices.len() > DEVICES_MAX as usize {
-            let message = format!(
-                "{} devices listed; a store has 1 to {DEVICES_MAX}",
-                self.devices.len()
-            );
-            return refuse("devices", message);
-        }
-        for (index, device) in self.devices.iter().enumerate() {
-            if !device.is_absolute() {
-                return refuse(
-                    "devices",
-                    format!("{} is not an absolute path", device.display()),
-                );
             }
-            if self.devices[..index].contains(device) {
-                return refuse("devices", format!("{} is listed twice", device.display()));
-            }
-        }
-        let arena_bytes_max = self
-            .arena_bytes_max
-            .as_ref()
-            .map_or(Ok(ARENA_BYTES_DEFAULT), Size::bytes);
-        let arena_bytes_max = match arena_bytes_max {
-            Ok(bytes) => bytes,
-            Err(error) => return refuse("arena_bytes_max", error.to_string()),
         };
-        let quotas = match self.quota.check() {
-            Ok(quotas) => quotas,
-            Err(message) => return refuse("quota", message),
-        };
-        if arena_bytes_max < u64::from(offload_api::BLOCK_BYTES) {
-            return refuse(
-                "arena_bytes_max",
-                format!("{arena_bytes_max} bytes is less than one block"),
-            );
-        }
-        let engine = match self.engine.as_deref() {
-            None => EngineChoice::default(),
-            Some(name) => match EngineChoice::from_name(name) {
-                Some(choice) => choice,
-                None => {
-                    let known = ENGINES.join(", ");
-                    return refuse("engine", format!("`{name}` is not one of {known}"));
-                }
-            },
-        };
+        check_socket(&self.socket).map_err(refused("socket"))?;
+        check_devices(&self.devices).map_err(refused("devices"))?;
+        let arena_bytes_max = arena_bytes(self.arena_bytes_max.as_ref());
+        let arena_bytes_max = arena_bytes_max.map_err(refused("arena_bytes_max"))?;
+        let quotas = self.quota.check().map_err(refused("quota"))?;
+        let engine = engine(self.engine.as_deref()).map_err(refused("engine"))?;
         let sessions_max = self.sessions_max.unwrap_or(SESSIONS_DEFAULT);
         if sessions_max == 0 || sessions_max > SESSIONS_MAX {
             let message = format!("{sessions_max} is not from 1 to {SESSIONS_MAX}");
-            return refuse("sessions_max", message);
+            return Err(refused("sessions_max")(message));
         }
         let iodepth_max = self.iodepth_max.unwrap_or(IODEPTH_DEFAULT);
         if !(IODEPTH_MIN..=IODEPTH_MAX).contains(&iodepth_max) {
             let message = format!("{iodepth_max} is not from {IODEPTH_MIN} to {IODEPTH_MAX}");
-            return refuse("iodepth_max", message);
+            return Err(refused("iodepth_max")(message));
         }
-        let rated_tb_others = match self.rated_tbw {
-            Some(Rating::All(tb)) => Some(tb),
+        let rated_bytes_others = match self.rated_tbw {
+            Some(Rating::All(tb)) => Some(rated_bytes(tb)),
             Some(Rating::Each(_)) | None => None,
         };
-        let rated_tb = match self.rated_tbw {
-            None => vec![None; self.devices.len()],
-            Some(Rating::All(tb)) => vec![Some(tb); self.devices.len()],
-            Some(Rating::Each(each)) if each.len() == self.devices.len() => {
-                each.into_iter().map(Some).collect()
-            }
-            Some(Rating::Each(each)) => {
-                let (count, devices) = (each.len(), self.devices.len());
-                let message = format!(
-                    "{count} numbers for {devices} devices: give one for all, or one per device"
-                );
-                return refuse("rated_tbw", message);
-            }
-        };
-        // More than 0, because wear is divided by it; no drive is rated for a million TB.
-        let sane = |tb: &f64| (0.001..=1e6).contains(tb);
-        if let Some(tb) = rated_tb.iter().flatten().find(|tb| !sane(tb)) {
-            return refuse("rated_tbw", format!("{tb} TB is not from 0.001 to 1000000"));
-        }
+        let rated = ratings(self.rated_tbw, self.devices.len()).map_err(refused("rated_tbw"))?;
         let scrub = bytes_per_s(self.scrub_bytes_per_s_max.as_ref(), "a scrub");
-        let scrub_bytes_per_s_max = match scrub {
-            Ok(bytes) => bytes.unwrap_or(SCRUB_BYTES_PER_S_DEFAULT),
-            Err(message) => return refuse("scrub_bytes_per_s_max", message),
-        };
+        let scrub = scrub.map_err(refused("scrub_bytes_per_s_max"))?;
         let moves = bytes_per_s(
             self.rebalance_bytes_per_s_max.as_ref(),
             "adding or draining a device",
         );
-        let rebalance_bytes_per_s_max = match moves {
-            Ok(bytes) => bytes,
-            Err(message) => return refuse("rebalance_bytes_per_s_max", message),
-        };
-        let rated_bytes = |tb: Option<f64>| tb.map(|tb| (tb * 1e12) as u64);
-        let metrics_listen = match self.metrics.listen.as_deref().map(PageAddress::parse) {
-            None => None,
-            Some(Ok(address)) => Some(address),
-            Some(Err(message)) => return refuse("metrics.listen", message),
-        };
-        if let Some(PageAddress::Unix(page)) = &metrics_listen {
-            let taken = [self.socket.clone(), descriptor_socket(&self.socket)];
-            let bytes = page.as_os_str().len();
-            if taken.contains(page) || bytes > SOCKET_PATH_BYTES_MAX {
-                let message = format!(
-                    "{} must be another path than `socket` and its .fds, of at most {SOCKET_PATH_BYTES_MAX} bytes",
-                    page.display()
-                );
-                return refuse("metrics.listen", message);
-            }
-        }
+        let listen = self.metrics.listen.as_deref();
+        let listen = listen.map(|listen| metrics_address(listen, &self.socket));
         Ok(Config {
-            socket: self.socket,
             devices: self.devices,
             arena_bytes_max,
             engine,
             require_locked: self.require_locked,
             sessions_max,
             iodepth_max,
-            rated_bytes: rated_tb.into_iter().map(rated_bytes).collect(),
-            rated_bytes_others: rated_bytes(rated_tb_others),
-            scrub_bytes_per_s_max,
-            rebalance_bytes_per_s_max,
-            metrics_listen,
+            rated_bytes: rated,
+            rated_bytes_others,
+            scrub_bytes_per_s_max: scrub.unwrap_or(SCRUB_BYTES_PER_S_DEFAULT),
+            rebalance_bytes_per_s_max: moves.map_err(refused("rebalance_bytes_per_s_max"))?,
+            metrics_listen: listen.transpose().map_err(refused("metrics.listen"))?,
             quotas,
+            socket: self.socket,
         })
     }
+}
+
+fn check_socket(socket: &Path) -> Result<(), String> {
+    match socket.is_absolute() && socket.as_os_str().len() <= SOCKET_PATH_BYTES_MAX {
+        true => Ok(()),
+        false => Err(format!(
+            "{} must be an absolute path of at most {SOCKET_PATH_BYTES_MAX} bytes",
+            socket.display()
+        )),
+    }
+}
+
+fn check_devices(devices: &[PathBuf]) -> Result<(), String> {
+    if devices.is_empty() || devices.len() > DEVICES_MAX as usize {
+        return Err(format!(
+            "{} devices listed; a store has 1 to {DEVICES_MAX}",
+            devices.len()
+        ));
+    }
+    for (index, device) in devices.iter().enumerate() {
+        if !device.is_absolute() {
+            return Err(format!("{} is not an absolute path", device.display()));
+        }
+        if devices[..index].contains(device) {
+            return Err(format!("{} is listed twice", device.display()));
+        }
+    }
+    Ok(())
+}
+
+fn arena_bytes(size: Option<&Size>) -> Result<u64, String> {
+    let bytes = size.map_or(Ok(ARENA_BYTES_DEFAULT), Size::bytes);
+    let bytes = bytes.map_err(|error| error.to_string())?;
+    match bytes < u64::from(offload_api::BLOCK_BYTES) {
+        true => Err(format!("{bytes} bytes is less than one block")),
+        false => Ok(bytes),
+    }
+}
+
+fn engine(name: Option<&str>) -> Result<EngineChoice, String> {
+    name.map_or(Ok(EngineChoice::default()), |name| {
+        let known = || format!("`{name}` is not one of {}", ENGINES.join(", "));
+        EngineChoice::from_name(name).ok_or_else(known)
+    })
+}
+
+fn rated_bytes(tb: f64) -> u64 {
+    (tb * 1e12) as u64
+}
+
+/// Returns the rated endurance of each device in bytes.
+fn ratings(rating: Option<Rating>, devices: usize) -> Result<Vec<Option<u64>>, String> {
+    let each = match rating {
+        None => return Ok(vec![None; devices]),
+        Some(Rating::All(tb)) => vec![tb; devices],
+        Some(Rating::Each(each)) if each.len() == devices => each,
+        Some(Rating::Each(each)) => {
+            return Err(format!(
+                "{} numbers for {devices} devices: give one for all, or one per device",
+                each.len()
+            ));
+        }
+    };
+    // More than 0, because wear is divided by it; no drive is rated for a million TB.
+    match each.iter().find(|tb| !(0.001..=1e6).contains(*tb)) {
+        Some(tb) => Err(format!("{tb} TB is not from 0.001 to 1000000")),
+        None => Ok(each.into_iter().map(|tb| Some(rated_bytes(tb))).collect()),
+    }
+}
+
+fn metrics_address(listen: &str, socket: &Path) -> Result<PageAddress, String> {
+    let address = PageAddress::parse(listen)?;
+    if let PageAddress::Unix(page) = &address {
+        let taken = [socket.to_owned(), descriptor_socket(socket)];
+        if taken.contains(page) || page.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+            return Err(format!(
+                "{} must be another path than `socket` and its .fds, of at most {SOCKET_PATH_BYTES_MAX} bytes",
+                page.display()
+            ));
+        }
+    }
+    Ok(address)
 }
 
 /// Checks the rate limit of `what`.

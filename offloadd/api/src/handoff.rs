@@ -184,60 +184,15 @@ pub fn receive(
         }
     }
 
-    let deadline = Instant::now() + timeout;
-    loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let wait = rustix::event::Timespec::try_from(left).ok();
-        let mut fds = [PollFd::new(&socket, PollFlags::IN)];
-        match poll(&mut fds, wait.as_ref()) {
-            Ok(0) => {
-                return Err(HandoffError::Timeout {
-                    path: path.to_owned(),
-                    waited: timeout,
-                });
-            }
-            Ok(_) => break,
-            Err(Errno::INTR) => {}
-            Err(errno) => return Err(failed("wait for the answer")(errno)),
-        }
-    }
-
+    wait_for_answer(&socket, timeout, path)?;
     let malformed = |what: String| HandoffError::Malformed {
         path: path.to_owned(),
         what,
     };
     let mut bytes = [0u8; size_of::<Answer>() + WORDS_BYTES_MAX];
-    let mut fds = Vec::with_capacity(4);
-    let (length, flags) = {
-        // Room for more than four, so that a fifth is noticed and closed.
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut receive_once = || {
-            retry_interrupted(|| {
-                rustix::net::recvmsg(
-                    &socket,
-                    &mut [IoSliceMut::new(&mut bytes)],
-                    &mut control,
-                    RecvFlags::CMSG_CLOEXEC,
-                )
-            })
-        };
-        // A daemon that hangs up without reading the token resets the connection. The kernel reports that first and once; the
-        // answer sent before still waits behind it.
-        let received = match receive_once() {
-            Err(Errno::CONNRESET) => receive_once(),
-            result => result,
-        };
-        let message = match received {
-            Err(Errno::CONNRESET) => return Err(malformed(HUNG_UP.into())),
-            result => result.map_err(failed("receive the descriptors"))?,
-        };
-        for item in control.drain() {
-            if let RecvAncillaryMessage::ScmRights(rights) = item {
-                fds.extend(rights);
-            }
-        }
-        (message.bytes, message.flags)
+    let (length, flags, fds) = match receive_message(&socket, &mut bytes) {
+        Err(Errno::CONNRESET) => return Err(malformed(HUNG_UP.into())),
+        received => received.map_err(failed("receive the descriptors"))?,
     };
     if length == 0 {
         return Err(malformed(HUNG_UP.into()));
@@ -267,6 +222,64 @@ pub fn receive(
         completion_doorbell,
         life_line: socket,
     })
+}
+
+fn wait_for_answer(socket: &OwnedFd, timeout: Duration, path: &Path) -> Result<(), HandoffError> {
+    let deadline = Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let wait = rustix::event::Timespec::try_from(left).ok();
+        match poll(&mut [PollFd::new(socket, PollFlags::IN)], wait.as_ref()) {
+            Ok(0) => {
+                return Err(HandoffError::Timeout {
+                    path: path.to_owned(),
+                    waited: timeout,
+                });
+            }
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(errno) => {
+                return Err(HandoffError::Socket {
+                    path: path.to_owned(),
+                    action: "wait for the answer",
+                    source: errno.into(),
+                });
+            }
+        }
+    }
+}
+
+/// Returns the length and the flags of the message in `bytes`, and its descriptors.
+fn receive_message(
+    socket: &OwnedFd,
+    bytes: &mut [u8],
+) -> Result<(usize, ReturnFlags, Vec<OwnedFd>), Errno> {
+    // Room for more than four, so that a fifth is noticed and closed.
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut receive_once = || {
+        retry_interrupted(|| {
+            rustix::net::recvmsg(
+                socket,
+                &mut [IoSliceMut::new(bytes)],
+                &mut control,
+                RecvFlags::CMSG_CLOEXEC,
+            )
+        })
+    };
+    // A daemon that hangs up without reading the token resets the connection. The kernel reports that first and once; the
+    // answer sent before still waits behind it.
+    let message = match receive_once() {
+        Err(Errno::CONNRESET) => receive_once(),
+        result => result,
+    }?;
+    let mut fds = Vec::with_capacity(4);
+    for item in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = item {
+            fds.extend(rights);
+        }
+    }
+    Ok((message.bytes, message.flags, fds))
 }
 
 /// Listens at `path`, which must not exist, on the side of the daemon. The socket and its connections do not block.
