@@ -264,7 +264,7 @@ def make(seed):
 
 
 def draw_plan(rng, model):
-    """What one forward does: blocks in any order, some twice, some not, some checkpointed."""
+    """The plan of one forward: blocks in any order, some twice, some not, some checkpointed."""
     plan = []
     count = len(model.plain)
     for _ in range(rng.randrange(1, count + 3)):
@@ -278,7 +278,7 @@ def draw_plan(rng, model):
 
 
 def draw_step(rng, model):
-    """What one optimizer step consists of: (what, plans, seed of the random numbers)."""
+    """The parts of one optimizer step: (what, plans, seed of the random numbers)."""
     fixed = rng.random() < 0.3
     plan = draw_plan(rng, model)
     draw = lambda: plan if fixed else draw_plan(rng, model)

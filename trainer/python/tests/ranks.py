@@ -14,7 +14,7 @@ class Ended(Exception):
 
 
 def on_ranks(count, store, work, *args, start=forks.start):
-    """What `work(rank, count, *args)` returns on each of `count` ranks, or the exception it raised, or `Ended`. `store` is a file by which
+    """The results of `work(rank, count, *args)` on each of `count` ranks, or the exception it raised, or `Ended`. `store` is a file by which
     they find each other. `work` is a function of a module of tests; `start` starts this file."""
     result_of = [pathlib.Path(f"{store}.{rank}") for rank in range(count)]
     call = pickle.dumps((work, args)).hex()

@@ -43,7 +43,7 @@ def same_bits(one, other):
 
 
 def distance(found, expected):
-    """Of all weights together, relative."""
+    """The relative difference of all weights together."""
     assert found.keys() == expected.keys()
     apart = sum(float((found[name] - value).double().square().sum()) for name, value in expected.items())
     return (apart / sum(float(value.double().square().sum()) for value in expected.values())) ** 0.5

@@ -401,7 +401,7 @@ def test_the_roots_weights_are_seen_between_forward_and_backward():
 
 
 def test_a_gradient_that_comes_before_any_unit():
-    """Of a parameter that was here when it was used, so that no unit is brought for it."""
+    """The value of a parameter that was in memory when it was used: no unit is brought for it."""
     plain, ours = pair()
     batch = torch.randn(4, 8)
     for model in (plain, ours.model):

@@ -105,7 +105,7 @@ def test_ctrl_c_ends_a_wait_within_a_second_and_the_run_goes_on(tmp_path, where,
             loss.backward()
             with stopped(daemon), interrupted_within_a_second():
                 optimizer.step()
-                # What the step did not wait for, the next forward does.
+                # The next forward waits for what the step did not wait for.
                 optimizer.zero_grad()
                 model(x)
             assert run.steps_done == 3

@@ -1,4 +1,4 @@
-"""What goes wrong around a run: a typed error or no effect, and nothing that was committed is lost."""
+"""Faults around a run: a typed error or no effect, and nothing that was committed is lost."""
 
 import contextlib
 import os

@@ -59,7 +59,7 @@ def returned_weights(patch):
 
 
 def outside_uses(patch):
-    """What is made of a weight outside of any forward brings no unit to its backward."""
+    """A tensor made of a weight outside of any forward brings no unit to its backward."""
     original = Engine.read_released
 
     def read_released(self, *args):
@@ -114,7 +114,7 @@ def inner_tasks_end_outer(patch):
 
 
 def uses_of_one_unit(patch):
-    """Of several uses of a unit only the last counts."""
+    """Only the last of several uses of a unit counts."""
     original = Engine._before_backward
 
     def before_backward(self, *args):
@@ -132,7 +132,7 @@ def separate_release(patch):
 
 
 def revision(patch):
-    """What deviates from the order is not announced."""
+    """A use that deviates from the order is not announced."""
     original = Order.next
 
     def next(self, op):
@@ -144,7 +144,7 @@ def revision(patch):
 
 
 def freshness(patch):
-    """What is here is taken to be the newest."""
+    """A unit in memory is taken to be the newest."""
     patch.setattr(Engine, "refresh", lambda self: None)
 
 

@@ -127,7 +127,7 @@ def test_a_checkpoint_brings_back_the_bits_the_schedule_and_what_the_script_kept
     assert train(other, inputs[4:]) == rest and same(weights(other), end)
     other.destroy()
     if device == "nvme":
-        # What was loaded is committed: the next start resumes from it.
+        # The loaded state is committed: the next start resumes from it.
         again, *_ = engine_of(tmp_path, device, run_dir="other", **more)
         assert again.global_steps == 8 and same(weights(again), end)
         again.destroy()

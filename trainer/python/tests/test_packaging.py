@@ -1,4 +1,4 @@
-"""What is in the wheel beside the package's code: the extension's stub, the programs, the tag, the container."""
+"""The wheel's content beside the package's code: the extension's stub, the programs, the tag, the container."""
 
 import ast
 import inspect

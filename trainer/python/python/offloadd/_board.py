@@ -47,11 +47,11 @@ class Board:
         return self._head(rank)[0]
 
     def what(self, rank: int, number: int) -> str:
-        """What the rank was about to do at one of its last two meetings."""
+        """The action that the rank was about to take at one of its last two meetings."""
         return self._read(self._slot(rank, number))
 
     def data(self, rank: int, number: int) -> bytes:
-        """What it brought there."""
+        """The value that the rank brought there."""
         at = self._slot(rank, number) + _TEXT_BYTES
         (length,) = _LENGTH.unpack_from(self._map, at)
         return self._map[at + _LENGTH.size : at + _LENGTH.size + length]
@@ -63,7 +63,7 @@ class Board:
         return self._head(rank)[1]
 
     def set_where(self, rank: int, where: str, waits_since: float) -> None:
-        """Where the rank is in its script, and since when it waits there in torch.distributed; 0 where it does not."""
+        """The rank's position in its script, and the time since when it waits there in torch.distributed, or 0."""
         self._write(rank * self._rank_bytes + _WHERE, where.encode())
         struct.pack_into("<d", self._map, rank * self._rank_bytes + 16, waits_since)
 

@@ -88,7 +88,7 @@ _JOB_NAME = "DeepSpeedJobName"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a configuration asks for."""
+    """The settings of a configuration."""
 
     # "none", "cpu" or "nvme": where parameters and optimizer state live beside the computation.
     device: str = "none"
@@ -191,7 +191,7 @@ def settings_of(config: Config) -> Settings:
 
 
 def _fp32_gradients(config: Mapping[str, Any]) -> bool:
-    """What `data_types.grad_accum_dtype` says; without it, fp32 unless a step is known to have one backward pass."""
+    """Returns `data_types.grad_accum_dtype`; without it, fp32 unless a step is known to have one backward pass."""
     wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
     if wanted not in (None, "fp32", "bf16", "fp16"):
         raise Error(f"data_types.grad_accum_dtype = {wanted!r}: one of fp32, bf16, fp16")

@@ -26,7 +26,7 @@ from ._zero import GatheredParameters, Init
 
 _DOC = 'see "Scripts that say deepspeed" in docs/pytorch.md'
 
-# What to do instead of what is not here.
+# What to use instead of each missing name.
 _INSTEAD = {
     "pipe": "pipelines are not built: train the model as one module",
     "PipelineModule": "pipelines are not built: train the model as one module",

@@ -30,10 +30,10 @@ _Tensor = torch.Tensor
 # Where the program is, for the seconds of a step's parts.
 ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
 
-# What several ranks do while one of them reads or writes weights.
+# Action of several ranks while one of them reads or writes weights.
 _LEADS = "save weights"
 
-# What a released parameter answers by itself.
+# Attributes that a released parameter answers by itself.
 _METADATA = {
     getattr(_Tensor, name).__get__
     for name in (
@@ -91,7 +91,7 @@ class Released(nn.Parameter):
 
 
 class Copied(_Tensor):
-    """What `param.data` gives of a released parameter: its values, to read. Changing them would change nothing."""
+    """Stands for `param.data` of a released parameter: its values, to read. Changing them would change nothing."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -161,7 +161,7 @@ class Engine:
         # Parameters whose gradients were handed over in this step, and the units of this backward: their sums come at its end.
         self._summed: set[int] = set()
         self._handed_over: set[Unit] = set()
-        # What `param.grad` is between backward and step, by parameter.
+        # `param.grad` between backward and step, by parameter.
         self.held: dict[int, Held] = {}
         self._released = type("Released", (Released,), {"engine": self})
         self.before_pass = lambda: None
@@ -203,7 +203,7 @@ class Engine:
         self._open(unit)
 
     def _pass(self) -> str:
-        """Where the program is, for people."""
+        """The position of the program, for people."""
         if torch._C._current_graph_task_id() != -1:
             return "backward"
         if not self._stack:
@@ -427,7 +427,7 @@ class Engine:
         self._start_backward()
         task = torch._C._current_graph_task_id()
         for unit, uses in list(self._active.items()):
-            # A task within this one is over; one that this one is within goes on after it.
+            # A task within this one is over; the one around it continues.
             uses[:] = [(of_task, began) for of_task, began in uses if of_task < task or of_task == task and made >= began]
             if not uses and unit not in units and not unit.root:
                 self._settle(unit)
@@ -597,7 +597,7 @@ class Engine:
             self.release_all()
 
     def stale(self) -> None:
-        """What is in memory is no longer what the tiles hold."""
+        """Drops the units in memory, which no longer equal the tiles."""
         self.release_all()
         self.order.forget_rest()
         for unit in self.units:

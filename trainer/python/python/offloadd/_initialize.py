@@ -82,7 +82,7 @@ def initialize(
 
 
 class TrainingEngine:
-    """What `initialize` returns: call it like the model, then `backward`, then `step`.
+    """The result of `initialize`: call it like the model, then `backward`, then `step`.
 
     Attributes that it has not are the model's.
     """
@@ -345,7 +345,7 @@ class TrainingEngine:
 
 
 class ReadingEngine(TrainingEngine):
-    """What a script gets that passes no optimizer, as for the reference model of a preference loss: the model, in memory."""
+    """The result for a script that passes no optimizer, as for the reference model of a preference loss: the model, in memory."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.config, self.module = settings.json, model

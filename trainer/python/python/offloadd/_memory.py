@@ -1,4 +1,4 @@
-"""Where a model's units come to: the processor's memory, or a GPU's beside what it computes."""
+"""The memory that a model's units come to: the host's, or a GPU's beside its computation."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Order:
         self._rest, self._at = [op, *self._rest[self._at :]], 1
 
     def forget_rest(self) -> None:
-        """What was announced no longer holds, as after a step's end."""
+        """Forgets the rest of the announced order, as after a step's end."""
         self._rest, self._at = [], 0
 
     def _learn(self) -> None:

@@ -1,4 +1,4 @@
-"""What a run takes before it starts: host memory, device files, bytes a step, and the bound of a step's time."""
+"""The needs of a run before it starts: host memory, device files, bytes a step, and the bound of a step's time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def warnings(self) -> list[str]:
-        """What may go wrong later."""
+        """Reasons why the run may fail later."""
         host, available = self.figures["host_bytes"], self.host_available_bytes
         if available is None or host <= available:
             return []
@@ -91,7 +91,7 @@ class Plan:
 
 
 def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int, ranks: int) -> dict[str, Any]:
-    """What the extension is told of a run."""
+    """The description of a run for the extension."""
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
     return {
         "units": [

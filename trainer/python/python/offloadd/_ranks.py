@@ -1,6 +1,6 @@
 """The ranks of a run: processes of one node that train one model together, each with a part of every unit's tiles.
 
-Before anything that needs all ranks they *meet*: each writes on the board what it is about to do, and goes on when all have written the
+Before anything that needs all ranks they *meet*: each writes on the board what it is about to do, and continues when all have written the
 same. Nobody therefore waits in a collective operation that another rank does not enter, and ranks whose order differs are told where
 each of them is. A rank that has ended is noticed by the end of its process. One process is a group of one, which meets nobody.
 """
@@ -174,7 +174,7 @@ class Ranks:
         return 0 < since < time.monotonic() - _STUCK_S
 
     def _places(self) -> str:
-        """Where all ranks are."""
+        """The position of each rank."""
         board = self._board
         newest = max(board.number(rank) for rank in range(self.count))
         places = []
@@ -415,7 +415,7 @@ _DISTRIBUTED = os.path.dirname(dist.__file__) + os.sep
 
 
 def _place(frame: Any) -> Any:
-    """Where a thread is: its innermost frame and instruction, whether that is in torch.distributed, and the script's line."""
+    """The position of a thread: its innermost frame and instruction, whether that is in torch.distributed, and the script's line."""
     if frame is None:
         return None
     innermost, waits = (id(frame), frame.f_lasti), frame.f_code.co_filename.startswith(_DISTRIBUTED)

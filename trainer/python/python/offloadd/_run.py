@@ -79,7 +79,7 @@ def prepare(
 
 
 class Run:
-    """What `prepare` returns. `close` ends it in order, as does the interpreter's exit."""
+    """The result of `prepare`. `close` ends it in order, as does the interpreter's exit."""
 
     def __init__(
         self,
@@ -310,7 +310,7 @@ class Run:
             return work()
 
     def batches(self, loader: Iterable) -> Iterator:
-        """Yields from `loader` and remembers how far it is: in a resumed run it goes on with the next batch that no committed
+        """Yields from `loader` and remembers how far it is: in a resumed run it continues with the next batch that no committed
         step has seen, with the random numbers it had. Call it once an epoch, or over one endless iterable."""
         position = self._position
         position.epoch += 1
@@ -395,7 +395,7 @@ class Run:
         self._close(error)
 
     def describe(self) -> str:
-        """Where the state lives, for people."""
+        """The place of the state, for people."""
         gib = lambda count: f"{count / (1 << 30):.2f} GiB"
         elems = sum(unit.elems for unit in self.engine.units)
         where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on NVMe ({self._core.engine})"}
@@ -414,7 +414,7 @@ class Run:
         return all(map(math.isfinite, self.engine.square_sums.values()))
 
     def state(self) -> dict[str, Any]:
-        """What is committed with the last step beside the tiles."""
+        """The state that is committed with the last step beside the tiles."""
         return self._complete(self._noted)
 
     def restore(self, checkpoint: Path, state: dict[str, Any]) -> None:
@@ -623,7 +623,7 @@ class Run:
     # Commits
 
     def _note_step(self) -> None:
-        """What belongs to the step that just ended; schedulers may still move on."""
+        """The state of the step that just ended; schedulers may still advance."""
         position = self._position
         self._to_seal = self._noted = {
             "steps_done": self.steps_done,
@@ -693,7 +693,7 @@ class Run:
 
 
 class _Position:
-    """Where the script is in its data."""
+    """The script's position in its data."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -722,7 +722,7 @@ def _move_rest(model: nn.Module, units: list[Unit], device: torch.device) -> Non
 
 
 def _rest(model: nn.Module, units: list[Unit]) -> list[torch.Tensor]:
-    """What is in no unit: buffers, and parameters that stay in memory."""
+    """The tensors in no unit: buffers, and parameters that stay in memory."""
     managed = {id(param) for unit in units for param in unit.params}
     return [one for one in (*model.parameters(), *model.buffers()) if id(one) not in managed]
 

@@ -1,4 +1,4 @@
-"""What is committed beside the tiles: step, random numbers, position in the data, tracked objects."""
+"""The state that is committed beside the tiles: step, random numbers, position in the data, tracked objects."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def _same(state: State) -> State:
 
 
 def _reverted(model: nn.Module) -> Convert:
-    """What transformers does to a state before it is written: renames and splits weights as checkpoints on disk have them."""
+    """Changes a state as transformers does before it writes it: renames and splits weights as checkpoints on disk have them."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:

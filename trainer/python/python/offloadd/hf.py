@@ -27,7 +27,7 @@ def attach(
 ) -> Run:
     """Takes over the model and the optimizer of a `transformers.Trainer`, before `trainer.train()`.
 
-    The run lies in `run_dir`, by default `output_dir/offloadd`. `trainer.train()` goes on after the last committed step, whatever
+    The run lies in `run_dir`, by default `output_dir/offloadd`. `trainer.train()` continues after the last committed step, whatever
     `resume_from_checkpoint` says: it is newer than any checkpoint. An evaluation or a checkpoint that was due after that step is
     made again. Checkpoints that the Trainer writes hold the weights, and no moments.
     """

@@ -68,7 +68,7 @@ def _become(command: list[str], more: dict[str, str]) -> int:
 
 
 def _alone() -> dict[str, str]:
-    """What a launcher tells the only rank."""
+    """The environment that a launcher gives to the only rank."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

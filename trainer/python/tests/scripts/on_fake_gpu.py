@@ -46,7 +46,7 @@ class WaitingMover:
 
 
 class FakeGpu:
-    """What `GpuDevice` does for a GPU."""
+    """Does what `GpuDevice` does for a GPU."""
 
     device = torch.device("cpu")
 

@@ -69,7 +69,7 @@ assert (model[2].weight - 0.25).abs().max() < 0.02
 reference, *others = deepspeed.initialize(model=nn.Linear(4, 4), config={"train_batch_size": 4})
 assert others == [None, None, None] and reference.eval()(torch.zeros(2, 4)).shape == (2, 4)
 
-# What is not answered is refused by name; those who ask first see that it is missing.
+# A missing name is refused by name; a script that asks first sees that it is missing.
 for wanted in ("deepspeed.pipe", "deepspeed.moe.layer", "deepspeed.utils.groups"):
     try:
         importlib.import_module(wanted)
