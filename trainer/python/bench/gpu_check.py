@@ -57,12 +57,13 @@ class Checks:
     def __init__(self, out, programs, device):
         self.out, self.programs, self.device = out, programs, device
 
-    def config(self, tier, **own):
+    def config(self, tier, gradients=None, **own):
         directory = pathlib.Path(tempfile.mkdtemp(dir=self.out, prefix=f"{tier}-"))
         gpu = {"gpu": "untested"} if self.device == "cuda" else {}
         return {
             "zero_optimization": {"offload_param": {"device": tier, "nvme_path": str(directory)}},
             "offloadd": {"program": str(self.programs / "offloadd"), **gpu, **own},
+            **({"data_types": {"grad_accum_dtype": gradients}} if gradients else {}),
         }, directory / "run"
 
     def prepare(self, model, optimizer, tier, **own):
@@ -121,7 +122,7 @@ class Checks:
                         for unit in units:
                             for param, offset in zip(unit.params, unit.offsets):
                                 found, wanted = unit.view_of(came[unit.index], param, offset), gradients[names[id(param)]]
-                                check(torch.equal(found, wanted), f"{where}: gradient of {names[id(param)]}")
+                                check(torch.equal(found, wanted.to(found.dtype)), f"{where}: gradient of {names[id(param)]}")
                                 square_sum = run.engine.square_sums[id(param)]
                                 close = abs(square_sum - wanted.double().square().sum().item()) <= 1e-9 * square_sum
                                 check(close, f"{where}: sum of squares of {names[id(param)]}")
@@ -193,11 +194,11 @@ class Checks:
             return found, digest(model)
 
     def tiers(self):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            expected = self.trained("none", dtype, optimizer_step="immediate")
+        for dtype, gradients in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16"), (torch.float16, None)):
+            expected = self.trained("none", dtype, optimizer_step="immediate", gradients=gradients)
             for tier, step, fraction in (("cpu", "immediate", 0.0), ("cpu", "deferred", 0.0), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0)):
-                found = self.trained(tier, dtype, optimizer_step=step, resident_fraction=fraction)
-                where = f"{dtype}, {tier}, {step}, resident {fraction}"
+                found = self.trained(tier, dtype, optimizer_step=step, resident_fraction=fraction, gradients=gradients)
+                where = f"{dtype}, gradients {gradients or 'fp32'}, {tier}, {step}, resident {fraction}"
                 first = next((i for i, (a, b) in enumerate(zip(expected[0], found[0])) if a != b), None)
                 check(found == expected, f"{where}: number {first} of losses and norms, or the weights, differ: {expected[0][:8]} and {found[0][:8]}")
                 print(f"  {where}: same bits", flush=True)

@@ -26,11 +26,12 @@ use std::time::Duration;
 use kernels::gpu::{
     DeviceBuffer, Event, Gpu, GpuError, Registration, Stream, sum_squares_scratch_bytes,
 };
+use kernels::reduce::GradType;
 use pyo3::prelude::*;
 use swapper::{ArenaMemory, SwapperError};
 
-use crate::open::{Format, ParamPlan};
-use crate::{Core, Error, Held, failed, memory, update};
+use crate::open::{Format, ParamPlan, Updated};
+use crate::{Core, Error, Held, failed, memory};
 
 /// After so long a waiting thread looks for signals.
 const SLICE: Duration = Duration::from_millis(100);
@@ -198,18 +199,76 @@ impl Mover {
     }
 }
 
-/// Sums of squares of each parameter's gradients.
+/// Most elements whose earlier sums come to the GPU at a time.
+const EARLIER_ELEMS_MAX: usize = 16 << 20;
+
+/// Sums over gradients, made on the GPU.
 struct Sums {
-    /// One f64 a parameter on the GPU, and memory for the kernels.
+    /// Sum of squares of each parameter's gradients: one f64 a parameter on the GPU, and memory for the kernels.
     squares: DeviceBuffer,
     scratch: DeviceBuffer,
-    /// Sums that were made on the host, by unit: of gradients that were added up or converted there.
-    on_host: Mutex<HashMap<usize, Vec<f64>>>,
+    /// Earlier sums in the tiles' type, and room to add in fp32: made when a step has a second backward pass.
+    earlier: OnceLock<[DeviceBuffer; 2]>,
+    earlier_elems: usize,
 }
 
 impl Sums {
-    fn on_host(&self) -> MutexGuard<'_, HashMap<usize, Vec<f64>>> {
-        self.on_host.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Enqueues the sum of squares of each of a unit's parameters, the first of which has index `first` over all units; of
+    /// each the elements that this rank owns.
+    fn square(
+        &self,
+        stream: &Stream,
+        grads: GradType,
+        from: &DeviceBuffer,
+        first: usize,
+        of_params: impl Iterator<Item = Option<Range<u64>>>,
+    ) -> Result<(), GpuError> {
+        for (index, elems) in (first..).zip(of_params) {
+            let Some(elems) = elems else { continue };
+            stream.gpu().kernels()?.sum_squares(
+                stream,
+                grads,
+                from.at(elems.start as usize * grads.elem_bytes()),
+                (elems.end - elems.start) as usize,
+                self.scratch.at(0),
+                self.squares.at(index * SQUARES_BYTES),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Adds the sums of earlier passes, which tiles hold in `parts`, to a unit's gradients on the GPU, rounded to their type.
+    fn add_earlier(
+        &self,
+        stream: &Stream,
+        grads: GradType,
+        to: &DeviceBuffer,
+        parts: &[(Range<u64>, &[u8])],
+    ) -> Result<(), GpuError> {
+        let (gpu, bytes) = (stream.gpu(), grads.elem_bytes());
+        let earlier = match self.earlier.get() {
+            Some(earlier) => earlier,
+            None => {
+                // Of the largest type: units may differ in theirs.
+                let room = || gpu.alloc(self.earlier_elems * size_of::<f32>());
+                let earlier = [room()?, room()?];
+                self.earlier.get_or_init(|| earlier)
+            }
+        };
+        let [came, sum] = earlier;
+        for (elems, held) in parts {
+            let starts = (elems.start as usize..).step_by(self.earlier_elems);
+            for (start, held) in starts.zip(held.chunks(self.earlier_elems * bytes)) {
+                let count = held.len() / bytes;
+                gpu.upload(stream, came, &[(0, held)])?;
+                let kernels = gpu.kernels()?;
+                stream.fill_zero(sum.at(0), count * size_of::<f32>())?;
+                kernels.accumulate(stream, sum.at(0), came.at(0), grads, count)?;
+                kernels.accumulate(stream, sum.at(0), to.at(start * bytes), grads, count)?;
+                kernels.store_grad(stream, grads, sum.at(0), to.at(start * bytes), count)?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -251,9 +310,9 @@ impl GpuMover {
         mover.expect("it was started with this object")
     }
 
-    fn buffer(&self, unit: usize, address: usize) -> DeviceBuffer {
-        let UnitOnGpu { elems, format, .. } = &self.units[unit];
-        memory::on_gpu(&self.gpu, address, *elems as usize * format.param_bytes)
+    fn buffer(&self, unit: usize, address: usize, elem_bytes: usize) -> DeviceBuffer {
+        let bytes = self.units[unit].elems as usize * elem_bytes;
+        memory::on_gpu(&self.gpu, address, bytes)
     }
 }
 
@@ -298,10 +357,12 @@ impl GpuMover {
             let pinned = arena.as_ref().map(pin).transpose()?;
             let params = units.iter().flat_map(|unit| &unit.params);
             let largest = params.clone().map(|param| param.elems).max().unwrap_or(0);
+            let largest_unit = units.iter().map(|unit| unit.elems).max().unwrap_or(0);
             let sums = Sums {
                 squares: gpu.alloc(params.count() * SQUARES_BYTES)?,
                 scratch: gpu.alloc(sum_squares_scratch_bytes(largest as usize))?,
-                on_host: Mutex::default(),
+                earlier: OnceLock::new(),
+                earlier_elems: EARLIER_ELEMS_MAX.min(largest_unit as usize),
             };
             let streams = [gpu.stream()?, gpu.stream()?, gpu.stream()?];
             Ok((gpu, pinned, sums, streams))
@@ -332,14 +393,15 @@ impl GpuMover {
 
     /// Begins to bring `unit`'s newest parameters to `address`, memory that was allocated on the stream `room`.
     fn expect(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
-        let to = self.buffer(unit, address);
+        let elem_bytes = self.units[unit].format.param_bytes;
+        let to = self.buffer(unit, address, elem_bytes);
         let after = py.detach(|| self.room.record()).map_err(gpu_failed)?;
         let mover = self.mover();
         mover
             .board
             .change(|progress| drop(progress.uploads.insert(unit, Upload::Coming)));
         let (board, gpu, up) = (mover.board.clone(), self.gpu.clone(), self.up.clone());
-        let (own, elem_bytes) = (&self.units[unit].own, self.units[unit].format.param_bytes);
+        let own = &self.units[unit].own;
         let mut left = own.end - own.start;
         mover.post(move |held| {
             up.wait(&after)?;
@@ -436,7 +498,10 @@ impl GpuMover {
         address: usize,
         stream: usize,
     ) -> PyResult<()> {
-        let from = self.buffer(unit, address);
+        let Some(Updated { grads, .. }) = self.units[unit].format.update else {
+            return Err(Error::new_err(format!("unit {unit} is not trained")));
+        };
+        let from = self.buffer(unit, address, grads.elem_bytes());
         let stream = memory::torch_stream(&self.gpu, stream);
         let complete = py.detach(|| stream.record()).map_err(gpu_failed)?;
         let mover = self.mover();
@@ -445,72 +510,48 @@ impl GpuMover {
             .change(|progress| drop(progress.leaving.insert(slot, None)));
         let (board, gpu, down) = (mover.board.clone(), self.gpu.clone(), self.down.clone());
         let (units, sums) = (self.units.clone(), self.sums.clone());
-        let Some(updated) = units[unit].format.update else {
-            return Err(Error::new_err(format!("unit {unit} is not trained")));
-        };
         mover.post(move |held| {
             let of_unit = &units[unit];
             let UnitOnGpu {
-                own,
-                format,
-                params,
-                first,
-                ..
+                own, params, first, ..
             } = of_unit;
-            let (mut left, elem_bytes) = (own.end - own.start, format.param_bytes);
-            let mut enqueued = |elems: u64| {
-                left -= elems;
-                if left == 0 {
-                    let event = Arc::new(down.record()?);
-                    board.change(|progress| drop(progress.leaving.insert(slot, Some(event))));
-                }
+            let mut left = own.end - own.start;
+            let left_gpu = || -> Result<(), GpuError> {
+                let event = Arc::new(down.record()?);
+                board.change(|progress| drop(progress.leaving.insert(slot, Some(event))));
                 Ok(())
             };
             down.wait(&complete)?;
             if own.is_empty() {
-                enqueued(0)?;
+                left_gpu()?;
             }
             let add = held.swapper.has_gradients(unit);
-            if !add && updated.grads == updated.master.grad_type() {
-                sums.on_host().remove(&unit);
-                for (index, param) in (*first..).zip(params) {
-                    let Some(part) = of_unit.own_part(param) else {
-                        continue;
-                    };
-                    gpu.kernels()?.sum_squares(
-                        &down,
-                        updated.grads,
-                        from.at(part.start as usize * elem_bytes),
-                        (part.end - part.start) as usize,
-                        sums.scratch.at(0),
-                        sums.squares.at(index * SQUARES_BYTES),
-                    )?;
-                }
-                return held.swapper.scatter(unit, |parts| {
-                    let elems = parts.iter().map(|(elems, _)| elems.end - elems.start).sum();
-                    let mut pieces: Vec<(usize, &mut [u8])> = parts
-                        .iter_mut()
-                        .map(|(elems, bytes)| (elems.start as usize * elem_bytes, &mut **bytes))
-                        .collect();
-                    gpu.download_then(&down, &from, &mut pieces, || enqueued(elems))?;
-                    Ok::<(), MoveError>(())
-                });
-            }
-            let mut squares = vec![0.0; params.len()];
-            let mut came = Vec::new();
             held.swapper.scatter(unit, |parts| {
-                for (elems, sum) in parts {
-                    let count = elems.end - elems.start;
-                    came.resize(count as usize * elem_bytes, 0);
-                    let mut piece = [(elems.start as usize * elem_bytes, &mut came[..])];
-                    gpu.download_then(&down, &from, &mut piece, || enqueued(count))?;
-                    update::take(&updated, &came, sum, add);
-                    update::squares(updated.grads, params, elems, sum, &mut squares);
+                if add {
+                    let earlier: Vec<(Range<u64>, &[u8])> = parts
+                        .iter()
+                        .map(|(elems, sum)| (elems.clone(), &**sum))
+                        .collect();
+                    sums.add_earlier(&down, grads, &from, &earlier)?;
                 }
+                left -= parts
+                    .iter()
+                    .map(|(elems, _)| elems.end - elems.start)
+                    .sum::<u64>();
+                let mut pieces: Vec<(usize, &mut [u8])> = parts
+                    .iter_mut()
+                    .map(|(elems, sum)| (elems.start as usize * grads.elem_bytes(), &mut **sum))
+                    .collect();
+                gpu.download_then(&down, &from, &mut pieces, || {
+                    if left == 0 {
+                        let of_params = params.iter().map(|param| of_unit.own_part(param));
+                        sums.square(&down, grads, &from, *first, of_params)?;
+                        left_gpu()?;
+                    }
+                    Ok(())
+                })?;
                 Ok::<(), MoveError>(())
-            })?;
-            sums.on_host().insert(unit, squares);
-            Ok(())
+            })
         });
         Ok(())
     }
@@ -523,17 +564,15 @@ impl GpuMover {
             let mut bytes = vec![0; self.sums.squares.bytes()];
             (self.gpu).download(&self.down, &self.sums.squares, &mut [(0, &mut bytes)])?;
             let (all, _) = bytes.as_chunks::<SQUARES_BYTES>();
-            let on_host = self.sums.on_host();
-            let of_unit = |(index, unit): (usize, &UnitOnGpu)| match on_host.get(&index) {
-                Some(squares) => squares.clone(),
-                None => (all[unit.first..].iter().zip(&unit.params))
+            let of_unit = |unit: &UnitOnGpu| {
+                (all[unit.first..].iter().zip(&unit.params))
                     .map(|(bytes, param)| match unit.own_part(param) {
                         Some(_) => f64::from_ne_bytes(*bytes),
                         None => 0.0,
                     })
-                    .collect(),
+                    .collect()
             };
-            Ok(self.units.iter().enumerate().map(of_unit).collect())
+            Ok(self.units.iter().map(of_unit).collect())
         })
         .map_err(gpu_failed)
     }

@@ -332,10 +332,13 @@ impl Core {
                 });
             };
             held.swapper.scatter(unit, |parts| {
-                for (elems, grad) in parts {
-                    let from = memory::elements(address, elems, format.param_bytes);
-                    update::take(&updated, from, grad, add);
-                    update::squares(updated.grads, params, elems, grad, &mut squares);
+                for (elems, sum) in parts {
+                    let grad = memory::elements(address, elems, updated.grads.elem_bytes());
+                    match add {
+                        true => update::add(updated.grads, grad, sum),
+                        false => sum.copy_from_slice(grad),
+                    }
+                    update::squares(updated.grads, params, elems, sum, &mut squares);
                 }
                 Ok::<(), SwapperError>(())
             })?;

@@ -26,8 +26,6 @@ use crate::update::{StepHyper, Update};
 #[serde(deny_unknown_fields)]
 pub(crate) struct Plan {
     pub(crate) units: Vec<UnitPlan>,
-    /// Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
-    fp32_gradients: bool,
     /// Directories of device files; without any, tiles stay in host memory.
     pub(crate) nvme: Vec<PathBuf>,
     /// A running daemon's socket, instead of device files of the run's own.
@@ -53,6 +51,8 @@ pub(crate) struct UnitPlan {
     /// `float32`, `bfloat16` or `float16`; any type where the unit is not trained.
     pub(crate) dtype: String,
     elem_bytes: usize,
+    /// Of gradients, as they come and in tiles: `dtype`, or `float32`, whose sums over several passes are not rounded.
+    gradient_dtype: String,
     pub(crate) trained: bool,
     pub(crate) params: Vec<ParamPlan>,
 }
@@ -68,17 +68,16 @@ pub(crate) struct Format {
 #[derive(Clone, Copy)]
 pub(crate) struct Updated {
     pub(crate) master: Master,
-    /// In tiles; gradients come in the parameters' type.
     pub(crate) grads: GradType,
 }
 
 impl UnitPlan {
-    fn format(&self, fp32_gradients: bool) -> PyResult<Format> {
+    fn format(&self) -> PyResult<Format> {
         let update = if self.trained {
             let master = master(&self.dtype)?;
-            let grads = match fp32_gradients {
-                true => GradType::Fp32,
-                false => master.grad_type(),
+            let grads = match self.gradient_dtype == self.dtype {
+                true => master.grad_type(),
+                false => GradType::Fp32,
             };
             Some(Updated { master, grads })
         } else {
@@ -156,11 +155,7 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
 impl Plan {
     /// How each unit's numbers are stored.
     pub(crate) fn formats(&self) -> PyResult<Vec<Format>> {
-        let formats = self
-            .units
-            .iter()
-            .map(|unit| unit.format(self.fp32_gradients));
-        formats.collect()
+        self.units.iter().map(UnitPlan::format).collect()
     }
 
     /// Whether tiles go to devices.

@@ -8,8 +8,7 @@ use kernels::adamw::{
     Hyper, Master, init_tile, read_masters, state_planes, state_tile_bytes, step_range,
     step_range_fp32_grad,
 };
-use kernels::cast::view_mut;
-use kernels::reduce::{GradType, accumulate};
+use kernels::reduce::GradType;
 use swapper::{Optimizer, TileRange, UninitTile};
 
 use crate::open::{Format, ParamPlan, Updated};
@@ -127,25 +126,8 @@ fn masters(master: Master, params: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Takes the gradients `grad`, numbers of the parameters' type, into the tile `sum`: over what it holds, or added to it. A
-/// sum of 16-bit numbers is rounded each time, as PyTorch accumulates into `param.grad`; one of fp32 is not.
-pub(crate) fn take(updated: &Updated, grad: &[u8], sum: &mut [u8], adds: bool) {
-    let came = updated.master.grad_type();
-    if came == updated.grads {
-        return match adds {
-            true => add(came, grad, sum),
-            false => sum.copy_from_slice(grad),
-        };
-    }
-    let sum: &mut [f32] = view_mut(sum);
-    if !adds {
-        sum.fill(0.0);
-    }
-    accumulate(sum, grad, came);
-}
-
-/// `sum += grad`, rounded to their type.
-fn add(of: GradType, grad: &[u8], sum: &mut [u8]) {
+/// `sum += grad`, rounded to their type each time, as PyTorch accumulates into `param.grad`.
+pub(crate) fn add(of: GradType, grad: &[u8], sum: &mut [u8]) {
     fn each<const N: usize>(grad: &[u8], sum: &mut [u8], add: impl Fn(&[u8], &[u8]) -> [u8; N]) {
         for (sum, grad) in sum.chunks_exact_mut(N).zip(grad.chunks_exact(N)) {
             let added = add(sum, grad);

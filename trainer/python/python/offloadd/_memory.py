@@ -35,7 +35,7 @@ class Memory(Protocol):
         """Gives the unit's memory back once nothing uses it any more."""
 
     def gradient_buffer(self, unit: Unit) -> torch.Tensor:
-        """A flat tensor to write the unit's gradients to, for the next `hand_over`."""
+        """A flat tensor to write the unit's gradients to, in the type they have in tiles, for the next `hand_over`."""
 
     def hand_over(self, unit: Unit) -> None:
         """Begins to take the gradients in the unit's buffer to its tiles."""
@@ -46,8 +46,8 @@ class Memory(Protocol):
 
 
 def _largest(units: Sequence[Unit]) -> int:
-    """Bytes of the largest unit that has gradients."""
-    return max(unit.bytes for unit in units if unit.trained)
+    """Bytes of the largest unit's gradients."""
+    return max(unit.gradient_bytes for unit in units if unit.trained)
 
 
 class HostMemory:
@@ -79,7 +79,7 @@ class HostMemory:
     def gradient_buffer(self, unit: Unit) -> torch.Tensor:
         if self._buffer is None:
             self._buffer = torch.empty(self._largest, dtype=torch.uint8)
-        return self._buffer[: unit.bytes].view(unit.dtype)
+        return self._buffer[: unit.gradient_bytes].view(unit.gradient_dtype)
 
     def hand_over(self, unit: Unit) -> None:
         self._square_sums[unit.index] = self._core.scatter(unit.index, self._buffer.data_ptr())
@@ -179,7 +179,7 @@ class GpuMemory:
             self._turn = len(self._buffers)
             self._buffers.append(self._gpu.empty(self._largest, torch.uint8))
         self._mover.grad_room(self._turn, self._gpu.stream())
-        return self._buffers[self._turn][: unit.bytes].view(unit.dtype)
+        return self._buffers[self._turn][: unit.gradient_bytes].view(unit.gradient_dtype)
 
     def hand_over(self, unit: Unit) -> None:
         address = self._buffers[self._turn].data_ptr()

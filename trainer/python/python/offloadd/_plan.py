@@ -27,7 +27,7 @@ class Plan:
 
     def __init__(self, settings: Settings, run_dir: Path, units: list[Unit], rank: int = 0, ranks: int = 1) -> None:
         self.settings, self.run_dir = settings, run_dir
-        self.types = sorted({_type(unit) for unit in units})
+        self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
         self.params = sum(param.numel() for unit in units for param in unit.params)
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, rank, ranks))
@@ -97,8 +97,9 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int,
         "units": [
             {
                 "elems": unit.elems,
-                "dtype": _type(unit),
+                "dtype": _type(unit.dtype),
                 "elem_bytes": unit.dtype.itemsize,
+                "gradient_dtype": _type(unit.gradient_dtype),
                 "trained": unit.trained,
                 "params": [
                     {"offset": offset, "elems": param.numel()} for param, offset in zip(unit.params, unit.offsets)
@@ -106,7 +107,6 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int,
             }
             for unit in units
         ],
-        "fp32_gradients": settings.fp32_gradients,
         "nvme": [str(path) for path in settings.nvme],
         "socket": str(settings.socket) if settings.socket else None,
         "program": _program(settings),
@@ -124,8 +124,8 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int,
     }
 
 
-def _type(unit: Unit) -> str:
-    return str(unit.dtype).removeprefix("torch.")
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _job(run_dir: Path) -> str:

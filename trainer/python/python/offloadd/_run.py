@@ -66,7 +66,8 @@ def prepare(
     settings = settings_of(config)
     directory = Path(run_dir or settings.run_dir).absolute()
     on_meta = any(param.is_meta for param in model.parameters())
-    found, modules = units_of(model, units or settings.units or None, frozen=settings.device != "none" or on_meta)
+    frozen = settings.device != "none" or on_meta
+    found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients)
     ranks = Ranks()
     plan = Plan(settings, directory, found, ranks.rank, ranks.count)
     if plan_only:

@@ -60,12 +60,19 @@ class Unit:
             self.elems += -(-param.numel() // ALIGN_ELEMS) * ALIGN_ELEMS
         self.shard_elems = self.room_elems = self.elems
         self.dtype = self.params[0].dtype
+        # As gradients lie in tiles.
+        self.gradient_dtype = self.dtype
         self.built_on_meta = self.params[0].is_meta
 
     @property
     def bytes(self) -> int:
         """Bytes of the flat tensor."""
         return self.room_elems * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients, in the type they have in tiles, for the whole flat tensor."""
+        return self.room_elems * self.gradient_dtype.itemsize
 
     def place(self) -> None:
         """Moves the parameters into one flat tensor in the processor's memory, of which they become views."""
@@ -136,9 +143,12 @@ def _outermost(found: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]
     return kept
 
 
-def units_of(model: nn.Module, wanted: Optional[Sequence], frozen: bool = True) -> tuple[list[Unit], dict[int, nn.Module]]:
+def units_of(
+    model: nn.Module, wanted: Optional[Sequence], frozen: bool = True, fp32_gradients: bool = False
+) -> tuple[list[Unit], dict[int, nn.Module]]:
     """The model's units and the module of each; the last ones, of the model itself, hold what is in no block. Without `frozen`,
-    frozen parameters stay where they are, as those of other classes always do.
+    frozen parameters stay where they are, as those of other classes always do. Gradients lie in tiles in fp32 or in the
+    parameters' type.
     """
     users: dict[int, list[nn.Module]] = {}
     for module in model.modules():
@@ -174,7 +184,9 @@ def units_of(model: nn.Module, wanted: Optional[Sequence], frozen: bool = True) 
             kind = [str(dtype).removeprefix("torch.")] * (len({of for _, of, _ in groups}) > 1) + ["frozen"] * frozen
             modules[len(units)] = module
             label = f"{name} ({', '.join(kind)})" if kind else name
-            units.append(Unit(len(units), label, of_group, trained=not frozen, root=module is model))
+            unit = Unit(len(units), label, of_group, trained=not frozen, root=module is model)
+            unit.gradient_dtype = torch.float32 if fp32_gradients else dtype
+            units.append(unit)
 
     for name, module, own in candidates:
         if own and _bytes(own) * SMALL_PART >= largest:

@@ -16,7 +16,7 @@ directory, program = pathlib.Path(sys.argv[1]), sys.argv[2]
 numbers = itertools.count()
 
 
-def train(dtype, device, **own):
+def train(dtype, gradients, device, **own):
     """Losses, norms and weights. A frozen block, micro-batches, an evaluation within a step, clipping, other weights, and orders
     that change."""
     torch.manual_seed(0)
@@ -29,6 +29,7 @@ def train(dtype, device, **own):
     config = {
         "zero_optimization": {"offload_param": {"device": device, "nvme_path": str(run_dir)}},
         "offloadd": {"program": program, **own},
+        "data_types": {"grad_accum_dtype": gradients},
     }
     found = []
     with offloadd.prepare(model, optimizer, config, run_dir=run_dir / "run") as run:
@@ -53,14 +54,15 @@ def train(dtype, device, **own):
     return found, ahead
 
 
-for dtype in (torch.float32, torch.bfloat16, torch.float16):
-    expected, ahead = train(dtype, "cpu")
+cases = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp32"))
+for dtype, gradients in cases:
+    expected, ahead = train(dtype, gradients, "cpu")
     assert ahead == 0
     for device, step in (("none", "deferred"), ("cpu", "immediate"), ("cpu", "deferred"), ("nvme", "deferred")):
-        if device == "nvme" and dtype != torch.bfloat16:
+        if device == "nvme" and (dtype, gradients) != cases[1]:
             continue
-        found, ahead = train(dtype, device, optimizer_step=step, gpu="untested")
+        found, ahead = train(dtype, gradients, device, optimizer_step=step, gpu="untested")
         assert ahead > 0, "the processor's path ran"
         # Norms are summed in another order.
         same = [torch.equal(a, b) or a.dim() == 0 and torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, found)]
-        print(json.dumps({"case": f"{dtype} {device} {step}", "same": all(same) and len(expected) == len(found)}), flush=True)
+        print(json.dumps({"case": f"{dtype} {gradients} {device} {step}", "same": all(same) and len(expected) == len(found)}), flush=True)
