@@ -142,6 +142,34 @@ def test_a_run_resumes_on_another_number_of_ranks_with_the_same_bits(tmp_path):
         expected = (done + steps,)
 
 
+def drop(rank, ranks, path, killed):
+    """Losses by step, with dropout and an order of the data that are each rank's own."""
+    model, losses = gpt2(), {}
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    optimizer = adamw(model)
+    torch.manual_seed(10 + rank)
+    loader = torch.utils.data.DataLoader(text(0).repeat(4, 1)[rank::ranks], batch_size=2, shuffle=True)
+    with offloadd.prepare(model, optimizer, config("nvme", path), run_dir=path / "run") as run:
+        for _ in range(2):
+            for batch in run.batches(loader):
+                losses[run.steps_done + 1], _ = one_step(model, optimizer, batch)
+                if killed and run.steps_done == 6:
+                    die()
+    return losses
+
+
+def test_each_rank_goes_on_with_its_own_random_numbers_and_data(tmp_path):
+    for name in ("whole", "cut"):
+        (tmp_path / name).mkdir()
+    whole = on_ranks(2, tmp_path / "store", drop, tmp_path / "whole", False)
+    assert len(whole[0]) == 8 and whole[0] != whole[1]
+    assert [str(one) for one in on_ranks(2, tmp_path / "store-cut", drop, tmp_path / "cut", True)] == ["-9", "-9"]
+    for losses, expected in zip(on_ranks(2, tmp_path / "store-resumed", drop, tmp_path / "cut", False), whole):
+        assert 2 <= len(losses) <= 3 and losses.items() <= expected.items()
+
+
 def lose(rank, ranks, path, where):
     """The second rank dies in its third step, or the first one is elsewhere when it does."""
     _ranks._GRACE_S = 1.0
@@ -301,7 +329,14 @@ def elsewhere(rank, ranks, path):
     offloadd.prepare(model, adamw(model), config("cpu", path), run_dir=path / "run")
 
 
+def other_dir(rank, ranks, path):
+    model = nn.Linear(4, 4)
+    offloadd.prepare(model, adamw(model), config("cpu", path), run_dir=path / f"run-{rank}")
+
+
 def test_what_needs_one_node_and_a_group_says_so(tmp_path, monkeypatch):
+    for told in on_ranks(2, tmp_path / "store-dirs", other_dir, tmp_path):
+        assert type(told) is offloadd.Error and "rank 1 has another model or other settings than rank 0" in str(told)
     for told in on_ranks(2, tmp_path / "store", elsewhere, tmp_path):
         assert isinstance(told, offloadd.NotSupported) and "rank 1 on" in str(told) and "several nodes" in str(told)
     model = nn.Linear(4, 4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import datetime
+import hashlib
 import os
 import select
 import socket
@@ -224,6 +225,17 @@ class Ranks:
     def first_bytes(self, what: str, data: bytes) -> bytes:
         """The first rank's data, on all ranks."""
         return self.meet(what, data)[0]
+
+    def compare(self, described: str) -> None:
+        """Refuses ranks whose model and settings are described otherwise than the first rank's."""
+        told = self.meet("compare models and settings", hashlib.sha256(described.encode()).digest())
+        other = next((rank for rank, digest in enumerate(told) if digest != told[0]), None)
+        if other is not None:
+            self.end(f"rank {other} has another model or other settings")
+            raise Error(
+                f"rank {other} has another model or other settings than rank 0: parameters, run_dir and the configuration must be the same "
+                "on all ranks"
+            )
 
     def any(self, what: str, flags: bytes) -> bytes:
         """Flags that are set on any rank: bitwise or."""

@@ -185,6 +185,9 @@ class Run:
         the first one's. The first rank starts the daemon that all of them use."""
         ranks, own = self.ranks, self._state_dir
         ranks.open(len(self._index_of))
+        of_rank = ("rank", "staging_bytes", "update_threads", "program")
+        same = {key: value for key, value in json.loads(plan.engine_plan).items() if key not in of_rank}
+        ranks.compare(json.dumps([self.layout, same]))
         start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first else None
         daemon = ranks.together("start the daemon", start)
         socket = ranks.first_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
