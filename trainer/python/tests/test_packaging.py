@@ -129,3 +129,10 @@ def test_the_dockerfile_has_no_faults():
         pytest.skip("hadolint is not installed: make test-tools")
     done = subprocess.run([hadolint, "--no-color", str(ROOT / "Dockerfile")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_container_has_the_projects_compiler_and_torch():
+    text = (ROOT / "Dockerfile").read_text()
+    compiler = (ROOT / "rust-toolchain.toml").read_text().split('channel = "')[1].split('"')[0]
+    assert f"FROM rust:{compiler}-" in text and f"RUSTUP_TOOLCHAIN={compiler} " in text
+    assert f"torch=={_program.TRAINERS_TORCH}." in text
