@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import enum
 import importlib
 import inspect
 import logging
 import os
 import types
-from typing import Any, Callable, Iterable, Optional
+from typing import Any, Callable, Iterable, Mapping, Optional
 
 import torch
 
@@ -105,14 +106,32 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     given = inspect.signature(_initialize).bind(*args, **kwargs).arguments
     config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
     if given.get("optimizer") is None and config is not None and given.get("model") is not None:
-        settings = settings_of(config)
+        # trl writes some keys as paths at the top level, where DeepSpeed does not see them.
+        settings = settings_of({key: value for key, value in config.items() if "." not in key} if isinstance(config, Mapping) else config)
         if not settings.json.get("optimizer"):
             if settings.precision is not None:
                 given["model"].to(getattr(torch, settings.precision))
+            _mark(given["model"])
             return ReadingEngine(given["model"], settings), None, None, None
     how = {"resume": False, **given, **beginning}
     beginning.clear()
-    return _initialize(**how)
+    made = _initialize(**how)
+    _mark(made[0].module)
+    return made
+
+
+class ZeroParamStatus(enum.Enum):
+    """What scripts compare a parameter's `ds_status` with before they gather it."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def _mark(model: torch.nn.Module) -> None:
+    """Lets scripts that ask gather each parameter, which costs nothing where it is in memory."""
+    for param in model.parameters():
+        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
 
 
 # Ranks
@@ -303,10 +322,11 @@ _MODULES: dict[str, dict[str, Any]] = {
     "deepspeed.ops": {},
     "deepspeed.ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": list(SCHEDULERS)},
     "deepspeed.runtime.zero": _INTERFACE,
     # transformers replaces it while it builds a model, so that the types of buffers stay: they do here.
-    "deepspeed.runtime.zero.partition_parameters": {"zero_wrapper_for_fp_tensor_constructor": None},
+    "deepspeed.runtime.zero.partition_parameters": {"ZeroParamStatus": ZeroParamStatus, "zero_wrapper_for_fp_tensor_constructor": None},
     "deepspeed.utils": {"logger": logging.getLogger("offloadd"), "set_z3_leaf_modules": set_z3_leaf_modules},
     "deepspeed.zero": _INTERFACE,
 }
