@@ -229,6 +229,9 @@ fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
         }
         if let Ok(plan) = &plan {
             outln!("{plan}");
+        }
+        // A GPU that cannot be used refuses every place.
+        if plan.is_ok() && hardware.unusable_gpu.is_none() {
             outln!("elsewhere");
             for line in PlacesTable(&places(settings, &hardware))
                 .to_string()

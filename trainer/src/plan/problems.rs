@@ -77,7 +77,7 @@ pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
 
 fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     if let Some(why) = &plan.hardware.unusable_gpu {
-        let change = "to plan for the CPU, set train.device = \"cpu\"";
+        let change = "`trainer train` refuses this run too";
         return Some(Problem::new(ProblemKind::NoGpu, why.clone(), change));
     }
     let wanted = settings.train.device == DeviceChoice::Gpu;
