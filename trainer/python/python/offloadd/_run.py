@@ -515,7 +515,9 @@ class Run:
         stream_save_pretrained(self.model, self.engine)
         if hasattr(self.model, "save_pretrained"):
             save = self.model.save_pretrained
-            together = lambda *args, **kwargs: self.on_first(lambda: save(*args, **kwargs))
+            # Weights that are in memory already need nobody else: the Trainer writes them on the first rank alone.
+            alone = lambda kwargs: kwargs.get("state_dict") is not None
+            together = lambda *args, **kwargs: save(*args, **kwargs) if alone(kwargs) else self.on_first(lambda: save(*args, **kwargs))
             self.model.save_pretrained = functools.wraps(save)(together)
 
     def _step(self) -> None:
