@@ -70,6 +70,7 @@ fn adamw(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
                 param: param.at(0),
                 state: state.at(0),
                 grad: grad.at(0),
+                grad_type: master.grad_type(),
                 elems,
             };
             kernels.adamw_range(&stream, &HYPER, tile, 0..elems)
@@ -159,7 +160,8 @@ fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
             }
             tiles.push((pinned, parts));
         }
-        threads.push((TileUpdater::new(gpu, master, TILE_ELEMS)?, tiles));
+        let bytes = TileUpdater::device_bytes(master, master.grad_type(), TILE_ELEMS);
+        threads.push((TileUpdater::new(gpu, bytes)?, tiles));
     }
     // The first round does not count.
     let mut seconds = 0.0;
@@ -171,7 +173,7 @@ fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
                 .map(|(updater, tiles)| {
                     scope.spawn(move || {
                         for (_, [param, state, grad]) in tiles {
-                            let all = [(0..TILE_ELEMS, true)];
+                            let all = [(0..TILE_ELEMS, HYPER)];
                             let tile = Tile {
                                 master,
                                 param,
@@ -179,7 +181,7 @@ fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
                                 grad,
                                 elems: TILE_ELEMS,
                             };
-                            updater.update(&HYPER, tile, &all)?;
+                            updater.update(tile, master.grad_type(), &all)?;
                         }
                         Ok(())
                     })

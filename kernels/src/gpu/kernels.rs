@@ -22,7 +22,8 @@ const BLOCK_CHUNKS: usize = 8;
 /// The compiled kernels, see [`Gpu::kernels`].
 #[derive(Debug)]
 pub struct Kernels {
-    adamw: [Function; 3],
+    /// With gradients of the master's type, and then of fp32.
+    adamw: [Function; 5],
     chunk_squares: [Function; 3],
     add_chunks: Function,
     accumulate: [Function; 3],
@@ -45,6 +46,8 @@ pub struct TileAt<'a> {
     pub state: DeviceAt<'a>,
     /// Gradients, at a multiple of 64 bytes.
     pub grad: DeviceAt<'a>,
+    /// Type of the gradients: the master's own, or fp32.
+    pub grad_type: GradType,
     /// Elements of the tile.
     pub elems: usize,
 }
@@ -71,6 +74,8 @@ impl Kernels {
                 adamw.function("adamw_split_bf16")?,
                 adamw.function("adamw_fp32")?,
                 adamw.function("adamw_fp16_whole_master")?,
+                adamw.function("adamw_split_bf16_fp32_grad")?,
+                adamw.function("adamw_fp16_whole_master_fp32_grad")?,
             ],
             chunk_squares: of_types("chunk_squares")?,
             add_chunks: reduce.function("add_chunks")?,
@@ -88,6 +93,8 @@ impl Kernels {
             ("adamw_split_bf16", &self.adamw[0]),
             ("adamw_fp32", &self.adamw[1]),
             ("adamw_fp16_whole_master", &self.adamw[2]),
+            ("adamw_split_bf16_fp32_grad", &self.adamw[3]),
+            ("adamw_fp16_whole_master_fp32_grad", &self.adamw[4]),
             ("chunk_squares_bf16", &self.chunk_squares[0]),
             ("add_chunks", &self.add_chunks),
             ("accumulate_bf16", &self.accumulate[0]),
@@ -99,12 +106,13 @@ impl Kernels {
             .collect()
     }
 
-    /// Enqueues one AdamW step over the elements `range` of a tile, like [`crate::adamw::step_range`].
+    /// Enqueues one AdamW step over the elements `range` of a tile, like [`crate::adamw::step_range`], or like
+    /// [`crate::adamw::step_range_fp32_grad`] if its gradients are fp32.
     ///
-    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16).
+    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter.
     ///
-    /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says, or
-    /// `hyper.step` is 0.
+    /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says,
+    /// `hyper.step` is 0, or the gradients are of the other 16-bit type.
     ///
     /// # Errors
     /// The launch failed.
@@ -120,6 +128,7 @@ impl Kernels {
             param,
             state,
             grad,
+            grad_type,
             elems,
         } = tile;
         assert!(
@@ -135,7 +144,7 @@ impl Kernels {
         }
         let param = param.address(elems * master.param_bytes());
         let state = state.address(state_tile_bytes(master, elems));
-        let grad = grad.address(elems * master.grad_bytes());
+        let grad = grad.address(elems * grad_type.elem_bytes());
         let scalars = kernel_scalars(hyper);
         if range.is_empty() {
             return Ok(());
@@ -152,10 +161,13 @@ impl Kernels {
         ];
         args.extend(scalars.map(Arg::F32));
         let groups = range.end.div_ceil(THREAD_ELEMS) - range.start / THREAD_ELEMS;
-        let function = match master {
-            Master::SplitBf16 => &self.adamw[0],
-            Master::Fp32 => &self.adamw[1],
-            Master::Fp16WholeMaster => &self.adamw[2],
+        let function = match (master, grad_type) {
+            (Master::SplitBf16, GradType::Bf16) => &self.adamw[0],
+            (Master::Fp32, GradType::Fp32) => &self.adamw[1],
+            (Master::Fp16WholeMaster, GradType::Fp16) => &self.adamw[2],
+            (Master::SplitBf16, GradType::Fp32) => &self.adamw[3],
+            (Master::Fp16WholeMaster, GradType::Fp32) => &self.adamw[4],
+            _ => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
         };
         // SAFETY: the arguments match the kernel, which writes elements of `range` only; their planes are within their
         // buffers (checked above). Freeing a buffer waits for the device.

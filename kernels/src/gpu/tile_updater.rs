@@ -10,6 +10,7 @@ use std::ops::Range;
 use super::buffer::HostLoan;
 use super::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
 use crate::adamw::{Hyper, Master, Tile, state_tile_bytes};
+use crate::reduce::GradType;
 
 /// One thread's stream and device memory.
 #[derive(Debug)]
@@ -23,37 +24,38 @@ pub struct TileUpdater {
 const PART_ALIGN_BYTES: usize = 256;
 
 impl TileUpdater {
-    /// Creates an updater for tiles of `master` of up to `elems_max` elements; it takes [`TileUpdater::device_bytes`].
+    /// Creates an updater with `device_bytes` of device memory: [`TileUpdater::device_bytes`] of the largest tile.
     ///
     /// # Errors
     /// The device has too little memory, the kernels do not compile, or a call failed.
-    pub fn new(gpu: &Gpu, master: Master, elems_max: usize) -> Result<Self, GpuError> {
+    pub fn new(gpu: &Gpu, device_bytes: usize) -> Result<Self, GpuError> {
         gpu.kernels()?;
         Ok(Self {
             stream: gpu.stream()?,
-            tile: gpu.alloc(Self::device_bytes(master, elems_max))?,
+            tile: gpu.alloc(device_bytes)?,
             gpu: gpu.clone(),
         })
     }
 
-    /// Device memory of one updater, bytes.
-    pub fn device_bytes(master: Master, elems_max: usize) -> usize {
-        parts(master, elems_max)[3]
+    /// Device memory that a tile of `elems` elements needs, bytes.
+    pub fn device_bytes(master: Master, grad_type: GradType, elems: usize) -> usize {
+        parts(master, grad_type, elems)[3]
     }
 
-    /// Takes one AdamW step over the parts of a tile, each with or without weight decay. Elements outside all parts are
-    /// unchanged. The bytes are final on return, and equal those of [`crate::adamw::step_range`].
+    /// Takes one AdamW step over the parts of a tile, each with its own scalars; gradients are of `grad_type`. Elements
+    /// outside all parts are unchanged. The bytes are final on return, and equal those of [`crate::adamw::step_range`]
+    /// or [`crate::adamw::step_range_fp32_grad`].
     ///
-    /// The slices may be longer than the tile needs. Panics if one is shorter, the tile is larger than `elems_max`, or
-    /// a part is not within the tile.
+    /// The slices may be longer than the tile needs. Panics if one is shorter, the tile is too large for this updater,
+    /// or a part is not within the tile.
     ///
     /// # Errors
     /// A call failed. The tile is then lost: some of its bytes may be of the next step and others not.
     pub fn update(
         &mut self,
-        hyper: &Hyper,
         tile: Tile<'_>,
-        parts_of_tile: &[(Range<usize>, bool)],
+        grad_type: GradType,
+        parts_of_tile: &[(Range<usize>, Hyper)],
     ) -> Result<(), GpuError> {
         let Tile {
             master,
@@ -62,7 +64,7 @@ impl TileUpdater {
             grad,
             elems,
         } = tile;
-        let [param_at, state_at, grad_at, end] = parts(master, elems);
+        let [param_at, state_at, grad_at, end] = parts(master, grad_type, elems);
         assert!(
             end <= self.tile.bytes(),
             "a tile of {elems} elements needs {end} bytes, this updater has {}",
@@ -70,7 +72,7 @@ impl TileUpdater {
         );
         let param = &mut param[..elems * master.param_bytes()];
         let state = &mut state[..state_tile_bytes(master, elems)];
-        let grad = &grad[..elems * master.grad_bytes()];
+        let grad = &grad[..elems * grad_type.elem_bytes()];
         let kernels = self.gpu.kernels()?;
         let lent = HostLoan(&self.stream);
         let up = [(param_at, &*param), (state_at, &*state), (grad_at, grad)];
@@ -82,10 +84,11 @@ impl TileUpdater {
             param: self.tile.at(param_at),
             state: self.tile.at(state_at),
             grad: self.tile.at(grad_at),
+            grad_type,
             elems,
         };
-        for (range, decays) in parts_of_tile {
-            kernels.adamw_range(&self.stream, &hyper.of_part(*decays), at, range.clone())?;
+        for (range, hyper) in parts_of_tile {
+            kernels.adamw_range(&self.stream, hyper, at, range.clone())?;
         }
         let mut down = [(param_at, param), (state_at, state)];
         // SAFETY: as above; these two borrows are exclusive.
@@ -98,12 +101,12 @@ impl TileUpdater {
 }
 
 /// Offsets of `param`, `state` and `grad`, and the end of the last one.
-fn parts(master: Master, elems: usize) -> [usize; 4] {
+fn parts(master: Master, grad_type: GradType, elems: usize) -> [usize; 4] {
     let mut places = [0; 4];
     let bytes = [
         elems * master.param_bytes(),
         state_tile_bytes(master, elems),
-        elems * master.grad_bytes(),
+        elems * grad_type.elem_bytes(),
     ];
     for (i, bytes) in bytes.into_iter().enumerate() {
         places[i + 1] = places[i] + bytes.next_multiple_of(PART_ALIGN_BYTES);

@@ -4,17 +4,22 @@
 //! another NaN, a thread that takes a wrong group at the ends of a range, and a plane at a wrong place. All bytes are compared, including those
 //! around the tile.
 
-use kernels::adamw::{Hyper, Master, step_range};
+use kernels::adamw::{Hyper, Master, step_range, step_range_fp32_grad};
 use kernels::gpu::{Gpu, Stream, TileAt};
+use kernels::reduce::GradType;
 use std::ops::Range;
 
-use crate::device::{DeviceTile, HYPER, PART_AT, gpu};
+use crate::device::{DeviceTile, GRADS, HYPER, PART_AT, gpu, grad_type_of, hard_tile};
 use crate::shared::{MASTERS, OwnedTile, Random};
 
 fn on_cpu(hyper: &Hyper, before: &OwnedTile, range: Range<usize>) -> OwnedTile {
     let mut tile = before.clone();
+    let step = match grad_type_of(before) == before.master.grad_type() {
+        true => step_range,
+        false => step_range_fp32_grad,
+    };
     let (elems, t) = (tile.elems, tile.borrow());
-    step_range(t.master, hyper, t.param, t.state, t.grad, elems, range);
+    step(t.master, hyper, t.param, t.state, t.grad, elems, range);
     tile
 }
 
@@ -44,6 +49,7 @@ fn enqueue(
         param: tile.param.at(PART_AT),
         state: tile.state.at(PART_AT),
         grad: tile.grad.at(PART_AT),
+        grad_type: grad_type_of(like),
         elems: like.elems,
     };
     kernels.adamw_range(stream, hyper, tile, range).unwrap();
@@ -55,8 +61,8 @@ fn every_length_gives_the_cpus_bits() {
     let stream = gpu.stream().unwrap();
     let mut random = Random(1);
     for elems in (0..=70).chain([1000, 1023, 1024, 1025, 16 * 1024 + 17, 1_000_003]) {
-        for master in MASTERS {
-            let before = OwnedTile::hard(master, elems, &mut random);
+        for (master, grad_type) in GRADS {
+            let before = hard_tile(master, grad_type, elems, &mut random);
             let expected = on_cpu(&HYPER, &before, 0..elems);
             assert!(
                 elems == 0 || *expected.state != *before.state,
@@ -73,10 +79,10 @@ fn a_range_starts_and_ends_anywhere_and_leaves_the_rest_alone() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     let mut random = Random(2);
-    for master in MASTERS {
+    for (master, grad_type) in GRADS {
         for start in 0..12 {
             for len in [0, 1, 2, 3, 4, 5, 7, 8, 9, 70] {
-                let before = OwnedTile::hard(master, 100, &mut random);
+                let before = hard_tile(master, grad_type, 100, &mut random);
                 let range = start..start + len;
                 let expected = on_cpu(&HYPER, &before, range.clone());
                 on_gpu(&gpu, &stream, &HYPER, &before, range.clone())
@@ -153,6 +159,7 @@ fn a_tile_that_does_not_fit_its_buffer_is_refused() {
                 param: buffer(param).at(at),
                 state: buffer(state).at(0),
                 grad: large.at(0),
+                grad_type: GradType::Bf16,
                 elems: 100,
             };
             kernels.adamw_range(stream, &HYPER, tile, 0..100)

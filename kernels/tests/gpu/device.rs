@@ -3,10 +3,11 @@
 use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kernels::adamw::{Hyper, state_tile_bytes};
+use kernels::adamw::{Hyper, Master, state_tile_bytes};
 use kernels::gpu::{DeviceBuffer, Gpu, Stream};
+use kernels::reduce::GradType;
 
-use crate::shared::OwnedTile;
+use crate::shared::{AlignedBytes, OwnedTile, Random};
 
 pub(crate) const HYPER: Hyper = Hyper {
     lr: 3e-4,
@@ -127,4 +128,36 @@ pub(crate) fn downloaded(
     gpu.download(stream, buffer, &mut [(offset_bytes, &mut bytes)])
         .unwrap();
     bytes
+}
+
+/// Masters and types of gradients that go together.
+pub(crate) const GRADS: [(Master, GradType); 5] = [
+    (Master::SplitBf16, GradType::Bf16),
+    (Master::SplitBf16, GradType::Fp32),
+    (Master::Fp32, GradType::Fp32),
+    (Master::Fp16WholeMaster, GradType::Fp16),
+    (Master::Fp16WholeMaster, GradType::Fp32),
+];
+
+/// [`OwnedTile::hard`] with gradients of any type.
+pub(crate) fn hard_tile(
+    master: Master,
+    grad_type: GradType,
+    elems: usize,
+    random: &mut Random,
+) -> OwnedTile {
+    let mut tile = OwnedTile::hard(master, elems, random);
+    if grad_type != master.grad_type() {
+        tile.grad = AlignedBytes::zeroed(elems * grad_type.elem_bytes());
+        random.fill_hard(&mut tile.grad, grad_type.elem_bytes());
+    }
+    tile
+}
+
+/// Type of a tile's gradients, which their bytes tell.
+pub(crate) fn grad_type_of(tile: &OwnedTile) -> GradType {
+    match tile.grad.len() == tile.elems * 4 {
+        true => GradType::Fp32,
+        false => tile.master.grad_type(),
+    }
 }

@@ -1,26 +1,37 @@
 //! Tests that a tile updated through the GPU has the same bytes as one updated on the CPU, with other updaters at work.
 //!
-//! Likely faults are a part of the tile that is not downloaded, or downloaded before its step, weight decay on parts without it, device memory shared
+//! Likely faults are a part of the tile that is not downloaded, or downloaded before its step, the scalars of another part, device memory shared
 //! by two updaters, and changed elements outside all parts.
 
-use kernels::adamw::{Hyper, Master, step_range};
-use kernels::gpu::TileUpdater;
+use kernels::adamw::{Hyper, Master, step_range, step_range_fp32_grad};
+use kernels::gpu::{Gpu, TileUpdater};
+use kernels::reduce::GradType;
 use std::ops::Range;
 
-use crate::device::{HYPER, gpu};
-use crate::shared::{MASTERS, OwnedTile, Random};
+use crate::device::{GRADS, HYPER, gpu, grad_type_of, hard_tile};
+use crate::shared::{OwnedTile, Random};
 
-fn on_cpu(before: &OwnedTile, parts: &[(Range<usize>, bool)]) -> OwnedTile {
+type Parts<'a> = &'a [(Range<usize>, Hyper)];
+
+/// Scalars without weight decay, of another parameter.
+const OTHER: Hyper = Hyper {
+    weight_decay: 0.0,
+    lr: HYPER.lr * 3.0,
+    step: HYPER.step + 5,
+    ..HYPER
+};
+
+fn on_cpu(before: &OwnedTile, parts: Parts<'_>) -> OwnedTile {
     let mut tile = before.clone();
-    for (range, decays) in parts {
-        let hyper = Hyper {
-            weight_decay: if *decays { HYPER.weight_decay } else { 0.0 },
-            ..HYPER
-        };
+    let step = match grad_type_of(before) == before.master.grad_type() {
+        true => step_range,
+        false => step_range_fp32_grad,
+    };
+    for (range, hyper) in parts {
         let (elems, t) = (tile.elems, tile.borrow());
-        step_range(
+        step(
             t.master,
-            &hyper,
+            hyper,
             t.param,
             t.state,
             t.grad,
@@ -31,23 +42,29 @@ fn on_cpu(before: &OwnedTile, parts: &[(Range<usize>, bool)]) -> OwnedTile {
     tile
 }
 
-fn update(updater: &mut TileUpdater, tile: &mut OwnedTile, parts: &[(Range<usize>, bool)]) {
-    updater.update(&HYPER, tile.borrow(), parts).unwrap();
+fn updater(gpu: &Gpu, master: Master, elems_max: usize) -> TileUpdater {
+    let bytes = TileUpdater::device_bytes(master, GradType::Fp32, elems_max);
+    TileUpdater::new(gpu, bytes).unwrap()
+}
+
+fn update(updater: &mut TileUpdater, tile: &mut OwnedTile, parts: Parts<'_>) {
+    let grad_type = grad_type_of(tile);
+    updater.update(tile.borrow(), grad_type, parts).unwrap();
 }
 
 #[test]
 fn a_tile_updated_on_the_gpu_has_the_cpus_bytes() {
     let Some(gpu) = gpu() else { return };
     let mut random = Random(1);
-    for master in MASTERS {
-        let mut updater = TileUpdater::new(&gpu, master, 100_003).unwrap();
+    for (master, grad_type) in GRADS {
+        let mut updater = updater(&gpu, master, 100_003);
         for elems in [100_003, 1, 4096, 77] {
-            let before = OwnedTile::hard(master, elems, &mut random);
+            let before = hard_tile(master, grad_type, elems, &mut random);
             // A gap before the last part: its elements must not change.
             let parts = [
-                (0..elems / 3, true),
-                (elems / 3..elems / 2, false),
-                (elems / 2 + elems / 10..elems, true),
+                (0..elems / 3, HYPER),
+                (elems / 3..elems / 2, OTHER),
+                (elems / 2 + elems / 10..elems, HYPER),
             ];
             let mut tile = before.clone();
             update(&mut updater, &mut tile, &parts);
@@ -66,11 +83,11 @@ fn threads_update_at_the_same_time_without_disturbing_each_other() {
             let gpu: &kernels::gpu::Gpu = &gpu;
             scope.spawn(move || {
                 let mut random = Random(10 + thread);
-                let mut updater = TileUpdater::new(gpu, Master::SplitBf16, 300_000).unwrap();
+                let mut updater = updater(gpu, Master::SplitBf16, 300_000);
                 for _ in 0..20 {
                     let elems = 1 + random.below(300_000);
                     let mut tile = OwnedTile::hard(Master::SplitBf16, elems, &mut random);
-                    let parts = [(0..elems, true)];
+                    let parts = [(0..elems, HYPER)];
                     let expected = on_cpu(&tile, &parts);
                     update(&mut updater, &mut tile, &parts);
                     tile.assert_same_bits(&expected, "one of three threads");
@@ -83,10 +100,10 @@ fn threads_update_at_the_same_time_without_disturbing_each_other() {
 #[test]
 fn a_tile_larger_than_the_updater_is_refused() {
     let Some(gpu) = gpu() else { return };
-    let mut updater = TileUpdater::new(&gpu, Master::SplitBf16, 1000).unwrap();
+    let mut updater = updater(&gpu, Master::SplitBf16, 1000);
     let mut tile = OwnedTile::zeroed(Master::SplitBf16, 100_000);
     let refused = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-        update(&mut updater, &mut tile, &[(0..100_000, true)]);
+        update(&mut updater, &mut tile, &[(0..100_000, HYPER)]);
     }));
     assert!(refused.is_err());
 }

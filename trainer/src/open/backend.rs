@@ -94,11 +94,13 @@ impl Prepared {
             .as_ref()
             .filter(|_| plan.optimizer_device != OptimizerDevice::Cpu);
         if let Some(gpu) = gpu {
+            let (master, elems) = (plan.master, plan.swapper.tile_elems as usize);
+            let bytes = TileUpdater::device_bytes(master, master.grad_type(), elems);
             for _ in 0..GPU_UPDATERS {
                 let optimizer = GpuUpdate {
                     master: plan.master,
                     decay: decay.clone(),
-                    updater: TileUpdater::new(gpu, plan.master, plan.swapper.tile_elems as usize)?,
+                    updater: TileUpdater::new(gpu, bytes)?,
                 };
                 let checkpoint_tap = checkpoint_tap.clone();
                 optimizers.push(Box::new(Copied {

@@ -134,7 +134,9 @@ impl ComputeMemory {
         let in_place = gpu.lives && settings.ranks == 1;
         let buffers = |blocks: u64| if in_place { 0 } else { ends + blocks * block };
         let streams = !gpu.lives && gpu.optimizer_device != OptimizerDevice::Cpu;
-        let updater_bytes = TileUpdater::device_bytes(gpu.master, gpu.tile_elems as usize) as u64;
+        let updater_bytes =
+            TileUpdater::device_bytes(gpu.master, gpu.master.grad_type(), gpu.tile_elems as usize)
+                as u64;
         // With one micro-batch, gradients are computed directly in the buffers that they leave from.
         let (grad_blocks, sums) = match (stage.divides_gradients(), batch.micro_batches) {
             (true, _) => (GRAD_BUFFERS, 0),

@@ -102,8 +102,11 @@ impl Optimizer<Hyper> for GpuUpdate {
             grad,
             elems: (range.elems.end - range.elems.start) as usize,
         };
-        let parts = self.decay.parts(range);
-        let done = self.updater.update(hyper, tile, &parts);
+        let parts: Vec<_> = (self.decay.parts(range).into_iter())
+            .map(|(part, decays)| (part, hyper.of_part(decays)))
+            .collect();
+        let grads = self.master.grad_type();
+        let done = self.updater.update(tile, grads, &parts);
         // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
         if let Err(error) = done {
             panic!("{error}");

@@ -33,7 +33,6 @@ DEVICE void update(const Scalars &s, float &master, float &momentum, float &vari
 struct SplitBf16 {
     typedef u16 Param;
     typedef u16 First;
-    typedef u16 Grad;
     typedef Four16 FourParam;
     typedef Four16 FourFirst;
     static DEVICE float join(u16 param, u16 residual) {
@@ -44,13 +43,11 @@ struct SplitBf16 {
         param = (u16)((bits + 0x8000u) >> 16);
         residual = (u16)bits;
     }
-    static DEVICE float grad(u16 bits) { return from_bf16(bits); }
 };
 
 struct Fp16WholeMaster {
     typedef u16 Param;
     typedef float First;
-    typedef u16 Grad;
     typedef Four16 FourParam;
     typedef FourF32 FourFirst;
     static DEVICE float join(u16, float whole) { return whole; }
@@ -58,22 +55,37 @@ struct Fp16WholeMaster {
         param = to_fp16(master);
         whole = master;
     }
-    static DEVICE float grad(u16 bits) { return from_fp16(bits); }
 };
 
-template <class Master>
+struct Bf16Grad {
+    typedef u16 Stored;
+    typedef Four16 Four;
+    static DEVICE float value(u16 bits) { return from_bf16(bits); }
+};
+struct Fp16Grad {
+    typedef u16 Stored;
+    typedef Four16 Four;
+    static DEVICE float value(u16 bits) { return from_fp16(bits); }
+};
+struct Fp32Grad {
+    typedef float Stored;
+    typedef FourF32 Four;
+    static DEVICE float value(float x) { return x; }
+};
+
+template <class Master, class Grad>
 DEVICE void step(const Scalars &s, typename Master::Param *param, typename Master::First *first, float *momentum,
-                 float *variance, const typename Master::Grad *grad, u64 start, u64 end) {
+                 float *variance, const typename Grad::Stored *grad, u64 start, u64 end) {
     u64 at = (start / 4 + (u64)block_x() * 256 + thread_x()) * 4;
     if (at >= end) return;
     if (at >= start && at + 4 <= end) {
         typename Master::FourParam p = load_four(param + at);
         typename Master::FourFirst f = load_four(first + at);
         FourF32 m = load_four(momentum + at), v = load_four(variance + at);
-        Four16 g = load_four(grad + at);
+        typename Grad::Four g = load_four(grad + at);
         for (int i = 0; i < 4; i++) {
             float master = Master::join(p.at[i], f.at[i]);
-            update(s, master, m.at[i], v.at[i], Master::grad(g.at[i]));
+            update(s, master, m.at[i], v.at[i], Grad::value(g.at[i]));
             Master::split(master, p.at[i], f.at[i]);
         }
         store_four(param + at, p);
@@ -85,7 +97,7 @@ DEVICE void step(const Scalars &s, typename Master::Param *param, typename Maste
     for (u64 i = at; i < at + 4; i++) {
         if (i < start || i >= end) continue;
         float master = Master::join(param[i], first[i]);
-        update(s, master, momentum[i], variance[i], Master::grad(grad[i]));
+        update(s, master, momentum[i], variance[i], Grad::value(grad[i]));
         Master::split(master, param[i], first[i]);
     }
 }
@@ -94,14 +106,28 @@ KERNEL LAUNCH_BOUNDS(256)
 adamw_split_bf16(u16 *param, u16 *residual, float *momentum, float *variance, const u16 *grad, u64 start, u64 end,
                  SCALARS) {
     TAKE_SCALARS;
-    step<SplitBf16>(s, param, residual, momentum, variance, grad, start, end);
+    step<SplitBf16, Bf16Grad>(s, param, residual, momentum, variance, grad, start, end);
+}
+
+KERNEL LAUNCH_BOUNDS(256)
+adamw_split_bf16_fp32_grad(u16 *param, u16 *residual, float *momentum, float *variance, const float *grad, u64 start,
+                           u64 end, SCALARS) {
+    TAKE_SCALARS;
+    step<SplitBf16, Fp32Grad>(s, param, residual, momentum, variance, grad, start, end);
 }
 
 KERNEL LAUNCH_BOUNDS(256)
 adamw_fp16_whole_master(u16 *param, float *whole, float *momentum, float *variance, const u16 *grad, u64 start,
                         u64 end, SCALARS) {
     TAKE_SCALARS;
-    step<Fp16WholeMaster>(s, param, whole, momentum, variance, grad, start, end);
+    step<Fp16WholeMaster, Fp16Grad>(s, param, whole, momentum, variance, grad, start, end);
+}
+
+KERNEL LAUNCH_BOUNDS(256)
+adamw_fp16_whole_master_fp32_grad(u16 *param, float *whole, float *momentum, float *variance, const float *grad,
+                                  u64 start, u64 end, SCALARS) {
+    TAKE_SCALARS;
+    step<Fp16WholeMaster, Fp32Grad>(s, param, whole, momentum, variance, grad, start, end);
 }
 
 // The parameter is the master: there is no first plane, and the second argument is unused.

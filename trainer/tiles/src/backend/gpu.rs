@@ -118,6 +118,7 @@ impl GpuBackend {
                 param: unit.param.at(0),
                 state: unit.state.at(0),
                 grad: unit.grad.at(0),
+                grad_type: self.master.grad_type(),
                 elems: (unit.elems.end - unit.elems.start) as usize,
             };
             let shard = TileRange {
