@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The Python package on the table's model: transformers' Llama in a plain loop, taken over by `offloadd.prepare`.
 
-    pytorch_client.py MODE --out DIR [--directory DRIVE]... [--keep]      MODE: none, cpu, nvme
+    pytorch_client.py MODE --out DIR [--directory DRIVE]... [--keep] [--compile]      MODE: none, cpu, nvme
 
 Needs the built extension (`make python`) and transformers beside torch.
 """
@@ -22,6 +22,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--directory", action="append", default=[], help="on a drive; one for each drive")
     parser.add_argument("--keep", action="store_true", help="keep what blocks compute instead of checkpointing activations")
+    parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
     parser.add_argument("--staging", type=int, default=0, help="bytes of host memory that tiles pass through")
     parser.add_argument("--program", help="the program offloadd")
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "steps": 6}.items():
@@ -44,14 +45,18 @@ def main():
     model.train()
     if not a.keep:
         model.gradient_checkpointing_enable()
+    if a.compile:
+        for layer in model.model.layers:
+            layer.compile()
     count = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     settings = {
+        # One backward pass a step, as the native trainer's and DeepSpeed's rows: gradients keep the parameters' type.
+        "train_micro_batch_size_per_gpu": a.micro, "gradient_accumulation_steps": 1,
         "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
         "offloadd": {
-            # One core is Python's, one the mover's.
-            "update_threads": max(1, (os.cpu_count() or 1) - 2), "staging_bytes": a.staging,
-            **({"gpu": "untested"} if device == "cuda" else {}), **({"program": a.program} if a.program else {}),
+            "staging_bytes": a.staging,
+            **({"program": a.program} if a.program else {}),
         },
     }
     a.out.mkdir(parents=True, exist_ok=True)

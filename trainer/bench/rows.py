@@ -84,9 +84,12 @@ PEERS = {
 # The Python package on transformers' Llama: measured as a peer is, and compared with the native rows beside it.
 CLIENT = {"program": "pytorch_client.py", "needs": ("torch", "transformers"), "ours": True}
 PEERS |= {
-    "client-host": {**CLIENT, "words": ["cpu"], "says": "the Python package, all in host memory, blocks checkpointed, the update on the processor"},
+    "client-host": {**CLIENT, "words": ["cpu"], "says": "the Python package, all in host memory, blocks checkpointed, update on both sides"},
+    "client-host-compiled": {**CLIENT, "words": ["cpu", "--compile"], "says": "the same, blocks compiled by torch.compile"},
     "client-nvme1": {**CLIENT, "words": ["nvme", "--staging", "1400000000"], "drives": 1, "says": "the Python package, all state on one drive"},
     "client-nvme4": {**CLIENT, "words": ["nvme", "--staging", "5000000000"], "drives": 4, "says": "the Python package, all state on four drives"},
+    "client-nvme4-compiled": {**CLIENT, "words": ["nvme", "--staging", "5000000000", "--compile"], "drives": 4,
+                              "says": "the same, blocks compiled by torch.compile"},
 }
 
 # Whom a row is compared with: the fastest of them in the same run.

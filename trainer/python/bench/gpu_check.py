@@ -39,8 +39,8 @@ from torch import nn  # noqa: E402
 import offloadd  # noqa: E402
 
 SPEED_ROWS = (
-    "host-checkpointed", "host-cpu", "client-host", "fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large",
-    "nvme1", "client-nvme1", "deepspeed-nvme1", "nvme4", "client-nvme4", "deepspeed-nvme4",
+    "host-checkpointed", "client-host", "client-host-compiled", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-zero2",
+    "nvme1", "client-nvme1", "deepspeed-nvme1", "nvme4", "client-nvme4", "client-nvme4-compiled", "deepspeed-nvme4",
 )  # fmt: skip
 
 
@@ -59,10 +59,9 @@ class Checks:
 
     def config(self, tier, gradients=None, **own):
         directory = pathlib.Path(tempfile.mkdtemp(dir=self.out, prefix=f"{tier}-"))
-        gpu = {"gpu": "untested"} if self.device == "cuda" else {}
         return {
             "zero_optimization": {"offload_param": {"device": tier, "nvme_path": str(directory)}},
-            "offloadd": {"program": str(self.programs / "offloadd"), **gpu, **own},
+            "offloadd": {"program": str(self.programs / "offloadd"), **own},
             **({"data_types": {"grad_accum_dtype": gradients}} if gradients else {}),
         }, directory / "run"
 

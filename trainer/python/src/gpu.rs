@@ -66,7 +66,7 @@ impl From<MoveError> for PyErr {
     }
 }
 
-fn gpu_failed(error: GpuError) -> PyErr {
+pub(crate) fn gpu_failed(error: GpuError) -> PyErr {
     Error::new_err(error.to_string())
 }
 

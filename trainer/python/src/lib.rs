@@ -502,6 +502,7 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<schedule::LossScale>()?;
     module.add_function(wrap_pyfunction!(gpu_name, module)?)?;
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
+    module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::deepspeed_schedulers, module)?)?;

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kernels::adamw::{Master, state_tile_bytes};
+use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
 use pyo3::PyResult;
 use serde::Deserialize;
@@ -15,11 +16,13 @@ use swapper::{
 
 use training_state::plan::Measured;
 use training_state::store::{StoreFiles, device_file_bytes};
+use training_state::update::GPU_UPDATERS;
 
 use crate::Held;
 use crate::errors::{Error, failed, no_store, refused};
+use crate::gpu::gpu_failed;
 use crate::progress::{Clock, Reporter};
-use crate::update::{StepHyper, Update};
+use crate::update::{GpuUpdate, StepHyper, Update};
 
 /// A run, as `offloadd/_run.py` describes it.
 #[derive(Debug, Deserialize)]
@@ -36,9 +39,13 @@ pub(crate) struct Plan {
     pub(crate) job: String,
     deferred: bool,
     resident_fraction: f64,
+    /// Fraction of the gradients that stays in host memory until the update.
+    gradients_fraction: f64,
     commit_every: u64,
     staging_bytes: u64,
     pub(crate) update_threads: usize,
+    /// The GPU that updates tiles too, or alone if there are no threads.
+    update_gpu: Option<u32>,
     /// Number of this process, and of the processes on this node that train the run together.
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
@@ -99,7 +106,7 @@ pub(crate) struct ParamPlan {
 }
 
 /// Operations in flight, half of them each way.
-const IODEPTH: u32 = 32;
+const IODEPTH: u32 = 64;
 
 fn master(dtype: &str) -> PyResult<Master> {
     match dtype {
@@ -182,7 +189,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         units,
         param_share: plan.resident_fraction,
         state_share: plan.resident_fraction,
-        grad_share: plan.resident_fraction,
+        grad_share: plan.gradients_fraction,
         staging: Staging::Bytes(plan.staging_bytes),
         schedule: match plan.deferred {
             true => Schedule::Deferred,
@@ -198,6 +205,30 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         rank: plan.rank,
         ranks: plan.ranks,
     })
+}
+
+/// Makes the optimizers; each tile goes to one that is idle.
+fn optimizers(
+    plan: &Plan,
+    update: &Update,
+    tile_elems: u64,
+) -> PyResult<Vec<Box<dyn Optimizer<StepHyper>>>> {
+    let mut optimizers: Vec<Box<dyn Optimizer<StepHyper>>> = Vec::new();
+    if let Some(index) = plan.update_gpu {
+        let gpu = Gpu::open(index).map_err(gpu_failed)?;
+        let bytes = update.gpu_bytes(tile_elems as usize);
+        for _ in 0..GPU_UPDATERS {
+            let updater = TileUpdater::new(&gpu, bytes).map_err(gpu_failed)?;
+            optimizers.push(Box::new(GpuUpdate {
+                of: update.clone(),
+                updater,
+            }));
+        }
+    }
+    for _ in 0..plan.update_threads {
+        optimizers.push(Box::new(update.clone()));
+    }
+    Ok(optimizers)
 }
 
 /// Opens the run's tiles: those on its own device files behind `socket`, with the daemon that this process started for them.
@@ -225,9 +256,7 @@ pub(crate) fn open(
     let update = Update {
         units: Arc::new(formats.iter().copied().zip(params).collect()),
     };
-    let optimizers = (0..plan.update_threads.max(1))
-        .map(|_| Box::new(update.clone()) as Box<dyn Optimizer<StepHyper>>)
-        .collect();
+    let optimizers = optimizers(&plan, &update, settings.tile_elems)?;
     let (swapper, opened) = Swapper::open(settings.clone(), optimizers).map_err(failed)?;
     if let Some((read, write)) = opened.rates().filter(|_| plan.rank == 0) {
         let measured = Measured {

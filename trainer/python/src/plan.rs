@@ -27,6 +27,12 @@ pub(crate) fn of_run(py: Python<'_>, plan: &str) -> PyResult<String> {
     Ok(serde_json::to_string(&outlook).expect("figures are plain data"))
 }
 
+/// Host memory that this machine and the process's control groups leave, bytes; None if the kernel does not say.
+#[pyfunction]
+pub(crate) fn host_available_bytes() -> Option<u64> {
+    available_bytes()
+}
+
 /// The figures of a plan; `offloadd/_plan.py` writes them for people.
 #[derive(Serialize)]
 pub(crate) struct Outlook {

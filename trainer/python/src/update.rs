@@ -5,9 +5,10 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use kernels::adamw::{
-    Hyper, Master, init_tile, read_masters, state_planes, state_tile_bytes, step_range,
+    Hyper, Master, Tile, init_tile, read_masters, state_planes, state_tile_bytes, step_range,
     step_range_fp32_grad,
 };
+use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
 use swapper::{Optimizer, TileRange, UninitTile};
 
@@ -67,6 +68,51 @@ impl Optimizer<StepHyper> for Update {
             if let Some(hyper) = &hyper.0[index] {
                 step(master, hyper, param, state, grad, elems, within);
             }
+        }
+    }
+}
+
+impl Update {
+    /// Device memory that a GPU's update of a tile needs, bytes.
+    pub(crate) fn gpu_bytes(&self, tile_elems: usize) -> usize {
+        let updated = self.units.iter().filter_map(|(format, _)| format.update);
+        let bytes =
+            |Updated { master, grads }| TileUpdater::device_bytes(master, grads, tile_elems);
+        updated.map(bytes).max().unwrap_or(0)
+    }
+}
+
+/// The same on a GPU: tiles are copied to it, updated and copied back.
+pub(crate) struct GpuUpdate {
+    pub(crate) of: Update,
+    pub(crate) updater: TileUpdater,
+}
+
+impl Optimizer<StepHyper> for GpuUpdate {
+    fn update(
+        &mut self,
+        range: &TileRange,
+        param: &mut [u8],
+        state: &mut [u8],
+        grad: &[u8],
+        hyper: &StepHyper,
+    ) {
+        let (format, params) = &self.of.units[range.unit];
+        let Updated { master, grads } = format.update.expect("only trained units are updated");
+        let parts: Vec<(Range<usize>, Hyper)> = parts(&range.elems, params)
+            .filter_map(|(within, index)| Some((within, hyper.0[index]?)))
+            .collect();
+        let tile = Tile {
+            master,
+            param,
+            state,
+            grad,
+            elems: (range.elems.end - range.elems.start) as usize,
+        };
+        let done = self.updater.update(tile, grads, &parts);
+        // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
+        if let Err(error) = done {
+            panic!("{error}");
         }
     }
 }

@@ -15,6 +15,7 @@ import forks
 import offloadd
 from offloadd._config import settings_of
 from offloadd._memory import HostMemory, gpu_of
+from offloadd._plan import engine_plan
 from ranks import on_ranks
 from test_engine import pair
 from test_runs import PROGRAM, config, needs_daemon
@@ -53,7 +54,7 @@ def test_a_gpus_path_has_the_bits_of_the_processors_wherever_the_state_lives(fak
     out, errors = process.communicate()
     assert process.returncode == 0, errors
     cases = [json.loads(line) for line in out.splitlines()]
-    assert len(cases) == 13
+    assert len(cases) == 17
     assert not [case["case"] for case in cases if not case["same"]]
 
 
@@ -62,7 +63,7 @@ def test_a_gpus_path_has_the_bits_of_the_processors_wherever_the_state_lives(fak
 def test_a_script_on_a_gpu_that_is_killed_resumes_with_the_same_bits(fake, tmp_path):
     def run(name, kill_at=None):
         (tmp_path / name).mkdir(exist_ok=True)
-        settings = config("nvme", tmp_path / name, gpu="untested")
+        settings = config("nvme", tmp_path / name, compute_device="cuda:0")
         process = start(fake, "train.py", tmp_path / name / "run", json.dumps(settings))
         lines = []
         for line in process.stdout:
@@ -87,7 +88,7 @@ def test_two_ranks_with_gpus_have_the_bits_of_two_without(fake, tmp_path):
     for dtype in (torch.float32, torch.bfloat16):
         of = lambda gpu, **more: on_ranks(2, tmp_path / f"store-{dtype}-{gpu}", work_of_gpus, tmp_path / f"{dtype}-{gpu}", dtype, gpu, **more)
         expected = of(None)
-        found = of("untested", start=functools.partial(start, fake))
+        found = of("cuda:0", start=functools.partial(start, fake))
         assert not [one for one in (*expected, *found) if isinstance(one, Exception)]
         for (losses, norms, weights, ahead), (plain_losses, plain_norms, plain_weights, _) in zip(found, expected):
             assert ahead > 0 and losses == plain_losses and norms == pytest.approx(plain_norms, rel=1e-6)
@@ -102,7 +103,7 @@ def work_of_gpus(rank, ranks, path, dtype, gpu):
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     generator = torch.Generator().manual_seed(rank)
     losses, norms = [], []
-    with offloadd.prepare(model, optimizer, config("cpu", path, gpu=gpu, units=["Linear"]), run_dir=path / "run") as run:
+    with offloadd.prepare(model, optimizer, config("cpu", path, compute_device=gpu, units=["Linear"]), run_dir=path / "run") as run:
         for _ in range(3):
             for _ in range(2):
                 loss = model(torch.randn(4, 400, generator=generator).to(dtype)).square().mean()
@@ -151,15 +152,35 @@ def test_units_come_ahead_once_the_order_is_known():
     assert ours.core.done == forward + backward
 
 
-def test_a_model_on_a_gpu_needs_the_word_and_a_driver():
+def test_a_model_on_a_gpu_needs_a_driver_and_several_processes_the_word(monkeypatch):
     settings = settings_of({"offloadd": {"compute_device": "cuda:0"}})
-    with pytest.raises(offloadd.NotSupported, match='fake driver only, not on a GPU; set "gpu": "untested"'):
-        gpu_of(settings, [torch.zeros(1)])
+    if not torch.cuda.is_available():
+        with pytest.raises(offloadd.Error, match="cuda:0, which cannot be used"):
+            gpu_of(settings, [torch.zeros(1)])
+    with monkeypatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        with pytest.raises(offloadd.NotSupported, match='in 2 processes: .* set "gpu": "untested"'):
+            gpu_of(settings, [torch.zeros(1)])
     with pytest.raises(offloadd.Error, match='"untested" is the only value'):
         settings_of({"offloadd": {"gpu": "yes"}})
     with pytest.raises(offloadd.NotSupported, match="on the processor or on a CUDA GPU"):
         gpu_of(settings_of({"offloadd": {"compute_device": "mps"}}), [torch.zeros(1)])
-    if not torch.cuda.is_available():
-        settings = settings_of({"offloadd": {"compute_device": "cuda:0", "gpu": "untested"}})
-        with pytest.raises(offloadd.Error, match="cuda:0, which cannot be used"):
-            gpu_of(settings, [torch.zeros(1)])
+
+
+def test_updates_run_where_the_model_computes_unless_drives_are_the_bound():
+    def updaters(gpu, device="cpu", **own):
+        settings = settings_of({"zero_optimization": {"offload_param": {"device": device, "nvme_path": "."}}, "offloadd": own})
+        found = engine_plan(settings, settings.run_dir, [], 0, 1, gpu)
+        return found["update_threads"], found["update_gpu"]
+
+    threads = updaters(None)[0]
+    assert threads >= 1 and updaters(None) == (threads, None)
+    on_gpu = updaters(1)
+    assert on_gpu[0] >= 1 and on_gpu[1] == 1
+    assert updaters(1, "nvme") == (on_gpu[0], None)
+    assert updaters(1, "nvme", optimizer_device="shared", update_threads=3) == (3, 1)
+    assert updaters(1, optimizer_device="gpu") == (0, 1)
+    with pytest.raises(offloadd.Error, match="does not compute on a GPU"):
+        updaters(None, optimizer_device="shared")
+    with pytest.raises(offloadd.Error, match="one of auto, cpu, gpu, shared"):
+        settings_of({"offloadd": {"optimizer_device": "tpu"}})

@@ -53,6 +53,27 @@ def test_drives_without_room_are_refused_before_anything_is_made(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@needs_daemon
+def test_gradients_stay_in_host_memory_if_it_has_room(tmp_path, monkeypatch):
+    def trained(name, **own):
+        model = model_of()
+        optimizer = optimizer_of(model)
+        (tmp_path / name).mkdir()
+        settings = config("nvme", tmp_path / name, **own)
+        plan = offloadd.prepare(model, optimizer, settings, run_dir=tmp_path / name / "run", plan_only=True)
+        with offloadd.prepare(model, optimizer, settings, run_dir=tmp_path / name / "run"):
+            return train(model, optimizer, batches(3)), plan.figures["written_bytes"]
+
+    from_drives, written = trained("nvme", gradients="nvme")
+    kept, kept_written = trained("auto", gradients="auto")
+    assert kept == from_drives and kept_written < written
+    monkeypatch.setattr(offloadd._plan._offloadd, "host_available_bytes", lambda: 1000)
+    assert trained("small", gradients="auto")[1] == written
+    assert trained("asked", gradients="cpu")[1] == kept_written
+    with pytest.raises(offloadd.Error, match="one of auto, cpu, nvme"):
+        offloadd.prepare(model_of(), None, config("nvme", tmp_path, gradients="gpu"), plan_only=True)
+
+
 def test_the_command_plans_a_model_by_its_size(tmp_path, capsys):
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({**config("nvme", tmp_path), "bf16": {"enabled": True}}))

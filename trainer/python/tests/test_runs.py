@@ -24,7 +24,8 @@ STEPS = 10
 def config(device, dir, **own):
     return {
         "zero_optimization": {"stage": 3, "offload_param": {"device": device, "nvme_path": str(dir)}},
-        "offloadd": {"program": PROGRAM, **own},
+        # On drives gradients pass through staging too: sums are read back.
+        "offloadd": {"program": PROGRAM, **({"gradients": "nvme"} if device == "nvme" else {}), **own},
     }
 
 

@@ -78,7 +78,7 @@ _REFUSED = {
 _OFF = {"zero_optimization.zero_hpz_partition_size": 1, "zero_optimization.mics_shard_size": -1}
 
 _OWN = {
-    "units", "optimizer_step", "resident_fraction", "commit_every", "staging_bytes", "update_threads", "run_dir", "socket",
+    "units", "optimizer_step", "optimizer_device", "resident_fraction", "gradients", "commit_every", "staging_bytes", "update_threads", "run_dir", "socket",
     "program", "compute_device", "gpu",
 }  # fmt: skip
 
@@ -109,16 +109,21 @@ class Settings:
     units: tuple[str, ...] = ()
     optimizer_step: str = "deferred"
     resident_fraction: float = 0.0
+    # "cpu" or "nvme": where gradients lie until the update. None: in host memory if it has room.
+    gradients: Optional[str] = None
     commit_every: int = 1
     staging_bytes: int = 0
     # Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
     fp32_gradients: bool = True
-    update_threads: int = field(default_factory=lambda: max(1, min(4, (os.cpu_count() or 2) // 2 // processes())))
+    # "cpu", "gpu" or "shared"; by where the model computes and the state lies if None.
+    optimizer_device: Optional[str] = None
+    # By the number of cores if None.
+    update_threads: Optional[int] = None
     socket: Optional[Path] = None
     program: Optional[Path] = None
     # Where the model computes, if not where it is.
     compute_device: Optional[str] = None
-    # "untested" until models on GPUs have been tested on one.
+    # "untested" until several processes on GPUs have been tested.
     gpu: Optional[str] = None
 
     def monitor_dir(self, name: str, run_dir: Path) -> Optional[str]:
@@ -183,6 +188,10 @@ def settings_of(config: Config) -> Settings:
     )
     if settings.optimizer_step not in ("immediate", "deferred"):
         raise Error(f"offloadd.optimizer_step = {settings.optimizer_step!r}: one of immediate, deferred")
+    if settings.gradients not in (None, "auto", "cpu", "nvme"):
+        raise Error(f"offloadd.gradients = {settings.gradients!r}: one of auto, cpu, nvme")
+    if settings.optimizer_device not in (None, "auto", "cpu", "gpu", "shared"):
+        raise Error(f"offloadd.optimizer_device = {settings.optimizer_device!r}: one of auto, cpu, gpu, shared")
     if settings.gpu not in (None, "untested"):
         raise Error(f"offloadd.gpu = {settings.gpu!r}: \"untested\" is the only value")
     if not 0.0 <= settings.resident_fraction <= 1.0:

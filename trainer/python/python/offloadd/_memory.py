@@ -7,7 +7,7 @@ from typing import Any, Iterable, Optional, Protocol, Sequence
 import torch
 
 from . import _offloadd
-from ._config import Settings
+from ._config import Settings, processes
 from ._errors import Error, NotSupported
 from ._ranks import Ranks
 from ._units import Unit
@@ -93,12 +93,13 @@ class GpuDevice:
     """PyTorch's side of a GPU: its streams and its allocator."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", self.index)
         self._room: Any = None
 
     def open(self, core: Any) -> Any:
         """The engine's side. Memory of units is allocated on its stream `room` from now on."""
-        mover = _offloadd.GpuMover.open(core, self.device.index)
+        mover = _offloadd.GpuMover.open(core, self.index)
         self._room = torch.cuda.ExternalStream(mover.room, device=self.device)
         return mover
 
@@ -126,14 +127,14 @@ def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDe
         return None
     if device.type != "cuda" or where.type not in ("cpu", "cuda"):
         raise NotSupported(f"a parameter is on {where} and is to compute on {device}: models compute on the processor or on a CUDA GPU")
-    if settings.gpu != "untested":
+    if processes() > 1 and settings.gpu != "untested":
         raise NotSupported(
-            f"the model is to compute on {device}: this has been tested with a fake driver only, not on a GPU; set \"gpu\": \"untested\" under "
-            '"offloadd" to use it all the same, or use the trainer'
+            f"the model is to compute on {device} in {processes()} processes: several processes on GPUs have been tested with a fake driver only; "
+            'set "gpu": "untested" under "offloadd" to use it all the same, start one process, or use the trainer'
         )
     gpu = GpuDevice(device)
     try:
-        _offloadd.gpu_name(gpu.device.index)
+        _offloadd.gpu_name(gpu.index)
     except Error as error:
         raise Error(f"the model is to compute on {device}, which cannot be used: {error}") from None
     return gpu

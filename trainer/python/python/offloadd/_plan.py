@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Optional
 
 from . import _offloadd
-from ._config import Settings
-from ._errors import NoSpace
+from ._config import Settings, processes
+from ._errors import Error, NoSpace
+from ._memory import GpuDevice
 from ._program import BIN
 from ._units import Unit
 
@@ -25,12 +26,14 @@ _STATE_BYTES_PER_ELEM = 16
 class Plan:
     """A run's figures; `str` writes them for people."""
 
-    def __init__(self, settings: Settings, run_dir: Path, units: list[Unit], rank: int = 0, ranks: int = 1) -> None:
-        self.settings, self.run_dir = settings, run_dir
+    def __init__(
+        self, settings: Settings, run_dir: Path, units: list[Unit], rank: int = 0, ranks: int = 1, gpu: Optional[GpuDevice] = None
+    ) -> None:
+        self.settings, self.run_dir, self.gpu = settings, run_dir, gpu
         self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
         self.params = sum(param.numel() for unit in units for param in unit.params)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, rank, ranks))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, rank, ranks, gpu.index if gpu is not None else None))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
 
@@ -90,8 +93,10 @@ class Plan:
         return "\n".join(lines)
 
 
-def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int, ranks: int) -> dict[str, Any]:
-    """The description of a run for the extension."""
+def engine_plan(
+    settings: Settings, run_dir: Path, units: list[Unit], rank: int, ranks: int, gpu: Optional[int]
+) -> dict[str, Any]:
+    """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on."""
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
     return {
         "units": [
@@ -114,14 +119,40 @@ def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], rank: int,
         "job": _job(run_dir),
         "deferred": settings.optimizer_step == "deferred",
         "resident_fraction": settings.resident_fraction,
+        "gradients_fraction": _gradients_fraction(settings, units, ranks),
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes
         or max(_STAGING_BYTES_MIN, min(state_bytes // ranks // 8, 4 << 30)),
-        "update_threads": settings.update_threads,
+        **_updaters(settings, gpu),
         "rank": rank,
         "ranks": ranks,
     }
+
+
+def _gradients_fraction(settings: Settings, units: list[Unit], ranks: int) -> float:
+    """The fraction of the gradients that stays in host memory: all if they take at most half of what is available."""
+    if settings.gradients in ("cpu", "nvme"):
+        return 1.0 if settings.gradients == "cpu" else 0.0
+    # What is available says nothing of a quota.
+    available = None if settings.socket else _offloadd.host_available_bytes()
+    wanted = sum(unit.elems * unit.gradient_dtype.itemsize for unit in units if unit.trained) // ranks
+    fits = available is not None and wanted <= available // processes() // 2
+    return 1.0 if fits else settings.resident_fraction
+
+
+def _updaters(settings: Settings, gpu: Optional[int]) -> dict[str, Any]:
+    """The threads that update on the CPU, and the GPU that updates beside or instead of them."""
+    device = settings.optimizer_device or "auto"
+    if device == "auto":
+        # Drives bring tiles no faster than the CPU updates them.
+        device = "cpu" if gpu is None or settings.device == "nvme" else "shared"
+    if gpu is None and device != "cpu":
+        raise Error(f"offloadd.optimizer_device = {device!r}: the model does not compute on a GPU; leave it out")
+    cores = max(1, (os.cpu_count() or 2) // processes())
+    # The CPU computes too, or has PyTorch's thread and the mover's to run.
+    threads = settings.update_threads or max(1, min(4, cores // 2) if gpu is None else cores - 2)
+    return {"update_threads": 0 if device == "gpu" else threads, "update_gpu": gpu if device != "cpu" else None}
 
 
 def _type(dtype: torch.dtype) -> str:

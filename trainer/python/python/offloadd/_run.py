@@ -69,7 +69,8 @@ def prepare(
     frozen = settings.device != "none" or on_meta
     found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients)
     ranks = Ranks()
-    plan = Plan(settings, directory, found, ranks.rank, ranks.count)
+    gpu = None if plan_only else gpu_of(settings, (param for unit in found for param in unit.params))
+    plan = Plan(settings, directory, found, ranks.rank, ranks.count, gpu)
     if plan_only:
         return plan
     if optimizer is None:
@@ -102,7 +103,6 @@ class Run:
         self.track = [one for one in track if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
         names = {id(param): name for name, param in model.named_parameters()}
         _check_groups(optimizer, found)
-        gpu = gpu_of(settings, (param for unit in found for param in unit.params))
         plan.check()
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
@@ -165,6 +165,7 @@ class Run:
             self._resume(blob)
             self._resumed_at = self.steps_done
             self._core.begin_step()
+        gpu = plan.gpu
         if gpu is not None:
             self.engine.memory = memory = GpuMemory(ranks, found, gpu)
             for unit in found:

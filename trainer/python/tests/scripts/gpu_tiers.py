@@ -58,11 +58,13 @@ cases = ((torch.float32, "fp32"), (torch.bfloat16, "fp32"), (torch.bfloat16, "bf
 for dtype, gradients in cases:
     expected, ahead = train(dtype, gradients, "cpu")
     assert ahead == 0
-    for device, step in (("none", "deferred"), ("cpu", "immediate"), ("cpu", "deferred"), ("nvme", "deferred")):
+    for device, step, updates in (
+        ("none", "deferred", "auto"), ("cpu", "immediate", "auto"), ("cpu", "deferred", "gpu"), ("cpu", "deferred", "cpu"), ("nvme", "deferred", "auto"),
+    ):  # fmt: skip
         if device == "nvme" and (dtype, gradients) != cases[1]:
             continue
-        found, ahead = train(dtype, gradients, device, optimizer_step=step, gpu="untested")
+        found, ahead = train(dtype, gradients, device, optimizer_step=step, optimizer_device=updates, compute_device="cuda:0")
         assert ahead > 0, "the processor's path ran"
         # Norms are summed in another order.
         same = [torch.equal(a, b) or a.dim() == 0 and torch.allclose(a, b, rtol=1e-6) for a, b in zip(expected, found)]
-        print(json.dumps({"case": f"{dtype} {gradients} {device} {step}", "same": all(same) and len(expected) == len(found)}), flush=True)
+        print(json.dumps({"case": f"{dtype} {gradients} {device} {step} {updates}", "same": all(same) and len(expected) == len(found)}), flush=True)

@@ -48,7 +48,7 @@ class WaitingMover:
 class FakeGpu:
     """Does what `GpuDevice` does for a GPU."""
 
-    device = torch.device("cpu")
+    device, index = torch.device("cpu"), 0
 
     def open(self, core):
         mover = _offloadd.GpuMover.open(core, 0)
@@ -79,7 +79,7 @@ class FakeGpu:
 
 
 if __name__ == "__main__":
-    offloadd._run.gpu_of = lambda settings, params: FakeGpu() if settings.gpu else None
+    offloadd._run.gpu_of = lambda settings, params: FakeGpu() if settings.compute_device else None
     sys.argv = [script, *sys.argv[3:]]
     sys.path.insert(0, str(pathlib.Path(script).parent))
     runpy.run_path(script, run_name="__main__")
