@@ -86,6 +86,7 @@ impl DeviceTile {
     /// Waits, and downloads the tile.
     pub(crate) fn take(&self, gpu: &Gpu, stream: &Stream, like: &OwnedTile) -> OwnedTile {
         let mut tile = OwnedTile::zeroed(like.master, like.elems);
+        tile.grad = AlignedBytes::zeroed(like.grad.len());
         get(gpu, stream, &self.param, &mut tile.param);
         get(gpu, stream, &self.state, &mut tile.state);
         get(gpu, stream, &self.grad, &mut tile.grad);
