@@ -171,11 +171,14 @@ def test_resuming_the_trainer_goes_on_after_the_last_committed_step(tmp_path, ca
 
     settings = {**config("nvme", tmp_path), "steps_per_print": 1}
     whole, evaluated = with_trainer(tmp_path / "whole", settings, tmp_path / "a")
+    # The configuration names the run's directory, as the argument does in the other run.
+    settings["offloadd"]["run_dir"] = str(tmp_path / "b")
     with pytest.raises(RuntimeError, match="stopped"):
-        with_trainer(tmp_path / "out", settings, tmp_path / "b", stop_at=7)
+        with_trainer(tmp_path / "out", settings, None, stop_at=7)
+    assert (tmp_path / "b" / "metrics.jsonl").exists()
     capsys.readouterr()
     # The Trainer's newest checkpoint is that of step 6; the run's last committed step is the 7th.
-    rest, found = with_trainer(tmp_path / "out", settings, tmp_path / "b", resume=True)
+    rest, found = with_trainer(tmp_path / "out", settings, None, resume=True)
     steps = [line.split()[2] for line in capsys.readouterr().err.splitlines() if "s/step" in line]
     assert steps == ["8", "9", "10", "11", "12"]
     assert same_bits(rest, whole) and found == evaluated

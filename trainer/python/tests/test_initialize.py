@@ -254,7 +254,7 @@ def test_what_is_missing_or_not_built_is_refused_with_what_to_do(tmp_path):
         ),
         ({"config": settings("cpu", tmp_path, pipeline={"stages": 2})}, "pipeline is not supported"),
         ({"config": {**plain, "zero_optimization": {"zero_quantized_weights": True}}}, "zero_quantized_weights is not supported"),
-        ({"config": {**plain, "zero_optimization": True}}, "expected a table of keys"),
+        ({"config": {**plain, "zero_optimization": True}}, "expected an object of keys"),
         ({"config": settings("cpu", tmp_path, train_batch_size=7, gradient_accumulation_steps=2)}, "not a multiple"),
         ({"mpu": object()}, "all ranks compute the whole model"),
     ]

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import forks
 import offloadd
+from offloadd._config import settings_of
 from test_engine import adapted, frozen_block, frozen_but_the_head, norms_in_fp32
 from toy import Net, randomize
 
@@ -225,14 +227,54 @@ def test_a_flipped_bit_is_a_typed_error_and_never_a_weight(tmp_path):
         ({"offloadd": {"optimizer_step": "late"}}, "one of immediate, deferred"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path: name a directory"),
         ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "one of none, cpu, nvme"),
+        ({"zero_optimization": {"offload_params": {"device": "nvme"}}}, "did you mean `zero_optimization.offload_param`?"),
+        ({"zero_optimization": {"offload_param": "nvme"}}, "offload_param = 'nvme': expected an object of keys"),
+        ({"zero_optimization": {"cpu_offload": True}}, 'cpu_offload is not supported: write "offload_optimizer"'),
+        ({"fp16": {"enable": True}}, "unknown key `fp16.enable`; did you mean `fp16.enabled`?"),
+        ({"offloadd": ["units"]}, "expected an object of keys"),
+        ({"offloadd": {"units": "Block"}}, "offloadd.units = 'Block': must be a list of classes"),
+        ({"offloadd": {"commit_every": "10"}}, "offloadd.commit_every = '10': must be a whole number of steps"),
+        ({"offloadd": {"commit_every": 0}}, "offloadd.commit_every = 0: must be a whole number of steps, at least 1"),
+        ({"offloadd": {"resident_fraction": 2}}, "offloadd.resident_fraction = 2: must be a number from 0 to 1"),
+        ({"offloadd": {"program": "/nowhere/offloadd"}}, "offloadd.program: /nowhere/offloadd is not a file"),
+        ({"gradient_clipping": "1"}, "gradient_clipping = '1': must be a number"),
+        ("nowhere.json", "nowhere.json cannot be read: No such file or directory"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_is_changed(tmp_path, change, message):
     model = model_of()
-    with pytest.raises(offloadd.Error, match=message.replace("?", r"\?")):
+    with pytest.raises(offloadd.Error, match=re.escape(message)):
         offloadd.prepare(model, torch.optim.AdamW(model.parameters()), change, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert model(batches(1)[0]).isfinite()
+
+
+def test_auto_counts_as_left_out_below_offloadd_too():
+    given = settings_of({"offloadd": {"resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
+    assert (given.resident_fraction, given.run_dir, given.commit_every) == (0.0, pathlib.Path("offloadd-run").absolute(), 1)
+
+
+def test_an_object_that_cannot_be_tracked_is_refused(tmp_path):
+    model = model_of()
+    with pytest.raises(offloadd.Error, match="track has a str, which has no state_dict"):
+        offloadd.prepare(model, torch.optim.AdamW(model.parameters()), {}, run_dir=tmp_path / "run", track=["scheduler"])
+    assert not (tmp_path / "run").exists()
+
+
+@needs_daemon
+def test_a_start_says_whether_the_run_begins_resumes_or_is_replaced(tmp_path, capsys):
+    settings, said = config("nvme", tmp_path), []
+    for resume in (True, True, False):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with offloadd.prepare(model, optimizer, settings, run_dir=tmp_path / "run", resume=resume):
+            train(model, optimizer, batches(1))
+        said += [line for line in capsys.readouterr().err.splitlines() if "parameters in 7 units" in line]
+    assert [line.split("the run ")[1].split(";")[0] for line in said] == [
+        "begins",
+        "resumes after step 1",
+        "begins anew and replaces an earlier run of 2 steps",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,9 @@ _REFUSED = {
     "zero_optimization.zero_quantized_nontrainable_weights": _LOSSY,
     "zero_optimization.zero_quantized_gradients": _LOSSY,
     "zero_optimization.zeropp_loco_param": _LOSSY,
+    "zero_optimization.cpu_offload": 'write "offload_optimizer": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_param": 'write "offload_param": {"device": "cpu"}',
+    "zero_optimization.cpu_offload_params": 'write "offload_param": {"device": "cpu"}',
     "zero_optimization.zenflow": "leave it out: updates overlap computing without changing the result (offloadd.optimizer_step)",
     "sparse_attention": "leave it out: attention is the model's own",
     "autotuning": "leave it out: python -m offloadd plan says what fits and how fast it can be",
@@ -77,10 +80,27 @@ _REFUSED = {
 # Values of refused keys that switch them off, beside false, null, 0 and `enabled` false.
 _OFF = {"zero_optimization.zero_hpz_partition_size": 1, "zero_optimization.mics_shard_size": -1}
 
+_PATH = ((str, os.PathLike), "a path")
+
+# Keys under "offloadd", with the types of their values and the words for what they may be.
 _OWN = {
-    "units", "optimizer_step", "optimizer_device", "resident_fraction", "gradients", "commit_every", "staging_bytes", "update_threads", "run_dir", "socket",
-    "program", "compute_device", "gpu",
-}  # fmt: skip
+    "units": ((list, tuple), "a list of classes or patterns of module names"),
+    "optimizer_step": (str, "one of immediate, deferred"),
+    "optimizer_device": (str, "one of auto, cpu, gpu, shared"),
+    "resident_fraction": ((int, float), "a number from 0 to 1"),
+    "gradients": (str, "one of auto, cpu, nvme"),
+    "commit_every": (int, "a whole number of steps, at least 1"),
+    "staging_bytes": (int, "a whole number of bytes"),
+    "update_threads": (int, "a whole number, at least 1"),
+    "run_dir": _PATH,
+    "socket": _PATH,
+    "program": _PATH,
+    "compute_device": (str, "a device of torch, such as cuda:0"),
+    "gpu": (str, '"untested"'),
+}
+
+# Least likeness, from 0 to 1, of a misspelled key to the one that was meant. DeepSpeed's own keys are less alike.
+_MISSPELLED = 0.85
 
 # DeepSpeed's name for a job without one.
 _JOB_NAME = "DeepSpeedJobName"
@@ -146,14 +166,17 @@ def settings_of(config: Config) -> Settings:
         default_dir = path.absolute().with_name(f"offloadd-{path.stem}")
         try:
             config = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            raise Error(f"{os.fspath(path)}: {error}") from None
+        except OSError as error:
+            raise Error(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise Error(f"{path} is not JSON: {error}") from None
+        if not isinstance(config, Mapping):
+            raise Error(f"{path}: expected a JSON object, such as {{\"train_batch_size\": 8}}")
     without_effect = _check(config)
     zero = config.get("zero_optimization") or {}
     param = zero.get("offload_param") or {}
     optimizer = zero.get("offload_optimizer") or {}
-    own = dict(config.get("offloadd") or {})
-    _known("offloadd.", own, _OWN)
+    own = own_keys(config)
 
     devices = {part.get("device", "none") for part in (param, optimizer) if part}
     devices.discard("none")
@@ -167,14 +190,14 @@ def settings_of(config: Config) -> Settings:
         raise Error("zero_optimization.offload_param.nvme_path: name a directory on an NVMe drive, or several in a list")
     for path in paths if device == "nvme" else ():
         if not Path(path).is_dir():
-            raise Error(f"zero_optimization.offload_param.nvme_path: {path} is no directory: make it, or name another one")
+            raise Error(f"zero_optimization.offload_param.nvme_path: {path} is not a directory: make it, or name another one")
     batch = batch_of(config)
     settings = Settings(
         device=device,
         nvme=tuple(Path(path).absolute() for path in paths) if device == "nvme" and not socket else (),
-        gradient_clipping=float(_given(config, "gradient_clipping", 0.0)),
+        gradient_clipping=_number(config, "gradient_clipping", 0.0),
         train_batch_size=batch and batch[0] * batch[1] * processes(),
-        steps_per_print=_given(config, "steps_per_print", None),
+        steps_per_print=_number(config, "steps_per_print", None),
         wall_clock_breakdown=bool(config.get("wall_clock_breakdown", False)),
         precision=_precision(config),
         run_dir=Path(own.pop("run_dir", default_dir)).absolute(),
@@ -186,17 +209,36 @@ def settings_of(config: Config) -> Settings:
         units=tuple(own.pop("units", ())),
         **own,
     )
-    if settings.optimizer_step not in ("immediate", "deferred"):
-        raise Error(f"offloadd.optimizer_step = {settings.optimizer_step!r}: one of immediate, deferred")
-    if settings.gradients not in (None, "auto", "cpu", "nvme"):
-        raise Error(f"offloadd.gradients = {settings.gradients!r}: one of auto, cpu, nvme")
-    if settings.optimizer_device not in (None, "auto", "cpu", "gpu", "shared"):
-        raise Error(f"offloadd.optimizer_device = {settings.optimizer_device!r}: one of auto, cpu, gpu, shared")
-    if settings.gpu not in (None, "untested"):
-        raise Error(f"offloadd.gpu = {settings.gpu!r}: \"untested\" is the only value")
-    if not 0.0 <= settings.resident_fraction <= 1.0:
-        raise Error(f"offloadd.resident_fraction = {settings.resident_fraction}: from 0 to 1")
+    in_range = {
+        "optimizer_step": settings.optimizer_step in ("immediate", "deferred"),
+        "optimizer_device": settings.optimizer_device in (None, "cpu", "gpu", "shared"),
+        "gradients": settings.gradients in (None, "cpu", "nvme"),
+        "resident_fraction": 0.0 <= settings.resident_fraction <= 1.0,
+        "commit_every": settings.commit_every >= 1,
+        "staging_bytes": settings.staging_bytes >= 0,
+        "update_threads": settings.update_threads is None or settings.update_threads >= 1,
+        "gpu": settings.gpu in (None, "untested"),
+    }
+    if settings.program and not settings.program.is_file():
+        raise Error(f"offloadd.program: {settings.program} is not a file: name the program offloadd, or leave the key out")
+    for key, good in in_range.items():
+        if not good:
+            raise Error(f"offloadd.{key} = {getattr(settings, key)!r}: must be {_OWN[key][1]}")
     return settings
+
+
+def own_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys under "offloadd" that have a value."""
+    section = config.get("offloadd") or {}
+    if not isinstance(section, Mapping):
+        raise Error(f"offloadd = {section!r}: expected an object of keys")
+    _known("offloadd.", section, _OWN)
+    own = {key: value for key in section if (value := _given(section, key, None)) is not None}
+    for key, value in own.items():
+        types, words = _OWN[key]
+        if not isinstance(value, types) or isinstance(value, bool):
+            raise Error(f"offloadd.{key} = {value!r}: must be {words}")
+    return own
 
 
 def _fp32_gradients(config: Mapping[str, Any]) -> bool:
@@ -255,6 +297,13 @@ def _given(section: Mapping[str, Any], key: str, default: Any) -> Any:
     return default if value is None or value == "auto" else value
 
 
+def _number(section: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = _given(section, key, default)
+    if value is not default and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+        raise Error(f"{key} = {value!r}: must be a number")
+    return value
+
+
 def _precision(config: Mapping[str, Any]) -> Optional[str]:
     on = [name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") is True]
     if len(on) == 2:
@@ -273,11 +322,15 @@ def _check(found: Mapping[str, Any], prefix: str = "") -> list[str]:
                 raise NotSupported(f"{path} is not supported: {_REFUSED[path]}")
         elif any(one.startswith(path + ".") for one in _READ):
             if not isinstance(value or {}, Mapping):
-                raise Error(f"{path} = {value!r}: expected a table of keys")
+                raise Error(f"{path} = {value!r}: expected an object of keys")
             without_effect += _check(value or {}, path + ".")
         elif path not in _READ:
             if not prefix:
                 _known("", [key], {one.split(".")[0] for one in _READ | _WITHOUT_EFFECT})
+            # A key of a table that is not one of those read is another of DeepSpeed's, unless it is nearly one of them.
+            inner = {one[len(prefix):].split(".")[0] for one in _READ if prefix and one.startswith(prefix)}
+            if difflib.get_close_matches(key, inner, 1, _MISSPELLED):
+                _known(prefix, [key], inner)
             without_effect.append(path)
     return without_effect
 

@@ -24,7 +24,7 @@ from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
 from ._held import UNSCALED, Held
 from ._memory import GpuMemory, gpu_of
-from ._plan import Plan
+from ._plan import Plan, bytes_text
 from ._progress import Progress
 from ._ranks import Ranks
 from ._state import from_blob, random_state, set_random_state, to_blob
@@ -100,7 +100,10 @@ class Run:
         settings, run_dir = plan.settings, plan.run_dir
         self.settings, self.run_dir = settings, run_dir
         self.model, self.optimizer = model, optimizer
-        self.track = [one for one in track if hasattr(one, "state_dict") and hasattr(one, "load_state_dict")]
+        for one in track:
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
+        self.track = track
         names = {id(param): name for name, param in model.named_parameters()}
         _check_groups(optimizer, found)
         plan.check()
@@ -176,6 +179,10 @@ class Run:
         self._patch_optimizer()
         self._patch_model()
         self._open_reports()
+        how = f"resumes after step {self.steps_done}" if self.steps_done else "begins"
+        if blob is not None and not resume:
+            how += f" anew and replaces an earlier run of {blob['steps_done']} steps"
+        say(f"{run_dir}: the run {how}; {self.describe()}")
         model._offloadd_run = self
         # Accelerate then leaves the model where it is.
         model._is_accelerate_prepared = True
@@ -401,12 +408,11 @@ class Run:
 
     def describe(self) -> str:
         """The place of the state, for people."""
-        gib = lambda count: f"{count / (1 << 30):.2f} GiB"
         elems = sum(unit.elems for unit in self.engine.units)
-        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on NVMe ({self._core.engine})"}
+        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self._core.engine})"}
         return (
             f"{elems:,} parameters in {len(self.engine.units)} units, state {where[self.settings.device]}: "
-            f"{gib(self._core.host_bytes)} of host memory, {gib(self._core.device_bytes)} of tiles; step {self.steps_done}"
+            f"{bytes_text(self._core.host_bytes)} of host memory, {bytes_text(self._core.device_bytes)} of tiles"
         )
 
     @property
@@ -524,7 +530,7 @@ class Run:
     def _step(self) -> None:
         engine = self.engine
         if engine.broken or engine.half_backward:
-            raise Error("the last backward did not end, so the gradients are not whole: call zero_grad() and go on with the next batch")
+            raise Error("the last backward did not end, so the gradients are not whole: call zero_grad() and continue with the next batch")
         if not engine.square_sums:
             raise Error("optimizer.step() without gradients: call backward first")
         dropped = engine.dropped()
@@ -690,12 +696,12 @@ class Run:
             if (old_name, old_shape) != (name, shape):
                 raise LayoutChanged(
                     f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; use the model "
-                    "it was begun with, or name another directory"
+                    "it was begun with, or name another run_dir (for Hugging Face's Trainer another output_dir)"
                 )
         if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in self.layout]:
             raise LayoutChanged(
                 f"{where}: it was begun with other units or parameters ({len(before)}, now {len(now)}); use the model it "
-                "was begun with, or name another directory"
+                "was begun with, or name another run_dir (for Hugging Face's Trainer another output_dir)"
             )
 
 

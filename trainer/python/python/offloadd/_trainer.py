@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from . import _deepspeed
+from ._config import own_keys
 from ._run import LAYOUT
 from ._state import random_state
 from .hf import RESUME_DIR, TrainerProgress, write_random_state
@@ -22,7 +23,7 @@ def patch_trainer(module: Any) -> None:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if plugin is None:
             return plain(self, resume_from_checkpoint, *args, **kwargs)
-        own = plugin.hf_ds_config.config.get("offloadd") or {}
+        own = own_keys(plugin.hf_ds_config.config)
         run_dir = Path(own.get("run_dir") or Path(self.args.output_dir) / "offloadd")
         kept = TrainerProgress(self)
         # A checkpoint that is named is loaded by `load_checkpoint`.

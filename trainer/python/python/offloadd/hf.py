@@ -11,6 +11,7 @@ from typing import Any, Mapping, Optional, Union
 
 import torch
 
+from ._config import own_keys, settings_of
 from ._ranks import Ranks
 from ._run import Run, prepare
 from ._state import random_state, set_random_state
@@ -27,13 +28,14 @@ def attach(
 ) -> Run:
     """Takes over the model and the optimizer of a `transformers.Trainer`, before `trainer.train()`.
 
-    The run lies in `run_dir`, by default `output_dir/offloadd`. `trainer.train()` continues after the last committed step, whatever
-    `resume_from_checkpoint` says: it is newer than any checkpoint. An evaluation or a checkpoint that was due after that step is
-    made again. Checkpoints that the Trainer writes hold the weights, and no moments.
+    The run lies in `run_dir`, else in the key offloadd.run_dir, else in `output_dir/offloadd`. `trainer.train()` continues after the
+    last committed step, whatever `resume_from_checkpoint` says: it is newer than any checkpoint. An evaluation or a checkpoint that
+    was due after that step is made again. Checkpoints that the Trainer writes hold the weights, and no moments.
     """
     kept = TrainerProgress(trainer)
     trainer.create_optimizer()
-    directory = Path(run_dir or Path(trainer.args.output_dir) / "offloadd")
+    own = own_keys(settings_of(config).json)
+    directory = Path(run_dir or own.get("run_dir") or Path(trainer.args.output_dir) / "offloadd")
     run = prepare(trainer.model, trainer.optimizer, config, run_dir=directory, track=[kept])
     names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
     original = {name: getattr(trainer, name) for name in names}
@@ -90,7 +92,7 @@ class TrainerProgress:
             "state": json.dumps(progress, default=float),
             "scheduler": trainer.lr_scheduler.state_dict() if hasattr(trainer.lr_scheduler, "state_dict") else None,
             "asked": [name for name in _ASKED if getattr(trainer.control, name)],
-            # Of the steps since the last one that was logged.
+            # The sum since the last step that was logged.
             "loss": 0.0 if loss is None else float(loss),
             "logged": getattr(trainer, "_globalstep_last_logged", 0),
         }
