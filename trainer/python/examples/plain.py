@@ -1,6 +1,6 @@
 """A training loop of one's own on this library: a small language model that learns to count.
 
-    python plain.py RUN_DIR DEVICE_DIR [STEPS]
+    python plain.py RUN_DIR DEVICE_DIR [STEPS]      # DEVICE_DIR exists already, on an NVMe drive
     torchrun --nproc-per-node 2 plain.py RUN_DIR DEVICE_DIR [STEPS]
 
 Kill it at any time and start it again: it resumes after the last committed step and ends with the same weights. With torchrun, each
@@ -16,6 +16,8 @@ from torch import nn
 
 import offloadd
 
+if len(sys.argv) < 3:
+    sys.exit("usage: python plain.py RUN_DIR DEVICE_DIR [STEPS]")
 run_dir, device_dir, steps = sys.argv[1], sys.argv[2], int(sys.argv[3]) if len(sys.argv) > 3 else 40
 VOCABULARY, LENGTH, WIDTH = 101, 16, 64
 

@@ -80,7 +80,7 @@ def test_the_command_plans_a_model_by_its_size(tmp_path, capsys):
     assert main(["plan", str(path), "--params", "1e6", "--units", "4"]) == 0
     text = capsys.readouterr().out
     assert "model     1.00 M parameters (bfloat16) in 4 units" in text
-    assert "bound     " in text and "device writes is the limit" in text
+    assert "bound     " in text and "limited by device writes; reads at " in text
     assert main(["plan", str(path), "--params", "1e13"]) == 1
     told = capsys.readouterr()
     assert "refused   " in told.out and "the store needs" in told.err

@@ -48,10 +48,9 @@ class Plan:
         host, available = self.figures["host_bytes"], self.host_available_bytes
         if available is None or host <= available:
             return []
-        return [
-            f"tiles take {_bytes(host)} of host memory, {_bytes(available)} are available: set "
-            "offloadd.resident_fraction lower, or zero_optimization.offload_param.device = \"nvme\""
-        ]
+        lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
+        advice = f"set {lower} lower" if self.settings.device == "nvme" else 'set zero_optimization.offload_param.device = "nvme"'
+        return [f"tiles take {bytes_text(host)} of host memory, {bytes_text(available)} are available: {advice}"]
 
     @property
     def bound_s(self) -> float:
@@ -68,24 +67,24 @@ class Plan:
         lines = [
             f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of "
             f"{f['tile_elems']} elements",
-            f"host      {_bytes(f['host_bytes'])}: resident tiles {_bytes(f['resident_bytes'])}, staging "
-            f"{_bytes(f['staging_bytes'])}, gradients {_bytes(f['grad_bytes'])}",
+            f"host      {bytes_text(f['host_bytes'])}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
+            f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}",
         ]
         if self.host_available_bytes is not None:
-            lines[-1] += f"; {_bytes(self.host_available_bytes)} available"
+            lines[-1] += f"; {bytes_text(self.host_available_bytes)} available"
         if f["device_bytes"]:
             where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
-            lines.append(f"devices   {_bytes(f['device_bytes'])} of tiles, both generations, in {where}")
-            reads = [f"{part} {_bytes(f[part + '_read_bytes'])}" for part in ("forward", "backward", "update")]
+            lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: two copies of each tile that changes")
+            reads = [f"{part} {bytes_text(f[part + '_read_bytes'])}" for part in ("forward", "backward", "update")]
             total = sum(f[part + "_read_bytes"] for part in ("forward", "backward", "update"))
-            lines.append(f"a step    reads {_bytes(total)} ({', '.join(reads)}), writes {_bytes(f['written_bytes'])}")
+            lines.append(f"a step    reads {bytes_text(total)} ({', '.join(reads)}), writes {bytes_text(f['written_bytes'])}")
             source = "measured" if f["measured"] else "assumed"
-            rates = f"reads of {f['read_bytes_per_s'] / 1e9:.2f} GB/s and writes of {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({source})"
+            rates = f"; reads at {f['read_bytes_per_s'] / 1e9:.2f} GB/s, writes at {f['write_bytes_per_s'] / 1e9:.2f} GB/s ({source})"
         else:
             lines.append("devices   nothing")
-            rates = "host memory"
-        counted = "" if f["compute_s"] is not None else ", forward and backward not counted: no step was measured yet"
-        lines.append(f"bound     {f['bound_s']:.3g} s a step at {rates}: {f['wall']} is the limit{counted}")
+            rates = ""
+        counted = "" if f["compute_s"] is not None else "; without the time of forward and backward, which the first step measures"
+        lines.append(f"bound     {f['bound_s']:.3g} s a step, limited by {f['wall']}{rates}{counted}")
         if f["last_step_s"] is not None:
             lines.append(f"expected  {max(f['last_step_s'], f['bound_s']):.3g} s a step, as the last one in metrics.jsonl")
         lines += [f"warning   {warning}" for warning in self.warnings]
@@ -172,7 +171,8 @@ def _program(settings: Settings) -> Optional[str]:
     return str(beside) if beside.exists() else shutil.which("offloadd")
 
 
-def _bytes(count: float) -> str:
+def bytes_text(count: float) -> str:
+    """A number of bytes for people, with a unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
