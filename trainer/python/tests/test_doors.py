@@ -1,4 +1,4 @@
-"""Scripts that say deepspeed: run unmodified by `offloadd-run`, and refused by name where offloadd does not answer."""
+"""Scripts that use DeepSpeed: run unmodified by `offloadd-run`, and refused by name where offloadd does not answer."""
 
 import json
 import os

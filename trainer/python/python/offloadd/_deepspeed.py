@@ -25,7 +25,7 @@ from ._initialize import ReadingEngine, TrainingEngine, initialize as _initializ
 from ._schedules import SCHEDULERS
 from ._zero import GatheredParameters, Init
 
-_DOC = 'see "Scripts that say deepspeed" in docs/pytorch.md'
+_DOC = 'see "Scripts that use DeepSpeed" in docs/pytorch.md'
 
 # What to use instead of each missing name.
 _INSTEAD = {

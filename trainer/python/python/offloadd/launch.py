@@ -19,7 +19,7 @@ examples:
   offloadd-run -- accelerate launch --config_file zero3.yaml sft.py
   offloadd-run -- torchrun --nproc-per-node 2 train.py
 
-Nothing named deepspeed is installed or needed. What the interface has: docs/pytorch.md, "Scripts that say deepspeed".
+Nothing named deepspeed is installed or needed. What the interface has: docs/pytorch.md, "Scripts that use DeepSpeed".
 """
 
 
