@@ -249,6 +249,22 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_changed(tmp_pa
     assert model(batches(1)[0]).isfinite()
 
 
+@needs_daemon
+def test_a_resumed_run_with_batches_of_another_size_skips_as_many_samples(tmp_path):
+    data, seen = torch.cat(batches(6)), []
+    size = len(data) // 6
+    for batch_size, steps in ((size, 2), (size // 2, None)):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with offloadd.prepare(model, optimizer, config("nvme", tmp_path), run_dir=tmp_path / "run") as run:
+            for x in run.batches(torch.utils.data.DataLoader(data, batch_size=batch_size)):
+                seen.append(x)
+                train(model, optimizer, [x])
+                if run.steps_done == steps:
+                    break
+    assert len(seen) == 2 + 4 * 2 and torch.equal(torch.cat(seen), data)
+
+
 def test_auto_counts_as_left_out_below_offloadd_too():
     given = settings_of({"offloadd": {"resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
     assert (given.resident_fraction, given.run_dir, given.commit_every) == (0.0, pathlib.Path("offloadd-run").absolute(), 1)

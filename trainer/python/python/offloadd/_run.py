@@ -329,13 +329,14 @@ class Run:
         resumed = self._resumed
         if resumed is not None and position.epoch < resumed["epoch"]:
             return
-        skip = 0
+        skip, size = 0, getattr(loader, "batch_size", None) or 1
         if resumed is not None:
-            # Another number of ranks reads other parts of the data, as many samples of it together.
-            skip, self._resumed = resumed["batches"] * resumed["ranks"] // self.ranks.count, None
+            # Another number of ranks, or batches of another size, read other parts of the data: as many samples are skipped.
+            seen = resumed["batches"] * resumed["ranks"] * (resumed["batch_size"] or size)
+            skip, self._resumed = seen // (self.ranks.count * size), None
             if resumed["epoch_random"] is not None:
                 set_random_state(resumed["epoch_random"])
-        position.random = random_state()
+        position.random, position.batch_size = random_state(), size
         iterator = iter(loader)
         for position.batches in range(1, skip + 1):
             next(iterator, None)
@@ -644,6 +645,7 @@ class Run:
             "random": random_state(),
             "epoch": position.epoch,
             "batches": position.batches,
+            "batch_size": position.batch_size,
             "epoch_random": position.random,
             "ranks": self.ranks.count,
         }
@@ -672,7 +674,7 @@ class Run:
         self._updates = dict(state["updates"])
         self.resumed_random = state["random"]
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
-        self._resumed["ranks"] = state.get("ranks", 1)
+        self._resumed.update(ranks=state.get("ranks", 1), batch_size=state.get("batch_size"))
         if "groups" in state:
             self._groups = state["groups"]
             self.restore_groups()
@@ -711,6 +713,8 @@ class _Position:
     def __init__(self) -> None:
         self.epoch = 0
         self.batches = 0
+        # Samples of a batch, if the loader says so.
+        self.batch_size: Optional[int] = None
         self.random: Optional[dict[str, Any]] = None
 
 
