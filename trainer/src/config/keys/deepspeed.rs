@@ -11,6 +11,9 @@ Generated from the program by `make docs`; a test keeps it current.
 
 ## Moving a run
 
+A Python script that uses DeepSpeed can stay as it is: [`offloadd-run`](pytorch.md#first-run) starts it. This page is about the native trainer, which needs no
+script.
+
 1. Write a run file with the settings that DeepSpeed leaves to your script: `model.path`, `data.files`, `train.steps`, `train.seq_len`, `train.run_dir`
    (`configs/deepspeed.toml` is an example).
 2. `trainer plan run.toml --deepspeed ds_config.json` reads your JSON unchanged, including comments, trailing commas and numbers such as 5e8. It lists each key
