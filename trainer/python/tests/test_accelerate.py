@@ -198,3 +198,15 @@ def test_the_checkpoint_that_the_trainer_calls_best_is_loaded_at_the_end(tmp_pat
     settings = config("cpu", tmp_path)
     last, _ = with_trainer(tmp_path / "out-last", settings, tmp_path / "last")
     assert not same_bits(last, train(settings, tmp_path / "best"))
+
+
+@needs_daemon
+@pytest.mark.parametrize("steps, config, fp32", [(1, None, False), (2, None, True), (2, 1, False), (1, "auto", False)])
+def test_the_trainers_micro_batches_decide_the_type_of_gradients_unless_the_configuration_does(tmp_path, steps, config, fp32):
+    import offloadd.hf  # noqa: F401
+
+    args = transformers.TrainingArguments(str(tmp_path / "out"), gradient_accumulation_steps=steps, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(model_of(), args, train_dataset=data())
+    settings = {} if config is None else {"gradient_accumulation_steps": config}
+    with offloadd.hf.attach(trainer, settings, run_dir=tmp_path / "run") as run:
+        assert run.settings.fp32_gradients == fp32

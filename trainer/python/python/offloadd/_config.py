@@ -157,21 +157,29 @@ class Settings:
         return str(Path(monitor.get("output_path") or run_dir / name) / job)
 
 
+def read(config: Config) -> Mapping[str, Any]:
+    """The content of a configuration: a dict, or a file's. Raises `Error` if the file cannot be read or is not a JSON object."""
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise Error(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise Error(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, Mapping):
+        raise Error(f"{path}: expected a JSON object, such as {{\"train_batch_size\": 8}}")
+    return content
+
+
 def settings_of(config: Config) -> Settings:
     """Reads a file or a dict. Raises `Error` for unknown keys, with the one that was probably meant, and `NotSupported` for
     what is not built."""
     default_dir = Path("offloadd-run").absolute()
     if not isinstance(config, Mapping):
-        path = Path(config)
-        default_dir = path.absolute().with_name(f"offloadd-{path.stem}")
-        try:
-            config = json.loads(path.read_text())
-        except OSError as error:
-            raise Error(f"{path} cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise Error(f"{path} is not JSON: {error}") from None
-        if not isinstance(config, Mapping):
-            raise Error(f"{path}: expected a JSON object, such as {{\"train_batch_size\": 8}}")
+        default_dir = Path(config).absolute().with_name(f"offloadd-{Path(config).stem}")
+        config = read(config)
     without_effect = _check(config)
     zero = config.get("zero_optimization") or {}
     param = zero.get("offload_param") or {}

@@ -11,7 +11,7 @@ from typing import Any, Mapping, Optional, Union
 
 import torch
 
-from ._config import own_keys, settings_of
+from ._config import own_keys, read
 from ._ranks import Ranks
 from ._run import Run, prepare
 from ._state import random_state, set_random_state
@@ -30,12 +30,16 @@ def attach(
 
     The run lies in `run_dir`, else in the key offloadd.run_dir, else in `output_dir/offloadd`. `trainer.train()` continues after the
     last committed step, whatever `resume_from_checkpoint` says: it is newer than any checkpoint. An evaluation or a checkpoint that
-    was due after that step is made again. Checkpoints that the Trainer writes hold the weights, and no moments.
+    was due after that step is made again. The Trainer's number of micro-batches counts where `config` names none. Checkpoints that
+    the Trainer writes hold the weights, and no moments.
     """
     kept = TrainerProgress(trainer)
     trainer.create_optimizer()
-    own = own_keys(settings_of(config).json)
-    directory = Path(run_dir or own.get("run_dir") or Path(trainer.args.output_dir) / "offloadd")
+    config = read(config)
+    directory = Path(run_dir or own_keys(config).get("run_dir") or Path(trainer.args.output_dir) / "offloadd")
+    if config.get("gradient_accumulation_steps") in (None, "auto"):
+        # With one pass a step, gradients of 16-bit parameters need no fp32.
+        config = {**config, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
     run = prepare(trainer.model, trainer.optimizer, config, run_dir=directory, track=[kept])
     names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
     original = {name: getattr(trainer, name) for name in names}
