@@ -82,6 +82,34 @@ def test_accumulation_clipping_and_schedule_are_those_of_a_plain_loop(tmp_path, 
     engine.destroy()
 
 
+def test_the_model_goes_to_the_gpu_that_there_is_unless_the_configuration_names_a_place(tmp_path, monkeypatch):
+    class Stop(Exception):
+        pass
+
+    def asked(**own):
+        found = []
+
+        def prepare(model, optimizer, config, run_dir, **more):
+            found.append((offloadd._config.settings_of(config).compute_device, run_dir))
+            raise Stop
+
+        monkeypatch.setattr(offloadd._initialize, "prepare", prepare)
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps({**settings("cpu", tmp_path), "offloadd": own}))
+        with pytest.raises(Stop):
+            offloadd.initialize(model=model_of(), config=str(path))
+        return found[0]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert asked() == (None, None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert asked() == ("cuda:3", tmp_path / "offloadd-ds"), "the run's directory is still the one of the file's name"
+    assert asked(compute_device="cpu") == ("cpu", None)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert asked()[0] == "cuda:1"
+
+
 def test_bf16_brings_the_model_to_its_type(tmp_path):
     engine, *_ = engine_of(tmp_path, bf16={"enabled": True})
     assert {param.dtype for param in engine.module.parameters()} == {torch.bfloat16}

@@ -13,7 +13,7 @@ from torch import nn
 
 from . import _offloadd
 from ._checkpoint import load_checkpoint, save_checkpoint
-from ._config import Config, Settings, batch_of, processes, settings_of
+from ._config import Config, Settings, batch_of, own_keys, processes, settings_of
 from ._console import say
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
@@ -45,7 +45,7 @@ def initialize(
 
     `optimizer` and `lr_scheduler` are objects, functions that make them (of the parameters, of the optimizer), or left
     out for what the sections `optimizer` and `scheduler` of the configuration say. Where bf16 or fp16 is enabled, the
-    model is brought to that type. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step, unless `resume`
+    model is brought to that type. It computes on the process's GPU if there is one. The same `run_dir` (or offloadd.run_dir) resumes after the last committed step, unless `resume`
     is False: the run then begins anew. `track` has further objects whose state is committed with each step.
     """
     if model is None:
@@ -60,6 +60,12 @@ def initialize(
     if processes() > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     settings = settings_of(config)
+    own = own_keys(settings.json)
+    if "compute_device" not in own and torch.cuda.is_available():
+        # As deepspeed.initialize moves the model.
+        index = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
+        run_dir = run_dir or settings.run_dir
+        config = {**settings.json, "offloadd": {**own, "compute_device": f"cuda:{index}"}}
     if settings.precision is not None:
         model.to(getattr(torch, settings.precision))
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
