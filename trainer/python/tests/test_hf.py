@@ -28,8 +28,8 @@ def server(way):
     return forks.Server(below_offloadd_run()) if way == "deepspeed" else forks._server()
 
 
-def start(way, output_dir, settings):
-    script = [HERE / "scripts" / "hf_trainer.py", output_dir, json.dumps(settings), *(["--deepspeed"] if way == "deepspeed" else [])]
+def start(way, output_dir, settings, *more):
+    script = [HERE / "scripts" / "hf_trainer.py", output_dir, json.dumps(settings), *(["--deepspeed"] if way == "deepspeed" else []), *more]
     return server(way).start(*script, imports=["transformers.trainer", "transformers.models.bert.modeling_bert"])
 
 
@@ -79,3 +79,13 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
         assert numbers(end, kind) == {step: unbroken[step] for step in unbroken if int(step) > 6 - (kind == "metric")}
     for kind in ("early", "done"):
         assert [line for line in end if line.startswith(kind)] == [line for line in whole if line.startswith(kind)]
+
+
+@needs_daemon
+def test_a_second_train_goes_on_with_the_weights_and_moments_of_the_first(tmp_path):
+    expected = lines_of(start("attach", tmp_path / "plain", None, "--twice"))
+    found = lines_of(start("deepspeed", tmp_path / "ours", {**config("nvme", tmp_path), **DEEPSPEED}, "--twice"))
+    found, expected = (numbers(lines[lines.index("again") :], "loss") for lines in (found, expected))
+    assert len(expected) == 12 and found.keys() == expected.keys()
+    for step, values in expected.items():
+        assert found[step] == pytest.approx(values, rel=1e-5), step

@@ -104,6 +104,9 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     answering()
     init_distributed()
     given = inspect.signature(_initialize).bind(*args, **kwargs).arguments
+    if "engine" in beginning:
+        engine = beginning.pop("engine")
+        return engine, engine.optimizer, None, engine.renew_schedule(given.get("lr_scheduler"))
     config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
     if given.get("optimizer") is None and config is not None and given.get("model") is not None:
         # trl writes some keys as paths at the top level, where DeepSpeed does not see them.

@@ -19,7 +19,7 @@ VERSION = "0.18.2"
 VARIABLE = "OFFLOADD_AS_DEEPSPEED"
 
 # Modules of others that call functions of ours after they were imported: their name, and the function in `offloadd._trainer`.
-_AFTER = {"transformers.trainer": "patch_trainer"}
+_AFTER = {"accelerate.state": "patch_state", "transformers.trainer": "patch_trainer"}
 
 
 class _Distribution(importlib.metadata.Distribution):

@@ -129,6 +129,16 @@ class TrainingEngine:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
 
+    def renew_schedule(self, lr_scheduler: Any) -> Any:
+        """Puts a schedule, its maker, or the configured one for None, in place of the last, whose training has ended."""
+        if lr_scheduler is None:
+            lr_scheduler = schedule_of(self.config, self.optimizer)
+        elif not hasattr(lr_scheduler, "state_dict"):
+            lr_scheduler = lr_scheduler(self.optimizer)
+        self.run.track = [lr_scheduler if one is self.lr_scheduler else one for one in self.run.track]
+        self.lr_scheduler = lr_scheduler
+        return lr_scheduler
+
     # A step
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

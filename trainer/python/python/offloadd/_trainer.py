@@ -1,14 +1,19 @@
-"""Hugging Face's Trainer in a process where offloadd answers to `import deepspeed`: its run lies in `output_dir/offloadd`, and
-`resume_from_checkpoint=True` lands on the last committed step."""
+"""Hugging Face's Trainer and Accelerate in a process where offloadd answers to `import deepspeed`: the Trainer's run lies in
+`output_dir/offloadd`, and `resume_from_checkpoint=True` lands on the last committed step."""
 
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from . import _deepspeed
 from ._config import own_keys
+from ._errors import NotSupported
+from ._initialize import TrainingEngine
 from ._run import LAYOUT
 from ._state import random_state
 from .hf import RESUME_DIR, TrainerProgress, write_random_state
@@ -23,12 +28,16 @@ def patch_trainer(module: Any) -> None:
         plugin = getattr(self.accelerator.state, "deepspeed_plugin", None)
         if plugin is None:
             return plain(self, resume_from_checkpoint, *args, **kwargs)
+        open_engine = _reopened(self, resume_from_checkpoint)
         own = own_keys(plugin.hf_ds_config.config)
         run_dir = Path(own.get("run_dir") or Path(self.args.output_dir) / "offloadd")
         kept = TrainerProgress(self)
         # A checkpoint that is named is loaded by `load_checkpoint`.
         resumes = resume_from_checkpoint is True and (run_dir / LAYOUT).exists() and hasattr(self, "_init_training_state")
-        _deepspeed.beginning.update(run_dir=run_dir, resume=resumes, track=[kept])
+        if open_engine is not None:
+            _deepspeed.beginning.update(engine=open_engine)
+        else:
+            _deepspeed.beginning.update(run_dir=run_dir, resume=resumes, track=[kept])
         if resumes:
             resume_from_checkpoint = str(_resume(module, self, kept, run_dir / RESUME_DIR))
         try:
@@ -39,6 +48,35 @@ def patch_trainer(module: Any) -> None:
         return result
 
     module.Trainer.train = train
+
+
+def patch_state(module: Any) -> None:
+    """Lets Accelerate, whose module was just imported, open DeepSpeed's ranks on the CPU too, where it sees one process."""
+    plain = module.PartialState._prepare_backend
+
+    @functools.wraps(plain)
+    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        backend, kind = plain(self, *args, **kwargs)
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in os.environ
+        deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true"
+        if ranks and deepspeed and backend is None and not torch.cuda.is_available():
+            return "gloo", module.DistributedType.MULTI_CPU
+        return backend, kind
+
+    module.PartialState._prepare_backend = prepare_backend
+
+
+def _reopened(trainer: Any, resume_from_checkpoint: Any) -> Any:
+    """Returns the engine of an earlier `train` of this Trainer, which trains on with its weights and moments; None without one."""
+    engine = trainer.model_wrapped
+    if not isinstance(engine, TrainingEngine) or engine.run.closed:
+        return None
+    if resume_from_checkpoint is True:
+        raise NotSupported("a second train() in one process with resume_from_checkpoint=True: name a checkpoint, or start the script again")
+    # Accelerate would end the engine's run, and the Trainer would prepare nothing anew.
+    trainer.accelerator.deepspeed_engine_wrapped = None
+    trainer.model_wrapped, trainer.optimizer = engine.module, engine.optimizer
+    return engine
 
 
 def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -> Path:

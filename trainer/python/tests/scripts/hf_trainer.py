@@ -1,7 +1,7 @@
 """A user's script with Hugging Face's Trainer: masked language modelling of random words, evaluated in between.
 
 `hf_trainer.py OUTPUT_DIR JSON` attaches the engine, or leaves it out where the JSON is null; `hf_trainer.py OUTPUT_DIR JSON --deepspeed`
-says deepspeed and nothing of the engine.
+says deepspeed and nothing of the engine. `--twice` trains on after that.
 """
 
 import hashlib
@@ -46,7 +46,8 @@ class Tell(transformers.TrainerCallback):
 
 args = transformers.TrainingArguments(
     output_dir, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=3e-3, warmup_steps=3,
-    weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4, load_best_model_at_end=True,
+    weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4, metric_for_best_model="loss",
+    load_best_model_at_end="--twice" not in sys.argv,
     per_device_eval_batch_size=4, use_cpu=not says_deepspeed, disable_tqdm=True, report_to=[], seed=5,
     restore_callback_states_from_checkpoint=True, deepspeed=config if says_deepspeed else None,
 )  # fmt: skip
@@ -58,6 +59,9 @@ if config is not None and not says_deepspeed:
 
     offloadd.hf.attach(trainer, config)
 trainer.train(resume_from_checkpoint=os.path.exists(output_dir + "/offloadd") or None)
+if "--twice" in sys.argv:
+    print("again", flush=True)
+    trainer.train()
 # A resumed Trainer makes callbacks anew.
 early = next(one for one in trainer.callback_handler.callbacks if isinstance(one, transformers.EarlyStoppingCallback))
 print("early stopping counts", early.early_stopping_patience_counter, "best", trainer.state.best_global_step)
