@@ -232,12 +232,12 @@ class Case:
             process = subprocess.Popen(
                 command, env={**os.environ, **more}, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, cwd=self.work
             )
-        # The last file that a checkpoint gets.
-        last = "random_states_0.pkl" if self.twin else "trainer_state.json"
+        # The last files that a checkpoint gets.
+        last = [f"random_states_{rank}.pkl" for rank in range(self.nproc)] if self.twin else ["trainer_state.json"]
         deadline = time.monotonic() + RUN_SECONDS_MAX
         while process.poll() is None:
-            if kill and (checkpoint / last).exists() or time.monotonic() > deadline:
-                os.killpg(process.pid, signal.SIGKILL)
+            if kill and all((checkpoint / name).exists() for name in last) or time.monotonic() > deadline:
+                kill_with_children(process.pid)
                 process.wait()
                 if kill:
                     return
@@ -264,6 +264,25 @@ class Case:
         if any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")):
             raise RuntimeError(f"loaded with {report}")
         return loaded.state_dict()
+
+
+def kill_with_children(pid):
+    """Kills a process and all below it: the ranks of a launcher have sessions of their own."""
+    os.kill(pid, signal.SIGSTOP)
+    doomed = [pid]
+    for parent in doomed:
+        for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+            try:
+                # After the name, which may have spaces: state, parent.
+                if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
+                    doomed.append(int(stat.parent.name))
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+    for one in reversed(doomed):
+        try:
+            os.kill(one, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
 
 
 def last_error(log):
