@@ -99,8 +99,8 @@ beginning: dict[str, Any] = {}
 
 
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """`offloadd.initialize`, for a script that counts its steps itself: the run begins with the model's weights, and goes on from
-    what it stored only where the script asks for that with `load_checkpoint`."""
+    """`offloadd.initialize`, for a script that counts its steps itself: the run begins with the model's weights. It
+    resumes only if the script calls `load_checkpoint`."""
     answering()
     init_distributed()
     given = inspect.signature(_initialize).bind(*args, **kwargs).arguments

@@ -144,7 +144,7 @@ class Ranks:
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
         if any(board.what(rank, number) != what for rank in ranks):
-            # Others may have gone on from here, but not past the next meeting.
+            # Another rank may have left this meeting already. It is stopped at its next one.
             places = [f'rank {rank}: "{board.what(rank, number)}"' for rank in ranks]
             raise self._fail(OrderDiffers(f"the ranks are about to do different things: {'; '.join(places)}. {_SAME_ORDER}"))
         return [board.data(rank, number) for rank in ranks]
@@ -181,11 +181,11 @@ class Ranks:
         places = []
         for rank in range(self.count):
             number = board.number(rank)
-            last = f'"{board.what(rank, number)}"' if number else "the beginning"
             if number == newest:
-                places.append(f"rank {rank} waits at {last}")
-            else:
-                places.append(f"rank {rank} has gone on from {last}" + (f" and is at {board.where(rank)}" if board.where(rank) else ""))
+                places.append(f'rank {rank} waits at "{board.what(rank, number)}"')
+                continue
+            passed = f'has passed "{board.what(rank, number)}"' if number else "has met no other rank yet"
+            places.append(f"rank {rank} {passed}" + (f" and is at {board.where(rank)}" if board.where(rank) else ""))
         return "; ".join(places)
 
     def end(self, why: str) -> None:
