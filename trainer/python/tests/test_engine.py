@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import offloadd
 from random_models import Fails
@@ -381,6 +382,44 @@ def test_few_units_are_here_at_once_and_each_comes_twice():
         assert gathered == 2 * [0, 1, 2, 3, 4, 5] + 2 * [5, 4, 3, 2, 1, 0]
         assert ours.core.here_max <= 3, "the root, a unit and the one before it"
         assert not same_gradients(plain, ours.take_gradients())
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_compiled_by_torch_compile_come_and_go_and_have_the_bits_of_those_compiled_alone(checkpointing):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    class Compiled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(6))
+            for block in self.blocks:
+                block.compile(backend=backend)
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if checkpointing else block(x)
+            return x.sum()
+
+    plain, ours = pair(Compiled)
+    for _ in range(3):
+        plain.zero_grad()
+        ours.core.done.clear()
+        batch = torch.randn(4, 8)
+        expected = plain(batch)
+        alone, _ = len(graphs), graphs.clear()
+        loss = ours.model(batch)
+        assert len(graphs) <= alone, "hooks are not compiled"
+        graphs.clear()
+        assert torch.equal(expected, loss)
+        expected.backward(), loss.backward()
+        assert [unit for scatter, unit in ours.core.done if not scatter] == [0, 1, 2, 3, 4, 5, 5, 4, 3, 2, 1, 0]
+        assert ours.core.here_max <= 2, "a block and the one before it"
+        assert not same_gradients(plain, ours.take_gradients())
+    assert not ours.live()
 
 
 def test_the_roots_weights_are_seen_between_forward_and_backward():
