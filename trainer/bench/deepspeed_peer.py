@@ -103,4 +103,5 @@ def main():
                       "torch": torch.__version__, "deepspeed": deepspeed.__version__}))
 
 
-main()
+if __name__ == "__main__":
+    main()
