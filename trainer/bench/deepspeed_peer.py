@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """DeepSpeed's ZeRO on the table's model, to compare with: random weights and tokens, the settings with which it was seen to run.
 
-    deepspeed_peer.py MODE --out DIR [--directory DRIVE] [--stage 2] [--keep] [--buckets large] [--super]
+    deepspeed_peer.py MODE --out DIR [--directory DRIVE] [--stage 2] [--keep] [--buckets large] [--super] [--compile]
 
 MODE: gpu; cpu-opt (optimizer in host memory), cpu (parameters too); nvme-opt (optimizer on the drive), nvme (parameters too).
 Needs deepspeed and transformers beside torch. Its extensions are compiled at the first use: a minute, libaio's headers, nvcc.
@@ -58,6 +58,7 @@ def main():
     parser.add_argument("--keep", action="store_true", help="keep what blocks compute instead of checkpointing activations")
     parser.add_argument("--buckets", default="auto", choices=["auto", "large"], help="by the model's width, or the documentation's")
     parser.add_argument("--super", action="store_true", help="SuperOffload")
+    parser.add_argument("--compile", action="store_true", help="compile each block with torch.compile")
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
@@ -65,6 +66,8 @@ def main():
     for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}.items():
         os.environ.setdefault(name, value)
     began = time.time()
+    # Its extensions are compiled for the GPU at hand; it cannot read names of architectures such as 9.0a.
+    os.environ.pop("TORCH_CUDA_ARCH_LIST", None)
     import deepspeed
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -77,6 +80,9 @@ def main():
         model = LlamaForCausalLM(config)
     if not a.keep:
         model.gradient_checkpointing_enable()
+    if a.compile:
+        for layer in model.model.layers:
+            layer.compile()
     count = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=chosen)
     engine.train()

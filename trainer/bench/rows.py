@@ -72,6 +72,7 @@ PEERS = {
     "deepspeed-cpu-kept": {**DEEPSPEED, "words": ["cpu", "--keep"], "says": "DeepSpeed ZeRO-3, optimizer and parameters in host memory, blocks kept"},
     "deepspeed-cpu-opt": {**DEEPSPEED, "words": ["cpu-opt"], "says": "DeepSpeed ZeRO-3, optimizer in host memory, blocks checkpointed"},
     "deepspeed-cpu-zero2": {**DEEPSPEED, "words": ["cpu-opt", "--stage", "2"], "says": "DeepSpeed ZeRO-2, optimizer in host memory, blocks checkpointed"},
+    "deepspeed-cpu-zero2-compiled": {**DEEPSPEED, "words": ["cpu-opt", "--stage", "2", "--compile"], "says": "the same, blocks compiled by torch.compile"},
     "deepspeed-super": {**DEEPSPEED, "words": ["cpu", "--super"],
                         "says": "DeepSpeed's SuperOffload, optimizer and parameters in host memory; where it fails, its last error is the row"},
     "deepspeed-super-opt": {**DEEPSPEED, "words": ["cpu-opt", "--super"], "says": "DeepSpeed's SuperOffload, optimizer in host memory; the same"},
@@ -94,8 +95,8 @@ PEERS |= {
 
 # Whom a row is compared with: the fastest of them in the same run.
 CHECKPOINTED = ("pytorch", "pytorch-compiled", "fsdp-gpu", "deepspeed-gpu")
-HOST_CHECKPOINTED = ("fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large", "deepspeed-cpu-opt", "deepspeed-cpu-zero2", "deepspeed-super",
-                     "deepspeed-super-opt")
+HOST_CHECKPOINTED = ("fsdp-cpu", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-large", "deepspeed-cpu-opt", "deepspeed-cpu-zero2", "deepspeed-cpu-zero2-compiled",
+                     "deepspeed-super", "deepspeed-super-opt")
 PEERS_OF = {
     "resident": (*CHECKPOINTED, "pytorch-kept", "pytorch-compiled-kept"), "resident-checkpointed": CHECKPOINTED,
     **dict.fromkeys(("host", "host-cpu-kept"), (*HOST_CHECKPOINTED, "fsdp-cpu-kept", "deepspeed-cpu-kept")),
