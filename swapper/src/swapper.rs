@@ -215,7 +215,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Drains and begins to give `units` another content. [`Swapper::fill`] of each of them in this order must follow, and
-    /// then [`Swapper::end_fill`], which commits all of them at once with `blob`.
+    /// then [`Swapper::end_fill`], which commits all of them at once with `blob`. Gradients of a step that is not finished are
+    /// dropped.
     ///
     /// # Errors
     /// [`SwapperError::Program`] for a unit that is not trained: it is written once.
@@ -227,6 +228,8 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             });
         }
         self.drain()?;
+        self.scattered.clear();
+        self.torn = false;
         let ops = units.iter().map(|&unit| Op::Rewrite { unit }).collect();
         self.blob = blob;
         self.plan_fill(Filling::Rewrite, ops)
@@ -432,11 +435,9 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     }
 
     /// Applies pending updates, writes what is dirty and commits it with the newest blob, if that is not done already.
-    /// Gradients of a step that is not finished are dropped.
+    /// Gradients of a step that is not finished stay for its further passes.
     pub fn drain(&mut self) -> Result<(), SwapperError> {
         self.check()?;
-        self.scattered.clear();
-        self.torn = false;
         let commit = self.uncommitted_count > 0;
         let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
         let blob = commit.then(|| self.blob.clone());
@@ -457,7 +458,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
         self.send(Message::Plan {
             ops,
-            keep: false,
+            keep: true,
             blob: None,
         })?;
         for unit in units {

@@ -51,7 +51,6 @@ impl Core {
                 }
             }
             Request::Drain { ops } => {
-                self.scattered.fill(false);
                 self.set_plan(&ops);
                 Waiting::Settling
             }

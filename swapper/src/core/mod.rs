@@ -22,8 +22,8 @@
 //! **Gradients.** A scatter puts gradients into an empty slot. Unless they are resident, they are written immediately. The
 //! update consumes them: then the tile is empty, and the next scatter takes a slot again. Further scatters of the same
 //! step add to the gradients in the slot. Gradients belong to no generation: their writes wait for no commit, and no
-//! commit waits for them. Another pass of the same step keeps them; those of a step that was not finished are dropped when
-//! the next step begins.
+//! commit waits for them. Another pass of the same step and a drain keep them; those of a step that was not finished are
+//! dropped when the next step begins.
 //!
 //! **Bounds.** Operations in flight: half of iodepth in each direction, since drives read and write at the same time.
 //! Updates in flight: one more than workers, so that no worker waits for a message; they start in plan order and end in

@@ -70,6 +70,11 @@ fn rewrite(param: &mut [u8]) {
 }
 
 fn step(swapper: &mut Swapper<u64>, step: u64) -> Result<(), SwapperError> {
+    scatter(swapper, step)?;
+    swapper.finish_step(step, toy::blob(step)).map(drop)
+}
+
+fn scatter(swapper: &mut Swapper<u64>, step: u64) -> Result<(), SwapperError> {
     let mut ops = StepProgram::reading(0..UNITS.len()).ops().to_vec();
     ops.extend(trained().map(|unit| swapper::Op::Scatter { unit }));
     swapper.begin_step(StepProgram::new(ops)?)?;
@@ -91,7 +96,7 @@ fn step(swapper: &mut Swapper<u64>, step: u64) -> Result<(), SwapperError> {
             Ok::<(), SwapperError>(())
         })?;
     }
-    swapper.finish_step(step, toy::blob(step)).map(drop)
+    Ok(())
 }
 
 fn steps(settings: &SwapperSettings, last: u64, rewritten: u64) -> Contents {
@@ -140,6 +145,32 @@ fn mixed_units_come_back_from_devices_and_frozen_ones_are_written_once() {
         let settings = settings(schedule, backing);
         toy::assert_same(&steps(&settings, 2, 2), &reference(2, 2), &what);
         toy::assert_same(&steps(&settings, 4, 0), &reference(4, 2), &what);
+    }
+}
+
+#[test]
+fn a_visit_in_the_middle_of_a_step_sees_the_step_before_and_keeps_the_gradients() {
+    let dir = tempfile::tempdir().unwrap();
+    let daemon = store::start(dir.path());
+    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        let store = StoreSettings {
+            socket: daemon.socket().to_path_buf(),
+            job: format!("{schedule:?}"),
+            durability: Durability::Committed,
+        };
+        for backing in [Backing::Memory, Backing::Store(store)] {
+            let what = format!("{schedule:?} {backing:?}");
+            let (mut swapper, ..) = toy::open(&settings(schedule, backing)).unwrap();
+            for number in 1..=3 {
+                scatter(&mut swapper, number).unwrap();
+                let found = toy::contents(&mut swapper).unwrap();
+                toy::assert_same(&found, &reference(number - 1, 0), &what);
+                swapper.finish_step(number, toy::blob(number)).unwrap();
+            }
+            let found = toy::contents(&mut swapper).unwrap();
+            toy::assert_same(&found, &reference(3, 0), &what);
+            swapper.close().unwrap();
+        }
     }
 }
 
