@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
 
@@ -28,8 +28,11 @@ LATEST = "latest"
 _STATE = "state.pt"
 
 
-def save_checkpoint(run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool) -> None:
-    """Writes a checkpoint of `run` after its last step; one of the same tag is replaced."""
+def save_checkpoint(
+    run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool, add: Optional[Callable[[Path], None]] = None
+) -> None:
+    """Writes a checkpoint of `run` after its last step; one of the same tag is replaced. On each rank `add` writes further files into its
+    directory."""
     if Path(tag).name != tag or tag == LATEST:
         raise Error(f"checkpoint tag {tag!r}: must be the name of a directory other than {LATEST!r}")
     partial, ranks = directory / f"{tag}.partial", run.ranks
@@ -38,6 +41,8 @@ def save_checkpoint(run: Any, directory: Path, tag: str, client_state: dict[str,
     file, frozen = ranks.together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
     run.engine.order.forget_rest()
     frozen = ranks.total("add up frozen parameters", frozen)
+    if add is not None:
+        add(partial)
     files = [one.decode() for one in ranks.meet("name a checkpoint's files", file.encode())]
     finish = lambda: _finish(run, directory, tag, client_state, save_latest, files, frozen) if ranks.first else None
     ranks.together("complete a checkpoint", finish)

@@ -32,7 +32,7 @@ class Blocks:
     """A model's state by the units that come together: what is in no unit comes with the last of them."""
 
     def __init__(self, engine: Engine, state: Mapping[str, Any]) -> None:
-        self.engine = engine
+        self.engine, self.state = engine, state
         self.tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
         together = engine.together
         block_of = {unit: index for index, units in enumerate(together) for unit in units}
@@ -52,6 +52,14 @@ class Blocks:
             for unit in self.engine.together[block]:
                 stack.enter_context(self.engine.gathered(unit))
             yield {name: self.tensors[name].detach() for name in self.names[block]}
+
+    def copies(self) -> dict[str, Any]:
+        """Copies of the whole state, in memory, in its order."""
+        found: dict[str, Any] = dict(self.state)
+        for block in range(len(self.names)):
+            with self.values(block) as values:
+                found.update((name, value.clone()) for name, value in values.items())
+        return found
 
 
 def write_safetensors(path: Union[str, os.PathLike], shapes: State, metadata: Mapping[str, str], blocks: Blocks, convert: Convert) -> None:
