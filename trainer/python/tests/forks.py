@@ -15,6 +15,7 @@ import os
 import pathlib
 import random
 import runpy
+import select
 import signal
 import socket
 import subprocess
@@ -73,6 +74,9 @@ class Script:
         """Ends the script at once, if it runs."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
+
+    def has_ended(self):
+        return self.returncode is not None or bool(select.select([self._status], [], [], 0)[0])
 
     def wait(self):
         if self.returncode is None:

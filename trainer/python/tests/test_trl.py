@@ -1,0 +1,82 @@
+"""trl's own scripts, unmodified: the losses and weights they have without this library, after a kill too."""
+
+import json
+import pathlib
+import random
+import time
+
+import pytest
+import torch
+
+trl = pytest.importorskip("trl", reason="trl is not installed: make test-tools")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: make test-tools")
+safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: make test-tools")
+
+from test_hf import DEEPSPEED, server  # noqa: E402
+from test_runs import config, lines_of, needs_daemon  # noqa: E402
+
+SCRIPTS = pathlib.Path(trl.__file__).parent / "scripts"
+SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
+WORDS = [f"w{number}" for number in range(40)]
+COMMON = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_train_epochs 1 --learning_rate 1e-3 --adam_epsilon 1e-3 --logging_steps 1 "
+COMMON += "--save_steps 2 --disable_tqdm true --report_to none --seed 5 --bf16 false"
+STEPS = 6
+
+
+def make_model_and_data(into):
+    vocabulary = {word: number for number, word in enumerate([*SPECIAL.values(), *WORDS])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **SPECIAL)
+    tokenizer.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(into / "model")
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=2, vocab_size=len(vocabulary))
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, max_position_embeddings=64, pad_token_id=0)).save_pretrained(into / "model")
+    chance = random.Random(0)
+    text = lambda: " ".join(chance.choices(WORDS, k=chance.randint(4, 9)))
+    for name, columns in (("sft", ["text"]), ("dpo", ["prompt", "chosen", "rejected"])):
+        (into / name).mkdir()
+        rows = [json.dumps({column: " " + text() for column in columns}) for _ in range(8 * STEPS)]
+        (into / name / "train.json").write_text("\n".join(rows))
+
+
+def losses(out):
+    history = json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
+    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+
+
+@needs_daemon
+@pytest.mark.parametrize("name, lora", [("sft", False), ("dpo", True)])
+def test_a_script_that_is_killed_and_resumed_has_the_losses_and_weights_of_plain_pytorch(tmp_path, name, lora):
+    make_model_and_data(tmp_path)
+    (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **DEEPSPEED}))
+    adapters = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj".split() if lora else []
+    common = [*COMMON.split(), *adapters, "--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / name]
+    imports = ["datasets", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "transformers.models.llama.modeling_llama"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+
+    def start(out, *more):
+        command = [SCRIPTS / f"{name}.py", *common, "--output_dir", out, *more]
+        return server("deepspeed").start(*command, environment=offline, imports=imports)
+
+    lines_of(start(tmp_path / "plain", "--use_cpu"))
+    deepspeed = ["--deepspeed", tmp_path / "ds.json"]
+    killed, first = start(tmp_path / "ours", *deepspeed), tmp_path / "ours" / "checkpoint-2"
+    while not killed.has_ended() and not (first / "trainer_state.json").exists():
+        time.sleep(0.005)
+    killed.kill()
+    assert killed.wait() == -9, killed.communicate()
+    lines_of(start(tmp_path / "ours", *deepspeed, "--resume_from_checkpoint", first))
+
+    expected = losses(tmp_path / "plain")
+    assert len(expected) == STEPS and losses(tmp_path / "ours") == pytest.approx(expected, rel=1e-6)
+    file = "adapter_model.safetensors" if lora else "model.safetensors"
+    weights, ours = (safetensors.load_file(tmp_path / out / file) for out in ("plain", "ours"))
+    assert ours.keys() == weights.keys()
+    for key, value in weights.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-5, atol=1e-6)
+    if not lora:
+        loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+        assert all(torch.equal(loaded[key], value) for key, value in ours.items())
