@@ -69,6 +69,8 @@ struct Case {
     /// Sequences in each micro-batch.
     micro_batch: usize,
     micro_batches: usize,
+    /// First tokens of documents within the sequences of a micro-batch.
+    starts: &'static [usize],
 }
 
 /// Results of a step.
@@ -131,6 +133,8 @@ impl Case {
         let (rows, seq_len) = (self.micro_batch, self.seq_len);
         (
             Tokens::inputs(&inputs, rows, seq_len, vocab)
+                .unwrap()
+                .in_documents(self.starts)
                 .unwrap()
                 .numbered((batch * rows) as u64),
             Tokens::targets(&targets, rows, seq_len, vocab).unwrap(),
@@ -297,6 +301,7 @@ fn cases(dtype: Dtype) -> Vec<Case> {
             seq_len: 67,
             micro_batch: 3,
             micro_batches,
+            starts: &[],
         })
         .collect()
 }
@@ -354,6 +359,7 @@ fn forms(dtype: Dtype) -> Vec<Case> {
         seq_len: 67,
         micro_batch: 3,
         micro_batches: 2,
+        starts: &[],
     })
     .collect()
 }
@@ -386,6 +392,41 @@ fn a_gpu_computes_every_form_of_block_like_the_cpu_and_reproducibly() {
                         "{kind}, {keep:?}"
                     );
                     assert!(first.grads == again.grads, "{kind}, {dtype:?}, {keep:?}");
+                }
+            }
+        },
+    );
+}
+
+/// On a GPU, one kernel computes all documents in 16 bits; on the CPU, and in fp32, each is computed alone.
+#[test]
+fn a_gpu_computes_packed_documents_like_the_cpu_and_reproducibly() {
+    on_gpu(
+        "a_gpu_computes_packed_documents_like_the_cpu_and_reproducibly",
+        |gpu| {
+            let gpu = ComputeDevice::Gpu(gpu);
+            for dtype in [Dtype::Fp32, Dtype::Bf16, Dtype::Fp16] {
+                for case in forms(dtype).into_iter().chain(cases(dtype)) {
+                    let whole = case.step(&case.engine(&gpu));
+                    let case = Case {
+                        starts: &[3, 40, 41, 100, 134, 190],
+                        ..case
+                    };
+                    let engine = case.engine(&gpu);
+                    let cpu = case.step(&case.engine(&ComputeDevice::Cpu));
+                    let first = case.step(&engine);
+                    let kind = case.config.architecture.model_type();
+                    let what = format!("documents, {kind}, GPU and CPU");
+                    case.assert_close(&what, &engine, &cpu, &first, tolerance(dtype));
+                    assert_ne!(whole.loss, first.loss, "the documents change the loss");
+                    for keep in [
+                        ActivationCheckpointing::Attention,
+                        ActivationCheckpointing::Matmuls,
+                    ] {
+                        let again = case.step(&case.engine(&gpu).with_checkpointing(keep));
+                        assert_eq!(first.loss.to_bits(), again.loss.to_bits(), "{kind}");
+                        assert!(first.grads == again.grads, "{kind}, {dtype:?}, {keep:?}");
+                    }
                 }
             }
         },
@@ -426,6 +467,7 @@ fn fused_kernels_compute_the_same_as_torch_operators() {
                 seq_len: 512,
                 micro_batch: 6,
                 micro_batches: 1,
+                starts: &[],
             };
             for case in cases(dtype).into_iter().chain([large]) {
                 let fused = case.engine(&gpu);
@@ -453,6 +495,7 @@ fn a_gpu_gives_the_same_bits_each_time() {
                 seq_len: 512,
                 micro_batch: 4,
                 micro_batches: 2,
+                starts: &[],
             };
             let engine = case.engine(&gpu);
             let first = case.step(&engine);

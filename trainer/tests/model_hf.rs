@@ -3,12 +3,13 @@
 //! the same losses and gradient norms in fp32. This finds any difference in a block: a norm, a bias, an
 //! angle, which heads share a key, the size of a window, the layout of a tensor in its file.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use kernels::adamw::{Hyper, Master, state_tile_bytes, step_range};
 use safetensors::SafeTensors;
 use serde_json::Value;
-use trainer::compute::{Activation, Engine, GradSink, Tokens, UnitWeights, set_up};
+use trainer::compute::{Activation, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
 use trainer::data::order;
 use trainer::model::{Dtype, HfModel, UnitLayout, names};
 
@@ -111,16 +112,20 @@ impl Training {
 
     /// Computes the loss and adds gradients to the sinks.
     fn micro_batch(&mut self, rows: &[Vec<i64>], share: f64) -> f64 {
-        let (engine, weights) = (&self.engine, &self.weights);
-        let (seq_len, vocab_size) = (rows[0].len() - 1, engine.config().vocab_size);
+        let (seq_len, vocab_size) = (rows[0].len() - 1, self.engine.config().vocab_size);
         let ids = |from: usize| -> Vec<i64> {
             let parts = rows.iter().map(|row| &row[from..from + seq_len]);
             parts.flatten().copied().collect()
         };
         let inputs = Tokens::inputs(&ids(0), rows.len(), seq_len, vocab_size).unwrap();
         let targets = Tokens::targets(&ids(1), rows.len(), seq_len, vocab_size).unwrap();
+        self.forward_backward(&inputs, &targets, share)
+    }
+
+    fn forward_backward(&mut self, inputs: &Tokens, targets: &Tokens, share: f64) -> f64 {
+        let (engine, weights) = (&self.engine, &self.weights);
         let head = weights.len() - 1;
-        let mut kept: Vec<Activation> = vec![engine.embed_forward(&weights[0], &inputs).unwrap()];
+        let mut kept: Vec<Activation> = vec![engine.embed_forward(&weights[0], inputs).unwrap()];
         for (unit, block) in weights.iter().enumerate().take(head).skip(1) {
             let input = kept.last().unwrap();
             kept.push(engine.block_forward(unit, block, input).unwrap());
@@ -130,7 +135,7 @@ impl Training {
         let last = kept.pop().unwrap();
         let head_grads = &mut rest[head - 1];
         let (loss, mut grad) = engine
-            .head_loss_backward(&weights[head], tied, &last, &targets, share, head_grads)
+            .head_loss_backward(&weights[head], tied, &last, targets, share, head_grads)
             .unwrap();
         for unit in (1..head).rev() {
             let input = kept.pop().unwrap();
@@ -140,7 +145,7 @@ impl Training {
                 .unwrap();
         }
         engine
-            .embed_backward(&inputs, &grad, &mut embedding[0])
+            .embed_backward(inputs, &grad, &mut embedding[0])
             .unwrap();
         loss.value().unwrap()
     }
@@ -212,6 +217,85 @@ fn ten_steps_match_the_library(name: &str) {
                 );
             }
         }
+    }
+}
+
+/// Computes documents packed into sequences, and compares with the library, which computes each alone.
+fn packed_documents_match_the_library(name: &str) {
+    let text = std::fs::read_to_string(dir().join("losses.json")).unwrap();
+    let fixture: Value = serde_json::from_str(&text).unwrap();
+    let expected = &fixture[name]["documents"];
+    let mut training = Training::new(name, &fixture["run"]);
+    let lengths = fixture["run"]["documents"].as_array().unwrap().iter();
+    let lengths: Vec<usize> = lengths.map(|n| n.as_u64().unwrap() as usize).collect();
+    let count: usize = lengths.iter().sum();
+    let mut targets: Vec<i64> = (training.text[1..=count].iter())
+        .map(|&byte| i64::from(byte))
+        .collect();
+    let mut starts = Vec::new();
+    let mut start = 0;
+    for length in lengths {
+        starts.push(start);
+        start += length;
+        targets[start - 1] = IGNORED;
+    }
+    let ids: Vec<i64> = (training.text[..count].iter())
+        .map(|&byte| i64::from(byte))
+        .collect();
+    let seq_len = training.number("seq_len") as usize;
+    let vocab_size = training.engine.config().vocab_size;
+    let inputs = Tokens::inputs(&ids, count / seq_len, seq_len, vocab_size).unwrap();
+    let inputs = inputs.in_documents(&starts).unwrap();
+    let targets = Tokens::targets(&targets, count / seq_len, seq_len, vocab_size).unwrap();
+    let loss = training.forward_backward(&inputs, &targets, 1.0);
+    let near = |what: &str, ours: f64, theirs: f64, scale: f64| {
+        let apart = (ours - theirs).abs() / scale;
+        assert!(
+            apart < 1e-5,
+            "{name}, {what}: {ours}, the library has {theirs}: they differ by {apart:.1e}"
+        );
+    };
+    let theirs = expected["loss"].as_f64().unwrap();
+    near("loss", loss, theirs, theirs);
+    // Norm of a gradient and its product with cos(i). A tensor of the file may hold several parameters.
+    let mut found: BTreeMap<String, [f64; 2]> = BTreeMap::new();
+    let places = names::places(training.engine.config());
+    let units = training.engine.units().iter().zip(&places);
+    for ((unit, places), sink) in units.zip(&mut training.sinks) {
+        let mut flat = UnitWeights::new(unit, Dtype::Fp32).unwrap();
+        sink.finish(flat.bytes_mut()).unwrap();
+        for (param, place) in unit.params.iter().zip(places) {
+            let sums = found.entry(place.name.clone()).or_default();
+            for elem in 0..param.elems() {
+                let at = (param.offset_elems + elem) * 4;
+                let grad = flat.bytes_mut()[at..at + 4].try_into().unwrap();
+                let grad = f64::from(f32::from_ne_bytes(grad));
+                sums[0] += grad * grad;
+                sums[1] += grad * (place.stored_elem(&param.shape, elem) as f64).cos();
+            }
+        }
+    }
+    let theirs = expected["grads"].as_object().unwrap();
+    assert_eq!(found.len(), theirs.len());
+    for (name, [squares, product]) in found {
+        let [norm, cos] = [0, 1].map(|at| theirs[&name][at].as_f64().unwrap());
+        near(&name, squares.sqrt(), norm, norm);
+        near(&name, product, cos, norm);
+    }
+}
+
+#[test]
+fn packed_documents_of_every_family_match_the_library() {
+    for name in [
+        "gpt2",
+        "llama",
+        "llama3",
+        "llama_linear",
+        "mistral",
+        "qwen2",
+        "qwen3",
+    ] {
+        packed_documents_match_the_library(name);
     }
 }
 

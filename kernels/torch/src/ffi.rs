@@ -18,6 +18,17 @@ unsafe extern "C" {
         results: *mut RawTensor,
     ) -> *mut c_char;
 
+    /// Computes causal attention within documents, on a GPU. A `window` of 0 stands for none.
+    pub(crate) fn offload_attention_of_documents(
+        query: RawTensor,
+        key: RawTensor,
+        value: RawTensor,
+        bounds: RawTensor,
+        longest: i64,
+        window: i64,
+        result: *mut RawTensor,
+    ) -> *mut c_char;
+
     /// Number of tensors that share the memory of `tensor`, itself included: clones and views.
     pub(crate) fn offload_share_count(tensor: RawTensor) -> usize;
 

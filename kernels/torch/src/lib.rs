@@ -2,6 +2,7 @@
 //! unsafe parts of torch that `tch` lacks, collectives between ranks, and fused kernels over tensors.
 //!
 //! ```text
+//! attention.rs attention_of_documents()   flash attention over sequences of several documents, by shim.cpp
 //! autograd.rs  vjp()                gradients for given output gradients, by shim.cpp
 //! memory.rs    HostBuffer           torch's own memory, seen as bytes
 //!              with_tensor_over()   foreign bytes, seen as a tensor while a closure runs
@@ -18,6 +19,8 @@
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code)]
+mod attention;
+#[allow(unsafe_code)]
 mod autograd;
 pub mod collective;
 #[allow(unsafe_code)]
@@ -31,6 +34,7 @@ mod memory;
 #[allow(unsafe_code)]
 mod settings;
 
+pub use attention::{attention_of_documents, has_attention_of_documents};
 pub use autograd::vjp;
 pub use device::{
     CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, empty_gpu_cache,

@@ -11,6 +11,7 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/Tensor.h>
+#include <ATen/ops/_flash_attention_forward.h>
 #include <ATen/ops/from_blob.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -44,6 +45,20 @@ char *offload_vjp(void *const *outputs, void *const *grad_outputs, size_t output
         owned.reserve(input_count);
         for (auto &grad : grads) owned.push_back(std::make_unique<at::Tensor>(std::move(grad)));
         for (size_t i = 0; i < input_count; i++) results[i] = owned[i].release();
+    });
+}
+
+char *offload_attention_of_documents(void *query, void *key, void *value, void *bounds, int64_t longest,
+                                     int64_t window, void **result) {
+    return guarded([&] {
+        auto tensor = [](void *raw) -> const at::Tensor & { return *static_cast<at::Tensor *>(raw); };
+        auto before = window > 0 ? std::make_optional(window - 1) : std::nullopt;
+        auto after = window > 0 ? std::make_optional<int64_t>(0) : std::nullopt;
+        auto outputs = at::_flash_attention_forward(tensor(query), tensor(key), tensor(value), tensor(bounds),
+                                                    tensor(bounds), longest, longest, /*dropout_p=*/0.0,
+                                                    /*is_causal=*/true, /*return_debug_mask=*/false,
+                                                    /*scale=*/std::nullopt, before, after);
+        *result = std::make_unique<at::Tensor>(std::get<0>(outputs)).release();
     });
 }
 

@@ -3,6 +3,7 @@
 use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
+use super::documents::Documents;
 use super::dropout::{DropoutSite, Masks};
 use super::linear::{at_least_fp32, product_input};
 use super::norm::rms_norm;
@@ -18,6 +19,7 @@ pub(super) struct Attention<'a> {
     pub(super) head_norms: Option<[&'a Tensor; 2]>,
     /// Number of tokens that a query sees, including its own; `None`: all.
     pub(super) window: Option<usize>,
+    pub(super) documents: Option<&'a Documents>,
     pub(super) masks: Masks,
 }
 
@@ -46,7 +48,13 @@ impl Attention<'_> {
         let key = rotated(heads(k, config.kv_heads, head_norm(1))?)?;
         let value = heads(v, config.kv_heads, None)?;
         let share = (config.heads / config.kv_heads) as i64;
-        let attn_out = causal_attention([&query, &key, &value], share, self.window, &self.masks)?;
+        let attn_out = causal_attention(
+            [&query, &key, &value],
+            share,
+            self.window,
+            self.documents,
+            &self.masks,
+        )?;
         let attn_out = attn_out
             .f_transpose(1, 2)?
             .f_reshape([micro_batch, seq_len, -1])?;
@@ -55,26 +63,39 @@ impl Attention<'_> {
     }
 }
 
-/// Computes causal attention of [micro_batch, heads, seq_len, head_dim]; `share` query heads use each key and
-/// value head. The result has the kind of [`product_input`].
+/// Computes causal attention of [micro_batch, heads, seq_len, head_dim], within each of `documents`; `share`
+/// query heads use each key and value head. The result has the kind of [`product_input`].
 pub(super) fn causal_attention(
     [query, key, value]: [&Tensor; 3],
     share: i64,
     window: Option<usize>,
+    documents: Option<&Documents>,
     masks: &Masks,
 ) -> Result<Tensor, ComputeError> {
-    let query = product_input(query)?;
-    let key = shared_heads(&product_input(key)?, share)?;
-    let value = shared_heads(&product_input(value)?, share)?;
-    let seq_len = query.size()[2];
-    // A window as long as the sequence hides nothing.
-    let window = window.map(|tokens| tokens as i64).filter(|&w| w < seq_len);
-    if masks.leave_out(DropoutSite::Attention) {
-        return weighed([&query, &key, &value], window, masks);
+    let [query, key, value] = [
+        product_input(query)?,
+        product_input(key)?,
+        product_input(value)?,
+    ];
+    let longest = documents.map_or(query.size()[2], |documents| documents.longest);
+    // A window as long as the longest document hides nothing.
+    let window = window.map(|tokens| tokens as i64).filter(|&w| w < longest);
+    let weighs = masks.leave_out(DropoutSite::Attention);
+    if let Some(documents) = documents.filter(|_| !weighs && Documents::at_once(&query)) {
+        return documents.attend_at_once([&query, &key, &value], window);
     }
-    match window {
-        Some(window) => windowed([&query, &key, &value], window, queries_at_a_time(window)),
-        None => attend(&query, &key, &value, None),
+    let key = shared_heads(&key, share)?;
+    let value = shared_heads(&value, share)?;
+    let whole = |[query, key, value]: [&Tensor; 3]| match window {
+        Some(window) if window < query.size()[2] => {
+            windowed([query, key, value], window, queries_at_a_time(window))
+        }
+        _ => attend(query, key, value, None),
+    };
+    match documents {
+        _ if weighs => weighed([&query, &key, &value], window, documents, masks),
+        Some(documents) => documents.attend_each([&query, &key, &value], whole),
+        None => whole([&query, &key, &value]),
     }
 }
 
@@ -132,13 +153,19 @@ fn windowed(
 fn weighed(
     [query, key, value]: [&Tensor; 3],
     window: Option<i64>,
+    documents: Option<&Documents>,
     masks: &Masks,
 ) -> Result<Tensor, ComputeError> {
     let (seq_len, head_dim) = (query.size()[2], query.size()[3]);
     let scores = query
         .f_matmul(&key.f_transpose(-2, -1)?)?
         .f_mul_scalar(1.0 / (head_dim as f64).sqrt())?;
-    let hidden = seen([seq_len, seq_len], window, query.device())?.f_logical_not()?;
+    let seen = seen([seq_len, seq_len], window, query.device())?;
+    let seen = match documents {
+        Some(documents) => documents.same()?.f_logical_and(&seen)?,
+        None => seen,
+    };
+    let hidden = seen.f_logical_not()?;
     let weights = scores
         .f_masked_fill(&hidden, f64::NEG_INFINITY)?
         .f_softmax(-1, at_least_fp32(query.kind()))?

@@ -1,10 +1,13 @@
 //! One transformer block in torch operators, composed according to the configuration and equal to the blocks
 //! of Hugging Face's models.
 
+use std::rc::Rc;
+
 use tch::Tensor;
 
 use super::ComputeError;
 use super::attention::Attention;
+use super::documents::Documents;
 use super::dropout::{DropoutSite, Masks};
 use super::linear::{linear, product_input};
 use super::norm::{NormWeights, norm};
@@ -16,10 +19,11 @@ use crate::model::{Mlp, ModelConfig, ParamRole};
 pub(super) struct Block<'a> {
     pub(super) config: &'a ModelConfig,
     /// `None` if positions are learned.
-    pub(super) rotary: Option<&'a Rotary>,
+    pub(super) rotary: Option<Rotary>,
     pub(super) params: Params<'a>,
     /// Number of tokens that a query sees, including its own; `None`: all.
     pub(super) window: Option<usize>,
+    pub(super) documents: Option<Rc<Documents>>,
     pub(super) masks: Masks,
 }
 
@@ -52,9 +56,10 @@ impl Block<'_> {
         let head_norms = self.params.find(QueryNorm).zip(self.params.find(KeyNorm));
         let attention = Attention {
             config: self.config,
-            rotary: self.rotary,
+            rotary: self.rotary.as_ref(),
             head_norms: head_norms.map(|(query, key)| [query, key]),
             window: self.window,
+            documents: self.documents.as_deref(),
             masks: self.masks,
         };
         let attn_out = self.project(&attention.of([&q, &k, &v])?, Out, OutBias)?;

@@ -2,6 +2,7 @@
 
 use tch::{Kind, Tensor};
 
+use super::documents::Documents;
 use super::dropout::{DropoutSite, Masks};
 use super::linear::at_least_fp32;
 use super::params::Params;
@@ -12,12 +13,18 @@ use crate::model::{ParamRole, UnitLayout};
 pub(super) fn forward(
     params: &Params,
     ids: &Tensor,
+    documents: Option<&Documents>,
     masks: &Masks,
 ) -> Result<Tensor, ComputeError> {
     let table = params.get(ParamRole::Embedding);
     let mut rows = Tensor::f_embedding(table, ids, -1, false, false)?;
     if let Some(positions) = params.find(ParamRole::Positions) {
-        rows = rows.f_add(&positions.f_narrow(0, 0, ids.size()[1])?)?;
+        rows = rows.f_add(&match documents {
+            Some(documents) => {
+                Tensor::f_embedding(positions, &documents.positions, -1, false, false)?
+            }
+            None => positions.f_narrow(0, 0, ids.size()[1])?,
+        })?;
     }
     masks.apply(DropoutSite::Embedding, &rows)
 }
@@ -27,6 +34,7 @@ pub(super) fn forward(
 pub(super) fn backward(
     layout: &UnitLayout,
     ids: &Tensor,
+    documents: Option<&Documents>,
     masks: &Masks,
     grad_output: &Tensor,
     grads: &mut GradSink,
@@ -45,7 +53,16 @@ pub(super) fn backward(
         Tensor::f_embedding_dense_backward(&grad, ids, vocab_size, -1, false)?,
     )?;
     if let Some((positions, rows)) = rows_of(ParamRole::Positions) {
-        grads.add(positions, sum_of_positions(&grad, rows, wide)?)?;
+        grads.add(
+            positions,
+            match documents {
+                Some(documents) => {
+                    let at = &documents.positions;
+                    Tensor::f_embedding_dense_backward(&grad, at, rows, -1, false)?
+                }
+                None => sum_of_positions(&grad, rows, wide)?,
+            },
+        )?;
     }
     Ok(())
 }

@@ -2,12 +2,15 @@
 
 mod head;
 
+use std::rc::Rc;
+
 use kernels::gpu::DeviceBuffer;
 use kernels_torch::fused::Fused;
 use kernels_torch::{use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
 use super::block;
+use super::documents::Batch;
 use super::dropout::Masks;
 use super::embedding;
 use super::explicit::{self, BlockWeights, Ops};
@@ -262,9 +265,10 @@ impl Engine {
         self.check_tokens(tokens)?;
         let params = Params::new(&self.units[0], weights, false)?;
         let ids = tokens.ids_on(self.device)?;
-        let masks = self.masks(0, tokens.first_sample());
-        let rows = embedding::forward(&params, &ids, &masks)?;
-        Ok(Activation::new(rows, tokens.first_sample()))
+        let batch = self.batch(tokens)?;
+        let masks = self.masks(0, batch.first_sample);
+        let rows = embedding::forward(&params, &ids, batch.documents.as_deref(), &masks)?;
+        Ok(Activation::new(rows, &batch))
     }
 
     /// Computes the output of the block that is unit number `unit`. Stores what is kept for backward in
@@ -281,7 +285,7 @@ impl Engine {
         let output = match self.block_ops() {
             None => {
                 let _no_grad = tch::no_grad_guard();
-                let block = self.block(unit, weights, input.first_sample, false)?;
+                let block = self.block(unit, weights, &input.batch, false)?;
                 match self.tiles {
                     1 => block.forward(&input.tensor)?,
                     tiles => block.forward_tiled(&input.tensor, tiles)?,
@@ -289,13 +293,13 @@ impl Engine {
             }
             Some(ops) => {
                 let (output, kept) = self
-                    .explicit_block(ops, weights)?
+                    .explicit_block(ops, weights, &input.batch)?
                     .forward(&input.tensor, self.checkpointing)?;
                 input.kept.replace(kept);
                 output
             }
         };
-        Ok(Activation::new(output, input.first_sample))
+        Ok(Activation::new(output, &input.batch))
     }
 
     /// Recomputes what a block did not keep and computes its backward pass: adds the gradients of its weights
@@ -313,19 +317,19 @@ impl Engine {
     ) -> Result<Activation, ComputeError> {
         if let Some(ops) = self.block_ops() {
             let kept = input.kept.take();
-            let grad_input = self.explicit_block(ops, weights)?.backward(
+            let grad_input = self.explicit_block(ops, weights, &input.batch)?.backward(
                 &input.tensor,
                 kept,
                 &grad_output.tensor,
                 grads,
             )?;
-            return Ok(Activation::new(grad_input, input.first_sample));
+            return Ok(Activation::new(grad_input, &input.batch));
         }
-        let block = self.block(unit, weights, input.first_sample, true)?;
+        let block = self.block(unit, weights, &input.batch, true)?;
         if self.tiles > 1 {
             let (x, grad) = (&input.tensor, &grad_output.tensor);
             let grad_input = block.backward_tiled(x, grad, self.tiles, grads)?;
-            return Ok(Activation::new(grad_input, input.first_sample));
+            return Ok(Activation::new(grad_input, &input.batch));
         }
         let leaf = input.tensor.f_detach()?.set_requires_grad(true);
         let output = block.forward(&leaf)?;
@@ -335,7 +339,7 @@ impl Engine {
         for (param, grad) in found.into_iter().enumerate() {
             grads.add(param, grad)?;
         }
-        Ok(Activation::new(grad_input, input.first_sample))
+        Ok(Activation::new(grad_input, &input.batch))
     }
 
     /// Adds the embedding's gradients to `grads`.
@@ -350,8 +354,11 @@ impl Engine {
     ) -> Result<(), ComputeError> {
         self.check_tokens(tokens)?;
         let ids = tokens.ids_on(self.device)?;
-        let masks = self.masks(0, tokens.first_sample());
-        embedding::backward(&self.units[0], &ids, &masks, &grad_output.tensor, grads)
+        let batch = self.batch(tokens)?;
+        let masks = self.masks(0, batch.first_sample);
+        let documents = batch.documents.as_deref();
+        let (unit, grad) = (&self.units[0], &grad_output.tensor);
+        embedding::backward(unit, &ids, documents, &masks, grad, grads)
     }
 
     /// Returns the operators of explicit blocks, if blocks have an explicit backward.
@@ -375,15 +382,16 @@ impl Engine {
         &'a self,
         unit: usize,
         weights: &UnitWeights,
-        first_sample: Option<u64>,
+        batch: &Batch,
         grad: bool,
     ) -> Result<block::Block<'a>, ComputeError> {
         Ok(block::Block {
             config: &self.config,
-            rotary: self.rotary.as_ref(),
+            rotary: self.rotary(batch)?,
             params: Params::new(&self.units[unit], weights, grad)?,
             window: self.config.window(unit - 1),
-            masks: self.masks(unit, first_sample),
+            documents: batch.documents.clone(),
+            masks: self.masks(unit, batch.first_sample),
         })
     }
 
@@ -391,17 +399,38 @@ impl Engine {
         &'a self,
         ops: &'a Ops,
         weights: &UnitWeights,
+        batch: &Batch,
     ) -> Result<explicit::Block<'a>, ComputeError> {
         check_unit(&self.units[1], weights);
         Ok(explicit::Block {
             ops,
             config: &self.config,
             rotary: self
-                .rotary
-                .as_ref()
+                .rotary(batch)?
                 .expect("an explicit block has rotary positions"),
+            documents: batch.documents.clone(),
             weights: BlockWeights::new(&self.units[1], weights)?,
         })
+    }
+
+    /// Returns what blocks need of `tokens`, on the device of this engine.
+    fn batch(&self, tokens: &Tokens) -> Result<Batch, ComputeError> {
+        let mut batch = tokens.batch().clone();
+        if let Some(documents) = &batch.documents
+            && documents.positions.device() != self.device
+        {
+            batch.documents = Some(Rc::new(documents.on(self.device)?));
+        }
+        Ok(batch)
+    }
+
+    /// Returns the angles of a micro-batch's tokens, if positions are rotary.
+    fn rotary(&self, batch: &Batch) -> Result<Option<Rotary>, ComputeError> {
+        let of = |tables: &Rotary| match &batch.documents {
+            Some(documents) => tables.at(&documents.positions),
+            None => Ok(tables.shallow_clone()),
+        };
+        self.rotary.as_ref().map(of).transpose()
     }
 
     /// Returns the dropout masks; samples without a number have no dropout.

@@ -17,6 +17,7 @@
 //!   norm.rs, positions.rs, attention.rs, dropout.rs, linear.rs    parts of blocks, selected by the configuration
 //!   explicit/                           block and head with an explicit backward: how a GPU computes the forms that have one
 //!   params.rs, values.rs, tokens.rs, grads.rs    inputs and outputs
+//!   documents.rs                        several documents in a sequence
 //!   engine.rs, memory.rs                computation of a unit; the memory that it takes
 //! ```
 //!
@@ -25,6 +26,7 @@
 
 mod attention;
 mod block;
+mod documents;
 mod dropout;
 mod embedding;
 mod engine;

@@ -8,7 +8,8 @@ use super::ComputeError;
 use super::linear::at_least_fp32;
 use crate::model::{ModelConfig, RopeScaling};
 
-/// Cosines and sines of each position's angles, [seq_len, head_dim], in the model's kind.
+/// Cosines and sines of each position's angles, [seq_len, head_dim], in the model's kind; or of each token's,
+/// [micro_batch, seq_len, head_dim].
 pub(super) struct Rotary {
     pub(super) cos: Tensor,
     pub(super) sin: Tensor,
@@ -53,11 +54,29 @@ impl Rotary {
         })
     }
 
+    /// Returns the same tables.
+    pub(super) fn shallow_clone(&self) -> Self {
+        Rotary {
+            cos: self.cos.shallow_clone(),
+            sin: self.sin.shallow_clone(),
+        }
+    }
+
+    /// Looks up the angles of tokens at `positions` [micro_batch, seq_len].
+    pub(super) fn at(&self, positions: &Tensor) -> Result<Self, ComputeError> {
+        let rows = |table: &Tensor| Tensor::f_embedding(table, positions, -1, false, false);
+        Ok(Rotary {
+            cos: rows(&self.cos)?,
+            sin: rows(&self.sin)?,
+        })
+    }
+
     /// Rotates each pair of `x` [micro_batch, heads, seq_len, head_dim].
     pub(super) fn turn(&self, x: &Tensor) -> Result<Tensor, ComputeError> {
         let seq_len = x.size()[2];
-        let cos = self.cos.f_narrow(0, 0, seq_len)?;
-        let sin = self.sin.f_narrow(0, 0, seq_len)?;
+        // The same for every head.
+        let rows = |table: &Tensor| table.f_narrow(-2, 0, seq_len)?.f_unsqueeze(-3);
+        let (cos, sin) = (rows(&self.cos)?, rows(&self.sin)?);
         let halves = x.f_chunk(2, -1)?;
         let rotated = Tensor::f_cat(&[halves[1].f_neg()?, halves[0].shallow_clone()], -1)?;
         Ok(x.f_mul(&cos)?.f_add(&rotated.f_mul(&sin)?)?)

@@ -1,8 +1,11 @@
 //! Token ids, checked against the vocabulary once.
 
+use std::rc::Rc;
+
 use tch::{Device, Tensor};
 
 use super::ComputeError;
+use super::documents::{Batch, Documents};
 
 /// Target that does not count in the loss, for padding or a prompt.
 pub const IGNORED: i64 = -100;
@@ -13,7 +16,7 @@ pub struct Tokens {
     counted: usize,
     shape: (usize, usize),
     vocab_size: usize,
-    first_sample: Option<u64>,
+    batch: Batch,
 }
 
 impl Tokens {
@@ -76,21 +79,32 @@ impl Tokens {
             counted,
             shape: (micro_batch, seq_len),
             vocab_size,
-            first_sample: None,
+            batch: Batch::default(),
         })
     }
 
     /// Numbers the sequences for training, starting with `first_sample`. The numbers determine dropout;
     /// without them there is none.
-    pub fn numbered(self, first_sample: u64) -> Self {
-        Tokens {
-            first_sample: Some(first_sample),
-            ..self
-        }
+    pub fn numbered(mut self, first_sample: u64) -> Self {
+        self.batch.first_sample = Some(first_sample);
+        self
     }
 
-    pub(super) fn first_sample(&self) -> Option<u64> {
-        self.first_sample
+    /// Divides the sequences into documents, which are computed as if each were alone: positions begin again
+    /// and attention does not leave a document. `starts` has their first tokens, counted over all sequences
+    /// and in order. The first token of a sequence begins one in any case.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn in_documents(mut self, starts: &[usize]) -> Result<Self, ComputeError> {
+        let (micro_batch, seq_len) = self.shape;
+        let documents = Documents::new(starts, micro_batch, seq_len)?;
+        self.batch.documents = documents.map(Rc::new);
+        Ok(self)
+    }
+
+    pub(super) fn batch(&self) -> &Batch {
+        &self.batch
     }
 
     /// Copies the ids to `device`. This happens at the start of a step, when a GPU is idle, and takes some
@@ -103,8 +117,11 @@ impl Tokens {
     }
 
     /// Moves the tokens to `device`, so that they are not copied at each use.
-    pub(super) fn moved(self, device: Device) -> Result<Self, ComputeError> {
+    pub(super) fn moved(mut self, device: Device) -> Result<Self, ComputeError> {
         let ids = self.ids_on(device)?;
+        if let Some(documents) = &self.batch.documents {
+            self.batch.documents = Some(Rc::new(documents.on(device)?));
+        }
         Ok(Tokens { ids, ..self })
     }
 

@@ -6,6 +6,7 @@ use kernels::gpu::{DeviceBuffer, HostStash, Stream};
 use kernels_torch::{HostBuffer, device_view, is_shared};
 use tch::{Kind, Tensor};
 
+use super::documents::Batch;
 use super::explicit::Kept;
 use super::{ComputeDevice, ComputeError};
 use crate::model::{Dtype, ParamLayout, UnitLayout};
@@ -259,17 +260,16 @@ pub enum ActivationCheckpointing {
 /// backward.
 pub struct Activation {
     pub(super) tensor: Tensor,
-    /// Number of the first sample in the run, in training.
-    pub(super) first_sample: Option<u64>,
+    pub(super) batch: Batch,
     /// Values kept by the block that took this as its input.
     pub(super) kept: RefCell<Kept>,
 }
 
 impl Activation {
-    pub(super) fn new(tensor: Tensor, first_sample: Option<u64>) -> Self {
+    pub(super) fn new(tensor: Tensor, batch: &Batch) -> Self {
         Activation {
             tensor,
-            first_sample,
+            batch: batch.clone(),
             kept: RefCell::default(),
         }
     }
@@ -291,7 +291,7 @@ impl Activation {
         Ok(AwayActivation {
             kind,
             shape,
-            first_sample: self.first_sample,
+            batch: self.batch,
             kept: self.kept,
         })
     }
@@ -306,7 +306,7 @@ impl Activation {
 pub struct AwayActivation {
     kind: Kind,
     shape: Vec<i64>,
-    first_sample: Option<u64>,
+    batch: Batch,
     kept: RefCell<Kept>,
 }
 
@@ -328,7 +328,7 @@ impl AwayActivation {
         host_stash.taken(piece, compute)?;
         Ok(Activation {
             tensor,
-            first_sample: self.first_sample,
+            batch: self.batch,
             kept: self.kept,
         })
     }

@@ -77,7 +77,7 @@ impl Engine {
             }
         }
         let grad_input = grad_rows.f_view_as(&input.tensor)?;
-        Ok((loss, Activation::new(grad_input, input.first_sample)))
+        Ok((loss, Activation::new(grad_input, &input.batch)))
     }
 
     /// Computes the loss (mean over the counted targets, in nats) for evaluation.

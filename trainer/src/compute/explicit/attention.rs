@@ -7,6 +7,7 @@ use tch::Tensor;
 use super::ops::Ops;
 use crate::compute::ComputeError;
 use crate::compute::attention::{self, causal_attention};
+use crate::compute::documents::Documents;
 use crate::compute::dropout::Masks;
 use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
@@ -75,6 +76,7 @@ pub(super) fn attention(
     ops: &Ops,
     rotary: &Rotary,
     shape: Shape,
+    documents: Option<&Documents>,
     qkv: &Tensor,
     keep: bool,
 ) -> Result<Attention, ComputeError> {
@@ -89,7 +91,7 @@ pub(super) fn attention(
         leaf(shape.heads, shape.kv_heads)?,
         leaf(shape.heads + shape.kv_heads, shape.kv_heads)?,
     ];
-    let output = mix(&leaves, shape)?;
+    let output = mix(&leaves, shape, documents)?;
     let attn_out = output
         .f_detach()?
         .f_transpose(1, 2)?
@@ -109,6 +111,7 @@ pub(super) fn normed_attention(
     rotary: &Rotary,
     norms: [&Tensor; 2],
     shape: Shape,
+    documents: Option<&Documents>,
     qkv: &Tensor,
     keep: bool,
 ) -> Result<Attention, ComputeError> {
@@ -130,6 +133,7 @@ pub(super) fn normed_attention(
         rotary: Some(rotary),
         head_norms: Some([&norms[0], &norms[1]]),
         window: None,
+        documents,
         masks: Masks::NONE,
     };
     let [query, key, value] = &leaves;
@@ -144,15 +148,19 @@ pub(super) fn normed_attention(
 }
 
 /// Computes attention with the kernel that torch chooses; rounded to the query's kind.
-fn mix([query, key, value]: &[Tensor; 3], shape: Shape) -> Result<Tensor, ComputeError> {
+fn mix(
+    [query, key, value]: &[Tensor; 3],
+    shape: Shape,
+    documents: Option<&Documents>,
+) -> Result<Tensor, ComputeError> {
     let share = shape.heads / shape.kv_heads;
-    let attn_out = causal_attention([query, key, value], share, None, &Masks::NONE)?;
+    let attn_out = causal_attention([query, key, value], share, None, documents, &Masks::NONE)?;
     Ok(attn_out.f_to_kind(query.kind())?)
 }
 
 impl Attention {
-    /// Bytes kept: query, key and value, the result, and a number for each row and head; repeated heads, and
-    /// what the norms of heads keep for each row. Weights of these norms, some hundred bytes, are not
+    /// Most bytes kept: query, key and value, the result, and a number for each row and head; repeated heads
+    /// (of which attention within documents needs none on a GPU), and what the norms of heads keep for each row. Weights of these norms, some hundred bytes, are not
     /// counted.
     pub(super) fn size_bytes(&self) -> usize {
         let (leaves, normed) = match &self.leaves {

@@ -1,10 +1,13 @@
 //! Forward of a block, and backward with recomputation of everything that was not kept.
 
+use std::rc::Rc;
+
 use tch::Tensor;
 
 use super::attention::{Attention, Shape, attention, normed_attention};
 use super::ops::{Normed, Ops};
 use super::projection::Projection;
+use crate::compute::documents::Documents;
 use crate::compute::positions::Rotary;
 use crate::compute::values::size_bytes;
 use crate::compute::{ActivationCheckpointing, ComputeError, GradSink, UnitWeights};
@@ -95,7 +98,8 @@ struct Passed {
 pub(crate) struct Block<'a> {
     pub(crate) ops: &'a Ops,
     pub(crate) config: &'a ModelConfig,
-    pub(crate) rotary: &'a Rotary,
+    pub(crate) rotary: Rotary,
+    pub(crate) documents: Option<Rc<Documents>>,
     pub(crate) weights: BlockWeights,
 }
 
@@ -171,7 +175,7 @@ impl Block<'_> {
             .out
             .add_grads(grads, &grad_sum, &attended.attn_out)?;
         let grad_mixed = weights.out.back(&grad_sum)?;
-        let (grad_qkv, grad_head_norms) = attended.backward(ops, self.rotary, &grad_mixed)?;
+        let (grad_qkv, grad_head_norms) = attended.backward(ops, &self.rotary, &grad_mixed)?;
         drop(grad_mixed);
         for (norm, grad) in weights.head_norms.iter().flatten().zip(grad_head_norms) {
             grads.add(norm.at, grad)?;
@@ -207,11 +211,12 @@ impl Block<'_> {
             Some(attended) => attended,
             None => {
                 let qkv = weights.qkv.of(&first.output)?;
+                let (rotary, documents) = (&self.rotary, self.documents.as_deref());
                 match weights.head_norms() {
-                    None => attention(ops, self.rotary, shape, &qkv, graph)?,
+                    None => attention(ops, rotary, shape, documents, &qkv, graph)?,
                     Some(norms) => {
-                        let (config, rotary) = (self.config, self.rotary);
-                        normed_attention(config, rotary, norms, shape, &qkv, graph)?
+                        let config = self.config;
+                        normed_attention(config, rotary, norms, shape, documents, &qkv, graph)?
                     }
                 }
             }

@@ -96,7 +96,19 @@ impl Ops {
     ) -> Result<(), ComputeError> {
         match self {
             Ops::Plain => plain_rotary(from, to, rotary, turn),
-            Ops::Fused(fused) => Ok(fused.rotary(from, to, &rotary.cos, &rotary.sin, turn)?),
+            Ops::Fused(fused) if rotary.cos.dim() == 2 => {
+                Ok(fused.rotary(from, to, &rotary.cos, &rotary.sin, turn)?)
+            }
+            // The kernel has one table for all sequences.
+            Ops::Fused(fused) => {
+                for row in 0..from.size()[0] {
+                    let part = |x: &Tensor| x.f_narrow(0, row, 1);
+                    let table = |x: &Tensor| x.f_select(0, row);
+                    let (cos, sin) = (table(&rotary.cos)?, table(&rotary.sin)?);
+                    fused.rotary(&part(from)?, &part(to)?, &cos, &sin, turn)?;
+                }
+                Ok(())
+            }
         }
     }
 
@@ -202,7 +214,7 @@ fn plain_rotary(
     }
     let seq_len = from.size()[1];
     // [seq_len, 1, head_dim]: the same for every head.
-    let rows = |table: &Tensor| table.f_narrow(0, 0, seq_len)?.f_unsqueeze(1);
+    let rows = |table: &Tensor| table.f_narrow(-2, 0, seq_len)?.f_unsqueeze(-2);
     let (cos, sin) = (rows(&rotary.cos)?, rows(&rotary.sin)?);
     let parts = from.f_chunk(2, -1)?;
     // The inverse rotation has the other half with the opposite sign.

@@ -179,7 +179,7 @@ fn activation_checkpointing_changes_no_bit_and_its_bytes_are_counted() {
                 before = input.size_bytes();
                 // The backward pass consumes what was kept.
                 let mut sink = case.engine.new_grads(1);
-                let grad = Activation::new(input.tensor.copy(), None);
+                let grad = Activation::new(input.tensor.copy(), &Batch::default());
                 case.engine
                     .block_backward(1, &case.weights[1], input, &grad, &mut sink)
                     .unwrap();

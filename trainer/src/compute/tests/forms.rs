@@ -126,7 +126,7 @@ fn seen_from(config: &ModelConfig, dropout: Dropout, position: i64) -> Vec<bool>
     let moved = input.copy();
     let _ = moved.get(0).get(position).fill_(0.5);
     let output = |x: &tch::Tensor| {
-        let input = Activation::new(x.copy(), case.inputs.first_sample());
+        let input = Activation::new(x.copy(), case.inputs.batch());
         let block = case.engine.block_forward(1, &case.weights[1], &input);
         block.unwrap().tensor.get(0)
     };

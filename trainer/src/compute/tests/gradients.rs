@@ -90,12 +90,12 @@ fn explicit_gradients_of_a_tied_model_are_the_slope_of_the_loss() {
 fn the_gradient_of_a_blocks_input_is_a_slope() {
     let case = Case::new(false, Kind::Double);
     let input = case.forward().swap_remove(0).tensor;
-    let grad_output = Activation::new(input.cos() * 2.0, None); // any fixed direction
+    let grad_output = Activation::new(input.cos() * 2.0, &Batch::default()); // any fixed direction
     let mut sink = case.engine.new_grads(1);
     let found = case.engine.block_backward(
         1,
         &case.weights[1],
-        &Activation::new(input.copy(), None),
+        &Activation::new(input.copy(), &Batch::default()),
         &grad_output,
         &mut sink,
     );
@@ -103,7 +103,11 @@ fn the_gradient_of_a_blocks_input_is_a_slope() {
     let along = |moved: &tch::Tensor| {
         let output = case
             .engine
-            .block_forward(1, &case.weights[1], &Activation::new(moved.copy(), None))
+            .block_forward(
+                1,
+                &case.weights[1],
+                &Activation::new(moved.copy(), &Batch::default()),
+            )
             .unwrap();
         f64::try_from((output.tensor * &grad_output.tensor).sum(Kind::Double)).unwrap()
     };

@@ -3,6 +3,7 @@
 //! model); wrong handling of ignored targets, tied weights, sums over micro-batches and buffer positions.
 
 mod buffers;
+mod documents;
 mod dropout;
 mod explicit;
 mod forms;
@@ -13,6 +14,7 @@ mod whole_graph;
 
 use tch::Kind;
 
+use super::documents::Batch;
 use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
 use crate::model::{Dropout, ModelConfig, init};
 

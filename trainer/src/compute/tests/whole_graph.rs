@@ -26,7 +26,7 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
         .flat_map(|unit| unit.all().iter().map(Tensor::shallow_clone))
         .collect();
     let (_, seq_len) = case.inputs.shape();
-    let masks = |unit| engine.masks(unit, case.inputs.first_sample());
+    let masks = |unit| engine.masks(unit, case.inputs.batch().first_sample);
     // Looked up in fp32 and rounded: forward is exact, and the gradient is summed in fp32 as in the engine.
     let wide = |x: &Tensor| x.to_kind(at_least_fp32(case.kind));
     let (head, embedding) = (units.pop().unwrap(), units.remove(0));
@@ -44,7 +44,8 @@ fn whole_graph(case: &Case) -> (f64, Vec<Vec<u8>>) {
     for (layer, params) in units.into_iter().enumerate() {
         let block = Block {
             config,
-            rotary: rotary.as_ref(),
+            rotary: rotary.as_ref().map(Rotary::shallow_clone),
+            documents: None,
             params,
             window: config.window(layer),
             masks: masks(layer + 1),
