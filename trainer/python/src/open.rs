@@ -16,13 +16,13 @@ use swapper::{
 
 use training_state::plan::Measured;
 use training_state::store::{StoreFiles, device_file_bytes};
-use training_state::update::GPU_UPDATERS;
+use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate};
 
 use crate::Held;
 use crate::errors::{Error, failed, no_store, refused};
 use crate::gpu::gpu_failed;
 use crate::progress::{Clock, Reporter};
-use crate::update::{GpuUpdate, StepHyper, Update};
+use crate::update::{ByParam, StepHyper};
 
 /// A run, as `offloadd/_run.py` describes it.
 #[derive(Debug, Deserialize)]
@@ -210,23 +210,23 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
 /// Makes the optimizers; each tile goes to one that is idle.
 fn optimizers(
     plan: &Plan,
-    update: &Update,
+    scalars: &ByParam,
     tile_elems: u64,
 ) -> PyResult<Vec<Box<dyn Optimizer<StepHyper>>>> {
     let mut optimizers: Vec<Box<dyn Optimizer<StepHyper>>> = Vec::new();
     if let Some(index) = plan.update_gpu {
         let gpu = Gpu::open(index).map_err(gpu_failed)?;
-        let bytes = update.gpu_bytes(tile_elems as usize);
+        let bytes = scalars.gpu_bytes(tile_elems as usize);
         for _ in 0..GPU_UPDATERS {
             let updater = TileUpdater::new(&gpu, bytes).map_err(gpu_failed)?;
             optimizers.push(Box::new(GpuUpdate {
-                of: update.clone(),
+                scalars: scalars.clone(),
                 updater,
             }));
         }
     }
     for _ in 0..plan.update_threads {
-        optimizers.push(Box::new(update.clone()));
+        optimizers.push(Box::new(CpuUpdate(scalars.clone())));
     }
     Ok(optimizers)
 }
@@ -253,10 +253,10 @@ pub(crate) fn open(
         params.map(part).collect::<Vec<_>>()
     };
     let params = plan.units.iter().map(&mut of_unit);
-    let update = Update {
+    let scalars = ByParam {
         units: Arc::new(formats.iter().copied().zip(params).collect()),
     };
-    let optimizers = optimizers(&plan, &update, settings.tile_elems)?;
+    let optimizers = optimizers(&plan, &scalars, settings.tile_elems)?;
     let (swapper, opened) = Swapper::open(settings.clone(), optimizers).map_err(failed)?;
     if let Some((read, write)) = opened.rates().filter(|_| plan.rank == 0) {
         let measured = Measured {

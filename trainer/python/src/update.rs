@@ -1,20 +1,18 @@
-//! Arithmetic over tiles: AdamW by parameter groups, sums of gradients and their norms.
+//! Arithmetic over tiles: AdamW's scalars by parameter groups, sums of gradients and their norms.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use kernels::adamw::{
-    Hyper, Master, Tile, init_tile, read_masters, state_planes, state_tile_bytes, step_range,
-    step_range_fp32_grad,
-};
+use kernels::adamw::{Hyper, Master, init_tile, read_masters, state_planes, state_tile_bytes};
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
-use swapper::{Optimizer, TileRange, UninitTile};
+use swapper::{TileRange, UninitTile};
+use training_state::update::{Scalars, TileStep};
 
 use crate::open::{Format, ParamPlan, Updated};
 
-/// One step's scalars of every parameter, in the units' order; `None`: no gradient came, the parameter stays as it is.
+/// One step's scalars of every parameter, in the units' order; `None` if the parameter got no gradient and stays as it is.
 #[derive(Clone, Debug)]
 pub(crate) struct StepHyper(Arc<Vec<Option<Hyper>>>);
 
@@ -42,78 +40,33 @@ impl StepHyper {
 /// A unit's parameters: elements of each, and its index over all units.
 pub(crate) type Params = Vec<(Range<u64>, usize)>;
 
-/// AdamW over a tile, parameter by parameter.
+/// AdamW's scalars, parameter by parameter.
 #[derive(Clone)]
-pub(crate) struct Update {
+pub(crate) struct ByParam {
     pub(crate) units: Arc<Vec<(Format, Params)>>,
 }
 
-impl Optimizer<StepHyper> for Update {
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        hyper: &StepHyper,
-    ) {
-        let elems = (range.elems.end - range.elems.start) as usize;
+impl Scalars<StepHyper> for ByParam {
+    fn of_tile(&self, range: &TileRange, step: &StepHyper) -> TileStep {
         let (format, params) = &self.units[range.unit];
         let Updated { master, grads } = format.update.expect("only trained units are updated");
-        let step = match grads {
-            GradType::Fp32 => step_range_fp32_grad,
-            GradType::Bf16 | GradType::Fp16 => step_range,
-        };
-        for (within, index) in parts(&range.elems, params) {
-            if let Some(hyper) = &hyper.0[index] {
-                step(master, hyper, param, state, grad, elems, within);
-            }
+        TileStep {
+            master,
+            grads,
+            parts: parts(&range.elems, params)
+                .filter_map(|(within, index)| Some((within, step.0[index]?)))
+                .collect(),
         }
     }
 }
 
-impl Update {
+impl ByParam {
     /// Device memory that a GPU's update of a tile needs, bytes.
     pub(crate) fn gpu_bytes(&self, tile_elems: usize) -> usize {
         let updated = self.units.iter().filter_map(|(format, _)| format.update);
         let bytes =
             |Updated { master, grads }| TileUpdater::device_bytes(master, grads, tile_elems);
         updated.map(bytes).max().unwrap_or(0)
-    }
-}
-
-/// The same on a GPU: tiles are copied to it, updated and copied back.
-pub(crate) struct GpuUpdate {
-    pub(crate) of: Update,
-    pub(crate) updater: TileUpdater,
-}
-
-impl Optimizer<StepHyper> for GpuUpdate {
-    fn update(
-        &mut self,
-        range: &TileRange,
-        param: &mut [u8],
-        state: &mut [u8],
-        grad: &[u8],
-        hyper: &StepHyper,
-    ) {
-        let (format, params) = &self.of.units[range.unit];
-        let Updated { master, grads } = format.update.expect("only trained units are updated");
-        let parts: Vec<(Range<usize>, Hyper)> = parts(&range.elems, params)
-            .filter_map(|(within, index)| Some((within, hyper.0[index]?)))
-            .collect();
-        let tile = Tile {
-            master,
-            param,
-            state,
-            grad,
-            elems: (range.elems.end - range.elems.start) as usize,
-        };
-        let done = self.updater.update(tile, grads, &parts);
-        // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
-        if let Err(error) = done {
-            panic!("{error}");
-        }
     }
 }
 

@@ -11,7 +11,7 @@ use crate::model::{ParamLayout, UnitLayout};
 use crate::plan::Plan;
 use training_state::backend::{GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, Copied};
-use training_state::update::{CpuUpdate, Decay, GPU_UPDATERS, GpuUpdate};
+use training_state::update::{CpuUpdate, Decay, GPU_UPDATERS, GpuUpdate, WithDecay};
 
 /// Optimizer threads when state comes from devices; each updates a tile of its own. One thread keeps up with
 /// drives that write 8 GB/s. With more than three, copying competes for cores and memory bandwidth: on 16
@@ -71,7 +71,7 @@ impl Prepared {
         }
         let opened = Swapper::open(
             plan.swapper.clone(),
-            self.optimizers(plan, &decay, checkpoint_tap)?,
+            self.optimizers(plan, decay, checkpoint_tap)?,
         );
         let (swapper, opened) = match self.settings.offload.durability {
             Durability::Full => opened?,
@@ -80,26 +80,27 @@ impl Prepared {
         Ok((TileBackend::Swapper(Box::new(swapper), ()), opened))
     }
 
-    /// Makes the optimizers: on the processor, on the GPU, or on both, where each tile goes to the one that
+    /// Makes the optimizers: on the CPU, on the GPU, or on both, where each tile goes to the one that
     /// is idle.
     fn optimizers(
         &self,
         plan: &Plan,
-        decay: &Decay,
+        decay: Decay,
         checkpoint_tap: &CheckpointTap,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, RunError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
+        let master = plan.master;
+        let scalars = WithDecay { master, decay };
         let gpu = self
             .gpu
             .as_ref()
             .filter(|_| plan.optimizer_device != OptimizerDevice::Cpu);
         if let Some(gpu) = gpu {
-            let (master, elems) = (plan.master, plan.swapper.tile_elems as usize);
+            let elems = plan.swapper.tile_elems as usize;
             let bytes = TileUpdater::device_bytes(master, master.grad_type(), elems);
             for _ in 0..GPU_UPDATERS {
                 let optimizer = GpuUpdate {
-                    master: plan.master,
-                    decay: decay.clone(),
+                    scalars: scalars.clone(),
                     updater: TileUpdater::new(gpu, bytes)?,
                 };
                 let checkpoint_tap = checkpoint_tap.clone();
@@ -112,10 +113,7 @@ impl Prepared {
         if gpu.is_none() || plan.optimizer_device == OptimizerDevice::Shared {
             let threads = self.settings.train.threads;
             for _ in 0..cpu_updaters(threads, plan.swapper.state_share) {
-                let optimizer = CpuUpdate {
-                    master: plan.master,
-                    decay: decay.clone(),
-                };
+                let optimizer = CpuUpdate(scalars.clone());
                 let checkpoint_tap = checkpoint_tap.clone();
                 optimizers.push(Box::new(Copied {
                     optimizer,

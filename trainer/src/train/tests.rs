@@ -34,7 +34,7 @@ use crate::weights::Weights;
 use training_state::backend::{GpuBackend, TileBackend};
 use training_state::fingerprint::Fingerprint;
 use training_state::trace::Trace;
-use training_state::update::CpuUpdate;
+use training_state::update::{CpuUpdate, WithDecay};
 
 /// Settings of activation checkpointing. An MLP computed in chunks is always recomputed.
 fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
@@ -222,8 +222,8 @@ fn steps(
         }
         None => {
             let master = plan.master;
-            let (swapper, _) =
-                Swapper::open(tiles.clone(), vec![Box::new(CpuUpdate { master, decay })]).unwrap();
+            let update = CpuUpdate(WithDecay { master, decay });
+            let (swapper, _) = Swapper::open(tiles.clone(), vec![Box::new(update)]).unwrap();
             TileBackend::Swapper(Box::new(swapper), ())
         }
     };

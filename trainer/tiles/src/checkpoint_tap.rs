@@ -15,7 +15,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use kernels::adamw::Hyper;
 use swapper::{Optimizer, TileRange};
 
 /// Buffers, each for a tile's parameters and state: two optimizer threads fill one each while the others are
@@ -118,16 +117,16 @@ pub struct Copied<O> {
     pub checkpoint_tap: CheckpointTap,
 }
 
-impl<O: Optimizer<Hyper>> Optimizer<Hyper> for Copied<O> {
+impl<S, O: Optimizer<S>> Optimizer<S> for Copied<O> {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        hyper: &Hyper,
+        step: &S,
     ) {
-        self.optimizer.update(range, param, state, grad, hyper);
+        self.optimizer.update(range, param, state, grad, step);
         self.checkpoint_tap.offer(range, param, state);
     }
 }

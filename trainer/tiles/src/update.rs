@@ -1,12 +1,13 @@
-//! AdamW over tiles, on the processor or on a GPU, with weight decay for selected parameters.
+//! AdamW over tiles, on the CPU or on a GPU, with scalars that may differ between a tile's elements.
 //!
-//! Both give the same bits, so either may update any tile.
+//! CPU and GPU give the same bits, so either may update any tile.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes, step_range};
+use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes, step_range, step_range_fp32_grad};
 use kernels::gpu::TileUpdater;
+use kernels::reduce::GradType;
 use swapper::{Optimizer, TileBytes, TileRange};
 
 /// Threads that stream tiles through a GPU: one copies to the GPU, one computes and one copies back at a
@@ -55,60 +56,98 @@ impl Decay {
     }
 }
 
-/// Updates on the processor, on the calling thread.
-pub struct CpuUpdate {
+/// AdamW over one tile.
+pub struct TileStep {
+    pub master: Master,
+    pub grads: GradType,
+    /// Elements of the tile with their scalars; all other elements stay as they are.
+    pub parts: Vec<(Range<usize>, Hyper)>,
+}
+
+/// Knows AdamW's scalars of each element. `S` is what all tiles of a step share.
+pub trait Scalars<S> {
+    /// Returns the scalars of the tile of `range`.
+    fn of_tile(&self, range: &TileRange, step: &S) -> TileStep;
+}
+
+/// The same scalars for all elements, except that some have no weight decay.
+#[derive(Clone, Debug)]
+pub struct WithDecay {
     pub master: Master,
     pub decay: Decay,
 }
 
-impl Optimizer<Hyper> for CpuUpdate {
+impl Scalars<Hyper> for WithDecay {
+    fn of_tile(&self, range: &TileRange, step: &Hyper) -> TileStep {
+        let parts = self.decay.parts(range).into_iter();
+        TileStep {
+            master: self.master,
+            grads: self.master.grad_type(),
+            parts: parts
+                .map(|(part, decays)| (part, step.of_part(decays)))
+                .collect(),
+        }
+    }
+}
+
+/// Updates on the CPU, on the calling thread.
+pub struct CpuUpdate<A>(pub A);
+
+impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        hyper: &Hyper,
+        step: &S,
     ) {
+        let TileStep {
+            master,
+            grads,
+            parts,
+        } = self.0.of_tile(range, step);
         let elems = (range.elems.end - range.elems.start) as usize;
-        for (part, decays) in self.decay.parts(range) {
-            let hyper = hyper.of_part(decays);
-            step_range(self.master, &hyper, param, state, grad, elems, part);
+        let step_range = match grads {
+            GradType::Fp32 => step_range_fp32_grad,
+            GradType::Bf16 | GradType::Fp16 => step_range,
+        };
+        for (part, hyper) in parts {
+            step_range(master, &hyper, param, state, grad, elems, part);
         }
     }
 }
 
 /// Updates on a GPU: tiles are copied to it, updated and copied back. Several of these, each on its own
 /// thread, keep both directions of the bus busy.
-pub struct GpuUpdate {
-    pub master: Master,
-    pub decay: Decay,
+pub struct GpuUpdate<A> {
+    pub scalars: A,
     pub updater: TileUpdater,
 }
 
-impl Optimizer<Hyper> for GpuUpdate {
+impl<S, A: Scalars<S> + Send> Optimizer<S> for GpuUpdate<A> {
     fn update(
         &mut self,
         range: &TileRange,
         param: &mut [u8],
         state: &mut [u8],
         grad: &[u8],
-        hyper: &Hyper,
+        step: &S,
     ) {
+        let TileStep {
+            master,
+            grads,
+            parts,
+        } = self.scalars.of_tile(range, step);
         let tile = Tile {
-            master: self.master,
+            master,
             param,
             state,
             grad,
             elems: (range.elems.end - range.elems.start) as usize,
         };
-        let parts: Vec<_> = (self.decay.parts(range).into_iter())
-            .map(|(part, decays)| (part, hyper.of_part(decays)))
-            .collect();
-        let grads = self.master.grad_type();
-        let done = self.updater.update(tile, grads, &parts);
         // The tile may be partly updated, so the run cannot continue. The swapper names the tile.
-        if let Err(error) = done {
+        if let Err(error) = self.updater.update(tile, grads, &parts) {
             panic!("{error}");
         }
     }
@@ -160,10 +199,10 @@ mod tests {
 
     #[test]
     fn only_the_named_elements_decay() {
-        let mut update = CpuUpdate {
+        let mut update = CpuUpdate(WithDecay {
             master: Master::Fp32,
             decay: Decay::new([std::iter::once(64..128)]),
-        };
+        });
         let range = TileRange {
             unit: 0,
             elems: 0..192,
