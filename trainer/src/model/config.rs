@@ -353,22 +353,6 @@ impl ModelConfig {
         );
         self.layers * block + norm + positions + when(!self.tied, self.vocab_size * h)
     }
-
-    /// Floating-point operations of forward and backward for one token in a sequence of `seq_len`, in the
-    /// usual count of model FLOPs: 6 for each parameter of a matrix product, and half of attention's square.
-    /// Recomputation is not counted.
-    pub fn flops_per_token(&self, seq_len: usize) -> f64 {
-        let width = (self.heads * self.head_dim()) as f64;
-        let attention: f64 = (0..self.layers)
-            .map(|layer| {
-                let seen = self.window(layer).unwrap_or(seq_len).min(seq_len) as f64;
-                let seq_len = seq_len as f64;
-                // Twice the average number of tokens seen: fewer at the start, then the window.
-                width * seen * (2.0 - seen / seq_len)
-            })
-            .sum();
-        6.0 * self.products_count() as f64 + 6.0 * attention
-    }
 }
 
 #[cfg(test)]
@@ -458,7 +442,7 @@ mod tests {
     }
 
     #[test]
-    fn a_window_shortens_attention_and_nothing_else() {
+    fn a_window_begins_at_its_first_layer() {
         let windowed = ModelConfig {
             sliding_window: Some(Window {
                 tokens: 100,
@@ -467,9 +451,5 @@ mod tests {
             ..good()
         };
         assert_eq!((windowed.window(0), windowed.window(1)), (None, Some(100)));
-        assert_eq!(windowed.flops_per_token(50), good().flops_per_token(50));
-        // 6 x (64 x 1000) for a layer that sees everything.
-        let saved = good().flops_per_token(1000) - windowed.flops_per_token(1000);
-        assert!((saved - 6.0 * 64.0 * (1000.0 - 190.0)).abs() < 1e-6);
     }
 }

@@ -3,21 +3,6 @@
 
 use super::{Key, entries, used_keys};
 
-/// Former names of our own keys, with what replaced them. None of them was ever released.
-const FORMER: &[(&str, &str)] = &[
-    ("train.save_every", "train.checkpoint_every"),
-    ("train.saves_kept", "train.checkpoints_kept"),
-    ("train.run_folder", "train.run_dir"),
-    ("train.keep", "train.activation_checkpointing"),
-    ("train.tiling", "train.mlp_chunks"),
-    ("train.activations", "offload.activations"),
-    ("data.holdout_share", "data.validation_fraction"),
-    ("offload.resident_share", "offload.resident_fraction"),
-    ("offload.schedule", "offload.optimizer_step"),
-    ("offload.update", "offload.optimizer_device"),
-    ("offload.host_memory", "offload.host_memory_bytes"),
-];
-
 /// Names in other programs and the keys with the same meaning here. A remark follows where the key alone
 /// would mislead.
 const OTHERS: &[(&str, &str)] = &[
@@ -134,8 +119,7 @@ pub(in crate::config) fn suggestion(path: &str) -> Option<String> {
     let name = last(path).to_ascii_lowercase().replace('-', "_");
     // Exactly one other table has a key of this name, for example `steps`.
     let named: Vec<&String> = used.iter().filter(|used| last(used) == name).collect();
-    let former = FORMER.iter().find(|(former, _)| *former == path);
-    let known = former.or_else(|| OTHERS.iter().find(|(other, _)| *other == name));
+    let known = OTHERS.iter().find(|(other, _)| *other == name);
     match (named.as_slice(), known) {
         (_, Some((_, ours))) => Some((*ours).to_owned()),
         ([one], None) => Some((*one).clone()),
@@ -174,7 +158,7 @@ mod tests {
     #[test]
     fn names_of_other_programs_are_suggested_by_meaning() {
         let used = used_keys();
-        for (other, ours) in OTHERS.iter().chain(FORMER) {
+        for (other, ours) in OTHERS {
             let key = ours.split(' ').next().unwrap();
             assert!(
                 key.starts_with("--") || used.iter().any(|used| used == key),
@@ -196,19 +180,5 @@ mod tests {
             assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
         }
         assert_eq!(suggestion("train.qqq"), None);
-    }
-
-    #[test]
-    fn a_former_name_is_refused_with_the_new_one() {
-        for (former, now) in FORMER {
-            let (table, name) = former.split_once('.').unwrap();
-            let file = serde_json::json!({ table: { name: 1 } });
-            let faults = crate::config::keys::check(&file).faults;
-            assert_eq!(faults.len(), 1, "{former}: {faults:?}");
-            assert_eq!(
-                faults[0].to_string(),
-                format!("unknown key `{former}`; did you mean `{now}`?")
-            );
-        }
     }
 }
