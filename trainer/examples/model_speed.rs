@@ -55,6 +55,10 @@ fn config() -> ModelConfig {
     }
 }
 
+#[expect(
+    clippy::too_many_lines,
+    reason = "measurements in the order in which they run"
+)]
 fn measure(plain: bool) -> anyhow::Result<()> {
     let gpu = Gpu::open(0)?;
     println!("{:?}", gpu.info());

@@ -19,6 +19,7 @@ struct Case {
     tiles: usize,
 }
 
+#[expect(clippy::too_many_lines, reason = "a table")]
 fn cases() -> Vec<Case> {
     let config = |hidden_size, intermediate_size, vocab_size, kv_heads, tied| ModelConfig {
         vocab_size,

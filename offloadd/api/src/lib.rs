@@ -25,7 +25,7 @@ pub mod ring;
 pub mod tile;
 
 /// Generated from `proto/offload.proto`.
-#[allow(missing_docs, unreachable_pub, clippy::all)]
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::too_many_lines)]
 pub mod proto {
     tonic::include_proto!("offload.v1");
 }

@@ -14,6 +14,7 @@ use crate::engine::{Io, Memory};
 use crate::io::Buffer;
 use crate::metrics::ledger::JobPlace;
 use crate::queue::Owner;
+use crate::quota::Weights;
 use crate::store::definition::JobName;
 
 /// A call that waits for the core's answer.
@@ -59,29 +60,7 @@ impl Driver {
                 weights,
             } => {
                 self.spans.queued(io, &buffer, &self.sessions);
-                let (mut job, mut owner) = (None, Owner::Daemon);
-                let memory = match buffer {
-                    Buffer::Slot { session: id, place } => {
-                        let session = self.sessions.get_mut(&id).expect("a live session");
-                        job = Some(session.job);
-                        let weights = weights.expect("an operation of a session has weights");
-                        owner = Owner::Session {
-                            uid: session.peer.uid,
-                            user_weight: weights.user,
-                            job_weight: weights.job,
-                            job: session.job.number(),
-                            session: id,
-                        };
-                        let made = session.made().expect("I/O only after its arena was made");
-                        Memory::Arena {
-                            arena: made.arena.clone(),
-                            offset: place.offset,
-                            piece: place.piece,
-                        }
-                    }
-                    Buffer::Meta(own) => Memory::Meta(own),
-                    Buffer::None => Memory::None,
-                };
+                let (memory, owner, job) = self.memory_of(buffer, weights);
                 let now = Instant::now();
                 self.ledger.started(io, device, op, bytes, job, now);
                 if let Some(span) = self.spans.operation(io) {
@@ -110,20 +89,7 @@ impl Driver {
             }
             Action::Reply { call, reply } => {
                 if let Some(waiting) = self.calls.remove(&call) {
-                    match (waiting.counted, &reply) {
-                        (Counted::Commit(job, span), reply) => {
-                            trace::commit_answered(&span, reply);
-                            let now = Instant::now();
-                            self.ledger.commit_answered(job, reply.is_ok(), now);
-                        }
-                        (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
-                        (Counted::AddDevice(device), reply) => {
-                            self.device_answered(device, reply.as_ref().ok());
-                        }
-                        (Counted::Drop(..) | Counted::Nothing, _) => {}
-                    }
-                    // Fails only if the caller has gone.
-                    let _ = waiting.answer.send(reply);
+                    self.answer(waiting, reply);
                 }
             }
             Action::MakeArena {
@@ -162,5 +128,53 @@ impl Driver {
                 self.detach(session);
             }
         }
+    }
+
+    /// Returns where an operation's bytes are, whose share of the device it takes, and the job that it counts for.
+    fn memory_of(
+        &mut self,
+        buffer: Buffer,
+        weights: Option<Weights>,
+    ) -> (Memory, Owner, Option<JobPlace>) {
+        match buffer {
+            Buffer::Slot { session: id, place } => {
+                let session = self.sessions.get_mut(&id).expect("a live session");
+                let weights = weights.expect("an operation of a session has weights");
+                let owner = Owner::Session {
+                    uid: session.peer.uid,
+                    user_weight: weights.user,
+                    job_weight: weights.job,
+                    job: session.job.number(),
+                    session: id,
+                };
+                let made = session.made().expect("I/O only after its arena was made");
+                let memory = Memory::Arena {
+                    arena: made.arena.clone(),
+                    offset: place.offset,
+                    piece: place.piece,
+                };
+                (memory, owner, Some(session.job))
+            }
+            Buffer::Meta(own) => (Memory::Meta(own), Owner::Daemon, None),
+            Buffer::None => (Memory::None, Owner::Daemon, None),
+        }
+    }
+
+    /// Counts the answer to a call and sends it.
+    fn answer(&mut self, waiting: Waiting, reply: Result<Reply, Fault>) {
+        match (waiting.counted, &reply) {
+            (Counted::Commit(job, span), reply) => {
+                trace::commit_answered(&span, reply);
+                let now = Instant::now();
+                self.ledger.commit_answered(job, reply.is_ok(), now);
+            }
+            (Counted::Drop(uid, job), Ok(_)) => self.ledger.job_dropped(uid, &job),
+            (Counted::AddDevice(device), reply) => {
+                self.device_answered(device, reply.as_ref().ok());
+            }
+            (Counted::Drop(..) | Counted::Nothing, _) => {}
+        }
+        // Fails only if the caller has gone.
+        let _ = waiting.answer.send(reply);
     }
 }

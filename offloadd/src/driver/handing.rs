@@ -1,6 +1,7 @@
 //! Sessions that outlive the daemon: adopted at the start, handed over at the end.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Duration;
 
 use offload_api::ids::Epoch;
 use offload_api::ring::Reached;
@@ -13,6 +14,7 @@ use crate::blocks::BlockError;
 use crate::core::{Adopted, Core, Event};
 use crate::device::{Device, DeviceBlocks};
 use crate::handover::{Claim, Descriptors, HandedOver};
+use crate::retry;
 
 /// A session of the previous daemon, with its descriptors.
 #[derive(Debug)]
@@ -38,7 +40,7 @@ pub struct InheritedSessions {
 ///
 /// # Errors
 /// If the metadata device fails the write.
-pub(super) fn begin_incarnation(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
+fn begin_writable(core: &mut Core, devices: &[Device]) -> Result<(), BlockError> {
     let (position, catalog) = core.first_catalog();
     catalog.write(&mut DeviceBlocks(devices), position)?;
     core.begin_incarnation(catalog);
@@ -46,6 +48,34 @@ pub(super) fn begin_incarnation(core: &mut Core, devices: &[Device]) -> Result<(
 }
 
 impl Driver {
+    /// Begins an incarnation, or makes the store read-only if the devices take no writes. With sessions to `adopt` it fails
+    /// instead: they need a store that can be written, and the next start may have one.
+    pub(super) fn begin_incarnation(
+        &mut self,
+        opened: &[Device],
+        unwritable: Option<BlockError>,
+        adopt: bool,
+    ) -> Result<(), DriverError> {
+        let begun = match unwritable {
+            None => {
+                let waits: &[Duration] = if adopt { &[] } else { &retry::WAITS };
+                retry::retry(waits.iter().copied(), || {
+                    begin_writable(&mut self.core, opened)
+                })
+            }
+            Some(error) => Err(error),
+        };
+        if let Err(error) = begun {
+            if adopt {
+                return Err(error.into());
+            }
+            self.core.begin_reading(&error);
+            let why = self.core.read_only().expect("just begun");
+            tracing::error!("{}", why.message);
+        }
+        Ok(())
+    }
+
     /// Adopts the inherited sessions, unless another daemon has.
     pub(super) fn adopt_all(
         &mut self,

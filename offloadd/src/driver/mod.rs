@@ -38,7 +38,6 @@ use crate::metrics::{Endurance, Ledger};
 use crate::numa;
 use crate::queue::{DeviceLimits, Queue};
 use crate::quota::{Limits, Quotas};
-use crate::retry;
 use crate::store::DEVICES_MAX;
 
 mod actions;
@@ -58,7 +57,6 @@ mod trace;
 
 use actions::{Counted, Waiting};
 use attach::Hello;
-use handing::begin_incarnation;
 pub use handing::{InheritedSession, InheritedSessions};
 pub use inbox::{Change, DriverHandle};
 use inbox::{Inbox, Message, SnapshotAnswer, stopping};
@@ -338,28 +336,7 @@ impl Driver {
         let edge = EventFlags::IN | EventFlags::ET;
         driver.watch(&driver.listener, Source::Listener, edge)?;
         // Inherited sessions can be claimed only once, so everything that can fail precedes this point.
-        let begun = match unwritable {
-            None => {
-                // With sessions to adopt, fail at once: the next start may adopt them.
-                let waits = match inherited {
-                    None => &retry::WAITS[..],
-                    Some(_) => &[],
-                };
-                retry::retry(waits.iter().copied(), || {
-                    begin_incarnation(&mut driver.core, &opened)
-                })
-            }
-            Some(error) => Err(error),
-        };
-        if let Err(error) = begun {
-            // The sessions need a store that can be written, and the next start may have one.
-            if inherited.is_some() {
-                return Err(error.into());
-            }
-            driver.core.begin_reading(&error);
-            let why = driver.core.read_only().expect("just begun");
-            tracing::error!("{}", why.message);
-        }
+        driver.begin_incarnation(&opened, unwritable, inherited.is_some())?;
         drop(opened);
         if let Some(inherited) = inherited {
             driver.adopt_all(inherited, epoch, policy);

@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::iter;
 
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text};
@@ -33,11 +34,266 @@ type Labels = Vec<(&'static str, String)>;
 /// Samples of a metric: labels and value.
 type Lines<V> = Vec<(Labels, V)>;
 
+/// Metric with one number for each `T`: a device, a job, or the snapshot itself.
+struct Metric<T> {
+    kind: MetricType,
+    name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    value: fn(&T) -> f64,
+}
+
+const fn gauge<T>(
+    name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    value: fn(&T) -> f64,
+) -> Metric<T> {
+    Metric {
+        kind: MetricType::Gauge,
+        name,
+        help,
+        unit,
+        value,
+    }
+}
+
+const fn counter<T>(
+    name: &'static str,
+    help: &'static str,
+    unit: Option<Unit>,
+    value: fn(&T) -> f64,
+) -> Metric<T> {
+    Metric {
+        kind: MetricType::Counter,
+        name,
+        help,
+        unit,
+        value,
+    }
+}
+
+fn flag(is_set: bool) -> f64 {
+    f64::from(u8::from(is_set))
+}
+
+static WHOLE: [Metric<Snapshot>; 5] = [
+    gauge(
+        "offloadd_uptime",
+        "Time since the daemon started, when its counters began at 0",
+        Some(Unit::Seconds),
+        |s| s.uptime.as_secs_f64(),
+    ),
+    gauge(
+        "offloadd_arena_used",
+        "Host memory in use by all sessions",
+        Some(Unit::Bytes),
+        |s| s.arena_used_bytes as f64,
+    ),
+    gauge(
+        "offloadd_arena_max",
+        "Limit of the host memory of all sessions together",
+        Some(Unit::Bytes),
+        |s| s.arena_bytes_max as f64,
+    ),
+    gauge(
+        "offloadd_sessions",
+        "Open sessions, one per process",
+        None,
+        |s| s.session_count as f64,
+    ),
+    gauge(
+        "offloadd_read_only",
+        "1 if a device failed a write while the daemon started: the store is read-only until a restart",
+        None,
+        |s| flag(s.read_only.is_some()),
+    ),
+];
+
+static DEVICE: [Metric<DeviceView>; 15] = [
+    gauge(
+        "offloadd_device_queue_depth",
+        "Operations on the device and in the daemon's queue for it",
+        None,
+        |d| d.queue_depth as f64,
+    ),
+    gauge(
+        "offloadd_device_queue_depth_max",
+        "Maximum of the queue depth since the daemon started",
+        None,
+        |d| d.queue_depth_max as f64,
+    ),
+    counter(
+        "offloadd_device_busy",
+        "Time with at least one operation on the device",
+        Some(Unit::Seconds),
+        |d| d.busy.as_secs_f64(),
+    ),
+    gauge(
+        "offloadd_device_slow",
+        "1 while the device is much slower than its measured rates",
+        None,
+        |d| flag(d.slow),
+    ),
+    counter(
+        "offloadd_device_worn",
+        "Bytes written to the device since it was formatted",
+        Some(Unit::Bytes),
+        |d| d.worn_bytes as f64,
+    ),
+    counter(
+        "offloadd_device_tiles_damaged",
+        "Tiles whose checksum did not match when they were read",
+        None,
+        |d| d.damaged_count as f64,
+    ),
+    gauge(
+        "offloadd_device_data",
+        "Space for tiles on the device",
+        Some(Unit::Bytes),
+        |d| d.state.data_bytes as f64,
+    ),
+    gauge(
+        "offloadd_device_free",
+        "Space for tiles that no job has reserved",
+        Some(Unit::Bytes),
+        |d| d.state.free_bytes as f64,
+    ),
+    gauge(
+        "offloadd_device_to_move",
+        "Bytes still to be moved to the device after it was added, or from it while it is drained",
+        Some(Unit::Bytes),
+        |d| d.state.status.left_bytes as f64,
+    ),
+    gauge(
+        "offloadd_device_stuck",
+        "1 while tiles that should move to or from the device do not; offloadd top shows the reason",
+        None,
+        |d| flag(d.state.status.is_stuck()),
+    ),
+    gauge(
+        "offloadd_device_trouble",
+        "1 while the device hangs or its file is deleted; offloadd top shows the reason",
+        None,
+        |d| flag(d.trouble.is_some()),
+    ),
+    gauge(
+        "offloadd_device_unlisted",
+        "1 while the device belongs to the store but is not in `devices` of the settings",
+        None,
+        |d| flag(d.unlisted),
+    ),
+    gauge(
+        "offloadd_device_waits_for_start",
+        "1 while a drained device holds only what moves at the next start of offloadd",
+        None,
+        |d| flag(d.state.status.waits_for_start),
+    ),
+    gauge(
+        "offloadd_device_measured_read_bytes_per_second",
+        "Read rate measured by format or calibrate; 0 if unknown",
+        None,
+        |d| d.state.read_bytes_per_s as f64,
+    ),
+    gauge(
+        "offloadd_device_measured_written_bytes_per_second",
+        "Write rate measured by format or calibrate; 0 if unknown",
+        None,
+        |d| d.state.write_bytes_per_s as f64,
+    ),
+];
+
+static JOB: [Metric<JobView>; 14] = [
+    counter(
+        "offloadd_job_commits_failed",
+        "Commit calls that failed",
+        None,
+        |job| job.commit_failed_count as f64,
+    ),
+    counter(
+        "offloadd_job_worn",
+        "Bytes written by the job since it was defined, including to devices that have left the store",
+        Some(Unit::Bytes),
+        |job| job.worn_bytes as f64,
+    ),
+    counter(
+        "offloadd_job_tiles_damaged",
+        "Tiles whose checksum did not match when they were read",
+        None,
+        |job| job.damaged_count as f64,
+    ),
+    gauge(
+        "offloadd_job_weight",
+        "Weight of the job's bandwidth relative to its user's other jobs",
+        None,
+        |job| f64::from(job.state.weights.job),
+    ),
+    gauge(
+        "offloadd_job_sessions",
+        "Open sessions of the job",
+        None,
+        |job| job.state.session_count as f64,
+    ),
+    gauge(
+        "offloadd_job_arena",
+        "Host memory of the job's sessions",
+        Some(Unit::Bytes),
+        |job| job.state.arena_bytes as f64,
+    ),
+    gauge(
+        "offloadd_job_reserved",
+        "Space reserved for the job on all devices",
+        Some(Unit::Bytes),
+        |job| job.state.reserved_bytes as f64,
+    ),
+    gauge(
+        "offloadd_job_slots",
+        "Slots in the arenas of the job's sessions",
+        None,
+        |job| job.state.slot_count as f64,
+    ),
+    gauge(
+        "offloadd_job_slots_used",
+        "Slots that a tile is read into or written from",
+        None,
+        |job| job.state.slot_used_count as f64,
+    ),
+    gauge(
+        "offloadd_job_tiles_reading",
+        "Tiles being read",
+        None,
+        |job| job.state.reading_count as f64,
+    ),
+    gauge(
+        "offloadd_job_tiles_writing",
+        "Tiles being written",
+        None,
+        |job| job.state.writing_count as f64,
+    ),
+    gauge(
+        "offloadd_job_committing",
+        "1 while a commit is in progress",
+        None,
+        |job| flag(job.state.commit != CommitState::None),
+    ),
+    gauge(
+        "offloadd_job_generation",
+        "Newest durable generation",
+        None,
+        |job| job.state.newest_generation as f64,
+    ),
+    gauge(
+        "offloadd_job_poisoned",
+        "1 after a failed flush or record until the job resumes, and while the store is read-only",
+        None,
+        |job| flag(job.state.poisoned),
+    ),
+];
+
 impl Collector for Page {
     fn encode(&self, mut encoder: DescriptorEncoder) -> fmt::Result {
         let snapshot = &self.0;
         let mut page = Encoder(&mut encoder);
-        let alone = |value| vec![(Labels::new(), value)];
         let build = vec![("version", env!("CARGO_PKG_VERSION").into())];
         page.gauge(
             "offloadd_build_info",
@@ -45,42 +301,21 @@ impl Collector for Page {
             None,
             vec![(build, 1.0)],
         )?;
-        page.gauge(
-            "offloadd_uptime",
-            "Time since the daemon started, when its counters began at 0",
-            Some(&Unit::Seconds),
-            alone(snapshot.uptime.as_secs_f64()),
-        )?;
-        page.gauge(
-            "offloadd_arena_used",
-            "Host memory in use by all sessions",
-            Some(&Unit::Bytes),
-            alone(snapshot.arena_used_bytes as f64),
-        )?;
-        page.gauge(
-            "offloadd_arena_max",
-            "Limit of the host memory of all sessions together",
-            Some(&Unit::Bytes),
-            alone(snapshot.arena_bytes_max as f64),
-        )?;
-        page.gauge(
-            "offloadd_sessions",
-            "Open sessions, one per process",
-            None,
-            alone(snapshot.session_count as f64),
-        )?;
-        page.gauge(
-            "offloadd_read_only",
-            "1 if a device failed a write while the daemon started: the store is read-only until a restart",
-            None,
-            alone(f64::from(u8::from(snapshot.read_only.is_some()))),
-        )?;
+        page.table(&WHOLE, iter::once(snapshot), |_| Labels::new())?;
         page.devices(&snapshot.devices)?;
         let jobs: Vec<_> = snapshot.jobs.iter().filter(|job| is_shown(job)).collect();
         page.users(&jobs)?;
         page.jobs(&jobs)?;
         page.jobs_on(&jobs, &snapshot.devices)
     }
+}
+
+fn job_labels(job: &JobView) -> Labels {
+    let state = &job.state;
+    vec![
+        ("job_name", state.job.as_str().to_owned()),
+        ("uid", state.uid.to_string()),
+    ]
 }
 
 fn is_shown(job: &JobView) -> bool {
@@ -92,80 +327,22 @@ struct Encoder<'a, 'b>(&'a mut DescriptorEncoder<'b>);
 impl Encoder<'_, '_> {
     fn devices(&mut self, devices: &[DeviceView]) -> fmt::Result {
         let labels = |device: &DeviceView| vec![("device", device.state.path.clone())];
-        self.counts("device", devices, labels, |device| &device.counts)?;
-        let lines = |value: fn(&DeviceView) -> f64| -> Lines<f64> {
-            devices.iter().map(|d| (labels(d), value(d))).collect()
-        };
-        let bytes = Some(&Unit::Bytes);
-        self.gauge(
-            "offloadd_device_queue_depth",
-            "Operations on the device and in the daemon's queue for it",
-            None,
-            lines(|d| d.queue_depth as f64),
-        )?;
-        self.gauge(
-            "offloadd_device_queue_depth_max",
-            "Maximum of the queue depth since the daemon started",
-            None,
-            lines(|d| d.queue_depth_max as f64),
-        )?;
-        self.counter(
-            "offloadd_device_busy",
-            "Time with at least one operation on the device",
-            Some(&Unit::Seconds),
-            lines(|d| d.busy.as_secs_f64()),
-        )?;
-        self.gauge(
-            "offloadd_device_slow",
-            "1 while the device is much slower than its measured rates",
-            None,
-            lines(|d| f64::from(u8::from(d.slow))),
-        )?;
-        self.counter(
-            "offloadd_device_worn",
-            "Bytes written to the device since it was formatted",
-            bytes,
-            lines(|d| d.worn_bytes as f64),
-        )?;
+        self.counts("device", devices.iter(), labels, |device| &device.counts)?;
+        self.table(&DEVICE, devices.iter(), labels)?;
         let rated = devices
             .iter()
             .filter_map(|d| Some((labels(d), d.rated_bytes? as f64)));
         self.gauge(
             "offloadd_device_rated_written",
             "Rated endurance (rated_tbw in the settings)",
-            bytes,
+            Some(&Unit::Bytes),
             rated.collect(),
-        )?;
-        self.counter(
-            "offloadd_device_tiles_damaged",
-            "Tiles whose checksum did not match when they were read",
-            None,
-            lines(|d| d.damaged_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_device_data",
-            "Space for tiles on the device",
-            bytes,
-            lines(|d| d.state.data_bytes as f64),
-        )?;
-        self.gauge(
-            "offloadd_device_free",
-            "Space for tiles that no job has reserved",
-            bytes,
-            lines(|d| d.state.free_bytes as f64),
-        )?;
-        self.gauge(
-            "offloadd_device_to_move",
-            "Bytes still to be moved to the device after it was added, or from it while it is drained",
-            bytes,
-            lines(|d| d.state.status.left_bytes as f64),
         )?;
         let phases = devices.iter().flat_map(|d| {
             ["settled", "filling", "draining"].map(|phase| {
                 let mut labels = labels(d);
                 labels.push(("phase", phase.into()));
-                let is_in = d.state.status.phase_name() == phase;
-                (labels, f64::from(u8::from(is_in)))
+                (labels, flag(d.state.status.phase_name() == phase))
             })
         });
         self.gauge(
@@ -173,42 +350,6 @@ impl Encoder<'_, '_> {
             "1 for the current phase: settled, filling (added or calibrated, tiles move to it), draining",
             None,
             phases.collect(),
-        )?;
-        self.gauge(
-            "offloadd_device_stuck",
-            "1 while tiles that should move to or from the device do not; offloadd top shows the reason",
-            None,
-            lines(|d| f64::from(u8::from(d.state.status.is_stuck()))),
-        )?;
-        self.gauge(
-            "offloadd_device_trouble",
-            "1 while the device hangs or its file is deleted; offloadd top shows the reason",
-            None,
-            lines(|d| f64::from(u8::from(d.trouble.is_some()))),
-        )?;
-        self.gauge(
-            "offloadd_device_unlisted",
-            "1 while the device belongs to the store but is not in `devices` of the settings",
-            None,
-            lines(|d| f64::from(u8::from(d.unlisted))),
-        )?;
-        self.gauge(
-            "offloadd_device_waits_for_start",
-            "1 while a drained device holds only what moves at the next start of offloadd",
-            None,
-            lines(|d| f64::from(u8::from(d.state.status.waits_for_start))),
-        )?;
-        self.gauge(
-            "offloadd_device_measured_read_bytes_per_second",
-            "Read rate measured by format or calibrate; 0 if unknown",
-            None,
-            lines(|d| d.state.read_bytes_per_s as f64),
-        )?;
-        self.gauge(
-            "offloadd_device_measured_written_bytes_per_second",
-            "Write rate measured by format or calibrate; 0 if unknown",
-            None,
-            lines(|d| d.state.write_bytes_per_s as f64),
         )
     }
 
@@ -228,106 +369,16 @@ impl Encoder<'_, '_> {
     }
 
     fn jobs(&mut self, jobs: &[&JobView]) -> fmt::Result {
-        let labels = |job: &&JobView| {
-            let state = &job.state;
-            vec![
-                ("job_name", state.job.as_str().to_owned()),
-                ("uid", state.uid.to_string()),
-            ]
-        };
-        self.counts("job", jobs, labels, |job| &job.counts)?;
-        let lines = |value: fn(&JobView) -> f64| -> Lines<f64> {
-            jobs.iter().map(|job| (labels(job), value(job))).collect()
-        };
+        let each = jobs.iter().copied();
+        self.counts("job", each.clone(), job_labels, |job| &job.counts)?;
         self.histogram(
             "offloadd_job_commit",
             "Time from the last rank's commit call until the generation was durable",
-            jobs.iter().map(|job| (labels(job), &job.commits)).collect(),
+            (each.clone())
+                .map(|job| (job_labels(job), &job.commits))
+                .collect(),
         )?;
-        self.counter(
-            "offloadd_job_commits_failed",
-            "Commit calls that failed",
-            None,
-            lines(|job| job.commit_failed_count as f64),
-        )?;
-        self.counter(
-            "offloadd_job_worn",
-            "Bytes written by the job since it was defined, including to devices that have left the store",
-            Some(&Unit::Bytes),
-            lines(|job| job.worn_bytes as f64),
-        )?;
-        self.counter(
-            "offloadd_job_tiles_damaged",
-            "Tiles whose checksum did not match when they were read",
-            None,
-            lines(|job| job.damaged_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_weight",
-            "Weight of the job's bandwidth relative to its user's other jobs",
-            None,
-            lines(|job| f64::from(job.state.weights.job)),
-        )?;
-        self.gauge(
-            "offloadd_job_sessions",
-            "Open sessions of the job",
-            None,
-            lines(|job| job.state.session_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_arena",
-            "Host memory of the job's sessions",
-            Some(&Unit::Bytes),
-            lines(|job| job.state.arena_bytes as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_reserved",
-            "Space reserved for the job on all devices",
-            Some(&Unit::Bytes),
-            lines(|job| job.state.reserved_bytes as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_slots",
-            "Slots in the arenas of the job's sessions",
-            None,
-            lines(|job| job.state.slot_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_slots_used",
-            "Slots that a tile is read into or written from",
-            None,
-            lines(|job| job.state.slot_used_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_tiles_reading",
-            "Tiles being read",
-            None,
-            lines(|job| job.state.reading_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_tiles_writing",
-            "Tiles being written",
-            None,
-            lines(|job| job.state.writing_count as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_committing",
-            "1 while a commit is in progress",
-            None,
-            lines(|job| f64::from(u8::from(job.state.commit != CommitState::None))),
-        )?;
-        self.gauge(
-            "offloadd_job_generation",
-            "Newest durable generation",
-            None,
-            lines(|job| job.state.newest_generation as f64),
-        )?;
-        self.gauge(
-            "offloadd_job_poisoned",
-            "1 after a failed flush or record until the job resumes, and while the store is read-only",
-            None,
-            lines(|job| f64::from(u8::from(job.state.poisoned))),
-        )
+        self.table(&JOB, each, job_labels)
     }
 
     fn jobs_on(&mut self, jobs: &[&JobView], devices: &[DeviceView]) -> fmt::Result {
@@ -338,11 +389,8 @@ impl Encoder<'_, '_> {
         };
         let lines = jobs.iter().flat_map(|job| {
             job.worn.iter().filter_map(|worn| {
-                let labels = vec![
-                    ("job_name", job.state.job.as_str().to_owned()),
-                    ("uid", job.state.uid.to_string()),
-                    ("device", path(worn.number)?),
-                ];
+                let mut labels = job_labels(job);
+                labels.push(("device", path(worn.number)?));
                 Some((labels, worn.bytes as f64))
             })
         });
@@ -354,16 +402,38 @@ impl Encoder<'_, '_> {
         )
     }
 
+    /// One line of each metric for each item.
+    fn table<'i, T: 'i>(
+        &mut self,
+        metrics: &[Metric<T>],
+        items: impl Iterator<Item = &'i T> + Clone,
+        labels: impl Fn(&T) -> Labels,
+    ) -> fmt::Result {
+        for metric in metrics {
+            let lines = items
+                .clone()
+                .map(|item| (labels(item), (metric.value)(item)));
+            self.numbers(
+                metric.name,
+                metric.help,
+                metric.unit.as_ref(),
+                metric.kind,
+                lines.collect(),
+            )?;
+        }
+        Ok(())
+    }
+
     /// Metrics that devices and jobs have in common.
-    fn counts<T>(
+    fn counts<'i, T: 'i>(
         &mut self,
         of: &str,
-        counted: &[T],
+        counted: impl Iterator<Item = &'i T> + Clone,
         labels: impl Fn(&T) -> Labels,
         counts: impl Fn(&T) -> &Counts,
     ) -> fmt::Result {
         let bytes = |direction: fn(&Counts) -> &Traffic| -> Lines<f64> {
-            let lines = counted.iter();
+            let lines = counted.clone();
             lines
                 .map(|one| (labels(one), direction(counts(one)).bytes as f64))
                 .collect()
@@ -381,7 +451,7 @@ impl Encoder<'_, '_> {
             unit,
             bytes(|c| &c.written),
         )?;
-        let ops: Vec<(Labels, &Traffic)> = (counted.iter())
+        let ops: Vec<(Labels, &Traffic)> = (counted.clone())
             .flat_map(|one| {
                 let Counts {
                     read,
@@ -435,14 +505,7 @@ impl Encoder<'_, '_> {
         unit: Option<&Unit>,
         lines: Lines<f64>,
     ) -> fmt::Result {
-        self.each(
-            name,
-            help,
-            unit,
-            MetricType::Counter,
-            lines,
-            |metric, value| metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
-        )
+        self.numbers(name, help, unit, MetricType::Counter, lines)
     }
 
     fn gauge(
@@ -452,14 +515,21 @@ impl Encoder<'_, '_> {
         unit: Option<&Unit>,
         lines: Lines<f64>,
     ) -> fmt::Result {
-        self.each(
-            name,
-            help,
-            unit,
-            MetricType::Gauge,
-            lines,
-            |metric, value| metric.encode_gauge(&value),
-        )
+        self.numbers(name, help, unit, MetricType::Gauge, lines)
+    }
+
+    fn numbers(
+        &mut self,
+        name: &str,
+        help: &str,
+        unit: Option<&Unit>,
+        kind: MetricType,
+        lines: Lines<f64>,
+    ) -> fmt::Result {
+        self.each(name, help, unit, kind, lines, |metric, value| match kind {
+            MetricType::Counter => metric.encode_counter::<NoLabelSet, f64, f64>(&value, None),
+            _ => metric.encode_gauge(&value),
+        })
     }
 
     fn histogram(&mut self, name: &str, help: &str, lines: Lines<&Latencies>) -> fmt::Result {

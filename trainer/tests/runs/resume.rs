@@ -233,6 +233,10 @@ impl Kills {
     /// Kills starts at moments counted from their spawn, or from their beginning, until `hits` kills have hit
     /// a run that had begun; at least one must hit only a daemon, if there is one. Compares every run that
     /// finishes with the reference run. Returns the number of hits.
+    #[expect(
+        clippy::too_many_lines,
+        reason = "the steps of one loop over the same counts"
+    )]
     fn hit(&self, hits: usize) -> usize {
         let seed = Random::seed("victims and shares of the time that a run takes");
         // Runs of different kinds draw different moments.

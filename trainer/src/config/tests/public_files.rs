@@ -87,6 +87,7 @@ fn axolotl_3() -> Value {
 }
 
 /// Source, structure, and the expected summary or a part of the expected error.
+#[expect(clippy::too_many_lines, reason = "a table")]
 pub(super) fn files() -> Vec<(&'static str, Value, Result<&'static str, &'static str>)> {
     let axolotl_fp16 = json!({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "auto_cast": false, "initial_scale_power": 32}});
     let axolotl = all(&[sizes(), axolotl_fp16]);
