@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Bench::open ──▶ thread: DeviceTarget or DaemonTarget        (engines and sessions belong to one thread)
-//!   fill, run ── Order ──▶ load::run ── Outcome ──▶ Figures, with the processor time of the same seconds
+//!   fill, run ── Order ──▶ load::run ── Outcome ──▶ Figures, with the CPU time of the same seconds
 //! ```
 
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,4 +1,4 @@
-//! The machine in a report: hardware, load, and processor time of processes.
+//! The machine in a report: hardware, load, and CPU time of processes.
 
 use std::fs;
 use std::time::Duration;

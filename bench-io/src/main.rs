@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   cli ──▶ job (fio's words) ──▶ bench ──▶ load ──▶ target: the engine alone, or a session of the daemon
-//!                                   └──▶ report: figures, processor time, what they were taken on, warnings
+//!                                   └──▶ report: figures, CPU time, what they were taken on, warnings
 //! ```
 
 #![forbid(unsafe_code)]

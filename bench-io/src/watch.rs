@@ -1,4 +1,4 @@
-//! Samples the clock, the processor and the drives while jobs run, so that processor time and the drives' traffic cover
+//! Samples the clock, the processor and the drives while jobs run, so that CPU time and the drives' traffic cover
 //! the same seconds as the bytes.
 
 use std::sync::Arc;

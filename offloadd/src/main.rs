@@ -22,11 +22,11 @@ struct Arguments {
 const EXAMPLES: &str = "\
 Examples:
   offloadd format /mnt/nvme0/offloadd.tiles /mnt/nvme1/offloadd.tiles --size 500GiB
-  offloadd serve --config /etc/offloadd.toml
+  offloadd serve --config /etc/offloadd/offloadd.toml
   offloadd top
   offloadd job list
-  offloadd verify --config /etc/offloadd.toml
-  offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd.toml
+  offloadd verify --config /etc/offloadd/offloadd.toml
+  offloadd device add /mnt/nvme2/offloadd.tiles --size 500GiB --config /etc/offloadd/offloadd.toml
 
 The settings are a TOML file. The package installs /etc/offloadd/offloadd.toml with a comment on every setting.
 `offloadd check-config FILE` checks a file and prints every setting with its value.";
@@ -35,7 +35,7 @@ The settings are a TOML file. The package installs /etc/offloadd/offloadd.toml w
 enum Command {
     /// Create a store on files or block devices, destroying what they contain
     #[command(after_help = "Examples:
-  offloadd format --config /etc/offloadd.toml --size 500GiB
+  offloadd format --config /etc/offloadd/offloadd.toml --size 500GiB
   offloadd format /dev/disk/by-id/nvme-SERIAL0 /dev/disk/by-id/nvme-SERIAL1")]
     Format {
         /// Format the devices listed in this settings file
@@ -61,7 +61,7 @@ enum Command {
     },
     /// Serve a store until SIGTERM
     #[command(after_help = "Example:
-  offloadd serve --config /etc/offloadd.toml      # prints READY when it takes calls, and notifies systemd")]
+  offloadd serve --config /etc/offloadd/offloadd.toml      # prints READY when it takes calls, and notifies systemd")]
     Serve {
         /// Settings file
         #[arg(long, value_name = "FILE")]
@@ -72,7 +72,7 @@ enum Command {
     },
     /// Run a daemon where there is no systemd; sessions survive its restarts
     #[command(after_help = "Example:
-  offloadd supervise --config /etc/offloadd.toml
+  offloadd supervise --config /etc/offloadd/offloadd.toml
   kill -USR2 PID                                  # restarts the daemon from the installed program; PID is this command's
 
 Sessions keep their memory, their rings and what they have written since the last commit. SIGHUP reloads the settings; SIGTERM
@@ -99,9 +99,8 @@ Prints each problem with a command that fixes it, or the complete settings as th
   offloadd doctor /mnt/nvme0 /mnt/nvme1                      # before there is a store: directories or block devices
   offloadd doctor --config /etc/offloadd/offloadd.toml --json
 
-Checks the kernel, io_uring, memory limits and huge pages; for each device direct I/O, space and file system; for the drive
-below it the PCIe link, write cache, scheduler and NUMA node. Changes nothing. Each hint or problem comes with a command that
-fixes it.")]
+Checks the kernel, io_uring, memory limits and huge pages; for each device direct I/O, space and file system. Changes nothing.
+Each hint or problem comes with a command that fixes it.")]
     Doctor {
         /// Directories and devices to check
         #[arg(value_name = "PATH")]

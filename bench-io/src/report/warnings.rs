@@ -117,7 +117,7 @@ pub(crate) fn after_at(place: &Place, figures: &Figures) -> Vec<String> {
     // All traffic of a private daemon is this job's.
     if matches!(place, Place::Socket(_)) && interference(figures).others_bytes_per_s > 0.0 {
         found.push(
-            "offloadd also served other jobs, or other processes used its drives: its processor time and the CPU seconds per GB \
+            "offloadd also served other jobs, or other processes used its drives: its CPU time and the CPU seconds per GB \
              include that work"
                 .into(),
         );
@@ -143,7 +143,7 @@ pub(crate) fn after(figures: &Figures) -> Vec<String> {
     }
     if let Some(share) = figures.cpu.idle_share.filter(|_| is_busy(figures)) {
         found.push(format!(
-            "only {:.0} % of the machine's processor time was idle: the processor may be the bottleneck",
+            "only {:.0} % of the machine's CPU time was idle: the processor may be the bottleneck",
             100.0 * share
         ));
     }

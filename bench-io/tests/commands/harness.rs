@@ -61,7 +61,7 @@ pub(crate) fn says_what_it_is_of(report: &Value, dir: &Path) {
     );
 }
 
-/// Asserts that the figures of one direction have latencies and processor time.
+/// Asserts that the figures of one direction have latencies and CPU time.
 pub(crate) fn says_how_it_went(figures: &Value, way: &str) {
     let latencies = ["p50", "p99", "p999", "max"].map(|which| {
         figures[way][format!("latency_ns_{which}")]

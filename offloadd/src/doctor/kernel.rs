@@ -106,7 +106,7 @@ fn kernel_aio(roots: &Roots, tried: Result<(), String>) -> Finding {
 pub(super) const SHMEM_ENABLED: &str = "kernel/mm/transparent_hugepage/shmem_enabled";
 
 /// Checks huge pages for shared memory, which arenas are. With huge pages, allocating, locking and registering arenas is faster, and
-/// I/O takes less processor time: `bench-io/measured/README.md`.
+/// I/O takes less CPU time: `bench-io/measured/README.md`.
 pub(super) fn huge_pages(roots: &Roots) -> Finding {
     let what = "huge pages";
     let fix = format!("echo advise > /sys/{SHMEM_ENABLED}");
@@ -115,7 +115,7 @@ pub(super) fn huge_pages(roots: &Roots) -> Finding {
         Some(word @ ("never" | "deny")) => Finding::hint(
             what,
             format!(
-                "shmem_enabled is {word}, so arenas use small pages, which take longer to allocate and more processor time for I/O"
+                "shmem_enabled is {word}, so arenas use small pages, which take longer to allocate and more CPU time for I/O"
             ),
             fix,
         ),

@@ -96,7 +96,7 @@ fn page(dir: &Path) -> String {
     let mut text = format!(
             "# Memory and space that models need in each tier
 
-Made of the plans of `configs/models` by `make docs`; a test keeps it current. bf16 with AdamW, one process,
+Generated from the plans of `configs/models` by `make docs`; a test keeps it current. bf16 with AdamW, one process,
 {} tokens a step, nothing of a block kept for backward, the update on the CPU, all gradients in host memory unless the
 state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
 *read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}

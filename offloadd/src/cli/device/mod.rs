@@ -62,7 +62,7 @@ sessions to adopt.")]
     /// Measure the rates of a device again, while no daemon serves the store; tiles of all jobs move to match
     #[command(after_help = "Examples:
   systemctl stop offloadd
-  offloadd device calibrate /mnt/nvme2/offloadd.tiles --config /etc/offloadd.toml
+  offloadd device calibrate /mnt/nvme2/offloadd.tiles --config /etc/offloadd/offloadd.toml
   systemctl start offloadd
   offloadd device list --json                             # shows the stored rates
 
@@ -91,7 +91,7 @@ to the next one end.")]
     /// List the devices of a store with their space, wear and the progress of moving tiles
     #[command(after_help = "Examples:
   offloadd device list
-  offloadd device list --config /etc/offloadd.toml        # with a daemon or without
+  offloadd device list --config /etc/offloadd/offloadd.toml        # with a daemon or without
   offloadd device list --json | jq '.devices[].free_bytes'")]
     List {
         /// Print JSON
