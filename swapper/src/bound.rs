@@ -79,12 +79,12 @@ impl SwapperSettings {
             (_, every) => resident / every as f64,
         };
         let update = match self.schedule {
-            Schedule::AtOnce => updated + state + grad,
+            Schedule::Immediate => updated + state + grad,
             Schedule::Deferred => 0.0,
         };
         StepBytes {
             forward_read_bytes: match self.schedule {
-                Schedule::AtOnce => param,
+                Schedule::Immediate => param,
                 Schedule::Deferred => param + state + grad,
             },
             backward_read_bytes: param,
@@ -183,7 +183,7 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
                 term(Wall::Writes, "t_fwd + (G-S)/w", grads_s),
             ]);
         }
-        Schedule::AtOnce => {
+        Schedule::Immediate => {
             let read_s = |bytes: f64| reading(staged(bytes));
             let phases = [
                 [
@@ -253,7 +253,7 @@ mod tests {
     use super::*;
     use crate::{Backing, Staging, StoreSettings, TileBytes, UnitShape};
 
-    fn settings(schedule: Schedule, share: f64, commit_every: u64) -> SwapperSettings {
+    fn settings(schedule: Schedule, fraction: f64, commit_every: u64) -> SwapperSettings {
         SwapperSettings {
             units: vec![
                 UnitShape {
@@ -268,9 +268,9 @@ mod tests {
                 4
             ],
             tile_elems: 1 << 18,
-            param_share: share,
-            state_share: share,
-            grad_share: 1.0,
+            param_fraction: fraction,
+            state_fraction: fraction,
+            grad_fraction: 1.0,
             staging: Staging::default(),
             schedule,
             commit_every,
@@ -289,31 +289,31 @@ mod tests {
     #[test]
     fn bytes_a_parameter_are_those_of_the_design() {
         let elems = f64::from(4 << 20);
-        let of = |schedule, share, every| {
-            let bytes = settings(schedule, share, every).step_bytes().unwrap();
+        let of = |schedule, fraction, every| {
+            let bytes = settings(schedule, fraction, every).step_bytes().unwrap();
             (bytes.read_bytes() / elems, bytes.written_bytes / elems)
         };
         assert_eq!(of(Schedule::Deferred, 0.0, 1), (14.0, 12.0));
-        assert_eq!(of(Schedule::AtOnce, 0.0, 1), (16.0, 12.0));
+        assert_eq!(of(Schedule::Immediate, 0.0, 1), (16.0, 12.0));
         assert_eq!(of(Schedule::Deferred, 0.5, 4), (7.0, 6.0 + 1.5));
         assert_eq!(of(Schedule::Deferred, 0.5, 0), (7.0, 6.0));
         assert_eq!(of(Schedule::Deferred, 1.0, 1), (0.0, 12.0));
         let mut params_in_memory = settings(Schedule::Deferred, 0.0, 2);
-        params_in_memory.param_share = 1.0;
+        params_in_memory.param_fraction = 1.0;
         let bytes = params_in_memory.step_bytes().unwrap();
         assert_eq!(bytes.read_bytes() / elems, 10.0);
         assert_eq!(bytes.written_bytes / elems, 10.0 + 2.0 / 2.0);
         // Gradients not kept: 2 bytes written and 2 read, under either schedule.
-        for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+        for schedule in [Schedule::Immediate, Schedule::Deferred] {
             let kept = settings(schedule, 0.0, 1);
             let mut spilled = kept.clone();
-            spilled.grad_share = 0.0;
+            spilled.grad_fraction = 0.0;
             let [kept, spilled] = [kept, spilled].map(|of| of.step_bytes().unwrap());
             assert_eq!((spilled.read_bytes() - kept.read_bytes()) / elems, 2.0);
             assert_eq!((spilled.written_bytes - kept.written_bytes) / elems, 2.0);
             assert_eq!(spilled.grad_written_bytes / elems, 2.0);
         }
-        let mut memory = settings(Schedule::AtOnce, 0.0, 1);
+        let mut memory = settings(Schedule::Immediate, 0.0, 1);
         memory.backing = Backing::Memory;
         assert_eq!(memory.step_bytes().unwrap(), StepBytes::default());
     }
@@ -374,7 +374,7 @@ mod tests {
             write_bytes_per_s: 0.0,
             ..fast
         };
-        assert_eq!(bound_s(Schedule::AtOnce, &none, &no_devices), 3.5);
+        assert_eq!(bound_s(Schedule::Immediate, &none, &no_devices), 3.5);
     }
 
     /// 1.345 G parameters, all state on drives; `tflops` counts 6 operations a parameter and token, 16k tokens.
@@ -423,9 +423,9 @@ mod tests {
             Wall::Update,
             "0.24 s of updates are longer than 0.11 s of forward"
         );
-        let at_once = bound(Schedule::AtOnce, &bytes, &rates);
-        assert_eq!(at_once.wall, Wall::Writes);
-        assert!(at_once.s > one.s);
+        let immediate = bound(Schedule::Immediate, &bytes, &rates);
+        assert_eq!(immediate.wall, Wall::Writes);
+        assert!(immediate.s > one.s);
     }
 
     #[test]

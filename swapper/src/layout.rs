@@ -361,9 +361,9 @@ pub fn choose_tile_elems(units: &[UnitShape]) -> u64 {
         .unwrap_or(target)
 }
 
-/// Selects the `share` of `count` ranges that stays in host memory, spread evenly.
-pub fn resident(count: usize, share: f64) -> Vec<bool> {
-    let chosen = (count as f64 * share).round() as u64;
+/// Selects the `fraction` of `count` ranges that stays in host memory, spread evenly.
+pub fn resident(count: usize, fraction: f64) -> Vec<bool> {
+    let chosen = (count as f64 * fraction).round() as u64;
     let count = count as u64;
     (0..count)
         .map(|i| (i + 1) * chosen / count > i * chosen / count)
@@ -493,12 +493,12 @@ mod tests {
     }
 
     #[test]
-    fn the_share_is_met_and_spread_evenly() {
+    fn the_fraction_is_met_and_spread_evenly() {
         for count in [1, 7, 64] {
-            for share in [0.0, 0.3, 0.5, 1.0] {
-                let chosen = resident(count, share);
+            for fraction in [0.0, 0.3, 0.5, 1.0] {
+                let chosen = resident(count, fraction);
                 let total = chosen.iter().filter(|&&r| r).count();
-                assert_eq!(total, (count as f64 * share).round() as usize);
+                assert_eq!(total, (count as f64 * fraction).round() as usize);
                 for half in [&chosen[..count / 2], &chosen[count / 2..]] {
                     let part = half.iter().filter(|&&r| r).count() as f64;
                     assert!((part - half.len() as f64 * total as f64 / count as f64).abs() <= 1.0);

@@ -12,7 +12,7 @@
 //! ```
 //!
 //! - [`Swapper`] is what a trainer holds: blocking calls, typed errors.
-//! - [`schedule`] has a step's program as data, updates at once or deferred; [`mod@bound`] computes the bytes and the
+//! - [`schedule`] has a step's program as data, updates immediate or deferred; [`mod@bound`] computes the bytes and the
 //!   shortest time of a step.
 //! - [`core`] is a pure state machine, run under thousands of seeded interleavings in `tests/simulation/`.
 //! - Units are numbers with element counts: nothing here knows models, optimizers or accelerators.

@@ -1,7 +1,7 @@
 //! A step's program as data: the order of gathers, scatters and updates, and the place of the commit.
 //!
 //! ```text
-//!   at once   | G0 G1 G2 | G2 S2 G1 S1 G0 S0 | U0 U1 U2 commit |
+//!   immediate | G0 G1 G2 | G2 S2 G1 S1 G0 S0 | U0 U1 U2 commit |
 //!   deferred  | U0 G0 U1 G1 U2 G2 commit | G2 S2 G1 S1 G0 S0 |           updates of the step before, the same bits
 //!
 //!   G  gather: read parameters      S  scatter: add gradients      U  update      0, 1, 2: the unit
@@ -17,7 +17,7 @@ use crate::error::SwapperError;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Schedule {
     /// All updates at the end of the step.
-    AtOnce,
+    Immediate,
     /// Each unit's update just before its first gather of the next step.
     Deferred,
 }
@@ -127,7 +127,7 @@ impl StepProgram {
         })
     }
 
-    /// The updates that follow the program under [`Schedule::AtOnce`], in the model's order.
+    /// The updates that follow the program under [`Schedule::Immediate`], in the model's order.
     fn updates(&self) -> impl Iterator<Item = Op> + '_ {
         let units: BTreeSet<usize> = self.scattered().collect();
         let expect = |unit| Op::Expect { unit, update: true };
@@ -144,7 +144,7 @@ impl StepProgram {
 
 /// Plans the updates of the `pending` units in the model's order, the commit, and `program` as the expected
 /// continuation.
-pub fn at_once(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
+pub fn immediate(pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
     let mut pending = pending.to_vec();
     pending.sort_unstable();
     let mut ops: Vec<Op> = pending
@@ -237,9 +237,9 @@ mod tests {
     }
 
     #[test]
-    fn at_once_updates_everything_first() {
+    fn immediate_updates_everything_first() {
         assert_eq!(
-            at_once(&[0, 1], true, &StepProgram::reading([0])),
+            immediate(&[0, 1], true, &StepProgram::reading([0])),
             [
                 Update { unit: 0 },
                 Update { unit: 1 },

@@ -18,11 +18,11 @@ pub struct SwapperSettings {
     /// Elements of a tile of the smallest parameters; of larger ones fewer. [`crate::choose_tile_elems`] picks a good value.
     pub tile_elems: u64,
     /// Fraction of the `param` tiles kept in host memory, 0 to 1.
-    pub param_share: f64,
+    pub param_fraction: f64,
     /// Fraction of the `state` tiles kept in host memory, 0 to 1.
-    pub state_share: f64,
+    pub state_fraction: f64,
     /// Fraction of the gradients kept in host memory between backward and update, 0 to 1.
-    pub grad_share: f64,
+    pub grad_fraction: f64,
     /// Slots that the other tiles pass through.
     pub staging: Staging,
     /// When updates run.
@@ -218,7 +218,7 @@ impl SwapperSettings {
     pub(crate) fn residency(&self, layout: &Layout) -> [Vec<bool>; 3] {
         let shares = match self.backing {
             Backing::Memory => [1.0; 3],
-            Backing::Store(_) => [self.param_share, self.state_share, self.grad_share],
+            Backing::Store(_) => [self.param_fraction, self.state_fraction, self.grad_fraction],
         };
         Kind::ALL.map(|kind| {
             let has = |range| layout.has(kind, range);
@@ -232,14 +232,14 @@ impl SwapperSettings {
     }
 
     pub(crate) fn plan_of(&self, layout: &Layout) -> Result<MemoryPlan, SwapperError> {
-        for (name, share) in [
-            ("param_share", self.param_share),
-            ("state_share", self.state_share),
-            ("grad_share", self.grad_share),
+        for (name, fraction) in [
+            ("param_fraction", self.param_fraction),
+            ("state_fraction", self.state_fraction),
+            ("grad_fraction", self.grad_fraction),
         ] {
-            if !(0.0..=1.0).contains(&share) {
+            if !(0.0..=1.0).contains(&fraction) {
                 return Err(SwapperError::Settings {
-                    what: format!("{name} = {share}: must be 0 to 1"),
+                    what: format!("{name} = {fraction}: must be 0 to 1"),
                 });
             }
         }

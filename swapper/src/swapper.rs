@@ -425,7 +425,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
         }
         let ops = self.plan_ops(&self.pending, true, &self.program);
         match self.schedule {
-            Schedule::AtOnce => self.settle(ops, Some(blob)).map(drop),
+            Schedule::Immediate => self.settle(ops, Some(blob)).map(drop),
             Schedule::Deferred => self.send(Message::Plan {
                 ops,
                 keep: true,
@@ -439,7 +439,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     pub fn drain(&mut self) -> Result<(), SwapperError> {
         self.check()?;
         let commit = self.uncommitted_count > 0;
-        let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
+        let ops = schedule::immediate(&self.pending, commit, &StepProgram::default());
         let blob = commit.then(|| self.blob.clone());
         self.settle(ops, blob)?;
         self.uncommitted_count = 0;
@@ -555,7 +555,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
             Request::Finish {
                 ops,
                 update,
-                wait: self.schedule == Schedule::AtOnce,
+                wait: self.schedule == Schedule::Immediate,
                 settled,
             },
             hyper,
@@ -572,7 +572,7 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// The program with the updates of `pending` units where the schedule places them.
     fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
         match self.schedule {
-            Schedule::AtOnce => schedule::at_once(pending, commit, program),
+            Schedule::Immediate => schedule::immediate(pending, commit, program),
             Schedule::Deferred => schedule::deferred(pending, commit, program),
         }
     }

@@ -19,7 +19,7 @@ fn settings(schedule: Schedule) -> SwapperSettings {
 
 #[test]
 fn both_schedules_train_as_plain_vectors_do() {
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let (mut swapper, opened, _) = toy::open(&settings(schedule)).unwrap();
         assert_eq!((opened.engine.as_str(), opened.resumed), ("memory", None));
         for step in 1..=4 {
@@ -34,7 +34,7 @@ fn both_schedules_train_as_plain_vectors_do() {
 
 #[test]
 fn passes_of_a_step_add_up() {
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let (mut swapper, ..) = toy::open(&settings(schedule)).unwrap();
         for step in 1..=3 {
             toy::train_step_in_passes(&mut swapper, step).unwrap();
@@ -92,7 +92,7 @@ fn a_skipped_step_changes_no_tile() {
 
 #[test]
 fn what_was_saved_can_be_filled_in_again() {
-    let (mut swapper, ..) = toy::open(&settings(Schedule::AtOnce)).unwrap();
+    let (mut swapper, ..) = toy::open(&settings(Schedule::Immediate)).unwrap();
     toy::train_step(&mut swapper, 1).unwrap();
     let saved = toy::contents(&mut swapper).unwrap();
     swapper.close().unwrap();
@@ -120,7 +120,7 @@ fn what_was_saved_can_be_filled_in_again() {
 
 #[test]
 fn calls_out_of_order_are_refused_and_harm_nothing() {
-    let (mut swapper, _) = Swapper::open(settings(Schedule::AtOnce), toy::workers()).unwrap();
+    let (mut swapper, _) = Swapper::open(settings(Schedule::Immediate), toy::workers()).unwrap();
     assert!(matches!(
         swapper.begin_step(StepProgram::training(UNITS.len())),
         Err(SwapperError::NotInitialized)
@@ -149,7 +149,7 @@ fn calls_out_of_order_are_refused_and_harm_nothing() {
 
 #[test]
 fn an_optimizer_that_panics_ends_the_swapper_with_its_message() {
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let broken =
             |range: &TileRange, param: &mut [u8], state: &mut [u8], grad: &[u8], step: &u64| {
                 assert!(*step < 2 || range.unit != 2, "unit 2 overflowed");
@@ -171,7 +171,7 @@ fn an_optimizer_that_panics_ends_the_swapper_with_its_message() {
 
 #[test]
 fn an_interrupted_wait_ends_and_the_step_it_left_counts() {
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let (go_on, held) = mpsc::channel::<()>();
         let held = Arc::new(Mutex::new(held));
         let blocked = move |range: &TileRange,
@@ -287,7 +287,7 @@ fn a_program_left_early_still_updates_what_was_scattered() {
 
 #[test]
 fn a_pass_that_is_never_finished_changes_nothing() {
-    let (mut swapper, ..) = toy::open(&settings(Schedule::AtOnce)).unwrap();
+    let (mut swapper, ..) = toy::open(&settings(Schedule::Immediate)).unwrap();
     let scatter = StepProgram::new(vec![Op::Scatter { unit: 1 }]).unwrap();
     swapper.begin_step(scatter).unwrap();
     swapper.scatter(1, toy::all(7)).unwrap();

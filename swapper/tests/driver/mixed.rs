@@ -29,7 +29,7 @@ fn settings(schedule: Schedule, backing: Backing) -> SwapperSettings {
     SwapperSettings {
         units: units.to_vec(),
         schedule,
-        param_share: 0.3,
+        param_fraction: 0.3,
         ..toy::settings(backing)
     }
 }
@@ -40,7 +40,7 @@ fn trained() -> impl Iterator<Item = usize> {
 
 /// All tiles after `steps` steps; the trained ones are rewritten after `rewritten` of them.
 fn reference(steps: u64, rewritten: u64) -> Contents {
-    let settings = settings(Schedule::AtOnce, Backing::Memory);
+    let settings = settings(Schedule::Immediate, Backing::Memory);
     let layout = Layout::new(&settings.units, TILE_ELEMS, 0, 1).unwrap();
     let ranges = layout.ranges().iter();
     ranges
@@ -124,7 +124,7 @@ fn steps(settings: &SwapperSettings, last: u64, rewritten: u64) -> Contents {
 
 #[test]
 fn mixed_units_train_in_memory_as_plain_vectors_do() {
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let settings = settings(schedule, Backing::Memory);
         let what = format!("{schedule:?}");
         toy::assert_same(&steps(&settings, 4, 2), &reference(4, 2), &what);
@@ -135,7 +135,7 @@ fn mixed_units_train_in_memory_as_plain_vectors_do() {
 fn mixed_units_come_back_from_devices_and_frozen_ones_are_written_once() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = store::start(dir.path());
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let what = format!("{schedule:?}");
         let backing = Backing::Store(StoreSettings {
             socket: daemon.socket().to_path_buf(),
@@ -152,7 +152,7 @@ fn mixed_units_come_back_from_devices_and_frozen_ones_are_written_once() {
 fn a_visit_in_the_middle_of_a_step_sees_the_step_before_and_keeps_the_gradients() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = store::start(dir.path());
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let store = StoreSettings {
             socket: daemon.socket().to_path_buf(),
             job: format!("{schedule:?}"),

@@ -49,14 +49,14 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
     let expected = toy::reference(3);
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
-        for (share, commit_every) in [(0.0, 1), (0.5, 2), (1.0, 0)] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
+        for (fraction, commit_every) in [(0.0, 1), (0.5, 2), (1.0, 0)] {
             let job = format!("{schedule:?}-{commit_every}");
             let settings = SwapperSettings {
                 schedule,
-                param_share: share,
-                state_share: share,
-                grad_share: share,
+                param_fraction: fraction,
+                state_fraction: fraction,
+                grad_fraction: fraction,
                 commit_every,
                 ..settings(&daemon, &job)
             };
@@ -69,13 +69,13 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
             }
             let found = toy::contents(&mut swapper).unwrap();
             toy::assert_same(&found, &expected, &job);
-            assert_eq!(moved.0 > 0, share < 1.0, "{job} read {} bytes", moved.0);
+            assert_eq!(moved.0 > 0, fraction < 1.0, "{job} read {} bytes", moved.0);
             swapper.close().unwrap();
 
             // A second incarnation, with all tiles elsewhere and the other schedule.
             let settings = SwapperSettings {
                 schedule: Schedule::Deferred,
-                param_share: 1.0 - share,
+                param_fraction: 1.0 - fraction,
                 staging: Staging::Slots {
                     param: 2,
                     state: 5,
@@ -95,7 +95,7 @@ fn wherever_tiles_live_the_bytes_are_the_same() {
 fn a_step_in_passes_is_committed_with_the_blob_that_comes_after_it() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let settings = SwapperSettings {
             schedule,
             ..settings(&daemon, &format!("{schedule:?}"))
@@ -130,12 +130,12 @@ fn gradients_that_do_not_stay_move_as_planned_and_take_no_room_afterwards() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
     let expected = toy::reference(3);
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
-        for grad_share in [0.0, 0.5] {
-            let job = format!("grads-{schedule:?}-{}", grad_share > 0.0);
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
+        for grad_fraction in [0.0, 0.5] {
+            let job = format!("grads-{schedule:?}-{}", grad_fraction > 0.0);
             let settings = SwapperSettings {
                 schedule,
-                grad_share,
+                grad_fraction,
                 ..settings(&daemon, &job)
             };
             let plan = settings.plan().unwrap();
@@ -172,8 +172,8 @@ fn a_step_at_once_moves_what_the_formula_says() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
     let settings = SwapperSettings {
-        schedule: Schedule::AtOnce,
-        grad_share: 1.0,
+        schedule: Schedule::Immediate,
+        grad_fraction: 1.0,
         ..settings(&daemon, "bytes")
     };
     let bytes = settings.step_bytes().unwrap();
@@ -196,7 +196,7 @@ fn a_step_at_once_moves_what_the_formula_says() {
 fn spans_tell_what_a_step_moved_and_updated_and_nothing_is_kept_unasked() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = start(dir.path());
-    for schedule in [Schedule::AtOnce, Schedule::Deferred] {
+    for schedule in [Schedule::Immediate, Schedule::Deferred] {
         let settings = SwapperSettings {
             schedule,
             ..settings(&daemon, &format!("spans-{schedule:?}"))
@@ -247,7 +247,7 @@ fn after_kill_9_of_the_daemon_the_last_committed_step_comes_back() {
     let mut step = 0;
     for kill in 0..5u64 {
         let settings = SwapperSettings {
-            schedule: [Schedule::Deferred, Schedule::AtOnce][kill as usize % 2],
+            schedule: [Schedule::Deferred, Schedule::Immediate][kill as usize % 2],
             ..settings(&daemon, "killed")
         };
         let (mut swapper, ..) = toy::open(&settings).unwrap();

@@ -28,9 +28,9 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
             })
             .to_vec(),
         tile_elems: TILE_ELEMS,
-        param_share: 0.0,
-        state_share: 0.0,
-        grad_share: 0.0,
+        param_fraction: 0.0,
+        state_fraction: 0.0,
+        grad_fraction: 0.0,
         staging: Staging::Slots {
             param: 3,
             state: 2,

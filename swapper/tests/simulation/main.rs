@@ -105,13 +105,13 @@ fn draw_job(rng: &mut Rng) -> Job {
 
 fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
     let ranges = job.ranges();
-    let share = |rng: &mut Rng| match rng.below(4) {
+    let fraction = |rng: &mut Rng| match rng.below(4) {
         _ if !job.durable => 1.0,
         0 => 0.0,
         1 => 1.0,
         _ => rng.below(101) as f64 / 100.0,
     };
-    let shares = [share(rng), share(rng), share(rng)];
+    let shares = [fraction(rng), fraction(rng), fraction(rng)];
     let staging = [0, 1, 2].map(|kind: usize| {
         let residents = job.residents(kind, shares[kind]);
         let staged = job.with(kind).filter(|&range| !residents[range]).count();
@@ -124,7 +124,7 @@ fn draw_setup(rng: &mut Rng, job: &Job) -> Setup {
         iodepth: 2 + rng.below(7) as u32,
         workers: 1 + rng.below(4),
         schedule: match rng.chance(50) {
-            true => Schedule::AtOnce,
+            true => Schedule::Immediate,
             false => Schedule::Deferred,
         },
         commit_every: rng.below(4) as u64,
@@ -237,7 +237,7 @@ fn check_moves(job: &Job, setup: &Setup, from: u64, new: bool, moves: &Moves) {
                 }
                 // With deferred updates, an update finds the parameters that its gather needs anyway, except in a drain.
                 reads_max += match (kind, setup.schedule) {
-                    (1, _) | (_, Schedule::AtOnce) => updates,
+                    (1, _) | (_, Schedule::Immediate) => updates,
                     _ if gathers == 0 => updates,
                     (_, Schedule::Deferred) => updates.min(1 + drains),
                 };
@@ -316,7 +316,7 @@ fn moves_of(steps: usize, schedule: Schedule, staging: [u32; 3], seed: u64) -> M
 
 #[test]
 fn a_step_moves_the_formulas_bytes_less_what_stays_at_turning_points() {
-    for (schedule, param_reads) in [(Schedule::AtOnce, 36), (Schedule::Deferred, 24)] {
+    for (schedule, param_reads) in [(Schedule::Immediate, 36), (Schedule::Deferred, 24)] {
         for staging in [[2, 2, 2], [3, 2, 3], [4, 4, 2], [4, 8, 4]] {
             for seed in 0..10 {
                 // Ten more steps, so that the start and the end do not count.

@@ -40,9 +40,9 @@ impl Job {
     }
 
     /// Which ranges' tiles of `kind` stay in host memory.
-    pub(crate) fn residents(&self, kind: usize, share: f64) -> Vec<bool> {
+    pub(crate) fn residents(&self, kind: usize, fraction: f64) -> Vec<bool> {
         let mut residents = vec![false; self.ranges()];
-        let chosen = resident(self.with(kind).count(), share);
+        let chosen = resident(self.with(kind).count(), fraction);
         for (range, chosen) in self.with(kind).zip(chosen) {
             residents[range] = chosen;
         }

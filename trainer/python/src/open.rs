@@ -187,13 +187,13 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
     Ok(SwapperSettings {
         tile_elems: choose_tile_elems(&units),
         units,
-        param_share: plan.resident_fraction,
-        state_share: plan.resident_fraction,
-        grad_share: plan.gradients_fraction,
+        param_fraction: plan.resident_fraction,
+        state_fraction: plan.resident_fraction,
+        grad_fraction: plan.gradients_fraction,
         staging: Staging::Bytes(plan.staging_bytes),
         schedule: match plan.deferred {
             true => Schedule::Deferred,
-            false => Schedule::AtOnce,
+            false => Schedule::Immediate,
         },
         commit_every: plan.commit_every,
         iodepth: IODEPTH,

@@ -22,8 +22,8 @@ const CPU_UPDATERS_BESIDE_DEVICES: usize = 3;
 
 /// Returns the number of optimizer threads. State in host memory is not limited by a device, so when more
 /// than half of the state is there, the number grows with that fraction up to `threads`.
-fn cpu_updaters(threads: usize, state_share: f64) -> usize {
-    let pace = 0.5 / (1.0 - state_share);
+fn cpu_updaters(threads: usize, state_fraction: f64) -> usize {
+    let pace = 0.5 / (1.0 - state_fraction);
     let wanted = CPU_UPDATERS_BESIDE_DEVICES as f64 * pace.max(1.0);
     threads.min(wanted.ceil() as usize).max(1)
 }
@@ -112,7 +112,7 @@ impl Prepared {
         }
         if gpu.is_none() || plan.optimizer_device == OptimizerDevice::Shared {
             let threads = self.settings.train.threads;
-            for _ in 0..cpu_updaters(threads, plan.swapper.state_share) {
+            for _ in 0..cpu_updaters(threads, plan.swapper.state_fraction) {
                 let optimizer = CpuUpdate(scalars.clone());
                 let checkpoint_tap = checkpoint_tap.clone();
                 optimizers.push(Box::new(Copied {

@@ -186,11 +186,11 @@ impl Plan {
         }
         let all_bytes = self.memory.grad_bytes();
         let least = self.memory.staging_bytes();
-        self.swapper.grad_share = Fraction::NONE.get();
+        self.swapper.grad_fraction = Fraction::NONE.get();
         self.refresh(settings)?;
         let left_bytes = self.left_bytes(settings);
         if all_bytes + least <= left_bytes {
-            self.swapper.grad_share = Fraction::ALL.get();
+            self.swapper.grad_fraction = Fraction::ALL.get();
             return Ok(self.refresh(settings)?);
         }
         let staging_bytes = match settings.offload.staging_bytes {
@@ -203,13 +203,13 @@ impl Plan {
         };
         let [stay, _] =
             choose::resident_counts([grads, Tiles::default()], left_bytes, staging_bytes);
-        self.swapper.grad_share = stay as f64 / grads.count.max(1) as f64;
+        self.swapper.grad_fraction = stay as f64 / grads.count.max(1) as f64;
         self.refresh(settings)?;
         let value = match stay {
             0 => "nvme".to_owned(),
             _ => format!(
                 "nvme for {:.2} of the gradients",
-                1.0 - self.swapper.grad_share
+                1.0 - self.swapper.grad_fraction
             ),
         };
         self.chose(
@@ -245,16 +245,16 @@ impl Plan {
             tiles(placement.optimizer, self.memory.state_slot_bytes),
         ];
         let [params, states] = choose::resident_counts(kinds, left_bytes, staging_bytes);
-        let share = |tier: Tier, count: u64| match tier {
+        let fraction = |tier: Tier, count: u64| match tier {
             Tier::Nvme => count as f64 / ranges as f64,
             Tier::None | Tier::Cpu => Fraction::ALL.get(),
         };
-        self.swapper.param_share = share(placement.param, params);
-        self.swapper.state_share = share(placement.optimizer, states);
+        self.swapper.param_fraction = fraction(placement.param, params);
+        self.swapper.state_fraction = fraction(placement.optimizer, states);
         self.refresh(settings)?;
         let value = format!(
             "{:.2} of the parameters, {:.2} of the state",
-            self.swapper.param_share, self.swapper.state_share
+            self.swapper.param_fraction, self.swapper.state_fraction
         );
         self.chose(
             "offload.resident_fraction",
@@ -302,7 +302,7 @@ impl Plan {
         );
         let assumed = !self.hardware.rates_known()
             || self.hardware.tflops.source == Source::Assumed
-            || self.swapper.schedule == swapper::Schedule::AtOnce;
+            || self.swapper.schedule == swapper::Schedule::Immediate;
         let wanted = node / ranks;
         if assumed {
             wanted.max(STAGING_BYTES_ASSUMED / ranks)

@@ -37,13 +37,13 @@ pub(super) fn swapper_settings(
     } else {
         Backing::Memory
     };
-    let share = match settings.placement.resident_fraction {
-        ResidentFraction::Fixed(share) => share,
+    let fraction = match settings.placement.resident_fraction {
+        ResidentFraction::Fixed(fraction) => fraction,
         // Chosen once the rest is known.
         ResidentFraction::Auto => Fraction::NONE,
     };
     let of = |tier: Tier| match tier {
-        Tier::Nvme => share.get(),
+        Tier::Nvme => fraction.get(),
         Tier::None | Tier::Cpu => Fraction::ALL.get(),
     };
     SwapperSettings {
@@ -51,16 +51,16 @@ pub(super) fn swapper_settings(
             .tile_elems
             .unwrap_or_else(|| swapper::choose_tile_elems(&shapes)),
         units: shapes,
-        param_share: of(settings.placement.param),
-        state_share: of(settings.placement.optimizer),
-        grad_share: match offload.gradients {
+        param_fraction: of(settings.placement.param),
+        state_fraction: of(settings.placement.optimizer),
+        grad_fraction: match offload.gradients {
             GradientsChoice::Nvme => Fraction::NONE.get(),
             // Reduced later if not all of them fit.
             GradientsChoice::Auto | GradientsChoice::Cpu => Fraction::ALL.get(),
         },
         staging: Staging::Bytes(offload.staging_bytes.unwrap_or(STAGING_BYTES_ASSUMED)),
         schedule: match offload.optimizer_step {
-            OptimizerStep::Immediate => swapper::Schedule::AtOnce,
+            OptimizerStep::Immediate => swapper::Schedule::Immediate,
             OptimizerStep::Deferred => swapper::Schedule::Deferred,
         },
         commit_every: offload.commit_every.unwrap_or(1),

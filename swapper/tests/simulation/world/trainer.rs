@@ -26,7 +26,7 @@ impl Incarnation<'_> {
 
     fn plan_ops(&self, pending: &[usize], commit: bool, program: &StepProgram) -> Vec<Op> {
         match self.setup.schedule {
-            Schedule::AtOnce => schedule::at_once(pending, commit, program),
+            Schedule::Immediate => schedule::immediate(pending, commit, program),
             Schedule::Deferred => schedule::deferred(pending, commit, program),
         }
     }
@@ -165,7 +165,7 @@ impl Incarnation<'_> {
         let commit = self.setup.commit_every > 0 && self.uncommitted >= self.setup.commit_every;
         let late = self.rng.chance(self.setup.late_blobs);
         let ops = self.plan_ops(&updated, commit && !late, &program);
-        let wait = self.setup.schedule == Schedule::AtOnce;
+        let wait = self.setup.schedule == Schedule::Immediate;
         let blob = commit.then_some(self.step + 1);
         let finish = Request::Finish {
             ops,
@@ -191,7 +191,7 @@ impl Incarnation<'_> {
 
     fn call_drain(&mut self) {
         let commit = self.uncommitted > 0;
-        let ops = schedule::at_once(&self.pending, commit, &StepProgram::default());
+        let ops = schedule::immediate(&self.pending, commit, &StepProgram::default());
         let blob = commit.then_some(self.step);
         self.calls
             .push_back(Call::Request(Request::Drain { ops }, blob));

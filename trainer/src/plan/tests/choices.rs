@@ -178,7 +178,7 @@ fn a_host_memory_budget_is_used_and_not_exceeded() {
         assert!(host_bytes <= gib * GIB, "{host_bytes} of {gib} GiB");
         assert!(host_bytes > before);
         before = host_bytes;
-        let (param, state) = (plan.swapper.param_share, plan.swapper.state_share);
+        let (param, state) = (plan.swapper.param_fraction, plan.swapper.state_fraction);
         assert!(
             param == 1.0 || state == 0.0,
             "parameters first: {param}, {state}"
@@ -225,16 +225,19 @@ fn as_many_gradients_as_fit_stay_in_host_memory() {
         let plan = plan(&settings, &h200(4.0));
         plan.check().unwrap();
         assert!(plan.host_bytes() <= gib * GIB);
-        let share = plan.swapper.grad_share;
-        assert!(share > before || share == 1.0, "{share} of {gib} GiB");
-        assert_eq!(share == 1.0, gib >= 3, "{gib} GiB");
-        before = share;
+        let fraction = plan.swapper.grad_fraction;
+        assert!(
+            fraction > before || fraction == 1.0,
+            "{fraction} of {gib} GiB"
+        );
+        assert_eq!(fraction == 1.0, gib >= 3, "{gib} GiB");
+        before = fraction;
         // Each gradient on devices costs two bytes read and two written, and space for one copy.
-        let gone = (1.0 - share) * params;
+        let gone = (1.0 - fraction) * params;
         let bytes = &plan.step_bytes;
         assert!((bytes.grad_written_bytes - 2.0 * gone).abs() < 0.01 * params);
         assert_eq!(plan.memory.scratch_bytes as f64, bytes.grad_written_bytes);
-        if share < 1.0 {
+        if fraction < 1.0 {
             let written = bytes.written_bytes - bytes.grad_written_bytes;
             assert!(
                 (written / params - 12.0).abs() < 0.1,
@@ -242,7 +245,7 @@ fn as_many_gradients_as_fit_stay_in_host_memory() {
             );
         }
         let chosen = plan.choices().iter().find(|c| c.key == "offload.gradients");
-        assert_eq!(chosen.is_some(), share < 1.0);
+        assert_eq!(chosen.is_some(), fraction < 1.0);
     }
     let given = |place: &str| {
         let settings = large("nvme", "nvme", &[("offload.gradients", json!(place))]);
