@@ -170,13 +170,6 @@ impl Endurance {
         self.devices[device].rated_bytes
     }
 
-    /// Whether the settings list it.
-    pub fn is_listed(&self, device: usize) -> bool {
-        self.ratings
-            .listed
-            .contains_key(&self.devices[device].worn.path)
-    }
-
     /// Applies changed ratings; a device may be warned about again.
     pub fn rate(&mut self, ratings: Ratings) {
         for device in &mut self.devices {

@@ -380,7 +380,6 @@ impl Ledger {
         let view = |(index, (state, device)): (usize, (DeviceState, &Device))| DeviceView {
             worn_bytes: (self.endurance).written_bytes(index, device.counts.written.bytes),
             rated_bytes: self.endurance.rated_bytes(index),
-            unlisted: !self.endurance.is_listed(index),
             damaged_count: device.damaged_count,
             state,
             counts: device.counts.clone(),

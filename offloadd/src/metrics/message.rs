@@ -68,7 +68,6 @@ impl From<DeviceView> for proto::DeviceMetrics {
             trouble: view.trouble,
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
-            unlisted: view.unlisted,
             damaged_count: view.damaged_count,
         }
     }
@@ -210,7 +209,6 @@ impl TryFrom<proto::DeviceMetrics> for DeviceView {
             trouble: message.trouble,
             worn_bytes: message.worn_bytes,
             rated_bytes: message.rated_bytes,
-            unlisted: message.unlisted,
             damaged_count: message.damaged_count,
         })
     }
@@ -328,7 +326,6 @@ mod tests {
                 trouble: Some("it hangs".into()),
                 worn_bytes: 33,
                 rated_bytes: Some(0),
-                unlisted: true,
                 damaged_count: 36,
             }],
             jobs: vec![JobView {

@@ -99,8 +99,6 @@ pub struct DeviceView {
     pub worn_bytes: u64,
     /// Rated endurance, if set.
     pub rated_bytes: Option<u64>,
-    /// Whether the settings do not list it.
-    pub unlisted: bool,
     /// Damaged tiles found on it.
     pub damaged_count: u64,
 }

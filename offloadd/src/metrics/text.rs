@@ -110,7 +110,7 @@ static WHOLE: [Metric<Snapshot>; 5] = [
     ),
 ];
 
-static DEVICE: [Metric<DeviceView>; 15] = [
+static DEVICE: [Metric<DeviceView>; 14] = [
     gauge(
         "offloadd_device_queue_depth",
         "Operations on the device and in the daemon's queue for it",
@@ -176,12 +176,6 @@ static DEVICE: [Metric<DeviceView>; 15] = [
         "1 while the device hangs or its file is deleted; offloadd top shows the reason",
         None,
         |d| flag(d.trouble.is_some()),
-    ),
-    gauge(
-        "offloadd_device_unlisted",
-        "1 while the device belongs to the store but is not in `devices` of the settings",
-        None,
-        |d| flag(d.unlisted),
     ),
     gauge(
         "offloadd_device_waits_for_start",

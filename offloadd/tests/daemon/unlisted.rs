@@ -5,13 +5,11 @@ use std::io::Read;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use offload_api::proto;
 use offloadd::device::Device;
-use offloadd::metrics::Snapshot;
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
+use crate::common::{Daemon, Store, expect_tiles, fill_tiles, program, words};
 use crate::growth::{TILES, device, drained};
 
 const SOON: Duration = Duration::from_secs(60);
@@ -23,11 +21,13 @@ fn json(arguments: &[&str], store: &Store) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", words(&output)))
 }
 
-/// Returns for each device of `device list` whether the settings lack it.
-fn unlisted(store: &Store) -> Vec<bool> {
+/// Returns the paths that `device list` shows.
+fn listed(store: &Store) -> Vec<PathBuf> {
     let list = json(&["device", "list", "--json"], store);
     let devices = list["devices"].as_array().unwrap().iter();
-    devices.map(|d| d["unlisted"].as_bool().unwrap()).collect()
+    devices
+        .map(|d| d["device"].as_str().unwrap().into())
+        .collect()
 }
 
 fn kill(daemon: &mut Daemon) {
@@ -43,7 +43,6 @@ fn forgotten() -> (Store, PathBuf, u64) {
     let mut daemon = store.serve();
     let output = device(&store, "add", &new, &["--size", "8MiB"]);
     assert!(output.status.success(), "{}", words(&output));
-    assert_eq!(unlisted(&store), [false, true], "while it runs");
     let mut control = daemon.control();
     let mut session = control.session("tiny");
     let working = session.begin(&mut control, TILES);
@@ -68,7 +67,7 @@ fn a_device_that_came_before_a_kill_is_opened_and_told_of_until_it_is_listed() {
         .unwrap();
     assert!(check.status.success(), "{}", words(&check));
     // Without a daemon too.
-    assert_eq!(unlisted(&store), [false, true]);
+    assert_eq!(listed(&store), [store.devices[0].clone(), new.clone()]);
     let verify = json(&["verify", "--json"], &store);
     assert_eq!(verify["tile_count"], TILES, "{verify}");
     assert_eq!(verify["sound"], true, "{verify}");
@@ -79,27 +78,6 @@ fn a_device_that_came_before_a_kill_is_opened_and_told_of_until_it_is_listed() {
     session.resume(&mut control, generation);
     expect_tiles(&mut session, TILES, 9);
     drop(session);
-    assert_eq!(unlisted(&store), [false, true]);
-    let list = program()
-        .args(["device", "list", "--config"])
-        .arg(&store.config)
-        .output()
-        .unwrap();
-    assert!(
-        words(&list).contains(&format!("add {new:?}")),
-        "{}",
-        words(&list)
-    );
-    let top = program()
-        .args(["top", "--once", "--interval", "0.1", "--config"])
-        .arg(&store.config)
-        .output()
-        .unwrap();
-    assert!(
-        words(&top).contains(&format!("NOT LISTED: add {new:?}")),
-        "{}",
-        words(&top)
-    );
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(SOON), Some(0));
     let mut log = String::new();
@@ -107,30 +85,20 @@ fn a_device_that_came_before_a_kill_is_opened_and_told_of_until_it_is_listed() {
     stderr.read_to_string(&mut log).unwrap();
     assert!(log.contains("WARN") && log.contains(&line), "{log}");
 
-    // Following its advice fixes it.
+    // Following its advice ends it.
     store.devices.push(new);
     store.write_config(&store.socket(), "auto");
-    let daemon = store.serve();
-    assert_eq!(unlisted(&store), [false, false]);
-    let reply = daemon.control().metrics(proto::MetricsRequest {}).unwrap();
-    let seen = Snapshot::try_from(reply).unwrap();
-    assert!(seen.devices.iter().all(|device| !device.unlisted));
-}
-
-#[test]
-fn a_reload_with_the_device_in_the_list_ends_the_warning() {
-    let mut store = Store::new(1, "auto");
-    let daemon = store.serve();
-    let new = store.dir.path().join("new");
-    let output = device(&store, "add", &new, &["--size", "8MiB"]);
-    assert!(output.status.success(), "{}", words(&output));
-    assert_eq!(unlisted(&store), [false, true]);
-    store.devices.push(new);
-    store.write_config(&store.socket(), "auto");
-    daemon.signal(Signal::HUP);
-    eventually("the settings are read again", SOON, || {
-        unlisted(&store) == [false, false]
-    });
+    let check = program()
+        .arg("check-config")
+        .arg(&store.config)
+        .output()
+        .unwrap();
+    assert!(
+        !words(&check).contains("not in the list"),
+        "{}",
+        words(&check)
+    );
+    store.serve();
 }
 
 #[test]
@@ -194,7 +162,7 @@ fn a_device_that_left_is_not_opened() {
     let mut session = control.session("tiny");
     session.resume(&mut control, generation);
     expect_tiles(&mut session, TILES, 9);
-    assert_eq!(unlisted(&store), [false]);
+    assert_eq!(listed(&store), store.devices);
 }
 
 #[test]

@@ -24,8 +24,6 @@ pub(super) struct Line {
     state: DeviceState,
     worn_bytes: u64,
     rated_bytes: Option<u64>,
-    /// Not in `devices` of the settings.
-    unlisted: bool,
     /// A problem that needs an administrator.
     trouble: Option<String>,
     /// Rate at which tiles move; `None` if not measured.
@@ -64,7 +62,6 @@ pub(super) async fn lines_served(daemon: &mut Daemon) -> Result<Vec<Line>> {
             rebalance_bytes_per_s_max: limit.filter(|_| !settled(&view.state)),
             worn_bytes: view.worn_bytes,
             rated_bytes: view.rated_bytes,
-            unlisted: view.unlisted,
             trouble: view.trouble,
             state: view.state,
         }
@@ -88,7 +85,6 @@ pub(super) fn lines_unserved(config: &Config) -> Result<Vec<Line>> {
     let lines = lines.map(|(state, wear)| Line {
         worn_bytes: wear.before.written_bytes,
         rated_bytes: ratings.of(&state.path),
-        unlisted: !ratings.listed.contains_key(&state.path),
         trouble: None,
         moving_bytes_per_s: None,
         rebalance_bytes_per_s_max: (config.rebalance_bytes_per_s_max)
@@ -140,12 +136,6 @@ pub(super) fn table(lines: &[Line]) -> String {
         if let Some(stuck) = &status.stuck {
             text += &format!("device {}: {stuck}\n", status.number);
         }
-        if line.unlisted {
-            text += &format!(
-                "device {}: not listed in the settings: add {:?} to `devices`\n",
-                status.number, line.state.path
-            );
-        }
     }
     text
 }
@@ -171,7 +161,6 @@ pub(super) fn to_json(lines: &[Line]) -> Value {
             "write_bytes_per_s": write_bytes_per_s,
             "worn_bytes": line.worn_bytes,
             "rated_bytes": line.rated_bytes,
-            "unlisted": line.unlisted,
             "trouble": line.trouble,
             "left_bytes": status.left_bytes,
             "left_s": line.time_left().map(|left| left.as_secs() + 1),

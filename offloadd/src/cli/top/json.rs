@@ -28,7 +28,6 @@ pub(super) fn json(before: &Snapshot, now: &Snapshot) -> Value {
             "trouble": device.trouble,
             "worn_bytes": device.worn_bytes,
             "rated_bytes": device.rated_bytes,
-            "unlisted": device.unlisted,
             "damaged_count": device.damaged_count,
             "data_bytes": device.state.data_bytes,
             "free_bytes": device.state.free_bytes,

@@ -152,12 +152,6 @@ fn device_notes(device: &DeviceView) -> Vec<String> {
             (None, _) => {}
         }
     }
-    if device.unlisted {
-        notes.push(format!(
-            "NOT LISTED: add {:?} to `devices` of the settings",
-            device.state.path
-        ));
-    }
     if failed > 0 {
         notes.push(format!("{failed} FAILED"));
     }

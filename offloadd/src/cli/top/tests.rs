@@ -47,7 +47,6 @@ fn look(seconds: u64) -> Snapshot {
         trouble: None,
         worn_bytes: 12_300_000_000_000,
         rated_bytes: slow.then_some(600_000_000_000_000),
-        unlisted: false,
         damaged_count: u64::from(slow),
     };
     let counts = Counts {
