@@ -49,12 +49,6 @@ RETIRED = {
     r"\bmends?\b": "fix",
 }
 
-# Files that may contain them, and why.
-ALLOWED = {
-    "trainer/src/config/keys/suggest.rs": "answers an old key with the new one",
-    "offloadd/src/config/keys.rs": "answers an old key with the new one",
-}
-
 PAGES = [
     "README.md", "Makefile", "docs/**/*.md", "configs/*.toml", "configs/*.json", "configs/*.sh", "offloadd/packaging/**/*",
     "bench-io/measured/*.md", "bench-io/measured/*.toml", "trainer/bench/*.md",
@@ -87,22 +81,17 @@ def is_test(path):
     return path.name in ("tests.rs", "docs.rs") or path.name.endswith("_tests.rs") or "tests" in path.parts
 
 
-def faults(root, retired=None, allowed=None):
-    """Returns a line for each place of a retired word, and for each exception that is not needed."""
-    retired, allowed = retired or RETIRED, ALLOWED if allowed is None else allowed
+def faults(root, retired=RETIRED):
+    """Returns a line for each place of a retired word."""
     patterns = {word: re.compile(word, re.IGNORECASE) for word in retired}
     pages = [page for pattern in PAGES for page in sorted(root.glob(pattern)) if page.is_file()]
     sources = [source for pattern in SOURCES for source in sorted(root.glob(pattern)) if not is_test(source.relative_to(root))]
-    found, used = [], set()
+    found = []
     for path in pages + sources:
         name = str(path.relative_to(root))
         for number, line in lines_of(path):
             matches = [(match, word) for word, pattern in patterns.items() if (match := pattern.search(line))]
-            if name in allowed:
-                used |= {name} if matches else set()
-            else:
-                found += [f"{name}:{number}: {match[0]}: write {retired[word]}" for match, word in matches]
-    found += [f".ci/words.py: {name} has no retired word any more" for name in allowed if name not in used]
+            found += [f"{name}:{number}: {match[0]}: write {retired[word]}" for match, word in matches]
     return found if pages else [f"{root}: no documents"]
 
 

@@ -21,12 +21,6 @@ pub(super) const KEYS: [&str; 12] = [
 /// Keys of `[metrics]`.
 pub(super) const METRICS_KEYS: [&str; 1] = ["listen"];
 
-/// Retired names that differ too much for [`nearest_key`], each with the new name.
-const RETIRED_KEYS: [(&str, &str); 2] = [
-    ("share", "weight"),
-    ("move_bytes_per_s_max", "rebalance_bytes_per_s_max"),
-];
-
 /// Finds the first key that is no setting: its section, the key, and the end of the error message.
 pub(super) fn unknown_key(file: &toml::Table) -> Option<(String, String, String)> {
     sections(file)
@@ -76,11 +70,6 @@ fn sections(file: &toml::Table) -> Vec<(String, &toml::Table, &'static [&'static
 
 /// Returns the known key that is most similar to `key`, if one is similar enough to be meant.
 fn nearest_key<'a>(key: &str, known: &[&'a str]) -> Option<&'a str> {
-    if let Some((_, today)) = RETIRED_KEYS.iter().find(|(retired, _)| *retired == key)
-        && let Some(known) = known.iter().find(|known| *known == today)
-    {
-        return Some(known);
-    }
     known
         .iter()
         .map(|known| (strsim::normalized_damerau_levenshtein(key, known), *known))

@@ -281,10 +281,6 @@ mod tests {
                 "[quota.uid.1.job.x]: unknown key `weigth`; did you mean `weight`?",
             ),
             (
-                "[quota.uid.1]\nshare = 1",
-                "[quota.uid.1]: unknown key `share`; did you mean `weight`?",
-            ),
-            (
                 "[quota.uid.1.job.\"a b\"]\nweight = 1",
                 "uid.1.job.a b: job name \"a b\"",
             ),

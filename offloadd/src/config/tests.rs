@@ -74,11 +74,6 @@ fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
             "rated_tb_written",
             "unknown key `rated_tb_written`; did you mean `rated_tbw`?",
         ),
-        (
-            "rebalance_bytes",
-            "move_bytes",
-            "unknown key `move_bytes_per_s_max`; did you mean `rebalance_bytes_per_s_max`?",
-        ),
     ] {
         let message = parse(&WHOLE.replace(from, to)).unwrap_err();
         assert!(message.contains(expected), "{message}");
