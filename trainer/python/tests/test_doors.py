@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from test_runs import HERE, config, needs_daemon
+import forks
+from test_runs import HERE, config, lines_of, needs_daemon
 
 PACKAGE = HERE.parent / "python"
 
@@ -63,6 +64,46 @@ def test_a_script_with_deepspeeds_interface_runs_unmodified_and_what_is_missing_
     assert len(refused) == 5 and all("is not supported by offloadd" in line for line in refused)
     assert "pipelines are not built" in refused[0] and "pipelines are not built" in refused[4]
     assert not list(tmp_path.glob("offloadd-building-*"))
+
+
+@needs_daemon
+def test_torchrun_starts_the_same_script_in_two_ranks(tmp_path):
+    # Equal batches on both ranks have the losses of one.
+    settings = {**config("nvme", tmp_path), "train_batch_size": 8}
+    (tmp_path / "ds.json").write_text(json.dumps(settings))
+    script = [HERE / "scripts" / "says_deepspeed.py", "--deepspeed_config", tmp_path / "ds.json", "--saved", tmp_path / "saved"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2]
+    result = offloadd_run("--", *torchrun, *script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines().count("done") == 2 and result.stderr.count("offloadd: answers to `import deepspeed`") == 1
+    # Lines of both ranks, in any order.
+    told = [line.split()[1:] for line in result.stdout.splitlines() if line.startswith("losses")]
+    assert sorted(map(float, sum(told, []))) == pytest.approx(sorted(2 * plain_losses()), rel=1e-6)
+
+
+@needs_daemon
+def test_accelerate_launch_starts_two_ranks_with_its_deepspeed_plugin_on_the_cpu(tmp_path):
+    pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
+    settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5}
+    (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **settings}))
+    zero3 = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "DEEPSPEED", "num_machines": 1, "machine_rank": 0, "num_processes": 2,
+        "use_cpu": False, "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json"), "zero3_init_flag": True},
+    }  # fmt: skip
+    (tmp_path / "zero3.yaml").write_text(json.dumps(zero3))
+    script = HERE / "scripts" / "on_accelerate.py"
+    alone = {"ACCELERATE_USE_CPU": "1", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}
+    (tmp_path / "plain").mkdir()
+    expected = lines_of(forks.start(script, tmp_path / "plain", environment=alone, imports=["accelerate"]))
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", tmp_path / "zero3.yaml"]
+    result = offloadd_run("--", *launch, script, tmp_path, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("offloadd: answers to `import deepspeed`") == 1
+    losses = lambda lines: [float(line.split()[1]) for line in lines if line.startswith("loss")]
+    assert len(losses(expected)) == 12 and losses(result.stdout.splitlines()) == pytest.approx(losses(expected), rel=1e-6)
+    weights = torch.load(tmp_path / "weights.pt")
+    for name, value in torch.load(tmp_path / "plain" / "weights.pt").items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_started_is_said_with_what_to_do(tmp_path):
