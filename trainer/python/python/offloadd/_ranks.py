@@ -8,6 +8,7 @@ each of them is. A rank that has ended is noticed by the end of its process. One
 from __future__ import annotations
 
 import array
+import atexit
 import datetime
 import hashlib
 import os
@@ -68,6 +69,7 @@ class Ranks:
         self._ended = False
         self._gone = ""
         self._noticed = False
+        self._watcher: Optional[threading.Thread] = None
         # The extension's object, whose waits for other ranks end when one is gone.
         self.core: Any = None
 
@@ -114,7 +116,11 @@ class Ranks:
             raise NotSupported(next(filter(None, opened)))
         self._processes = {rank: self._board.process(rank) for rank in range(self.count) if rank != self.rank}
         self._main = threading.current_thread().ident
-        threading.Thread(target=self._watch, name="offloadd ranks", daemon=True).start()
+        self._woken, self._wake = os.pipe()
+        self._watcher = threading.Thread(target=self._watch, name="offloadd ranks", daemon=True)
+        self._watcher.start()
+        # A thread that wakes while the interpreter is taken down may end the process with SIGSEGV.
+        atexit.register(self.close)
 
     # Meeting
 
@@ -200,8 +206,16 @@ class Ranks:
         return self._ended or bool(self._gone)
 
     def close(self) -> None:
-        """The run has ended in order on all ranks."""
+        """Ends this rank's part: it comes to no meeting any more. A second call and one in a fork do nothing."""
         self._ended = True
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            if watcher.is_alive():
+                os.write(self._wake, b"\0")
+            watcher.join()
+            os.close(self._woken)
+            os.close(self._wake)
+            atexit.unregister(self.close)
 
     # Together
 
@@ -330,9 +344,10 @@ class Ranks:
                 return self._lost(rank)
             ranks[handle] = rank
             poll.register(handle, select.POLLIN)
+        poll.register(self._woken, select.POLLIN)
         place, since = None, 0.0
         while not self._ended:
-            lost = [ranks[handle] for handle, _ in poll.poll(1000 * _NOTE_S)]
+            lost = [ranks[handle] for handle, _ in poll.poll(1000 * _NOTE_S) if handle in ranks]
             if lost:
                 self._lost(lost[0])
                 break
