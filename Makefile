@@ -8,6 +8,7 @@
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
 # make deb          builds a Debian package of offloadd in target/
+# make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place
 # make wheel        builds a wheel with the package and all programs in target/wheels, for systems with this machine's glibc or a newer one
 # make wheel-in-container  builds the same with docker, for systems with glibc 2.28 or newer
@@ -110,8 +111,14 @@ test-counts: libtorch
 deny:
 	$(CARGO) deny check
 
-bench: build
+bench: build python
 	target/release/bench-io
+	@if [ ! -x $(PYTHON) ]; then \
+		echo "skipped: the Python package: no $(PYTHON) with torch and transformers; make test-tools installs it (5 GB)"; exit; \
+	fi; \
+	$(PYTHON) trainer/python/bench/profile_units.py && \
+	if nvidia-smi > /dev/null 2>&1; then $(PYTHON) trainer/python/bench/gpu_check.py speed --bin target/release; \
+	else $(PYTHON) trainer/bench/table.py --model tiny pytorch-kept client-host; fi
 
 libtorch:
 ifeq ($(LIBTORCH)$(LIBTORCH_USE_PYTORCH),)

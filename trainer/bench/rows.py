@@ -103,6 +103,8 @@ PEERS_OF = {
     **dict.fromkeys(("host-checkpointed", "host-cpu"), HOST_CHECKPOINTED),
     "nvme1": ("deepspeed-nvme1",), "nvme1-params-home": ("deepspeed-nvme1-opt",), "nvme1-params-home-commits": ("deepspeed-nvme1-opt",),
     "nvme4": ("deepspeed-nvme4",), "nvme4-params-home": ("deepspeed-nvme4-opt",),
+    **dict.fromkeys(("client-host", "client-host-compiled"), HOST_CHECKPOINTED),
+    "client-nvme1": ("deepspeed-nvme1",), **dict.fromkeys(("client-nvme4", "client-nvme4-compiled"), ("deepspeed-nvme4",)),
 }
 
 # Its losses beside plain PyTorch's, from the same weights and data.
