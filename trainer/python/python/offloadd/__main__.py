@@ -1,4 +1,4 @@
-"""`python -m offloadd plan CONFIG`: what a run takes, without a script."""
+"""`python -m offloadd`: `plan` says what a run takes, without a script, and `delete` deletes a run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import nn
 from ._config import settings_of
 from ._errors import Error
 from ._plan import Plan
+from ._run_dir import delete
 from ._units import units_of
 
 # Blocks of a model of which only the number of parameters is known.
@@ -31,8 +32,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     plan.add_argument("--units", type=int, default=_BLOCKS, help=f"blocks of a model given by --params ({_BLOCKS})")
     plan.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="type of the parameters")
     plan.add_argument("--run-dir", type=Path, help="the run's directory; figures it measured are used")
+    remove = commands.add_parser("delete", help="delete a run that is not in use: its directory, with its device files or its job at a daemon")
+    remove.add_argument("run_dir", type=Path, help="the run's directory, which each start prints")
+    remove.add_argument("--yes", action="store_true", help="do not ask")
     given = parser.parse_args(arguments)
     try:
+        if given.command == "delete":
+            return delete(given.run_dir.absolute(), given.yes)
         print(_plan(given))
     except Error as error:
         print(f"offloadd: {error}", file=sys.stderr)

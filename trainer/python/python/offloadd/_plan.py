@@ -113,9 +113,9 @@ def engine_plan(
         ],
         "nvme": [str(path) for path in settings.nvme],
         "socket": str(settings.socket) if settings.socket else None,
-        "program": _program(settings),
+        "program": program_of(settings),
         "run_dir": str(run_dir),
-        "job": _job(run_dir),
+        "job": job_of(run_dir),
         "deferred": settings.optimizer_step == "deferred",
         "resident_fraction": settings.resident_fraction,
         "gradients_fraction": _gradients_fraction(settings, units, ranks),
@@ -158,13 +158,14 @@ def _type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _job(run_dir: Path) -> str:
+def job_of(run_dir: Path) -> str:
     """The job's name in a store: the directory's, told apart by its path."""
     name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_dir.name)[:40]
     return f"{name}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
 
 
-def _program(settings: Settings) -> Optional[str]:
+def program_of(settings: Settings) -> Optional[str]:
+    """The program offloadd: the configuration's, the wheel's, or the one in the PATH."""
     if settings.program:
         return str(settings.program)
     beside = BIN / "offloadd"

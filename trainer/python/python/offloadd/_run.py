@@ -27,12 +27,10 @@ from ._memory import GpuMemory, gpu_of
 from ._plan import Plan, bytes_text
 from ._progress import Progress
 from ._ranks import Ranks
+from ._run_dir import LAYOUT, InUse, lock, write_store
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
-
-# Its file in the run's directory, written with the first commit.
-LAYOUT = "layout.json"
 
 
 def prepare(
@@ -134,10 +132,16 @@ class Run:
         # Where this rank's state lies if it is large.
         self._state_dir = run_dir if ranks.first else run_dir / f"rank-{ranks.rank}"
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._lock = lock(run_dir)
+        except InUse:
+            raise Error(f"{run_dir} is being deleted: start again when that is done, or name another run_dir") from None
         # Names and shapes of the units' parameters.
         self.layout = [[[names[id(param)], list(param.shape)] for param in unit.params] for unit in found]
         if (run_dir / LAYOUT).exists():
             self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
+        if ranks.first:
+            write_store(run_dir, settings)
         self._core, blob = self._open(plan)
         ranks.divide(found, plan.figures["shard_elems"])
         for unit in found:
@@ -254,7 +258,7 @@ class Run:
                         continue
             raise NotSupported(
                 f"{self.run_dir} has the frozen parameters of another model ({unit.name or 'outside of blocks'}), and frozen parameters "
-                "are written once: name another run_dir, or delete this one and its device files"
+                f"are written once: name another run_dir, or delete this one: python -m offloadd delete {self.run_dir}"
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
@@ -400,6 +404,7 @@ class Run:
             if not ranks.first and not ranks.broken:
                 ranks.meet("leave the run")
             ranks.close()
+            self._lock.close()
 
     def __enter__(self) -> "Run":
         return self

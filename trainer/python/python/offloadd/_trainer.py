@@ -14,7 +14,7 @@ from . import _deepspeed
 from ._config import own_keys
 from ._errors import NotSupported
 from ._initialize import TrainingEngine
-from ._run import LAYOUT
+from ._run_dir import LAYOUT
 from ._state import random_state
 from .hf import RESUME_DIR, TrainerProgress, write_random_state
 

@@ -1,0 +1,104 @@
+"""The directory of a run: who uses it, where its tiles lie, and how it is deleted with them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import shutil
+import subprocess
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, TextIO
+
+from ._config import Settings
+from ._errors import Error
+from ._plan import bytes_text, job_of, program_of
+
+# Names and shapes of the run's parameters, written with the first commit.
+LAYOUT = "layout.json"
+
+# Where the run's tiles lie. Its lock says that the run is in use.
+STORE = "store.json"
+
+# What a run has in its directory.
+_OF_RUN = (LAYOUT, STORE, "measured.json", "metrics.jsonl", "metrics.jsonl.old", "offloadd", "rank-*", "state-*.pt", "state-*.pt.part")
+_OF_RUN += ("trainer-resume", "tensorboard", "csv_monitor")
+
+
+class InUse(Exception):
+    """Another process has the run."""
+
+
+def lock(run_dir: Path, exclusive: bool = False) -> TextIO:
+    """Marks a run as in use until the result is closed: each rank that trains it shares the lock, who deletes it is alone.
+
+    Raises `InUse` where another process has it. A file system without locks says nothing.
+    """
+    file = open(run_dir / STORE, "a")
+    with contextlib.suppress(OSError):
+        try:
+            fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.close()
+            raise InUse from None
+    return file
+
+
+def write_store(run_dir: Path, settings: Settings) -> None:
+    """Notes where a run's tiles lie."""
+    job = job_of(run_dir)
+    files = [str(directory / f"offloadd-{job}.tiles") for directory in settings.nvme]
+    store = {"job": job, "device_files": files, "socket": str(settings.socket) if settings.socket else None, "program": program_of(settings)}
+    (run_dir / STORE).write_text(json.dumps(store))
+
+
+def delete(run_dir: Path, agreed: bool) -> int:
+    """Deletes a run that no process uses, after it has asked unless it is `agreed`. Returns the exit status."""
+    if not (run_dir / STORE).exists():
+        below = run_dir / "offloadd"
+        hint = f"name {below}" if (below / STORE).exists() else "name the directory that the start of the run printed"
+        raise Error(f"{run_dir} is not the directory of a run: it has no {STORE}; {hint}")
+    try:
+        held = lock(run_dir, exclusive=True)
+    except InUse:
+        raise Error(f"{run_dir}: the run is in use: end its script first") from None
+    with held:
+        others = sorted(one.name for one in run_dir.iterdir() if not any(fnmatch(one.name, pattern) for pattern in _OF_RUN))
+        if others:
+            raise Error(f"{run_dir} has what is not the run's: {', '.join(others)}; move it elsewhere first")
+        # It is empty where the first start was killed before it opened anything.
+        store = json.loads((run_dir / STORE).read_text() or '{"device_files": [], "socket": null}')
+        files = [file for file in map(Path, store["device_files"]) if file.exists()]
+        print(run_dir)
+        for file in files:
+            print(f"{file}  {bytes_text(file.stat().st_blocks * 512)}")
+        if store["socket"]:
+            print(f"job {store['job']} of the daemon at {store['socket']}")
+        if not agreed and not _agrees():
+            print("nothing was deleted")
+            return 1
+        if store["socket"]:
+            _delete_job(store)
+        for file in files:
+            file.unlink()
+        shutil.rmtree(run_dir)
+        return 0
+
+
+def _agrees() -> bool:
+    try:
+        return input("delete all of it? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
+
+
+def _delete_job(store: dict[str, Any]) -> None:
+    program = store["program"] or "offloadd"
+    command = [program, "job", "delete", store["job"], "--force", "--socket", store["socket"]]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise Error(f"{program} cannot be started: {error.strerror}; delete the job {store['job']} with `offloadd job delete`") from None
+    if result.returncode:
+        raise Error(f"job {store['job']} of the daemon at {store['socket']} cannot be deleted: {result.stderr.strip()}")
