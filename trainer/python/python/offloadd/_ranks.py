@@ -119,7 +119,7 @@ class Ranks:
         self._woken, self._wake = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="offloadd ranks", daemon=True)
         self._watcher.start()
-        # A thread that wakes while the interpreter is taken down may end the process with SIGSEGV.
+        # No thread of ours is left when the interpreter is taken down.
         atexit.register(self.close)
 
     # Meeting
@@ -304,7 +304,7 @@ class Ranks:
             self.meet(what)
             flat = tensor.detach().contiguous()
             with self._transfer(), torch.no_grad():
-                dist.broadcast(flat.reshape(-1).view(torch.uint8), group=self._group(flat), group_src=0)
+                dist.broadcast(flat.reshape(-1).view(torch.uint8), src=0, group=self._group(flat))
                 if flat.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(flat)
 
