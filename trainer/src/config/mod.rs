@@ -26,9 +26,10 @@ use serde_json::Value;
 
 pub use keys::listing;
 pub use settings::{
-    ActivationsChoice, Batch, DataSettings, Decaying, DeviceChoice, Durability, FirstWeights,
-    Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice, OptimizerSettings,
-    OptimizerStep, Packing, Placement, ResidentFraction, RunSettings, Tier, TrainSettings,
+    ActivationsChoice, Batch, DataFile, DataSettings, Decaying, DeviceChoice, Durability,
+    FirstWeights, Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice,
+    OptimizerSettings, OptimizerStep, Packing, Placement, RecordFormat, ResidentFraction,
+    RunSettings, Tier, TrainSettings,
 };
 pub use source::Source;
 pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};

@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use super::{LrSchedule, OverflowPolicy, Reports, Stage};
@@ -142,16 +143,19 @@ pub enum Decaying {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct DataSettings {
     /// Empty if the run has no steps.
-    pub files: Vec<PathBuf>,
+    pub files: Vec<DataFile>,
     /// Files for evaluation; empty if a fraction of `files` is used, or nothing.
-    pub eval_files: Vec<PathBuf>,
+    pub eval_files: Vec<DataFile>,
     pub validation_fraction: Fraction,
     /// Directory with `tokenizer.json`, or such a file, or "bytes"; `None` for the model directory's
     /// tokenizer, or bytes if it has none.
     pub tokenizer: Option<PathBuf>,
-    /// Replaces the tokenizer's own template.
+    /// Replaces the tokenizer's own template: the name of a known one, or a file.
     pub chat_template: Option<PathBuf>,
-    pub packing: Packing,
+    /// `None`: whole documents if these are conversations or prompts with completions, otherwise concatenated.
+    pub packing: Option<Packing>,
+    /// Whether attention reaches back over earlier documents in the same window.
+    pub cross_document_attention: bool,
     pub loss_on: LossOn,
     /// Whether windows are shuffled by the seed, differently in each epoch; otherwise they follow the order
     /// of the files.
@@ -160,7 +164,80 @@ pub struct DataSettings {
     pub cache: Option<PathBuf>,
 }
 
-/// How documents fill windows. Either way, attention reaches back over earlier documents in the same window.
+/// A file of data, or a directory of such files.
+#[derive(Clone, Debug, PartialEq)]
+pub struct DataFile {
+    pub path: PathBuf,
+    /// How records are read; `None`: according to their fields.
+    pub format: Option<RecordFormat>,
+    /// How often each document is used in an epoch.
+    pub weight: f64,
+    /// Documents that are read at most.
+    pub max_samples: Option<u64>,
+}
+
+impl DataFile {
+    /// Makes an entry without settings of its own.
+    pub fn new(path: PathBuf) -> Self {
+        Self {
+            path,
+            format: None,
+            weight: 1.0,
+            max_samples: None,
+        }
+    }
+}
+
+/// As in a run file: a path, or a table.
+impl Serialize for DataFile {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if *self == Self::new(self.path.clone()) {
+            return self.path.serialize(serializer);
+        }
+        let mut table = serializer.serialize_map(None)?;
+        table.serialize_entry("path", &self.path)?;
+        table.serialize_entry("weight", &self.weight)?;
+        if let Some(max_samples) = self.max_samples {
+            table.serialize_entry("max_samples", &max_samples)?;
+        }
+        if let Some(format) = self.format {
+            table.serialize_entry("format", format.name())?;
+        }
+        table.end()
+    }
+}
+
+/// Meaning of a record's fields.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RecordFormat {
+    Text,
+    Completion,
+    Messages,
+    Sharegpt,
+    Alpaca,
+    TokenIds,
+}
+
+impl RecordFormat {
+    /// Every format with its name in a run file.
+    pub const ALL: [(&str, Self); 6] = [
+        ("text", Self::Text),
+        ("completion", Self::Completion),
+        ("messages", Self::Messages),
+        ("sharegpt", Self::Sharegpt),
+        ("alpaca", Self::Alpaca),
+        ("token_ids", Self::TokenIds),
+    ];
+
+    /// Name in a run file.
+    pub fn name(self) -> &'static str {
+        let found = Self::ALL.iter().find(|(_, format)| *format == self);
+        found.expect("every format has a name").0
+    }
+}
+
+/// How documents fill windows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Packing {

@@ -12,6 +12,24 @@ use serde::{Deserialize, Serialize};
 
 use super::schema::{keys, typed};
 
+/// An entry of `data.files`.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(untagged)]
+pub enum FileToml {
+    Path(PathBuf),
+    Table(FileTableToml),
+}
+
+/// An entry of `data.files` with settings of its own.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct FileTableToml {
+    pub path: PathBuf,
+    pub weight: Option<f64>,
+    pub max_samples: Option<u64>,
+    pub format: Option<String>,
+}
+
 keys! {
     /// Configuration file, unchecked. `RunSettings` is the checked form.
     pub struct ConfigToml {
@@ -307,14 +325,25 @@ keys! {
 
     /// `data`: files or directories of text, how they are tokenized, and what is reserved for evaluation.
     pub struct DataToml {
-        /// Files to train on: text, records (.jsonl, .parquet), token ids (.u16, .u32, .npy), or directories of them.
+        /// Files to train on: text, records (.jsonl, .json, .csv, .tsv, .parquet, .arrow), token ids (.u16, .u32,
+        /// .npy), or directories of them. An entry may be a table {path, weight, max_samples, format}: a weight
+        /// of 2 uses each document twice in an epoch, 0.5 every second one.
         #[default("required")]
-        #[example("[\"chats.jsonl\", \"more/\"]")]
-        pub files: Option<Vec<PathBuf>>,
+        #[example("[\"chats.jsonl\", { path = \"alpaca.json\", weight = 0.5 }]")]
+        pub files: Option<Vec<FileToml>>,
         /// Text to evaluate on. Without it, data.validation_fraction of data.files is used.
         #[default("[]")]
         #[example("[\"held-out.jsonl\"]")]
-        pub eval_files: Option<Vec<PathBuf>>,
+        pub eval_files: Option<Vec<FileToml>>,
+        /// How records are read, instead of according to their fields: "text", "completion" (prompt, completion),
+        /// "messages", "sharegpt" (conversations), "alpaca" (instruction, input, output) or "token_ids".
+        #[default("by their fields")]
+        #[example("\"alpaca\"")]
+        pub format: Option<String>,
+        /// Documents that are used of each entry of data.files at most, the first ones.
+        #[default("all")]
+        #[example("1000")]
+        pub max_samples: Option<u64>,
         /// Fraction of the documents in data.files that is reserved for evaluation.
         #[default("0.0")]
         #[example("0.05")]
@@ -323,15 +352,21 @@ keys! {
         #[default("the model directory's, or \"bytes\"")]
         #[example("\"Qwen3-8B\"")]
         pub tokenizer: Option<PathBuf>,
-        /// Jinja template for conversations, instead of the tokenizer's own.
+        /// Template for conversations, instead of the tokenizer's own: "alpaca", "chatml", "gemma", "llama2",
+        /// "llama3", "mistral", "phi3", "qwen", "vicuna", "zephyr", or a Jinja file.
         #[default("the tokenizer's")]
-        #[example("\"chatml.jinja\"")]
+        #[example("\"chatml\"")]
         pub chat_template: Option<PathBuf>,
         /// How documents fill windows: "concatenate" (cut at the end of a window) or "documents" (whole, with
         /// padding).
-        #[default("\"concatenate\"")]
+        #[default("\"documents\" for conversations and completions, otherwise \"concatenate\"")]
         #[example("\"documents\"")]
         pub packing: Option<String>,
+        /// Whether attention reaches back over earlier documents in the same window. Without it, each document is
+        /// computed as if it were alone: its positions start at 0.
+        #[default("false")]
+        #[example("true")]
+        pub cross_document_attention: Option<bool>,
         /// Tokens that count in the loss: "all", or "completions" (completions, and the assistant's messages
         /// in conversations).
         #[default("\"all\"")]
@@ -475,6 +510,7 @@ typed! {
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
     FractionOrAuto = "a fraction from 0 to 1, or \"auto\"";
+    Vec<FileToml> = "a list of paths, or of tables with path, weight, max_samples and format, for example [\"a\", \"b\"]";
     ByteCount = "a number of bytes, for example 67108864 or \"64MiB\"";
 }
 

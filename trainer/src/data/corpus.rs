@@ -4,15 +4,15 @@ use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
 use super::make::{are_whole, ensure};
-use super::read::{Found, Kind, find, first_kind};
+use super::read::{Found, Kind, find, first};
 use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
-use crate::config::{DataSettings, Packing, RunSettings};
+use crate::config::{DataFile, DataSettings, Packing, RecordFormat, RunSettings};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::{resolved, tokens_dir};
 
 /// Version of the tokenization; raised when the same files would give other tokens.
-const TOKENS_VERSION: u64 = 2;
+const TOKENS_VERSION: u64 = 3;
 
 /// Data of a run before it is tokenized.
 pub struct Corpus {
@@ -21,6 +21,7 @@ pub struct Corpus {
     pub(super) packing: Packing,
     pub(super) seq_len: usize,
     pub(super) shuffle: bool,
+    pub(super) cross_document_attention: bool,
     pub(super) evaluates: bool,
     pub(super) train: Part,
     /// Files of `data.eval_files`.
@@ -33,7 +34,10 @@ pub(super) struct Part {
     pub(super) name: &'static str,
     /// The setting that names the files.
     pub(super) setting: &'static str,
+    pub(super) entries: Vec<DataFile>,
     pub(super) found: Found,
+    /// Formats of the records.
+    pub(super) records: Vec<RecordFormat>,
     /// Kind of the documents, if there are any.
     pub(super) kind: Option<Kind>,
     pub(super) validation_fraction: f64,
@@ -94,6 +98,13 @@ impl Corpus {
             });
         }
         let found = find(&settings.files, "data.files")?;
+        let repeated = settings.files.iter().any(|file| file.weight > 1.0);
+        if repeated && settings.validation_fraction.get() > 0.0 && are_whole(&found) {
+            return Err(DataError::Setting {
+                key: "data.validation_fraction",
+                message: "cannot reserve the end of text that is used several times (weight): name other files in data.eval_files".into(),
+            });
+        }
         let eval_files = match settings.eval_files.as_slice() {
             [] => None,
             files => Some(find(files, "data.eval_files")?),
@@ -102,7 +113,7 @@ impl Corpus {
             refuse_same(&found, eval)?;
         }
         // The tokenizer is not known yet; any bytes are accepted while determining the kind.
-        let kind = first_kind(&found.sources, "data.files", true)?;
+        let kind = first(&found.sources, "data.files", true)?.map(|first| first.kind);
         let tokenizer = Tokenizer::open(&Wanted {
             tokenizer: settings.tokenizer.as_deref(),
             template: settings.chat_template.as_deref(),
@@ -116,19 +127,27 @@ impl Corpus {
                 loss_on: settings.loss_on,
                 vocab_size: frame.vocab_size,
             },
-            packing: settings.packing,
+            packing: settings.packing.unwrap_or(match kind {
+                Some(Kind::Completion | Kind::Chat) => Packing::Documents,
+                Some(Kind::Text | Kind::Ids) | None => Packing::Concatenate,
+            }),
             seq_len: frame.seq_len,
             shuffle: settings.shuffle,
+            cross_document_attention: settings.cross_document_attention,
             evaluates: frame.evaluates,
             train: Part {
                 name: "training text",
                 setting: "data.files",
+                entries: settings.files.clone(),
+                records: Vec::new(),
                 found,
-                kind,
+                kind: None,
                 validation_fraction: settings.validation_fraction.get(),
                 key: 0,
             },
             eval: eval_files.map(|found| Part {
+                entries: settings.eval_files.clone(),
+                records: Vec::new(),
                 name: "evaluation text",
                 setting: "data.eval_files",
                 found,
@@ -142,7 +161,15 @@ impl Corpus {
             .into_iter()
             .flatten()
         {
-            part.kind = first_kind(&part.found.sources, part.setting, any_bytes)?;
+            let entries = 0..part.entries.len();
+            for entry in entries {
+                let first = first(part.found.of(entry), part.setting, any_bytes)?;
+                part.kind = part.kind.or(first.map(|first| first.kind));
+                let records = first.and_then(|first| first.records);
+                if let Some(records) = records.filter(|records| !part.records.contains(records)) {
+                    part.records.push(records);
+                }
+            }
             if let Some(kind) = part.kind {
                 corpus.tokenizer.check(kind, corpus.encoding)?;
             }
@@ -219,6 +246,14 @@ impl Corpus {
         self.tokenizer.describe()
     }
 
+    /// Lists the formats of the records; empty if there are none.
+    pub(super) fn records(&self) -> String {
+        let formats = self.parts().flat_map(|part| &part.records);
+        let mut names: Vec<&str> = formats.map(|format| format.name()).collect();
+        names.dedup();
+        names.join(", ")
+    }
+
     pub(super) fn parts(&self) -> impl Iterator<Item = &Part> {
         [&self.train].into_iter().chain(&self.eval)
     }
@@ -240,6 +275,7 @@ impl Corpus {
         number(u64::from(
             self.shuffle || self.packing == Packing::Concatenate,
         ));
+        number(u64::from(self.cross_document_attention));
         number(self.ids_end(part));
         number(part.validation_fraction.to_bits());
         for source in &part.found.sources {
@@ -249,6 +285,21 @@ impl Corpus {
             print.add(path);
             print.add(&source.bytes.to_le_bytes());
             for number in source.version {
+                print.add(&number.to_le_bytes());
+            }
+            let DataFile {
+                format,
+                weight,
+                max_samples,
+                ..
+            } = &part.entries[source.entry];
+            let format = format.map_or(0, |format| 1 + format as u64);
+            for number in [
+                source.entry as u64,
+                format,
+                weight.to_bits(),
+                max_samples.unwrap_or(u64::MAX),
+            ] {
                 print.add(&number.to_le_bytes());
             }
         }

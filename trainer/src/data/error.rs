@@ -17,7 +17,7 @@ pub enum DataError {
     Empty { key: &'static str, path: PathBuf },
     #[error("{key}: {} is neither a file nor a directory: name a file or directory with text in it", path.display())]
     NoFile { key: &'static str, path: PathBuf },
-    #[error("{key}: {} contains no .jsonl, .parquet, .u16, .u32, .npy or text file", path.display())]
+    #[error("{key}: {} contains no .jsonl, .json, .csv, .tsv, .parquet, .arrow, .u16, .u32, .npy or text file", path.display())]
     NoText { key: &'static str, path: PathBuf },
     #[error("{key}: {} has more than {files_max} files, or directories nested deeper than {depth_max}: name a smaller directory", path.display())]
     TooMany {
@@ -93,6 +93,9 @@ pub enum DataError {
         path.display()
     )]
     Busy { path: PathBuf, waited_s: u64 },
+    /// Not an error: reading ends because no more documents are needed.
+    #[error("no more documents are needed")]
+    Enough,
     #[error("cannot start {count} threads for tokenizing: {message}")]
     Threads { count: usize, message: String },
 }

@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::cache::{Claim, Header, Stored, Writer, claim, elem_bytes};
 use super::corpus::{Corpus, Part};
 use super::packing::{Packer, stride, windows};
-use super::read::{self, Kind, PIECE_BYTES, Piece};
+use super::read::{self, PIECE_BYTES, Piece};
 use super::tokenize::Tokenizer;
 use super::{DataError, too_short};
 use crate::config::{LossOn, Packing};
@@ -15,10 +15,13 @@ use offload_support::progress::{Audience, Progress, Unit};
 const BATCH_BYTES: u64 = 64 * PIECE_BYTES as u64;
 const BATCH_DOCUMENTS: usize = 16_384;
 
-/// A piece, with a flag for the last one of its document.
+/// A piece of a document.
 struct Whole {
     piece: Piece,
+    /// Whether it is the last one of its document.
     ends: bool,
+    /// Whether its document is reserved for validation.
+    held: bool,
 }
 
 /// Makes sure that the token file of `part` is in `dir` and undamaged; creates it if necessary.
@@ -91,15 +94,9 @@ fn make(
             count: threads,
             message: error.to_string(),
         })?;
-    // Records of token ids may contain labels.
-    let labelled = part.kind == Some(Kind::Ids) && !part.by_tail();
-    let masked = labelled
-        || corpus.encoding.loss_on == LossOn::Completions
-        || corpus.packing == Packing::Documents;
     let header = Header {
         key: part.key,
-        elem_bytes: elem_bytes(corpus.ids_end(part), masked),
-        masked,
+        elem_bytes: elem_bytes(corpus.ids_end(part)),
         ..Header::default()
     };
     let mut writer = Writer::new(claim.file(), path, header)?;
@@ -108,35 +105,75 @@ fn make(
         pool,
         batch: Vec::new(),
         batch_bytes: 0,
-        by_tail: part.by_tail(),
-        share: part.validation_fraction,
-        documents: 0,
         packer: Packer::new(
             &mut writer,
             corpus.packing,
             corpus.seq_len,
             corpus.tokenizer.padding(),
             corpus.shuffle,
+            corpus.cross_document_attention,
         ),
     };
-    let mut work =
-        Progress::new("tokenizing", Unit::Bytes, Audience::Person).with_total(part.found.bytes());
+    let total = (part.found.sources.iter())
+        .map(|source| source.bytes * passes(part.entries[source.entry].weight))
+        .sum();
+    let mut work = Progress::new("tokenizing", Unit::Bytes, Audience::Person).with_total(total);
+    let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
     let mut kind = None;
-    let mut before: Option<Piece> = None;
-    for source in &part.found.sources {
-        let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
-        read::documents(source, part.setting, any_bytes, &mut kind, &mut |piece| {
-            work.add(piece.bytes);
-            // The following piece shows whether this one was its document's last.
-            let ends = piece.after.is_none();
-            match before.replace(piece) {
-                Some(piece) => making.take(Whole { piece, ends }),
-                None => Ok(()),
+    let mut before: Option<Whole> = None;
+    // Number of the entry's first document.
+    let mut first = 0;
+    for (number, entry) in part.entries.iter().enumerate() {
+        let mut used = 0;
+        // Copies of a document are apart from each other, because the whole entry is read again for each.
+        for pass in 0..passes(entry.weight) {
+            let mut index = 0;
+            used = 0;
+            let mut wanted = None;
+            let sources = part.found.sources.iter();
+            for source in sources.filter(|source| source.entry == number) {
+                let read =
+                    read::documents(source, part.setting, any_bytes, &mut kind, &mut |piece| {
+                        work.add(piece.bytes);
+                        if piece.after.is_none() {
+                            if Some(index) == entry.max_samples {
+                                return Err(DataError::Enough);
+                            }
+                            let copies = copies(index, entry.weight);
+                            let held = !part.by_tail()
+                                && is_held_out(first + used, part.validation_fraction);
+                            // Documents for validation are used once.
+                            let taken = copies > pass && (pass == 0 || !held);
+                            wanted = taken.then_some(held);
+                            index += 1;
+                            used += u64::from(copies > 0);
+                        }
+                        let Some(held) = wanted else { return Ok(()) };
+                        // The following piece shows whether this one was its document's last.
+                        let next = Whole {
+                            ends: true,
+                            piece,
+                            held,
+                        };
+                        let starts = next.piece.after.is_none();
+                        match before.replace(next) {
+                            Some(whole) => making.take(Whole {
+                                ends: starts,
+                                ..whole
+                            }),
+                            None => Ok(()),
+                        }
+                    });
+                match read {
+                    Err(DataError::Enough) => break,
+                    other => other?,
+                }
             }
-        })?;
+        }
+        first += used;
     }
-    if let Some(piece) = before {
-        making.take(Whole { piece, ends: true })?;
+    if let Some(whole) = before {
+        making.take(whole)?;
     }
     making.tokenize()?;
     making.packer.finish()?;
@@ -193,10 +230,6 @@ struct Making<'c, 'w, 'f> {
     pool: rayon::ThreadPool,
     batch: Vec<Whole>,
     batch_bytes: u64,
-    /// Whether the last tokens are reserved for evaluation, instead of whole documents.
-    by_tail: bool,
-    share: f64,
-    documents: u64,
     packer: Packer<'w, 'f>,
 }
 
@@ -216,7 +249,7 @@ impl Making<'_, '_, '_> {
         self.batch_bytes = 0;
         let corpus = self.corpus;
         let encoded: Vec<Result<Vec<u32>, String>> = self.pool.install(|| {
-            let pieces = batch.par_iter().map(|Whole { piece, ends }| {
+            let pieces = batch.par_iter().map(|Whole { piece, ends, .. }| {
                 let Piece {
                     document, after, ..
                 } = piece;
@@ -224,15 +257,13 @@ impl Making<'_, '_, '_> {
             });
             pieces.collect()
         });
-        for (Whole { piece, ends }, ids) in batch.into_iter().zip(encoded) {
+        for (Whole { piece, ends, held }, ids) in batch.into_iter().zip(encoded) {
             let ids = ids.map_err(|message| DataError::Record {
                 place: piece.place,
                 message,
             })?;
             if piece.after.is_none() {
-                let held = !self.by_tail && is_held_out(self.documents, self.share);
                 self.packer.begin(held);
-                self.documents += 1;
             }
             self.packer.add(&ids)?;
             if ends {
@@ -241,6 +272,18 @@ impl Making<'_, '_, '_> {
         }
         Ok(())
     }
+}
+
+/// Number of times that a file of this weight is read.
+fn passes(weight: f64) -> u64 {
+    weight.ceil() as u64
+}
+
+/// Number of times that document number `index` of a file of this weight is used. The numbers are spread evenly,
+/// like those of [`is_held_out`].
+fn copies(index: u64, weight: f64) -> u64 {
+    let upto = |count: u64| (count as f64 * weight).floor() as u64;
+    upto(index + 1) - upto(index)
 }
 
 /// Returns whether document number `index` is reserved for evaluation. Such documents are spread evenly,
@@ -270,5 +313,14 @@ mod tests {
             300
         );
         assert!(!(0..100).any(|index| is_held_out(index, 0.0)));
+    }
+
+    #[test]
+    fn a_weight_spreads_the_copies_of_documents() {
+        let of = |weight: f64| -> Vec<u64> { (0..6).map(|index| copies(index, weight)).collect() };
+        assert_eq!(of(1.0), [1, 1, 1, 1, 1, 1]);
+        assert_eq!(of(0.5), [0, 1, 0, 1, 0, 1]);
+        assert_eq!(of(2.5), [2, 3, 2, 3, 2, 3]);
+        assert_eq!([0.5, 1.0, 2.5].map(passes), [1, 1, 3]);
     }
 }

@@ -45,8 +45,14 @@ pub struct Data {
     masked: bool,
     packing: Packing,
     seq_len: usize,
+    /// Whether attention stays within documents.
+    separate: bool,
+    /// Documents longer than a window.
+    divided: u64,
     /// Seed of the order; `None` keeps windows in file order.
     seed: Option<u64>,
+    /// Formats of the records.
+    records: String,
     files: usize,
     passed_over: usize,
 }
@@ -64,6 +70,8 @@ struct Section {
 pub struct Windows {
     pub inputs: Vec<i64>,
     pub targets: Vec<i64>,
+    /// First tokens of documents inside a row, counted over all rows; empty if attention crosses documents.
+    pub documents: Vec<usize>,
 }
 
 impl Data {
@@ -123,10 +131,13 @@ impl Data {
             tokens: headers().map(cache::Header::elems).sum(),
             documents: headers().map(|header| header.documents).sum(),
             counted: headers().map(|header| header.counted).sum(),
-            masked: header.masked,
+            masked: header.counted < header.elems(),
             packing: corpus.packing,
             seq_len: corpus.seq_len,
+            separate: !corpus.cross_document_attention,
+            divided: headers().map(|header| header.divided).sum(),
             seed: corpus.shuffle.then_some(seed),
+            records: corpus.records(),
             files: corpus.parts().map(|part| part.found.sources.len()).sum(),
             passed_over: corpus.parts().map(|part| part.found.passed_over).sum(),
         })
@@ -150,8 +161,13 @@ impl Data {
             tokens,
             ..
         } = self;
-        let mut text = format!("{files} files, {documents} documents, {tokens} tokens");
-        if self.masked {
+        let mut text = format!("{files} files");
+        if !self.records.is_empty() {
+            text += &format!(" ({})", self.records);
+        }
+        text += &format!(", {documents} documents, {tokens} tokens");
+        // Besides the first tokens of documents.
+        if self.counted + documents < *tokens {
             text += &format!(", {} of them count in the loss", self.counted);
         }
         text += &format!(
@@ -160,6 +176,12 @@ impl Data {
             self.seq_len,
             self.holdout_windows()
         );
+        if self.divided > 0 {
+            text += &format!("; {} documents are longer and were cut", self.divided);
+        }
+        if self.packing == Packing::Documents && self.separate {
+            text += "; documents are whole, attention stays within them";
+        }
         if self.passed_over > 0 {
             text += &format!("; {} other files skipped", self.passed_over);
         }
@@ -224,6 +246,7 @@ impl Data {
         let mut found = Windows {
             inputs: Vec::new(),
             targets: Vec::new(),
+            documents: Vec::new(),
         };
         let stride = packing::stride(self.packing, self.seq_len);
         let mut elements = Vec::with_capacity(self.seq_len + 1);
@@ -231,8 +254,14 @@ impl Data {
             elements.clear();
             let first = section.first_elem + window * stride;
             (section.stored).read(first, self.seq_len + 1, &mut elements)?;
-            let id = |element: u32| i64::from(element & !tokenize::NOT_COUNTED);
+            let id = |element: u32| i64::from(element & !tokenize::MARKS);
             let inputs = elements[..self.seq_len].iter();
+            if self.separate {
+                let row = found.inputs.len();
+                let begins = inputs.clone().enumerate().skip(1);
+                let begins = begins.filter(|(_, element)| *element & tokenize::BEGINS != 0);
+                found.documents.extend(begins.map(|(at, _)| row + at));
+            }
             found.inputs.extend(inputs.map(|element| id(*element)));
             let targets = elements[1..].iter();
             found.targets.extend(targets.map(|&element| {

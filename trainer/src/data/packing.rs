@@ -10,13 +10,13 @@
 //! With `data.shuffle = false` documents keep their order: only one window is open, and the first document
 //! that does not fit closes it.
 //!
-//! The inputs of a window are all its elements except the last, the targets all except the first. With
-//! "documents", the first element of a document does not count, because nothing of its document precedes it.
-//! Either way, attention reaches back over earlier documents in the same window, as is usual in training.
+//! The inputs of a window are all its elements except the last, the targets all except the first. The first
+//! element of a document is marked. It does not count with "documents", and wherever attention does not cross
+//! documents, because nothing of its document precedes it.
 
 use super::DataError;
 use super::cache::Writer;
-use super::tokenize::NOT_COUNTED;
+use super::tokenize::{BEGINS, NOT_COUNTED};
 use crate::config::Packing;
 
 /// Windows kept open for documents that fit. More would waste less padding and need more memory.
@@ -51,6 +51,10 @@ pub(super) struct Packer<'w, 'f> {
     /// Elements of the current document that are not in a window yet; only used for whole documents.
     part: Vec<u32>,
     held: bool,
+    /// Marks of a document's first element.
+    first_marks: u32,
+    /// Whether no element of the current document has come yet.
+    begins: bool,
 }
 
 impl<'w, 'f> Packer<'w, 'f> {
@@ -60,6 +64,7 @@ impl<'w, 'f> Packer<'w, 'f> {
         seq_len: usize,
         padding: u32,
         any_order: bool,
+        cross_document_attention: bool,
     ) -> Self {
         let window_elems = seq_len + 1;
         let open_max = (OPEN_BYTES_MAX / (4 * window_elems)).clamp(8, OPEN_MAX);
@@ -72,6 +77,11 @@ impl<'w, 'f> Packer<'w, 'f> {
             open_max: if any_order { open_max } else { 1 },
             part: Vec::new(),
             held: false,
+            first_marks: match (packing, cross_document_attention) {
+                (Packing::Concatenate, true) => BEGINS,
+                _ => BEGINS | NOT_COUNTED,
+            },
+            begins: false,
         }
     }
 
@@ -79,12 +89,19 @@ impl<'w, 'f> Packer<'w, 'f> {
     pub(super) fn begin(&mut self, held: bool) {
         self.writer.document();
         self.held = held;
+        self.begins = true;
     }
 
     /// Adds elements to the current document.
     pub(super) fn add(&mut self, elements: &[u32]) -> Result<(), DataError> {
         if self.packing == Packing::Concatenate {
-            return self.write(self.held, elements);
+            let first = match elements.first() {
+                Some(first) if std::mem::take(&mut self.begins) => first | self.first_marks,
+                Some(first) => *first,
+                None => return Ok(()),
+            };
+            self.write(self.held, &[first])?;
+            return self.write(self.held, &elements[1..]);
         }
         let mut rest = elements;
         while !rest.is_empty() {
@@ -94,6 +111,9 @@ impl<'w, 'f> Packer<'w, 'f> {
             rest = left;
             if self.part.len() == self.window_elems && !rest.is_empty() {
                 let last = *self.part.last().expect("it is full");
+                if std::mem::take(&mut self.begins) {
+                    self.writer.divided();
+                }
                 self.place()?;
                 // The next window starts with this one's last target.
                 self.part.push(last);
@@ -124,7 +144,7 @@ impl<'w, 'f> Packer<'w, 'f> {
         if part.len() < 2 {
             return Ok(());
         }
-        part[0] |= NOT_COUNTED;
+        part[0] |= self.first_marks;
         let held = self.held;
         let open = &mut self.open[usize::from(held)];
         let room = |window: &Vec<u32>| window.len() + part.len() <= self.window_elems;
@@ -153,7 +173,12 @@ impl<'w, 'f> Packer<'w, 'f> {
     }
 
     fn close(&mut self, held: bool, mut window: Vec<u32>) -> Result<(), DataError> {
+        let filled = window.len();
         window.resize(self.window_elems, self.padding | NOT_COUNTED);
+        // Padding is a document of its own.
+        if let Some(first) = window.get_mut(filled) {
+            *first |= BEGINS;
+        }
         self.write(held, &window)
     }
 

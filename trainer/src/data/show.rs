@@ -97,6 +97,7 @@ mod tests {
         let window = Windows {
             inputs: "ask an".bytes().map(i64::from).collect(),
             targets: vec![IGNORED, IGNORED, IGNORED, 97, 110, 115],
+            documents: Vec::new(),
         };
         let text = |marks| marked(&Tokenizer::Bytes, &window, marks);
         assert_eq!(text(Marks::Brackets), "ask \u{27E6}ans\u{27E7}");
@@ -104,6 +105,7 @@ mod tests {
         let mut filled = Windows {
             inputs: "ask an\n".bytes().map(i64::from).collect(),
             targets: vec![IGNORED, IGNORED, IGNORED, 97, 110, 10, IGNORED],
+            documents: Vec::new(),
         };
         filled.inputs.resize(300, 0);
         filled.targets.resize(300, IGNORED);

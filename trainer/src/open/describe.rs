@@ -80,6 +80,7 @@ pub(super) fn trained_with(settings: &RunSettings) -> Value {
         "text": Value::Null,
         "validation_fraction": lines["data"]["validation_fraction"],
         "shuffle": lines["data"]["shuffle"],
+        "cross_document_attention": lines["data"]["cross_document_attention"],
         "seed": settings.train.seed,
     })
 }

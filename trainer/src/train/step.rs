@@ -358,7 +358,8 @@ impl Stepper {
     ) -> Result<MicroBatch, TrainError> {
         let (rows, seq_len) = (self.batch.micro_batch, self.batch.seq_len);
         let vocab_size = self.engine.config().vocab_size;
-        let inputs = Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?;
+        let inputs = Tokens::inputs(&windows.inputs, rows, seq_len, vocab_size)?
+            .in_documents(&windows.documents)?;
         let inputs = match first_sample {
             Some(first) => inputs.numbered(first),
             None => inputs,

@@ -175,7 +175,7 @@ fn a_value_of_another_type_is_refused_with_what_was_expected_and_given() {
         (
             "data.files",
             json!("a.txt"),
-            "data.files: expected a list of paths, for example [\"a\", \"b\"], got \"a.txt\": write [\"a.txt\"]",
+            "data.files: expected a list of paths, or of tables with path, weight, max_samples and format, for example [\"a\", \"b\"], got \"a.txt\": write [\"a.txt\"]",
         ),
         (
             "offload.host_memory_bytes",

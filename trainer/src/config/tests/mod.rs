@@ -505,3 +505,54 @@ fn keys_that_the_plan_chooses_may_be_left_out_or_auto() {
         assert_eq!(with(&[(key, json!("auto"))]).notes, [""; 0]);
     }
 }
+
+/// Settings of an entry take precedence over those of all files, and are shown as they are written.
+#[test]
+fn entries_of_data_files_may_have_settings_of_their_own() {
+    let alpaca = json!({"path": "b", "weight": 0.5, "format": "alpaca"});
+    let settings = run_with(&[
+        ("data.files", json!(["a", alpaca])),
+        ("data.max_samples", json!(7)),
+        ("data.eval_files", json!(["c"])),
+        ("data.format", json!("messages")),
+    ])
+    .unwrap();
+    let [first, second] = &settings.data.files[..] else {
+        panic!("two entries")
+    };
+    let of = |file: &DataFile| (file.format, file.weight, file.max_samples);
+    assert_eq!(of(first), (Some(RecordFormat::Messages), 1.0, Some(7)));
+    assert_eq!(of(second), (Some(RecordFormat::Alpaca), 0.5, Some(7)));
+    assert_eq!(settings.data.eval_files[0].max_samples, None);
+    assert_eq!(
+        serde_json::to_value(second).unwrap(),
+        json!({"path": "b", "weight": 0.5, "max_samples": 7, "format": "alpaca"})
+    );
+    let plain = DataFile::new("a".into());
+    assert_eq!(serde_json::to_value(plain).unwrap(), json!("a"));
+    for (key, value, part) in [
+        (
+            "data.format",
+            json!("chatml"),
+            "data.format: \"chatml\": use \"text\", \"completion\", \"messages\", \"sharegpt\", \"alpaca\" or \"token_ids\"",
+        ),
+        (
+            "data.files",
+            json!([{"path": "a", "weight": 0}]),
+            "data.files: a: its weight is 0: use a number above 0, at most 1000",
+        ),
+        (
+            "data.files",
+            json!([{"path": "a", "max_samples": 0}]),
+            "data.files: a: its max_samples is 0",
+        ),
+        (
+            "data.files",
+            json!([{"path": "a", "wieght": 2}]),
+            "data.files: expected a list of paths, or of tables with path, weight, max_samples and format",
+        ),
+    ] {
+        let text = refused(&[(key, value)]);
+        assert!(text.contains(part), "{text}");
+    }
+}

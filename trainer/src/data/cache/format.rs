@@ -2,11 +2,11 @@
 
 use crc_fast::crc32_iscsi as crc32c;
 
-use super::super::tokenize::NOT_COUNTED;
+use super::super::tokenize::{BEGINS, MARKS, NOT_COUNTED};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TOKENS\r\n");
-const VERSION: u64 = 1;
+const VERSION: u64 = 2;
 const WORDS: usize = 16;
 pub(super) const HEADER_BYTES: usize = WORDS * 8;
 
@@ -15,7 +15,8 @@ pub(super) const HEADER_BYTES: usize = WORDS * 8;
 pub(in crate::data) struct Header {
     pub(in crate::data) key: u64,
     pub(in crate::data) elem_bytes: usize,
-    pub(in crate::data) masked: bool,
+    /// Documents longer than a window, which were divided.
+    pub(in crate::data) divided: u64,
     pub(in crate::data) train_elems: u64,
     pub(in crate::data) held_elems: u64,
     pub(in crate::data) documents: u64,
@@ -47,7 +48,7 @@ impl Header {
             VERSION,
             self.key,
             self.elem_bytes as u64,
-            u64::from(self.masked),
+            self.divided,
             self.train_elems,
             self.held_elems,
             self.documents,
@@ -89,7 +90,7 @@ impl Header {
         let header = Self {
             key: words[2],
             elem_bytes: words[3] as usize,
-            masked: words[4] == 1,
+            divided: words[4],
             train_elems: words[5],
             held_elems: words[6],
             documents: words[7],
@@ -101,7 +102,7 @@ impl Header {
         let elems = words[5]
             .checked_add(words[6])
             .filter(|elems| *elems < 1 << 56);
-        if ![1, 2, 4].contains(&words[3]) || elems.is_none() || header.encode() != *bytes {
+        if ![2, 4].contains(&words[3]) || elems.is_none() || header.encode() != *bytes {
             return Err("its header contradicts itself".into());
         }
         Ok(header)
@@ -109,31 +110,24 @@ impl Header {
 
     /// Appends the stored form of `elements` to `out`.
     pub(super) fn pack(&self, elements: &[u32], out: &mut Vec<u8>) {
-        let top = 1u32 << (8 * self.elem_bytes - 1);
+        // The marks are the two highest bits of an element of any width.
+        let shift = 32 - 8 * self.elem_bytes;
         for &element in elements {
-            let id = element & !NOT_COUNTED;
-            let counts = element & NOT_COUNTED == 0;
-            assert!(
-                counts || self.masked,
-                "a file without a mask cannot store tokens that do not count"
-            );
-            let stored = if counts { id } else { id | top };
+            let stored = (element & !MARKS) | (element & MARKS) >> shift;
             out.extend_from_slice(&stored.to_le_bytes()[..self.elem_bytes]);
         }
     }
 
     /// Decodes stored bytes and appends the elements to `out`.
     pub(super) fn unpack(&self, bytes: &[u8], out: &mut Vec<u32>) {
-        let top = 1u32 << (8 * self.elem_bytes - 1);
+        let shift = 32 - 8 * self.elem_bytes;
+        let (counts, begins) = (NOT_COUNTED >> shift, BEGINS >> shift);
         out.extend(bytes.chunks_exact(self.elem_bytes).map(|bytes| {
             let mut word = [0; 4];
             word[..self.elem_bytes].copy_from_slice(bytes);
             let stored = u32::from_le_bytes(word);
-            if self.masked && stored & top != 0 {
-                (stored & !top) | NOT_COUNTED
-            } else {
-                stored
-            }
+            let marks = stored & (counts | begins);
+            (stored & !marks) | marks << shift
         }));
     }
 }

@@ -2,10 +2,11 @@
 //! a whole.
 //!
 //! ```text
-//!   0       header: sixteen u64: magic, version, key, bytes of an element, whether some do not count, training elements,
-//!           validation elements, documents, fingerprint of the elements, elements that count, crc32c of the table, four zeros,
-//!           crc32c of all preceding bytes
-//!   4096    elements: training, then validation. Token ids; the highest bit is set if the token is not a target of the loss
+//!   0       header: sixteen u64: magic, version, key, bytes of an element, documents longer than a window that were divided,
+//!           training elements, validation elements, documents, fingerprint of the elements, elements that count, crc32c of the
+//!           table, four zeros, crc32c of all preceding bytes
+//!   4096    elements: training, then validation. Token ids; the highest bit is set if the token is not a target of the loss,
+//!           the second if it is the first of its document
 //!   ...     table: crc32c of every 64 KiB of elements, u32 each
 //! ```
 //!
@@ -28,15 +29,9 @@ const BLOCK_BYTES: usize = 64 << 10;
 /// Offset of the first element.
 const ELEMENTS_AT: u64 = 4096;
 
-/// Bytes of an element for ids below `ids_end`, with an additional bit for tokens that do not count if
-/// `masked`.
-pub(super) fn elem_bytes(ids_end: u64, masked: bool) -> usize {
-    let spare = u32::from(masked);
-    match ids_end {
-        end if end <= 1 << (8 - spare) => 1,
-        end if end <= 1 << (16 - spare) => 2,
-        _ => 4,
-    }
+/// Bytes of an element for ids below `ids_end` and the two marks.
+pub(super) fn elem_bytes(ids_end: u64) -> usize {
+    if ids_end <= 1 << 14 { 2 } else { 4 }
 }
 
 #[cfg(test)]

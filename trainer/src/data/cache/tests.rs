@@ -1,6 +1,6 @@
 //! Tests of the stored format, which later versions must still read.
 
-use super::super::tokenize::NOT_COUNTED;
+use super::super::tokenize::{BEGINS, NOT_COUNTED};
 use super::*;
 
 /// A file of 16-bit elements with a mask, three for training and two for validation.
@@ -17,59 +17,54 @@ fn the_stored_format_has_not_changed() {
         .unwrap();
     let header = Header {
         key: 0x1122_3344_5566_7788,
-        elem_bytes: elem_bytes(32768, true),
-        masked: true,
+        elem_bytes: elem_bytes(16384),
         ..Header::default()
     };
     let mut writer = Writer::new(&file, &path, header).unwrap();
     writer.document();
-    writer.train(&[1, 2 | NOT_COUNTED]).unwrap();
-    writer.hold(&[32767, 5]).unwrap();
+    writer.divided();
+    writer.train(&[1 | BEGINS, 2 | NOT_COUNTED]).unwrap();
+    writer.hold(&[16383, 5]).unwrap();
     writer.train(&[7]).unwrap();
     writer.finish(0).unwrap();
     let bytes = std::fs::read(&path).unwrap();
-    assert_eq!(&bytes[..16], b"TOKENS\r\n\x01\0\0\0\0\0\0\0");
+    assert_eq!(&bytes[..16], b"TOKENS\r\n\x02\0\0\0\0\0\0\0");
     assert_eq!(&bytes[16..24], 0x1122_3344_5566_7788u64.to_le_bytes());
     let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().unwrap());
     assert_eq!([3, 4, 5, 6, 7, 9].map(word), [2, 1, 3, 2, 1, 4]);
     assert!(bytes[128..4096].iter().all(|byte| *byte == 0));
-    let elements = [1, 0, 2, 0x80, 7, 0, 0xFF, 0x7F, 5, 0];
+    let elements = [1, 0x40, 2, 0x80, 7, 0, 0xFF, 0x3F, 5, 0];
     assert_eq!(&bytes[4096..4106], elements);
     assert_eq!(&bytes[4106..], crc32c::crc32c(&elements).to_le_bytes());
     let stored = Stored::open(&path, 0x1122_3344_5566_7788).unwrap().unwrap();
     let mut found = Vec::new();
     stored.read(1, 3, &mut found).unwrap();
-    assert_eq!(found, [2 | NOT_COUNTED, 7, 32767]);
+    assert_eq!(found, [2 | NOT_COUNTED, 7, 16383]);
     assert!(Stored::open(&path, 1).is_err(), "a file with another key");
     assert!(Stored::open(&dir.path().join("none"), 1).unwrap().is_none());
 }
 
 #[test]
 fn elements_are_as_wide_as_their_ids_need() {
-    let widths = |masked| {
-        [128, 129, 256, 257, 32768, 32769, 65536, 65537].map(|end| elem_bytes(end, masked))
-    };
-    assert_eq!(widths(false), [1, 1, 1, 2, 2, 2, 2, 4]);
-    assert_eq!(widths(true), [1, 2, 2, 2, 2, 4, 4, 4]);
+    let widths = [256, 16384, 16385, 65536].map(elem_bytes);
+    assert_eq!(widths, [2, 2, 4, 4]);
 }
 
 #[test]
 fn ranges_over_blocks_give_what_was_written() {
-    for (width, masked) in [(1, false), (2, true), (4, true)] {
+    for width in [2, 4] {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("x.tokens");
         let file = std::fs::File::create(&path).unwrap();
         let header = Header {
             elem_bytes: width,
-            masked,
             ..Header::default()
         };
-        let mask = |i: u32| {
-            if masked && i.is_multiple_of(3) {
-                NOT_COUNTED
-            } else {
-                0
-            }
+        let mask = |i: u32| match i % 5 {
+            0 => NOT_COUNTED,
+            1 => BEGINS,
+            2 => NOT_COUNTED | BEGINS,
+            _ => 0,
         };
         let elements: Vec<u32> = (0..200_000u32).map(|i| (i % 120) | mask(i)).collect();
         let mut writer = Writer::new(&file, &path, header).unwrap();

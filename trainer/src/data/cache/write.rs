@@ -90,6 +90,11 @@ impl<'a> Writer<'a> {
         self.header.documents += 1;
     }
 
+    /// Counts a document that was divided.
+    pub(in crate::data) fn divided(&mut self) {
+        self.header.divided += 1;
+    }
+
     /// Completes the file. Its last `last_held` training elements become validation elements.
     pub(in crate::data) fn finish(mut self, last_held: u64) -> Result<Header, DataError> {
         if let Some(mut held) = self.held.take() {

@@ -5,7 +5,8 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-use super::{Format, Source};
+use super::{Format, Source, first};
+use crate::config::DataFile;
 use crate::data::DataError;
 
 /// Limits for the number of files in directories and for nesting, which stop the search in a cycle of mounts.
@@ -23,21 +24,32 @@ pub(in crate::data) struct Found {
 }
 
 impl Found {
+    /// Files of entry number `entry`.
+    pub(in crate::data) fn of(&self, entry: usize) -> impl Iterator<Item = &Source> {
+        let sources = self.sources.iter();
+        sources.filter(move |source| source.entry == entry)
+    }
+
+    #[cfg(test)]
     pub(in crate::data) fn bytes(&self) -> u64 {
         self.sources.iter().map(|source| source.bytes).sum()
     }
 }
 
-/// Finds the files of `paths` in the given order. A named file is taken according to its extension. A
-/// directory stands for all .jsonl, .parquet and token id files below it, or, if it has none, for its text
-/// files. They are sorted by path; hidden files and directories, links, empty and binary files are skipped.
-pub(in crate::data) fn find(paths: &[PathBuf], key: &'static str) -> Result<Found, DataError> {
+/// Finds the files of `entries` in the given order. A named file is taken according to its extension. A
+/// directory stands for all records and token id files below it, or, if it has none, for its text files; one
+/// saved by `datasets` for its training split. They are sorted by path; hidden files and directories, links, empty and binary files are skipped.
+pub(in crate::data) fn find(entries: &[DataFile], key: &'static str) -> Result<Found, DataError> {
     let mut found = Found::default();
-    for path in paths {
-        if path.is_dir() {
-            dir(path, key, &mut found)?;
+    for (number, entry) in entries.iter().enumerate() {
+        let before = found.sources.len();
+        if entry.path.is_dir() {
+            dir(&entry.path, key, &mut found)?;
         } else {
-            found.sources.push(file(path, key)?);
+            found.sources.push(file(&entry.path, key)?);
+        }
+        for source in &mut found.sources[before..] {
+            (source.entry, source.records) = (number, entry.format);
         }
     }
     let mut seen = HashMap::new();
@@ -64,14 +76,8 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
         });
     }
     let instead = match ending(path).as_str() {
-        "json" => {
-            "convert it to .jsonl with one object on each line (`jq -c '.[]' FILE.json > FILE.jsonl`)"
-        }
         "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
         "bin" => "if it contains token ids, rename it to .u16 or .u32 according to their width",
-        "csv" | "tsv" | "arrow" => {
-            "convert it to .jsonl or .parquet, for example with to_json or to_parquet of `datasets`"
-        }
         _ if metadata.len() == 0 => {
             return Err(DataError::Empty {
                 key,
@@ -88,10 +94,24 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
 }
 
 fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataError> {
+    if let Some(dict) = json(&path.join("dataset_dict.json"), key)? {
+        return split(path, &dict, key, found);
+    }
     let mut sources = Vec::new();
     let mut passed_over = 0;
+    let saved = saved(path, key)?;
     for file in files_below(path, key)? {
-        let source = source(&file, &metadata(&file, key)?);
+        // Besides its tables, a saved data set has files that describe it, and temporary ones.
+        if saved.as_ref().is_some_and(|saved| !saved.contains(&file)) {
+            passed_over += 1;
+            continue;
+        }
+        let mut source = source(&file, &metadata(&file, key)?);
+        // Such a file among others may as well be text, for example of a program.
+        let unsure = matches!(source.format, Format::Array | Format::Separated);
+        if unsure && !matches!(first([&source], key, false), Ok(Some(_))) {
+            source.format = Format::Plain;
+        }
         if source.bytes == 0 {
             passed_over += 1;
         } else {
@@ -100,9 +120,14 @@ fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataErro
     }
     // Text files beside records usually describe them.
     let records = sources.iter().any(|source| source.format != Format::Plain);
+    let splits = sources
+        .iter()
+        .any(|source| split_of(&source.path) == Some(Split::Train));
     let before = found.sources.len();
     for source in sources {
-        let wanted = if records {
+        let wanted = if splits && split_of(&source.path) == Some(Split::Other) {
+            false
+        } else if records {
             source.format != Format::Plain
         } else {
             is_text(&source.path, key)?
@@ -123,15 +148,85 @@ fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataErro
     Ok(())
 }
 
+/// Finds the files of the training split of a dictionary of data sets, which `datasets` saved.
+fn split(
+    path: &Path,
+    dict: &serde_json::Value,
+    key: &'static str,
+    found: &mut Found,
+) -> Result<(), DataError> {
+    let splits = dict["splits"].as_array().into_iter().flatten();
+    let splits: Vec<&str> = splits.filter_map(serde_json::Value::as_str).collect();
+    if splits.contains(&"train") {
+        found.passed_over += splits.len() - 1;
+        return dir(&path.join("train"), key, found);
+    }
+    Err(DataError::Setting {
+        key,
+        message: format!(
+            "{} has no split \"train\": name the directory of one of its splits ({})",
+            path.display(),
+            splits.join(", ")
+        ),
+    })
+}
+
+/// Tables of a data set that `datasets` saved in this directory; `None` if it is another directory.
+fn saved(path: &Path, key: &'static str) -> Result<Option<Vec<PathBuf>>, DataError> {
+    let Some(state) = json(&path.join("state.json"), key)? else {
+        return Ok(None);
+    };
+    let files = state["_data_files"].as_array().map(|files| {
+        let names = files.iter().filter_map(|file| file["filename"].as_str());
+        names.map(|name| path.join(name)).collect()
+    });
+    Ok(files)
+}
+
+/// Reads a JSON file, if it exists.
+fn json(path: &Path, key: &'static str) -> Result<Option<serde_json::Value>, DataError> {
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let text = std::fs::read(path).map_err(DataError::reading(key, path))?;
+    let parsed = serde_json::from_slice(&text);
+    parsed.map(Some).map_err(|error| DataError::Damaged {
+        path: path.into(),
+        message: format!("it is not JSON: {error}"),
+    })
+}
+
+/// Part of a data set that a file holds according to its name.
+#[derive(PartialEq)]
+enum Split {
+    Train,
+    Other,
+}
+
+/// Finds the split in a name like `train-00000-of-00002.parquet`, as data sets are published.
+fn split_of(path: &Path) -> Option<Split> {
+    let stem = path.file_stem()?.to_str()?;
+    match stem.split(['-', '_', '.']).next()? {
+        "train" => Some(Split::Train),
+        "test" | "validation" | "valid" | "val" | "dev" | "eval" => Some(Split::Other),
+        _ => None,
+    }
+}
+
 fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
     Source {
         path: path.into(),
         format: match ending(path).as_str() {
             "jsonl" => Format::Lines,
+            "json" => Format::Array,
+            "csv" | "tsv" => Format::Separated,
             "parquet" => Format::Parquet,
+            "arrow" => Format::Arrow,
             "u16" | "u32" | "npy" => Format::Ids,
             _ => Format::Plain,
         },
+        records: None,
+        entry: 0,
         bytes: metadata.len(),
         version: [
             metadata.mtime(),
@@ -201,6 +296,44 @@ fn files_below(dir: &Path, key: &'static str) -> Result<Vec<PathBuf>, DataError>
 mod tests {
     use super::*;
 
+    fn entry(path: &Path) -> DataFile {
+        DataFile::new(path.into())
+    }
+
+    #[test]
+    fn a_directory_with_splits_stands_for_its_training_split() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        let find = || find(&[entry(dir.path())], "data.files");
+        std::fs::create_dir_all(at("data")).unwrap();
+        for name in [
+            "train-00000-of-00002",
+            "train-00001-of-00002",
+            "test-00000-of-00001",
+        ] {
+            std::fs::write(at(&format!("data/{name}.parquet")), "x").unwrap();
+        }
+        std::fs::write(at("README.md"), "x").unwrap();
+        let found = find().unwrap();
+        assert_eq!((names(&found, dir.path()).len(), found.passed_over), (2, 2));
+        // As `datasets` saves a dictionary of data sets.
+        for (split, table) in [("train", "data-0.arrow"), ("test", "data-0.arrow")] {
+            std::fs::create_dir(at(split)).unwrap();
+            std::fs::write(at(split).join(table), "x").unwrap();
+            std::fs::write(at(split).join("cache-1.arrow"), "x").unwrap();
+            let state = format!(r#"{{"_data_files": [{{"filename": "{table}"}}]}}"#);
+            std::fs::write(at(split).join("state.json"), state).unwrap();
+        }
+        std::fs::write(at("dataset_dict.json"), r#"{"splits": ["train", "test"]}"#).unwrap();
+        assert_eq!(names(&find().unwrap(), dir.path()), ["train/data-0.arrow"]);
+        std::fs::write(at("dataset_dict.json"), r#"{"splits": ["dev", "test"]}"#).unwrap();
+        let text = find().unwrap_err().to_string();
+        assert!(
+            text.contains("no split \"train\"") && text.contains("(dev, test)"),
+            "{text}"
+        );
+    }
+
     fn names(found: &Found, dir: &Path) -> Vec<String> {
         let paths = found.sources.iter().map(|source| &source.path);
         paths
@@ -224,7 +357,7 @@ mod tests {
         ] {
             std::fs::write(at(name), content).unwrap();
         }
-        let find = || find(&[dir.path().into()], "data.files").unwrap();
+        let find = || find(&[entry(dir.path())], "data.files").unwrap();
         let found = find();
         assert_eq!(names(&found, dir.path()), ["a.rs", "b/two", "c.txt"]);
         assert_eq!((found.passed_over, found.bytes()), (2, 3));
@@ -236,13 +369,25 @@ mod tests {
     }
 
     #[test]
+    fn a_json_file_in_a_directory_is_records_if_its_fields_are_known() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        std::fs::write(at("package.json"), "{\n  \"name\": \"program\"\n}\n").unwrap();
+        std::fs::write(at("main.js"), "run()").unwrap();
+        let find = || find(&[entry(dir.path())], "data.files").unwrap();
+        assert_eq!(names(&find(), dir.path()), ["main.js", "package.json"]);
+        std::fs::write(at("data.json"), "[{\"text\": \"words\"}]").unwrap();
+        assert_eq!(names(&find(), dir.path()), ["data.json"]);
+    }
+
+    #[test]
     fn a_file_that_is_named_twice_is_refused() {
         let dir = tempfile::tempdir().unwrap();
         let (path, link) = (dir.path().join("a.txt"), dir.path().join("b.txt"));
         std::fs::write(&path, "words").unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
         for second in [&path, &link, &dir.path().to_path_buf()] {
-            let error = find(&[path.clone(), second.clone()], "data.files").unwrap_err();
+            let error = find(&[entry(&path), entry(second)], "data.files").unwrap_err();
             let text = error.to_string();
             assert!(
                 text.contains("data.files: ") && text.contains("are the same file"),
@@ -255,16 +400,14 @@ mod tests {
     fn unreadable_files_are_named_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
         let refused = |path: &Path| {
-            let error = find(&[path.into()], "data.files").unwrap_err();
+            let error = find(&[entry(path)], "data.files").unwrap_err();
             error.to_string()
         };
-        assert!(refused(dir.path()).contains("no .jsonl, .parquet, .u16, .u32, .npy or text file"));
+        assert!(refused(dir.path()).contains(".u16, .u32, .npy or text file"));
         for (name, content, part) in [
             ("empty", "", "empty is empty: name a file with text in it"),
             ("empty.jsonl", "", "empty.jsonl is empty"),
-            ("a.json", "[]", "convert it to .jsonl"),
             ("a.JSONL.gz", "x", "unpack it"),
-            ("a.csv", "x", "to_parquet"),
             ("train.bin", "x", ".u16 or .u32"),
         ] {
             let path = dir.path().join(name);

@@ -89,6 +89,7 @@ pub(super) fn pieces(
         take(Piece {
             document: Document::Ids { ids, counts: None },
             after,
+            records: None,
             place,
             bytes: bytes.len() as u64 + std::mem::take(&mut header_bytes),
         })?;

@@ -6,6 +6,7 @@ use minijinja::Value;
 
 use super::record::Document;
 use super::{Piece, Place, Source};
+use crate::config::RecordFormat;
 use crate::data::DataError;
 
 /// Longest line; a longer one suggests a file without line ends.
@@ -45,13 +46,14 @@ pub(super) fn documents(
         if text.trim_ascii().is_empty() {
             continue;
         }
-        let document = match document(text.trim_ascii_end()) {
-            Ok(document) => document,
+        let (document, format) = match document(text.trim_ascii_end(), source.records) {
+            Ok(found) => found,
             Err(message) => return Err(DataError::Record { place, message }),
         };
         take(Piece {
             document,
             after: None,
+            records: Some(format),
             place,
             bytes,
         })?;
@@ -59,7 +61,7 @@ pub(super) fn documents(
     unreachable!("lines end before their numbers")
 }
 
-fn document(line: &[u8]) -> Result<Document, String> {
+fn document(line: &[u8], format: Option<RecordFormat>) -> Result<(Document, RecordFormat), String> {
     let text = std::str::from_utf8(line).map_err(|error| {
         let at = error.valid_up_to() + 1;
         format!("is not UTF-8 from byte {at} of the line on: convert the file to UTF-8")
@@ -70,5 +72,5 @@ fn document(line: &[u8]) -> Result<Document, String> {
         let message = message.split(" at line ").next().unwrap_or_default();
         format!("is not JSON: {message} at column {column}")
     })?;
-    Document::of(&value)
+    Document::of(&value, format)
 }

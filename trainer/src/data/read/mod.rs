@@ -1,26 +1,30 @@
 //! Reads files into documents: finds the files, determines their formats, and interprets each line or row.
 //!
 //! ```text
-//!   files and directories ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, ids.rs, lines.rs, rows.rs ─▶ record.rs ─▶ Document
+//!   files and directories ─▶ files.rs ─▶ Source: path, format ─▶ plain.rs, ids.rs ─────────────────────────────────────▶ Document
+//!                                                            └─▶ lines.rs, array.rs, separated.rs, rows.rs ─▶ record.rs ─┘
 //! ```
 //!
 //! Documents are read one after another in the order of files. Only the current one is in memory.
 
+mod array;
 mod files;
 mod ids;
 mod lines;
 mod plain;
 mod record;
 mod rows;
+mod separated;
 
 use std::fmt;
 use std::path::PathBuf;
 
 pub(super) use files::{Found, find};
 pub(super) use plain::{PIECE_BYTES, cut, end_of};
-pub(super) use record::{Document, Kind};
+pub(super) use record::{Chat, Document, Kind};
 
 use super::DataError;
+use crate::config::RecordFormat;
 
 /// Format of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +35,14 @@ pub(super) enum Format {
     Ids,
     /// A JSON object on each line; each is a document.
     Lines,
+    /// A JSON array of objects, each a document; or lines.
+    Array,
+    /// Rows with separators; each is a document.
+    Separated,
     /// A parquet table; each row is a document.
     Parquet,
+    /// An Arrow table; each row is a document.
+    Arrow,
 }
 
 impl Format {
@@ -47,6 +57,10 @@ impl Format {
 pub(super) struct Source {
     pub(super) path: PathBuf,
     pub(super) format: Format,
+    /// How its records are read; `None`: according to their fields.
+    pub(super) records: Option<RecordFormat>,
+    /// Number of the entry of `data.files` that it belongs to.
+    pub(super) entry: usize,
     pub(super) bytes: u64,
     /// Times and inode number, which change when the file does.
     pub(super) version: [i64; 5],
@@ -78,6 +92,8 @@ pub(super) struct Piece {
     /// End of the preceding part of the same document: its last characters for a text, otherwise empty.
     /// `None` at the beginning of a document.
     pub(super) after: Option<String>,
+    /// Format of the record that the document was.
+    pub(super) records: Option<RecordFormat>,
     pub(super) place: Place,
     /// Bytes of the source consumed with this piece.
     pub(super) bytes: u64,
@@ -107,30 +123,39 @@ pub(super) fn documents(
         Format::Plain => plain::pieces(source, key, any_bytes, &mut take),
         Format::Ids => ids::pieces(source, key, &mut take),
         Format::Lines => lines::documents(source, key, &mut take),
-        Format::Parquet => rows::documents(source, key, &mut take),
+        Format::Array => array::documents(source, key, &mut take),
+        Format::Separated => separated::documents(source, key, &mut take),
+        Format::Parquet => rows::parquet(source, key, &mut take),
+        Format::Arrow => rows::arrow(source, key, &mut take),
     }
 }
 
-/// Returns the kind of the first document found.
-pub(super) fn first_kind(
-    sources: &[Source],
+/// Description of a document.
+#[derive(Clone, Copy)]
+pub(super) struct First {
+    pub(super) kind: Kind,
+    pub(super) records: Option<RecordFormat>,
+}
+
+/// Describes the first document found.
+pub(super) fn first<'s>(
+    sources: impl IntoIterator<Item = &'s Source>,
     key: &'static str,
     any_bytes: bool,
-) -> Result<Option<Kind>, DataError> {
+) -> Result<Option<First>, DataError> {
     for source in sources {
         let mut found = None;
         let mut kind = None;
-        // Only an error ends the iteration early; this one is discarded.
         let ended = documents(source, key, any_bytes, &mut kind, &mut |piece| {
-            found = Some(piece.document.kind());
-            Err(DataError::Setting {
-                key,
-                message: String::new(),
-            })
+            found = Some(First {
+                kind: piece.document.kind(),
+                records: piece.records,
+            });
+            Err(DataError::Enough)
         });
-        match found {
-            Some(kind) => return Ok(Some(kind)),
-            None => ended?,
+        match ended {
+            Err(DataError::Enough) => return Ok(found),
+            other => other?,
         }
     }
     Ok(None)

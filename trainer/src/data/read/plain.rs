@@ -64,6 +64,7 @@ pub(super) fn pieces(
         take(Piece {
             document,
             after: after.replace(end),
+            records: None,
             place,
             bytes: bytes + mark_bytes,
         })?;
@@ -143,6 +144,8 @@ mod tests {
         let source = Source {
             path,
             format: Format::Plain,
+            records: None,
+            entry: 0,
             bytes: content.len() as u64,
             version: [0; 5],
             identity: (0, 0),

@@ -1,30 +1,45 @@
-//! Interprets a JSON line or table row as a text, a prompt with its completion, a conversation, or token ids.
+//! Interprets a JSON object or table row as a text, a prompt with its completion, a conversation, or token ids.
+//!
+//! ```text
+//!   token_ids    {"input_ids", "labels"}                           messages    {"messages": [{"role", "content"}...], "tools"}
+//!   completion   {"prompt", "completion"}, texts or messages       sharegpt    {"conversations": [{"from", "value"}...], "system"}
+//!   text         {"text"}                                          alpaca      {"instruction", "input", "output", "system", "history"}
+//! ```
+//!
+//! Formats with instructions become conversations, which the chat template turns into text.
 
 use std::fmt;
 
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
+use crate::config::RecordFormat;
+
 /// Document, which is tokenized as a unit.
 #[derive(Clone, Debug, PartialEq)]
 pub(in crate::data) enum Document {
     /// Bytes of a file, not necessarily UTF-8.
     Bytes(Vec<u8>),
-    /// `{"text"}`
     Text(String),
-    /// `{"prompt", "completion"}`
-    Completion { prompt: String, completion: String },
-    /// `{"messages": [{"role", "content"}...]}`, and optionally `"tools"`, for the tokenizer's template. Keys
-    /// keep their order, because templates print them.
-    Chat {
-        messages: Vec<Value>,
-        tools: Option<Value>,
+    Completion {
+        prompt: String,
+        completion: String,
     },
-    /// Token ids of a file, or `{"input_ids", "labels"}`. Labels, if present, determine which ids count as targets.
+    Chat(Chat),
+    /// Token ids. Labels, if present, determine which ids count as targets.
     Ids {
         ids: Vec<u32>,
         counts: Option<Vec<bool>>,
     },
+}
+
+/// A conversation for the tokenizer's template. Keys keep their order, because templates print them.
+#[derive(Clone, Debug, PartialEq)]
+pub(in crate::data) struct Chat {
+    pub(in crate::data) messages: Vec<Value>,
+    /// Whether each message may count in a loss on completions, if it is the assistant's.
+    pub(in crate::data) counts: Vec<bool>,
+    pub(in crate::data) tools: Option<Value>,
 }
 
 /// Kinds of documents that cannot be mixed. A text file counts as a text.
@@ -47,74 +62,218 @@ impl fmt::Display for Kind {
     }
 }
 
-/// Columns that are read, in order of precedence for the kind of a record.
-pub(super) const COLUMNS: [&str; 8] = [
+/// Columns that are read.
+pub(super) const COLUMNS: [&str; 16] = [
     "input_ids",
     "labels",
     "attention_mask",
     "messages",
     "tools",
+    "conversations",
     "prompt",
     "completion",
+    "instruction",
+    "input",
+    "context",
+    "output",
+    "response",
+    "system",
+    "history",
     "text",
+];
+
+/// Columns of which one is in every record, in order of precedence, and the format that it stands for.
+const RECOGNIZED: [(&str, RecordFormat); 7] = [
+    ("input_ids", RecordFormat::TokenIds),
+    ("messages", RecordFormat::Messages),
+    ("conversations", RecordFormat::Sharegpt),
+    ("prompt", RecordFormat::Completion),
+    ("completion", RecordFormat::Completion),
+    ("instruction", RecordFormat::Alpaca),
+    ("text", RecordFormat::Text),
 ];
 
 /// PyTorch's label for a token that does not count.
 const IGNORED_LABEL: i64 = -100;
+
+/// Fields of a record.
+struct Fields<'a> {
+    record: &'a Value,
+    format: RecordFormat,
+}
+
+impl Fields<'_> {
+    /// Returns the value of a field, unless it is absent or null.
+    fn find(&self, name: &str) -> Option<Value> {
+        field(self.record, name).filter(|value| !value.is_none())
+    }
+
+    fn need(&self, name: &str) -> Result<Value, String> {
+        field(self.record, name).ok_or_else(|| {
+            format!(
+                "has no \"{name}\", which the format \"{}\" needs",
+                self.format.name()
+            )
+        })
+    }
+
+    /// Returns the text of the first of these fields that is there.
+    fn text(&self, names: &[&'static str]) -> Result<Option<String>, String> {
+        let found = names.iter().find_map(|name| Some((name, self.find(name)?)));
+        found.map(|(name, value)| text(name, &value)).transpose()
+    }
+
+    /// Returns `turns`, after the system message of the record, if it has one.
+    fn chat(&self, turns: Vec<(Value, bool)>) -> Result<Document, String> {
+        let (mut messages, mut counts): (Vec<Value>, Vec<bool>) = turns.into_iter().unzip();
+        let begins = messages.first().and_then(|first| field(first, "role"));
+        let system = self.text(&["system"])?.filter(|text| !text.is_empty());
+        if let Some(system) = system
+            && self.format != RecordFormat::Messages
+            && begins.as_ref().and_then(Value::as_str) != Some("system")
+        {
+            messages.insert(0, message("system", &system));
+            counts.insert(0, false);
+        }
+        let tools = match self.find("tools") {
+            // Some data has the list as text.
+            Some(tools) if tools.as_str().is_some() => {
+                let json = tools.as_str().unwrap_or_default();
+                match json.trim() {
+                    "" => None,
+                    json => Some(
+                        serde_json::from_str(json)
+                            .map_err(|error| format!("\"tools\" is text, but not JSON: {error}"))?,
+                    ),
+                }
+            }
+            tools => tools,
+        };
+        Ok(Document::Chat(Chat {
+            messages,
+            counts,
+            tools,
+        }))
+    }
+}
+
+fn field(record: &Value, name: &str) -> Option<Value> {
+    let value = record.get_attr(name).unwrap_or_default();
+    (!value.is_undefined()).then_some(value)
+}
+
+fn message(role: &str, content: &str) -> Value {
+    Value::from_pairs([("role", role), ("content", content)])
+}
 
 impl Document {
     pub(in crate::data) fn kind(&self) -> Kind {
         match self {
             Self::Bytes(_) | Self::Text(_) => Kind::Text,
             Self::Completion { .. } => Kind::Completion,
-            Self::Chat { .. } => Kind::Chat,
+            Self::Chat(_) => Kind::Chat,
             Self::Ids { .. } => Kind::Ids,
         }
     }
 
-    /// Interprets the fields of a record. Unknown fields are ignored.
-    pub(super) fn of(record: &Value) -> Result<Self, String> {
+    /// Interprets the fields of a record in the `wanted` format, or in the one that they belong to. Unknown
+    /// fields are ignored.
+    pub(super) fn of(
+        record: &Value,
+        wanted: Option<RecordFormat>,
+    ) -> Result<(Self, RecordFormat), String> {
         if record.kind() != ValueKind::Map {
             return Err("is not an object: expected, for example, {\"text\": ...}".into());
         }
-        let field = |name| {
-            let value = record.get_attr(name).unwrap_or_default();
-            (!value.is_undefined()).then_some(value)
+        let format = match wanted {
+            Some(format) => format,
+            None => recognized(record)?,
         };
-        if let Some(ids) = field("input_ids") {
-            let text = ["messages", "prompt", "completion", "text"];
-            if let Some(other) = text.iter().find(|name| field(name).is_some()) {
-                return Err(format!(
-                    "has both \"input_ids\" and \"{other}\": leave one of them out"
-                ));
+        let fields = Fields { record, format };
+        let document = match format {
+            RecordFormat::TokenIds => token_ids(
+                &fields.need("input_ids")?,
+                fields.find("labels"),
+                fields.find("attention_mask"),
+            ),
+            RecordFormat::Messages => {
+                fields.chat(turns("messages", &fields.need("messages")?, true)?)
             }
-            return token_ids(&ids, field("labels"), field("attention_mask"));
-        }
-        if let Some(messages) = field("messages") {
-            return Ok(Self::Chat {
-                messages: conversation(&messages)?,
-                tools: field("tools").filter(|tools| !tools.is_none()),
-            });
-        }
-        match (field("prompt"), field("completion")) {
-            (Some(prompt), Some(completion)) => {
-                return Ok(Self::Completion {
-                    prompt: text("prompt", &prompt)?,
-                    completion: text("completion", &completion)?,
-                });
+            RecordFormat::Sharegpt => {
+                let name = "conversations";
+                fields.chat(turns(name, &fields.need(name)?, true)?)
             }
-            (Some(_), None) => return Err("has \"prompt\" but no \"completion\"".into()),
-            (None, Some(_)) => return Err("has \"completion\" but no \"prompt\"".into()),
-            (None, None) => {}
-        }
-        match field("text") {
-            Some(value) => Ok(Self::Text(text("text", &value)?)),
-            None => {
-                let names: Vec<Value> = record.try_iter().into_iter().flatten().collect();
-                Err(no_columns(names.iter().filter_map(Value::as_str)))
-            }
-        }
+            RecordFormat::Completion => completion(&fields),
+            RecordFormat::Alpaca => alpaca(&fields),
+            RecordFormat::Text => Ok(Self::Text(text("text", &fields.need("text")?)?)),
+        };
+        Ok((document?, format))
     }
+}
+
+/// Returns the format that the fields of a record belong to.
+fn recognized(record: &Value) -> Result<RecordFormat, String> {
+    let there = |name: &&str| field(record, name).is_some();
+    let found = RECOGNIZED.iter().find(|(name, _)| there(name));
+    let Some((_, format)) = found else {
+        let names: Vec<Value> = record.try_iter().into_iter().flatten().collect();
+        return Err(no_columns(names.iter().filter_map(Value::as_str)));
+    };
+    if *format == RecordFormat::TokenIds
+        && let Some((other, _)) = RECOGNIZED[1..].iter().find(|(name, _)| there(name))
+    {
+        return Err(format!(
+            "has both \"input_ids\" and \"{other}\": leave one of them out, or set data.format"
+        ));
+    }
+    Ok(*format)
+}
+
+/// Reads a prompt and its completion: two texts, or two lists of messages.
+fn completion(fields: &Fields<'_>) -> Result<Document, String> {
+    let (prompt, completion) = match (
+        field(fields.record, "prompt"),
+        field(fields.record, "completion"),
+    ) {
+        (Some(prompt), Some(completion)) => (prompt, completion),
+        (Some(_), None) => return Err("has \"prompt\" but no \"completion\"".into()),
+        (None, _) => return Err("has \"completion\" but no \"prompt\"".into()),
+    };
+    if [&prompt, &completion].map(Value::kind) != [ValueKind::Seq; 2] {
+        return Ok(Document::Completion {
+            prompt: text("prompt", &prompt)?,
+            completion: text("completion", &completion)?,
+        });
+    }
+    let mut all = turns("prompt", &prompt, false)?;
+    all.extend(turns("completion", &completion, true)?);
+    fields.chat(all)
+}
+
+/// Reads an instruction with its answer, and earlier ones in `history`.
+fn alpaca(fields: &Fields<'_>) -> Result<Document, String> {
+    let instruction = text("instruction", &fields.need("instruction")?)?;
+    let input = fields.text(&["input", "context"])?.unwrap_or_default();
+    let Some(output) = fields.text(&["output", "response"])? else {
+        return Err("has \"instruction\" but no \"output\"".into());
+    };
+    let question = match input.is_empty() {
+        true => instruction,
+        false => format!("{instruction}\n{input}"),
+    };
+    let mut turns = Vec::new();
+    let history = fields.find("history");
+    for pair in history.iter().flat_map(Value::try_iter).flatten() {
+        let texts: Vec<Value> = pair.try_iter().into_iter().flatten().collect();
+        let [asked, said] = &texts[..] else {
+            return Err("\"history\" has an element that is not a pair of texts".into());
+        };
+        turns.push((message("user", &text("history", asked)?), false));
+        turns.push((message("assistant", &text("history", said)?), true));
+    }
+    turns.push((message("user", &question), false));
+    turns.push((message("assistant", &output), true));
+    fields.chat(turns)
 }
 
 /// Describes which field a record with the given fields lacks.
@@ -126,7 +285,7 @@ pub(super) fn no_columns<'a>(found: impl Iterator<Item = &'a str>) -> String {
         found.join(", ")
     };
     format!(
-        "has {found}, but neither \"text\" nor \"prompt\" and \"completion\" nor \"messages\" nor \"input_ids\""
+        "has {found}, but neither \"text\" nor \"prompt\" and \"completion\" nor \"messages\" nor \"conversations\" nor \"instruction\" and \"output\" nor \"input_ids\""
     )
 }
 
@@ -185,35 +344,59 @@ fn text(name: &str, value: &Value) -> Result<String, String> {
     match (value.as_str(), value.kind()) {
         (Some(text), _) => Ok(text.to_owned()),
         (None, ValueKind::Seq) => Err(format!(
-            "\"{name}\" is a list: put conversations into a field \"messages\""
+            "\"{name}\" is a list: put conversations into a field \"messages\", or make both \"prompt\" and \"completion\" lists of messages"
         )),
         (None, kind) => Err(format!("\"{name}\" is {}, not text", word(kind))),
     }
 }
 
-fn conversation(messages: &Value) -> Result<Vec<Value>, String> {
-    if messages.kind() != ValueKind::Seq {
+/// Reads the messages in field `name`, with whether they may count in a loss on completions. A message may have
+/// "weight": 0 or "train": false so that it does not.
+fn turns(name: &str, value: &Value, counts: bool) -> Result<Vec<(Value, bool)>, String> {
+    if value.kind() != ValueKind::Seq {
         return Err(format!(
-            "\"messages\" is {}, not a list of {{\"role\", \"content\"}}",
-            word(messages.kind())
+            "\"{name}\" is {}, not a list of {{\"role\", \"content\"}}",
+            word(value.kind())
         ));
     }
-    let messages: Vec<Value> = messages.try_iter().into_iter().flatten().collect();
+    let messages: Vec<Value> = value.try_iter().into_iter().flatten().collect();
     if messages.is_empty() {
-        return Err("\"messages\" is empty".into());
+        return Err(format!("\"{name}\" is empty"));
     }
-    for (index, message) in messages.iter().enumerate() {
+    let each = messages.into_iter().enumerate().map(|(index, said)| {
         let number = index + 1;
-        let field = |name| message.get_attr(name).unwrap_or_default();
-        if field("role").as_str().is_none() {
+        let known = |name| field(&said, name).filter(|value| !value.is_none());
+        let out = field(&said, "weight").is_some_and(|weight| matches!(i64::try_from(weight), Ok(0)))
+            || field(&said, "train").is_some_and(|train| matches!(bool::try_from(train), Ok(false)));
+        if let Some(from) = known("from").filter(|_| known("role").is_none()) {
+            let Some(content) = field(&said, "value") else {
+                return Err(format!("message {number} has no \"value\""));
+            };
+            let role = role(from.as_str().unwrap_or_default())
+                .ok_or_else(|| format!("message {number} is from \"{from}\": expected \"human\", \"gpt\", \"system\" or \"tool\""))?;
+            return Ok((message(role, &text("value", &content)?), counts && !out));
+        }
+        if field(&said, "role").is_none_or(|role| role.as_str().is_none()) {
             return Err(format!("message {number} has no \"role\""));
         }
         // A message that calls a tool has no content.
-        if field("content").is_undefined() && field("tool_calls").is_undefined() {
+        if field(&said, "content").is_none() && field(&said, "tool_calls").is_none() {
             return Err(format!("message {number} has no \"content\""));
         }
-    }
-    Ok(messages)
+        Ok((said, counts && !out))
+    });
+    each.collect()
+}
+
+/// Role of a speaker in the words of ShareGPT's data.
+fn role(from: &str) -> Option<&'static str> {
+    Some(match from {
+        "human" | "user" => "user",
+        "gpt" | "assistant" | "chatgpt" | "model" => "assistant",
+        "system" => "system",
+        "tool" | "observation" | "function_response" => "tool",
+        _ => return None,
+    })
 }
 
 fn word(kind: ValueKind) -> &'static str {
@@ -232,7 +415,71 @@ mod tests {
     use super::*;
 
     fn of(json: &str) -> Result<Document, String> {
-        Document::of(&serde_json::from_str(json).unwrap())
+        let found = Document::of(&serde_json::from_str(json).unwrap(), None);
+        found.map(|(document, _)| document)
+    }
+
+    /// Speakers and words of a conversation; a star for those that do not count.
+    fn said(document: Result<Document, String>) -> Vec<String> {
+        let Ok(Document::Chat(chat)) = document else {
+            panic!("not a conversation: {document:?}");
+        };
+        let pairs = chat.messages.iter().zip(&chat.counts);
+        pairs
+            .map(|(message, counts)| {
+                let field = |name| message.get_attr(name).unwrap().to_string();
+                let star = if *counts { "" } else { "*" };
+                format!("{}: {}{star}", field("role"), field("content"))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn instructions_become_conversations() {
+        let alpaca = of(r#"{"instruction": "Add.", "input": "1 2", "output": "3", "text": "x"}"#);
+        assert_eq!(said(alpaca), ["user: Add.\n1 2*", "assistant: 3"]);
+        let dolly = of(r#"{"instruction": "Say", "context": "", "response": "hi"}"#);
+        assert_eq!(said(dolly), ["user: Say*", "assistant: hi"]);
+        let longer =
+            r#"{"instruction": "c", "output": "d", "system": "s", "history": [["a", "b"]]}"#;
+        let expected = [
+            "system: s*",
+            "user: a*",
+            "assistant: b",
+            "user: c*",
+            "assistant: d",
+        ];
+        assert_eq!(said(of(longer)), expected);
+        let sharegpt = r#"{"conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
+        assert_eq!(said(of(sharegpt)), ["system: s", "user: q", "assistant: a"]);
+        let with_system = r#"{"system": "s", "conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}"#;
+        assert_eq!(
+            said(of(with_system)),
+            ["system: s*", "user: q", "assistant: a"]
+        );
+        let trl = r#"{"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "w"}], "completion": [{"role": "assistant", "content": "a"}]}"#;
+        assert_eq!(said(of(trl)), ["user: q*", "assistant: w*", "assistant: a"]);
+        let weighted = r#"{"messages": [{"role": "assistant", "content": "a", "weight": 0}, {"role": "assistant", "content": "b", "weight": 1}, {"role": "assistant", "content": "c", "train": false}]}"#;
+        assert_eq!(
+            said(of(weighted)),
+            ["assistant: a*", "assistant: b", "assistant: c*"]
+        );
+    }
+
+    #[test]
+    fn a_named_format_takes_its_own_fields() {
+        let json = r#"{"instruction": "a", "output": "b", "text": "c"}"#;
+        let value = serde_json::from_str(json).unwrap();
+        let (found, format) = Document::of(&value, Some(RecordFormat::Text)).unwrap();
+        assert_eq!(
+            (found, format),
+            (Document::Text("c".into()), RecordFormat::Text)
+        );
+        let error = Document::of(&value, Some(RecordFormat::Messages)).unwrap_err();
+        assert_eq!(
+            error,
+            "has no \"messages\", which the format \"messages\" needs"
+        );
     }
 
     #[test]
@@ -245,7 +492,10 @@ mod tests {
         );
         let chat = r#"{"messages": [{"role": "user", "content": "a"}], "tools": null}"#;
         assert_eq!(kind(chat), Ok(Kind::Chat));
-        assert!(matches!(of(chat), Ok(Document::Chat { tools: None, .. })));
+        assert!(matches!(
+            of(chat),
+            Ok(Document::Chat(Chat { tools: None, .. }))
+        ));
     }
 
     #[test]
@@ -295,8 +545,17 @@ mod tests {
             (r#"{"prompt": "a"}"#, r#"no "completion""#),
             (r#"{"completion": "a"}"#, r#"no "prompt""#),
             (
-                r#"{"prompt": [], "completion": []}"#,
+                r#"{"prompt": [], "completion": "a"}"#,
                 r#"a field "messages""#,
+            ),
+            (r#"{"instruction": "a"}"#, r#"no "output""#),
+            (
+                r#"{"conversations": [{"from": "x", "value": "a"}]}"#,
+                r#"is from "x""#,
+            ),
+            (
+                r#"{"conversations": [{"from": "gpt"}]}"#,
+                r#"message 1 has no "value""#,
             ),
             (r#"{"messages": []}"#, r#""messages" is empty"#),
             (r#"{"messages": {}}"#, r#""messages" is an object"#),

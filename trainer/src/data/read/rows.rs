@@ -1,135 +1,240 @@
-//! Reads a parquet file: each row is a record. Reads only the known columns, a page at a time.
+//! Reads tables: parquet files, and Arrow files as `datasets` saves them. Each row is a record. Reads only the
+//! known columns, some rows at a time.
 
+use std::fs::File;
+use std::io::{BufReader, Read, Seek};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 
+use arrow_array::cast::AsArray;
+use arrow_array::types::{
+    Float16Type, Float32Type, Float64Type, Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type,
+    UInt16Type, UInt32Type, UInt64Type,
+};
+use arrow_array::{Array, ArrayRef, RecordBatch};
+use arrow_ipc::reader::{FileReader, StreamReader};
+use arrow_schema::{ArrowError, DataType, Schema};
 use minijinja::Value;
-use parquet::errors::ParquetError;
-use parquet::file::reader::{FileReader, SerializedFileReader};
-use parquet::record::reader::RowIter;
-use parquet::record::{Field, Row};
-use parquet::schema::types::Type;
+use parquet::arrow::ProjectionMask;
+use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 use super::record::{COLUMNS, Document, no_columns};
 use super::{Piece, Place, Source};
 use crate::data::DataError;
 
-pub(super) fn documents(
+/// Rows of a parquet file that are decoded at a time.
+const BATCH_ROWS: usize = 64;
+
+/// First bytes of an Arrow file; one without them is a stream, as `datasets` writes it.
+const ARROW_FILE: &[u8] = b"ARROW1";
+
+type Batches = Box<dyn Iterator<Item = Result<RecordBatch, ArrowError>>>;
+
+/// Calls `take` for each row of a parquet file.
+pub(super) fn parquet(
     source: &Source,
     key: &'static str,
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let damaged = |message: String| DataError::Damaged {
-        path: source.path.clone(),
-        message: format!("{message}: create or download the parquet file again"),
+    let file = File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
+    let opened = held(|| ParquetRecordBatchReaderBuilder::try_new(file));
+    let builder = opened.map_err(|message| damaged(source, &message))?;
+    let columns = columns(source, builder.schema())?;
+    let count = builder.metadata().file_metadata().num_rows();
+    let mask = ProjectionMask::roots(builder.parquet_schema(), columns);
+    let reader = held(|| {
+        let builder = builder.with_projection(mask);
+        builder.with_batch_size(BATCH_ROWS).build()
+    });
+    let reader = reader.map_err(|message| damaged(source, &message))?;
+    rows(source, u64::try_from(count).ok(), Box::new(reader), take)
+}
+
+/// Calls `take` for each row of an Arrow file.
+pub(super) fn arrow(
+    source: &Source,
+    key: &'static str,
+    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let failed = DataError::reading(key, &source.path);
+    let mut file = BufReader::new(File::open(&source.path).map_err(&failed)?);
+    let mut start = Vec::new();
+    let mut bounded = (&mut file).take(ARROW_FILE.len() as u64);
+    bounded.read_to_end(&mut start).map_err(&failed)?;
+    file.rewind().map_err(&failed)?;
+    let opened: Result<(Batches, Vec<usize>), DataError> = if start == ARROW_FILE {
+        let reader = held(|| FileReader::try_new(file, None));
+        let reader = reader.map_err(|message| damaged(source, &message))?;
+        columns(source, &reader.schema()).map(|columns| (Box::new(reader) as Batches, columns))
+    } else {
+        let reader = held(|| StreamReader::try_new(file, None));
+        let reader = reader.map_err(|message| damaged(source, &message))?;
+        columns(source, &reader.schema()).map(|columns| (Box::new(reader) as Batches, columns))
     };
-    let file = std::fs::File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
-    let reader = held(|| SerializedFileReader::new(file)).map_err(damaged)?;
-    let schema = reader.metadata().file_metadata().schema();
-    let columns = columns(schema);
-    if columns.is_empty() {
-        let found = schema.get_fields().iter().map(|field| field.name());
+    let (batches, columns) = opened?;
+    let projected = batches.map(move |batch| batch?.project(&columns));
+    rows(source, None, Box::new(projected), take)
+}
+
+fn damaged(source: &Source, message: &str) -> DataError {
+    DataError::Damaged {
+        path: source.path.clone(),
+        message: format!("{message}: create or download the file again"),
+    }
+}
+
+/// Returns the numbers of the known columns; there is at least one.
+fn columns(source: &Source, schema: &Schema) -> Result<Vec<usize>, DataError> {
+    let names = || schema.fields().iter().map(|field| field.name().as_str());
+    let known = names()
+        .enumerate()
+        .filter(|(_, name)| COLUMNS.contains(name));
+    let known: Vec<usize> = known.map(|(at, _)| at).collect();
+    if known.is_empty() {
         return Err(DataError::Record {
             place: Place {
                 path: source.path.clone(),
                 number: None,
                 what: "",
             },
-            message: no_columns(found),
+            message: no_columns(names()),
         });
     }
-    let count = reader.metadata().file_metadata().num_rows().max(1) as u64;
-    let projection = Type::group_type_builder(schema.name())
-        .with_fields(columns)
-        .build()
-        .map_err(|error| damaged(error.to_string()))?;
-    let rows = RowIter::from_file_into(Box::new(reader));
-    let mut rows = held(|| rows.project(Some(projection))).map_err(damaged)?;
-    let mut gone_bytes = 0;
-    for number in 1.. {
-        let place = Place {
-            path: source.path.clone(),
-            number: Some(number),
-            what: "row",
-        };
-        let Some(row) = held(|| rows.next().transpose())
-            .map_err(|message| damaged(format!("row {number}: {message}")))?
-        else {
-            return Ok(());
-        };
-        let document = match record(row).and_then(|record| Document::of(&record)) {
-            Ok(document) => document,
-            Err(message) => return Err(DataError::Record { place, message }),
-        };
-        // The file is compressed, so progress assumes rows of equal size.
-        let upto = (u128::from(source.bytes) * u128::from(number) / u128::from(count)) as u64;
-        let upto = upto.min(source.bytes);
-        take(Piece {
-            document,
-            after: None,
-            place,
-            bytes: upto - gone_bytes,
-        })?;
-        gone_bytes = upto;
+    Ok(known)
+}
+
+/// Calls `take` for each row of `batches`, `count` in all if that is known.
+fn rows(
+    source: &Source,
+    count: Option<u64>,
+    mut batches: Batches,
+    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let (mut number, mut gone_bytes) = (0, 0);
+    loop {
+        let next = held(|| batches.next().transpose());
+        let next =
+            next.map_err(|message| damaged(source, &format!("row {}: {message}", number + 1)))?;
+        let Some(batch) = next else { return Ok(()) };
+        for row in 0..batch.num_rows() {
+            number += 1;
+            let place = Place {
+                path: source.path.clone(),
+                number: Some(number),
+                what: "row",
+            };
+            let record = held(|| record(&batch, row));
+            let found = record.and_then(|record| Document::of(&record, source.records));
+            let (document, format) = found.map_err(|message| DataError::Record {
+                place: place.clone(),
+                message,
+            })?;
+            // The file is compressed, so progress assumes rows of equal size.
+            let upto = match count {
+                Some(count) => {
+                    let bytes = u128::from(source.bytes) * u128::from(number);
+                    (bytes / u128::from(count.max(1))) as u64
+                }
+                None => gone_bytes + (batch.get_array_memory_size() / batch.num_rows()) as u64,
+            };
+            let upto = upto.min(source.bytes);
+            take(Piece {
+                document,
+                after: None,
+                records: Some(format),
+                place,
+                bytes: upto - gone_bytes,
+            })?;
+            gone_bytes = upto;
+        }
     }
-    unreachable!("rows end before their numbers")
 }
 
-/// Columns of the file that are read.
-fn columns(schema: &Type) -> Vec<Arc<Type>> {
-    let fields = schema.get_fields().iter();
-    let ours = fields.filter(|field| COLUMNS.contains(&field.name()));
-    ours.cloned().collect()
-}
-
-/// Calls `read` and turns a panic into an error: the parquet library panics on some damaged files.
-fn held<T>(read: impl FnOnce() -> Result<T, ParquetError>) -> Result<T, String> {
+/// Calls `read` and turns a panic into an error: the libraries panic on some damaged files.
+fn held<T, E: std::fmt::Display>(read: impl FnOnce() -> Result<T, E>) -> Result<T, String> {
     match catch_unwind(AssertUnwindSafe(read)) {
         Ok(result) => result.map_err(|error| error.to_string()),
-        Err(_) => Err("its pages contradict its schema".into()),
+        Err(_) => Err("its content contradicts its schema".into()),
     }
 }
 
 /// Converts a row to the object that it would be on a JSON line.
-fn record(row: Row) -> Result<Value, String> {
-    let fields = row.into_columns().into_iter();
-    let fields = fields.map(|(name, field)| Ok((name, value(field)?)));
+fn record(batch: &RecordBatch, row: usize) -> Result<Value, String> {
+    let schema = batch.schema();
+    let fields = schema.fields().iter().zip(batch.columns());
+    object(
+        fields.map(|(field, column)| (field.name().as_str(), column)),
+        row,
+    )
+}
+
+fn object<'a>(
+    fields: impl Iterator<Item = (&'a str, &'a ArrayRef)>,
+    row: usize,
+) -> Result<Value, String> {
+    let pairs = fields.map(|(name, column)| Ok((name.to_owned(), value(column, row)?)));
     Ok(Value::from_pairs(
-        fields.collect::<Result<Vec<_>, String>>()?,
+        pairs.collect::<Result<Vec<_>, String>>()?,
     ))
 }
 
-fn value(field: Field) -> Result<Value, String> {
-    Ok(match field {
-        Field::Null => Value::from(()),
-        Field::Bool(value) => value.into(),
-        Field::Byte(value) => value.into(),
-        Field::Short(value) => value.into(),
-        Field::Int(value) => value.into(),
-        Field::Long(value) => value.into(),
-        Field::UByte(value) => value.into(),
-        Field::UShort(value) => value.into(),
-        Field::UInt(value) => value.into(),
-        Field::ULong(value) => value.into(),
-        Field::Float(value) => value.into(),
-        Field::Double(value) => value.into(),
-        Field::Str(text) => text.into(),
-        // Some writers do not mark text columns as text.
-        Field::Bytes(bytes) => std::str::from_utf8(bytes.data())
-            .map_err(|_| "contains bytes that are not UTF-8")?
+fn list(elements: &ArrayRef) -> Result<Value, String> {
+    let values = (0..elements.len()).map(|at| value(elements, at));
+    Ok(Value::from(values.collect::<Result<Vec<_>, _>>()?))
+}
+
+fn value(array: &dyn Array, row: usize) -> Result<Value, String> {
+    if array.is_null(row) {
+        return Ok(Value::from(()));
+    }
+    // Some writers do not mark text columns as text.
+    let text = |bytes: &[u8]| match std::str::from_utf8(bytes) {
+        Ok(text) => Ok(Value::from(text)),
+        Err(_) => Err("contains bytes that are not UTF-8".to_owned()),
+    };
+    Ok(match array.data_type() {
+        DataType::Null => Value::from(()),
+        DataType::Boolean => array.as_boolean().value(row).into(),
+        DataType::Int8 => array.as_primitive::<Int8Type>().value(row).into(),
+        DataType::Int16 => array.as_primitive::<Int16Type>().value(row).into(),
+        DataType::Int32 => array.as_primitive::<Int32Type>().value(row).into(),
+        DataType::Int64 => array.as_primitive::<Int64Type>().value(row).into(),
+        DataType::UInt8 => array.as_primitive::<UInt8Type>().value(row).into(),
+        DataType::UInt16 => array.as_primitive::<UInt16Type>().value(row).into(),
+        DataType::UInt32 => array.as_primitive::<UInt32Type>().value(row).into(),
+        DataType::UInt64 => array.as_primitive::<UInt64Type>().value(row).into(),
+        DataType::Float16 => array
+            .as_primitive::<Float16Type>()
+            .value(row)
+            .to_f32()
             .into(),
-        Field::Group(row) => record(row)?,
-        Field::ListInternal(list) => {
-            let elements = list.elements().iter().cloned();
-            Value::from(elements.map(value).collect::<Result<Vec<_>, _>>()?)
+        DataType::Float32 => array.as_primitive::<Float32Type>().value(row).into(),
+        DataType::Float64 => array.as_primitive::<Float64Type>().value(row).into(),
+        DataType::Utf8 => array.as_string::<i32>().value(row).into(),
+        DataType::LargeUtf8 => array.as_string::<i64>().value(row).into(),
+        DataType::Utf8View => array.as_string_view().value(row).into(),
+        DataType::Binary => text(array.as_binary::<i32>().value(row))?,
+        DataType::LargeBinary => text(array.as_binary::<i64>().value(row))?,
+        DataType::BinaryView => text(array.as_binary_view().value(row))?,
+        DataType::List(_) => list(&array.as_list::<i32>().value(row))?,
+        DataType::LargeList(_) => list(&array.as_list::<i64>().value(row))?,
+        DataType::FixedSizeList(..) => list(&array.as_fixed_size_list().value(row))?,
+        DataType::Struct(_) => {
+            let fields = array.as_struct();
+            object(fields.column_names().into_iter().zip(fields.columns()), row)?
         }
-        Field::MapInternal(map) => {
-            let entries = map.entries().iter().cloned();
-            let entries = entries.map(|(key, field)| match key {
-                Field::Str(key) => Ok((key, value(field)?)),
-                _ => Err("contains a map whose keys are not text".to_owned()),
+        DataType::Map(..) => {
+            let entries = array.as_map().value(row);
+            let pairs = (0..entries.len()).map(|at| match value(entries.column(0), at)?.as_str() {
+                Some(key) => Ok((key.to_owned(), value(entries.column(1), at)?)),
+                None => Err("contains a map whose keys are not text".to_owned()),
             });
-            Value::from_pairs(entries.collect::<Result<Vec<_>, _>>()?)
+            Value::from_pairs(pairs.collect::<Result<Vec<_>, _>>()?)
+        }
+        DataType::Dictionary(..) => {
+            let dictionary = array.as_any_dictionary();
+            let at = usize::try_from(value(dictionary.keys(), row)?);
+            let at = at.map_err(|error| error.to_string())?;
+            value(dictionary.values(), at)?
         }
         other => {
             return Err(format!(

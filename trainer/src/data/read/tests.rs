@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::*;
+use crate::config::DataFile;
 
 fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -10,8 +11,12 @@ fn fixture(name: &str) -> PathBuf {
         .join(name)
 }
 
+fn entry(path: &Path) -> DataFile {
+    DataFile::new(path.into())
+}
+
 fn read(path: &Path) -> Result<Vec<Document>, DataError> {
-    let found = find(&[path.into()], "data.files")?;
+    let found = find(&[entry(path)], "data.files")?;
     let (mut kind, mut documents, mut bytes) = (None, Vec::new(), 0);
     super::documents(
         &found.sources[0],
@@ -58,10 +63,10 @@ fn conversations_in_a_table_equal_those_in_lines() {
     let line = r#"{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the river"}]}"#;
     std::fs::write(&path, line).unwrap();
     let (
-        Document::Chat { messages, .. },
-        Document::Chat {
+        Document::Chat(Chat { messages, .. }),
+        Document::Chat(Chat {
             messages: lines, ..
-        },
+        }),
     ) = (&chats[2], &read(&path).unwrap()[0])
     else {
         panic!("conversations")
@@ -71,6 +76,109 @@ fn conversations_in_a_table_equal_those_in_lines() {
     for (row, line) in messages.iter().zip(lines) {
         assert_eq!(content(row), content(line));
     }
+}
+
+/// Texts of the messages of each conversation.
+fn texts(documents: Vec<Document>) -> Vec<Vec<String>> {
+    let chats = documents.into_iter().map(|document| match document {
+        Document::Chat(chat) => chat.messages,
+        other => panic!("{other:?}"),
+    });
+    let content = |message: &minijinja::Value| message.get_attr("content").unwrap().to_string();
+    chats
+        .map(|messages| messages.iter().map(content).collect())
+        .collect()
+}
+
+/// Files that `datasets` and pandas wrote of the same rows.
+#[test]
+fn every_kind_of_file_gives_the_same_instructions() {
+    let expected = [
+        ["Name the old clock.", "It has \"no\" name, I think."],
+        ["Add the numbers.\n1\n2", "3"],
+        ["Grüße, bitte\na,b\tc", "none 🦀"],
+    ];
+    for name in [
+        "alpaca.json",
+        "alpaca_lines.json",
+        "alpaca.csv",
+        "alpaca.tsv",
+        "alpaca.parquet",
+        "alpaca.arrow",
+    ] {
+        assert_eq!(texts(read(&fixture(name)).unwrap()), expected, "{name}");
+    }
+}
+
+#[test]
+fn a_saved_data_set_stands_for_its_training_split() {
+    let found = find(&[entry(&fixture("saved"))], "data.files").unwrap();
+    assert_eq!((found.sources.len(), found.passed_over), (1, 3));
+    let told = read(&fixture("saved")).unwrap();
+    let expected = [
+        ["Name the old clock.", "It has \"no\" name, I think."],
+        ["Add the numbers.", "3"],
+    ];
+    assert_eq!(texts(told), expected);
+    let other = read(&fixture("saved/test")).unwrap();
+    assert_eq!(texts(other), [["Grüße, bitte", "none 🦀"]]);
+}
+
+#[test]
+fn a_fault_is_reported_with_its_file_and_line_or_record() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, content, part) in [
+        (
+            "a.json",
+            "[{\"text\": \"a\"}, {\"text\": 3}]",
+            "a.json, record 2: \"text\" is a number",
+        ),
+        (
+            "a.json",
+            "[{\"text\": \"a\"}, {\"text\"]",
+            "a.json, record 2: is not JSON: expected `:` at line 1 column 24",
+        ),
+        (
+            "a.json",
+            "[{\"text\": \"a\"}] x",
+            "is not JSON: trailing characters",
+        ),
+        (
+            "a.json",
+            "{\n \"data\": []\n}",
+            "one object on several lines",
+        ),
+        (
+            "a.json",
+            "{\"text\": \"a\"}\n{\"text\": 3}",
+            "a.json, line 2: \"text\" is a number",
+        ),
+        (
+            "a.csv",
+            "text,id\na,1\nb",
+            "a.csv, line 3: has 1 fields, but the first line names 2",
+        ),
+        (
+            "a.csv",
+            "words,id\na,1\n",
+            "a.csv, line 1: has \"words\", \"id\", but neither",
+        ),
+        (
+            "a.csv",
+            "messages\nhello\n",
+            "a.csv, line 2: \"messages\" is not JSON",
+        ),
+        ("a.arrow", "no table", "a.arrow is damaged"),
+    ] {
+        let path = dir.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        let text = read(&path).unwrap_err().to_string();
+        assert!(text.contains(part), "{text}");
+    }
+    let path = dir.path().join("b.csv");
+    std::fs::write(&path, b"text\n\xFF\n").unwrap();
+    let text = read(&path).unwrap_err().to_string();
+    assert!(text.contains("b.csv, line 2: is not UTF-8"), "{text}");
 }
 
 #[test]

@@ -13,7 +13,7 @@ fn tokens_are_made_once_and_recreated_when_a_file_changes() {
     assert_eq!(second.samples(5, 3).unwrap(), first.samples(5, 3).unwrap());
     let now = std::fs::metadata(&files[0]).unwrap().modified().unwrap();
     assert_eq!(now, made);
-    std::fs::write(&harness.settings.files[0], bytes(2000)).unwrap();
+    std::fs::write(&harness.settings.files[0].path, bytes(2000)).unwrap();
     let third = harness.open().unwrap();
     assert_eq!(third.tokens(), 2000);
     assert_ne!(third.fingerprint(), first.fingerprint());
@@ -30,7 +30,7 @@ fn a_damaged_cache_is_detected_reported_and_recreated() {
     let path = harness.token_files().remove(0);
     let whole = std::fs::read(&path).unwrap();
     let last = whole.len() - 1;
-    for at in [0, 9, 40, 127, 4096, 4096 + 70_000, 4096 + 199_999, last] {
+    for at in [0, 9, 40, 127, 4096, 4096 + 70_000, 4096 + 399_999, last] {
         let mut damaged = whole.clone();
         damaged[at] ^= 4;
         std::fs::write(&path, &damaged).unwrap();

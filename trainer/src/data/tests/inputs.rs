@@ -179,7 +179,7 @@ fn windows_keep_the_order_of_the_files_without_shuffling() {
     }
     let packed = |shuffle: bool| {
         let data = Harness::new("a.jsonl", &lines, 63)
-            .with(|settings| settings.packing = Packing::Documents)
+            .with(|settings| settings.packing = Some(Packing::Documents))
             .with(|settings| settings.shuffle = shuffle)
             .open()
             .unwrap();

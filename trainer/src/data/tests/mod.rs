@@ -8,7 +8,11 @@ mod inputs;
 use std::path::{Path, PathBuf};
 
 use super::*;
-use crate::config::{DataSettings, Fraction, LossOn};
+use crate::config::{DataFile, DataSettings, Fraction, LossOn};
+
+fn entry(path: &Path) -> DataFile {
+    DataFile::new(path.into())
+}
 
 /// Data in its own directory.
 struct Harness {
@@ -29,12 +33,13 @@ impl Harness {
         Self {
             dir,
             settings: DataSettings {
-                files: vec![path],
+                files: vec![entry(&path)],
                 eval_files: Vec::new(),
                 validation_fraction: Fraction::new(0.0).expect("a share"),
                 tokenizer: None,
                 chat_template: None,
-                packing: Packing::Concatenate,
+                packing: Some(Packing::Concatenate),
+                cross_document_attention: true,
                 loss_on: LossOn::All,
                 shuffle: true,
                 cache: None,
@@ -193,6 +198,187 @@ fn whole_documents_are_reserved_for_validation_if_there_are_several() {
     assert!(trained.contains("aaaa") && trained.contains('i'));
 }
 
+/// Documents between bars; a dot stands for a target that does not count.
+fn with_documents(data: &Data, seq_len: usize) -> Vec<String> {
+    let mut found: Vec<String> = (0..data.windows())
+        .map(|sample| {
+            let windows = data.samples(sample, 1).unwrap();
+            let (inputs, targets) = texts(&windows, seq_len).remove(0);
+            let mut text = String::new();
+            for (at, letter) in inputs.chars().enumerate() {
+                if windows.documents.contains(&at) {
+                    text.push('|');
+                }
+                text.push(letter);
+            }
+            format!("{text} {targets}")
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn windows_say_where_documents_begin_unless_attention_crosses_them() {
+    let lines = ["aaa", "bbbbbb", "c", "ddddddddddddddd"];
+    let lines = lines.map(|word| format!("{{\"text\": \"{word}\"}}"));
+    let of = |packing, cross| {
+        let data = Harness::new("a.jsonl", lines.join("\n"), 9)
+            .with(|settings| settings.packing = Some(packing))
+            .with(|settings| settings.cross_document_attention = cross)
+            .open()
+            .unwrap();
+        (with_documents(&data, 9), data.describe())
+    };
+    let (concatenated, _) = of(Packing::Concatenate, false);
+    // The first token of a document is not a target: nothing of its document precedes it.
+    assert_eq!(
+        concatenated,
+        [
+            "aaa\n|bbbbb aa\n.bbbbb",
+            "b\n|c\n|ddddd \n.\n.ddddd",
+            "ddddddddd ddddddddd"
+        ]
+    );
+    let (whole, said) = of(Packing::Documents, false);
+    assert_eq!(
+        whole,
+        [
+            "aaa\n|c\n|___ aa\n.\n....",
+            "bbbbbb\n|__ bbbbb\n...",
+            "dddddd\n|__ ddddd\n...",
+            "ddddddddd ddddddddd",
+        ]
+    );
+    assert!(
+        said.contains("1 documents are longer and were cut"),
+        "{said}"
+    );
+    let (crossed, _) = of(Packing::Concatenate, true);
+    assert_eq!(
+        crossed,
+        [
+            "aaa\nbbbbb aa\nbbbbbb",
+            "b\nc\nddddd \nc\ndddddd",
+            "ddddddddd ddddddddd"
+        ]
+    );
+    // In a micro-batch, starts are counted over all rows.
+    let data = Harness::new("a.jsonl", lines.join("\n"), 9)
+        .with(|settings| settings.cross_document_attention = false)
+        .with(|settings| settings.shuffle = false)
+        .open()
+        .unwrap();
+    assert_eq!(data.samples(0, 3).unwrap().documents, [4, 11, 13]);
+}
+
+#[test]
+fn conversations_and_completions_stay_whole_by_default() {
+    let by_default = |name: &str, content: &str| {
+        let harness = Harness::new(name, content, 10).with(|settings| settings.packing = None);
+        harness.corpus().unwrap().packing
+    };
+    assert_eq!(by_default("a.jsonl", PAIRS), Packing::Documents);
+    assert_eq!(by_default("a.txt", "plain words"), Packing::Concatenate);
+    assert_eq!(
+        by_default("a.jsonl", r#"{"text": "a"}"#),
+        Packing::Concatenate
+    );
+}
+
+/// With the settings of `configs/chat.toml`.
+#[test]
+fn a_hundred_short_conversations_are_enough_to_train_and_evaluate() {
+    let line = r#"{"messages": [{"role": "user", "content": "the old clock"}, {"role": "assistant", "content": "waits for a grey cat"}]}"#;
+    let mut harness = Harness::new("chats.jsonl", format!("{line}\n").repeat(100), 4096)
+        .holding_out(0.02)
+        .with(|settings| {
+            settings.tokenizer = Some(fixture("qwen"));
+            settings.packing = None;
+            settings.cross_document_attention = false;
+            settings.loss_on = LossOn::Completions;
+        });
+    harness.vocab_size = 360;
+    let data = harness.open().unwrap();
+    assert_eq!((data.windows(), data.holdout_windows()), (2, 1));
+    let said = data.describe();
+    assert!(
+        said.starts_with("1 files (messages), 100 documents, "),
+        "{said}"
+    );
+    let held = data.holdout(0, 1).unwrap();
+    assert_eq!(
+        held.documents.len(),
+        2,
+        "the second conversation and the padding"
+    );
+    // More samples than there are windows begin another epoch.
+    assert_eq!(data.samples(0, 16).unwrap().inputs.len(), 16 * 4096);
+}
+
+#[test]
+fn a_file_may_be_used_several_times_or_in_part() {
+    let letters = |from: char| -> String {
+        let lines = (0..4u8).map(|i| char::from(from as u8 + i).to_string().repeat(3));
+        lines
+            .map(|word| format!("{{\"text\": \"{word}\"}}\n"))
+            .collect()
+    };
+    let harness = Harness::new("a.jsonl", letters('a'), 4);
+    let other = harness.dir.path().join("b.jsonl");
+    std::fs::write(&other, letters('e')).unwrap();
+    let inputs = |harness: &Harness| {
+        let data = harness.open().unwrap();
+        let mut found: Vec<String> = all_windows(&data, 4).into_iter().map(|row| row.0).collect();
+        found
+            .iter_mut()
+            .for_each(|text| *text = text.trim_end().into());
+        found.join(" ")
+    };
+    let harness = harness.with(|settings| {
+        settings.packing = Some(Packing::Documents);
+        settings.files.push(DataFile {
+            weight: 0.5,
+            ..entry(&other)
+        });
+        settings.files[0].weight = 2.5;
+    });
+    // Each of a to d twice and every second a third time; every second of e to h.
+    assert_eq!(
+        inputs(&harness),
+        "aaa aaa bbb bbb bbb ccc ccc ddd ddd ddd fff hhh"
+    );
+    let limited = harness.with(|settings| {
+        settings.files[0] = DataFile {
+            max_samples: Some(3),
+            ..settings.files[0].clone()
+        };
+        settings.files[1] = DataFile {
+            max_samples: Some(1),
+            ..entry(&other)
+        };
+    });
+    assert_eq!(inputs(&limited), "aaa aaa bbb bbb bbb ccc ccc eee");
+    // A document is either learned or held out, however often it is used.
+    let held = limited.holding_out(0.25);
+    let data = held.open().unwrap();
+    let of = |windows: Windows| texts(&windows, 4).concat_inputs();
+    assert_eq!(
+        of(data.holdout(0, data.holdout_windows() as usize).unwrap()),
+        "eee\n"
+    );
+    let trained = of(data.samples(0, data.windows() as usize).unwrap());
+    assert!(
+        !trained.contains('e') && trained.contains("aaa"),
+        "{trained}"
+    );
+    let text = Harness::new("text", "words ".repeat(20), 4)
+        .holding_out(0.2)
+        .with(|settings| settings.files[0].weight = 2.0)
+        .refused();
+    assert!(text.contains("used several times"), "{text}");
+}
+
 trait ConcatInputs {
     fn concat_inputs(&self) -> String;
 }
@@ -208,7 +394,7 @@ fn evaluation_may_use_its_own_files() {
     let harness = Harness::new("text", "x".repeat(40), 8);
     let eval = harness.dir.path().join("eval.txt");
     std::fs::write(&eval, "y".repeat(20)).unwrap();
-    let mut harness = harness.with(|settings| settings.eval_files = vec![eval.clone()]);
+    let mut harness = harness.with(|settings| settings.eval_files = vec![entry(&eval)]);
     harness.evaluates = true;
     let data = harness.open().unwrap();
     assert_eq!((data.windows(), data.holdout_windows()), (4, 2));
@@ -281,7 +467,7 @@ fn whole_documents_fill_windows_and_the_rest_does_not_count() {
     let words = ["aaaa", "bbbbbb", "cc", "ddddddddddddddd"];
     let lines = words.map(|word| format!("{{\"text\": \"{word}\"}}"));
     let harness = Harness::new("a.jsonl", lines.join("\n"), 9)
-        .with(|settings| settings.packing = Packing::Documents);
+        .with(|settings| settings.packing = Some(Packing::Documents));
     let data = harness.open().unwrap();
     let mut expected = [
         // Each document has its line end: 5 + 3, 7, and 16, of which 10 fill a window and the rest starts
@@ -312,7 +498,7 @@ fn packing_loses_no_document_with_any_number_of_open_windows() {
         lines += &format!("{{\"text\": \"{}\"}}\n", "x".repeat(length));
     }
     let harness = Harness::new("a.jsonl", lines, 63)
-        .with(|settings| settings.packing = Packing::Documents)
+        .with(|settings| settings.packing = Some(Packing::Documents))
         .holding_out(0.1);
     let data = harness.open().unwrap();
     let count = |windows: &Windows| {

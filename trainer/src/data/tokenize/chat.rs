@@ -14,6 +14,7 @@ use minijinja::{Environment, context};
 
 use super::dialect::{self, BEGINS, ENDS};
 use super::special::Special;
+use crate::data::read::Chat as Conversation;
 
 /// A chat template.
 pub(super) struct Template {
@@ -65,13 +66,10 @@ impl Template {
     }
 
     /// Formats the whole conversation; only the assistant's part counts.
-    pub(super) fn text_counted(
-        &self,
-        messages: &[Value],
-        tools: Option<&Value>,
-    ) -> Result<Chat, String> {
+    pub(super) fn text_counted(&self, conversation: &Conversation) -> Result<Chat, String> {
+        let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
         if !self.marks {
-            return self.by_turns(messages, tools);
+            return self.by_turns(messages, tools, &conversation.counts);
         }
         let marked = self.render(messages, tools, false)?;
         let mut text = String::with_capacity(marked.len());
@@ -90,17 +88,38 @@ impl Template {
                 _ => return Err("the template's generation marks are not in pairs, or the conversation contains U+FDD0 or U+FDD1".into()),
             }
         }
+        let turns = messages.iter().zip(&conversation.counts);
+        let counts: Vec<bool> = turns
+            .filter(|(message, _)| is_assistant(message))
+            .map(|(_, counts)| *counts)
+            .collect();
+        if !counts.iter().all(|counts| *counts) {
+            if counts.len() != counted.len() {
+                return Err(format!(
+                    "the template marks {} parts of the assistant's {} messages, so those that must not count cannot be found: use another template (data.chat_template), or data.loss_on = \"all\"",
+                    counted.len(),
+                    counts.len()
+                ));
+            }
+            let mut counts = counts.into_iter();
+            counted.retain(|_| counts.next().unwrap_or(true));
+        }
         Ok(Chat {
             text,
             counted: Some(counted),
         })
     }
 
-    fn by_turns(&self, messages: &[Value], tools: Option<&Value>) -> Result<Chat, String> {
+    fn by_turns(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        counts: &[bool],
+    ) -> Result<Chat, String> {
         let text = self.render(messages, tools, false)?;
         let mut counted = Vec::new();
         for (turn, message) in messages.iter().enumerate() {
-            if message.get_attr("role").unwrap_or_default().as_str() != Some("assistant") {
+            if !(counts[turn] && is_assistant(message)) {
                 continue;
             }
             let with = match turn + 1 == messages.len() {
@@ -158,6 +177,10 @@ impl Template {
     }
 }
 
+fn is_assistant(message: &Value) -> bool {
+    message.get_attr("role").unwrap_or_default().as_str() == Some("assistant")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -182,6 +205,32 @@ mod tests {
         step_order.iter().map(message).collect()
     }
 
+    fn all(messages: Vec<Value>) -> Conversation {
+        Conversation {
+            counts: vec![true; messages.len()],
+            messages,
+            tools: None,
+        }
+    }
+
+    #[test]
+    fn messages_may_be_left_out_of_the_loss() {
+        let mut some = all(conversation());
+        some.counts[1] = false;
+        let by_turns = template(CHATML).text_counted(&some).unwrap();
+        assert_eq!(said(&by_turns), ["bye<|end|>\n"]);
+        let marked = template(MARKED).text_counted(&some).unwrap();
+        assert_eq!(said(&marked), ["bye<|end|>"]);
+        // Marks around several messages do not show where one of them is.
+        let once =
+            "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}";
+        let error = template(once).text_counted(&some).unwrap_err();
+        assert!(
+            error.contains("marks 1 parts of the assistant's 2 messages"),
+            "{error}"
+        );
+    }
+
     fn said(chat: &Chat) -> Vec<&str> {
         let ranges = chat.counted.as_ref().unwrap().iter();
         ranges.map(|range| &chat.text[range.clone()]).collect()
@@ -189,9 +238,7 @@ mod tests {
 
     #[test]
     fn each_turn_is_the_text_that_it_adds() {
-        let chat = template(CHATML)
-            .text_counted(&conversation(), None)
-            .unwrap();
+        let chat = template(CHATML).text_counted(&all(conversation())).unwrap();
         assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
         let all = template(CHATML).text(&conversation(), None).unwrap();
         assert_eq!((all.text, all.counted), (chat.text, None));
@@ -205,14 +252,20 @@ mod tests {
             "{{% if messages[0].role != 'system' %}}<|system|>\nBe brief.<|end|>\n{{% endif %}}{CHATML}"
         );
         for source in [CHATML, &source] {
-            let chat = template(source).text_counted(&greeting, None).unwrap();
+            let chat = template(source)
+                .text_counted(&all(greeting.clone()))
+                .unwrap();
             assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
-            let alone = template(source).text_counted(&greeting[..1], None).unwrap();
+            let alone = template(source)
+                .text_counted(&all(greeting[..1].to_vec()))
+                .unwrap();
             assert_eq!(said(&alone), ["hello<|end|>\n"]);
         }
         // Without a generation prompt, the start of the assistant's part is unknown.
         let bare = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}";
-        let error = template(bare).text_counted(&greeting, None).unwrap_err();
+        let error = template(bare)
+            .text_counted(&all(greeting.clone()))
+            .unwrap_err();
         assert!(error.contains("the assistant speaks first"), "{error}");
     }
 
@@ -232,9 +285,7 @@ mod tests {
 
     #[test]
     fn generation_marks_of_a_template_are_used() {
-        let chat = template(MARKED)
-            .text_counted(&conversation(), None)
-            .unwrap();
+        let chat = template(MARKED).text_counted(&all(conversation())).unwrap();
         assert_eq!(said(&chat), ["hello<|end|>", "bye<|end|>"]);
         let all = template(MARKED).text(&conversation(), None).unwrap();
         assert_eq!(all.text, chat.text);
@@ -245,18 +296,20 @@ mod tests {
     fn a_template_that_rewrites_turns_is_refused() {
         let source = "{% for m in messages %}{% if loop.last %}<think>{% endif %}{{ m.content }};{% endfor %}";
         let error = template(source)
-            .text_counted(&conversation(), None)
+            .text_counted(&all(conversation()))
             .unwrap_err();
         assert!(error.contains("formats message 2 differently"), "{error}");
         let first: Vec<Value> = conversation().into_iter().take(2).collect();
-        let error = template(source).text_counted(&first, None).unwrap_err();
+        let error = template(source).text_counted(&all(first)).unwrap_err();
         assert!(error.contains("message 2"), "{error}");
     }
 
     #[test]
     fn marks_in_a_conversation_are_refused() {
         let message = context! { role => "user", content => "a\u{FDD0}b" };
-        let error = template(MARKED).text_counted(&[message], None).unwrap_err();
+        let error = template(MARKED)
+            .text_counted(&all(vec![message]))
+            .unwrap_err();
         assert!(error.contains("U+FDD0"), "{error}");
     }
 

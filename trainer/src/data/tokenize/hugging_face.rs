@@ -7,7 +7,8 @@ use tokenizers::Tokenizer;
 
 use super::chat::Template;
 use super::special::{Special, read_bounded};
-use super::{Encoding, NOT_COUNTED};
+use super::templates;
+use super::{BEGINS, Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
 use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
@@ -56,7 +57,20 @@ impl HuggingFace {
         let special = Special::read(dir, key)?;
         let source = match template {
             None => special.template.clone(),
-            Some(file) => Some(text(file, "data.chat_template")?),
+            Some(name) => Some(match templates::named(name) {
+                Some(source) => source.to_owned(),
+                None if !name.exists() => {
+                    return Err(DataError::Setting {
+                        key: "data.chat_template",
+                        message: format!(
+                            "\"{}\" is neither a file nor the name of a known template ({})",
+                            name.display(),
+                            templates::names()
+                        ),
+                    });
+                }
+                None => text(name, "data.chat_template")?,
+            }),
         };
         let template_key = template.map_or(key, |_| "data.chat_template");
         let template = source
@@ -71,7 +85,7 @@ impl HuggingFace {
             .into_values()
             .max()
             .map_or(0, |id| u64::from(id) + 1);
-        if ids_end == 0 || ids_end > u64::from(NOT_COUNTED) {
+        if ids_end == 0 || ids_end > u64::from(BEGINS) {
             return Err(wrong(format!(
                 "has {ids_end} tokens, which is not supported"
             )));
@@ -133,7 +147,7 @@ impl HuggingFace {
         Err(DataError::Setting {
             key: "data.tokenizer",
             message: format!(
-                "conversations need a chat template, but {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to a template file",
+                "conversations need a chat template, but {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to the name of a known template or to a file",
                 self.path.parent().unwrap_or(Path::new(".")).display()
             ),
         })
@@ -174,14 +188,14 @@ impl HuggingFace {
                 self.end(&mut ids);
                 Ok(ids)
             }
-            Document::Chat { messages, tools } => {
+            Document::Chat(chat) => {
                 let template = self
                     .template
                     .as_ref()
                     .expect("check_chat has found a template");
                 let chat = match encoding.loss_on {
-                    LossOn::All => template.text(messages, tools.as_ref())?,
-                    LossOn::Completions => template.text_counted(messages, tools.as_ref())?,
+                    LossOn::All => template.text(&chat.messages, chat.tools.as_ref())?,
+                    LossOn::Completions => template.text_counted(chat)?,
                 };
                 self.ids_counted(&chat.text, chat.counted.as_deref())
             }

@@ -14,6 +14,7 @@ mod chat;
 mod dialect;
 mod hugging_face;
 mod special;
+mod templates;
 
 use std::path::{Path, PathBuf};
 
@@ -24,8 +25,12 @@ use crate::model::BYTE_VOCAB_SIZE;
 use hugging_face::HuggingFace;
 use training_state::fingerprint::Fingerprint;
 
-/// Bit that marks a token that is not a target of the loss. Token ids are smaller.
+/// Bit that marks a token that is not a target of the loss.
 pub(super) const NOT_COUNTED: u32 = 1 << 31;
+/// Bit that marks the first token of a document. Token ids are smaller.
+pub(super) const BEGINS: u32 = 1 << 30;
+/// All marks.
+pub(super) const MARKS: u32 = NOT_COUNTED | BEGINS;
 
 /// Source of a run's tokens.
 pub(super) enum Tokenizer {
@@ -260,7 +265,7 @@ fn bytes(document: &Document, encoding: Encoding) -> Vec<u32> {
             ids.extend::<Vec<u32>>(of(completion.as_bytes()));
             (ids, true)
         }
-        Document::Chat { .. } => unreachable!("refused by check"),
+        Document::Chat(_) => unreachable!("refused by check"),
         Document::Ids { .. } => unreachable!("token ids are handled by the caller"),
     };
     if record && ids.last() != Some(&u32::from(b'\n')) {

@@ -7,6 +7,7 @@ use minijinja::Value as Chat;
 use serde_json::Value;
 
 use super::*;
+use crate::data::read::Chat as Conversation;
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/data")
@@ -51,11 +52,16 @@ fn split(elements: &[u32]) -> (Vec<u32>, Vec<u32>) {
 }
 
 fn conversation(chat: &Value) -> Document {
-    let text = chat["messages"].to_string();
-    Document::Chat {
-        messages: serde_json::from_str(&text).unwrap(),
+    chat_of(&chat["messages"].to_string())
+}
+
+fn chat_of(json: &str) -> Document {
+    let messages: Vec<Chat> = serde_json::from_str(json).unwrap();
+    Document::Chat(Conversation {
+        counts: vec![true; messages.len()],
+        messages,
         tools: None,
-    }
+    })
 }
 
 #[test]
@@ -120,7 +126,7 @@ fn tools_are_written_as_python_writes_them() {
     let whole: Chat = serde_json::from_str(&text).unwrap();
     let tools = whole.get_attr("tools").unwrap();
     for case in expected["qwen"]["chats"].as_array().unwrap() {
-        let Document::Chat { messages, .. } = conversation(case) else {
+        let Document::Chat(Conversation { messages, .. }) = conversation(case) else {
             unreachable!()
         };
         let found = template.text(&messages, Some(&tools)).unwrap();
@@ -132,10 +138,7 @@ fn tools_are_written_as_python_writes_them() {
 fn an_error_raised_by_a_template_is_reported() {
     let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
     let twice = r#"[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]"#;
-    let document = Document::Chat {
-        messages: serde_json::from_str(twice).unwrap(),
-        tools: None,
-    };
+    let document = chat_of(twice);
     let message = tokenizer.encode(&document, None, true, ALL).unwrap_err();
     assert!(
         message.contains("the chat template failed: two turns of the user in a row"),
@@ -379,7 +382,7 @@ fn templates_may_use_what_published_ones_use() {
     let whole: Chat = serde_json::from_str(&text).unwrap();
     let tools = whole.get_attr("tools").unwrap();
     for case in expected["features"].as_array().unwrap() {
-        let Document::Chat { messages, .. } = conversation(case) else {
+        let Document::Chat(Conversation { messages, .. }) = conversation(case) else {
             unreachable!()
         };
         let found = template.text(&messages, Some(&tools)).unwrap();

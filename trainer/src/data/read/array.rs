@@ -1,0 +1,124 @@
+//! Reads a `.json` file: an array of objects, one at a time, or an object on each line.
+
+use std::fmt;
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+
+use minijinja::Value;
+use serde::de::{Deserializer, Error, SeqAccess, Visitor};
+
+use super::record::Document;
+use super::{Piece, Place, Source, lines};
+use crate::data::DataError;
+
+const BUFFER_BYTES: usize = 1 << 20;
+
+pub(super) fn documents(
+    source: &Source,
+    key: &'static str,
+    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+) -> Result<(), DataError> {
+    let failed = DataError::reading(key, &source.path);
+    let file = File::open(&source.path).map_err(&failed)?;
+    let mut reader = BufReader::with_capacity(BUFFER_BYTES, file);
+    let start = reader.fill_buf().map_err(&failed)?;
+    // Some editors start a file with a byte order mark.
+    let mark_bytes = if start.starts_with(b"\xEF\xBB\xBF") {
+        3
+    } else {
+        0
+    };
+    let text = start[mark_bytes..].trim_ascii_start();
+    if !text.starts_with(b"[") {
+        let line = text.split(|byte| *byte == b'\n').next().unwrap_or_default();
+        if line.trim_ascii() == b"{" {
+            return Err(DataError::Format {
+                key,
+                path: source.path.clone(),
+                instead: "it is one object on several lines: write an array of objects, or one object on each line",
+            });
+        }
+        return lines::documents(source, key, take);
+    }
+    reader.consume(mark_bytes);
+    let mut stopped = None;
+    let mut each = Each {
+        source,
+        take,
+        number: 0,
+        gone_bytes: 0,
+        stopped: &mut stopped,
+    };
+    let mut parser = serde_json::Deserializer::from_reader(reader.by_ref());
+    let parsed = (&mut parser).deserialize_seq(&mut each);
+    let number = each.number;
+    let ended = parsed.and_then(|()| parser.end());
+    match (stopped, ended) {
+        (Some(stopped), _) => Err(stopped),
+        (None, Ok(())) => Ok(()),
+        (None, Err(error)) if error.is_io() => Err(failed(error.into())),
+        (None, Err(error)) => Err(DataError::Record {
+            place: place(source, number + 1),
+            message: format!("is not JSON: {error}"),
+        }),
+    }
+}
+
+fn place(source: &Source, number: u64) -> Place {
+    Place {
+        path: source.path.clone(),
+        number: Some(number),
+        what: "record",
+    }
+}
+
+/// Takes each element of an array.
+struct Each<'a> {
+    source: &'a Source,
+    take: &'a mut dyn FnMut(Piece) -> Result<(), DataError>,
+    number: u64,
+    gone_bytes: u64,
+    /// Error of a record, or of `take`.
+    stopped: &'a mut Option<DataError>,
+}
+
+impl Each<'_> {
+    fn record(&mut self, record: &Value) -> Result<(), DataError> {
+        let place = place(self.source, self.number);
+        let (document, format) =
+            Document::of(record, self.source.records).map_err(|message| DataError::Record {
+                place: place.clone(),
+                message,
+            })?;
+        // Progress assumes that the text is most of the file.
+        let left = self.source.bytes - self.gone_bytes;
+        let bytes = left.min(record.to_string().len() as u64);
+        self.gone_bytes += bytes;
+        (self.take)(Piece {
+            document,
+            after: None,
+            records: Some(format),
+            place,
+            bytes,
+        })
+    }
+}
+
+impl<'de> Visitor<'de> for &mut Each<'_> {
+    type Value = ();
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an array of objects")
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
+        while let Some(record) = elements.next_element::<Value>()? {
+            self.number += 1;
+            if let Err(error) = self.record(&record) {
+                *self.stopped = Some(error);
+                return Err(A::Error::custom("stopped"));
+            }
+        }
+        Ok(())
+    }
+}
