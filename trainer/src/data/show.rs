@@ -48,12 +48,18 @@ fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
         .copied()
         .chain(window.targets.last().copied());
     let mut runs: Vec<(bool, Vec<u32>)> = Vec::new();
-    for (id, target) in ids.zip(counts) {
+    // Runs that begin a document.
+    let mut begin = Vec::new();
+    for (at, (id, target)) in ids.zip(counts).enumerate() {
         let (counts, Ok(id)) = (target != IGNORED, u32::try_from(id)) else {
             continue;
         };
+        let begins = window.documents.contains(&at);
+        if begins {
+            begin.push(runs.len());
+        }
         match runs.last_mut() {
-            Some((same, run)) if *same == counts => run.push(id),
+            Some((same, run)) if *same == counts && !begins => run.push(id),
             _ => runs.push((counts, vec![id])),
         }
     }
@@ -73,7 +79,10 @@ fn marked(tokenizer: &Tokenizer, window: &Windows, marks: Marks) -> String {
         }
         _ => 0,
     };
-    for (counts, ids) in runs {
+    for (run, (counts, ids)) in runs.into_iter().enumerate() {
+        if begin.contains(&run) && !ids.is_empty() {
+            text += "\n[next document]\n";
+        }
         let said = tokenizer.decode(&ids);
         text += &match (marks, counts) {
             (Marks::Colours, true) => said,
@@ -108,10 +117,19 @@ mod tests {
             documents: Vec::new(),
         };
         filled.inputs.resize(300, 0);
+        filled.documents = vec![7];
         filled.targets.resize(300, IGNORED);
         assert_eq!(
             marked(&Tokenizer::Bytes, &filled, Marks::Brackets),
             "ask \u{27E6}an\n\u{27E7} [padding: 293 tokens]"
+        );
+        let two = Windows {
+            documents: vec![4],
+            ..window.clone()
+        };
+        assert_eq!(
+            marked(&Tokenizer::Bytes, &two, Marks::Brackets),
+            "ask \n[next document]\n\u{27E6}ans\u{27E7}"
         );
         let masked = Windows {
             targets: vec![IGNORED; 6],

@@ -31,6 +31,8 @@ pub(in crate::data) struct HuggingFace {
     eos: Option<u32>,
     special: Special,
     template: Option<Template>,
+    /// Tokens of a named template that the tokenizer lacks.
+    missing: Vec<String>,
     ids_end: u64,
     fingerprint: u64,
 }
@@ -71,6 +73,12 @@ impl HuggingFace {
                 }
                 None => text(name, "data.chat_template")?,
             }),
+        };
+        let missing = match (template.and_then(templates::named), &source) {
+            (Some(_), Some(source)) => templates::tokens(source)
+                .filter(|token| inner.token_to_id(token).is_none())
+                .collect(),
+            _ => Vec::new(),
         };
         let template_key = template.map_or(key, |_| "data.chat_template");
         let template = source
@@ -114,6 +122,7 @@ impl HuggingFace {
             eos,
             special,
             template,
+            missing,
             ids_end,
             fingerprint: print.finish(),
         })
@@ -125,7 +134,14 @@ impl HuggingFace {
             (None, Some(id)) => format!("documents end with token {id}"),
             (None, None) => "no token ends a document: its directory names none".into(),
         };
-        format!("{}, {} tokens; {eos}", self.path.display(), self.ids_end)
+        let mut text = format!("{}, {} tokens; {eos}", self.path.display(), self.ids_end);
+        if !self.missing.is_empty() {
+            text += &format!(
+                "; it lacks {} of data.chat_template, which become several tokens each",
+                self.missing.join(" and ")
+            );
+        }
+        text
     }
 
     pub(super) fn ids_end(&self) -> u64 {

@@ -102,6 +102,15 @@ pub(super) fn named(name: &Path) -> Option<&'static str> {
     found.map(|(_, template)| *template)
 }
 
+/// Lists the tokens between angle brackets in a template, each once.
+pub(super) fn tokens(template: &str) -> impl Iterator<Item = String> {
+    let parts = template.split(['\'', '\\']);
+    let tokens = parts
+        .filter(|part| part.starts_with('<') && part.ends_with('>') && !part.starts_with("<<"));
+    let unique: std::collections::BTreeSet<String> = tokens.map(str::to_owned).collect();
+    unique.into_iter()
+}
+
 /// Lists the names of all templates.
 pub(super) fn names() -> String {
     NAMED.map(|(name, _)| name).join(", ")
@@ -193,6 +202,8 @@ mod tests {
                 .collect();
             assert_eq!(found, said, "{name}");
         }
+        let tokens: Vec<String> = tokens(CHATML).collect();
+        assert_eq!(tokens, ["<|im_end|>", "<|im_start|>"]);
         assert_eq!(NAMED.len(), 10, "each is in the test");
         assert!(named(Path::new("chatml.jinja")).is_none());
     }
