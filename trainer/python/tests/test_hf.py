@@ -56,8 +56,8 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
         assert len(found) == count and found.keys() == without.keys()
         for step, values in without.items():
             assert found[step] == pytest.approx(values, rel=1e-5), step
-    early = [line for line in whole if line.startswith("early")]
-    assert early == [line for line in expected if line.startswith("early")]
+    for kind in ("early", "kept"):
+        assert [line for line in whole if line.startswith(kind)] == [line for line in expected if line.startswith(kind)] != []
     ours = torch.load(tmp_path / "whole" / "final.pt")
     assert ours.keys() == weights.keys()
     for name, value in weights.items():
@@ -77,7 +77,7 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
     for kind in ("loss", "metric"):
         unbroken = numbers(whole, kind)
         assert numbers(end, kind) == {step: unbroken[step] for step in unbroken if int(step) > 6 - (kind == "metric")}
-    for kind in ("early", "done"):
+    for kind in ("early", "kept", "done"):
         assert [line for line in end if line.startswith(kind)] == [line for line in whole if line.startswith(kind)]
 
 

@@ -46,7 +46,7 @@ class Tell(transformers.TrainerCallback):
 
 args = transformers.TrainingArguments(
     output_dir, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=2, learning_rate=3e-3, warmup_steps=3,
-    weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4, metric_for_best_model="loss",
+    weight_decay=0.1, logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4, save_total_limit=2, metric_for_best_model="loss",
     load_best_model_at_end="--twice" not in sys.argv,
     per_device_eval_batch_size=4, use_cpu=not says_deepspeed, disable_tqdm=True, report_to=[], seed=5,
     restore_callback_states_from_checkpoint=True, deepspeed=config if says_deepspeed else None,
@@ -65,6 +65,7 @@ if "--twice" in sys.argv:
 # A resumed Trainer makes callbacks anew.
 early = next(one for one in trainer.callback_handler.callbacks if isinstance(one, transformers.EarlyStoppingCallback))
 print("early stopping counts", early.early_stopping_patience_counter, "best", trainer.state.best_global_step)
+print("kept", *sorted(one.name for one in pathlib.Path(output_dir).glob("checkpoint-*")))
 model.save_pretrained(output_dir + "/final")
 digest = hashlib.sha256()
 saved = transformers.BertForMaskedLM.from_pretrained(output_dir + "/final").state_dict()
