@@ -9,7 +9,7 @@ from torch import nn
 
 import offloadd
 from test_engine import adapted, frozen_block, norms_in_fp32
-from test_runs import batches, config, needs_daemon, train
+from test_runs import batches, config, model_of, needs_daemon, train
 from toy import Net, randomize
 
 
@@ -303,3 +303,15 @@ def test_a_peft_model_saves_its_adapters_and_gathers_nothing_frozen(tmp_path):
     assert found.keys() == expected.keys() and len(found) == 12
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert any(value.abs().max() > 0 for name, value in found.items() if "lora_B" in name), "they were trained"
+
+
+@needs_daemon
+def test_a_state_dict_reads_each_unit_once(tmp_path, monkeypatch):
+    model = model_of()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with offloadd.prepare(model, torch.optim.AdamW(model.parameters()), config("nvme", tmp_path), run_dir=tmp_path / "run") as run:
+        read, expect = [], run.engine.memory.expect
+        monkeypatch.setattr(run.engine.memory, "expect", lambda unit: (read.append(unit.index), expect(unit)))
+        found = model.state_dict()
+        assert read == [unit.index for unit in run.engine.units]
+        assert list(found) == list(expected) and all(torch.equal(found[name], value) for name, value in expected.items())

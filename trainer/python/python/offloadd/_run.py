@@ -499,6 +499,10 @@ class Run:
 
         def state_dict(*args: Any, **kwargs: Any) -> Any:
             """The model's state; names of one parameter have one tensor, as in a model that is not prepared."""
+            if not (args or kwargs.get("keep_vars") or self.engine.keep):
+                state = whole(**{**kwargs, "keep_vars": True})
+                state.update(Blocks(self.engine, state).copies())
+                return state
             state = whole(*args, **kwargs)
             prefix = kwargs.get("prefix", "")
             for first, *others in tied:

@@ -54,11 +54,16 @@ class Blocks:
             yield {name: self.tensors[name].detach() for name in self.names[block]}
 
     def copies(self) -> dict[str, Any]:
-        """Copies of the whole state, in memory, in its order."""
+        """The whole state in memory, each unit read once. Names of one parameter have one copy; what is in no unit is no copy."""
         found: dict[str, Any] = dict(self.state)
+        copied: dict[int, torch.Tensor] = {}
         for block in range(len(self.names)):
             with self.values(block) as values:
-                found.update((name, value.clone()) for name, value in values.items())
+                for name, value in values.items():
+                    key = id(self.tensors[name])
+                    if key in self.engine.unit_of and key not in copied:
+                        copied[key] = value.clone()
+                    found[name] = copied.get(key, value)
         return found
 
 
