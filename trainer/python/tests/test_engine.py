@@ -450,3 +450,21 @@ def test_a_gradient_that_comes_before_any_unit():
         model(batch)
         sums[-1].backward()
     assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_a_gradients_norm_follows_what_it_was_scaled_with():
+    plain, ours = pair()
+    expected, loss = both(plain, ours, torch.randn(4, 8))
+    expected.backward(), loss.backward()
+    # A factor that changes in place, and one parameter that is scaled alone.
+    factor, params, wanted = torch.tensor(0.5), list(ours.model.parameters()), list(plain.parameters())
+    for number in (0.5, 0.25):
+        factor.fill_(number)
+        for mine, other in zip(params, wanted):
+            mine.grad.mul_(factor), other.grad.mul_(factor)
+        params[0].grad.div_(3.0), wanted[0].grad.div_(3.0)
+        for _ in range(2):
+            norms = [torch.linalg.vector_norm(param.grad) for param in params]
+            assert torch.allclose(torch.stack(norms), torch.stack([param.grad.norm() for param in wanted]))
+            norms[1].zero_()
+    assert torch.allclose(torch.nn.utils.clip_grad_norm_(params, 1.0), torch.nn.utils.clip_grad_norm_(wanted, 1.0))

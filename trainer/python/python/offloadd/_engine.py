@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ._errors import Error, NotSupported
-from ._held import Held
+from ._held import Held, Together
 from ._memory import HostMemory, Memory
 from ._order import Order
 from ._ranks import Ranks
@@ -32,6 +32,9 @@ ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
 
 # Action of several ranks while one of them reads or writes weights.
 _LEADS = "save weights"
+
+# Within it released parameters are plain tensors, whose gradients are reached without a detour through Python.
+_AS_TENSORS = torch._C.DisableTorchFunctionSubclass
 
 # Attributes that a released parameter answers by itself.
 _METADATA = {
@@ -141,6 +144,7 @@ class Engine:
         self.model, self.units, self.core, self.keep, self.ranks = model, units, core, keep, ranks or Ranks()
         # What the engine does, and what the model needs: the same where nothing comes ahead.
         self.order, self.needs = Order(core.announce), Order(lambda _: None, tells=False)
+        self.params = [param for unit in units for param in unit.params]
         self.unit_of = {id(param): unit for unit in units for param in unit.params}
         # Modules in forward: their units, units gathered on their behalf, and autograd's number when they began.
         self._stack: list[tuple[list[Unit], list[Unit], int]] = []
@@ -163,6 +167,8 @@ class Engine:
         self._handed_over: set[Unit] = set()
         # `param.grad` between backward and step, by parameter.
         self.held: dict[int, Held] = {}
+        # Views of the buffers that gradients leave from, by unit and buffer.
+        self._gradient_views: dict[tuple[Unit, int], dict[int, _Tensor]] = {}
         self._released = type("Released", (Released,), {"engine": self})
         self.before_pass = lambda: None
         of_module: dict[nn.Module, list[Unit]] = {model: []}
@@ -385,8 +391,7 @@ class Engine:
         self._had.clear()
         for unit in self.units:
             unit.gradients.clear()
-            for param in unit.params:
-                param.grad = None
+        self._drop_grads()
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
         _, companions, number = self._stack.pop()
@@ -456,20 +461,23 @@ class Engine:
             raise NotSupported("some gradients were set to None and more came: drop all of them, as optimizer.zero_grad() does")
         elif any(held.scaled and float(held.scale) != 1.0 for held in self.held.values()):
             raise NotSupported("gradients were clipped or scaled and more came: clip after the last backward of a step")
-        for unit in self.units:
-            for param in unit.params:
-                param.grad = None
+        self._drop_grads()
         self.held.clear()
+
+    def _drop_grads(self) -> None:
+        with _AS_TENSORS():
+            for param in self.params:
+                param.grad = None
 
     def dropped(self) -> set[int]:
         """Parameters whose gradients the script has dropped since they came."""
         found = set()
-        for unit in self.units:
-            for param in unit.params:
-                held = self.held.get(id(param))
-                if held is not None and param.grad is None:
+        with _AS_TENSORS():
+            for param in self.params:
+                held, grad = self.held.get(id(param)), param.grad
+                if held is not None and grad is None:
                     found.add(id(param))
-                elif param.grad is not held:
+                elif grad is not held:
                     raise NotSupported("param.grad was set by the script: gradients lie in tiles, and can be scaled, clipped or set to None")
         return found
 
@@ -528,23 +536,24 @@ class Engine:
                 self.square_sums[id(param)] = square_sum
         self._handed_over.clear()
         self.core.phase(ELSEWHERE)
-        for unit in self.units:
-            for param in unit.params:
+        together = Together()
+        with _AS_TENSORS():
+            for param in self.params:
                 square_sum = self.square_sums.get(id(param))
                 if square_sum is not None:
-                    param.grad = self.held[id(param)] = Held(param, square_sum)
+                    param.grad = self.held[id(param)] = Held(param, square_sum, together)
 
     def _hand_over(self, unit: Unit) -> None:
         """Takes the unit's gradients to its tiles, adding to those of earlier passes of the step."""
         buffer = self.memory.gradient_buffer(unit)
         buffer.zero_()
+        key = (unit, buffer.data_ptr())
+        if key not in self._gradient_views:
+            self._gradient_views[key] = {id(param): Unit.view_of(buffer, param, offset) for param, offset in zip(unit.params, unit.offsets)}
+        views = self._gradient_views[key]
+        came = [one if one.layout is torch.strided else one.to_dense() for one in unit.gradients.values()]
         with torch.no_grad():
-            for param, offset in zip(unit.params, unit.offsets):
-                gradient = unit.gradients.get(id(param))
-                if gradient is not None:
-                    if gradient.layout is not torch.strided:
-                        gradient = gradient.to_dense()
-                    Unit.view_of(buffer, param, offset).copy_(gradient)
+            torch._foreach_copy_([views[param] for param in unit.gradients], came)
         self.ranks.reduce(unit, buffer)
         self.order.next((True, unit.index))
         self.memory.hand_over(unit)
@@ -561,9 +570,7 @@ class Engine:
             self.release_all()
             self.broken = True
         self.forget_sums()
-        for unit in self.units:
-            for param in unit.params:
-                param.grad = None
+        self._drop_grads()
 
     def forget_sums(self) -> None:
         """Drops the gradients that were handed over in this step."""
@@ -584,11 +591,10 @@ class Engine:
         self._stack.clear()
         for unit in self.units:
             unit.fresh = unit.fresh and not unit.trained
-            for param in unit.params:
-                if param.grad is not None:
-                    # Autograd then refuses graphs that saved the weight of before.
-                    torch.autograd.graph.increment_version(param)
-                    param.grad = None
+        with _AS_TENSORS():
+            # Autograd then refuses graphs that saved the weight of before.
+            torch.autograd.graph.increment_version([param for param in self.params if param.grad is not None])
+        self._drop_grads()
         self._clear_sums()
         self.order.forget_rest()
         if self.keep:

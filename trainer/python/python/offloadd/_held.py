@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any, Optional
 
 import torch
 
@@ -14,9 +16,32 @@ aten = torch.ops.aten
 UNSCALED = torch.ones(())
 
 
+class Together:
+    """The gradients of one backward. What they share is computed once, since each computation on a GPU is waited for."""
+
+    def __init__(self) -> None:
+        # Weak, so that each goes with its last user and not with the next collection of cycles.
+        self.handles: list[weakref.ref[Held]] = []
+        self._product: tuple = (None, None, None, None)
+
+    def product(self, scale: torch.Tensor, factor: Any) -> torch.Tensor:
+        """A scale times a factor, the same tensor as long as both are the same."""
+        version = getattr(factor, "_version", None)
+        before, by, its_version, product = self._product
+        if before is not scale or by is not factor or its_version != version:
+            product = scale * factor
+            self._product = (scale, factor, version, product)
+        return product
+
+
 class Held(torch.Tensor):
     """A gradient in a tile. `square_sum` is of its values before `scale`."""
 
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    together: Together
+    # Computed with those of the others, for the next who asks.
+    found_norm: Optional[torch.Tensor]
     square_sum: float
     scale: torch.Tensor
     scaled: bool
@@ -24,8 +49,10 @@ class Held(torch.Tensor):
     unscaled: float
 
     @staticmethod
-    def __new__(cls, param: torch.Tensor, square_sum: float) -> "Held":
+    def __new__(cls, param: torch.Tensor, square_sum: float, together: Together) -> "Held":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        together.handles.append(weakref.ref(held))
+        held.together, held.found_norm = together, None
         held.square_sum = square_sum
         held.scale = UNSCALED
         held.scaled = False
@@ -41,7 +68,7 @@ class Held(torch.Tensor):
         if func is aten._foreach_norm.Scalar and _order(args, kwargs) == 2:
             return _norms(args[0])
         if func is aten.linalg_vector_norm.default and _order(args, kwargs) == 2:
-            return _norms([args[0]])[0]
+            return _norm(args[0])
         if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
             _scale(args[0], args[1])
             return None
@@ -68,6 +95,15 @@ class Held(torch.Tensor):
         )
 
 
+def _norm(one: Held) -> torch.Tensor:
+    if one.found_norm is None:
+        handles = [held for held in (handle() for handle in one.together.handles) if held is not None]
+        for held, norm in zip(handles, _norms(handles)):
+            held.found_norm = norm
+    norm, one.found_norm = one.found_norm, None
+    return norm
+
+
 def _norms(grads) -> list[torch.Tensor]:
     """The 2-norms, scaled, on the gradients' device: in one copy, as each would wait for it."""
     device = grads[0].device
@@ -79,12 +115,8 @@ def _norms(grads) -> list[torch.Tensor]:
 
 def _scale(grads, factor) -> None:
     """Multiplies the scales; gradients that share one share the product, so that it is read once."""
-    products: dict[int, torch.Tensor] = {}
     for one in grads:
-        before = one.scale
-        if id(before) not in products:
-            products[id(before)] = before * factor
-        one.scale, one.scaled = products[id(before)], True
+        one.scale, one.scaled, one.found_norm = one.together.product(one.scale, factor), True, None
 
 
 def _order(args, kwargs) -> float:

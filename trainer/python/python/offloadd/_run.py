@@ -22,7 +22,7 @@ from ._console import say
 from ._config import Config, settings_of
 from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
-from ._held import UNSCALED, Held
+from ._held import Held
 from ._memory import GpuMemory, gpu_of
 from ._plan import Plan, bytes_text
 from ._progress import Progress
@@ -102,7 +102,6 @@ class Run:
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
         self.track = track
-        names = {id(param): name for name, param in model.named_parameters()}
         _check_groups(optimizer, found)
         plan.check()
         if settings.without_effect:
@@ -115,8 +114,7 @@ class Run:
         self._names: dict[int, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             self._names.setdefault(id(param), []).append(name)
-        in_units = (param for unit in found for param in unit.params)
-        self._index_of = {id(param): index for index, param in enumerate(in_units)}
+        self._index_of = {id(param): index for index, param in enumerate(param for unit in found for param in unit.params)}
         # Updates so far of the parameter with each index.
         self._updates: dict[int, int] = {}
         self._position = _Position()
@@ -127,7 +125,7 @@ class Run:
         # The last step's state, and the same until it is committed.
         self._noted: dict[str, Any] = {}
         self._to_seal: Optional[dict[str, Any]] = None
-        self._closed = False
+        self.closed = False
         self._process = os.getpid()
         # Where this rank's state lies if it is large.
         self._state_dir = run_dir if ranks.first else run_dir / f"rank-{ranks.rank}"
@@ -137,29 +135,29 @@ class Run:
         except InUse:
             raise Error(f"{run_dir} is being deleted: start again when that is done, or name another run_dir") from None
         # Names and shapes of the units' parameters.
-        self.layout = [[[names[id(param)], list(param.shape)] for param in unit.params] for unit in found]
+        self.layout = [[[self._names[id(param)][0], list(param.shape)] for param in unit.params] for unit in found]
         if (run_dir / LAYOUT).exists():
             self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
         if ranks.first:
             write_store(run_dir, settings)
-        self._core, blob = self._open(plan)
+        self.core, blob = self._open(plan)
         ranks.divide(found, plan.figures["shard_elems"])
         for unit in found:
             if unit.built_on_meta:
                 unit.place_meta()
-        self.engine = Engine(model, found, modules, self._core, keep=settings.device == "none", ranks=ranks)
+        self.engine = Engine(model, found, modules, self.core, keep=settings.device == "none", ranks=ranks)
         self.engine.before_pass = self._seal
         if blob is not None and not resume:
             try:
                 self._check_frozen()
             except Error:
-                self._core.close()
+                self.core.close()
                 raise
         if blob is None or not resume:
             self._note_step()
             state, self._to_seal = self._to_seal, None
             self._fill(weights, to_blob(state, self._state_dir), replace=blob is not None)
-            self._core.begin_step()
+            self.core.begin_step()
             if ranks.first:
                 (run_dir / LAYOUT).write_text(json.dumps(self.layout))
         else:
@@ -171,7 +169,7 @@ class Run:
                     self.engine.take_away(unit)
             self._resume(blob)
             self._resumed_at = self.steps_done
-            self._core.begin_step()
+            self.core.begin_step()
         gpu = plan.gpu
         if gpu is not None:
             self.engine.memory = memory = GpuMemory(ranks, found, gpu)
@@ -220,9 +218,9 @@ class Run:
         self.ranks.broadcast("share what is in no unit", _rest(self.model, engine.units))
         if replace:
             self.ranks.meet("begin anew")
-            self._core.begin_rewrite([unit.index for together in engine.together for unit in together if unit.trained], blob)
+            self.core.begin_rewrite([unit.index for together in engine.together for unit in together if unit.trained], blob)
         else:
-            self._core.begin_fill(blob)
+            self.core.begin_fill(blob)
         for together in engine.together:
             with contextlib.ExitStack() as rooms:
                 for unit in together:
@@ -237,14 +235,14 @@ class Run:
                 for unit in together:
                     self.ranks.broadcast(f"share {unit.name}", [unit.flat])
                     if unit.trained or not replace:
-                        self._core.fill(unit.index, unit.flat.data_ptr())
+                        self.core.fill(unit.index, unit.flat.data_ptr())
                     engine.release(unit)
         self.ranks.meet("commit the first content")
-        self._core.end_fill()
+        self.core.end_fill()
 
     def _check_frozen(self) -> None:
         """Refuses frozen parameters whose values are not those that an earlier run has stored."""
-        self._core.begin_step()
+        self.core.begin_step()
         for unit in self.engine.units:
             if unit.trained:
                 continue
@@ -277,7 +275,7 @@ class Run:
         self._note_step()
         state, self._to_seal = self._to_seal, None
         names = {key: of_one[0] for key, of_one in self._names.items()}
-        rewrite(self.engine, self._core, sources, names, lambda: to_blob(self._complete(state), self._state_dir))
+        rewrite(self.engine, self.core, sources, names, lambda: to_blob(self._complete(state), self._state_dir))
 
     def allow_load_state_dict(self) -> None:
         """Lets `model.load_state_dict` replace what a resumed run has trained."""
@@ -299,11 +297,6 @@ class Run:
             if self.engine.square_sums or self.engine.broken:
                 raise Error("parameters were changed between backward and step(): call optimizer.step() or zero_grad() first")
             self._replace(sources)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
 
     def save_weights(self, path: Union[str, os.PathLike]) -> None:
         """Writes the model's state to one file in safetensors' format, under the names of its state_dict, with the weights of
@@ -364,7 +357,7 @@ class Run:
         """Applies pending updates and commits the last step."""
         self._seal()
         self.ranks.meet("commit what is done")
-        self._core.drain()
+        self.core.drain()
         self.engine.order.forget_rest()
 
     def close(self) -> None:
@@ -376,9 +369,9 @@ class Run:
 
     def _close(self, failed: Optional[BaseException]) -> None:
         """Ends the run, in which the script has `failed` on this rank unless it is None."""
-        if self._closed:
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         atexit.unregister(self._close_at_exit)
         if os.getpid() != self._process:
             return
@@ -394,13 +387,13 @@ class Run:
             if not ranks.broken:
                 self._seal()
                 ranks.meet("end the run")
-                self._core.drain()
+                self.core.drain()
             # The daemon ends with the first rank's part.
             if ranks.first and not ranks.broken:
                 ranks.meet("leave the run")
         finally:
             with contextlib.suppress(*[Error] * ranks.broken):
-                self._core.close()
+                self.core.close()
             if not ranks.first and not ranks.broken:
                 ranks.meet("leave the run")
             ranks.close()
@@ -415,16 +408,11 @@ class Run:
     def describe(self) -> str:
         """The place of the state, for people."""
         elems = sum(unit.elems for unit in self.engine.units)
-        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self._core.engine})"}
+        where = {"none": "in memory, nothing is released", "cpu": "in host memory", "nvme": f"on drives ({self.core.engine})"}
         return (
             f"{elems:,} parameters in {len(self.engine.units)} units, state {where[self.settings.device]}: "
-            f"{bytes_text(self._core.host_bytes)} of host memory, {bytes_text(self._core.device_bytes)} of tiles"
+            f"{bytes_text(self.core.host_bytes)} of host memory, {bytes_text(self.core.device_bytes)} of tiles"
         )
-
-    @property
-    def core(self) -> Any:
-        """The extension's object."""
-        return self._core
 
     def gradients_are_finite(self) -> bool:
         """Whether the gradients that have come since the last step are."""
@@ -438,8 +426,8 @@ class Run:
         """Brings tiles and everything else to a checkpoint, and commits it as the run's last step."""
         self.engine.forget_gradients()
         self.ranks.meet("load a checkpoint")
-        frozen = self.ranks.total("compare frozen parameters", self._core.frozen())
-        self._core.load(str(checkpoint), to_blob(state, self._state_dir), frozen)
+        frozen = self.ranks.total("compare frozen parameters", self.core.frozen())
+        self.core.load(str(checkpoint), to_blob(state, self._state_dir), frozen)
         self._resume(state)
         if self._position.epoch:
             # The script is in the middle of its data and continues there.
@@ -447,7 +435,7 @@ class Run:
         set_random_state(state["random"])
         self._to_seal = None
         self.engine.stale()
-        self._core.begin_step()
+        self.core.begin_step()
         self._open_reports()
 
     # The optimizer
@@ -544,8 +532,9 @@ class Run:
         if not engine.square_sums:
             raise Error("optimizer.step() without gradients: call backward first")
         dropped = engine.dropped()
-        scales = self._scales()
-        norm = self._norm()
+        came = {key: held for key, held in engine.held.items() if key not in dropped}
+        scales = self._scales(came)
+        norm = math.sqrt(sum(held.square_sum * held.unscaled**2 for held in came.values())) / (self.loss_scale or 1.0)
         self.ranks.meet(f"make step {self.steps_done + 1}")
         # A script that never calls the whole model begins no pass that would do it.
         self._seal()
@@ -559,18 +548,15 @@ class Run:
             for param in group["params"]:
                 group_of[id(param)] = index
         of_params = []
-        for unit in engine.units:
-            for param in unit.params:
-                key = id(param)
-                if key in engine.square_sums and key in group_of and key not in dropped:
-                    index = self._index_of[key]
-                    self._updates[index] = self._updates.get(index, 0) + 1
-                    of_params.append((group_of[key], self._updates[index], scales[key]))
-                else:
-                    of_params.append((0, 0, 1.0))
+        for key, index in self._index_of.items():
+            if key in scales and key in group_of:
+                self._updates[index] = self._updates.get(index, 0) + 1
+                of_params.append((group_of[key], self._updates[index], scales[key]))
+            else:
+                of_params.append((0, 0, 1.0))
         interrupted = None
         try:
-            self._core.finish(groups, of_params)
+            self.core.finish(groups, of_params)
         except Error:
             raise
         except BaseException as error:
@@ -583,21 +569,14 @@ class Run:
         if interrupted is not None:
             raise interrupted
 
-    def _scales(self) -> dict[int, float]:
+    def _scales(self, came: Mapping[int, Held]) -> dict[int, float]:
         """The factor of each parameter's gradient: what clipping and scaling made of its handle."""
-        engine = self.engine
-        scales = {}
         # Reading one that lies on a GPU waits for it.
-        read: dict[int, float] = {}
-        for unit in engine.units:
-            for param in unit.params:
-                if id(param) in engine.square_sums:
-                    scale = param.grad.scale if isinstance(param.grad, Held) else UNSCALED
-                    if id(scale) not in read:
-                        read[id(scale)] = float(scale)
-                    scales[id(param)] = read[id(scale)] / (self.loss_scale or 1.0)
+        tensors = {id(held.scale): held.scale for held in came.values()}
+        read = {key: float(scale) / (self.loss_scale or 1.0) for key, scale in tensors.items()}
+        scales = {key: read[id(held.scale)] for key, held in came.items()}
         if self.settings.gradient_clipping > 0:
-            norm = math.sqrt(sum(engine.square_sums[key] * scale * scale for key, scale in scales.items()))
+            norm = math.sqrt(sum(came[key].square_sum * scale * scale for key, scale in scales.items()))
             if norm > self.settings.gradient_clipping:
                 factor = self.settings.gradient_clipping / (norm + 1e-6)
                 scales = {key: scale * factor for key, scale in scales.items()}
@@ -613,7 +592,7 @@ class Run:
         self.loss_scale: Optional[float] = None
         self.grad_norm: Optional[float] = None
         if self.ranks.first:
-            self._core.open_reports(
+            self.core.open_reports(
                 self.steps_done,
                 self._samples(),
                 settings.monitor_dir("tensorboard", self.run_dir),
@@ -624,22 +603,12 @@ class Run:
     def _samples(self) -> int:
         return self.steps_done * (self.settings.train_batch_size or 1)
 
-    def _norm(self) -> float:
-        """Norm of the step's gradients before clipping."""
-        total = 0.0
-        for unit in self.engine.units:
-            for param in unit.params:
-                square_sum = self.engine.square_sums.get(id(param))
-                if square_sum is not None:
-                    grad = param.grad
-                    total += square_sum * (grad.unscaled**2 if isinstance(grad, Held) else 1.0)
-        return math.sqrt(total) / (self.loss_scale or 1.0)
-
     def _report(self, norm: float) -> None:
         """The step that ended, in metrics.jsonl, the monitors and on stderr."""
+        # Before clipping.
         self.grad_norm = norm
         lr = float(self.optimizer.param_groups[0]["lr"])
-        facts = self._core.report(self.steps_done, self._samples(), self.loss, norm, lr, self.loss_scale, False)
+        facts = self.core.report(self.steps_done, self._samples(), self.loss, norm, lr, self.loss_scale, False)
         self.loss = math.nan
         self._progress.step(self.steps_done, facts)
 
@@ -665,7 +634,7 @@ class Run:
             return
         blob = to_blob(self._complete(self._to_seal), self._state_dir)
         self.ranks.meet(f"commit step {self._to_seal['steps_done']}")
-        self._core.seal(blob)
+        self.core.seal(blob)
         self._to_seal = None
         self.engine.order.forget_rest()
 
@@ -769,7 +738,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_groups(optimizer: torch.optim.Optimizer, units: list[Unit]) -> None:
     managed = {id(param) for unit in units for param in unit.params}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad and id(param) not in managed:
-                raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.requires_grad and id(param) not in managed:
+            raise NotSupported("the optimizer has a parameter that is not the model's: pass the model that holds all of them")
