@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import datetime
+import functools
 import hashlib
+import operator
 import os
 import select
 import socket
@@ -19,7 +22,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Callable, Iterable, Optional, TypeVar
+from typing import Any, Callable, Iterable, Iterator, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -254,7 +257,7 @@ class Ranks:
     def any(self, what: str, flags: bytes) -> bytes:
         """Flags that are set on any rank: bitwise or."""
         told = self.meet(what, flags)
-        return flags if len(told) == 1 else bytes(map(_or, *told))
+        return flags if len(told) == 1 else bytes(functools.reduce(operator.or_, of_ranks) for of_ranks in zip(*told))
 
     def sum(self, what: str, values: list[float]) -> list[float]:
         """Sums over the ranks, in their order: the same bits on all of them."""
@@ -316,8 +319,16 @@ class Ranks:
             self._groups[kind] = dist.new_group(backend=backend, timeout=_TRANSFER_MAX)
         return self._groups[kind]
 
-    def _transfer(self) -> "_Transfer":
-        return _Transfer(self)
+    @contextlib.contextmanager
+    def _transfer(self) -> Iterator[None]:
+        """An operation of torch.distributed, whose failure is another rank's end."""
+        try:
+            yield
+        except RuntimeError as error:
+            blamed = self.blame(error)
+            if blamed is error:
+                raise
+            raise blamed from error
 
     # Ranks that are gone
 
@@ -379,20 +390,6 @@ class Ranks:
 _SAME_ORDER = "Every rank must make the same calls in the same order: as many batches, generate with synced_gpus, weights read and saved on all ranks"
 
 
-class _Transfer:
-    """An operation of torch.distributed, whose failure is another rank's end."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, RuntimeError) and (blamed := self._ranks.blame(error)) is not error:
-            raise blamed from error
-
-
 class _Watched:
     """Calls of an object of the extension; one that fails because another rank is gone says so."""
 
@@ -413,13 +410,6 @@ class _Watched:
 
         self.__dict__[name] = call
         return call
-
-
-def _or(*flags: int) -> int:
-    found = 0
-    for one in flags:
-        found |= one
-    return found
 
 
 def _names(ranks: list[int]) -> str:

@@ -270,7 +270,6 @@ class Run:
         return answer
 
     def _replace(self, sources: Mapping[int, torch.Tensor]) -> None:
-        """Gives parameters, by id, other values and commits them."""
         self._seal()
         self._note_step()
         state, self._to_seal = self._to_seal, None
@@ -445,7 +444,6 @@ class Run:
         counted = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
 
         def step(self, closure=None):
-            """One update, by the engine."""
             loss = None
             if closure is not None:
                 with torch.enable_grad():
@@ -458,7 +456,6 @@ class Run:
             step._wrapped_by_lr_sched = True
 
         def zero_grad(self, set_to_none=True):
-            """Drops the gradients that have come."""
             run.engine.forget_gradients()
 
         def state_dict(self):
@@ -477,7 +474,6 @@ class Run:
         plain = self.model.zero_grad
 
         def zero_grad(set_to_none: bool = True) -> None:
-            """Drops the gradients that have come."""
             self.engine.forget_gradients()
             plain(set_to_none)
 

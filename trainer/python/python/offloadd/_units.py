@@ -66,7 +66,6 @@ class Unit:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the flat tensor."""
         return self.room_elems * self.dtype.itemsize
 
     @property
