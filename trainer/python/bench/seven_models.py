@@ -94,7 +94,7 @@ def main():
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS), metavar="NAME", help=", ".join(MODELS))
     parser.add_argument("--rows", nargs="*", choices=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--steps", type=int, default=6, help="that are timed, after %d that warm up" % WARM_STEPS)
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one row")
+    parser.add_argument("--timeout", type=float, default=100.0, help="seconds for one row")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all rows of a call")
     parser.add_argument("--testdrives", type=int, default=0, metavar="N", help="rate-limited drives to make for the row nvme (root)")
     parser.add_argument("--directory", action="append", default=[], help="on a drive, for the row nvme; one for each drive")
@@ -163,6 +163,8 @@ class Table:
             if "samples_per_s" in found and (why := self.wrong(model, found)):
                 found["wrong_samples_per_s"] = found.pop("samples_per_s")
                 found["note"] = why
+            elif "samples_per_s" in found and "losses" not in self.of(model, REFERENCE) and row != REFERENCE:
+                found["note"] = "its losses were compared with nothing: plain PyTorch has no figure"
             print({key: value for key, value in found.items() if key != "step_s_each"}, flush=True)
         self.found[model, row] = {"model": model, "row": row, **self.about, **found}
         self.path.write_text(json.dumps(list(self.found.values()), indent=1) + "\n")
