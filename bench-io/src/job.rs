@@ -1,31 +1,28 @@
-//! Job description: fio's options as flags and as keys of a file ([`JobOptions`]), and the checked result ([`Job`]).
+//! Job description: fio's options as flags and as keys of a job file ([`JobOptions`]), and the checked result ([`Job`]).
 //!
 //! A flag overrides the file. Nothing here touches a device.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
 use offloadd::engine::EngineChoice;
-use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, Switch};
+use crate::units::{Bytes, Seconds, Switch};
 
 /// Threads, each with its own engine or session.
 const JOBS_MAX: u32 = 64;
 
 /// Direction and order of access.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lower")]
 pub(crate) enum Access {
     Read,
     Write,
     /// Mixed reads and writes, in order
     #[value(alias = "readwrite")]
-    #[serde(alias = "readwrite")]
     Rw,
     RandRead,
     RandWrite,
@@ -59,8 +56,7 @@ impl Access {
 }
 
 /// Object of the measurement.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum TargetKind {
     /// The I/O engine alone, on a device or file
     Device,
@@ -71,20 +67,22 @@ pub(crate) enum TargetKind {
 }
 
 /// An unchecked job. Field names are fio's.
-#[derive(Args, Clone, Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Args, Clone, Debug, Default)]
 pub(crate) struct JobOptions {
+    /// Name of the job, printed with its result
+    #[arg(long)]
+    name: Option<String>,
     /// What is measured [default: daemon]
     #[arg(long, value_enum)]
     target: Option<TargetKind>,
     /// Direction and order of access [default: read]
-    #[arg(long, value_enum)]
+    #[arg(long, alias = "readwrite", value_enum)]
     rw: Option<Access>,
     /// Percentage of reads in a mix [default: 50]
     #[arg(long, value_name = "N")]
     rwmixread: Option<u32>,
     /// Size of an operation, such as 4m; through the daemon, of a tile [default: 4m]
-    #[arg(long, value_name = "BYTES")]
+    #[arg(long, alias = "blocksize", value_name = "BYTES")]
     bs: Option<Bytes>,
     /// Operations in flight of each job [default: 32]
     #[arg(long, value_name = "N")]
@@ -92,12 +90,12 @@ pub(crate) struct JobOptions {
     /// Threads, each with its own engine or session and part of the bytes [default: 1]
     #[arg(long, value_name = "N")]
     numjobs: Option<u32>,
-    /// Seconds to measure; 0 moves all bytes once [default: 5]
-    #[arg(long, value_name = "SECONDS")]
-    runtime: Option<f64>,
-    /// Seconds to run before measuring [default: 0.5; 0 when runtime is 0]
-    #[arg(long = "ramp_time", alias = "ramp-time", value_name = "SECONDS")]
-    ramp_time: Option<f64>,
+    /// Time to measure, such as 5, 30s or 2m; 0 moves all bytes once [default: 5s]
+    #[arg(long, value_name = "TIME")]
+    runtime: Option<Seconds>,
+    /// Time to run before measuring [default: 500ms; 0 when runtime is 0]
+    #[arg(long = "ramp_time", alias = "ramp-time", value_name = "TIME")]
+    ramp_time: Option<Seconds>,
     /// I/O engine: auto, uring, aio or psync [default: auto]
     #[arg(long, value_name = "NAME")]
     ioengine: Option<String>,
@@ -109,37 +107,22 @@ pub(crate) struct JobOptions {
     direct: Option<Switch>,
     /// Existing file or block device; repeatable
     #[arg(long, value_name = "PATH")]
-    #[serde(default, deserialize_with = "one_or_many")]
     filename: Vec<PathBuf>,
-    /// Directory on a drive for temporary files; repeatable [default: .]
+    /// Directory on a drive for temporary files; repeatable [default: the current one, after a question]
     #[arg(long, value_name = "DIR")]
-    #[serde(default, deserialize_with = "one_or_many")]
     directory: Vec<PathBuf>,
     /// Socket of a running daemon [default: start one for this run]
     #[arg(long, value_name = "PATH", conflicts_with = "directory")]
     socket: Option<PathBuf>,
     /// Allow writes to destroy the content of --filename
     #[arg(long)]
-    #[serde(default)]
     overwrite: bool,
-}
-
-fn one_or_many<'de, D: serde::Deserializer<'de>>(from: D) -> Result<Vec<PathBuf>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum OneOrMany {
-        One(PathBuf),
-        Many(Vec<PathBuf>),
-    }
-    Ok(match OneOrMany::deserialize(from)? {
-        OneOrMany::One(path) => vec![path],
-        OneOrMany::Many(paths) => paths,
-    })
 }
 
 /// A checked job.
 #[derive(Clone, Debug)]
 pub(crate) struct Job {
+    pub(crate) name: Option<String>,
     pub(crate) rw: Access,
     /// Percentage of reads in a mix.
     pub(crate) read_percent: u32,
@@ -175,26 +158,15 @@ pub(crate) enum Place {
 }
 
 impl JobOptions {
-    /// Reads the file at `path`.
-    ///
-    /// # Errors
-    /// The file cannot be read, is not TOML, or has an unknown key.
-    pub(crate) fn read(path: &Path) -> Result<Self> {
-        let text = std::fs::read_to_string(path)
-            .with_context(|| format!("reading the job file {}", path.display()))?;
-        toml::from_str(&text).with_context(|| format!("reading the job file {}", path.display()))
-    }
-
     /// Takes missing options from `file`.
     pub(crate) fn over(self, file: Self) -> Self {
         // The options that name a location override each other.
-        let is_placed =
-            self.socket.is_some() || !self.filename.is_empty() || !self.directory.is_empty();
-        let (filename, directory, socket) = match is_placed {
+        let (filename, directory, socket) = match self.names_place() {
             true => (self.filename, self.directory, self.socket),
             false => (file.filename, file.directory, file.socket),
         };
         Self {
+            name: self.name.or(file.name),
             target: self.target.or(file.target),
             rw: self.rw.or(file.rw),
             rwmixread: self.rwmixread.or(file.rwmixread),
@@ -211,6 +183,11 @@ impl JobOptions {
             socket,
             overwrite: self.overwrite || file.overwrite,
         }
+    }
+
+    /// Whether a file, directory or daemon is named, so that the current directory stays as it is.
+    pub(crate) fn names_place(&self) -> bool {
+        self.socket.is_some() || !self.filename.is_empty() || !self.directory.is_empty()
     }
 
     /// Checks the options.
@@ -244,9 +221,11 @@ impl JobOptions {
             (1..=99).contains(&read_percent),
             "rwmixread = {read_percent}: must be 1 to 99; for 0 or 100 use rw=write or rw=read"
         );
-        let runtime = seconds("runtime", self.runtime.unwrap_or(5.0))?;
-        let ramp_default = if runtime.is_zero() { 0.0 } else { 0.5 };
-        let ramp = seconds("ramp_time", self.ramp_time.unwrap_or(ramp_default))?;
+        let time = |given: Option<Seconds>, default_ms| {
+            given.map_or(Duration::from_millis(default_ms), |time| time.0)
+        };
+        let runtime = time(self.runtime, 5000);
+        let ramp = time(self.ramp_time, if runtime.is_zero() { 0 } else { 500 });
         ensure!(
             !runtime.is_zero() || ramp.is_zero(),
             "ramp_time must be 0 when runtime is 0, because then every byte counts"
@@ -284,6 +263,7 @@ impl JobOptions {
             );
         }
         Ok(Job {
+            name: self.name,
             rw,
             read_percent,
             bs: bs as u32,
@@ -294,7 +274,7 @@ impl JobOptions {
             engine,
             engine_word: word,
             size,
-            direct: self.direct(),
+            direct: self.direct.is_none_or(|switch| switch.0),
             place,
             gpu: target == TargetKind::Gpu,
         })
@@ -352,35 +332,30 @@ impl JobOptions {
     }
 }
 
-/// At most a day: more is a wrong unit.
-fn seconds(word: &str, value: f64) -> Result<Duration> {
-    ensure!(
-        (0.0..=86_400.0).contains(&value),
-        "{word} = {value}: must be 0 to 86400 seconds"
-    );
-    Ok(Duration::from_secs_f64(value))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn words(text: &str) -> JobOptions {
-        toml::from_str(text).unwrap()
+        let (options, _) = crate::job_file::parse(&format!("[job]\n{text}"), None).unwrap();
+        options
     }
 
     fn refused(text: &str) -> String {
-        words(text).check().unwrap_err().to_string()
+        match crate::job_file::parse(&format!("[job]\n{text}"), None) {
+            Ok((options, _)) => options.check().unwrap_err().to_string(),
+            Err(error) => error.to_string(),
+        }
     }
 
     #[test]
     fn a_flag_wins_over_the_file() {
-        let file = words("rw = \"randread\"\nbs = \"1m\"\ndirectory = \"/a\"");
-        let job = words("bs = \"2m\"").over(file).check().unwrap();
+        let file = words("rw=randread\nbs=1m\ndirectory=/a");
+        let job = words("bs=2m").over(file).check().unwrap();
         assert_eq!((job.rw, job.bs), (Access::RandRead, 2 << 20));
         assert_eq!(job.place, Place::Private(vec!["/a".into()]));
-        let file = words("directory = \"/a\"");
-        let job = words("filename = \"/b\"").over(file).check().unwrap();
+        let file = words("directory=/a");
+        let job = words("filename=/b").over(file).check().unwrap();
         assert_eq!(job.place, Place::Files(vec!["/b".into()]));
     }
 
@@ -390,7 +365,7 @@ mod tests {
             ("io_uring", EngineChoice::Uring),
             ("libaio", EngineChoice::Aio),
         ] {
-            let job = words(&format!("ioengine = \"{engine}\"\nrw = \"readwrite\""));
+            let job = words(&format!("ioengine={engine}\nreadwrite=readwrite"));
             let job = job.check().unwrap();
             assert_eq!((job.engine, job.rw), (ours, Access::Rw));
             assert_eq!(job.engine_word, ours.name());
@@ -400,35 +375,26 @@ mod tests {
     #[test]
     fn what_cannot_be_done_is_refused_by_word() {
         for (text, word) in [
-            ("bs = 5000", "bs = 5000"),
-            ("bs = \"1g\"", "bs = "),
-            ("iodepth = 0", "iodepth = 0"),
-            ("numjobs = 1000", "numjobs"),
-            ("rwmixread = 0", "rwmixread"),
-            ("runtime = -1", "runtime"),
-            ("runtime = 0\nramp_time = 1", "ramp_time"),
-            ("ioengine = \"magic\"", "ioengine"),
-            ("size = \"1m\"", "size"),
-            ("rw = \"rw\"\nsize = \"4m\"", "one to read and one to write"),
-            ("direct = 0", "direct = 0"),
-            ("target = \"daemon\"\nfilename = \"/x\"", "filename"),
-            ("target = \"device\"\nsocket = \"/x\"", "socket"),
-            ("target = \"gpu\"\nfilename = \"/x\"", "filename"),
-            ("rw = \"write\"\nfilename = \"/x\"", "--overwrite"),
-            (
-                "filename = \"/x\"\ndirectory = \"/y\"",
-                "filename and directory",
-            ),
-            ("socket = \"/x\"\nioengine = \"psync\"", "ioengine"),
+            ("bs=5000", "bs = 5000"),
+            ("bs=1g", "bs = "),
+            ("iodepth=0", "iodepth = 0"),
+            ("numjobs=1000", "numjobs"),
+            ("rwmixread=0", "rwmixread"),
+            ("runtime=-1", "runtime"),
+            ("runtime=0\nramp_time=1", "ramp_time"),
+            ("ioengine=magic", "ioengine"),
+            ("size=1m", "size"),
+            ("rw=rw\nsize=4m", "one to read and one to write"),
+            ("direct=0", "direct = 0"),
+            ("target=daemon\nfilename=/x", "filename"),
+            ("target=device\nsocket=/x", "socket"),
+            ("target=gpu\nfilename=/x", "filename"),
+            ("rw=write\nfilename=/x", "--overwrite"),
+            ("filename=/x\ndirectory=/y", "filename and directory"),
+            ("socket=/x\nioengine=psync", "ioengine"),
         ] {
             let message = refused(text);
             assert!(message.contains(word), "{text}: {message}");
         }
-    }
-
-    #[test]
-    fn a_key_nobody_reads_is_an_error() {
-        let message = toml::from_str::<JobOptions>("blocksize = 4096").unwrap_err();
-        assert!(message.to_string().contains("`blocksize`"), "{message}");
     }
 }

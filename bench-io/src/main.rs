@@ -12,12 +12,14 @@
 mod bench;
 mod child;
 mod cli;
+mod confirm;
 #[cfg(test)]
 mod docs;
 mod drive;
 mod fio;
 mod fio_compare;
 mod job;
+mod job_file;
 mod load;
 mod machine;
 mod picture;
@@ -61,9 +63,9 @@ use crate::cli::training::TrainingArgs;
     version,
     args_conflicts_with_subcommands = true,
     after_help = "Examples:
-  bench-io
+  bench-io                                              # in the current directory, after a question
   bench-io --directory /mnt/nvme0 --size 16GiB
-  bench-io --tile 1MiB --iodepth 64 --json
+  bench-io --directory . --tile 1MiB --iodepth 64 --json
   bench-io run --directory /mnt/nvme0 --rw randread --bs 64k"
 )]
 struct Arguments {

@@ -4,7 +4,21 @@ use std::fmt::Write;
 
 const PANEL_WIDTH: f64 = 300.0;
 const PANEL_HEIGHT: f64 = 220.0;
-const MARGIN: f64 = 56.0;
+
+/// Beside and below a panel: the axis' numbers and its title.
+const MARGIN: f64 = 64.0;
+
+/// Most intervals between the numbers of the vertical axis.
+const TICKS_MAX: f64 = 6.0;
+
+/// Shapes that mark the points of the first, second, ... line, as paths around a point.
+const MARKERS: [&str; 5] = [
+    "m-4,0 a4,4 0 1,0 8,0 a4,4 0 1,0 -8,0",
+    "m-3.5,-3.5 h7 v7 h-7 z",
+    "m0,-4.5 l4.5,8 h-9 z",
+    "m0,-5 l5,5 l-5,5 l-5,-5 z",
+    "m-1.2,-4.5 h2.4 v3.3 h3.3 v2.4 h-3.3 v3.3 h-2.4 v-3.3 h-3.3 v-2.4 h3.3 z",
+];
 
 /// Height of the title and the panels' names; description lines come between them.
 const HEAD: f64 = 46.0;
@@ -25,8 +39,13 @@ pub(crate) struct Line {
     pub(crate) points: Vec<(f64, f64)>,
 }
 
-/// Draws a title, description lines, one chart per panel, and a legend.
-pub(crate) fn svg(title: &str, about: &[String], panels: &[(&str, Vec<Line>)]) -> String {
+/// Draws a title, description lines, one chart of `unit` over drives per panel, and a legend.
+pub(crate) fn svg(
+    title: &str,
+    unit: &str,
+    about: &[String],
+    panels: &[(&str, Vec<Line>)],
+) -> String {
     let width = panels.len() as f64 * (PANEL_WIDTH + MARGIN) + MARGIN;
     let letters = about.iter().map(|line| line.chars().count()).max();
     let about_width = letters.unwrap_or(0) as f64 * LETTER_WIDTH + 2.0 * MARGIN;
@@ -57,16 +76,17 @@ pub(crate) fn svg(title: &str, about: &[String], panels: &[(&str, Vec<Line>)]) -
     }
     for (index, (name, lines)) in panels.iter().enumerate() {
         let left = MARGIN + index as f64 * (PANEL_WIDTH + MARGIN);
-        put(panel(name, lines, left, head));
+        put(panel(name, unit, lines, left, head));
     }
     let lines = panels.first().map_or(&[][..], |(_, lines)| lines);
     for (index, line) in lines.iter().enumerate() {
         let (x, y) = (MARGIN + index as f64 * LEGEND_WIDTH, height - 18.0);
         put(format!(
-            r#"<line x1="{x}" y1="{y}" x2="{}" y2="{y}" stroke="{}" stroke-width="2" stroke-dasharray="{}"/><text x="{}" y="{}">{}</text>"#,
+            r#"<line x1="{x}" y1="{y}" x2="{}" y2="{y}" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>{}<text x="{}" y="{}">{}</text>"#,
             x + 28.0,
             line.colour,
             line.dashes,
+            marker(index, x + 14.0, y, line.colour),
             x + 34.0,
             y + 4.0,
             escaped(line.name)
@@ -76,10 +96,29 @@ pub(crate) fn svg(title: &str, about: &[String], panels: &[(&str, Vec<Line>)]) -
     out
 }
 
-fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
+/// A line's mark at a point.
+fn marker(line: usize, x: f64, y: f64, colour: &str) -> String {
+    let shape = MARKERS[line % MARKERS.len()];
+    format!(r#"<path d="M{x:.1},{y:.1} {shape}" fill="{colour}"/>"#)
+}
+
+/// Distance of numbers on an axis up to `top`: 1, 2 or 5 times a power of ten.
+fn tick_step(top: f64) -> f64 {
+    let power = 10f64.powf((top / TICKS_MAX).log10().floor());
+    let steps = [1.0, 2.0, 5.0, 10.0].map(|factor| factor * power);
+    steps
+        .into_iter()
+        .find(|step| top / step <= TICKS_MAX)
+        .unwrap_or(10.0 * power)
+}
+
+fn panel(name: &str, unit: &str, lines: &[Line], left: f64, head: f64) -> String {
     let points = || lines.iter().flat_map(|line| &line.points);
     let drives_max = points().map(|point| point.0).fold(1.0, f64::max);
-    let top = points().map(|point| point.1).fold(0.0, f64::max).max(1e-3) * 1.08;
+    let highest = points().map(|point| point.1).fold(0.0, f64::max).max(1e-3);
+    let step = tick_step(highest);
+    let ticks = (highest / step).ceil() as u32;
+    let top = f64::from(ticks) * step;
     let x = |drives: f64| left + PANEL_WIDTH * drives / drives_max;
     let y = |rate: f64| head + PANEL_HEIGHT * (1.0 - rate / top);
     let mut out = String::new();
@@ -92,14 +131,23 @@ fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
         head + PANEL_HEIGHT,
         left + PANEL_WIDTH
     );
-    for quarter in 1..=4 {
-        let rate = top * f64::from(quarter) / 4.0;
+    let middle = head + PANEL_HEIGHT / 2.0;
+    let _ = write!(
+        out,
+        r#"<text x="{}" y="{}" text-anchor="middle">drives</text><text transform="translate({},{middle}) rotate(-90)" text-anchor="middle">{}</text>"#,
+        left + PANEL_WIDTH / 2.0,
+        head + PANEL_HEIGHT + 36.0,
+        left - 42.0,
+        escaped(unit)
+    );
+    for tick in 0..=ticks {
+        let rate = f64::from(tick) * step;
         let _ = write!(
             out,
             r##"<path d="M{left} {y} h{PANEL_WIDTH}" stroke="#eee"/><text x="{}" y="{}" text-anchor="end">{}</text>"##,
             left - 6.0,
             y(rate) + 4.0,
-            short(rate),
+            short(rate, step),
             y = y(rate),
         );
     }
@@ -111,7 +159,7 @@ fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
             head + PANEL_HEIGHT + 18.0
         );
     }
-    for line in lines {
+    for (index, line) in lines.iter().enumerate() {
         let path: Vec<String> = line
             .points
             .iter()
@@ -124,26 +172,17 @@ fn panel(name: &str, lines: &[Line], left: f64, head: f64) -> String {
             line.colour,
             line.dashes
         );
-        for point in path {
-            let (x, y) = point.split_once(',').expect("written above");
-            let _ = write!(
-                out,
-                r#"<circle cx="{x}" cy="{y}" r="3" fill="{}"/>"#,
-                line.colour
-            );
+        for &(drives, rate) in &line.points {
+            out += &marker(index, x(drives), y(rate), line.colour);
         }
     }
     out
 }
 
-/// Formats with two or three significant digits.
-fn short(rate: f64) -> String {
-    match rate {
-        rate if rate >= 10.0 => format!("{rate:.0}"),
-        rate if rate >= 1.0 => format!("{rate:.1}"),
-        rate if rate >= 0.1 => format!("{rate:.2}"),
-        rate => format!("{rate:.4}"),
-    }
+/// A multiple of `step` with its decimals.
+fn short(rate: f64, step: f64) -> String {
+    let decimals = (-step.log10().floor()).max(0.0) as usize;
+    format!("{rate:.decimals$}")
 }
 
 /// Escapes text for HTML and SVG.
@@ -170,13 +209,13 @@ mod tests {
             [("read", vec![line])]
         };
         let height = |about: &[String]| -> f64 {
-            let svg = svg("title", about, &panels());
+            let svg = svg("title", "GB/s", about, &panels());
             let (_, rest) = svg.split_once(" height=\"").unwrap();
             rest.split('"').next().unwrap().parse().unwrap()
         };
         let lines = ["first", "second & third"].map(str::to_owned);
         assert_eq!(height(&lines) - height(&lines[..1]), LINE_HEIGHT);
-        let drawn = svg("title", &lines, &panels());
+        let drawn = svg("title", "GB/s", &lines, &panels());
         assert!(drawn.contains("second &amp; third"), "{drawn}");
         // The panel begins below the description lines.
         let top = HEAD + 2.0 * LINE_HEIGHT;
@@ -184,10 +223,57 @@ mod tests {
             drawn.contains(&format!(r#"d="M{MARGIN} {top} V"#)),
             "{drawn}"
         );
-        let long = svg("title", &["x".repeat(300)], &panels());
+        let long = svg("title", "GB/s", &["x".repeat(300)], &panels());
         assert!(long.contains(&format!(
             r#"width="{}""#,
             300.0 * LETTER_WIDTH + 2.0 * MARGIN
         )));
+    }
+
+    #[test]
+    fn an_axis_has_few_round_numbers_and_reaches_the_highest_point() {
+        for (top, step) in [
+            (1.0, 0.2),
+            (3.1, 1.0),
+            (6.0, 1.0),
+            (6.1, 2.0),
+            (24.0, 5.0),
+            (26.0, 5.0),
+            (448.0, 100.0),
+            (0.003, 0.0005),
+        ] {
+            assert!(
+                (tick_step(top) / step - 1.0).abs() < 1e-9,
+                "{top}: {}",
+                tick_step(top)
+            );
+        }
+        assert_eq!(
+            [short(0.0005, 0.0005), short(25.0, 5.0), short(0.4, 0.2)],
+            ["0.0005", "25", "0.4"]
+        );
+        let line = |name, colour| Line {
+            name,
+            colour,
+            dashes: "",
+            points: vec![(1.0, 12.4), (2.0, 24.6)],
+        };
+        let drawn = svg(
+            "title",
+            "GB/s",
+            &[],
+            &[("read", vec![line("one", "#000"), line("other", "#111")])],
+        );
+        for part in [
+            ">25</text>",
+            ">0</text>",
+            ">GB/s</text>",
+            ">drives</text>",
+            MARKERS[0],
+            MARKERS[1],
+        ] {
+            assert!(drawn.contains(part), "{part}: {drawn}");
+        }
+        assert!(!drawn.contains(">30</text>"), "{drawn}");
     }
 }

@@ -247,6 +247,7 @@ mod tests {
     fn jobs_of_one_daemon_have_numbers_so_that_each_others_tiles_are_told_apart() {
         let socket = PathBuf::from("/no/such/socket");
         let job = Job {
+            name: None,
             rw: Access::Read,
             read_percent: 50,
             bs: 4096,

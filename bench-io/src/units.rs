@@ -2,43 +2,26 @@
 
 use std::fmt;
 use std::str::FromStr;
+use std::time::Duration;
 
 use offload_support::units::{ApproxRate, parse_bytes, parse_rate};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
 
 /// A size in bytes, 1 to 8 PiB.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "NumberOrText", into = "u64")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Bytes(pub(crate) u64);
 
 /// A rate in bytes a second, at least 1.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "NumberOrText", into = "u64")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Rate(pub(crate) u64);
 
+/// A time of at most a day: `5`, `30s`, `500ms`, `2m`; a number alone is seconds, as in fio.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Seconds(pub(crate) Duration);
+
 /// On or off: `1`, `0`, `true`, `false`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "NumberOrText", into = "bool")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Switch(pub(crate) bool);
-
-/// A TOML value: `4194304`, `"4m"` or `true`.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum NumberOrText {
-    Flag(bool),
-    Number(u64),
-    Text(String),
-}
-
-impl NumberOrText {
-    fn text(self) -> String {
-        match self {
-            Self::Flag(flag) => flag.to_string(),
-            Self::Number(number) => number.to_string(),
-            Self::Text(text) => text,
-        }
-    }
-}
 
 /// Most bytes, or bytes a second, of a measurement: beyond 2^53 a double skips whole numbers.
 const MAX: u64 = 1 << 53;
@@ -68,6 +51,32 @@ impl FromStr for Rate {
     }
 }
 
+impl FromStr for Seconds {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let number = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+        let factor = match &text[number.len()..] {
+            "us" => 1e-6,
+            "ms" => 1e-3,
+            "" | "s" => 1.0,
+            "m" => 60.0,
+            "h" => 3600.0,
+            _ => f64::NAN,
+        };
+        let seconds = number
+            .trim()
+            .parse()
+            .map_or(f64::NAN, |number: f64| number * factor);
+        match (0.0..=86_400.0).contains(&seconds) {
+            true => Ok(Self(Duration::from_secs_f64(seconds))),
+            false => Err(format!(
+                "`{text}`: expected a time of at most a day, such as 5, 30s, 500ms or 2m"
+            )),
+        }
+    }
+}
+
 impl FromStr for Switch {
     type Err = String;
 
@@ -77,37 +86,6 @@ impl FromStr for Switch {
             "0" | "false" => Ok(Self(false)),
             other => Err(format!("`{other}`: expected 1, 0, true or false")),
         }
-    }
-}
-
-macro_rules! from_toml {
-    ($($name:ident),*) => {$(
-        impl TryFrom<NumberOrText> for $name {
-            type Error = String;
-
-            fn try_from(value: NumberOrText) -> Result<Self, String> {
-                value.text().parse()
-            }
-        }
-    )*};
-}
-from_toml!(Bytes, Rate, Switch);
-
-impl From<Bytes> for u64 {
-    fn from(bytes: Bytes) -> Self {
-        bytes.0
-    }
-}
-
-impl From<Rate> for u64 {
-    fn from(rate: Rate) -> Self {
-        rate.0
-    }
-}
-
-impl From<Switch> for bool {
-    fn from(switch: Switch) -> Self {
-        switch.0
     }
 }
 
@@ -143,6 +121,26 @@ impl fmt::Display for Micros {
     }
 }
 
+/// Operations a second for people: `873`, `2.08k`, `1.20M`.
+pub(crate) struct Iops(pub(crate) f64);
+
+impl fmt::Display for Iops {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (value, factor) = match self.0 {
+            rate if rate < 999.5 => (rate, ""),
+            rate if rate < 999_500.0 => (rate / 1e3, "k"),
+            rate => (rate / 1e6, "M"),
+        };
+        // Three digits that mean something.
+        let decimals = match value {
+            value if value >= 99.95 => 0,
+            value if value >= 9.995 => 1,
+            _ => 2,
+        };
+        write!(f, "{value:.decimals$}{factor}")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -164,17 +162,38 @@ mod tests {
     }
 
     #[test]
-    fn in_a_file_numbers_and_words_are_the_same() {
-        #[derive(Deserialize)]
-        struct File {
-            bs: Bytes,
-            direct: Switch,
+    fn operations_a_second_have_three_digits_and_k_or_m() {
+        for (rate, text) in [
+            (0.5, "0.50"),
+            (12.34, "12.3"),
+            (999.4, "999"),
+            (999.6, "1.00k"),
+            (2076.0, "2.08k"),
+            (999_600.0, "1.00M"),
+            (12_345_678.0, "12.3M"),
+        ] {
+            assert_eq!(Iops(rate).to_string(), text);
         }
-        for text in ["bs = \"1m\"\ndirect = 1", "bs = 1048576\ndirect = true"] {
-            let file: File = toml::from_str(text).unwrap();
-            assert_eq!((file.bs, file.direct), (Bytes(1 << 20), Switch(true)));
+    }
+
+    #[test]
+    fn times_have_fios_units() {
+        for (text, ms) in [
+            ("5", 5000),
+            ("1.5s", 1500),
+            ("500ms", 500),
+            ("2m", 120_000),
+            ("24h", 86_400_000),
+            ("0", 0),
+        ] {
+            assert_eq!(
+                text.parse(),
+                Ok(Seconds(Duration::from_millis(ms))),
+                "{text}"
+            );
         }
-        assert!(toml::from_str::<File>("bs = -1\ndirect = 1").is_err());
-        assert!(toml::from_str::<File>("bs = 1\ndirect = 2").is_err());
+        for wrong in ["", "s", "-1", "25h", "1d", "nan", "inf", "5 parsecs"] {
+            assert!(wrong.parse::<Seconds>().is_err(), "{wrong}");
+        }
     }
 }

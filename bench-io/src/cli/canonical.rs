@@ -12,20 +12,21 @@ use offloadd::engine::EngineChoice;
 use serde::Serialize;
 
 use crate::bench::Bench;
+use crate::confirm;
 use crate::job::{Access, Job, Place};
 use crate::load::{StreamPlan, Timing};
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report;
-use crate::report::{DeviceReport, Figures, Head, warnings};
+use crate::report::{About, DeviceReport, Figures, warnings};
 use crate::rounds::rate_of;
 use crate::units::Bytes;
 
 #[derive(Args)]
 pub(crate) struct CanonicalArgs {
-    /// Directory on the drive to measure
-    #[arg(long = "directory", value_name = "DIR", default_value = ".")]
-    dir: PathBuf,
+    /// Directory on the drive to measure [default: the current one, after a question]
+    #[arg(long = "directory", value_name = "DIR")]
+    dir: Option<PathBuf>,
     /// Bytes to move in each direction
     #[arg(long, value_name = "BYTES", default_value = "1GiB")]
     size: Bytes,
@@ -66,9 +67,17 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         "--iodepth {}: must be 1 to {IODEPTH_MAX}",
         args.iodepth
     );
+    let dir = match &args.dir {
+        Some(dir) => dir.clone(),
+        None => {
+            confirm::current_directory(size.saturating_mul(5) / 2)?;
+            PathBuf::from(".")
+        }
+    };
     let mut warnings = warnings::before();
-    warnings.extend(warnings::of_drives(std::iter::once(&*args.dir)));
+    warnings.extend(warnings::of_drives(std::iter::once(&*dir)));
     let job = |place| Job {
+        name: None,
         rw: Access::Write,
         read_percent: 50,
         bs: tile as u32,
@@ -83,31 +92,27 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
         place,
         gpu: false,
     };
-    let dirs = vec![args.dir.clone()];
+    let dirs = vec![dir.clone()];
     let progress = Progress::new();
     // One after the other, so that the second one uses the space of the first.
     let daemon = passes(&job(Place::Private(dirs.clone())), &progress)?;
     let engine_alone = passes(&job(Place::NewFiles(dirs)), &progress)?;
     drop(progress);
-    for (who, passes) in [("daemon", &daemon), ("engine alone", &engine_alone)] {
-        for (way, figures) in passes.ways() {
-            let found = warnings::after(figures);
-            warnings.extend(
-                found
-                    .iter()
-                    .map(|warning| format!("{who}, {way}: {warning}")),
-            );
-        }
-    }
+    warnings.extend(warnings::after_all(&[
+        &daemon.write,
+        &daemon.read,
+        &engine_alone.write,
+        &engine_alone.read,
+    ]));
     let settings = Settings {
         tile_bytes: tile,
         tile_count: size / tile,
         iodepth: args.iodepth,
         ioengine: args.engine.clone(),
     };
-    let devices = vec![DeviceReport::of(&args.dir)];
+    let devices = vec![DeviceReport::of(&dir)];
     let report = CanonicalReport {
-        head: Head::new(settings, devices, warnings),
+        about: About::new(settings, devices, warnings),
         daemon,
         engine_alone,
     };
@@ -118,7 +123,7 @@ pub(crate) fn run(args: &CanonicalArgs) -> Result<()> {
 #[derive(Debug, Serialize)]
 struct CanonicalReport {
     #[serde(flatten)]
-    head: Head<Settings>,
+    about: About<Settings>,
     daemon: Passes,
     /// The same bytes without daemon, shared rings and checksums.
     engine_alone: Passes,
@@ -184,13 +189,7 @@ fn passes(job: &Job, progress: &Progress) -> Result<Passes> {
 
 impl fmt::Display for CanonicalReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let settings = &self.head.settings;
-        write!(f, "{}", self.head)?;
-        writeln!(
-            f,
-            "{} tiles of {} bytes, iodepth {}, ioengine {}\n",
-            settings.tile_count, settings.tile_bytes, settings.iodepth, settings.ioengine
-        )?;
+        let settings = &self.about.settings;
         for ((way, through), (_, bare)) in
             self.daemon.ways().into_iter().zip(self.engine_alone.ways())
         {
@@ -212,6 +211,11 @@ impl fmt::Display for CanonicalReport {
                 write!(f, "{figures}")?;
             }
         }
-        Ok(())
+        writeln!(
+            f,
+            "\n{} tiles of {} bytes, iodepth {}, ioengine {}",
+            settings.tile_count, settings.tile_bytes, settings.iodepth, settings.ioengine
+        )?;
+        write!(f, "{}", self.about)
     }
 }

@@ -6,35 +6,44 @@ use anyhow::{Context, Result};
 use clap::Args;
 
 use crate::bench::Bench;
+use crate::confirm;
 use crate::fio::Fio;
 use crate::fio_compare::FioCompare;
 use crate::job::{Job, JobOptions};
+use crate::job_file;
 use crate::load::Timing;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report;
-use crate::report::{DeviceReport, Head, Report, SettingsReport, warnings};
+use crate::report::{About, DeviceReport, Report, SettingsReport, warnings};
 use crate::rounds::{median, rate_of};
 
 pub(crate) const EXAMPLES: &str = "Examples:
-  bench-io run --directory /mnt/nvme0 --directory /mnt/nvme1            # through a daemon of its own, checksums on
+  bench-io run --directory /mnt/nvme0 --directory /mnt/nvme1               # through a daemon of its own, checksums on
   bench-io run --target device --directory /mnt/nvme0 --rw randread --bs 64k
-  bench-io run --filename /dev/nvme1n1 --rw read --iodepth 64 --json    # a whole drive
-  bench-io run --socket /run/offloadd/offloadd.sock --rw rw             # through a running daemon
-  bench-io run --rw randread --bs 1m --iodepth 1 --rounds 5             # one read at a time, alternating with fio
-  bench-io run job.toml --bs 16m                                        # options override the file
+  bench-io run --filename /dev/nvme1n1 --rw read --iodepth 64 --json       # a whole drive
+  bench-io run --socket /run/offloadd/offloadd.sock --rw rw                # through a running daemon
+  bench-io run --directory . --rw randread --bs 1m --iodepth 1 --rounds 5  # one read at a time, alternating with fio
+  bench-io run jobs.fio --section randread --bs 16m                        # options override the file
 
-A job file has the same keys:
-  rw = \"randread\"
-  bs = \"64k\"
-  iodepth = 64
-  directory = [\"/mnt/nvme0\", \"/mnt/nvme1\"]";
+A job file is fio's. Keys are the options above:
+  [global]
+  directory=/mnt/nvme0:/mnt/nvme1
+  iodepth=64
+
+  [randread]
+  rw=randread
+  bs=64k
+  runtime=30s";
 
 #[derive(Args)]
 pub(crate) struct RunArgs {
-    /// Read the options below from this TOML file
-    #[arg(value_name = "JOB.toml")]
+    /// Read the options below from this job file of fio
+    #[arg(value_name = "JOBFILE")]
     file: Option<PathBuf>,
+    /// Job of the file, if it has several
+    #[arg(long, value_name = "NAME", requires = "file")]
+    section: Option<String>,
     #[command(flatten)]
     words: JobOptions,
     /// Measure N times, alternating with fio on the same drives, and compare
@@ -50,11 +59,22 @@ pub(crate) struct RunArgs {
 
 /// Runs the job and prints its report.
 pub(crate) fn run(args: RunArgs) -> Result<()> {
-    let words = match &args.file {
-        Some(path) => args.words.over(JobOptions::read(path)?),
-        None => args.words,
+    let (words, idle) = match &args.file {
+        Some(path) => {
+            let (file, idle) = job_file::read(path, args.section.as_deref())?;
+            (args.words.over(file), idle)
+        }
+        None => (args.words, Vec::new()),
     };
+    let names_place = words.names_place();
     let job = words.check()?;
+    let mut warnings = warnings::before();
+    if !idle.is_empty() {
+        warnings.push(format!(
+            "keys of the job file without effect here: {}",
+            idle.join(", ")
+        ));
+    }
     let turns = match args.rounds {
         Some(rounds) => {
             let fio = Fio::find(args.fio.as_deref())?;
@@ -62,14 +82,22 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
         }
         None => None,
     };
-    let report = measure(&job, turns, &Progress::new())?;
+    if !names_place {
+        let bytes = job.size.context("new files have a size")?;
+        confirm::current_directory(bytes)?;
+    }
+    let report = measure(&job, turns, warnings, &Progress::new())?;
     report::print(&report, args.json)?;
     Ok(())
 }
 
 /// Prepares what `job` needs, runs it and cleans up. With `turns`, alternates that often with fio.
-fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<Report> {
-    let mut warnings = warnings::before();
+fn measure(
+    job: &Job,
+    turns: Option<(u32, Fio)>,
+    mut warnings: Vec<String>,
+    progress: &Progress,
+) -> Result<Report> {
     let prepared = Prepared::new(job, progress)?;
     let (rounds, compare) = match turns {
         Some((rounds, fio)) => (
@@ -113,7 +141,7 @@ fn measure(job: &Job, turns: Option<(u32, Fio)>, progress: &Progress) -> Result<
     warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
     let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
     Ok(Report {
-        head: Head::new(SettingsReport::new(job, &prepared), devices, warnings),
+        about: About::new(SettingsReport::new(job, &prepared), devices, warnings),
         target: prepared.word,
         figures,
         comparison,

@@ -8,7 +8,7 @@ use clap::Args;
 
 use crate::progress::Progress;
 use crate::report;
-use crate::report::{DeviceReport, Head, warnings};
+use crate::report::{About, DeviceReport, warnings};
 use crate::scale::Load;
 use crate::testdrives::RateLimit;
 use crate::training::{
@@ -154,7 +154,7 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
         ),
     };
     let report = TrainingReport {
-        head: Head::new(settings(args), devices, warnings),
+        about: About::new(settings(args), devices, warnings),
         rates,
         rows,
     };

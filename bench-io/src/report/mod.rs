@@ -11,15 +11,15 @@ use crate::fio_compare::ComparisonReport;
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
 use crate::prepared::Prepared;
-use crate::units::Micros;
+use crate::units::{Iops, Micros};
 
-mod head;
+mod about;
 pub(crate) mod warnings;
 
-pub(crate) use head::{DeviceReport, Head};
+pub(crate) use about::{About, DeviceReport};
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
-const REPORT_VERSION: u32 = 6;
+const REPORT_VERSION: u32 = 7;
 
 /// Prints a report as text or as one line of JSON.
 ///
@@ -40,7 +40,10 @@ pub(crate) struct WayReport {
     pub(crate) ops: u64,
     pub(crate) bytes_per_s: f64,
     pub(crate) ops_per_s: f64,
+    pub(crate) latency_ns_min: u64,
     pub(crate) latency_ns_mean: f64,
+    /// Standard deviation.
+    pub(crate) latency_ns_stdev: f64,
     pub(crate) latency_ns_p50: u64,
     pub(crate) latency_ns_p99: u64,
     pub(crate) latency_ns_p999: u64,
@@ -83,7 +86,7 @@ pub(crate) struct Figures {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Report {
     #[serde(flatten)]
-    pub(crate) head: Head<SettingsReport>,
+    pub(crate) about: About<SettingsReport>,
     pub(crate) target: &'static str,
     #[serde(flatten)]
     pub(crate) figures: Figures,
@@ -94,6 +97,8 @@ pub(crate) struct Report {
 /// The job, in fio's terms.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct SettingsReport {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) name: Option<String>,
     pub(crate) rw: &'static str,
     pub(crate) bs: u32,
     pub(crate) iodepth: u32,
@@ -111,6 +116,7 @@ impl SettingsReport {
     /// The settings of `job` with their effective values.
     pub(crate) fn new(job: &Job, prepared: &Prepared) -> Self {
         Self {
+            name: job.name.clone(),
             rw: job.rw.word(),
             bs: job.bs,
             // Several files share the depth equally, at least one operation each.
@@ -162,7 +168,9 @@ impl WayReport {
             ops: tally.ops,
             bytes_per_s: bytes as f64 / seconds,
             ops_per_s: tally.ops as f64 / seconds,
+            latency_ns_min: latency.min(),
             latency_ns_mean: latency.mean(),
+            latency_ns_stdev: latency.stdev(),
             latency_ns_p50: latency.value_at_quantile(0.5),
             latency_ns_p99: latency.value_at_quantile(0.99),
             latency_ns_p999: latency.value_at_quantile(0.999),
@@ -234,17 +242,20 @@ pub(crate) struct Meanwhile {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.head)?;
+        let settings = &self.about.settings;
+        if let Some(name) = &settings.name {
+            writeln!(f, "{name}:")?;
+        }
+        write!(f, "{}", self.figures)?;
+        if let Some(comparison) = &self.comparison {
+            write!(f, "{comparison}")?;
+        }
         writeln!(
             f,
-            "target={} {}; {:.2} s, engine {}",
-            self.target, self.head.settings, self.figures.seconds, self.figures.engine
+            "\ntarget={} {settings}; {:.2} s, engine {}",
+            self.target, self.figures.seconds, self.figures.engine
         )?;
-        write!(f, "{}", self.figures)?;
-        match &self.comparison {
-            Some(comparison) => write!(f, "{comparison}"),
-            None => Ok(()),
-        }
+        write!(f, "{}", self.about)
     }
 }
 
@@ -253,9 +264,12 @@ impl fmt::Display for Figures {
         for (word, way) in self.ways() {
             writeln!(
                 f,
-                "{word:5}  {:>11}  {:9.1} ops/s   latency p50 {}, p99 {}, p99.9 {}, max {}",
+                "{word:5}  {:>11}  {:>6} IOPS   latency min {}, mean {}, stdev {}; p50 {}, p99 {}, p99.9 {}, max {}",
                 ApproxRate(way.bytes_per_s).to_string(),
-                way.ops_per_s,
+                Iops(way.ops_per_s).to_string(),
+                Micros(way.latency_ns_min),
+                Micros(way.latency_ns_mean as u64),
+                Micros(way.latency_ns_stdev as u64),
                 Micros(way.latency_ns_p50),
                 Micros(way.latency_ns_p99),
                 Micros(way.latency_ns_p999),

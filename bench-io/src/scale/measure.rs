@@ -10,7 +10,7 @@ use super::{Load, Rounds, Row, ScalePlan, ScaleReport, Settings, caveats, contro
 use crate::fio::{Fio, FioFigures, FioJob};
 use crate::place::{WorkDir, write_file};
 use crate::progress::Progress;
-use crate::report::{DeviceReport, Figures, Head, warnings};
+use crate::report::{About, DeviceReport, Figures, warnings};
 use crate::rounds::{median, rate_of};
 use crate::targets::Way;
 use crate::testdrives::{Drives, RateLimit};
@@ -49,7 +49,7 @@ pub(crate) fn measure(
     };
     let devices = plan.dirs.iter().map(|dir| DeviceReport::of(dir));
     Ok(ScaleReport {
-        head: Head::new(settings, devices.collect(), warnings),
+        about: About::new(settings, devices.collect(), warnings),
         limit: testdrives.map(|(_, limit)| limit),
         fio_version: fio.map(|fio| fio.version.clone()),
         rows,

@@ -23,7 +23,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::fio::FioFigures;
-use crate::report::{Figures, Head};
+use crate::report::{About, Figures};
 use crate::rounds::{Range, rate_of};
 use crate::testdrives::RateLimit;
 
@@ -177,7 +177,7 @@ impl Row {
 pub(crate) struct ScaleReport {
     /// The report's devices are those below each directory.
     #[serde(flatten)]
-    pub(crate) head: Head<Settings>,
+    pub(crate) about: About<Settings>,
     /// Rate limit of one drive.
     pub(crate) limit: Option<RateLimit>,
     pub(crate) fio_version: Option<String>,

@@ -21,11 +21,11 @@ pub(crate) fn html(report: &ScaleReport) -> String {
     };
     put(format!(
         "<h1>bench-io scale</h1>\n<p>{}<br>{}: <code>{}</code></p>",
-        escaped(&report.head.machine.to_string()),
-        escaped(report.head.program),
-        escaped(&report.head.command)
+        escaped(&report.about.machine.to_string()),
+        escaped(report.about.program),
+        escaped(&report.about.command)
     ));
-    for warning in &report.head.warnings {
+    for warning in &report.about.warnings {
         put(format!(
             "<p class=\"warning\">warning: {}</p>",
             escaped(warning)
@@ -44,7 +44,7 @@ pub(crate) fn html(report: &ScaleReport) -> String {
         put(row("td", &cells(one)));
     }
     put("</table>\n<p>Drives:</p><ul>".into());
-    for device in &report.head.devices {
+    for device in &report.about.devices {
         put(format!("<li>{}</li>", escaped(&device.to_string())));
     }
     put(format!(

@@ -12,12 +12,15 @@ pub(crate) fn svg(report: &ScaleReport) -> String {
         rows.filter(|row| row.bs == bs && row.load == load && !row.unlimited)
             .collect()
     };
-    let title = format!("GB/s over drives, operations of {}", Bytes(u64::from(bs)));
+    let title = format!(
+        "Throughput over drives, operations of {}",
+        Bytes(u64::from(bs))
+    );
     let panels = Load::ALL.map(|load| (load.word(), lines(&of(load))));
-    let mut about = vec![report.head.machine.to_string()];
+    let mut about = vec![report.about.machine.to_string()];
     about.extend(report.limit_line());
     about.push(report.settings_line());
-    picture::svg(&title, &about, &panels)
+    picture::svg(&title, "GB/s", &about, &panels)
 }
 
 fn lines(rows: &[&Row]) -> Vec<Line> {

@@ -1,4 +1,4 @@
-//! The report as a Markdown table.
+//! The report: a Markdown table, then how it was measured.
 
 use std::fmt;
 
@@ -9,20 +9,19 @@ use offload_support::units::ApproxRate;
 
 impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.head)?;
-        if let Some(limit) = self.limit_line() {
-            writeln!(f, "{limit}")?;
-        }
-        let fio = self.fio_version.as_deref().unwrap_or("no fio found");
-        writeln!(f, "{fio}; {}", self.settings_line())?;
-        writeln!(f, "\n{HEAD}")?;
+        writeln!(f, "{HEAD}")?;
         for row in &self.rows {
             writeln!(f, "{}", RowText(row))?;
         }
         if let Some(fio) = self.rows.iter().rev().find_map(|row| row.fio.as_ref()) {
             writeln!(f, "\nfio's last command: `{}`", fio.command)?;
         }
-        Ok(())
+        if let Some(limit) = self.limit_line() {
+            writeln!(f, "{limit}")?;
+        }
+        let fio = self.fio_version.as_deref().unwrap_or("no fio found");
+        writeln!(f, "{fio}; {}", self.settings_line())?;
+        write!(f, "{}", self.about)
     }
 }
 
@@ -41,7 +40,7 @@ impl ScaleReport {
 
     /// The settings in one line.
     pub(super) fn settings_line(&self) -> String {
-        let settings = &self.head.settings;
+        let settings = &self.about.settings;
         let engine = self.rows.first().map_or("", |row| &row.daemon.engine);
         let mut line = format!(
             "direct, size {} and fio's iodepth {} per file and direction, ioengine {} (chosen: {engine}), {:.1} s per measurement",

@@ -18,7 +18,7 @@ use serde::Serialize;
 
 use self::machine::Shown;
 use crate::picture::{self, Line};
-use crate::report::Head;
+use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
@@ -44,7 +44,7 @@ pub(crate) struct TrainingRow {
 pub(crate) struct TrainingReport {
     /// The report's devices are the measured ones; none if the rates are given.
     #[serde(flatten)]
-    pub(crate) head: Head<Settings>,
+    pub(crate) about: About<Settings>,
     /// Origin of the rates.
     pub(crate) rates: String,
     pub(crate) rows: Vec<TrainingRow>,
@@ -81,26 +81,10 @@ impl TrainingRow {
 
 impl fmt::Display for TrainingReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.head)?;
-        writeln!(f, "rates: {}", self.rates)?;
         let Some(first) = self.rows.first() else {
-            return Ok(());
+            return write!(f, "{}", self.about);
         };
-        let (ours, theirs) = (&first.ours, &first.deepspeed);
         let gb = |bytes: f64| format!("{:.3} GB", bytes / 1e9);
-        writeln!(f, "{}", step_line(ours))?;
-        writeln!(
-            f,
-            "bytes per step: DeepSpeed {} read, {} written; ours {} read, {} written",
-            gb(theirs.read_bytes),
-            gb(theirs.written_bytes),
-            gb(ours.read_bytes),
-            gb(ours.written_bytes)
-        )?;
-        writeln!(f, "{}\n", Shown(&ours.machine, &self.head.settings.machine))?;
-        if self.rows.iter().any(|row| row.measured.is_some()) {
-            writeln!(f, "{COMPUTING}\n")?;
-        }
         writeln!(f, "{HEAD}")?;
         for row in &self.rows {
             let both = |step_s: f64| format!("{step_s:.3} s, {}", Flops(row.tflops(step_s)));
@@ -129,7 +113,22 @@ impl fmt::Display for TrainingReport {
                 row.ours.wall
             )?;
         }
-        Ok(())
+        let (ours, theirs) = (&first.ours, &first.deepspeed);
+        if self.rows.iter().any(|row| row.measured.is_some()) {
+            writeln!(f, "\n{COMPUTING}")?;
+        }
+        writeln!(f, "\n{}", step_line(ours))?;
+        writeln!(
+            f,
+            "bytes per step: DeepSpeed {} read, {} written; ours {} read, {} written",
+            gb(theirs.read_bytes),
+            gb(theirs.written_bytes),
+            gb(ours.read_bytes),
+            gb(ours.written_bytes)
+        )?;
+        writeln!(f, "{}", Shown(&ours.machine, &self.about.settings.machine))?;
+        writeln!(f, "rates: {}", self.rates)?;
+        write!(f, "{}", self.about)
     }
 }
 
@@ -190,12 +189,17 @@ pub(crate) fn svg(report: &TrainingReport) -> String {
         .into_iter()
         .filter(|line| !line.points.is_empty())
         .collect();
-    let settings = &report.head.settings;
-    let mut about = vec![report.head.machine.to_string()];
+    let settings = &report.about.settings;
+    let mut about = vec![report.about.machine.to_string()];
     if let Some(row) = report.rows.first() {
         about.push(format!("{}: {}", settings.subject, step_line(&row.ours)));
         about.push(Shown(&row.ours.machine, &settings.machine).to_string());
     }
     about.push(format!("rates: {}", report.rates));
-    picture::svg("TFLOPS over drives", &about, &[("training", lines)])
+    picture::svg(
+        "Training throughput over drives",
+        "TFLOPS",
+        &about,
+        &[("training", lines)],
+    )
 }

@@ -6,7 +6,9 @@ use std::time::{Duration, Instant};
 use offload_client::Daemon;
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::harness::{TRIES, alone, assert_empty, bench_io, daemon, drive, json, program, refused};
+use crate::harness::{
+    TRIES, alone, assert_empty, bench_io, daemon, drive, json, printed, program, refused,
+};
 
 const SMALL: [&str; 8] = [
     "--bs=64k",
@@ -203,24 +205,68 @@ fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
 #[test]
 fn a_job_file_says_what_the_flags_leave_open() {
     let dir = drive();
-    let file = dir.path().join("job.toml");
-    std::fs::write(
-        &file,
-        "rw = \"randread\"\nbs = \"4k\"\ntarget = \"device\"\n",
-    )
-    .unwrap();
+    let file = dir.path().join("jobs.fio");
+    let text = "[global]\nbs=4k\ngroup_reporting\n[reads]\nrw=randread\ntarget=device\n[writes]\nrw=write\n";
+    std::fs::write(&file, text).unwrap();
     let file = file.to_str().unwrap();
     let path = dir.path().to_str().unwrap();
-    let report = json(&with(&["--directory", path, file]));
+    let report = json(&with(&["--directory", path, file, "--section=reads"]));
     assert_eq!(report["settings"]["rw"], "randread");
+    assert_eq!(report["settings"]["name"], "reads");
     // The option overrides the file.
     assert_eq!(report["settings"]["bs"], 65536);
-    std::fs::write(file, "blocksize = 4096").unwrap();
+    let warnings = report["warnings"].to_string();
+    assert!(
+        warnings.contains("without effect here: group_reporting"),
+        "{warnings}"
+    );
+    let printed = refused(&["run", file]);
+    assert!(printed.contains("choose one with --section"), "{printed}");
+    std::fs::write(file, "[job]\nblocksiz=4096").unwrap();
     let printed = refused(&["run", file]);
     assert!(
-        printed.contains("job.toml") && printed.contains("`blocksize`"),
+        printed.contains("jobs.fio") && printed.contains("did you mean `blocksize`?"),
         "{printed}"
     );
+}
+
+#[test]
+fn a_result_comes_before_what_is_said_of_it() {
+    let dir = drive();
+    let path = dir.path().to_str().unwrap();
+    let words = [
+        "run",
+        "--directory",
+        path,
+        "--name=mine",
+        "--target=device",
+        "--bs=64k",
+        "--size=16m",
+        "--runtime=200ms",
+    ];
+    let output = bench_io(&words);
+    let printed = String::from_utf8(output.stdout).unwrap();
+    let at = |part: &str| {
+        printed
+            .find(part)
+            .unwrap_or_else(|| panic!("{part}: {printed}"))
+    };
+    assert!(printed.starts_with("mine:\nread "), "{printed}");
+    assert!(at(" IOPS   latency min ") < at("\nwarning: "), "{printed}");
+    assert!(!printed[at("\nwarning: ")..].contains("IOPS"), "{printed}");
+}
+
+#[test]
+fn nothing_is_written_to_a_directory_that_nobody_named() {
+    let dir = drive();
+    for words in [&["run", "--size=16m"][..], &["--size=16m"]] {
+        let output = program().args(words).current_dir(dir.path()).output();
+        let output = output.expect("bench-io starts");
+        let printed = printed(&output);
+        assert_eq!(output.status.code(), Some(1), "{printed}");
+        assert!(printed.contains("--directory ."), "{printed}");
+        assert_empty(dir.path());
+    }
 }
 
 #[test]
@@ -304,7 +350,7 @@ fn wrong_words_are_refused_before_anything_is_made() {
         (vec!["--rw=sideways"], "randread"),
         (vec!["--ioengine=magic"], "one of [\"auto\""),
         (vec!["--size=1m", "--bs=1m", "--numjobs=2"], "too small"),
-        (vec!["--runtime=NaN"], "must be 0 to 86400 seconds"),
+        (vec!["--runtime=NaN"], "expected a time of at most a day"),
     ] {
         let printed = refused(&[&["run", "--directory", path], &args[..]].concat());
         assert!(printed.contains(words), "{args:?}: {printed}");

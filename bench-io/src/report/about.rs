@@ -1,4 +1,4 @@
-//! The head of every report: program, command, machine, devices and warnings.
+//! What follows every result: program, command, machine, devices and warnings.
 
 use std::fmt;
 use std::path::Path;
@@ -12,7 +12,7 @@ use crate::shell;
 
 /// Fields common to all reports, flattened into each. `S` are the settings of the command.
 #[derive(Clone, Debug, Serialize)]
-pub(crate) struct Head<S> {
+pub(crate) struct About<S> {
     /// Version of the JSON fields.
     pub(crate) version: u32,
     /// Name and version.
@@ -32,7 +32,7 @@ pub(crate) struct DeviceReport {
     pub(crate) under: String,
 }
 
-impl<S> Head<S> {
+impl<S> About<S> {
     /// Describes this run on this machine; removes duplicate warnings.
     pub(crate) fn new(settings: S, devices: Vec<DeviceReport>, warnings: Vec<String>) -> Self {
         let mut once: Vec<String> = Vec::new();
@@ -70,15 +70,15 @@ impl fmt::Display for DeviceReport {
 }
 
 /// All but the settings, which each report prints itself.
-impl<S> fmt::Display for Head<S> {
+impl<S> fmt::Display for About<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for warning in &self.warnings {
-            writeln!(f, "warning: {warning}")?;
-        }
-        writeln!(f, "{}", self.machine)?;
         writeln!(f, "{}: `{}`", self.program, self.command)?;
+        writeln!(f, "{}", self.machine)?;
         for device in &self.devices {
             writeln!(f, "{device}")?;
+        }
+        for warning in &self.warnings {
+            writeln!(f, "warning: {warning}")?;
         }
         Ok(())
     }
@@ -89,12 +89,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_report_begins_with_who_said_it_of_what_and_each_warning_once() {
+    fn a_report_says_who_measured_what_and_ends_with_each_warning_once() {
         let devices = vec![DeviceReport::of(Path::new("/proc"))];
         let warnings = ["busy", "short", "busy"].map(str::to_owned).to_vec();
-        let head = Head::new((), devices, warnings);
-        let printed = head.to_string();
+        let about = About::new((), devices, warnings);
+        let printed = about.to_string();
         assert_eq!(printed.matches("warning: ").count(), 2, "{printed}");
+        assert!(
+            printed.ends_with("warning: busy\nwarning: short\n"),
+            "{printed}"
+        );
         let program = format!("bench-io {}: `", env!("CARGO_PKG_VERSION"));
         for part in [&program[..], " cores, ", "\n/proc: proc on "] {
             assert!(printed.contains(part), "{part}: {printed}");
