@@ -61,11 +61,26 @@ impl fmt::Display for Rate {
 
 fn schedule(schedule: &LrSchedule) -> String {
     match schedule {
-        LrSchedule::Constant { lr } => format!("constant, {} at every step", Rate(*lr)),
-        LrSchedule::Linear { lr, total_steps } => format!(
-            "linear, from {} down to 0 over {total_steps} steps, no warm-up",
-            Rate(*lr)
-        ),
+        LrSchedule::Constant {
+            lr,
+            warmup_steps: 0,
+        } => format!("constant, {} at every step", Rate(*lr)),
+        LrSchedule::Constant { lr, warmup_steps } => {
+            format!(
+                "constant, up to {} in {warmup_steps} steps, then level",
+                Rate(*lr)
+            )
+        }
+        LrSchedule::Linear {
+            lr,
+            warmup_steps,
+            total_steps,
+        } => format!("linear, {}", to_zero(*lr, *warmup_steps, *total_steps)),
+        LrSchedule::Cosine {
+            lr,
+            warmup_steps,
+            total_steps,
+        } => format!("cosine, {}", to_zero(*lr, *warmup_steps, *total_steps)),
         LrSchedule::RangeTest(test) => format!(
             "LRRangeTest, from {} up by {} of it every {} steps",
             Rate(test.min_lr),
@@ -97,6 +112,15 @@ fn schedule(schedule: &LrSchedule) -> String {
             rise(warmup),
             Rate(warmup.max_lr * min_ratio)
         ),
+    }
+}
+
+/// Describes Hugging Face's schedules that fall to 0.
+fn to_zero(lr: f64, warmup_steps: u64, total_steps: u64) -> String {
+    let lr = Rate(lr);
+    match warmup_steps {
+        0 => format!("from {lr} down to 0 over {total_steps} steps, no warm-up"),
+        _ => format!("up to {lr} in {warmup_steps} steps, then down to 0 at step {total_steps}"),
     }
 }
 

@@ -114,6 +114,14 @@ keys! {
 
     /// `scheduler.params`: parameters of all schedulers.
     pub struct SchedulerParamsToml {
+        /// linear, cosine, constant: steps in which the learning rate rises from 0.
+        #[default("0")]
+        #[example("100")]
+        pub warmup_steps: Option<u64>,
+        /// linear, cosine, constant: the same as a fraction of all steps.
+        #[default("0.0")]
+        #[example("0.03")]
+        pub warmup_ratio: Option<f64>,
         pub warmup_min_lr: Option<f64>,
         pub warmup_max_lr: Option<f64>,
         pub warmup_num_steps: Option<u64>,

@@ -11,9 +11,17 @@
 //!   i >= w   WarmupLR        max
 //!            WarmupDecayLR   min + (max - min) * (T-i)/(T-w), not below min
 //!            WarmupCosineLR  max * (r + (1-r) * (1 + cos(pi * (i-w+1)/(T-w))) / 2), r the least ratio
-//!   any s    linear          lr * (T-s+1)/T, as in Hugging Face's Trainer
 //!   any i    LRRangeTest     min * (1 + rate * (i+1)/size), with stairs rounded down
 //!            OneCycle        min + (max - min) * h, h rises from 0 to 1 and falls again over i+1; later min / (1 + rate * (i+1-cycle)/size)
+//! ```
+//!
+//! Hugging Face's "linear", "cosine" and "constant" have the rates of its Trainer. With k = s - 1:
+//!
+//! ```text
+//!   k < w    lr * k/w
+//!   k >= w   constant        lr
+//!            linear          lr * (T-k)/(T-w)
+//!            cosine          lr * (1 + cos(pi * (k-w)/(T-w))) / 2
 //! ```
 
 use serde::{Deserialize, Serialize};
@@ -84,11 +92,20 @@ pub const DEEPSPEED_SCHEDULERS: &[(&str, &[&str])] = &[
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LrSchedule {
-    /// Constant rate.
-    Constant { lr: f64 },
-    /// Falls linearly from the optimizer's rate to 0 after `total_steps`: Hugging Face's "linear" without
-    /// warm-up.
-    Linear { lr: f64, total_steps: u64 },
+    /// Hugging Face's "constant": rises linearly from 0 to `lr` in `warmup_steps`, then stays.
+    Constant { lr: f64, warmup_steps: u64 },
+    /// Hugging Face's "linear": rises as `Constant`, then falls linearly to 0 after `total_steps`.
+    Linear {
+        lr: f64,
+        warmup_steps: u64,
+        total_steps: u64,
+    },
+    /// Hugging Face's "cosine": rises as `Constant`, then falls along half a cosine to 0 after `total_steps`.
+    Cosine {
+        lr: f64,
+        warmup_steps: u64,
+        total_steps: u64,
+    },
     /// Rises without limit, to find the rate at which training diverges.
     RangeTest(RangeTest),
     /// Rises and falls once while the momentum falls and rises; optionally decays afterwards.
@@ -157,9 +174,24 @@ pub fn learning_rate(schedule: &LrSchedule, step: u64) -> f64 {
     assert!(step >= 1, "steps count from 1");
     let iteration = step.checked_sub(2);
     match schedule {
-        LrSchedule::Constant { lr } => *lr,
-        LrSchedule::Linear { lr, total_steps } => {
-            lr * (total_steps + 1).saturating_sub(step) as f64 / *total_steps as f64
+        LrSchedule::Constant { lr, warmup_steps } => {
+            lr * warmed(*warmup_steps, step).unwrap_or(1.0)
+        }
+        LrSchedule::Linear {
+            lr,
+            warmup_steps,
+            total_steps,
+        } => {
+            let falling = || 1.0 - gone(*warmup_steps, *total_steps, step);
+            lr * warmed(*warmup_steps, step).unwrap_or_else(falling)
+        }
+        LrSchedule::Cosine {
+            lr,
+            warmup_steps,
+            total_steps,
+        } => {
+            let angle = || std::f64::consts::PI * gone(*warmup_steps, *total_steps, step);
+            lr * warmed(*warmup_steps, step).unwrap_or_else(|| (1.0 + angle().cos()) / 2.0)
         }
         LrSchedule::RangeTest(test) => {
             let intervals = (step - 1) as f64 / test.step_size as f64;
@@ -227,6 +259,18 @@ pub fn betas(schedule: &LrSchedule, step: u64) -> Option<[f64; 2]> {
     Some([momentum, CYCLE_BETA2])
 }
 
+/// Fraction of Hugging Face's warm-up reached at `step`; `None` afterwards.
+fn warmed(warmup_steps: u64, step: u64) -> Option<f64> {
+    let at = step - 1;
+    (at < warmup_steps).then(|| at as f64 / warmup_steps as f64)
+}
+
+/// Fraction of Hugging Face's decay that is over at `step`.
+fn gone(warmup_steps: u64, total_steps: u64, step: u64) -> f64 {
+    let decay_steps = total_steps.saturating_sub(warmup_steps).max(1);
+    ((step - 1 - warmup_steps) as f64 / decay_steps as f64).min(1.0)
+}
+
 fn between(warmup: &Warmup, share: f64) -> f64 {
     warmup.min_lr + (warmup.max_lr - warmup.min_lr) * share
 }
@@ -292,24 +336,113 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_constant_rate_does_not_change() {
-        let constant = LrSchedule::Constant { lr: 0.5 };
-        assert_eq!(
-            [1, 2, 1000].map(|step| learning_rate(&constant, step)),
-            [0.5; 3]
-        );
-        assert_eq!(betas(&constant, 1), None);
-    }
-
-    #[test]
-    fn a_linear_decay_starts_with_the_full_rate_and_reaches_0_after_the_last_step() {
-        let linear = LrSchedule::Linear {
-            lr: 0.5,
-            total_steps: 4,
+    fn hugging_faces_schedules_have_the_rates_of_its_trainer() {
+        let rates = |schedule: LrSchedule| -> Vec<f64> {
+            (1..=11)
+                .map(|step| learning_rate(&schedule, step))
+                .collect()
         };
+        let near = |schedule: LrSchedule, expected: [f64; 11]| {
+            for (rate, expected) in rates(schedule).iter().zip(expected) {
+                assert!(
+                    (rate - expected).abs() < 1e-12,
+                    "{schedule:?}: {rate}, not {expected}"
+                );
+            }
+        };
+        let (lr, total_steps) = (1.0, 10);
+        // From `transformers.get_scheduler`.
+        near(
+            LrSchedule::Constant {
+                lr,
+                warmup_steps: 0,
+            },
+            [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        );
+        near(
+            LrSchedule::Constant {
+                lr,
+                warmup_steps: 4,
+            },
+            [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
+        );
+        near(
+            LrSchedule::Linear {
+                lr,
+                warmup_steps: 0,
+                total_steps,
+            },
+            [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0],
+        );
+        near(
+            LrSchedule::Linear {
+                lr,
+                warmup_steps: 4,
+                total_steps,
+            },
+            [
+                0.0,
+                0.25,
+                0.5,
+                0.75,
+                1.0,
+                0.8333333333333334,
+                0.6666666666666666,
+                0.5,
+                0.3333333333333333,
+                0.16666666666666666,
+                0.0,
+            ],
+        );
+        near(
+            LrSchedule::Cosine {
+                lr,
+                warmup_steps: 0,
+                total_steps,
+            },
+            [
+                1.0,
+                0.9755282581475768,
+                0.9045084971874737,
+                0.7938926261462366,
+                0.6545084971874737,
+                0.5,
+                0.34549150281252633,
+                0.2061073738537635,
+                0.09549150281252633,
+                0.024471741852423234,
+                0.0,
+            ],
+        );
+        near(
+            LrSchedule::Cosine {
+                lr,
+                warmup_steps: 4,
+                total_steps,
+            },
+            [
+                0.0,
+                0.25,
+                0.5,
+                0.75,
+                1.0,
+                0.9330127018922194,
+                0.75,
+                0.5,
+                0.2500000000000001,
+                0.06698729810778065,
+                0.0,
+            ],
+        );
         assert_eq!(
-            [1, 2, 3, 4, 5, 9].map(|step| learning_rate(&linear, step)),
-            [0.5, 0.375, 0.25, 0.125, 0.0, 0.0]
+            betas(
+                &LrSchedule::Constant {
+                    lr,
+                    warmup_steps: 0
+                },
+                1
+            ),
+            None
         );
     }
 }

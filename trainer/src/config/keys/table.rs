@@ -120,10 +120,10 @@ const TRAINING: &[Key] = &[
 
 #[rustfmt::skip]
 const SCHEDULER: &[Key] = &[
-    key("scheduler.type", Used, "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, each with DeepSpeed's rate at every step; \"linear\" (falls to 0 at total_num_steps) and \"constant\" are Hugging Face's. When left out: linear, with a warning, if there is no optimizer either or Hugging Face's Trainer fills in the file (a value is \"auto\"); constant otherwise"),
+    key("scheduler.type", Used, "\"linear\", \"cosine\" (both fall to 0 at total_num_steps) and \"constant\", with the rates of Hugging Face's Trainer, or DeepSpeed's LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR with DeepSpeed's. When left out: linear, with a warning, if there is no optimizer either or Hugging Face's Trainer fills in the file (a value is \"auto\"); constant otherwise"),
     key("scheduler.params.warmup_min_lr", Used, "WarmupLR, WarmupDecayLR: learning rate at the first step; 0 when left out"),
     key("scheduler.params.warmup_max_lr", Used, "WarmupLR, WarmupDecayLR: learning rate after the warm-up; optimizer.params.lr when left out (DeepSpeed's WarmupDecayLR uses 1e-3)"),
-    key("scheduler.params.warmup_num_steps", Used, "steps of the warm-up; 1000 when left out"),
+    key("scheduler.params.warmup_num_steps", Used, "WarmupLR, WarmupDecayLR, WarmupCosineLR: steps of the warm-up; 1000 when left out"),
     key("scheduler.params.warmup_type", Used, "\"log\", DeepSpeed's default, or \"linear\""),
     key("scheduler.params.total_num_steps", Used, "step at which the decay ends; train.steps when left out"),
     key("scheduler.params.warmup_min_ratio", Used, "WarmupCosineLR: learning rate at the first step, as a fraction of optimizer.params.lr; 0 when left out"),

@@ -35,7 +35,7 @@ pub(super) fn optimizer(
         )),
         _ => faults.0.push(value(
             "optimizer.type",
-            format!("\"{kind}\" is not supported: use \"AdamW\" or \"Adam\""),
+            format!("\"{kind}\" is not supported: {}", instead_of(kind)),
         )),
     }
     let lr = match params.lr {
@@ -78,6 +78,18 @@ pub(super) fn optimizer(
             .push(value("optimizer.params.eps", "must be more than 0"));
     }
     Some(settings)
+}
+
+/// Says what to use instead of an optimizer that is not supported.
+fn instead_of(kind: &str) -> &'static str {
+    let kind = kind.to_ascii_lowercase();
+    if kind.contains("8bit") || kind.contains("paged") {
+        "use \"AdamW\"; 8-bit state saves memory, which zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" does too"
+    } else if kind.starts_with("adamw") {
+        "use \"AdamW\""
+    } else {
+        "use \"AdamW\" or \"Adam\"; neither this trainer nor the PyTorch package has other optimizers"
+    }
 }
 
 /// Resolves which parameters decay: a keyword, or all except those whose name contains a given text, as is

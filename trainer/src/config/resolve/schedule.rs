@@ -11,10 +11,15 @@ use crate::config::{
     LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
 };
 
-/// Hugging Face's names for schedules without a warm-up, with their parameters.
-const WITHOUT_WARMUP: &[(&str, &[&str])] = &[(LINEAR, &["total_num_steps"]), (CONSTANT, &[])];
+/// Hugging Face's schedules, each with the names of its parameters.
+const HUGGING_FACE_SCHEDULERS: &[(&str, &[&str])] = &[
+    (LINEAR, &["warmup_steps", "warmup_ratio", "total_num_steps"]),
+    (COSINE, &["warmup_steps", "warmup_ratio", "total_num_steps"]),
+    (CONSTANT, &["warmup_steps", "warmup_ratio"]),
+];
 
 const LINEAR: &str = "linear";
+const COSINE: &str = "cosine";
 const CONSTANT: &str = "constant";
 
 /// Resolves the schedule of a run of `steps` steps with the optimizer's learning rate `lr`.
@@ -30,7 +35,7 @@ pub(super) fn schedule(
         return Ok(left_out(config, lr, steps, written_for, said));
     };
     let notes = &mut said.notes;
-    let schedulers = || DEEPSPEED_SCHEDULERS.iter().chain(WITHOUT_WARMUP);
+    let schedulers = || HUGGING_FACE_SCHEDULERS.iter().chain(DEEPSPEED_SCHEDULERS);
     let Some((_, known)) = schedulers().find(|(name, _)| *name == kind) else {
         let names: Vec<&str> = schedulers().map(|(name, _)| *name).collect();
         return Err(value(
@@ -45,12 +50,24 @@ pub(super) fn schedule(
     match kind {
         "LRRangeTest" => range_test(params),
         "OneCycle" => one_cycle(params, steps),
-        LINEAR => {
+        LINEAR | COSINE | CONSTANT => {
             let total_steps = params.total_num_steps.unwrap_or(steps);
             at_least("scheduler.params.total_num_steps", total_steps, 1)?;
-            Ok(LrSchedule::Linear { lr, total_steps })
+            let warmup_steps = warmup_steps(params, steps)?;
+            Ok(match kind {
+                LINEAR => LrSchedule::Linear {
+                    lr,
+                    warmup_steps,
+                    total_steps,
+                },
+                COSINE => LrSchedule::Cosine {
+                    lr,
+                    warmup_steps,
+                    total_steps,
+                },
+                _ => LrSchedule::Constant { lr, warmup_steps },
+            })
         }
-        CONSTANT => Ok(LrSchedule::Constant { lr }),
         _ => warmup(kind, params, lr, steps, notes),
     }
 }
@@ -72,15 +89,44 @@ fn left_out(
                 Rate(lr)
             ));
         }
-        return LrSchedule::Constant { lr };
+        return LrSchedule::Constant {
+            lr,
+            warmup_steps: 0,
+        };
     }
     said.warnings.push(format!(
         "no scheduler is set: the learning rate decays linearly to 0 over the run without warm-up, as in Hugging Face's Trainer; set scheduler.type = \"{CONSTANT}\" to keep it constant"
     ));
     LrSchedule::Linear {
         lr,
+        warmup_steps: 0,
         total_steps: steps,
     }
+}
+
+/// Resolves the warm-up of Hugging Face's schedules in a run of `steps` steps.
+fn warmup_steps(params: &SchedulerParamsToml, steps: u64) -> Result<u64, SettingsError> {
+    const STEPS: &str = "scheduler.params.warmup_steps";
+    const RATIO: &str = "scheduler.params.warmup_ratio";
+    let warmup_steps = match (params.warmup_steps, params.warmup_ratio) {
+        (Some(_), Some(_)) => {
+            return Err(value(
+                RATIO,
+                "contradicts scheduler.params.warmup_steps: leave one of them out",
+            ));
+        }
+        (Some(count), None) => count,
+        // Rounded up, as in Hugging Face's Trainer.
+        (None, Some(ratio)) => (fraction(RATIO, ratio)?.get() * steps as f64).ceil() as u64,
+        (None, None) => 0,
+    };
+    if warmup_steps > steps {
+        return Err(value(
+            STEPS,
+            format!("{warmup_steps} is more than the {steps} steps of the run"),
+        ));
+    }
+    Ok(warmup_steps)
 }
 
 /// Refuses parameters that the scheduler does not have.

@@ -272,7 +272,7 @@ fn values_out_of_range_name_their_key() {
         (
             "scheduler.type",
             json!("StepLR"),
-            "scheduler.type: \"StepLR\" is not supported: use one of LRRangeTest, OneCycle,",
+            "scheduler.type: \"StepLR\" is not supported: use one of linear, cosine, constant, LRRangeTest, OneCycle,",
         ),
         (
             "offload.tile_elems",
@@ -399,8 +399,66 @@ fn schedulers_are_deepspeeds() {
     );
     assert_eq!(
         run_with(&[]).unwrap().lr,
-        LrSchedule::Constant { lr: 0.001 }
+        LrSchedule::Constant {
+            lr: 0.001,
+            warmup_steps: 0
+        }
     );
+}
+
+#[test]
+fn hugging_faces_schedules_take_their_warmup_in_steps_or_as_a_ratio() {
+    let of = |kind: &str, key: &str, warmup: Value| {
+        let warmup = (&*format!("scheduler.params.{key}"), warmup);
+        run_with(&[("scheduler.type", json!(kind)), (warmup.0, warmup.1)])
+    };
+    let cosine = |warmup_steps| LrSchedule::Cosine {
+        lr: 0.001,
+        warmup_steps,
+        total_steps: 100,
+    };
+    assert_eq!(
+        of("cosine", "warmup_steps", json!(7)).unwrap().lr,
+        cosine(7)
+    );
+    // Rounded up.
+    let ratio = of("cosine", "warmup_ratio", json!(0.025));
+    assert_eq!(ratio.unwrap().lr, cosine(3));
+    let constant = LrSchedule::Constant {
+        lr: 0.001,
+        warmup_steps: 5,
+    };
+    assert_eq!(
+        of("constant", "warmup_steps", json!(5)).unwrap().lr,
+        constant
+    );
+    let text = of("linear", "warmup_steps", json!(101)).unwrap_err();
+    assert!(
+        text.to_string()
+            .contains("101 is more than the 100 steps of the run")
+    );
+    let text = of("WarmupLR", "warmup_ratio", json!(0.1)).unwrap_err();
+    assert!(text.to_string().contains("has no parameter warmup_ratio"));
+    let both = [
+        ("scheduler.type", json!("linear")),
+        ("scheduler.params.warmup_steps", json!(1)),
+        ("scheduler.params.warmup_ratio", json!(0.1)),
+    ];
+    assert!(refused(&both).contains("contradicts scheduler.params.warmup_steps"));
+}
+
+#[test]
+fn other_optimizers_are_refused_by_name_with_what_to_do() {
+    for (kind, part) in [
+        ("Lion", "\"Lion\" is not supported: use \"AdamW\""),
+        ("adafactor", "\"adafactor\" is not supported: use \"AdamW\""),
+        ("adamw_8bit", "8-bit state saves memory"),
+        ("paged_adamw_32bit", "offload_optimizer.device = \"cpu\""),
+        ("adamw_torch_fused", "use \"AdamW\""),
+    ] {
+        let text = refused(&[("optimizer.type", json!(kind))]);
+        assert!(text.contains(part), "{text}");
+    }
 }
 
 #[test]

@@ -56,6 +56,7 @@ fn told(run: &RunSettings) -> String {
     let schedule = match &run.lr {
         LrSchedule::Constant { .. } => "constant",
         LrSchedule::Linear { .. } => "linear",
+        LrSchedule::Cosine { .. } => "cosine",
         LrSchedule::Warmup(_) => "WarmupLR",
         LrSchedule::WarmupDecay { .. } => "WarmupDecayLR",
         other => panic!("{other:?}"),
@@ -245,7 +246,7 @@ fn a_missing_optimizer_scheduler_or_rate_is_a_warning_and_the_plan_shows_the_def
         warnings.contains("optimizer.params.lr is not set: using 1e-3, as PyTorch's Adam"),
         "{warnings}"
     );
-    for kind in ["linear", "constant"] {
+    for kind in ["linear", "cosine", "constant"] {
         let all = with(
             &with(&base, named.clone()),
             json!({"scheduler": {"type": kind}}),
