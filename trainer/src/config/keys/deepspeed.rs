@@ -19,9 +19,10 @@ script.
 2. `trainer plan run.toml --deepspeed ds_config.json` reads your JSON unchanged, including comments, trailing commas and numbers such as 5e8. It lists each key
    without effect with the reason, and refuses keys that ask for an unsupported feature. All refused keys are reported at once.
 3. `trainer train run.toml --deepspeed ds_config.json`. A value in the run file, or in `--set`, replaces an \"auto\" in the JSON; two different values are refused.
-4. Weights come from a model directory: export a DeepSpeed checkpoint with its `zero_to_fp32.py` to safetensors first. Optimizer state is not imported.
+4. Weights come from a model directory. Make one from a DeepSpeed checkpoint: run `python zero_to_fp32.py . DIR --safe_serialization` in its directory, and copy
+   the model's `config.json` and tokenizer files to `DIR`. Optimizer state is not imported.
 
-What changes: the launcher is `trainer launch --nproc N`, or torchrun's environment. Buffers, buckets and thresholds are sized by the plan. Checkpoints
+What changes: `trainer launch --nproc N` starts the processes; the environment variables that torchrun sets work too. Buffers, buckets and thresholds are sized by the plan. Checkpoints
 can be resumed with any number of ranks. State on drives is committed while training continues, so a crash costs at most the steps since the last commit.
 
 Keys that are used have the same meaning as in DeepSpeed. A refused key is accepted if it switches its feature off (false, null, `enabled` false).

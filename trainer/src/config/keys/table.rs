@@ -81,7 +81,7 @@ const TRAINING: &[Key] = &[
     key("train_batch_size", Used, "samples of a step over all ranks; any two of the three sizes give the third"),
     key("train_micro_batch_size_per_gpu", Used, "samples one rank computes at a time"),
     key("gradient_accumulation_steps", Used, "micro-batches of one rank in a step; 1 if the other sizes do not determine it"),
-    key("gradient_clipping", Used, "largest norm of all gradients; 1.0 when left out, as in DeepSpeed's constants; 0 disables clipping"),
+    key("gradient_clipping", Used, "largest norm of all gradients; 1.0 when left out, as in DeepSpeed since June 2026 (before, it did not clip then); 0 disables clipping"),
     key("bf16.enabled", Used, "16-bit parameters and gradients with an exact 32-bit master copy; \"auto\" takes the checkpoint's type; false when left out"),
     key("bf16.immediate_grad_update", Unused, "gradients are summed in fp32 and rounded once"),
     key("bf16.check_grad_overflow", Used, "true: a step whose gradients are not finite is skipped; left out or false: it stops the run, and the step before is kept"),
