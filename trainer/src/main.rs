@@ -63,6 +63,9 @@ enum Command {
         /// Return to the run's checkpoint of this step, or start from the checkpoint in this directory.
         #[arg(long, value_name = "STEP|DIR", conflicts_with = "fresh")]
         resume_from: Option<CheckpointName>,
+        /// Print the whole plan and all settings; they are in settings.toml in the run directory too.
+        #[arg(short, long)]
+        verbose: bool,
         #[command(flatten)]
         trace: TraceArgs,
     },
@@ -226,6 +229,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
             from,
             fresh,
             resume_from,
+            verbose,
             trace,
         } => {
             let world = World::from_env()?;
@@ -239,6 +243,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
                 settings,
                 &start,
                 &trace.trace(world.rank),
+                verbose,
             )?);
         }
         Command::Launch { nproc, train } => {

@@ -14,6 +14,9 @@ use training_state::metrics::MetricsFile;
 use training_state::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
 use training_state::store::{job_of, link_of};
 
+/// File in a run directory with all settings of the newest start.
+pub const SETTINGS_FILE: &str = "settings.toml";
+
 /// Version of the list's JSON format; raised when a field changes its name or meaning.
 const LIST_VERSION: u32 = 1;
 
@@ -361,7 +364,7 @@ impl fmt::Display for CheckpointEntry {
         }
         write!(
             f,
-            "step {}: {}, {}",
+            "step {}: {} UTC, {}",
             self.step,
             utc(self.unix_s),
             ApproxBytes(self.bytes)
@@ -373,12 +376,12 @@ impl fmt::Display for CheckpointEntry {
     }
 }
 
-/// Formats seconds since 1970 as date and time in UTC, to the minute.
-fn utc(unix_s: u64) -> String {
+/// Formats seconds since 1970 as date and time in UTC.
+pub(crate) fn utc(unix_s: u64) -> String {
     let time = i64::try_from(unix_s).ok();
     let time = time.and_then(|unix_s| chrono::DateTime::from_timestamp(unix_s, 0));
     time.map_or("-".into(), |time| {
-        time.format("%Y-%m-%d %H:%M UTC").to_string()
+        time.format("%Y-%m-%d %H:%M:%S").to_string()
     })
 }
 
@@ -389,11 +392,11 @@ mod tests {
     #[test]
     fn dates_are_those_of_the_calendar() {
         for (unix_s, date) in [
-            (0, "1970-01-01 00:00 UTC"),
-            (951_782_399, "2000-02-28 23:59 UTC"),
-            (951_782_400, "2000-02-29 00:00 UTC"),
-            (1_709_251_199, "2024-02-29 23:59 UTC"),
-            (1_798_761_540, "2026-12-31 23:59 UTC"),
+            (0, "1970-01-01 00:00:00"),
+            (951_782_399, "2000-02-28 23:59:59"),
+            (951_782_400, "2000-02-29 00:00:00"),
+            (1_709_251_199, "2024-02-29 23:59:59"),
+            (1_798_761_540, "2026-12-31 23:59:00"),
         ] {
             assert_eq!(utc(unix_s), date);
         }

@@ -190,6 +190,7 @@ impl Reporter {
             lr: step.lr,
             unix_s: now.unwrap_or_default().as_secs_f64(),
             tokens: 0,
+            epoch: None,
             generation: io.generation,
             step_s,
             forward_s,
@@ -206,6 +207,7 @@ impl Reporter {
             host_bytes: self.host_bytes,
             bound_s: bound.s,
             eval_loss: None,
+            eval_perplexity: None,
         };
         file.write(&metrics);
         monitors

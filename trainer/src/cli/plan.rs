@@ -7,6 +7,7 @@ use offload_support::console::out;
 use offload_support::{errln, outln};
 use serde_json::json;
 use trainer::config::RunSettings;
+use trainer::data::{self, length};
 use trainer::plan::{
     Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
     Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
@@ -140,8 +141,20 @@ pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
         return plan_model(path, &args);
     }
     let ranks = args.machine.ranks;
-    let settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
-    plan_run(&settings, &args)
+    let mut settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
+    let length = match settings.train.steps {
+        0 => None,
+        _ => match length(&settings) {
+            Ok(length) => {
+                settings.set_windows(length.windows)?;
+                Some(length)
+            }
+            // The length of the run follows from the data.
+            Err(error) if settings.train.epochs.is_some() => return Err(error.into()),
+            Err(_) => None,
+        },
+    };
+    plan_run(&settings, length, &args)
 }
 
 fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
@@ -196,11 +209,16 @@ fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
+fn plan_run(
+    settings: &RunSettings,
+    length: Option<data::Length>,
+    args: &PlanArgs,
+) -> anyhow::Result<()> {
     let hardware = Hardware::new(settings, &args.machine.overrides());
     let mut plan = Plan::new(settings, hardware.clone());
     let mut warnings = settings.warnings.clone();
     if let Ok(plan) = &mut plan {
+        plan.epochs = length.map(|length| settings.epochs(length.windows));
         let run_dir = resolved(&settings.train.run_dir);
         // A path of another machine says nothing about this machine's root file system.
         let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();
@@ -223,6 +241,11 @@ fn plan_run(settings: &RunSettings, args: &PlanArgs) -> anyhow::Result<()> {
         }
         for note in &settings.notes {
             outln!("note: {note}");
+        }
+        if length.is_some_and(|length| !length.is_exact) {
+            outln!(
+                "note: the length of the data is estimated from the sizes of its files; it is known once the data is tokenized"
+            );
         }
         for line in settings.summary() {
             outln!("{line}");

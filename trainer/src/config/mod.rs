@@ -19,6 +19,7 @@ mod settings;
 mod source;
 mod summary;
 pub mod toml;
+mod written;
 
 use std::path::PathBuf;
 
@@ -27,7 +28,7 @@ use serde_json::Value;
 pub use keys::listing;
 pub use settings::{
     ActivationsChoice, Batch, DataFile, DataSettings, Decaying, DeviceChoice, Durability,
-    FirstWeights, Fraction, GradientsChoice, LossOn, OffloadSettings, OptimizerDevice,
+    FirstWeights, Fraction, GradientsChoice, Interval, LossOn, OffloadSettings, OptimizerDevice,
     OptimizerSettings, OptimizerStep, Packing, Placement, RecordFormat, ResidentFraction,
     RunSettings, Tier, TrainSettings,
 };
@@ -161,7 +162,7 @@ enum WrittenFor {
 }
 
 /// Messages for the person who wrote the settings.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 struct Said {
     /// Choices that may differ from what was intended.
     warnings: Vec<String>,

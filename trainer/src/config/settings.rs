@@ -6,9 +6,16 @@ use std::path::PathBuf;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
-use super::{LrSchedule, OverflowPolicy, Reports, Stage};
+use super::resolve::Unresolved;
+use super::{LrSchedule, OverflowPolicy, Reports, SettingsError, Stage};
 use crate::compute::ActivationCheckpointing;
 use crate::model::{Dropout, Dtype, ModelConfig};
+
+/// Passes over the data above which a run is warned about.
+const EPOCHS_USUAL: f64 = 4.0;
+
+/// Value of `train.steps` before [`RunSettings::set_windows`] in a run whose length is set in epochs.
+pub(super) const STEPS_UNKNOWN: u64 = u64::MAX;
 
 /// Settings of a run, ready to be planned.
 #[derive(Clone, Debug, Serialize)]
@@ -48,9 +55,46 @@ pub struct RunSettings {
     /// Information for the author of the settings: keys without effect, defaults used.
     #[serde(skip)]
     pub notes: Vec<String>,
+    /// What these settings were resolved from.
+    #[serde(skip)]
+    pub(super) unresolved: Box<Unresolved>,
 }
 
 impl RunSettings {
+    /// Sets the number of training windows. It determines the number of steps if `train.epochs` is set.
+    ///
+    /// # Errors
+    /// A setting contradicts the number of steps.
+    pub fn set_windows(&mut self, windows: u64) -> Result<(), SettingsError> {
+        if let Some(epochs) = self.train.epochs {
+            let steps = (epochs * windows as f64 / self.step_samples() as f64).ceil() as u64;
+            let resolved = self.unresolved.with_steps(steps.max(1), self.ranks)?;
+            self.train = TrainSettings {
+                epochs: self.train.epochs,
+                ..resolved.train
+            };
+            self.lr = resolved.lr;
+            self.warnings = resolved.warnings;
+            self.notes = resolved.notes;
+        }
+        let epochs = self.epochs(windows);
+        if epochs > EPOCHS_USUAL {
+            self.warnings.push(format!(
+                "the run passes over its data {epochs:.1} times; models often memorize data after {EPOCHS_USUAL} passes: watch the validation loss (train.eval_every), or lower {}",
+                match self.train.epochs {
+                    Some(_) => "train.epochs",
+                    None => "train.steps",
+                }
+            ));
+        }
+        Ok(())
+    }
+
+    /// Passes of the whole run over `windows` training windows.
+    pub fn epochs(&self, windows: u64) -> f64 {
+        (self.train.steps as f64 * self.step_samples() as f64) / windows.max(1) as f64
+    }
+
     /// Windows of one step, over all ranks.
     pub fn step_samples(&self) -> u64 {
         self.batch.samples() * u64::from(self.ranks)
@@ -257,17 +301,35 @@ pub enum LossOn {
     Completions,
 }
 
+/// Times between evaluations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Interval {
+    Never,
+    Steps(u64),
+    /// The end of each pass over the training data.
+    Epoch,
+}
+
 /// Length, reports and directory of the run.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TrainSettings {
+    /// Length in passes over the training data; `None` if it is set in steps.
+    pub epochs: Option<f64>,
     /// Steps of the whole run; 0: the run only takes its initial weights, and can be exported.
     pub steps: u64,
     /// Step at which this start ends: `steps`, or less if the run is to be continued later.
     pub stop_after: u64,
     pub seed: u64,
-    /// Steps between evaluations; 0: none.
-    pub eval_every: u64,
-    pub eval_batches: u64,
+    pub eval_every: Interval,
+    /// Most micro-batches in an evaluation; `None`: all.
+    pub eval_batches: Option<u64>,
+    /// Evaluations in a row without a new lowest loss after which the run ends; 0: never.
+    pub early_stopping_patience: u64,
+    /// Whether an evaluation with a new lowest loss makes a checkpoint.
+    pub checkpoint_best: bool,
+    /// Directory to which the finished run exports its weights.
+    pub export_to: Option<PathBuf>,
     pub log_every: u64,
     /// Steps between checkpoints; 0: none, except that a run without a store makes one at its end and on
     /// SIGTERM.

@@ -392,8 +392,13 @@ keys! {
 
     /// `train`: length, order, reports and directory of the run.
     pub struct TrainToml {
-        /// Optimizer steps of the whole run. 0: the run only takes its initial weights, for `trainer export`.
-        #[default("required")]
+        /// Passes over the training data, or a fraction of one. Gives the number of steps once the data is tokenized.
+        #[default("required, unless train.steps is set")]
+        #[example("3")]
+        pub epochs: Option<f64>,
+        /// Optimizer steps of the whole run, in place of train.epochs. 0: the run only takes its initial weights, for
+        /// `trainer export`.
+        #[default("required, unless train.epochs is set")]
         #[example("1000")]
         pub steps: Option<u64>,
         /// Tokens in a sequence.
@@ -404,14 +409,18 @@ keys! {
         #[default("0")]
         #[example("1")]
         pub seed: Option<u64>,
-        /// Steps between evaluations; 0 for none.
+        /// Steps between evaluations on the validation data, or "epoch" for one at the end of each epoch; 0 for none.
         #[default("0")]
-        #[example("100")]
-        pub eval_every: Option<u64>,
-        /// Batches in an evaluation.
-        #[default("4")]
+        #[example("\"epoch\"")]
+        pub eval_every: Option<Interval>,
+        /// Most micro-batches in an evaluation.
+        #[default("all of the validation data")]
         #[example("8")]
         pub eval_batches: Option<u64>,
+        /// Ends the run after this many evaluations in a row without a new lowest loss; 0 for never.
+        #[default("0")]
+        #[example("3")]
+        pub early_stopping_patience: Option<u64>,
         /// Steps between printed lines.
         #[default("steps_per_print, or 10")]
         #[example("1")]
@@ -424,6 +433,16 @@ keys! {
         #[default("2")]
         #[example("3")]
         pub checkpoints_kept: Option<u64>,
+        /// Whether each evaluation with a new lowest loss makes a checkpoint. The one with the lowest is kept in
+        /// addition to train.checkpoints_kept.
+        #[default("false")]
+        #[example("true")]
+        pub checkpoint_best: Option<bool>,
+        /// Directory to which the finished run exports its weights, as `trainer export` does; with
+        /// train.checkpoint_best, those of the checkpoint with the lowest loss.
+        #[default("none")]
+        #[example("\"chat-model\"")]
+        pub export_to: Option<PathBuf>,
         /// Run directory.
         #[default("runs/ and the run file's name")]
         #[example("\"runs/chat\"")]
@@ -517,6 +536,7 @@ keys! {
 typed! {
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
+    Interval = "a whole number, or \"epoch\"";
     FractionOrAuto = "a fraction from 0 to 1, or \"auto\"";
     Vec<FileToml> = "a list of paths, or of tables with path, weight, max_samples and format, for example [\"a\", \"b\"]";
     ByteCount = "a number of bytes, for example 67108864 or \"64MiB\"";
@@ -553,6 +573,21 @@ impl Paths {
             Self::Several(paths) => paths.clone(),
         }
     }
+}
+
+/// A number of steps, or "epoch".
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Interval {
+    Steps(u64),
+    Epoch(Epoch),
+}
+
+/// The value "epoch".
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Epoch {
+    #[serde(rename = "epoch")]
+    Epoch,
 }
 
 /// A fraction from 0 to 1, or "auto" for as much as fits.

@@ -7,7 +7,7 @@ use super::make::{are_whole, ensure};
 use super::read::{Found, Kind, find, first};
 use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
-use crate::config::{DataFile, DataSettings, Packing, RecordFormat, RunSettings};
+use crate::config::{DataFile, DataSettings, Interval, Packing, RecordFormat, RunSettings};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::{resolved, tokens_dir};
 
@@ -79,7 +79,7 @@ impl<'a> Frame<'a> {
             model_dir: settings.model_dir.as_deref(),
             vocab_size: settings.model.vocab_size as u64,
             seq_len: settings.batch.seq_len,
-            evaluates: settings.train.eval_every > 0,
+            evaluates: settings.train.eval_every != Interval::Never,
         }
     }
 }

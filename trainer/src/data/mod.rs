@@ -15,6 +15,7 @@
 mod cache;
 mod corpus;
 mod error;
+mod length;
 mod make;
 pub mod order;
 mod packing;
@@ -31,6 +32,7 @@ use training_state::fingerprint::Fingerprint;
 
 pub use corpus::{Corpus, Frame};
 pub use error::DataError;
+pub use length::{Length, length};
 pub use read::Place;
 
 /// The tokens of a run.

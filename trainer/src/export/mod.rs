@@ -159,8 +159,8 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     Ok(done)
 }
 
-/// Largest number of tensor bytes in one file of weights that a run begins with.
-const COPY_SHARD_BYTES: u64 = 5_000_000_000;
+/// Usual largest number of tensor bytes in one file of weights.
+pub(crate) const SHARD_BYTES: u64 = 5_000_000_000;
 
 /// Writes the newest weights of the run in `from` into the directory `to`, in fp32. Returns the step that
 /// they are from.
@@ -170,7 +170,7 @@ const COPY_SHARD_BYTES: u64 = 5_000_000_000;
 pub(crate) fn copy_weights(from: &Path, to: &Path) -> Result<u64, RunError> {
     let mut reader = RunReader::open(from, None)?;
     let what = "reading the other run's weights";
-    write_weights(&mut reader, to, Element::Fp32, COPY_SHARD_BYTES, what)
+    write_weights(&mut reader, to, Element::Fp32, SHARD_BYTES, what)
         .map_err(|error| RunError::FirstRun(Box::new(error)))?;
     let step = reader.step;
     reader.close()?;

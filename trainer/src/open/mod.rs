@@ -21,7 +21,7 @@ pub(crate) use repair::repair;
 pub(crate) use run::OpenRun;
 
 use crate::accelerator;
-use crate::config::{FirstWeights, RunSettings};
+use crate::config::{FirstWeights, RunSettings, SettingsError};
 use crate::data::Data;
 use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
@@ -159,11 +159,19 @@ impl Prepared {
         })
     }
 
-    /// Records what data the run is trained on, so that the next start can report a change.
-    pub(crate) fn train_on(&mut self, data: &Data) {
+    /// Sets the length of the run from its data, and records the data so that the next start can report a change.
+    ///
+    /// # Errors
+    /// A setting contradicts the number of steps.
+    pub(crate) fn train_on(&mut self, data: &Data) -> Result<(), SettingsError> {
+        self.settings.set_windows(data.windows())?;
+        self.plan.steps = self.settings.train.steps;
+        self.plan.epochs = Some(self.settings.epochs(data.windows()));
+        self.trained_with = trained_with(&self.settings);
         let (tokens, fingerprint) = (data.tokens(), data.fingerprint());
         let text = format!("{tokens} tokens, fingerprint {fingerprint:016x}");
         self.trained_with["text"] = text.into();
+        Ok(())
     }
 
     /// Checks that there is room for the run: the private store's directories or the shared daemon, then

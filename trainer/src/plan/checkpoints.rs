@@ -15,6 +15,8 @@ use training_state::checkpoint_tap::BUFFERS;
 pub struct CheckpointsPlan {
     /// Steps between checkpoints; 0: one at the end of a run without a store.
     pub every: u64,
+    /// Whether evaluations with a new lowest loss make checkpoints too.
+    pub best: bool,
     /// Number of checkpoints kept; 0: all.
     pub kept: u64,
     /// Bytes of one checkpoint: every tile once.
@@ -40,26 +42,29 @@ impl Plan {
             checkpoint_every: every,
             checkpoints_kept,
             stop_after,
+            checkpoint_best,
             ..
         } = settings.train;
         let at_end = !settings.placement.has_store();
-        if every == 0 && !at_end {
+        if every == 0 && !at_end && !checkpoint_best {
             return None;
         }
         let made = match every {
-            0 => 1,
+            0 => u64::from(at_end),
             every => (stop_after / every).max(1),
         };
         let kept = match checkpoints_kept {
             0 => made,
             kept => kept.min(made),
         };
+        let kept = kept + u64::from(checkpoint_best);
         let checkpoint_bytes = self.memory.table_bytes;
         let tile_bytes = self.memory.param_slot_bytes + self.memory.state_slot_bytes;
         let write_bytes_per_s = self.hardware.checkpoint_bytes_per_s;
         let checkpoint_s = checkpoint_bytes as f64 / write_bytes_per_s.value;
         Some(CheckpointsPlan {
             every,
+            best: checkpoint_best,
             kept: checkpoints_kept,
             checkpoint_bytes,
             kept_bytes: checkpoint_bytes.saturating_mul(kept),
@@ -83,9 +88,10 @@ impl fmt::Display for CheckpointsPlan {
             "checkpoints     {} each",
             ApproxBytes(self.checkpoint_bytes)
         )?;
-        match self.every {
-            0 => write!(f, ", one at the end")?,
-            every => write!(f, ", every {every} steps")?,
+        match (self.every, self.best) {
+            (0, true) => write!(f, ", one for each lowest validation loss")?,
+            (0, false) => write!(f, ", one at the end")?,
+            (every, _) => write!(f, ", every {every} steps")?,
         }
         write!(
             f,
@@ -111,6 +117,7 @@ mod tests {
     fn checkpoints_are_shown_with_their_cost() {
         let mut checkpoints = CheckpointsPlan {
             every: 100,
+            best: false,
             kept: 2,
             checkpoint_bytes: 6 << 30,
             kept_bytes: 12 << 30,

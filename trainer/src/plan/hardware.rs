@@ -22,6 +22,24 @@ const GPU_TFLOPS: f64 = 150.0;
 /// activation checkpointing reached 424.
 const KNOWN_GPUS: &[(&str, f64)] = &[("H200", 400.0), ("H100", 400.0)];
 
+/// Peak rates of GPUs for dense 16-bit matrices, from their data sheets, by a part of their name.
+const PEAK_TFLOPS: &[(&str, f64)] = &[
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+    ("RTX 4090", 165.0),
+    ("RTX 3090", 71.0),
+];
+
+/// Peak rate of the GPU called `name` for dense 16-bit matrices, in 10^12 operations per second, if it is known.
+pub fn peak_tflops(name: &str) -> Option<f64> {
+    let known = PEAK_TFLOPS.iter().find(|(part, _)| name.contains(part));
+    known.map(|(_, tflops)| *tflops)
+}
+
 /// Rates of a fast PCIe 4 drive, so that a fast drive gets enough staging.
 const DRIVE_READ_BYTES_PER_S: f64 = 6.2e9;
 const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;

@@ -38,7 +38,7 @@ use crate::model::{Dtype, UnitLayout, unit_layouts};
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 pub use checkpoints::CheckpointsPlan;
 pub use choices::{Choice, checkpointing_name, optimizer_device_name};
-pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source};
+pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source, peak_tflops};
 pub use memory::ComputeMemory;
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, places};
@@ -100,6 +100,8 @@ pub struct Plan {
     pub micro_batches: usize,
     /// Steps of the whole run.
     pub steps: u64,
+    /// Passes of the whole run over its training data, if its length is known.
+    pub epochs: Option<f64>,
     /// Costs of checkpoints, if the run makes any.
     pub checkpoints: Option<CheckpointsPlan>,
     /// File systems that a start writes to; empty until [`Plan::check_space`].
@@ -164,6 +166,7 @@ impl Plan {
             tokens: settings.step_tokens(),
             micro_batches: settings.batch.micro_batches,
             steps: settings.train.steps,
+            epochs: None,
             checkpoints: None,
             hardware,
             space: Vec::new(),

@@ -15,6 +15,8 @@ pub struct Outlook {
     pub steps: u64,
     /// Tokens of all steps.
     pub tokens: u64,
+    /// Passes over the training data, if its length is known.
+    pub epochs: Option<f64>,
     pub run_s: f64,
     /// Bytes written to all devices together in the whole run.
     pub run_written_bytes: f64,
@@ -37,6 +39,7 @@ impl Outlook {
         Self {
             steps: plan.steps,
             tokens: plan.steps.saturating_mul(plan.tokens),
+            epochs: plan.epochs,
             run_s: steps * plan.bound.s,
             run_written_bytes: steps * plan.node_bytes.written_bytes,
             written_bytes_per_day: written_bytes_per_s * DAY_S,
@@ -55,6 +58,9 @@ impl fmt::Display for Outlook {
             self.steps,
             Count(self.tokens as f64)
         )?;
+        if let Some(epochs) = self.epochs {
+            write!(f, ", {epochs:.2} epochs")?;
+        }
         if self.run_written_bytes == 0.0 {
             return Ok(());
         }

@@ -227,6 +227,7 @@ impl Wanted {
             there,
             !settings.placement.has_store(),
         );
+        wanted.most += u64::from(train.checkpoint_best);
         // The checkpoint to begin from may be another run's. Without a store, a copy of it is made first.
         wanted.most += u64::from(beginning == Beginning::Checkpoint && wanted.at_end);
         Ok(wanted)

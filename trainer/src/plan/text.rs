@@ -3,6 +3,7 @@
 use std::fmt;
 
 use super::{Figure, Hardware, Plan, optimizer_device_name};
+use crate::config::{RunSettings, Tier};
 use offload_support::units::ApproxBytes;
 
 impl fmt::Display for Plan {
@@ -34,6 +35,61 @@ impl fmt::Display for Plan {
 }
 
 impl Plan {
+    /// Formats what a person checks before a run starts, a line each: where state is kept, memory, the shortest step
+    /// and what limits it, and wear of the drives.
+    pub fn overview(&self, settings: &RunSettings) -> Vec<String> {
+        let placement = &settings.placement;
+        let kept = |tier: Tier| match tier {
+            Tier::Nvme => "drives",
+            Tier::None if self.lives_in_gpu => "GPU memory",
+            Tier::None | Tier::Cpu => "host memory",
+        };
+        let (param, optimizer) = (kept(placement.param), kept(placement.optimizer));
+        let mut state = match param == optimizer {
+            true => format!("state     in {param}"),
+            false => format!("state     parameters in {param}, optimizer state in {optimizer}"),
+        };
+        state = state.replace("in drives", "on drives");
+        if self.device_bytes() > 0 {
+            state += &format!(", {}", ApproxBytes(self.device_bytes()));
+            let dirs = placement.nvme_paths.iter();
+            let dirs: Vec<String> = dirs.map(|dir| dir.display().to_string()).collect();
+            match dirs.as_slice() {
+                [] => state += " with the daemon of offload.socket",
+                dirs => state += &format!(" in {}", dirs.join(", ")),
+            }
+        }
+        let mut memory = format!("memory    host {}", ApproxBytes(self.host_bytes()));
+        if let Some(bytes) = self.hardware.host_memory_bytes {
+            memory += &format!(" of {}", ApproxBytes(bytes));
+        }
+        match &self.hardware.gpu {
+            Some(gpu) => {
+                memory += &format!(
+                    ", GPU {} of {} ({})",
+                    ApproxBytes(self.gpu_bytes()),
+                    ApproxBytes(gpu.memory_bytes),
+                    gpu.name
+                );
+            }
+            None => memory += &format!("; no GPU: {}", self.hardware.no_gpu),
+        }
+        if self.ranks > 1 {
+            memory += &format!(", in each of {} processes", self.ranks);
+        }
+        let mut lines = vec![state, memory];
+        if self.steps > 0 {
+            lines.push(format!(
+                "step      at least {} ({:.0} tokens/s), bottleneck: {}",
+                Seconds(self.bound.s),
+                self.tokens as f64 / self.bound.s,
+                self.bound.wall.word()
+            ));
+            lines.extend(self.outlook().to_string().lines().map(str::to_owned));
+        }
+        lines
+    }
+
     fn model_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,

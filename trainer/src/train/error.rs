@@ -1,12 +1,15 @@
 //! Errors that stop a run from starting or end it early.
 
+use std::path::PathBuf;
+
 use kernels::gpu::GpuError;
 use kernels_torch::collective::CollectiveError;
 use swapper::SwapperError;
 
 use crate::compute::ComputeError;
-use crate::config::RunSettings;
+use crate::config::{RunSettings, SettingsError};
 use crate::data::DataError;
+use crate::export::ExportError;
 use crate::open::RunError;
 use crate::ranks::ConnectError;
 use training_state::backend::BackendError;
@@ -25,6 +28,12 @@ pub enum TrainError {
     Connect(#[from] ConnectError),
     #[error(transparent)]
     Data(#[from] DataError),
+    #[error(transparent)]
+    Settings(#[from] SettingsError),
+    #[error("train.export_to: {} already exists: name another directory, or remove it", out.display())]
+    ExportExists { out: PathBuf },
+    #[error("the run is complete, but its weights could not be exported to {} (train.export_to): {error}. `trainer export` repeats the export", out.display())]
+    Export { out: PathBuf, error: ExportError },
     #[error(transparent)]
     Compute(#[from] ComputeError),
     #[error(transparent)]

@@ -3,6 +3,7 @@
 
 mod clock;
 mod error;
+mod evaluations;
 mod gpu_timeline;
 mod inputs;
 mod mover;
@@ -27,7 +28,7 @@ pub use error::TrainError;
 use crate::compute::{self, Engine};
 use crate::config::RunSettings;
 use crate::data::{Corpus, Data, Frame};
-use crate::export::copy_weights;
+use crate::export::{Export, SHARD_BYTES, copy_weights, export};
 use crate::open::{Prepared, Start, repair};
 use crate::ranks::{check_same_run, connect, ranks_of};
 use inputs::InputPlace;
@@ -36,8 +37,10 @@ use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use step::Stepper;
 use stop::Stop;
-use training::Training;
+use training::{Ended, Training};
+use training_state::metrics::MetricsFile;
 use training_state::ranks::Ranks;
+use training_state::run::CheckpointName;
 use training_state::trace::Trace;
 
 /// Time to wait for the news that a rank has died; a few heartbeats, which is enough on a busy machine.
@@ -48,16 +51,22 @@ const DEATH_WAIT: Duration = Duration::from_secs(4);
 const DEATH_POLL: Duration = Duration::from_millis(20);
 
 /// Trains until `settings.train.stop_after`, SIGTERM or SIGINT. Returns the exit status: 0 when the run is
-/// done, 128 plus the signal's number when a signal asked it to stop earlier.
+/// done, 128 plus the signal's number when a signal asked it to stop earlier. Prints the whole plan and all settings
+/// if `verbose`.
 ///
 /// # Errors
 /// Any failure to start the run, and any failure that ended it. States that were committed or saved before
 /// are kept.
-pub fn train(settings: RunSettings, start: &Start, trace: &Trace) -> Result<u8, TrainError> {
+pub fn train(
+    settings: RunSettings,
+    start: &Start,
+    trace: &Trace,
+    verbose: bool,
+) -> Result<u8, TrainError> {
     let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
     let comm = connect()?;
-    let result = run_to_its_end(settings.clone(), start, trace, &stop, &comm)
+    let result = run_to_its_end(settings.clone(), start, trace, verbose, &stop, &comm)
         .map_err(|error| error.of_run(&settings));
     let result = end(&comm, result);
     match trace.write() {
@@ -114,6 +123,7 @@ fn run_to_its_end(
     settings: RunSettings,
     start: &Start,
     trace: &Trace,
+    verbose: bool,
     stop: &Stop,
     comm: &Arc<Comm>,
 ) -> Result<u8, TrainError> {
@@ -135,14 +145,22 @@ fn run_to_its_end(
     })?;
     let fingerprint = corpus.as_ref().map_or(0, Corpus::fingerprint);
     check_same_run(comm, &settings.lines(), fingerprint)?;
-    if ranks.is_first() {
-        show::plan(&prepared.settings, &prepared.plan, corpus.as_ref());
-    }
     ranks.by_first("checking the weights", || prepared.check_weights())?;
-    let data = corpus.map(|corpus| read_data(&settings, &corpus, ranks));
+    let data = corpus
+        .as_ref()
+        .map(|corpus| read_data(&settings, corpus, ranks));
     let data = data.transpose()?;
     if let Some(data) = &data {
-        prepared.train_on(data);
+        prepared.train_on(data)?;
+    }
+    let settings = prepared.settings.clone();
+    ranks.by_first("checking train.export_to", || {
+        refuse_existing_export(&settings, start)
+    })?;
+    let mut report = Vec::new();
+    if ranks.is_first() {
+        let text = corpus.as_ref().zip(data.as_ref());
+        report = show::plan(&prepared.settings, &prepared.plan, text, verbose);
     }
     start_threads(settings.train.threads)?;
     // Called by all ranks at once, so outside `together`. A machine may have fewer GPUs than ranks.
@@ -163,12 +181,13 @@ fn run_to_its_end(
         }
     })?;
     if first {
-        show::opened(&run, resumed);
+        show::opened(&run, resumed, verbose);
+        show::keep_report(run.dir.path(), &report);
     }
     let run = run.with_backend(|backend| memory.attach(backend));
     let canceller = run.backend.canceller().filter(|_| ranks.count() > 1);
     let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(comm.clone(), canceller));
-    let mut training = Training::new(settings, data, stepper, run, comm.clone())?;
+    let mut training = Training::new(settings.clone(), data, stepper, run, comm.clone())?;
     training.record(trace)?;
     let result = training.run_steps(stop);
     match &result {
@@ -187,9 +206,19 @@ fn run_to_its_end(
     // Other ranks may end from here on without being taken for dead.
     drop(peer_watchdog);
     match result {
-        Ok(asked) => {
-            training.end(asked)?;
-            Ok(if asked { stop.status() } else { 0 })
+        Ok(ended) => {
+            let step = training.run.state.step;
+            let best = training.best_checkpoint();
+            training.end(ended)?;
+            let is_complete = ended == Ended::Stalled || step >= settings.train.steps;
+            if is_complete {
+                ranks.by_first("exporting the weights", || export_result(&settings, best))?;
+            }
+            Ok(if ended == Ended::Asked {
+                stop.status()
+            } else {
+                0
+            })
         }
         Err(diverged @ (TrainError::Diverged { .. } | TrainError::LeastScale { .. })) => {
             training.run.close()?;
@@ -197,6 +226,51 @@ fn run_to_its_end(
         }
         Err(error) => Err(error),
     }
+}
+
+/// Refuses a run that would find its weights' directory taken when it is complete.
+fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), TrainError> {
+    let Some(out) = &settings.train.export_to else {
+        return Ok(());
+    };
+    let was_complete = *start == Start::GoOn
+        && MetricsFile::last_step(&settings.train.run_dir) >= settings.train.steps;
+    if out.symlink_metadata().is_ok() && !was_complete {
+        return Err(TrainError::ExportExists { out: out.clone() });
+    }
+    Ok(())
+}
+
+/// Exports the weights of a complete run to `train.export_to` if it is set and does not exist yet: those of the
+/// checkpoint of step `best`, or the last ones. Prints what to do with the weights.
+fn export_result(settings: &RunSettings, best: Option<u64>) -> Result<(), TrainError> {
+    let run_dir = &settings.train.run_dir;
+    let Some(out) = &settings.train.export_to else {
+        outln!(
+            "next      trainer export {} --out DIR     writes a directory that Hugging Face's libraries load",
+            run_dir.display()
+        );
+        return Ok(());
+    };
+    if out.symlink_metadata().is_err() {
+        let exported = export(&Export {
+            run_dir: run_dir.clone(),
+            checkpoint: best.map(CheckpointName::Step),
+            out: out.clone(),
+            numbers: None,
+            shard_bytes: SHARD_BYTES,
+        });
+        let exported = exported.map_err(|error| TrainError::Export {
+            out: out.clone(),
+            error,
+        })?;
+        outln!("{exported}");
+    }
+    outln!(
+        "next      transformers.AutoModelForCausalLM.from_pretrained(\"{}\")     loads the weights in Python",
+        out.display()
+    );
+    Ok(())
 }
 
 /// Makes the engine, the storage of block inputs and the memory to compute in.
@@ -238,12 +312,7 @@ fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<D
         let mut say = |note| outln!("{note}");
         Ok(corpus.prepare(settings, &mut say)?)
     })?;
-    let data =
-        ranks.together::<_, TrainError>("opening the tokens", || Ok(corpus.open(settings)?))?;
-    if ranks.is_first() {
-        outln!("  data      {}", data.describe());
-    }
-    Ok(data)
+    ranks.together("opening the tokens", || Ok(corpus.open(settings)?))
 }
 
 /// Sets the thread counts of torch and of the optimizer, once for the process.

@@ -1,14 +1,18 @@
-//! Console output of a running run: a line every `log_every` steps, and a progress bar if stderr is a
-//! terminal.
+//! Console output of a running run: a line every `log_every` steps and at the first step that ends more than
+//! [`SILENCE_MAX`] after the line before, and a progress bar if stderr is a terminal.
 
 use std::io::IsTerminal;
 use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
+use crate::runs::utc;
 use offload_support::outln;
 use offload_support::units::ApproxTime;
 use training_state::metrics::StepMetrics;
+
+/// Time after which a step prints a line even if none is due.
+const SILENCE_MAX: Duration = Duration::from_secs(30);
 
 /// Prints lines on stdout and a bar on stderr if that is a terminal.
 pub(super) struct Progress {
@@ -18,13 +22,25 @@ pub(super) struct Progress {
     since: Since,
     /// Whether lines show the parts of a step's time.
     parts: bool,
+    flops: Option<Flops>,
     started: Instant,
+    /// Time of the newest line.
+    said: Instant,
     first_step: u64,
+}
+
+/// Operations by which the use of a GPU is measured.
+pub(super) struct Flops {
+    /// Peak rate of all GPUs of the run together.
+    pub(super) peak_per_s: f64,
+    /// Operations of forward and backward for one token.
+    pub(super) per_token: f64,
 }
 
 /// Sums since the previous line.
 #[derive(Default)]
 struct Since {
+    steps: u64,
     tokens: u64,
     step_s: f64,
     bound_s: f64,
@@ -48,7 +64,9 @@ impl Progress {
             log_every,
             since: Since::default(),
             parts: false,
+            flops: None,
             started: Instant::now(),
+            said: Instant::now(),
             first_step: step,
         }
     }
@@ -59,9 +77,16 @@ impl Progress {
         self
     }
 
-    /// Adds a step of `tokens` tokens.
-    pub(super) fn step(&mut self, metrics: &StepMetrics, tokens: u64) {
+    /// Shows the model FLOPs utilization (MFU) by `flops`.
+    pub(super) fn with_flops(mut self, flops: Option<Flops>) -> Self {
+        self.flops = flops;
+        self
+    }
+
+    /// Adds a step of `tokens` tokens whose shortest time is limited by `bottleneck`.
+    pub(super) fn step(&mut self, metrics: &StepMetrics, tokens: u64, bottleneck: &str) {
         let since = &mut self.since;
+        since.steps += 1;
         since.tokens += tokens;
         since.step_s += metrics.step_s;
         since.bound_s += metrics.bound_s;
@@ -72,13 +97,15 @@ impl Progress {
             bar.set_message(format!("loss {:.3}", metrics.loss));
         }
         let last = metrics.step == self.steps;
-        if metrics.step.is_multiple_of(self.log_every) || last || metrics.eval_loss.is_some() {
-            let line = self.line(metrics);
+        let is_due = metrics.step.is_multiple_of(self.log_every) || last;
+        if is_due || metrics.eval_loss.is_some() || self.said.elapsed() >= SILENCE_MAX {
+            let line = self.line(metrics, bottleneck);
             self.say(&line);
             if self.parts {
                 self.say(&parts(metrics));
             }
             self.since = Since::default();
+            self.said = Instant::now();
         }
     }
 
@@ -90,28 +117,34 @@ impl Progress {
         }
     }
 
-    fn line(&self, metrics: &StepMetrics) -> String {
+    fn line(&self, metrics: &StepMetrics, bottleneck: &str) -> String {
         let since = &self.since;
-        let per_s = |count: u64| count as f64 / since.step_s.max(1e-9);
+        let per_s = |count: f64| count / since.step_s.max(1e-9);
+        let epoch = metrics.epoch;
         let mut line = format!(
-            "step {:>5}/{}  loss {:.4}  norm {:.3}  lr {:.2e}  {:.0} tok/s",
+            "{}  step {}/{}{}  loss {:.4}  norm {:.3}  lr {:.2e}  {:.3} s/step  {:.0} tokens/s",
+            utc(metrics.unix_s as u64),
             metrics.step,
             self.steps,
+            epoch.map_or(String::new(), |epoch| format!("  epoch {epoch:.2}")),
             metrics.loss,
             metrics.grad_norm,
             metrics.lr,
-            per_s(since.tokens)
+            since.step_s / since.steps.max(1) as f64,
+            per_s(since.tokens as f64)
         );
+        if let Some(flops) = &self.flops {
+            let used = per_s(since.tokens as f64 * flops.per_token) / flops.peak_per_s;
+            line += &format!("  MFU {:.0} %", 100.0 * used);
+        }
+        line += &format!("  bottleneck: {bottleneck}");
         if since.read_bytes + since.written_bytes > 0 {
             line += &format!(
-                "  read {:.2} GB/s  written {:.2} GB/s  {:.0} % of the bound",
-                per_s(since.read_bytes) / 1e9,
-                per_s(since.written_bytes) / 1e9,
-                100.0 * since.bound_s / since.step_s.max(1e-9)
+                "  read {:.2} GB/s  written {:.2} GB/s  I/O efficiency {:.0} %",
+                per_s(since.read_bytes as f64) / 1e9,
+                per_s(since.written_bytes as f64) / 1e9,
+                100.0 * per_s(since.bound_s)
             );
-        }
-        if let Some(loss) = metrics.eval_loss {
-            line += &format!("  eval loss {loss:.4}");
         }
         let done = metrics.step - self.first_step;
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64

@@ -1,9 +1,12 @@
 //! Prints what a run will do before it starts, what was opened, and why a step changed nothing.
 
+use std::path::Path;
+
 use crate::config::{RunSettings, Tier};
-use crate::data::Corpus;
+use crate::data::{Corpus, Data};
 use crate::open::OpenRun;
 use crate::plan::Plan;
+use crate::runs::{SETTINGS_FILE, utc};
 use offload_support::outln;
 use training_state::metrics::StepMetrics;
 use training_state::overflow::OverflowState;
@@ -23,48 +26,110 @@ pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
     format!("step {step:>5} skipped: its gradients are not finite; {next}")
 }
 
-/// Prints the plan before training begins.
-pub(super) fn plan(settings: &RunSettings, plan: &Plan, corpus: Option<&Corpus>) {
-    outln!("settings");
-    for line in settings.lines() {
-        outln!("  {line}");
-    }
-    for note in &settings.notes {
-        outln!("note: {note}");
-    }
+/// Describes an evaluation after a step.
+pub(super) fn evaluated(metrics: &StepMetrics, loss: f64, is_lowest: bool) -> String {
+    let lowest = if is_lowest { ", the lowest so far" } else { "" };
+    format!(
+        "{}  step {}  validation loss {loss:.4}, perplexity {:.2}{lowest}",
+        utc(metrics.unix_s as u64),
+        metrics.step,
+        loss.exp()
+    )
+}
+
+/// Notes that are printed; `settings.toml` has all.
+const NOTES_MAX: usize = 5;
+
+/// Prints what the run will do: the lines that a person checks, or the whole plan and all settings if `verbose`.
+/// Returns the lines of `settings.toml`.
+pub(super) fn plan(
+    settings: &RunSettings,
+    plan: &Plan,
+    text: Option<(&Corpus, &Data)>,
+    verbose: bool,
+) -> Vec<String> {
+    let model = &settings.model;
+    let mut overview = vec![format!(
+        "model     {}, {:.2} M parameters, {} layers of {}",
+        model.architecture.model_type(),
+        plan.params_count as f64 / 1e6,
+        model.layers,
+        model.hidden_size
+    )];
+    overview.push(match text {
+        Some((corpus, data)) => {
+            format!(
+                "data      {}; tokenizer: {}",
+                data.describe(),
+                corpus.describe()
+            )
+        }
+        None => "data      none: the run has no steps".into(),
+    });
+    overview.extend(settings.summary());
+    overview.extend(plan.overview(settings));
+    let mut notes = settings.notes.clone();
     let placement = &settings.placement;
     let tiers = [placement.param, placement.optimizer];
-    if plan.hardware.gpu.is_none() && tiers != [Tier::Nvme; 2] {
-        outln!(
-            "note: training runs on the processor: devices \"none\" and \"cpu\" are both host memory"
-        );
-    } else if !plan.lives_in_gpu && tiers.contains(&Tier::None) {
-        outln!(
-            "note: device \"none\" means host memory in this run: tiles are in GPU memory only when both devices are \"none\""
+    if !plan.lives_in_gpu && plan.hardware.gpu.is_some() && tiers.contains(&Tier::None) {
+        notes.push(
+            "device \"none\" means host memory in this run: tiles are in GPU memory only when both devices are \"none\"".into(),
         );
     }
-    outln!("plan");
-    for line in settings.summary() {
-        outln!("  {line}");
+    let plan = plan.to_string();
+    let settings_lines = settings.written();
+    for line in &overview {
+        outln!("{line}");
     }
-    for line in plan.to_string().lines() {
-        outln!("  {line}");
+    if verbose {
+        plan.lines().for_each(|line| outln!("{line}"));
+        settings_lines.iter().for_each(|line| outln!("  {line}"));
     }
-    match corpus {
-        Some(corpus) => outln!("  tokenizer {}", corpus.describe()),
-        None => outln!("  data      none: the run has no steps"),
+    let notes_shown = if verbose { notes.len() } else { NOTES_MAX };
+    for note in notes.iter().take(notes_shown) {
+        outln!("note: {note}");
+    }
+    if notes.len() > notes_shown {
+        let more = notes.len() - notes_shown;
+        outln!("note: settings.toml in the run directory has {more} more notes");
     }
     // Printed last, where they are seen.
     for warning in &settings.warnings {
         outln!("warning: {warning}");
     }
+    let remarks = overview.iter().map(String::as_str).chain(plan.lines());
+    let remarks = remarks.map(str::to_owned);
+    let notes = notes.iter().map(|note| format!("note: {note}"));
+    let warnings = (settings.warnings.iter()).map(|warning| format!("warning: {warning}"));
+    let remarks = remarks.chain(notes).chain(warnings);
+    let remarks = remarks.map(|line| format!("# {}", line.replace('\n', " ")));
+    let head =
+        "# All settings of the newest start, as a run file. Written by every start and never read.";
+    (std::iter::once(head.to_owned()).chain(remarks))
+        .chain(settings_lines)
+        .collect()
 }
 
-/// Prints the opened store, its devices and the step.
-pub(super) fn opened(run: &OpenRun, resumed: bool) {
+/// Writes `settings.toml`. Training does not depend on it.
+pub(super) fn keep_report(run_dir: &Path, lines: &[String]) {
+    let path = run_dir.join(SETTINGS_FILE);
+    let mut text = lines.join("\n");
+    text.push('\n');
+    if let Err(error) = std::fs::write(&path, text) {
+        tracing::warn!(
+            "cannot write {}: {error}. Training continues",
+            path.display()
+        );
+    }
+}
+
+/// Prints the opened store, with its devices if `verbose`, and the step.
+pub(super) fn opened(run: &OpenRun, resumed: bool, verbose: bool) {
     let opened = &run.opened;
-    outln!("  engine    {}, iodepth {}", opened.engine, opened.iodepth);
-    for device in &opened.devices {
+    if verbose {
+        outln!("engine    {}, iodepth {}", opened.engine, opened.iodepth);
+    }
+    for device in opened.devices.iter().filter(|_| verbose) {
         let rate = |bytes: u64| {
             if bytes == 0 {
                 "unknown".into()
@@ -73,13 +138,13 @@ pub(super) fn opened(run: &OpenRun, resumed: bool) {
             }
         };
         outln!(
-            "  device    {}: reads {}, writes {}",
+            "device    {}: reads {}, writes {}",
             device.path,
             rate(device.read_bytes_per_s),
             rate(device.write_bytes_per_s)
         );
     }
-    for note in &opened.notes {
+    for note in opened.notes.iter().filter(|_| verbose) {
         outln!("note: {note}");
     }
     if resumed {

@@ -17,12 +17,16 @@ use super::mover::{self, Exchanged, Memory, Shards, Tiles};
 use super::step_order::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
 use crate::compute::{
-    Activation, ActivationCheckpointing, ComputeError, Engine, GradSink, LossHandle, Tokens,
+    Activation, ActivationCheckpointing, ComputeError, Engine, GradSink, IGNORED, LossHandle,
+    Tokens,
 };
 use crate::config::{Batch, RunSettings, Stage};
 use crate::data::{Data, Windows};
 use training_state::learning_rate::{betas, learning_rate};
 use training_state::trace::Trace;
+
+/// Micro-batches that are evaluated in one pass over the weights.
+const EVALUATION_BATCHES: u64 = 4;
 
 /// Everything a step needs except the weights.
 pub(super) struct Stepper {
@@ -204,18 +208,48 @@ impl Stepper {
         })
     }
 
-    /// Returns the mean loss over `batches` micro-batches of validation text. No operation may be pending.
+    /// Returns the mean loss over the validation data, or over its first `most` micro-batches. No operation may be
+    /// pending.
     pub(super) fn evaluate(
         &mut self,
         tiles: &mut Tiles,
         data: &Data,
-        batches: u64,
+        most: Option<u64>,
     ) -> Result<f64, TrainError> {
-        let head = self.engine.units().len() - 1;
         let rows = self.batch.micro_batch;
-        let batches: Vec<MicroBatch> = (0..batches)
-            .map(|batch| self.tokens(&data.holdout(batch * rows as u64, rows)?, None))
-            .collect::<Result<_, _>>()?;
+        let all = data.holdout_windows().div_ceil(rows as u64);
+        let count = most.map_or(all, |most| most.min(all));
+        let (mut loss, mut counted) = (0.0, 0.0);
+        let mut first = 0;
+        // Weights move once for all micro-batches of a pass; each takes memory for its activations.
+        while first < count {
+            let batches = (first..count.min(first + EVALUATION_BATCHES))
+                .map(|batch| self.held_out(data, batch * rows as u64))
+                .collect::<Result<Vec<_>, _>>()?;
+            first += batches.len() as u64;
+            let (mean, own) = self.evaluate_batches(tiles, batches)?;
+            loss += mean * own;
+            counted += own;
+        }
+        Ok(loss / f64::max(counted, 1.0))
+    }
+
+    /// Makes a micro-batch of the validation windows from `first` on. Rows after the last window do not count.
+    fn held_out(&self, data: &Data, first: u64) -> Result<MicroBatch, TrainError> {
+        let rows = self.batch.micro_batch;
+        let mut windows = data.holdout(first, rows)?;
+        let left = (data.holdout_windows() - first).min(rows as u64) as usize;
+        windows.targets[left * self.batch.seq_len..].fill(IGNORED);
+        self.tokens(&windows, None)
+    }
+
+    /// Returns the mean loss over `batches`, and the number of tokens that it is over.
+    fn evaluate_batches(
+        &mut self,
+        tiles: &mut Tiles,
+        batches: Vec<MicroBatch>,
+    ) -> Result<(f64, f64), TrainError> {
+        let head = self.engine.units().len() - 1;
         // All ranks evaluate the same batches.
         let own = counted(&batches);
         let counted = Counted {
@@ -235,7 +269,7 @@ impl Stepper {
         done?;
         let loss = mean(&pass)?;
         self.shards.check()?;
-        Ok(loss)
+        Ok((loss, own))
     }
 
     /// Runs one turn of a pass with the weights it needs.

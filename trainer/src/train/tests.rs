@@ -26,7 +26,7 @@ use super::inputs::InputPlace;
 use super::mover::Shards;
 use super::step::{Stepper, hyper};
 use crate::compute::{ActivationCheckpointing, ComputeDevice, Engine, set_up};
-use crate::config::{RunSettings, Stage, check};
+use crate::config::{Interval, RunSettings, Stage, check};
 use crate::data::{Corpus, Data, Frame};
 use crate::model::init::splitmix64;
 use crate::plan::{Hardware, Overrides, Plan};
@@ -265,8 +265,8 @@ fn steps(
         steps.push([found.loss, found.norm]);
     }
     backend.drain().unwrap();
-    let evaluates = settings.train.eval_every > 0;
-    let evaluated = evaluates.then(|| stepper.evaluate(&mut backend, data, 2).unwrap());
+    let evaluates = settings.train.eval_every != Interval::Never;
+    let evaluated = evaluates.then(|| stepper.evaluate(&mut backend, data, Some(2)).unwrap());
     let mut fingerprint = Fingerprint::default();
     backend
         .visit(&mut |_, param, state| {

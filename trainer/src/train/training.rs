@@ -4,18 +4,21 @@ use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::Comm;
-use swapper::{StepIo, StepRates, bound_s};
+use swapper::{Bound, StepIo, StepRates, bound};
 use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
+use super::evaluations::Evaluations;
 use super::mover::{InGpu, WithSwapper};
-use super::progress::Progress;
+use super::progress::{Flops, Progress};
 use super::show;
 use super::step::{self, Gradients, Stepper};
 use super::stop::Stop;
-use crate::config::{OverflowPolicy, RunSettings};
+use crate::config::{Interval, OverflowPolicy, RunSettings};
 use crate::data::Data;
+use crate::model::Dtype;
 use crate::open::OpenRun;
+use crate::plan::{Plan, peak_tflops};
 use crate::ranks::ranks_of;
 use training_state::checkpointer::{Checkpointer, CheckpointerParts};
 use training_state::learning_rate::learning_rate;
@@ -38,9 +41,23 @@ pub(super) struct Training {
     comm: Arc<Comm>,
     ranks: Ranks,
     checkpointer: Checkpointer,
+    evaluations: Evaluations,
+    /// Step and validation loss of the best checkpoint, with `train.checkpoint_best`.
+    best_checkpoint: Option<(u64, f64)>,
     /// Computing time of the last step in seconds.
     compute_s: Option<f64>,
     trace: Trace,
+}
+
+/// Reason why [`Training::run_steps`] returned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Ended {
+    /// The last step of this start is done.
+    Done,
+    /// The validation loss has not fallen for `train.early_stopping_patience` evaluations.
+    Stalled,
+    /// A signal asked the run to stop.
+    Asked,
 }
 
 /// Outputs of each step: metrics, monitors and the terminal.
@@ -85,7 +102,9 @@ impl Training {
             let (metrics, last) = MetricsFile::open(run.dir.path(), state.step)?;
             last_step = last;
             let progress = Progress::new(state.step, train.stop_after, train.log_every);
-            let progress = progress.telling(reports.wall_clock_breakdown);
+            let progress = progress
+                .telling(reports.wall_clock_breakdown)
+                .with_flops(flops(&settings, &run.plan));
             let monitors = Monitors::open(reports, state.next_sample)?;
             Ok(Some(Shown {
                 metrics,
@@ -101,6 +120,14 @@ impl Training {
         let newest = ranks.by_first::<_, TrainError>("looking for a checkpoint", || {
             Ok(checkpoints.has(state.step))
         })?;
+        let (past, best_checkpoint) =
+            ranks.by_first::<_, TrainError>("reading the evaluations", || {
+                let past = MetricsFile::evaluations(run.dir.path());
+                let has_checkpoint = |(step, _): &&(u64, f64)| checkpoints.has(*step);
+                let with_checkpoint = past.iter().filter(has_checkpoint).copied();
+                let best = with_checkpoint.min_by(|a, b| a.1.total_cmp(&b.1));
+                Ok((past, best.filter(|_| train.checkpoint_best)))
+            })?;
         let parts = CheckpointerParts {
             checkpoints,
             checkpoint_tap: run.checkpoint_tap.clone(),
@@ -110,7 +137,11 @@ impl Training {
             ranges: run.saved_ranges()?,
             tile_bytes: run.plan.memory.table_bytes,
         };
-        let checkpointer = Checkpointer::new(parts, newest.then_some(state.step), ranks.clone());
+        let mut checkpointer =
+            Checkpointer::new(parts, newest.then_some(state.step), ranks.clone());
+        if let Some((step, _)) = best_checkpoint {
+            checkpointer.spare(step);
+        }
         let mut training = Self {
             settings,
             data,
@@ -120,6 +151,8 @@ impl Training {
             comm,
             ranks,
             checkpointer,
+            evaluations: Evaluations::of(&past),
+            best_checkpoint,
             compute_s: None,
             trace: Trace::off(),
         };
@@ -144,21 +177,35 @@ impl Training {
         Ok(())
     }
 
-    /// Steps to the end of this start, or until any rank was asked to stop. Returns whether one was.
-    pub(super) fn run_steps(&mut self, stop: &Stop) -> Result<bool, TrainError> {
+    /// Steps to the end of this start, until any rank was asked to stop, or until the validation loss has stalled.
+    pub(super) fn run_steps(&mut self, stop: &Stop) -> Result<Ended, TrainError> {
         // An earlier start may have ended between a commit and its checkpoint. A run without a store that
         // began at another run's checkpoint has none of its own yet.
         let step = self.run.state.step;
-        let wanted = self.checkpointer.is_due(step) || !self.settings.placement.has_store();
+        let lowest = self.evaluations.lowest();
+        let is_best = self.settings.train.checkpoint_best
+            && lowest.is_some_and(|(lowest_step, _)| lowest_step == step);
+        let wanted =
+            self.checkpointer.is_due(step) || is_best || !self.settings.placement.has_store();
         if step > 0 && wanted && !self.checkpointer.has(step) {
             self.checkpoint_now()?;
         }
+        if is_best {
+            self.best_checkpoint = lowest;
+            self.checkpointer.spare(step);
+            self.settle_checkpoints()?;
+        }
+        let train = &self.settings.train;
+        let (stop_after, patience) = (train.stop_after, train.early_stopping_patience);
         loop {
-            if self.run.state.step >= self.settings.train.stop_after {
-                return Ok(false);
+            if self.run.state.step >= stop_after {
+                return Ok(Ended::Done);
+            }
+            if self.evaluations.has_stalled(patience) {
+                return Ok(Ended::Stalled);
             }
             if self.ranks.any(stop.asked())? {
-                return Ok(true);
+                return Ok(Ended::Asked);
             }
             self.step()?;
         }
@@ -228,10 +275,11 @@ impl Training {
         }
         metrics.step_s = started.elapsed().as_secs_f64();
         self.count_io(&mut metrics, &io)?;
-        metrics.bound_s = self.bound_s(&gradients, io.update_ns);
+        let bound = self.bound(&gradients, io.update_ns);
+        metrics.bound_s = bound.s;
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
-        self.evaluate_if_due(&mut metrics)?;
-        self.show_step(&metrics, &overflow);
+        let is_best = self.evaluate_if_due(&mut metrics)?;
+        self.show_step(&metrics, &overflow, &bound);
         // The tap sees only tiles that the host updates; the checkpointer reads all others itself.
         let visited = metrics.skipped || !self.run.backend.updates_on_host();
         self.run.state.last = Some(metrics);
@@ -239,6 +287,15 @@ impl Training {
             self.checkpointer.visit(&mut self.run.backend)?;
         }
         self.checkpointer.is_of(&self.run.state);
+        if is_best && self.settings.train.checkpoint_best {
+            self.best_checkpoint = self.evaluations.lowest();
+            self.checkpointer.spare(step);
+            if !self.checkpointer.has(step) {
+                self.checkpoint_now()?;
+            }
+            // The next commit would leave no state to repeat an interrupted checkpoint from.
+            self.settle_checkpoints()?;
+        }
         let shown = &self.shown;
         Ok(self.checkpointer.look(&|line| say(shown, line))?)
     }
@@ -257,6 +314,7 @@ impl Training {
             lr: state.lr,
             unix_s: now.map_or(0.0, |since| since.as_secs_f64()),
             tokens: state.tokens,
+            epoch: self.epoch(),
             generation: 0,
             step_s: started.elapsed().as_secs_f64(),
             forward_s: gradients.forward_s,
@@ -271,8 +329,9 @@ impl Training {
             reduced_bytes: gradients.exchanged.reduced_bytes,
             grads_held_bytes: gradients.held_bytes,
             host_bytes: plan.host_bytes() * u64::from(settings.ranks),
-            bound_s: self.bound_s(gradients, 0),
+            bound_s: self.bound(gradients, 0).s,
             eval_loss: None,
+            eval_perplexity: None,
         }
     }
 
@@ -298,7 +357,7 @@ impl Training {
     }
 
     /// Writes the step's line to the metrics, the monitors and the terminal, on the first rank.
-    fn show_step(&mut self, metrics: &StepMetrics, overflow: &OverflowState) {
+    fn show_step(&mut self, metrics: &StepMetrics, overflow: &OverflowState, bound: &Bound) {
         let Some(shown) = &mut self.shown else {
             return;
         };
@@ -308,12 +367,19 @@ impl Training {
         if metrics.skipped {
             shown.progress.say(&show::skipped(metrics, overflow));
         }
-        shown.progress.step(metrics, self.settings.step_tokens());
+        (shown.progress).step(metrics, self.settings.step_tokens(), bound.wall.word());
+        if let Some(loss) = metrics.eval_loss {
+            let is_lowest =
+                (self.evaluations.lowest()).is_some_and(|(step, _)| step == metrics.step);
+            shown
+                .progress
+                .say(&show::evaluated(metrics, loss, is_lowest));
+        }
     }
 
     /// Returns a lower bound of the step's seconds from this rank's computing time, all ranks' bytes and the
     /// devices' measured rates.
-    fn bound_s(&self, gradients: &Gradients, update_ns: u64) -> f64 {
+    fn bound(&self, gradients: &Gradients, update_ns: u64) -> Bound {
         let plan = &self.run.plan;
         let rates = self.run.opened.rates();
         // Without measured rates, devices do not contribute to the bound.
@@ -333,20 +399,39 @@ impl Training {
             // The bytes on the bus are known, but its rate was not measured.
             bus_s: 0.0,
         };
-        bound_s(plan.swapper.schedule, &bytes, &rates)
+        bound(plan.swapper.schedule, &bytes, &rates)
     }
 
-    fn evaluate_if_due(&mut self, metrics: &mut StepMetrics) -> Result<(), TrainError> {
-        let train = &self.settings.train;
-        if train.eval_every > 0 && metrics.step.is_multiple_of(train.eval_every) {
-            self.run.backend.drain()?;
-            let data = self.data.as_ref().expect("a run with steps has data");
-            let loss = self
-                .stepper
-                .evaluate(&mut self.run.backend, data, train.eval_batches)?;
-            metrics.eval_loss = Some(loss);
+    /// Passes over the training data so far; `None` for a run without steps.
+    fn epoch(&self) -> Option<f64> {
+        let windows = self.data.as_ref()?.windows();
+        Some(self.run.state.next_sample as f64 / windows as f64)
+    }
+
+    fn evaluation_is_due(&self) -> bool {
+        let state = &self.run.state;
+        match (self.settings.train.eval_every, &self.data) {
+            (Interval::Never, _) | (_, None) => false,
+            (Interval::Steps(steps), _) => state.step.is_multiple_of(steps),
+            (Interval::Epoch, Some(data)) => {
+                let before = state.next_sample - self.settings.step_samples();
+                state.next_sample / data.windows() > before / data.windows()
+            }
         }
-        Ok(())
+    }
+
+    /// Evaluates if that is due after the current step. Returns whether the loss is the lowest so far.
+    fn evaluate_if_due(&mut self, metrics: &mut StepMetrics) -> Result<bool, TrainError> {
+        if !self.evaluation_is_due() {
+            return Ok(false);
+        }
+        self.run.backend.drain()?;
+        let data = self.data.as_ref().expect("a run with steps has data");
+        let most = self.settings.train.eval_batches;
+        let loss = self.stepper.evaluate(&mut self.run.backend, data, most)?;
+        metrics.eval_loss = Some(loss);
+        metrics.eval_perplexity = Some(loss.exp());
+        Ok(self.evaluations.add(metrics.step, loss))
     }
 
     /// Begins a checkpoint of the present tiles; it is completed during the following steps.
@@ -382,7 +467,7 @@ impl Training {
     }
 
     /// Ends the run at its last step or where it was asked to stop. An error says what was not kept.
-    pub(super) fn end(self, asked: bool) -> Result<(), TrainError> {
+    pub(super) fn end(self, ended: Ended) -> Result<(), TrainError> {
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
             if let Err(error) = self.measured().write(self.run.dir.path()) {
@@ -391,7 +476,10 @@ impl Training {
                     "note: cannot store the measurements for later plans: {error}"
                 ));
             }
-            let why = if asked { "stopped as asked" } else { "done" };
+            let why = match ended {
+                Ended::Asked => "stopped as asked",
+                Ended::Done | Ended::Stalled => "done",
+            };
             let step = self.run.state.step;
             let kept = match (
                 self.settings.placement.has_store(),
@@ -406,10 +494,22 @@ impl Training {
                 self.settings.train.steps,
                 MetricsFile::path(self.run.dir.path()).display()
             ));
+            if let (Ended::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
+                say(&format!(
+                    "the validation loss was lowest at step {step} ({loss:.4}) and has not fallen for {} evaluations (train.early_stopping_patience)",
+                    self.settings.train.early_stopping_patience
+                ));
+            }
         }
         reach(Point::Closing);
         self.run.close()?;
         Ok(self.checkpointer.result()?)
+    }
+
+    /// Step of the checkpoint with the lowest validation loss, with `train.checkpoint_best`.
+    pub(super) fn best_checkpoint(&self) -> Option<u64> {
+        let best = self.best_checkpoint.map(|(step, _)| step);
+        best.filter(|step| self.run.dir.checkpoints().has(*step))
     }
 
     /// Commits or saves the last finished step.
@@ -427,6 +527,17 @@ impl Training {
         }
         Ok(())
     }
+}
+
+/// Rate of all ranks' GPUs that would be an MFU of 1, and the operations of a token; `None` where the rate is not
+/// known.
+fn flops(settings: &RunSettings, plan: &Plan) -> Option<Flops> {
+    let gpu = plan.hardware.gpu.as_ref()?;
+    let peak = peak_tflops(&gpu.name).filter(|_| settings.dtype != Dtype::Fp32)?;
+    Some(Flops {
+        peak_per_s: peak * 1e12 * f64::from(settings.ranks),
+        per_token: 6.0 * plan.params_count as f64,
+    })
 }
 
 /// Prints a line on the first rank.

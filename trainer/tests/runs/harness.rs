@@ -226,6 +226,19 @@ impl Run {
             .collect()
     }
 
+    /// The run's settings.toml.
+    pub(crate) fn settings(&self) -> String {
+        std::fs::read_to_string(self.dir.join("settings.toml")).expect("settings.toml")
+    }
+
+    /// Removes the number of steps from the configuration, which then sets the length in epochs.
+    pub(crate) fn without_steps(self) -> Self {
+        let text = std::fs::read_to_string(&self.file).expect("the run file");
+        std::fs::write(&self.file, text.replace("steps = 6\n", ""))
+            .expect("the run file is written");
+        self
+    }
+
     /// Number of lines in metrics.jsonl, while the run may still write.
     pub(crate) fn steps_written(&self) -> u64 {
         let text = std::fs::read_to_string(self.dir.join("metrics.jsonl"));

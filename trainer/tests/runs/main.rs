@@ -37,4 +37,5 @@ mod resume;
 mod settings;
 mod stages;
 mod timeline;
+mod validation;
 mod weights;

@@ -314,6 +314,8 @@ fn a_private_daemon_grants_the_iodepth_that_a_run_sets() {
     let run = harness
         .run("deep", &["offload.iodepth=200"])
         .with(&harness.nvme());
-    let said = run.train();
+    let mut command = run.command("train");
+    command.arg("--verbose");
+    let said = succeed(command);
     assert!(said.contains("iodepth 200"), "{said}");
 }

@@ -32,6 +32,8 @@ pub struct Checkpointer {
     ranks: Ranks,
     under_way: Option<UnderWay>,
     newest: Option<u64>,
+    /// Step of the checkpoint that is kept besides the newest ones.
+    spared: Option<u64>,
     failed_count: u64,
     first_failure: Option<String>,
     rate: Option<f64>,
@@ -98,6 +100,7 @@ impl Checkpointer {
             ranks,
             under_way: None,
             newest,
+            spared: None,
             failed_count: 0,
             first_failure: None,
             rate: None,
@@ -113,6 +116,11 @@ impl Checkpointer {
     pub fn has(&self, step: u64) -> bool {
         let under_way = self.under_way.as_ref().map(|checkpoint| checkpoint.step);
         self.newest == Some(step) || under_way == Some(step)
+    }
+
+    /// Keeps the checkpoint of `step` besides the newest ones, instead of the one spared before.
+    pub fn spare(&mut self, step: u64) {
+        self.spared = Some(step);
     }
 
     /// Bytes per second of the newest checkpoint, from its step to its last flush.
@@ -278,11 +286,12 @@ impl Checkpointer {
                 .collect(),
         };
         let (checkpoints, kept) = (self.parts.checkpoints.clone(), self.parts.kept);
+        let spared = self.spared;
         checkpoint.work = Work::Finishing(std::thread::spawn(move || {
             reach(Point::NamingCheckpoint);
             let path = checkpoints.finish(&description)?;
             reach(Point::CheckpointNamed);
-            checkpoints.keep(kept, description.step)?;
+            checkpoints.keep(kept, description.step, spared)?;
             Ok(path)
         }));
     }

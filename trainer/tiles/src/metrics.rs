@@ -9,7 +9,6 @@
 //! If a line cannot be written, for example on a full disk, it is left out and training continues. Lines are
 //! not synced one by one, because that would stall the drive that tiles are written to: after a power loss
 //! the file may lack lines, but the weights are complete.
-//! would stall the drive that tiles go to: after a power loss the file may lack lines, the weights do not.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
@@ -43,6 +42,9 @@ pub struct StepMetrics {
     pub unix_s: f64,
     /// Tokens of all steps so far.
     pub tokens: u64,
+    /// Passes over the training data so far, if its length is known.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub epoch: Option<f64>,
     /// The store's newest committed generation when the step ended; 0: none, or no store.
     #[serde(skip_serializing_if = "is_zero", default)]
     pub generation: u64,
@@ -82,6 +84,9 @@ pub struct StepMetrics {
     /// Mean validation loss after this step, when it was evaluated.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_loss: Option<f64>,
+    /// Exponential of `eval_loss`.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub eval_perplexity: Option<f64>,
 }
 
 /// Parses a number; null, which JSON has for numbers that are not finite, becomes NaN.
@@ -138,6 +143,18 @@ impl MetricsFile {
         File::open(Self::path(run_dir))
             .and_then(|file| kept(&file, u64::MAX))
             .map_or(0, |(_, last_step)| last_step)
+    }
+
+    /// Steps and losses of all evaluations in a run directory, in the order of steps.
+    pub fn evaluations(run_dir: &Path) -> Vec<(u64, f64)> {
+        let Ok(file) = File::open(Self::path(run_dir)) else {
+            return Vec::new();
+        };
+        let lines = BufReader::new(file).split(b'\n').map_while(Result::ok);
+        let steps = lines.filter_map(|line| serde_json::from_slice::<StepMetrics>(&line).ok());
+        steps
+            .filter_map(|metrics| Some((metrics.step, metrics.eval_loss?)))
+            .collect()
     }
 
     /// Last complete line in a run directory.
@@ -244,6 +261,7 @@ mod tests {
             lr: 1e-3,
             unix_s: 1.7e9,
             tokens: step * 8,
+            epoch: None,
             generation: 0,
             step_s: 0.5,
             forward_s: 0.1,
@@ -260,6 +278,7 @@ mod tests {
             host_bytes: 3,
             bound_s: 0.25,
             eval_loss: None,
+            eval_perplexity: None,
         }
     }
 
@@ -284,6 +303,12 @@ mod tests {
         assert_eq!(steps(dir.path()), [1, 2, 3, 4]);
         assert_eq!(MetricsFile::last_step(dir.path()), 4);
         assert_eq!(MetricsFile::last(dir.path()), Some(line(4)));
+        assert_eq!(MetricsFile::evaluations(dir.path()), []);
+        file.write(&StepMetrics {
+            eval_loss: Some(2.5),
+            ..line(5)
+        });
+        assert_eq!(MetricsFile::evaluations(dir.path()), [(5, 2.5)]);
         MetricsFile::open(dir.path(), 0).unwrap();
         assert_eq!(steps(dir.path()), [0; 0]);
     }

@@ -11,6 +11,7 @@ mod reports;
 mod schedule;
 mod train;
 
+use super::settings::STEPS_UNKNOWN;
 use super::toml::{ByteCount, ConfigToml, TrainToml};
 use super::{Fraction, RunSettings, Said, SettingsError, WrittenFor};
 
@@ -28,6 +29,27 @@ impl Faults {
     }
 }
 
+/// Settings before they were resolved, to resolve them again when the number of steps is known.
+#[derive(Clone, Debug)]
+pub(super) struct Unresolved {
+    pub(super) config: ConfigToml,
+    name: String,
+    written_for: WrittenFor,
+    said: Said,
+}
+
+impl Unresolved {
+    /// Resolves the settings of a run of `steps` steps, whatever its length was.
+    pub(super) fn with_steps(&self, steps: u64, ranks: u32) -> Result<RunSettings, SettingsError> {
+        let mut config = self.config.clone();
+        config.train.epochs = None;
+        config.train.steps = Some(steps);
+        let said = self.said.clone();
+        resolve(config, &self.name, Some(ranks), self.written_for, said)
+            .map_err(|faults| SettingsError::all(faults).expect_err("there is at least one error"))
+    }
+}
+
 /// Resolves a run.
 ///
 /// # Errors
@@ -40,6 +62,12 @@ pub(super) fn resolve(
     mut said: Said,
 ) -> Result<RunSettings, Vec<SettingsError>> {
     let faults = &mut Faults::default();
+    let unresolved = Box::new(Unresolved {
+        config: config.clone(),
+        name: name.to_owned(),
+        written_for,
+        said: said.clone(),
+    });
     let (steps, seq_len) = steps_and_seq_len(&config.train, faults);
     // Checks that depend on an invalid number use 1 in its place.
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
@@ -126,16 +154,29 @@ pub(super) fn resolve(
         placement,
         warnings: said.warnings,
         notes: said.notes,
+        unresolved,
     })
 }
 
-/// Resolves the two numbers that every run file contains.
+/// Resolves the two numbers that every run file contains. The number of steps of a run whose length is set in
+/// epochs is not known yet.
 fn steps_and_seq_len(train: &TrainToml, faults: &mut Faults) -> (Option<u64>, Option<u64>) {
-    let steps = required(
-        "train.steps",
-        train.steps,
-        "set the number of optimizer steps",
-    );
+    let steps = match (train.steps, train.epochs) {
+        (Some(_), Some(_)) => Err(value(
+            "train.epochs",
+            "contradicts train.steps: leave one of them out",
+        )),
+        (None, Some(epochs)) if epochs.is_finite() && epochs > 0.0 => Ok(STEPS_UNKNOWN),
+        (None, Some(epochs)) => Err(value(
+            "train.epochs",
+            format!("{epochs}: must be more than 0"),
+        )),
+        (steps, None) => required(
+            "train.steps",
+            steps,
+            "set the number of optimizer steps, or train.epochs",
+        ),
+    };
     let steps = faults.take(steps);
     let seq_len = required(
         "train.seq_len",

@@ -4,8 +4,8 @@ use std::path::PathBuf;
 
 use super::{Faults, at_least, value, within, word};
 use crate::compute::ActivationCheckpointing;
-use crate::config::toml::ConfigToml;
-use crate::config::{DataSettings, DeviceChoice, SettingsError, TrainSettings};
+use crate::config::toml::{self, ConfigToml};
+use crate::config::{DataSettings, DeviceChoice, Interval, SettingsError, TrainSettings};
 use crate::model::ModelConfig;
 
 /// The newest checkpoint, and the one before in case the newest is damaged.
@@ -27,11 +27,31 @@ pub(super) fn train(
 ) -> Option<TrainSettings> {
     let train = &config.train;
     let stop_after = train.stop_after.unwrap_or(steps);
-    if config.train.steps.is_some() {
+    if config.train.steps.is_some() || config.train.epochs.is_some() {
         faults.take(within("train.stop_after", stop_after, steps.min(1), steps));
     }
-    let eval_every = train.eval_every.unwrap_or(0);
-    if eval_every > 0
+    let eval_every = match train.eval_every {
+        None | Some(toml::Interval::Steps(0)) => Interval::Never,
+        Some(toml::Interval::Steps(steps)) => Interval::Steps(steps),
+        Some(toml::Interval::Epoch(_)) => Interval::Epoch,
+    };
+    if eval_every == Interval::Never {
+        for (key, given) in [
+            (
+                "train.early_stopping_patience",
+                train.early_stopping_patience.is_some_and(|count| count > 0),
+            ),
+            ("train.checkpoint_best", train.checkpoint_best == Some(true)),
+        ] {
+            if given {
+                faults.0.push(value(
+                    key,
+                    "needs evaluations: set train.eval_every, for example \"epoch\"",
+                ));
+            }
+        }
+    }
+    if eval_every != Interval::Never
         && data
             .is_some_and(|data| data.validation_fraction.get() == 0.0 && data.eval_files.is_empty())
     {
@@ -40,8 +60,8 @@ pub(super) fn train(
             "evaluation needs its own text: set data.validation_fraction, for example 0.05, or data.eval_files",
         ));
     }
-    let eval_batches = train.eval_batches.unwrap_or(4);
-    faults.take(at_least("train.eval_batches", eval_batches, 1));
+    let eval_batches = train.eval_batches;
+    faults.take(at_least("train.eval_batches", eval_batches.unwrap_or(1), 1));
     faults.take(at_least(
         "steps_per_print",
         config.steps_per_print.unwrap_or(1),
@@ -77,11 +97,15 @@ pub(super) fn train(
     let mlp_chunks = train.mlp_chunks.unwrap_or(1);
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
+        epochs: train.epochs,
         steps,
         stop_after,
         seed: train.seed.unwrap_or(0),
         eval_every,
         eval_batches,
+        early_stopping_patience: train.early_stopping_patience.unwrap_or(0),
+        checkpoint_best: train.checkpoint_best.unwrap_or(false),
+        export_to: train.export_to.clone(),
         log_every,
         checkpoint_every: train.checkpoint_every.unwrap_or(0),
         checkpoints_kept: train.checkpoints_kept.unwrap_or(CHECKPOINTS_KEPT),

@@ -3,6 +3,25 @@
 use super::*;
 
 #[test]
+fn written_settings_are_a_run_file_with_the_same_settings() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    for name in ["demo", "tiny"] {
+        let run = read_file(&root.join(format!("configs/{name}.toml"))).unwrap();
+        let text = run.written().join("\n");
+        let tree: Value = ::toml::from_str(&text).unwrap();
+        let again = check(tree, "other", None).unwrap();
+        assert_eq!(again.lines(), run.lines(), "{text}");
+        let keys: Vec<&str> = text
+            .lines()
+            .filter_map(|line| line.split(" = ").next())
+            .collect();
+        for key in ["train.device", "data.shuffle", "optimizer.params.betas"] {
+            assert!(keys.contains(&key), "{key} in {text}");
+        }
+    }
+}
+
+#[test]
 fn an_unknown_value_is_refused_with_the_list_of_valid_ones() {
     for (key, part) in [
         ("train.device", "\"tpu\": use \"auto\", \"cpu\" or \"gpu\""),

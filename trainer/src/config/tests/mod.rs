@@ -448,6 +448,51 @@ fn hugging_faces_schedules_take_their_warmup_in_steps_or_as_a_ratio() {
 }
 
 #[test]
+fn epochs_become_steps_when_the_length_of_the_data_is_known() {
+    let mut run = run_with(&[
+        ("train.steps", json!(null)),
+        ("train.epochs", json!(1.5)),
+        ("scheduler.type", json!("cosine")),
+        ("scheduler.params.warmup_ratio", json!(0.1)),
+    ])
+    .unwrap();
+    // 1.5 * 21 windows in steps of 2.
+    run.set_windows(21).unwrap();
+    assert_eq!((run.train.steps, run.train.stop_after), (16, 16));
+    let cosine = LrSchedule::Cosine {
+        lr: 0.001,
+        warmup_steps: 2,
+        total_steps: 16,
+    };
+    assert_eq!(run.lr, cosine);
+    assert!(
+        !run.warnings
+            .iter()
+            .any(|warning| warning.contains("passes over"))
+    );
+    let mut run = run_with(&[]).unwrap();
+    run.set_windows(21).unwrap();
+    assert_eq!(run.train.steps, 100);
+    let warned = |warning: &String| warning.contains("passes over its data 9.5 times");
+    assert!(run.warnings.iter().any(warned), "{:?}", run.warnings);
+    let both = ("train.epochs", json!(1));
+    assert!(refused(&[both]).contains("contradicts train.steps"));
+    let none = [("train.steps", json!(null)), ("train.epochs", json!(0))];
+    assert!(refused(&none).contains("must be more than 0"));
+    let best = ("train.checkpoint_best", json!(true));
+    assert!(refused(&[best]).contains("needs evaluations: set train.eval_every"));
+    // A contradiction may only show now.
+    let mut run = run_with(&[
+        ("train.steps", json!(null)),
+        ("train.epochs", json!(1)),
+        ("train.stop_after", json!(50)),
+    ])
+    .unwrap();
+    let text = run.set_windows(20).unwrap_err().to_string();
+    assert!(text.contains("train.stop_after"), "{text}");
+}
+
+#[test]
 fn other_optimizers_are_refused_by_name_with_what_to_do() {
     for (kind, part) in [
         ("Lion", "\"Lion\" is not supported: use \"AdamW\""),

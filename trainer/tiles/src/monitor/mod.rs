@@ -129,5 +129,8 @@ fn scalars(metrics: &StepMetrics, breakdown: bool) -> Vec<Scalar> {
     }
     let eval_loss = metrics.eval_loss;
     scalars.extend(eval_loss.map(|loss| ("Eval/Samples/eval_loss", loss)));
+    let perplexity = metrics.eval_perplexity;
+    scalars.extend(perplexity.map(|perplexity| ("Eval/Samples/eval_perplexity", perplexity)));
+    scalars.extend(metrics.epoch.map(|epoch| ("Train/Samples/epoch", epoch)));
     scalars
 }

@@ -322,8 +322,9 @@ const DIRS: [&str; 5] = [
 ];
 
 /// Files removed by [`RunDir::remove`] in addition to those of [`RunDir::forget`].
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     "measured.json",
+    "settings.toml",
     "run.json.damaged",
     "run.json.new",
     identity::NAME,

@@ -181,12 +181,15 @@ impl Checkpoints {
         let _ = fs::remove_dir_all(self.partial(step));
     }
 
-    /// Removes the oldest checkpoints until `count` are left, but never that of `step`; 0 keeps all.
+    /// Removes the oldest checkpoints until `count` are left, but never those of `step` and `spared`; 0 keeps all.
+    /// The spared one is not counted, unless it is that of `step`.
     ///
     /// # Errors
     /// A checkpoint cannot be removed.
-    pub fn keep(&self, count: u64, step: u64) -> Result<(), CheckpointError> {
+    pub fn keep(&self, count: u64, step: u64, spared: Option<u64>) -> Result<(), CheckpointError> {
         let mut checkpoints = self.list()?;
+        let spared = spared.filter(|spared| *spared != step);
+        checkpoints.retain(|checkpoint| Some(checkpoint.step) != spared);
         let over = match usize::try_from(count) {
             Ok(0) | Err(_) => 0,
             Ok(count) => checkpoints.len().saturating_sub(count),

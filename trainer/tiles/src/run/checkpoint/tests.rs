@@ -51,7 +51,7 @@ fn begin(checkpoints: &Checkpoints, step: u64, ranks: u32) -> CheckpointDescript
 fn checkpoint(checkpoints: &Checkpoints, step: u64, ranks: u32) {
     let description = begin(checkpoints, step, ranks);
     checkpoints.finish(&description).unwrap();
-    checkpoints.keep(2, step).unwrap();
+    checkpoints.keep(2, step, None).unwrap();
 }
 
 /// Reads all tiles as each of `ranks` ranks would, and returns the step.

@@ -1,0 +1,91 @@
+//! Resolved settings under the keys of a run file.
+
+use serde_json::{Map, Value, json};
+
+use super::keys::join;
+use super::{Interval, RunSettings};
+
+impl RunSettings {
+    /// Returns lines `key = value` that make a run file with these settings: the given ones, and the defaults that
+    /// apply to the rest. A number of epochs is replaced by the number of steps.
+    pub fn written(&self) -> Vec<String> {
+        let mut tree = serde_json::to_value(&self.unresolved.config).expect("plain data");
+        let own = serde_json::to_value(self).expect("plain data");
+        let optimizer = &self.optimizer;
+        let placement = &self.placement;
+        let mut defaults = json!({
+            "train_micro_batch_size_per_gpu": self.batch.micro_batch,
+            "gradient_accumulation_steps": self.batch.micro_batches,
+            "gradient_clipping": self.gradient_clipping,
+            "bf16": {"enabled": self.dtype == crate::model::Dtype::Bf16},
+            "optimizer": {"type": "AdamW", "params": {
+                "lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay,
+            }},
+            "zero_optimization": {
+                "stage": own["placement"]["stage"],
+                "offload_param": {"device": placement.param.word()},
+                "offload_optimizer": {"device": placement.optimizer.word()},
+            },
+            "data": own["data"],
+            "train": own["train"],
+            "offload": own["offload"],
+        });
+        // Written in another form above, or derived from other settings at each start.
+        for key in ["epochs", "stop_after", "eval_every"] {
+            remove(&mut defaults, "train", key);
+        }
+        defaults["train"]["eval_every"] = match self.train.eval_every {
+            Interval::Never => 0.into(),
+            Interval::Steps(steps) => steps.into(),
+            Interval::Epoch => "epoch".into(),
+        };
+        if !placement.has_store() {
+            for key in ["engine", "durability", "commit_every"] {
+                remove(&mut defaults, "offload", key);
+            }
+        }
+        if self.offload.socket.is_some() {
+            remove(&mut defaults, "offload", "engine");
+        }
+        remove(&mut tree, "train", "epochs");
+        fill(&mut tree, &defaults);
+        tree["train"]["steps"] = self.train.steps.into();
+        let mut lines = Vec::new();
+        walk("", &tree, &mut lines);
+        lines
+    }
+}
+
+fn remove(tree: &mut Value, table: &str, key: &str) {
+    if let Some(table) = tree[table].as_object_mut() {
+        table.remove(key);
+    }
+}
+
+/// Adds what `tree` lacks from `defaults`.
+fn fill(tree: &mut Value, defaults: &Value) {
+    match (&mut *tree, defaults) {
+        (Value::Object(tree), Value::Object(defaults)) => {
+            for (key, default) in defaults {
+                fill(tree.entry(key).or_insert(Value::Null), default);
+            }
+        }
+        (Value::Null, default) => *tree = default.clone(),
+        _ => {}
+    }
+}
+
+/// Writes a line for each value. JSON's values are TOML's, except for tables and null.
+fn walk(path: &str, value: &Value, lines: &mut Vec<String>) {
+    match value {
+        Value::Null => {}
+        Value::Object(table) => each(path, table, lines),
+        value => lines.push(format!("{path} = {value}")),
+    }
+}
+
+fn each(path: &str, table: &Map<String, Value>, lines: &mut Vec<String>) {
+    for (key, value) in table {
+        walk(&join(path, key), value, lines);
+    }
+}
