@@ -60,6 +60,12 @@ pub struct RunEntry {
     pub dtype: Option<String>,
     /// Step of the newest line of metrics; the committed state may be one step older.
     pub step: u64,
+    /// Steps of the whole run, as the newest start had them.
+    pub steps: Option<u64>,
+    /// Whether a trainer is working in the directory.
+    pub running: bool,
+    /// Bytes of the run directory and of the private store.
+    pub bytes: u64,
     pub loss: Option<f64>,
     /// Place of the state.
     pub store: Option<String>,
@@ -209,6 +215,9 @@ impl RunEntry {
             hidden_size: None,
             dtype: None,
             step: 0,
+            steps: None,
+            running: false,
+            bytes: dir_bytes(dir, DEPTH_MAX),
             loss: None,
             store: None,
             store_bytes: 0,
@@ -239,6 +248,13 @@ impl RunEntry {
             hidden_size: layout["model"]["hidden_size"].as_u64(),
             dtype: layout["dtype"].as_str().map(str::to_owned),
             step: last.as_ref().map_or(0, |last| last.step),
+            steps: planned_steps(dir),
+            running: RunDir::is_used(dir),
+            bytes: {
+                let outside = files.iter().filter(|file| !file.starts_with(dir));
+                let outside: u64 = outside.filter_map(|file| bytes_of(file).ok()).sum();
+                dir_bytes(dir, DEPTH_MAX) + outside
+            },
             loss: last.map(|last| last.loss),
             store: Some(description.store.clone()),
             store_bytes: files.iter().filter_map(|file| bytes_of(file).ok()).sum(),
@@ -248,11 +264,32 @@ impl RunEntry {
         }
     }
 
-    /// Bytes of all checkpoints.
-    fn checkpoints_bytes(&self) -> u64 {
-        let all = self.checkpoints.iter().chain(&self.aside);
-        all.map(|checkpoint| checkpoint.bytes).sum()
+    /// State of the run as a word.
+    fn status(&self) -> &'static str {
+        match self.steps {
+            _ if self.running => "running",
+            Some(steps) if self.step >= steps => "finished",
+            _ => "stopped",
+        }
     }
+}
+
+/// Number of steps in the run's settings.toml.
+fn planned_steps(dir: &Path) -> Option<u64> {
+    let text = fs::read_to_string(dir.join(SETTINGS_FILE)).ok()?;
+    let mut lines = text.lines();
+    lines.find_map(|line| line.strip_prefix("train.steps = ")?.parse().ok())
+}
+
+/// Bytes of the files in `dir` and in `depth` levels of directories below it.
+fn dir_bytes(dir: &Path, depth: u32) -> u64 {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let bytes = entries.map(|entry| match entry.metadata() {
+        Ok(found) if found.is_dir() && depth > 0 => dir_bytes(&entry.path(), depth - 1),
+        Ok(found) if found.is_file() => found.len(),
+        _ => 0,
+    });
+    bytes.sum()
 }
 
 impl CheckpointEntry {
@@ -284,13 +321,10 @@ impl fmt::Display for RunsList {
         for orphan in &self.orphans {
             writeln!(f, "{orphan}")?;
         }
-        let all = self.runs.iter();
-        let bytes = all
-            .map(|run| run.store_bytes + run.checkpoints_bytes())
-            .sum();
+        let bytes = self.runs.iter().map(|run| run.bytes).sum();
         write!(
             f,
-            "{} runs, {} in stores and checkpoints",
+            "{} runs, {} on disk",
             self.runs.len(),
             ApproxBytes(bytes)
         )
@@ -326,13 +360,18 @@ impl fmt::Display for RunEntry {
         let millions = self.parameters.map(|count| count as f64 / 1e6);
         write!(
             f,
-            "\n  {} M parameters ({} layers of {}, {}), step {}",
+            "\n  {}, {} on disk\n  {} M parameters ({} layers of {}, {}), step {}",
+            self.status(),
+            ApproxBytes(self.bytes),
             millions.map_or("?".into(), |millions| format!("{millions:.2}")),
             number(self.layers),
             number(self.hidden_size),
             self.dtype.as_deref().unwrap_or("?"),
             self.step
         )?;
+        if let Some(steps) = self.steps {
+            write!(f, " of {steps}")?;
+        }
         if let Some(loss) = self.loss {
             write!(f, ", loss {loss:.4}")?;
         }

@@ -336,7 +336,10 @@ fn runs_are_listed_with_their_checkpoints_and_damage() {
     let dir = harness.path("runs").display().to_string();
     let said = succeed(runs(&[&dir]));
     for says in [
-        "/good\n  0.03 M parameters (2 layers of 32, fp32), step 6, loss ",
+        "/good\n  finished, ",
+        " on disk\n  0.03 M parameters (2 layers of 32, fp32), step 6 of 6, loss ",
+        "/hurt\n  stopped, ",
+        "step 1 of 6, loss ",
         "\n  state in ",
         ".tiles is missing\n  checkpoint at step 2: 20",
         "\n  checkpoint at step 6: 20",
@@ -349,6 +352,12 @@ fn runs_are_listed_with_their_checkpoints_and_damage() {
     ] {
         assert!(said.contains(says), "{says:?} is not in {said}");
     }
+    // As a trainer locks it.
+    let lock = std::fs::File::open(good.dir.join(".lock")).unwrap();
+    lock.lock().unwrap();
+    let said = succeed(runs(&[&format!("{dir}/good")]));
+    assert!(said.contains("/good\n  running, "), "{said}");
+    drop(lock);
     let said = succeed(runs(&[&format!("{dir}/good"), "--json"]));
     let list: serde_json::Value = serde_json::from_str(&said).expect("JSON");
     let run = &list["runs"][0];

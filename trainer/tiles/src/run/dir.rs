@@ -164,6 +164,16 @@ impl RunDir {
         }
     }
 
+    /// Returns whether a trainer has locked the directory. Changes nothing.
+    pub fn is_used(path: &Path) -> bool {
+        // A shared lock, so that two listings at the same time do not take each other for a trainer.
+        File::open(path.join(".lock")).is_ok_and(|lock| {
+            let is_used = lock.try_lock_shared().is_err();
+            drop(Locked(lock));
+            is_used
+        })
+    }
+
     /// Identity of the run.
     pub fn id(&self) -> &RunId {
         &self.id
