@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
 use cli::export::ExportArgs;
+use cli::init::InitArgs;
 use cli::plan::PlanArgs;
 use cli::remove::RemoveArgs;
 use cli::runs::RunsArgs;
@@ -90,6 +91,9 @@ enum Command {
         )]
         train: Vec<OsString>,
     },
+    /// Write a commented run file for a model and data that fits this machine, with its plan.
+    #[command(after_help = cli::init::EXAMPLES)]
+    Init(InitArgs),
     /// Show the memory and drive space a run needs and how fast it can be at best. Changes nothing; fails if the run does not fit.
     #[command(after_help = cli::plan::EXAMPLES)]
     Plan(Box<PlanArgs>),
@@ -250,6 +254,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
             check_train(&train, nproc)?;
             return Ok(launch::launch(nproc, &train)?);
         }
+        Command::Init(args) => cli::init::run(&args)?,
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
         Command::Remove(args) => cli::remove::run(&args)?,

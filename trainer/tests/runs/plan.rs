@@ -17,6 +17,41 @@ pub(crate) fn plan(run: &Run, args: &[&str]) -> (Value, bool) {
 }
 
 #[test]
+fn init_writes_a_run_file_that_fits_this_machine_and_trains() {
+    let harness = Harness::new();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/hf/llama");
+    let file = harness.path("run.toml");
+    let text = harness.path("text");
+    let init = || {
+        let mut command = harness.run("any", &[]).program();
+        command
+            .arg("init")
+            .arg(model)
+            .arg(&text)
+            .arg("--out")
+            .arg(&file);
+        command
+    };
+    succeed(init());
+    let written = std::fs::read_to_string(&file).unwrap();
+    for part in ["# memory    host ", "bottleneck: ", "epochs = 3\n", model] {
+        assert!(written.contains(part), "{part} in {written}");
+    }
+    let mut train = harness.run("any", &[]).program();
+    train.arg("train").arg(&file);
+    for set in ["train.seq_len=16", "train.stop_after=1", "train.threads=1"] {
+        train.arg("--set").arg(set);
+    }
+    let run_dir = format!("train.run_dir={}", harness.path("runs/init").display());
+    train.arg("--set").arg(run_dir);
+    let said = succeed(train);
+    assert!(said.contains("started with the weights in "), "{said}");
+    let again = fail(init());
+    assert!(again.contains("run.toml already exists"), "{again}");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), written);
+}
+
+#[test]
 fn a_plan_changes_nothing_and_needs_neither_text_nor_drive() {
     let harness = Harness::new();
     let dir = harness.path("nowhere").display().to_string();

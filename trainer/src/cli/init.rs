@@ -1,0 +1,279 @@
+//! `trainer init`: writes a run file for a model and data on this machine. Asks nothing.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use offload_support::outln;
+use serde_json::Value;
+use trainer::config::{RunSettings, check};
+use trainer::data::length;
+use trainer::plan::{Hardware, Overrides, Place, Plan, places, read_model};
+use training_state::store::free_bytes;
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  trainer init Qwen3-8B chats.jsonl                       # writes Qwen3-8B.toml
+  trainer init Qwen3-8B chats.jsonl more/ --out run.toml
+  trainer init Qwen3-8B chats.jsonl --nvme /mnt/nvme0 --nvme /mnt/nvme1";
+
+/// Longest sequence that is proposed; models accept longer ones, which take more memory.
+const SEQ_LEN_MAX: usize = 4096;
+
+/// Sequences of a step that are proposed.
+const STEP_SEQUENCES: usize = 16;
+
+/// Fewest training windows for which 2 % or 10 % of the documents are reserved for validation.
+const WINDOWS_FOR_2_PERCENT: u64 = 1000;
+const WINDOWS_FOR_10_PERCENT: u64 = 50;
+
+/// Arguments of `trainer init`.
+#[derive(Args)]
+pub(crate) struct InitArgs {
+    /// Hugging Face model directory, or its config.json.
+    #[arg(value_name = "MODEL")]
+    model: PathBuf,
+    /// Training data: files or directories.
+    #[arg(value_name = "DATA", required = true)]
+    data: Vec<PathBuf>,
+    /// Run file to write; by default the model's name with .toml. An existing file is not changed.
+    #[arg(long, value_name = "FILE")]
+    out: Option<PathBuf>,
+    /// Directory on a drive for state that fits nowhere else; several spread it. By default the mounted NVMe drive with
+    /// the most free space, or this directory.
+    #[arg(long, value_name = "DIR")]
+    nvme: Vec<PathBuf>,
+}
+
+/// A run file that is being tried.
+struct Draft<'a> {
+    args: &'a InitArgs,
+    name: String,
+    seq_len: usize,
+    micro_batch: usize,
+    has_weights: bool,
+    on_gpu: bool,
+    place: Place,
+    nvme: Vec<PathBuf>,
+    validation_fraction: f64,
+}
+
+/// Writes the run file with the largest micro-batch that fits, in the fastest place where one does.
+///
+/// # Errors
+/// The model or the data cannot be read, nothing fits, or the file exists.
+pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
+    let model = read_model(&args.model)?;
+    let path = std::fs::canonicalize(&args.model)?;
+    let dir = if path.is_dir() {
+        path.as_path()
+    } else {
+        path.parent().expect("a file is in a directory")
+    };
+    let name = dir.file_name().unwrap_or("run".as_ref());
+    let name = name.to_string_lossy().into_owned();
+    let out = (args.out.clone()).unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
+    let mut draft = Draft {
+        args,
+        name,
+        seq_len: model.max_position_embeddings.min(SEQ_LEN_MAX),
+        micro_batch: STEP_SEQUENCES,
+        has_weights: has_weights(dir),
+        on_gpu: false,
+        place: Place::Host,
+        nvme: match args.nvme.as_slice() {
+            [] => vec![roomiest_drive()],
+            given => given.to_vec(),
+        },
+        validation_fraction: 0.0,
+    };
+    let text = draft.choose()?;
+    let failed = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::AlreadyExists => anyhow::anyhow!(
+            "{} already exists: name another file with --out, or remove it",
+            out.display()
+        ),
+        _ => anyhow::anyhow!("cannot write {}: {error}", out.display()),
+    };
+    let mut file = std::fs::File::create_new(&out).map_err(failed)?;
+    file.write_all(text.as_bytes()).map_err(failed)?;
+    outln!("wrote {}; next: trainer train {0}", out.display());
+    Ok(())
+}
+
+/// Returns whether the directory has weights to start with.
+fn has_weights(dir: &Path) -> bool {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut paths = entries.map(|entry| entry.path());
+    paths.any(|path| {
+        path.extension()
+            .is_some_and(|ending| ending == "safetensors")
+    })
+}
+
+/// Returns the mount point of the NVMe drive with the most free space that this user may write to, or the current directory.
+fn roomiest_drive() -> PathBuf {
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    let drives = mounts.lines().filter(|line| line.starts_with("/dev/nvme"));
+    let dirs = drives
+        .filter_map(|line| line.split(' ').nth(1))
+        .map(PathBuf::from);
+    let writable = dirs.filter(|dir| {
+        dir.is_dir() && rustix::fs::access(dir, rustix::fs::Access::WRITE_OK).is_ok()
+    });
+    let roomiest = writable.max_by_key(|dir| free_bytes(dir).unwrap_or(0));
+    roomiest.unwrap_or_else(|| PathBuf::from("."))
+}
+
+impl Draft<'_> {
+    /// Chooses micro-batch and place, and returns the run file with its plan.
+    fn choose(&mut self) -> anyhow::Result<String> {
+        let hardware = Hardware::new(&self.settings()?, &Overrides::default());
+        self.on_gpu = hardware.gpu.is_some();
+        let mut settings = self.settings()?;
+        let windows = length(&settings)?.windows;
+        self.validation_fraction = match windows {
+            WINDOWS_FOR_2_PERCENT.. => 0.02,
+            WINDOWS_FOR_10_PERCENT.. => 0.1,
+            _ => 0.0,
+        };
+        let free = self.nvme.iter().map(|dir| free_bytes(dir).unwrap_or(0));
+        // Each directory gets the same part of the store.
+        let free = free.min().unwrap_or(0) * self.nvme.len() as u64;
+        let mut refused = Vec::new();
+        while self.micro_batch > 0 {
+            settings = self.settings()?;
+            settings.set_windows(windows)?;
+            let found = places(&settings, &hardware);
+            // Of equal steps the first is taken, which is the nearest place.
+            let best = (found.iter())
+                .filter(|place| place.fits && place.device_bytes <= free)
+                .min_by(|a, b| a.step_s.total_cmp(&b.step_s));
+            if let Some(best) = best {
+                self.place = best.place;
+                return self.with_plan(hardware, windows);
+            }
+            let drives = found.iter().filter(|place| place.fits);
+            let drives = drives.map(|place| {
+                format!(
+                    "drives: the state takes {}, more than is free in {}: name other directories with --nvme",
+                    offload_support::units::ApproxBytes(place.device_bytes),
+                    self.nvme[0].display()
+                )
+            });
+            refused = (found.iter().flat_map(|place| place.refused.clone()))
+                .chain(drives)
+                .collect();
+            self.micro_batch /= 2;
+        }
+        anyhow::bail!(
+            "no run of this model fits this machine:\n  {}",
+            refused.join("\n  ")
+        )
+    }
+
+    /// Returns the run file with its plan as comments.
+    fn with_plan(&self, hardware: Hardware, windows: u64) -> anyhow::Result<String> {
+        let mut settings = self.settings()?;
+        settings.set_windows(windows)?;
+        let mut plan = Plan::new(&settings, hardware)?;
+        plan.epochs = Some(settings.epochs(windows));
+        let mut text = format!(
+            "# A run of {} on this machine, written by `trainer init`. Start it in the directory in which that was called.\n#\n",
+            self.name
+        );
+        for line in plan.overview(&settings) {
+            text += &format!("# {line}\n");
+        }
+        text += "#\n# The length of the data is estimated. `trainer plan` shows the whole plan, docs/training.md explains the keys.\n\n";
+        Ok(text + &self.text())
+    }
+
+    fn settings(&self) -> anyhow::Result<RunSettings> {
+        let tree: Value = toml::from_str(&self.text())?;
+        Ok(check(tree, &self.name, None)?)
+    }
+
+    fn text(&self) -> String {
+        let quoted = |path: &Path| Value::from(path.to_string_lossy()).to_string();
+        let list = |paths: &[PathBuf]| {
+            let paths: Vec<String> = paths.iter().map(|path| quoted(path)).collect();
+            format!("[{}]", paths.join(", "))
+        };
+        let (init, lr, epochs) = match self.has_weights {
+            true => ("", "2e-5", 3),
+            false => (
+                "init = \"random\" # the directory has no weights\n",
+                "3e-4",
+                1,
+            ),
+        };
+        let drive = format!("{{ device = \"nvme\", nvme_path = {} }}", list(&self.nvme));
+        let host = "{ device = \"cpu\" }".to_owned();
+        let [param, optimizer] = match self.place {
+            Place::Gpu => [None, None],
+            Place::Host => [Some(&host); 2],
+            Place::HostAndDrives => [Some(&host), Some(&drive)],
+            Place::DrivesAndHost | Place::Drives => [Some(&drive); 2],
+        };
+        let mut offload = String::new();
+        for (what, device) in [("param", param), ("optimizer", optimizer)] {
+            if let Some(device) = device {
+                offload += &format!("offload_{what} = {device}\n");
+            }
+        }
+        let resident = match self.place {
+            Place::DrivesAndHost => {
+                "\n[offload]\nresident_fraction = \"auto\" # as much as host memory has room for\n"
+            }
+            _ => "",
+        };
+        let (fraction, validation) = (self.validation_fraction, self.validation_fraction > 0.0);
+        let [fraction, evaluation] = match validation {
+            true => [
+                format!("validation_fraction = {fraction}\n"),
+                "eval_every = \"epoch\"\ncheckpoint_best = true # keeps the checkpoint with the lowest validation loss\n".into(),
+            ],
+            false => ["# validation_fraction = 0.1 # the data is short: name eval_files, or train without validation\n".into(), String::new()],
+        };
+        format!(
+            r#"train_micro_batch_size_per_gpu = {micro_batch} # sequences computed at a time; the most that fits
+gradient_accumulation_steps = {accumulation} # a step has the product of both
+
+[bf16]
+enabled = {bf16} # {why}
+
+[optimizer]
+type = "AdamW"
+params = {{ lr = {lr}, weight_decay = 0.01 }}
+
+[scheduler]
+type = "cosine"
+params = {{ warmup_ratio = 0.03 }}
+
+[zero_optimization] # where the state is kept; a place left out means the memory of the device that computes
+{offload}
+[model]
+path = {model}
+{init}
+[data]
+files = {data}
+{fraction}
+[train]
+epochs = {epochs}
+seq_len = {seq_len}
+{evaluation}run_dir = {run_dir}
+{resident}"#,
+            micro_batch = self.micro_batch,
+            accumulation = STEP_SEQUENCES / self.micro_batch,
+            bf16 = self.on_gpu,
+            why = match self.on_gpu {
+                true => "16-bit arithmetic with a 32-bit master copy",
+                false => "many processors compute faster in fp32",
+            },
+            model = quoted(&self.args.model),
+            data = list(&self.args.data),
+            seq_len = self.seq_len,
+            run_dir = quoted(&Path::new("runs").join(&self.name)),
+        )
+    }
+}
