@@ -218,8 +218,8 @@ fn check_as(
 ) -> Result<RunSettings, SettingsError> {
     source::whole_numbers(&mut tree);
     let keys::Checked { note, mut faults } = keys::check(&tree);
-    auto::resolve(&mut tree, &mut said.notes);
     said.notes.extend(note);
+    auto::resolve(&mut tree, &mut said.notes);
     faults.extend(keys::take_wrong_types(&mut tree));
     let config: toml::ConfigToml =
         serde_json::from_value(tree).expect("every value is of a type that its key takes");

@@ -46,9 +46,12 @@ fn hugging_faces_zero_infinity_example_trains() {
     let said = run.train();
     assert_eq!(run.metrics().len(), 3);
     assert_eq!(harness.store_files().len(), 1);
+    // A start prints the first notes only.
+    assert!(said.contains(" keys have no effect here ("), "{said}");
+    let said = run.settings();
     for part in [
-        "placement.param = \"nvme\"",
-        "batch.micro_batch = 2",
+        "zero_optimization.offload_param.device = \"nvme\"",
+        "train_micro_batch_size_per_gpu = 2",
         "offload.iodepth = 32",
         "note: optimizer.params.lr is \"auto\": 5e-5, Hugging Face's learning_rate",
         "note: scheduler.params.warmup_max_lr is \"auto\": optimizer.params.lr",
