@@ -33,7 +33,10 @@ pub enum TrainError {
     #[error("train.export_to: {} already exists: name another directory, or remove it", out.display())]
     ExportExists { out: PathBuf },
     #[error("the run is complete, but its weights could not be exported to {} (train.export_to): {error}. `trainer export` repeats the export", out.display())]
-    Export { out: PathBuf, error: ExportError },
+    Export {
+        out: PathBuf,
+        error: Box<ExportError>,
+    },
     #[error(transparent)]
     Compute(#[from] ComputeError),
     #[error(transparent)]

@@ -262,7 +262,7 @@ fn export_result(settings: &RunSettings, best: Option<u64>) -> Result<(), TrainE
         });
         let exported = exported.map_err(|error| TrainError::Export {
             out: out.clone(),
-            error,
+            error: Box::new(error),
         })?;
         outln!("{exported}");
     }
