@@ -335,114 +335,44 @@ impl Phase {
 mod tests {
     use super::*;
 
+    /// Rates of `transformers.get_scheduler` at the first 11 steps, by schedule and steps of warm-up, for a rate of 1 and 10
+    /// steps.
+    #[rustfmt::skip]
+    const HUGGING_FACE: &[(&str, u64, [f64; 11])] = &[
+        ("constant", 0, [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("constant", 4, [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+        ("linear", 0, [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]),
+        ("linear", 4, [0.0, 0.25, 0.5, 0.75, 1.0, 0.8333333333333334, 0.6666666666666666, 0.5, 0.3333333333333333, 0.16666666666666666, 0.0]),
+        ("cosine", 0, [1.0, 0.9755282581475768, 0.9045084971874737, 0.7938926261462366, 0.6545084971874737, 0.5, 0.34549150281252633, 0.2061073738537635, 0.09549150281252633, 0.024471741852423234, 0.0]),
+        ("cosine", 4, [0.0, 0.25, 0.5, 0.75, 1.0, 0.9330127018922194, 0.75, 0.5, 0.2500000000000001, 0.06698729810778065, 0.0]),
+    ];
+
     #[test]
     fn hugging_faces_schedules_have_the_rates_of_its_trainer() {
-        let rates = |schedule: LrSchedule| -> Vec<f64> {
-            (1..=11)
-                .map(|step| learning_rate(&schedule, step))
-                .collect()
-        };
-        let near = |schedule: LrSchedule, expected: [f64; 11]| {
-            for (rate, expected) in rates(schedule).iter().zip(expected) {
+        let (lr, total_steps) = (1.0, 10);
+        for &(name, warmup_steps, expected) in HUGGING_FACE {
+            let schedule = match name {
+                "constant" => LrSchedule::Constant { lr, warmup_steps },
+                "linear" => LrSchedule::Linear {
+                    lr,
+                    warmup_steps,
+                    total_steps,
+                },
+                _ => LrSchedule::Cosine {
+                    lr,
+                    warmup_steps,
+                    total_steps,
+                },
+            };
+            for (step, expected) in (1..).zip(expected) {
+                let rate = learning_rate(&schedule, step);
+                let what = format!("{schedule:?}, step {step}");
                 assert!(
                     (rate - expected).abs() < 1e-12,
-                    "{schedule:?}: {rate}, not {expected}"
+                    "{what}: {rate}, not {expected}"
                 );
             }
-        };
-        let (lr, total_steps) = (1.0, 10);
-        // From `transformers.get_scheduler`.
-        near(
-            LrSchedule::Constant {
-                lr,
-                warmup_steps: 0,
-            },
-            [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        );
-        near(
-            LrSchedule::Constant {
-                lr,
-                warmup_steps: 4,
-            },
-            [0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0],
-        );
-        near(
-            LrSchedule::Linear {
-                lr,
-                warmup_steps: 0,
-                total_steps,
-            },
-            [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0],
-        );
-        near(
-            LrSchedule::Linear {
-                lr,
-                warmup_steps: 4,
-                total_steps,
-            },
-            [
-                0.0,
-                0.25,
-                0.5,
-                0.75,
-                1.0,
-                0.8333333333333334,
-                0.6666666666666666,
-                0.5,
-                0.3333333333333333,
-                0.16666666666666666,
-                0.0,
-            ],
-        );
-        near(
-            LrSchedule::Cosine {
-                lr,
-                warmup_steps: 0,
-                total_steps,
-            },
-            [
-                1.0,
-                0.9755282581475768,
-                0.9045084971874737,
-                0.7938926261462366,
-                0.6545084971874737,
-                0.5,
-                0.34549150281252633,
-                0.2061073738537635,
-                0.09549150281252633,
-                0.024471741852423234,
-                0.0,
-            ],
-        );
-        near(
-            LrSchedule::Cosine {
-                lr,
-                warmup_steps: 4,
-                total_steps,
-            },
-            [
-                0.0,
-                0.25,
-                0.5,
-                0.75,
-                1.0,
-                0.9330127018922194,
-                0.75,
-                0.5,
-                0.2500000000000001,
-                0.06698729810778065,
-                0.0,
-            ],
-        );
-        assert_eq!(
-            betas(
-                &LrSchedule::Constant {
-                    lr,
-                    warmup_steps: 0
-                },
-                1
-            ),
-            None
-        );
+            assert_eq!(betas(&schedule, 1), None);
+        }
     }
 }

@@ -30,7 +30,7 @@ impl Found {
         sources.filter(move |source| source.entry == entry)
     }
 
-    #[cfg(test)]
+    /// Bytes of all files.
     pub(in crate::data) fn bytes(&self) -> u64 {
         self.sources.iter().map(|source| source.bytes).sum()
     }
