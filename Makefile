@@ -7,6 +7,7 @@
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
+# make install      installs the programs, their manual pages and completions, and libtorch below PREFIX (/usr/local)
 # make deb          builds a Debian package of offloadd in target/
 # make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place
@@ -26,6 +27,9 @@ PYTHON ?= .python/bin/python
 PROFILE ?= release
 BUILT := $(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 PROGRAMS := $(addprefix target/$(BUILT)/,offloadd trainer bench-io)
+# Where `make install` puts programs; DESTDIR goes before it, as packagers use it.
+PREFIX ?= /usr/local
+INTO = $(DESTDIR)$(PREFIX)
 IN_WHEEL := trainer/python/python/offloadd
 
 # CI builds everything once.
@@ -36,13 +40,25 @@ endif
 # Seeds of both simulations: enough to find a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test docs nightly test-tools test-counts deny build deb python wheel wheel-in-container test-wheel bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build install deb python wheel wheel-in-container test-wheel bench libtorch clean
 
 demo: build
 	trainer/demo.sh
 
 build: libtorch
 	$(CARGO) build -j$(JOBS) --release --workspace --bins
+
+# A libtorch that LIBTORCH or LIBTORCH_USE_PYTORCH names stays where it is, and the programs find it there.
+install: libtorch
+	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p bench-io
+	install -D -s -t $(INTO)/bin $(PROGRAMS)
+	install -d $(INTO)/share/man/man8 $(INTO)/share/bash-completion/completions
+	target/$(BUILT)/offloadd man $(INTO)/share/man/man8
+	target/$(BUILT)/offloadd completions bash > $(INTO)/share/bash-completion/completions/offloadd
+	@if [ -z "$(LIBTORCH)$(LIBTORCH_USE_PYTORCH)" ]; then \
+		install -d $(INTO)/lib/libtorch/torch && cp -a .libtorch/torch/lib $(INTO)/lib/libtorch/torch; \
+	fi
+	@echo "installed offloadd, trainer and bench-io in $(INTO)/bin"
 
 python:
 	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd-python -p offloadd
