@@ -43,6 +43,9 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     except Error as error:
         print(f"offloadd: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"offloadd: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     return 0
 
 

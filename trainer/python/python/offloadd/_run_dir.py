@@ -22,7 +22,7 @@ LAYOUT = "layout.json"
 STORE = "store.json"
 
 # What a run has in its directory.
-_OF_RUN = (LAYOUT, STORE, "measured.json", "metrics.jsonl", "metrics.jsonl.old", "offloadd", "rank-*", "state-*.pt", "state-*.pt.part")
+_OF_RUN = (LAYOUT, STORE, "measured.json", "metrics.jsonl", "metrics.jsonl.old", "offloadd", "rank-[0-9]*", "state-[0-9]*.pt", "state-[0-9]*.pt.part")
 _OF_RUN += ("trainer-resume", "tensorboard", "csv_monitor")
 
 
@@ -49,12 +49,16 @@ def write_store(run_dir: Path, settings: Settings) -> None:
     """Notes where a run's tiles lie."""
     job = job_of(run_dir)
     files = [str(directory / f"offloadd-{job}.tiles") for directory in settings.nvme]
-    store = {"job": job, "device_files": files, "socket": str(settings.socket) if settings.socket else None, "program": program_of(settings)}
-    (run_dir / STORE).write_text(json.dumps(store))
+    socket = str(settings.socket.absolute()) if settings.socket else None
+    text = json.dumps({"run_dir": str(run_dir), "job": job, "device_files": files, "socket": socket, "program": program_of(settings)})
+    # A start that is killed here must not lose what is there.
+    if (run_dir / STORE).read_text() != text:
+        (run_dir / STORE).write_text(text)
 
 
 def delete(run_dir: Path, agreed: bool) -> int:
-    """Deletes a run that no process uses, after it has asked unless it is `agreed`. Returns the exit status."""
+    """Deletes a run that no process uses, after it has asked unless it is `agreed`. Returns the exit status. What a deletion that was
+    interrupted has left can be deleted again."""
     if not (run_dir / STORE).exists():
         below = run_dir / "offloadd"
         hint = f"name {below}" if (below / STORE).exists() else "name the directory that the start of the run printed"
@@ -65,10 +69,10 @@ def delete(run_dir: Path, agreed: bool) -> int:
         raise Error(f"{run_dir}: the run is in use: end its script first") from None
     with held:
         others = sorted(one.name for one in run_dir.iterdir() if not any(fnmatch(one.name, pattern) for pattern in _OF_RUN))
+        others += [f"offloadd/{STORE} (another run)"] * (run_dir / "offloadd" / STORE).exists()
         if others:
-            raise Error(f"{run_dir} has what is not the run's: {', '.join(others)}; move it elsewhere first")
-        # It is empty where the first start was killed before it opened anything.
-        store = json.loads((run_dir / STORE).read_text() or '{"device_files": [], "socket": null}')
+            raise Error(f"{run_dir} has what is not the run's: {', '.join(others)}; move or delete it first")
+        store = _store_of(run_dir)
         files = [file for file in map(Path, store["device_files"]) if file.exists()]
         print(run_dir)
         for file in files:
@@ -82,8 +86,35 @@ def delete(run_dir: Path, agreed: bool) -> int:
             _delete_job(store)
         for file in files:
             file.unlink()
-        shutil.rmtree(run_dir)
+        # Last what a second deletion needs.
+        for one in sorted(run_dir.iterdir(), key=lambda one: one.name == STORE):
+            if one.is_dir() and not one.is_symlink():
+                shutil.rmtree(one)
+            else:
+                one.unlink()
+        run_dir.resolve().rmdir()
+        if run_dir.is_symlink():
+            run_dir.unlink()
         return 0
+
+
+def _store_of(run_dir: Path) -> dict[str, Any]:
+    """What `write_store` wrote, unless it is damaged or of another run, whose tiles are not this one's to delete."""
+    text = (run_dir / STORE).read_text()
+    if not text:
+        # The first start was killed before it opened anything.
+        return {"device_files": [], "socket": None}
+    try:
+        store = json.loads(text)
+        began, name = Path(store["run_dir"]), f"offloadd-{store['job']}.tiles"
+        sound = all(Path(file).name == name for file in store["device_files"]) and {"socket", "program"} <= store.keys()
+    except (ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise Error(f"{run_dir / STORE} is damaged: delete the directory by hand, and its device files offloadd-{run_dir.name}-*.tiles")
+    if (began / STORE).exists() and not (began / STORE).samefile(run_dir / STORE):
+        raise Error(f"{run_dir} is a copy of {began}, and its tiles are that run's: delete the copy by hand")
+    return store
 
 
 def _agrees() -> bool:
@@ -100,5 +131,6 @@ def _delete_job(store: dict[str, Any]) -> None:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise Error(f"{program} cannot be started: {error.strerror}; delete the job {store['job']} with `offloadd job delete`") from None
-    if result.returncode:
+    # There is none where the first start was refused, or a deletion was interrupted.
+    if result.returncode and "has no job" not in result.stderr:
         raise Error(f"job {store['job']} of the daemon at {store['socket']} cannot be deleted: {result.stderr.strip()}")
