@@ -238,10 +238,23 @@ def test_an_evaluation_between_backward_and_step_leaves_gradients_and_clipping_a
         both(plain, ours, torch.randn(4, 8))
     both(plain, ours, torch.randn(4, 8))
     grad = ours.model.head.weight.grad
+    with pytest.raises(offloadd.NotSupported, match="a tensor of several values"):
+        grad.mul_(torch.ones(8))
     assert float(grad.scale) == pytest.approx(0.1 / float(norms[0]), rel=1e-4), "the factor of clipping is kept"
     batch = torch.randn(4, 8)
     with pytest.raises(offloadd.NotSupported, match="clip after the last backward"):
         ours.model(batch).backward()
+
+
+def test_a_step_needs_of_pytorch_what_its_oldest_version_has(monkeypatch):
+    # Before 2.6 this function takes one tensor and no list of them.
+    plain = torch.autograd.graph.increment_version
+    monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda one: plain([one]) if isinstance(one, torch.Tensor) else 1 / 0)
+    _, ours = pair()
+    ours.model(torch.randn(4, 8)).backward()
+    before = ours.model.head.weight._version
+    ours.engine.updated()
+    assert ours.model.head.weight._version == before + 1
 
 
 def test_gradients_set_to_none_by_hand_are_forgotten():

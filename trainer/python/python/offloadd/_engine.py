@@ -552,8 +552,10 @@ class Engine:
             self._gradient_views[key] = {id(param): Unit.view_of(buffer, param, offset) for param, offset in zip(unit.params, unit.offsets)}
         views = self._gradient_views[key]
         came = [one if one.layout is torch.strided else one.to_dense() for one in unit.gradients.values()]
-        with torch.no_grad():
-            torch._foreach_copy_([views[param] for param in unit.gradients], came)
+        if came:
+            # Of several ranks only some may have gradients.
+            with torch.no_grad():
+                torch._foreach_copy_([views[param] for param in unit.gradients], came)
         self.ranks.reduce(unit, buffer)
         self.order.next((True, unit.index))
         self.memory.hand_over(unit)
@@ -592,8 +594,10 @@ class Engine:
         for unit in self.units:
             unit.fresh = unit.fresh and not unit.trained
         with _AS_TENSORS():
-            # Autograd then refuses graphs that saved the weight of before.
-            torch.autograd.graph.increment_version([param for param in self.params if param.grad is not None])
+            for param in self.params:
+                if param.grad is not None:
+                    # Autograd then refuses graphs that saved the weight of before. It takes lists since torch 2.6 only.
+                    torch.autograd.graph.increment_version(param)
         self._drop_grads()
         self._clear_sums()
         self.order.forget_rest()

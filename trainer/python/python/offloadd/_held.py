@@ -30,6 +30,9 @@ class Together:
         before, by, its_version, product = self._product
         if before is not scale or by is not factor or its_version != version:
             product = scale * factor
+            if product.numel() != 1:
+                raise NotSupported("a gradient times a tensor of several values: gradients lie in tiles; scale each with one number")
+            product = product.reshape(())
             self._product = (scale, factor, version, product)
         return product
 
