@@ -11,6 +11,7 @@ A checkpoint of weights only (`save_weights_only=True`) is Lightning's own file.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from ._checkpoint import load_checkpoint, save_checkpoint
 from ._config import own_keys, read
 from ._errors import NotSupported
 from ._run import Run, prepare
-from ._state import random_state, set_random_state
+from ._state import random_state, set_random_state, write_flushed
 from ._weights import Blocks
 
 # Lightning is the same under two names; a Trainer takes the strategies of its own.
@@ -153,7 +154,9 @@ class Strategy(DDPStrategy):
         rest["offloadd"] = {"positions": positions, "random": random_state()}
 
         def add(directory: Path) -> None:
-            torch.save(rest, directory / f"lightning.{run.ranks.rank}.pt")
+            data = io.BytesIO()
+            torch.save(rest, data)
+            write_flushed(directory / f"lightning.{run.ranks.rank}.pt", data.getvalue())
             run.save_weights(directory / _WEIGHTS)
 
         path = Path(filepath)
