@@ -11,6 +11,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
 torch.set_num_threads(1)
+# Ranks share it: torchrun has each word written for itself.
+sys.stdout.reconfigure(write_through=False, line_buffering=True)
 parser = argparse.ArgumentParser()
 parser.add_argument("--saved")
 args = deepspeed.add_config_arguments(parser).parse_args()
