@@ -11,8 +11,8 @@ Generated from the program by `make docs`; a test keeps it current.
 
 ## Moving a run
 
-A Python script that uses DeepSpeed can stay as it is: [`offloadd-run`](pytorch.md#first-run) starts it. This page is about the native trainer, which needs no
-script.
+A Python script that uses DeepSpeed can stay as it is: [`offloadd-run`](pytorch.md#first-run) starts it, and reads [other keys](pytorch.md#keys). This page is
+about the native trainer, which needs no script.
 
 1. Write a run file with the settings that DeepSpeed leaves to your script: `model.path`, `data.files`, `train.steps`, `train.seq_len`, `train.run_dir`
    (`configs/deepspeed.toml` is an example).
