@@ -242,4 +242,7 @@ class _Loader:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "state_dict", "load_state_dict"):
+            # Lightning would restore a loader that keeps its position itself, and batches would be skipped twice.
+            raise AttributeError(name)
         return getattr(self.loader, name)
