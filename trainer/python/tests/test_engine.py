@@ -247,7 +247,7 @@ def test_an_evaluation_between_backward_and_step_leaves_gradients_and_clipping_a
 
 
 def test_a_step_needs_of_pytorch_what_its_oldest_version_has(monkeypatch):
-    # Before 2.6 this function takes one tensor and no list of them.
+    # The oldest takes one tensor and no list of them.
     plain = torch.autograd.graph.increment_version
     monkeypatch.setattr(torch.autograd.graph, "increment_version", lambda one: plain([one]) if isinstance(one, torch.Tensor) else 1 / 0)
     _, ours = pair()

@@ -596,7 +596,7 @@ class Engine:
         with _AS_TENSORS():
             for param in self.params:
                 if param.grad is not None:
-                    # Autograd then refuses graphs that saved the weight of before. It takes lists since torch 2.6 only.
+                    # Autograd then refuses graphs that saved the weight of before. Older versions of torch take no list here.
                     torch.autograd.graph.increment_version(param)
         self._drop_grads()
         self._clear_sums()
