@@ -26,9 +26,11 @@ class Together:
 
     def product(self, scale: torch.Tensor, factor: Any) -> torch.Tensor:
         """A scale times a factor, the same tensor as long as both are the same."""
-        version = getattr(factor, "_version", None)
+        # Tensors of inference mode do not count their changes.
+        counts = not (isinstance(factor, torch.Tensor) and factor.is_inference())
+        version = getattr(factor, "_version", None) if counts else None
         before, by, its_version, product = self._product
-        if before is not scale or by is not factor or its_version != version:
+        if before is not scale or by is not factor or its_version != version or not counts:
             product = scale * factor
             if product.numel() != 1:
                 raise NotSupported("a gradient times a tensor of several values: gradients lie in tiles; scale each with one number")
