@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 import torch
 
 import offloadd
@@ -34,6 +35,12 @@ def test_a_run_is_deleted_with_its_device_files_when_its_script_has_ended(tmp_pa
     assert main(["delete", str(run_dir), "--yes"]) == 1 and "what is not the run's: mine.txt" in capsys.readouterr().err
     (run_dir / "mine.txt").unlink()
     assert main(["delete", str(tmp_path / "out"), "--yes"]) == 1 and f"name {run_dir}" in capsys.readouterr().err
+    # Moved, it would begin anew and leave its tiles behind.
+    (tmp_path / "out").rename(tmp_path / "moved")
+    with pytest.raises(offloadd.Error, match=f"begun as {run_dir}"):
+        model = model_of()
+        offloadd.prepare(model, torch.optim.AdamW(model.parameters()), config("nvme", tmp_path), run_dir=tmp_path / "moved" / "offloadd")
+    (tmp_path / "moved").rename(tmp_path / "out")
     monkeypatch.setattr("builtins.input", lambda question: "y")
     assert main(["delete", str(run_dir)]) == 0
     assert not run_dir.exists() and list(tmp_path.glob("*.tiles")) == [other]

@@ -27,7 +27,7 @@ from ._memory import GpuMemory, gpu_of
 from ._plan import Plan, bytes_text
 from ._progress import Progress
 from ._ranks import Ranks
-from ._run_dir import LAYOUT, InUse, lock, write_store
+from ._run_dir import LAYOUT, InUse, check_place, lock, write_store
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
@@ -134,6 +134,7 @@ class Run:
             self._lock = lock(run_dir)
         except InUse:
             raise Error(f"{run_dir} is being deleted: start again when that is done, or name another run_dir") from None
+        check_place(run_dir)
         # Names and shapes of the units' parameters.
         self.layout = [[[self._names[id(param)][0], list(param.shape)] for param in unit.params] for unit in found]
         if (run_dir / LAYOUT).exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 import subprocess
 from fnmatch import fnmatch
@@ -43,6 +44,20 @@ def lock(run_dir: Path, exclusive: bool = False) -> TextIO:
             file.close()
             raise InUse from None
     return file
+
+
+def check_place(run_dir: Path) -> None:
+    """Refuses the directory of a run that was begun under another path: its tiles have that path's name and would not be found."""
+    try:
+        store = json.loads((run_dir / STORE).read_text())
+    except ValueError:
+        # Being written, or a start was killed while it wrote.
+        return
+    if store["run_dir"] != str(run_dir) and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
+        raise Error(
+            f"{run_dir} is a run that was begun as {store['run_dir']}, and its tiles go by that name: use that path, or move the directory back; "
+            "for a new run name another run_dir"
+        )
 
 
 def write_store(run_dir: Path, settings: Settings) -> None:
