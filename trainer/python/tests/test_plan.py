@@ -145,7 +145,7 @@ def test_steps_are_reported_in_the_native_trainers_files_and_cut_back_on_a_resum
     assert lines[2]["device_written_bytes"] > 0 and lines[3]["generation"] >= 3
     printed = [line for line in capsys.readouterr().err.splitlines() if "s/step" in line]
     assert [line.split()[2] for line in printed] == ["2", "4"]
-    assert "% of the bound (" in printed[0] and "waited " in printed[0] and "written " in printed[1]
+    assert "bottleneck: " in printed[0] and "I/O efficiency " in printed[0] and "waited " in printed[0] and "written " in printed[1]
     # A line of a step that was never committed.
     with open(run_dir / "metrics.jsonl", "a") as file:
         file.write(json.dumps({**lines[-1], "step": 5}) + "\n")

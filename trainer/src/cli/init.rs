@@ -7,7 +7,7 @@ use clap::Args;
 use offload_support::outln;
 use serde_json::Value;
 use trainer::config::{RunSettings, check};
-use trainer::data::length;
+use trainer::data::{Corpus, Frame, length};
 use trainer::plan::{Hardware, Overrides, Place, Plan, places, read_model};
 use training_state::store::free_bytes;
 
@@ -55,6 +55,8 @@ struct Draft<'a> {
     place: Place,
     nvme: Vec<PathBuf>,
     validation_fraction: f64,
+    /// Whether prompts can be left out of the loss.
+    has_completions: bool,
 }
 
 /// Writes the run file with the largest micro-batch that fits, in the fastest place where one does.
@@ -85,6 +87,7 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
             given => given.to_vec(),
         },
         validation_fraction: 0.0,
+        has_completions: false,
     };
     let text = draft.choose()?;
     let failed = |error: std::io::Error| match error.kind() {
@@ -131,6 +134,8 @@ impl Draft<'_> {
         self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
         let windows = length(&settings)?.windows;
+        self.has_completions =
+            Corpus::find(&settings.data, &Frame::of(&settings))?.has_completions();
         self.validation_fraction = match windows {
             WINDOWS_FOR_2_PERCENT.. => 0.02,
             WINDOWS_FOR_10_PERCENT.. => 0.1,
@@ -235,6 +240,12 @@ impl Draft<'_> {
             ],
             false => ["# validation_fraction = 0.1 # the data is short: name eval_files, or train without validation\n".into(), String::new()],
         };
+        let loss_on = match self.has_completions {
+            true => {
+                "loss_on = \"completions\" # what the model is to answer; \"all\" counts prompts too\n"
+            }
+            false => "",
+        };
         format!(
             r#"train_micro_batch_size_per_gpu = {micro_batch} # sequences computed at a time; the most that fits
 gradient_accumulation_steps = {accumulation} # a step has the product of both
@@ -257,7 +268,7 @@ path = {model}
 {init}
 [data]
 files = {data}
-{fraction}
+{loss_on}{fraction}
 [train]
 epochs = {epochs}
 seq_len = {seq_len}

@@ -85,6 +85,12 @@ impl<'a> Frame<'a> {
 }
 
 impl Corpus {
+    /// Whether the training data is conversations or prompts with completions, so that `data.loss_on = "completions"`
+    /// is possible.
+    pub fn has_completions(&self) -> bool {
+        matches!(self.train.kind, Some(Kind::Chat | Kind::Completion))
+    }
+
     /// Finds the files, reads the tokenizer, examines the first document.
     ///
     /// # Errors

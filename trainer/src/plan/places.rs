@@ -174,7 +174,7 @@ const HEADS: [&str; CELLS] = [
     "read",
     "written",
     "step",
-    "wall",
+    "bottleneck",
     "tokens/s",
     "run",
     "wear a day",

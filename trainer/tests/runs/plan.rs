@@ -37,6 +37,8 @@ fn init_writes_a_run_file_that_fits_this_machine_and_trains() {
     for part in ["# memory    host ", "bottleneck: ", "epochs = 3\n", model] {
         assert!(written.contains(part), "{part} in {written}");
     }
+    // A text has no prompts that could be left out of the loss.
+    assert!(!written.contains("loss_on"), "{written}");
     let mut train = harness.run("any", &[]).program();
     train.arg("train").arg(&file);
     for set in ["train.seq_len=16", "train.stop_after=1", "train.threads=1"] {
@@ -49,6 +51,29 @@ fn init_writes_a_run_file_that_fits_this_machine_and_trains() {
     let again = fail(init());
     assert!(again.contains("run.toml already exists"), "{again}");
     assert_eq!(std::fs::read_to_string(&file).unwrap(), written);
+}
+
+#[test]
+fn init_leaves_prompts_out_of_the_loss_where_data_has_answers() {
+    let harness = Harness::new();
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/hf/llama");
+    let data = harness.path("answers.jsonl");
+    let line = "{\"prompt\": \"How far is it?\", \"completion\": \" Two days on foot.\"}\n";
+    std::fs::write(&data, line.repeat(20)).unwrap();
+    let file = harness.path("answers.toml");
+    let mut command = harness.run("any", &[]).program();
+    command
+        .arg("init")
+        .arg(model)
+        .arg(&data)
+        .arg("--out")
+        .arg(&file);
+    succeed(command);
+    let written = std::fs::read_to_string(&file).unwrap();
+    assert!(
+        written.contains("\nloss_on = \"completions\" #"),
+        "{written}"
+    );
 }
 
 #[test]

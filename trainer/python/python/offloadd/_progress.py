@@ -1,4 +1,4 @@
-"""Lines about steps on stderr: seconds a step, share of the bound, bytes, waits."""
+"""Lines about steps on stderr: seconds a step, bottleneck, I/O efficiency, bytes, waits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Progress:
 
     def _line(self, number: int, wall: str) -> str:
         sums, seconds = self._sums, max(self._sums["step_s"], 1e-9)
-        line = f"step {number}  {seconds / self._steps:.3g} s/step  {100 * sums['bound_s'] / seconds:.0f} % of the bound ({wall})"
+        line = f"step {number}  {seconds / self._steps:.3g} s/step  bottleneck: {wall}"
         if sums["read_bytes"] + sums["written_bytes"]:
             line += f"  read {sums['read_bytes'] / seconds / 1e9:.2f} GB/s  written {sums['written_bytes'] / seconds / 1e9:.2f} GB/s"
+        line += f"  I/O efficiency {100 * sums['bound_s'] / seconds:.0f} %"
         return line + f"  waited {100 * sums['waited_s'] / seconds:.0f} %"

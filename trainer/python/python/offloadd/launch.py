@@ -33,7 +33,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start on this machine, one a GPU (1)")
+    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="processes to start on this machine (1)")
     parser.add_argument("rest", nargs=argparse.REMAINDER, metavar="SCRIPT", help="a Python script and its arguments")
     if given[:1] == ["--"]:
         command = given[1:]
