@@ -56,7 +56,8 @@ install: libtorch
 	target/$(BUILT)/offloadd man $(INTO)/share/man/man8
 	target/$(BUILT)/offloadd completions bash > $(INTO)/share/bash-completion/completions/offloadd
 	@if [ -z "$(LIBTORCH)$(LIBTORCH_USE_PYTORCH)" ]; then \
-		install -d $(INTO)/lib/libtorch/torch && cp -a .libtorch/torch/lib $(INTO)/lib/libtorch/torch; \
+		install -d $(INTO)/lib/libtorch/torch && cp -a .libtorch/torch/lib $(INTO)/lib/libtorch/torch && \
+		cp -a .libtorch/nvidia $(INTO)/lib/libtorch; \
 	fi
 	@echo "installed offloadd, trainer and bench-io in $(INTO)/bin"
 
