@@ -1,14 +1,14 @@
 //! Reads a `.json` file: an array of objects, one at a time, or an object on each line.
 
+use std::cell::Cell;
 use std::fmt;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{self, BufRead, BufReader, Read};
 
 use minijinja::Value;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 
-use super::record::Document;
-use super::{Piece, Place, Source, lines};
+use super::{Piece, Source, lines};
 use crate::data::DataError;
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -19,7 +19,11 @@ pub(super) fn documents(
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
-    let file = File::open(&source.path).map_err(&failed)?;
+    let read_bytes = Cell::new(0);
+    let file = Counted {
+        file: File::open(&source.path).map_err(&failed)?,
+        bytes: &read_bytes,
+    };
     let mut reader = BufReader::with_capacity(BUFFER_BYTES, file);
     let start = reader.fill_buf().map_err(&failed)?;
     // Some editors start a file with a byte order mark.
@@ -46,7 +50,7 @@ pub(super) fn documents(
         source,
         take,
         number: 0,
-        gone_bytes: 0,
+        read_bytes: &read_bytes,
         stopped: &mut stopped,
     };
     let mut parser = serde_json::Deserializer::from_reader(reader.by_ref());
@@ -58,17 +62,23 @@ pub(super) fn documents(
         (None, Ok(())) => Ok(()),
         (None, Err(error)) if error.is_io() => Err(failed(error.into())),
         (None, Err(error)) => Err(DataError::Record {
-            place: place(source, number + 1),
+            place: source.place("record", Some(number + 1)),
             message: format!("is not JSON: {error}"),
         }),
     }
 }
 
-fn place(source: &Source, number: u64) -> Place {
-    Place {
-        path: source.path.clone(),
-        number: Some(number),
-        what: "record",
+/// Counts the bytes that are read.
+struct Counted<'a> {
+    file: File,
+    bytes: &'a Cell<u64>,
+}
+
+impl Read for Counted<'_> {
+    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
+        let read = self.file.read(to)?;
+        self.bytes.set(self.bytes.get() + read as u64);
+        Ok(read)
     }
 }
 
@@ -77,30 +87,19 @@ struct Each<'a> {
     source: &'a Source,
     take: &'a mut dyn FnMut(Piece) -> Result<(), DataError>,
     number: u64,
-    gone_bytes: u64,
+    /// Bytes read since the last record.
+    read_bytes: &'a Cell<u64>,
     /// Error of a record, or of `take`.
     stopped: &'a mut Option<DataError>,
 }
 
 impl Each<'_> {
-    fn record(&mut self, record: &Value) -> Result<(), DataError> {
-        let place = place(self.source, self.number);
-        let (document, format) =
-            Document::of(record, self.source.records).map_err(|message| DataError::Record {
-                place: place.clone(),
-                message,
-            })?;
-        // Progress assumes that the text is most of the file.
-        let left = self.source.bytes - self.gone_bytes;
-        let bytes = left.min(record.to_string().len() as u64);
-        self.gone_bytes += bytes;
-        (self.take)(Piece {
-            document,
-            after: None,
-            records: Some(format),
-            place,
-            bytes,
-        })
+    fn record(&mut self, record: Value) -> Result<(), DataError> {
+        let place = self.source.place("record", Some(self.number));
+        (self.take)(
+            self.source
+                .piece(Ok(record), place, self.read_bytes.take())?,
+        )
     }
 }
 
@@ -114,7 +113,7 @@ impl<'de> Visitor<'de> for &mut Each<'_> {
     fn visit_seq<A: SeqAccess<'de>>(self, mut elements: A) -> Result<(), A::Error> {
         while let Some(record) = elements.next_element::<Value>()? {
             self.number += 1;
-            if let Err(error) = self.record(&record) {
+            if let Err(error) = self.record(record) {
                 *self.stopped = Some(error);
                 return Err(A::Error::custom("stopped"));
             }

@@ -4,9 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 
 use minijinja::Value;
 
-use super::record::Document;
-use super::{Piece, Place, Source};
-use crate::config::RecordFormat;
+use super::{Piece, Source};
 use crate::data::DataError;
 
 /// Longest line; a longer one suggests a file without line ends.
@@ -26,11 +24,7 @@ pub(super) fn documents(
         line.clear();
         let mut bounded = (&mut reader).take(LINE_BYTES_MAX + 1);
         let bytes = bounded.read_until(b'\n', &mut line).map_err(&failed)? as u64;
-        let place = Place {
-            path: source.path.clone(),
-            number: Some(number),
-            what: "line",
-        };
+        let place = source.place("line", Some(number));
         if bytes > LINE_BYTES_MAX {
             return Err(DataError::Record {
                 place,
@@ -46,31 +40,20 @@ pub(super) fn documents(
         if text.trim_ascii().is_empty() {
             continue;
         }
-        let (document, format) = match document(text.trim_ascii_end(), source.records) {
-            Ok(found) => found,
-            Err(message) => return Err(DataError::Record { place, message }),
-        };
-        take(Piece {
-            document,
-            after: None,
-            records: Some(format),
-            place,
-            bytes,
-        })?;
+        take(source.piece(record(text.trim_ascii_end()), place, bytes)?)?;
     }
     unreachable!("lines end before their numbers")
 }
 
-fn document(line: &[u8], format: Option<RecordFormat>) -> Result<(Document, RecordFormat), String> {
+fn record(line: &[u8]) -> Result<Value, String> {
     let text = std::str::from_utf8(line).map_err(|error| {
         let at = error.valid_up_to() + 1;
         format!("is not UTF-8 from byte {at} of the line on: convert the file to UTF-8")
     })?;
-    let value: Value = serde_json::from_str(text).map_err(|error| {
+    serde_json::from_str(text).map_err(|error| {
         // Positions in the error refer to the line, so its line number is always 1 and is removed.
         let (message, column) = (error.to_string(), error.column());
         let message = message.split(" at line ").next().unwrap_or_default();
         format!("is not JSON: {message} at column {column}")
-    })?;
-    Document::of(&value, format)
+    })
 }

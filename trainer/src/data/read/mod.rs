@@ -19,6 +19,8 @@ mod separated;
 use std::fmt;
 use std::path::PathBuf;
 
+use minijinja::Value;
+
 pub(super) use files::{Found, find};
 pub(super) use plain::{PIECE_BYTES, cut, end_of};
 pub(super) use record::{Chat, Document, Kind};
@@ -66,6 +68,40 @@ pub(super) struct Source {
     pub(super) version: [i64; 5],
     /// Device and inode number, which identify the file under any name.
     pub(super) identity: (u64, u64),
+}
+
+impl Source {
+    /// Returns the position of a line, row or record of this file.
+    fn place(&self, what: &'static str, number: Option<u64>) -> Place {
+        Place {
+            path: self.path.clone(),
+            number,
+            what,
+        }
+    }
+
+    /// Converts a record to a document. `bytes` of the file were consumed with it.
+    ///
+    /// # Errors
+    /// The record could not be read, or has no known fields.
+    fn piece(
+        &self,
+        record: Result<Value, String>,
+        place: Place,
+        bytes: u64,
+    ) -> Result<Piece, DataError> {
+        let found = record.and_then(|record| Document::of(&record, self.records));
+        match found {
+            Ok((document, format)) => Ok(Piece {
+                document,
+                after: None,
+                records: Some(format),
+                place,
+                bytes,
+            }),
+            Err(message) => Err(DataError::Record { place, message }),
+        }
+    }
 }
 
 /// Position of a document.

@@ -17,8 +17,8 @@ use minijinja::Value;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
-use super::record::{COLUMNS, Document, no_columns};
-use super::{Piece, Place, Source};
+use super::record::{COLUMNS, no_columns};
+use super::{Piece, Source};
 use crate::data::DataError;
 
 /// Rows of a parquet file that are decoded at a time.
@@ -91,11 +91,7 @@ fn columns(source: &Source, schema: &Schema) -> Result<Vec<usize>, DataError> {
     let known: Vec<usize> = known.map(|(at, _)| at).collect();
     if known.is_empty() {
         return Err(DataError::Record {
-            place: Place {
-                path: source.path.clone(),
-                number: None,
-                what: "",
-            },
+            place: source.place("", None),
             message: no_columns(names()),
         });
     }
@@ -117,17 +113,8 @@ fn rows(
         let Some(batch) = next else { return Ok(()) };
         for row in 0..batch.num_rows() {
             number += 1;
-            let place = Place {
-                path: source.path.clone(),
-                number: Some(number),
-                what: "row",
-            };
+            let place = source.place("row", Some(number));
             let record = held(|| record(&batch, row));
-            let found = record.and_then(|record| Document::of(&record, source.records));
-            let (document, format) = found.map_err(|message| DataError::Record {
-                place: place.clone(),
-                message,
-            })?;
             // The file is compressed, so progress assumes rows of equal size.
             let upto = match count {
                 Some(count) => {
@@ -137,13 +124,7 @@ fn rows(
                 None => gone_bytes + (batch.get_array_memory_size() / batch.num_rows()) as u64,
             };
             let upto = upto.min(source.bytes);
-            take(Piece {
-                document,
-                after: None,
-                records: Some(format),
-                place,
-                bytes: upto - gone_bytes,
-            })?;
+            take(source.piece(record, place, upto - gone_bytes)?)?;
             gone_bytes = upto;
         }
     }

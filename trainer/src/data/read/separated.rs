@@ -3,8 +3,8 @@
 use minijinja::Value;
 
 use super::files::ending;
-use super::record::{COLUMNS, Document, no_columns};
-use super::{Piece, Place, Source};
+use super::record::{COLUMNS, no_columns};
+use super::{Piece, Source};
 use crate::data::DataError;
 
 /// Columns whose text is JSON.
@@ -23,11 +23,7 @@ pub(super) fn documents(
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
-    let place = |number: Option<u64>| Place {
-        path: source.path.clone(),
-        number,
-        what: "line",
-    };
+    let place = |number: Option<u64>| source.place("line", number);
     let wrong = |error: csv::Error| {
         let number = error.position().map(csv::Position::line);
         match error.into_kind() {
@@ -74,19 +70,8 @@ pub(super) fn documents(
     while reader.read_record(&mut row).map_err(wrong)? {
         let place = place(row.position().map(csv::Position::line));
         let record = record(&names, &row);
-        let found = record.and_then(|record| Document::of(&record, source.records));
-        let (document, format) = found.map_err(|message| DataError::Record {
-            place: place.clone(),
-            message,
-        })?;
         let upto = reader.position().byte().min(source.bytes);
-        take(Piece {
-            document,
-            after: None,
-            records: Some(format),
-            place,
-            bytes: upto - gone_bytes,
-        })?;
+        take(source.piece(record, place, upto - gone_bytes)?)?;
         gone_bytes = upto;
     }
     Ok(())
