@@ -63,6 +63,7 @@ mod in_flight;
 #[allow(unsafe_code)]
 mod mapping;
 mod memory;
+pub mod nodes;
 pub mod private;
 mod session;
 mod signal;

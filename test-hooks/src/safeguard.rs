@@ -30,6 +30,12 @@ pub enum Safeguard {
     ExchangeFirst,
     /// State handed over before another daemon served the store is refused.
     Incarnations,
+    /// With several nodes, the next generation is written only after the one before is confirmed.
+    ConfirmFirst,
+    /// A generation is confirmed only after every node has prepared it.
+    LeastPrepared,
+    /// Generations that different starts of a run committed are different, even if their numbers are equal.
+    SameStart,
 }
 
 impl Safeguard {
@@ -49,6 +55,9 @@ impl Safeguard {
             Self::LeaveLast => "leave-last",
             Self::ExchangeFirst => "exchange-first",
             Self::Incarnations => "incarnations",
+            Self::ConfirmFirst => "confirm-first",
+            Self::LeastPrepared => "least-prepared",
+            Self::SameStart => "same-start",
         }
     }
 }
