@@ -144,6 +144,9 @@ fn the_package_holds_the_program_its_unit_settings_and_pages() {
     assert_eq!(kept, "/etc/offloadd/offloadd.toml\n");
     for script in ["postinst", "prerm", "postrm"] {
         run(Command::new("sh").arg("-n").arg(control.join(script)));
+        // In a message in double quotes, a command between backticks would run.
+        let text = std::fs::read_to_string(control.join(script)).unwrap();
+        assert!(!text.contains('`'), "{script}: {text}");
     }
 }
 
@@ -184,6 +187,7 @@ fn it_installs_and_purges_cleanly_and_stores_stay() {
         printed.contains("systemctl enable --now offloadd"),
         "{printed}"
     );
+    assert!(printed.contains("set the devices in /etc/"), "{printed}");
     assert!(root.join("usr/bin/offloadd").exists());
     let state = root.join("var/lib/offloadd");
     if Command::new("systemd-sysusers")
