@@ -133,6 +133,11 @@ impl SwapperError {
             _ => false,
         }
     }
+
+    /// Whether the job was written in place and did not end in order, so that its tiles belong to no generation.
+    pub fn is_of_an_unclean_job(&self) -> bool {
+        matches!(self, Self::Client { source, .. } if source.fault() == Some(FaultKind::Unclean))
+    }
 }
 
 #[cfg(test)]
@@ -162,5 +167,7 @@ mod tests {
         assert!(!SwapperError::Stopped.is_of_a_gone_daemon());
         assert!(refused(FaultKind::Poisoned).is_of_a_poisoned_job());
         assert!(!refused(FaultKind::Stopping).is_of_a_poisoned_job());
+        assert!(refused(FaultKind::Unclean).is_of_an_unclean_job());
+        assert!(!refused(FaultKind::NoSpace).is_of_an_unclean_job());
     }
 }

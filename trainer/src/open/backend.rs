@@ -6,7 +6,7 @@ use swapper::{Opened, Optimizer, Swapper};
 
 use super::Prepared;
 use super::RunError;
-use crate::config::{Decaying, Durability, OptimizerDevice};
+use crate::config::{Decaying, OptimizerDevice};
 use crate::model::{ParamLayout, UnitLayout};
 use crate::plan::Plan;
 use training_state::backend::{GpuBackend, TileBackend};
@@ -73,10 +73,13 @@ impl Prepared {
             plan.swapper.clone(),
             self.optimizers(plan, decay, checkpoint_tap)?,
         );
-        let (swapper, opened) = match self.settings.offload.durability {
-            Durability::Full => opened?,
-            Durability::None => opened.map_err(RunError::InPlace)?,
-        };
+        let (swapper, opened) = opened.map_err(|error| {
+            if error.is_of_an_unclean_job() {
+                RunError::InPlace(error)
+            } else {
+                error.into()
+            }
+        })?;
         Ok((TileBackend::Swapper(Box::new(swapper), ()), opened))
     }
 

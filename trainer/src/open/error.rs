@@ -60,7 +60,7 @@ pub enum RunError {
         copy: String,
     },
     #[error(
-        "{0}\nThe run has offload.durability = \"none\", which does not survive a crash: start again with --fresh, or set \"full\" for the next run"
+        "{0}\nThe run has offload.durability = \"none\", so a crash lost its state. To continue from a checkpoint, start a new run: --resume-from CHECKPOINT_DIR --set train.run_dir=NEW_DIR (`trainer runs` lists checkpoints). To start again, which deletes them: --fresh"
     )]
     InPlace(SwapperError),
     #[error(
@@ -76,7 +76,7 @@ pub enum RunError {
         run_dir.display()
     )]
     StoreMissing { run_dir: PathBuf, files: String },
-    #[error("the run in {} has committed nothing yet", run_dir.display())]
+    #[error("the run in {} has committed nothing yet: train it for at least one step", run_dir.display())]
     NothingCommitted { run_dir: PathBuf },
 }
 
@@ -94,7 +94,7 @@ impl RunError {
     /// of the first rank and dies with it, so losing the daemon counts on every other rank.
     pub(crate) fn may_follow_a_death(&self, is_first: bool) -> bool {
         match self {
-            Self::Swapper(error) | Self::InPlace(error) => {
+            Self::Swapper(error) => {
                 error.is_of_a_poisoned_job() || !is_first && error.is_of_a_gone_daemon()
             }
             _ => false,
