@@ -54,7 +54,7 @@ pub enum ClientError {
     },
     /// The daemon is connected and does not answer.
     #[error(
-        "offloadd on {} has not answered {call} for {} s; the usual cause is a device that hangs",
+        "offloadd on {} has not answered {call} for {} s; the usual cause is a device that hangs: look at `offloadd top` and the kernel's log",
         socket.display(),
         waited.as_secs()
     )]

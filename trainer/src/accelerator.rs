@@ -10,7 +10,7 @@ use crate::config::DeviceChoice;
 pub enum AcceleratorError {
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    #[error("there is a GPU ({name}), but {error} (train.device = \"cpu\")")]
+    #[error("there is a GPU ({name}), but {error}; train.device = \"cpu\" computes on the CPU")]
     Torch { name: String, error: TorchError },
     #[error(
         "this node has {gpus} GPUs for {ranks} processes, each of which needs its own: start at most {gpus} (--nproc {gpus}), or compute on the CPU with train.device = \"cpu\""

@@ -39,7 +39,7 @@ pub enum RemoveError {
     )]
     InUse { file: PathBuf, run: PathBuf },
     #[error(
-        "{0}\nThe run's job {1} is in the store of that daemon: start it, or delete run.json to forget the job"
+        "{0}\nThe run's job {1} is in the store of that daemon: start the daemon, or delete run.json to leave the job there"
     )]
     Daemon(StoreError, String),
 }

@@ -14,7 +14,7 @@ use crate::ClientError;
 
 /// Chooses the path of the socket, and creates the directory for it if that is not below `dir`.
 pub(super) fn socket_place(dir: &Path) -> Result<(PathBuf, Option<OwnDir>), ClientError> {
-    let dir = std::path::absolute(dir).map_err(|e| failed(e.to_string()))?;
+    let dir = absolute(dir)?;
     let usual = dir.join("run");
     let socket = usual.join("offloadd.sock");
     if socket.as_os_str().len() <= SOCKET_PATH_BYTES_MAX {
@@ -70,10 +70,19 @@ pub(super) fn config_text(
     Ok(text)
 }
 
+fn absolute(path: &Path) -> Result<PathBuf, ClientError> {
+    std::path::absolute(path).map_err(|e| {
+        failed(format!(
+            "cannot make the path {} absolute: {e}",
+            path.display()
+        ))
+    })
+}
+
 /// The absolute path as a TOML string; the child may run in another directory.
 fn path_text(path: &Path) -> Result<String, ClientError> {
-    let absolute = std::path::absolute(path).map_err(|e| failed(e.to_string()))?;
-    let text = absolute
+    let text = absolute(path)?;
+    let text = text
         .to_str()
         .ok_or_else(|| failed(format!("{} is not UTF-8", path.display())))?;
     Ok(quoted(text))

@@ -140,11 +140,11 @@ impl PrivateDaemon {
         let what = match ready.recv_timeout(START_WAIT) {
             Ok(()) => return Ok(self),
             Err(mpsc::RecvTimeoutError::Timeout) => {
-                format!("not ready after {} s", START_WAIT.as_secs())
+                format!("it was not ready after {} s", START_WAIT.as_secs())
             }
             Err(mpsc::RecvTimeoutError::Disconnected) => match self.keeper.stop() {
-                Some(status) => format!("ended at once ({status})"),
-                None => "closed its output".into(),
+                Some(status) => format!("it ended at once ({status})"),
+                None => "it closed its output".into(),
             },
         };
         Err(failed(format!("{what}{}", end_of(&self.log))))
@@ -162,7 +162,10 @@ fn find_program(configured: Option<&Path>) -> Result<PathBuf, ClientError> {
         if program.is_file() {
             return Ok(program.to_owned());
         }
-        return Err(failed(format!("no program at {}", program.display())));
+        return Err(failed(format!(
+            "there is no program at {}",
+            program.display()
+        )));
     }
     let beside = std::env::current_exe().ok();
     let near = beside
@@ -263,7 +266,7 @@ fn format(program: &Path, devices: &[(PathBuf, u64)], log: &Path) -> Result<(), 
     let output = open_log(log)?;
     let errors = output
         .try_clone()
-        .map_err(|e| failed(format!("{}: {e}", log.display())))?;
+        .map_err(|e| failed(format!("cannot write the log {}: {e}", log.display())))?;
     let mut child = command
         .stdin(Stdio::null())
         .stdout(output)
@@ -303,7 +306,7 @@ fn is_left(new: &Path) -> Result<bool, ClientError> {
 
 fn open_log(log: &Path) -> Result<File, ClientError> {
     own_file(OpenOptions::new().append(true), log)
-        .map_err(|e| failed(format!("log {}: {e}", log.display())))
+        .map_err(|e| failed(format!("cannot open the log {}: {e}", log.display())))
 }
 
 /// Last lines of the log, for a message.

@@ -76,8 +76,10 @@ pub enum ComputeError {
     /// The GPU failed, or has too little memory.
     #[error(transparent)]
     Gpu(#[from] GpuError),
-    /// The tokens do not fill the batch.
-    #[error("{count} tokens do not fill {micro_batch} sequences of {seq_len}")]
+    /// The number of tokens differs from the micro-batch's.
+    #[error(
+        "a micro-batch of {micro_batch} sequences of {seq_len} tokens was given {count} tokens"
+    )]
     TokenCount {
         /// Number of tokens given.
         count: usize,
@@ -99,7 +101,7 @@ pub enum ComputeError {
         vocab_size: usize,
     },
     /// A sequence longer than the engine's maximum.
-    #[error("a sequence of {seq_len} tokens is longer than this run's maximum of {max}")]
+    #[error("a sequence of {seq_len} tokens is longer than this run's train.seq_len = {max}")]
     SequenceTooLong {
         /// Tokens in the sequence.
         seq_len: usize,

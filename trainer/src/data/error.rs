@@ -96,7 +96,9 @@ pub enum DataError {
     /// Not an error: reading ends because no more documents are needed.
     #[error("no more documents are needed")]
     Enough,
-    #[error("cannot start {count} threads for tokenizing: {message}")]
+    #[error(
+        "cannot start {count} threads for tokenizing: {message}; raise the limit of processes (ulimit -u)"
+    )]
     Threads { count: usize, message: String },
 }
 

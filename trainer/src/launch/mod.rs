@@ -42,7 +42,9 @@ pub enum LaunchError {
     Start { rank: u32, source: std::io::Error },
     #[error(transparent)]
     Failed(#[from] Failure),
-    #[error("the launcher (process {0}) is gone")]
+    #[error(
+        "the launcher (process {0}) has ended, so this rank ends too: start the run again with the same command"
+    )]
     LauncherGone(String),
 }
 

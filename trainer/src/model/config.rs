@@ -200,7 +200,9 @@ pub enum ConfigError {
         heads: usize,
     },
     /// Query heads cannot be divided evenly among key heads.
-    #[error("num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}")]
+    #[error(
+        "num_attention_heads = {heads} is not a multiple of num_key_value_heads = {kv_heads}: change one of them"
+    )]
     KvHeads {
         /// `num_attention_heads`.
         heads: usize,

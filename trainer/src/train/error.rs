@@ -54,7 +54,9 @@ pub enum TrainError {
     },
     #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
     Signals(std::io::Error),
-    #[error("cannot start {count} threads for the optimizer: {message}")]
+    #[error(
+        "cannot start {count} threads for the optimizer: {message}; raise the limit of processes (ulimit -u)"
+    )]
     Threads { count: usize, message: String },
     #[error(
         "step {step}: loss {loss}, gradient norm {norm}: training diverged. The state of step {} was kept: lower optimizer.params.lr or warm up longer and resume from there, or start again with --fresh", step - 1

@@ -106,7 +106,9 @@ pub enum WeightsError {
         value: f32,
         embedding: f32,
     },
-    #[error("cannot start {count} threads to check the weights: {message}")]
+    #[error(
+        "cannot start {count} threads to check the weights: {message}; raise the limit of processes (ulimit -u)"
+    )]
     Threads { count: usize, message: String },
     #[error(
         "{} has weights in {file} but no safetensors: convert them with Python, transformers.AutoModelForCausalLM.from_pretrained(\"{}\").save_pretrained(\"NEW_DIR\"), and name that directory; or start from random weights with model.init = \"random\"",

@@ -64,7 +64,7 @@ pub enum DirError {
         path: PathBuf,
         source: std::io::Error,
     },
-    #[error("train.run_dir: another trainer is using {}", path.display())]
+    #[error("train.run_dir: another trainer is using {}: wait until it has ended", path.display())]
     Busy { path: PathBuf },
     #[error("{} is damaged ({message}): `trainer train` with the run's configuration rebuilds it", path.display())]
     Damaged { path: PathBuf, message: String },

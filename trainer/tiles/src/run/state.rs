@@ -34,7 +34,9 @@ pub struct RunState {
 /// Error of reading a committed blob.
 #[derive(Debug, thiserror::Error)]
 pub enum StateError {
-    #[error("the committed state of the run cannot be read: {0}")]
+    #[error(
+        "the committed state of the run cannot be read: {0}. Resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh"
+    )]
     Unreadable(#[from] serde_json::Error),
     #[error(
         "the committed state of the run has format version {found}, but this trainer reads version {VERSION}: use the trainer that wrote it, or start again with --fresh"
