@@ -78,7 +78,7 @@ def _by_name(name: str) -> nn.Module:
 
 def _by_size(params: int, units: int) -> nn.Module:
     if params < units or units < 1:
-        raise Error(f"--params {params} --units {units}: at least one parameter a unit")
+        raise Error(f"--params {params} --units {units}: each unit needs a parameter: give more parameters or fewer units, at least one")
     blocks = nn.ModuleList()
     for _ in range(max(units, 3)):
         block = nn.Module()

@@ -34,7 +34,7 @@ class Board:
     def come(self, rank: int, number: int, what: str, data: bytes) -> None:
         """A rank comes to meeting `number`."""
         if len(data) > self._data_bytes:
-            raise Error(f"{what}: {len(data)} bytes of a rank, but the board holds {self._data_bytes}")
+            raise Error(f"{what}: a rank tells the others {len(data)} bytes, but the limit is {self._data_bytes}")
         at = self._slot(rank, number)
         self._write(at, what.encode())
         _LENGTH.pack_into(self._map, at + _TEXT_BYTES, len(data))

@@ -153,7 +153,7 @@ class Settings:
             return None
         job = monitor.get("job_name") or _JOB_NAME
         if Path(job).name != job:
-            raise Error(f"{name}.job_name: {job!r} must be the name of a directory, which output_path says where to make")
+            raise Error(f"{name}.job_name = {job!r}: must be the name of a directory, without a path: {name}.output_path names the directory above it")
         return str(Path(monitor.get("output_path") or run_dir / name) / job)
 
 
@@ -190,7 +190,7 @@ def settings_of(config: Config) -> Settings:
     devices.discard("none")
     device = "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else "none"
     if devices - {"cpu", "nvme"}:
-        raise Error(f"zero_optimization: offload device {sorted(devices)}: one of none, cpu, nvme")
+        raise Error(f"zero_optimization: offload device {', '.join(sorted(map(str, devices)))}: must be one of none, cpu, nvme")
     paths = param.get("nvme_path") or optimizer.get("nvme_path") or ()
     paths = [paths] if isinstance(paths, str) else list(paths)
     socket = own.pop("socket", None)
@@ -253,7 +253,7 @@ def _fp32_gradients(config: Mapping[str, Any]) -> bool:
     """Returns `data_types.grad_accum_dtype`; without it, fp32 unless a step is known to have one backward pass."""
     wanted = (config.get("data_types") or {}).get("grad_accum_dtype")
     if wanted not in (None, "fp32", "bf16", "fp16"):
-        raise Error(f"data_types.grad_accum_dtype = {wanted!r}: one of fp32, bf16, fp16")
+        raise Error(f"data_types.grad_accum_dtype = {wanted!r}: must be one of fp32, bf16, fp16")
     return wanted == "fp32" or wanted is None and config.get("gradient_accumulation_steps") != 1
 
 

@@ -372,7 +372,7 @@ class ReadingEngine(TrainingEngine):
         raise Error('backward: this engine was initialized without an optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
 
     def step(self, lr_kwargs: Any = None) -> None:
-        raise Error("step: this engine was initialized without an optimizer")
+        raise Error('step: this engine was initialized without an optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         return self.module.state_dict()

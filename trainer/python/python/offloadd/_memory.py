@@ -126,7 +126,7 @@ def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDe
     if device.type == "cpu" and where.type == "cpu":
         return None
     if device.type != "cuda" or where.type not in ("cpu", "cuda"):
-        raise NotSupported(f"a parameter is on {where} and is to compute on {device}: models compute on the processor or on a CUDA GPU")
+        raise NotSupported(f"a parameter is on {where} and is to compute on {device}: move the model to the CPU or to a CUDA GPU, and set offloadd.compute_device to one of these")
     if processes() > 1 and settings.gpu != "untested":
         raise NotSupported(
             f"the model is to compute on {device} in {processes()} processes: several processes on GPUs have been tested with a fake driver only; "

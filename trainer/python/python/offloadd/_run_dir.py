@@ -55,7 +55,7 @@ def check_place(run_dir: Path) -> None:
         return
     if store["run_dir"] != str(run_dir) and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
         raise Error(
-            f"{run_dir} is a run that was begun as {store['run_dir']}, and its tiles go by that name: use that path, or move the directory back; "
+            f"{run_dir} is a run that was begun as {store['run_dir']}, and its tiles are stored under that path: move the directory back; "
             "for a new run name another run_dir"
         )
 

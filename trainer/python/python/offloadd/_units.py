@@ -206,7 +206,7 @@ def _check(params: list[nn.Parameter]) -> None:
         raise Error("no parameter of the model requires a gradient: there is nothing to train")
     devices = list(dict.fromkeys(param.device for param in params if not param.is_meta))
     if len(devices) > 1:
-        raise NotSupported(f"parameters are on {devices[0]} and on {devices[1]}: bring the model to one device")
+        raise NotSupported(f"parameters are on {devices[0]} and on {devices[1]}: move the model to one device")
     for param in params:
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")

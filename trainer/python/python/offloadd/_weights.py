@@ -95,7 +95,7 @@ def write_safetensors(path: Union[str, os.PathLike], shapes: State, metadata: Ma
                             _write(file, value, shapes[name])
                             left.discard(name)
             if left:
-                raise Error(f"{path}: no block of the model has {sorted(left)[0]}")
+                raise Error(f"{path}: the model has no parameter {sorted(left)[0]}")
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
@@ -110,7 +110,7 @@ def _names_by_block(blocks: Blocks, convert: Convert) -> list[set[str]]:
 
 def _write(file: Any, value: torch.Tensor, shape: torch.Tensor) -> None:
     if value.shape != shape.shape or value.dtype != shape.dtype:
-        raise Error(f"a tensor of {tuple(value.shape)}, {value.dtype} where the file has {tuple(shape.shape)}, {shape.dtype}")
+        raise Error(f"a tensor has shape {tuple(value.shape)} and type {value.dtype}, and the header of the file says {tuple(shape.shape)} and {shape.dtype}")
     value = value.detach().contiguous().cpu()
     bytes_ = value.numel() * value.element_size()
     if bytes_:

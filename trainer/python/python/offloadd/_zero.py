@@ -97,7 +97,7 @@ def _mapped(directory: Path, bytes_: int, dtype: torch.dtype) -> torch.Tensor:
         os.posix_fallocate(handle, 0, bytes_)
         storage = torch.UntypedStorage.from_file(path, True, bytes_)
     except OSError as error:
-        raise Error(f"{directory}: no room to build a parameter of {bytes_} bytes: {error.strerror}; free some, or name another nvme_path") from None
+        raise Error(f"{directory}: no room to build a parameter of {bytes_} bytes: {error.strerror}; free some space, or name another nvme_path") from None
     finally:
         os.close(handle)
         os.unlink(path)
@@ -114,7 +114,7 @@ def GatheredParameters(
     """Keeps the values of parameters in memory. With `modifier_rank=0`, the first rank's changes are committed at its end; without
     it they are lost. Parameters that no engine has are in memory anyway."""
     if modifier_rank not in (None, 0):
-        raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: the first rank's changes count; pass 0")
+        raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
     with contextlib.ExitStack() as stack:
         found = [(run, run.engine.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
