@@ -151,7 +151,7 @@ fn open_store(
     if opened.iodepth < crate::IODEPTH_MIN {
         return Err(SwapperError::Settings {
             what: format!(
-                "the daemon grants only {} operations in flight, but {} are needed: raise its limit",
+                "the daemon grants only {} operations in flight, but {} are needed: raise iodepth_max in its settings, or inflight_max of your quota",
                 opened.iodepth,
                 crate::IODEPTH_MIN
             ),
