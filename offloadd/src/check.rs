@@ -9,7 +9,7 @@ use rustix::io::Errno;
 
 use crate::arena::lock_outlook;
 use crate::config::{Config, PageAddress};
-use crate::device::{Device, DeviceBlocks, unreserved};
+use crate::device::{Device, DeviceBlocks, DeviceError, unreserved};
 use crate::findings::{Finding, Severity, worst};
 use crate::store::{StoreError, recover};
 use crate::store_devices::StoreDevices;
@@ -106,7 +106,11 @@ fn devices(config: &Config) -> Vec<Finding> {
                 findings.push(writable(what, path, &device));
                 opened.push(device);
             }
-            Err(error) => findings.push(Finding::problem(what, error.to_string(), fix_of(path))),
+            Err(error) => {
+                let message = error.to_string();
+                let message = message.trim_start_matches(&format!("{what}: "));
+                findings.push(Finding::problem(what, message, fix_of(&error, path)));
+            }
         }
     }
     if worst(&findings) == Severity::Problem {
@@ -176,18 +180,24 @@ fn writable(what: String, path: &Path, device: &Device) -> Finding {
         Err(errno) => {
             let uid = rustix::process::geteuid();
             let why = format!("uid {uid} may not read and write it: {errno}");
-            Finding::problem(what, why, fix_of(path))
+            Finding::problem(what, why, owned(path))
         }
     }
 }
 
-fn fix_of(path: &Path) -> String {
-    match path.exists() {
-        true => format!(
-            "chown {} {}",
-            rustix::process::geteuid().as_raw(),
-            path.display()
-        ),
-        false => "mount its drive, or run `offloadd format --config FILE --size SIZE`".into(),
+fn fix_of(error: &DeviceError, path: &Path) -> String {
+    match error {
+        DeviceError::Missing { .. } => {
+            "mount its drive, or run `offloadd format --config FILE --size SIZE`".into()
+        }
+        DeviceError::NotWritable { .. } => owned(path),
+        DeviceError::WrongType { .. } => "devices = [regular files or block devices]".into(),
+        DeviceError::NoDirect { .. } => "use a file on ext4 or XFS, or a block device".into(),
+        _ => "read the kernel's log: `dmesg`".into(),
     }
+}
+
+fn owned(path: &Path) -> String {
+    let uid = rustix::process::geteuid().as_raw();
+    format!("chown {uid} {}", path.display())
 }

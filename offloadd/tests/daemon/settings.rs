@@ -83,7 +83,7 @@ fn what_a_start_would_refuse_is_refused_with_what_mends_it() {
             "/no/such/run/offloadd.sock",
             "cannot create its directory",
         ),
-        ("/device1", "", "neither a regular file nor a block device"),
+        ("/device1", "", "devices = [regular files or block devices]"),
         (
             "offloadd.sock\"",
             "offloadd.sock\"\nsessions_max = 0",
