@@ -323,6 +323,10 @@ fn another_runs_weights_start_a_new_run() {
     assert!(first.fingerprint().starts_with("step 2"));
     let text = from("none").with(&["model.from=/nowhere"]).refused();
     assert!(text.contains("/nowhere does not exist"), "{text}");
+    let path = format!("model.path={}", fixture("qwen2").display());
+    let nowhere = from("none").with(&["model.from=/nowhere"]).with(&[path]);
+    let text = nowhere.refused();
+    assert!(text.contains("/nowhere does not exist"), "{text}");
 }
 
 /// Converts weights to another type without steps and data.

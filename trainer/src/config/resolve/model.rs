@@ -35,6 +35,15 @@ pub(super) fn model(
     let resolved = match &given.from {
         None => described(given, seq_len, notes)?,
         Some(from) if from.join("run.json").exists() => of_run(from, given, seq_len, notes)?,
+        Some(from) if !from.exists() => {
+            return Err(value(
+                "model.from",
+                format!(
+                    "{} does not exist: name a run's directory (`trainer runs` lists them), or a model directory",
+                    from.display()
+                ),
+            ));
+        }
         Some(from) if given.path.is_none() => {
             let path = Some(from.clone());
             let given = ModelToml {
