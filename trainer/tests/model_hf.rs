@@ -163,7 +163,13 @@ impl Training {
         let layout = &self.engine.units()[unit];
         let (weights, state) = (self.weights[unit].bytes_mut(), &mut self.states[unit]);
         for param in &layout.params {
-            let hyper = hyper.of_part(param.decay);
+            let hyper = match param.decay {
+                true => hyper,
+                false => Hyper {
+                    weight_decay: 0.0,
+                    ..hyper
+                },
+            };
             let (state, range) = (state.bytes_mut(), param.range_elems());
             step_range(
                 Master::Fp32,

@@ -57,16 +57,6 @@ pub struct Hyper {
     pub grad_scale: f32,
 }
 
-impl Hyper {
-    /// The same scalars for elements with weight decay, or without.
-    pub fn of_part(&self, decays: bool) -> Self {
-        Self {
-            weight_decay: if decays { self.weight_decay } else { 0.0 },
-            ..*self
-        }
-    }
-}
-
 /// Takes one AdamW step over a tile of `elems` elements: updates `param` and `state` in place.
 ///
 /// The slices may be longer than the tile needs; the rest is not touched. Panics if one is shorter or does not start at

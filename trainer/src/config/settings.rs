@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 use super::resolve::Unresolved;
 use super::{LrSchedule, OverflowPolicy, Reports, SettingsError, Stage};
 use crate::compute::ActivationCheckpointing;
-use crate::model::{Dropout, Dtype, ModelConfig};
+use crate::model::{Dropout, Dtype, ModelConfig, ParamLayout};
 
 /// Passes over the data above which a run is warned about.
 const EPOCHS_USUAL: f64 = 4.0;
@@ -169,6 +169,33 @@ pub struct OptimizerSettings {
     pub eps: f64,
     pub weight_decay: f64,
     pub decay: Decaying,
+    /// Parameters with a learning rate or weight decay of their own.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<ParamGroupSettings>,
+}
+
+impl OptimizerSettings {
+    /// Returns the first group that a parameter of this name belongs to.
+    pub fn group_of(&self, name: &str) -> Option<&ParamGroupSettings> {
+        self.groups.iter().find(|group| group.includes(name))
+    }
+}
+
+/// A group of parameters with settings of its own.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ParamGroupSettings {
+    /// Texts, one of which is in the name of each parameter of the group.
+    pub params: Vec<String>,
+    /// Replaces the optimizer's learning rate; the schedule scales it in the same way.
+    pub lr: Option<f64>,
+    /// Weight decay of all parameters of the group; `None` if [`Decaying`] decides.
+    pub weight_decay: Option<f64>,
+}
+
+impl ParamGroupSettings {
+    pub fn includes(&self, name: &str) -> bool {
+        self.params.iter().any(|text| name.contains(text))
+    }
 }
 
 /// Parameters to which weight decay applies.
@@ -181,6 +208,16 @@ pub enum Decaying {
     All,
     /// All parameters whose name in a checkpoint contains none of these texts.
     AllBut(Vec<String>),
+}
+
+impl Decaying {
+    pub fn includes(&self, param: &ParamLayout) -> bool {
+        match self {
+            Self::Matrices => param.decay,
+            Self::All => true,
+            Self::AllBut(patterns) => !patterns.iter().any(|text| param.name.contains(text)),
+        }
+    }
 }
 
 /// Training data: its files, how they are tokenized, and what is reserved for evaluation.

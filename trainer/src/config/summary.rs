@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{LrSchedule, OverflowPolicy, RunSettings, Warmup};
+use super::{LrSchedule, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup};
 
 impl RunSettings {
     /// Formats the optimizer, its learning rate over the steps, gradient clipping and the precision, each on
@@ -12,10 +12,11 @@ impl RunSettings {
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer AdamW, lr {}, betas {first} and {second}, eps {}, weight decay {}",
+                "optimizer AdamW, lr {}, betas {first} and {second}, eps {}, weight decay {}{}",
                 Rate(optimizer.lr),
                 Rate(optimizer.eps),
-                optimizer.weight_decay
+                optimizer.weight_decay,
+                groups(&optimizer.groups)
             ),
             format!("schedule  {}", schedule(&self.lr)),
             format!("clipping  {}", self.clipping()),
@@ -39,6 +40,19 @@ impl RunSettings {
             norm => format!("gradients to a norm of {norm} (gradient_clipping)"),
         }
     }
+}
+
+/// Formats groups of parameters after the settings of the others.
+fn groups(groups: &[ParamGroupSettings]) -> String {
+    let of = |group: &ParamGroupSettings| {
+        let lr = group.lr.map(|lr| format!("lr {}", Rate(lr)));
+        let decay = group
+            .weight_decay
+            .map(|decay| format!("weight decay {decay}"));
+        let own: Vec<String> = lr.into_iter().chain(decay).collect();
+        format!("; {}: {}", group.params.join(", "), own.join(", "))
+    };
+    groups.iter().map(of).collect()
 }
 
 /// Learning rate in the usual notation, as 5e-5 or 0. Six digits after the point hide the error of a number

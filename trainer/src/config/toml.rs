@@ -30,6 +30,15 @@ pub struct FileTableToml {
     pub format: Option<String>,
 }
 
+/// An entry of `optimizer.groups`.
+#[derive(Clone, Debug, Deserialize, Serialize)]
+#[serde(deny_unknown_fields)]
+pub struct ParamGroupToml {
+    pub params: Vec<String>,
+    pub lr: Option<f64>,
+    pub weight_decay: Option<f64>,
+}
+
 keys! {
     /// Configuration file, unchecked. `RunSettings` is the checked form.
     pub struct ConfigToml {
@@ -86,6 +95,12 @@ keys! {
         #[name("type")]
         pub kind: Option<String>,
         pub params: OptimizerParamsToml,
+        /// Parameters with a learning rate or weight decay of their own: tables {params, lr, weight_decay}. A group has
+        /// the parameters whose name contains one of the texts in params; a parameter that fits several groups is in
+        /// the first one. The schedule scales a group's lr as it scales optimizer.params.lr.
+        #[default("[]")]
+        #[example("[{ params = [\"embed_tokens\", \"lm_head\"], lr = 1e-6, weight_decay = 0.0 }]")]
+        pub groups: Option<Vec<ParamGroupToml>>,
     }
 
     /// `optimizer.params`: parameters of Adam and AdamW.
@@ -539,6 +554,7 @@ typed! {
     Interval = "a whole number, or \"epoch\"";
     FractionOrAuto = "a fraction from 0 to 1, or \"auto\"";
     Vec<FileToml> = "a list of paths, or of tables with path, weight, max_samples and format, for example [\"a\", \"b\"]";
+    Vec<ParamGroupToml> = "a list of tables with params, lr and weight_decay, for example [{params = [\"lm_head\"], lr = 1e-6}]";
     ByteCount = "a number of bytes, for example 67108864 or \"64MiB\"";
 }
 

@@ -75,12 +75,30 @@ fn fill(tree: &mut Value, defaults: &Value) {
     }
 }
 
-/// Writes a line for each value. JSON's values are TOML's, except for tables and null.
+/// Writes a line for each value.
 fn walk(path: &str, value: &Value, lines: &mut Vec<String>) {
     match value {
         Value::Null => {}
         Value::Object(table) => each(path, table, lines),
-        value => lines.push(format!("{path} = {value}")),
+        value => lines.push(format!("{path} = {}", inline(value))),
+    }
+}
+
+/// Formats a value as TOML on one line. JSON's values are TOML's, except for tables and null.
+fn inline(value: &Value) -> String {
+    match value {
+        Value::Array(values) => {
+            let values: Vec<String> = values.iter().map(inline).collect();
+            format!("[{}]", values.join(","))
+        }
+        Value::Object(table) => {
+            let set = table.iter().filter(|(_, value)| !value.is_null());
+            let pairs: Vec<String> = set
+                .map(|(key, value)| format!("{key} = {}", inline(value)))
+                .collect();
+            format!("{{ {} }}", pairs.join(", "))
+        }
+        value => value.to_string(),
     }
 }
 

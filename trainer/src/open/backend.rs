@@ -6,12 +6,14 @@ use swapper::{Opened, Optimizer, Swapper};
 
 use super::Prepared;
 use super::RunError;
-use crate::config::{Decaying, OptimizerDevice};
-use crate::model::{ParamLayout, UnitLayout};
+use crate::config::{OptimizerDevice, OptimizerSettings};
+use crate::model::UnitLayout;
 use crate::plan::Plan;
 use training_state::backend::{GpuBackend, TileBackend};
 use training_state::checkpoint_tap::{CheckpointTap, Copied};
-use training_state::update::{CpuUpdate, Decay, GPU_UPDATERS, GpuUpdate, WithDecay};
+use training_state::update::{
+    ByGroup, CpuUpdate, GPU_UPDATERS, GpuUpdate, ParamGroup, ParamGroups,
+};
 
 /// Optimizer threads when state comes from devices; each updates a tile of its own. One thread keeps up with
 /// drives that write 8 GB/s. With more than three, copying competes for cores and memory bandwidth: on 16
@@ -28,19 +30,24 @@ fn cpu_updaters(threads: usize, state_fraction: f64) -> usize {
     threads.min(wanted.ceil() as usize).max(1)
 }
 
-/// Elements that `rule` applies weight decay to.
-pub(crate) fn decay(units: &[UnitLayout], rule: &Decaying) -> Decay {
-    let decays = |param: &&ParamLayout| match rule {
-        Decaying::Matrices => param.decay,
-        Decaying::All => true,
-        Decaying::AllBut(patterns) => !patterns.iter().any(|text| param.name.contains(text)),
-    };
-    Decay::new(units.iter().map(|unit| {
-        let decaying = unit.params.iter().filter(decays);
-        decaying.map(|param| {
-            let range = param.range_elems();
-            range.start as u64..range.end as u64
-        })
+/// Returns the learning rate and weight decay of each parameter.
+pub(crate) fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) -> ParamGroups {
+    ParamGroups::new(units.iter().map(|unit| {
+        let params = unit.params.iter().map(|param| {
+            let own = optimizer.group_of(&param.name);
+            let decay = match own.and_then(|group| group.weight_decay) {
+                Some(decay) => decay,
+                None if optimizer.decay.includes(param) => optimizer.weight_decay,
+                None => 0.0,
+            };
+            let lr = own.and_then(|group| group.lr);
+            let group = ParamGroup {
+                lr_factor: lr.map_or(1.0, |lr| lr / optimizer.lr) as f32,
+                weight_decay: decay as f32,
+            };
+            (param.range_elems().start as u64, group)
+        });
+        (unit.elems as u64, params)
     }))
 }
 
@@ -52,10 +59,10 @@ impl Prepared {
         plan: &Plan,
         checkpoint_tap: &CheckpointTap,
     ) -> Result<(TileBackend, Opened), RunError> {
-        let decay = decay(&plan.units, &self.settings.optimizer.decay);
+        let groups = param_groups(&plan.units, &self.settings.optimizer);
         if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
             let layout = plan.swapper.cut()?;
-            let backend = GpuBackend::new(gpu, layout, plan.master, decay)?;
+            let backend = GpuBackend::new(gpu, layout, plan.master, groups)?;
             let opened = Opened {
                 resumed: None,
                 resumed_own: None,
@@ -71,7 +78,7 @@ impl Prepared {
         }
         let opened = Swapper::open(
             plan.swapper.clone(),
-            self.optimizers(plan, decay, checkpoint_tap)?,
+            self.optimizers(plan, groups, checkpoint_tap)?,
         );
         let (swapper, opened) = opened.map_err(|error| {
             if error.is_of_an_unclean_job() {
@@ -88,12 +95,12 @@ impl Prepared {
     fn optimizers(
         &self,
         plan: &Plan,
-        decay: Decay,
+        groups: ParamGroups,
         checkpoint_tap: &CheckpointTap,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, RunError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
         let master = plan.master;
-        let scalars = WithDecay { master, decay };
+        let scalars = ByGroup { master, groups };
         let gpu = self
             .gpu
             .as_ref()
@@ -133,7 +140,18 @@ mod tests {
     use swapper::TileRange;
 
     use super::*;
+    use crate::config::Decaying;
     use crate::model::{Architecture, ModelConfig, ParamRole, unit_layouts};
+
+    const HYPER: Hyper = Hyper {
+        lr: 1.0,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        step: 1,
+        grad_scale: 1.0,
+    };
 
     #[test]
     fn updaters_grow_with_what_stays_in_host_memory_up_to_the_threads() {
@@ -158,17 +176,25 @@ mod tests {
             ..ModelConfig::default()
         });
         let decaying = |rule: &Decaying| {
-            let decay = decay(&units, rule);
+            let optimizer = OptimizerSettings {
+                lr: 1.0,
+                betas: [0.9, 0.999],
+                eps: 1e-8,
+                weight_decay: 0.5,
+                decay: rule.clone(),
+                groups: Vec::new(),
+            };
+            let groups = param_groups(&units, &optimizer);
             let params = units.iter().enumerate().flat_map(|(number, unit)| {
-                let parts = decay.parts(&TileRange {
+                let range = TileRange {
                     unit: number,
                     elems: 0..unit.elems as u64,
-                });
-                let decays = move |param: &&ParamLayout| {
-                    let mut parts = parts.iter().filter(|(_, decays)| *decays);
-                    parts.any(|(elems, _)| elems.contains(&param.offset_elems))
                 };
-                let own = unit.params.iter().filter(decays);
+                let parts = groups.parts(&range, &HYPER);
+                let own = unit.params.iter().filter(move |param| {
+                    let mut parts = parts.iter().filter(|(_, hyper)| hyper.weight_decay > 0.0);
+                    parts.any(|(elems, _)| elems.contains(&param.offset_elems))
+                });
                 own.map(|param| param.member).collect::<Vec<_>>()
             });
             params.collect::<Vec<_>>()

@@ -416,7 +416,8 @@ pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) ->
         beta1: beta1 as f32,
         beta2: beta2 as f32,
         eps: optimizer.eps as f32,
-        weight_decay: optimizer.weight_decay as f32,
+        // Each group of parameters has its own.
+        weight_decay: 0.0,
         step,
         grad_scale: (clip_factor(settings.gradient_clipping, norm) / scale) as f32,
     }

@@ -34,7 +34,7 @@ use crate::weights::Weights;
 use training_state::backend::{GpuBackend, TileBackend};
 use training_state::fingerprint::Fingerprint;
 use training_state::trace::Trace;
-use training_state::update::{CpuUpdate, WithDecay};
+use training_state::update::{ByGroup, CpuUpdate};
 
 /// Settings of activation checkpointing. An MLP computed in chunks is always recomputed.
 fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
@@ -212,17 +212,17 @@ fn steps(
         _ => Stage::Parameters,
     };
     let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
-    let decay = crate::open::backend::decay(&plan.units, &settings.optimizer.decay);
+    let groups = crate::open::backend::param_groups(&plan.units, &settings.optimizer);
     let live = way.place == Place::Gpu;
     let mut backend = match gpu.filter(|_| live) {
         Some(gpu) => {
             let layout = tiles.cut().unwrap();
-            let backend = GpuBackend::new(gpu, layout, plan.master, decay).unwrap();
+            let backend = GpuBackend::new(gpu, layout, plan.master, groups).unwrap();
             TileBackend::Gpu(Box::new(backend), ())
         }
         None => {
             let master = plan.master;
-            let update = CpuUpdate(WithDecay { master, decay });
+            let update = CpuUpdate(ByGroup { master, groups });
             let (swapper, _) = Swapper::open(tiles.clone(), vec![Box::new(update)]).unwrap();
             TileBackend::Swapper(Box::new(swapper), ())
         }

@@ -270,6 +270,46 @@ fn all_parameters_decay_if_configured() {
 }
 
 #[test]
+fn a_group_of_parameters_has_its_own_learning_rate_and_weight_decay() {
+    let harness = Harness::new();
+    let after = |name: &str, groups: &str| {
+        let run = moving_run(&harness, name, &fixture("gpt2"))
+            .with(&["train.stop_after=1", "optimizer.params.lr=0.01"])
+            .with(&["optimizer.params.weight_decay=0.5"])
+            .with(&[format!("optimizer.groups={groups}")]);
+        run.train();
+        let out = harness.path(&format!("out-{name}"));
+        export(&run, &out, &[]);
+        tensors(&out)
+    };
+    let first = tensors(&fixture("gpt2"));
+    let same = after("same", "[]");
+    // The first group that fits counts: the second one has the attention's biases only.
+    let own = after(
+        "own",
+        "[{ params = [\"wte\", \"c_attn.weight\"], lr = 0.0 }, { params = [\"c_attn\"], lr = 0.005, weight_decay = 1.0 }]",
+    );
+    for (name, start) in &first {
+        let moved = own[name] != same[name];
+        if name.contains("wte") || name.contains("c_attn.weight") {
+            assert!(own[name] == *start, "{name} has a rate of 0");
+        } else if name.contains("c_attn") {
+            let [start, all, own] = [start, &same[name], &own[name]].map(numbers);
+            for ((start, all), own) in start.iter().zip(all).zip(own) {
+                // Half of the step, without decay in both; then 0.005 * 1.0 of the weight.
+                let expected = start - 0.5 * (start - all) - 0.005 * start;
+                assert!(
+                    (own - expected).abs() < 1e-6,
+                    "{name}: {own} and {expected}"
+                );
+            }
+        } else {
+            assert!(!moved, "{name} is in no group");
+        }
+    }
+}
+
+#[test]
 fn another_runs_weights_start_a_new_run() {
     let harness = Harness::new();
     let first = moving_run(&harness, "first", &fixture("qwen3")).with(&harness.nvme());

@@ -28,32 +28,78 @@ pub fn tile_bytes(master: Master) -> TileBytes {
     }
 }
 
-/// Elements that weight decay applies to; it does not apply to other parameters and padding. Clones share one
-/// table.
+/// Settings of a group of parameters that differ from those of the step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct ParamGroup {
+    /// Factor of the step's learning rate.
+    pub lr_factor: f32,
+    /// Decoupled weight decay of the group.
+    pub weight_decay: f32,
+}
+
+impl ParamGroup {
+    /// The step's scalars with the group's settings.
+    fn scalars(&self, step: &Hyper) -> Hyper {
+        Hyper {
+            lr: step.lr * self.lr_factor,
+            weight_decay: self.weight_decay,
+            ..*step
+        }
+    }
+}
+
+/// The group of each element of each unit. Clones share one table.
 #[derive(Clone, Debug)]
-pub struct Decay(Arc<Vec<Vec<Range<u64>>>>);
+pub struct ParamGroups(Arc<Vec<UnitGroups>>);
 
-impl Decay {
-    /// Makes the table from ranges of each unit's decaying elements in ascending order.
-    pub fn new<R: IntoIterator<Item = Range<u64>>>(units: impl IntoIterator<Item = R>) -> Self {
-        let merged = |ranges: R| {
-            let mut merged: Vec<Range<u64>> = Vec::new();
-            for range in ranges {
-                match merged.last_mut() {
-                    Some(last) if last.end == range.start => last.end = range.end,
-                    _ => merged.push(range),
+/// Ranges of a unit's elements in ascending order, with their groups.
+type UnitGroups = Vec<(Range<u64>, ParamGroup)>;
+
+impl ParamGroups {
+    /// Makes the table from the first element and the group of each unit's parameters, in ascending order, and the
+    /// unit's element count. Padding belongs to the parameter before it: it is zero, and every update keeps it zero.
+    pub fn new(
+        units: impl IntoIterator<Item = (u64, impl IntoIterator<Item = (u64, ParamGroup)>)>,
+    ) -> Self {
+        let ranges = |(elems, params): (u64, _)| {
+            let mut ranges = UnitGroups::new();
+            for (first, group) in params {
+                match ranges.last_mut() {
+                    Some((_, last)) if *last == group => continue,
+                    Some((range, _)) => range.end = first,
+                    None => {}
                 }
+                ranges.push((first..elems, group));
             }
-            merged
+            ranges
         };
-        Self(Arc::new(units.into_iter().map(merged).collect()))
+        Self(Arc::new(units.into_iter().map(ranges).collect()))
     }
 
-    /// Splits a tile where decay begins or ends. Returns the parts as elements of the tile, and whether each
-    /// decays.
-    pub fn parts(&self, range: &TileRange) -> Vec<(Range<usize>, bool)> {
-        parts(&range.elems, &self.0[range.unit])
+    /// Splits a tile where the group changes. Returns the parts as elements of the tile, with their scalars.
+    pub fn parts(&self, range: &TileRange, step: &Hyper) -> Vec<(Range<usize>, Hyper)> {
+        let parts = parts(&range.elems, &self.0[range.unit]);
+        parts
+            .map(|(within, group)| (within, group.scalars(step)))
+            .collect()
     }
+}
+
+/// Splits `tile`, a range of a unit's elements, by `ranges` of the unit in ascending order. Returns the parts as elements
+/// of the tile.
+pub fn parts<'a, T>(
+    tile: &'a Range<u64>,
+    ranges: &'a [(Range<u64>, T)],
+) -> impl Iterator<Item = (Range<usize>, &'a T)> + 'a {
+    let first = ranges.partition_point(|(elems, _)| elems.end <= tile.start);
+    let within = ranges[first..]
+        .iter()
+        .take_while(|(elems, _)| elems.start < tile.end);
+    within.map(|(elems, value)| {
+        let start = elems.start.max(tile.start) - tile.start;
+        let end = elems.end.min(tile.end) - tile.start;
+        (start as usize..end as usize, value)
+    })
 }
 
 /// AdamW over one tile.
@@ -70,22 +116,19 @@ pub trait Scalars<S> {
     fn of_tile(&self, range: &TileRange, step: &S) -> TileStep;
 }
 
-/// The same scalars for all elements, except that some have no weight decay.
+/// The step's scalars, with the settings of each group of parameters.
 #[derive(Clone, Debug)]
-pub struct WithDecay {
+pub struct ByGroup {
     pub master: Master,
-    pub decay: Decay,
+    pub groups: ParamGroups,
 }
 
-impl Scalars<Hyper> for WithDecay {
+impl Scalars<Hyper> for ByGroup {
     fn of_tile(&self, range: &TileRange, step: &Hyper) -> TileStep {
-        let parts = self.decay.parts(range).into_iter();
         TileStep {
             master: self.master,
             grads: self.master.grad_type(),
-            parts: parts
-                .map(|(part, decays)| (part, step.of_part(decays)))
-                .collect(),
+            parts: self.groups.parts(range, step),
         }
     }
 }
@@ -153,55 +196,59 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for GpuUpdate<A> {
     }
 }
 
-/// Computes [`Decay::parts`] of `tile` from the decaying elements of its unit.
-fn parts(tile: &Range<u64>, decaying: &[Range<u64>]) -> Vec<(Range<usize>, bool)> {
-    let within = |elem: u64| (elem - tile.start) as usize;
-    let mut parts = Vec::new();
-    let mut at = tile.start;
-    for range in decaying {
-        let (start, end) = (range.start.max(at), range.end.min(tile.end));
-        if start >= end {
-            continue;
-        }
-        if at < start {
-            parts.push((within(at)..within(start), false));
-        }
-        parts.push((within(start)..within(end), true));
-        at = end;
-    }
-    if at < tile.end {
-        parts.push((within(at)..within(tile.end), false));
-    }
-    parts
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const DECAYS: ParamGroup = ParamGroup {
+        lr_factor: 1.0,
+        weight_decay: 0.5,
+    };
+    const FIXED: ParamGroup = ParamGroup {
+        lr_factor: 1.0,
+        weight_decay: 0.0,
+    };
+    const SLOW: ParamGroup = ParamGroup {
+        lr_factor: 0.25,
+        weight_decay: 0.5,
+    };
+
+    const HYPER: Hyper = Hyper {
+        lr: 0.5,
+        beta1: 0.9,
+        beta2: 0.99,
+        eps: 1e-8,
+        weight_decay: 0.0,
+        step: 1,
+        grad_scale: 1.0,
+    };
+
     #[test]
-    fn a_tile_is_split_where_decay_begins_and_ends() {
-        let decaying = [10..20, 20..30, 40..50];
-        assert_eq!(parts(&(0..10), &decaying), [(0..10, false)]);
+    fn a_tile_is_split_where_the_group_changes() {
+        // Elements 30 to 40 and 45 to 60 are padding.
+        let params = [(0, FIXED), (10, DECAYS), (20, DECAYS), (40, SLOW)];
+        let groups = ParamGroups::new([(60, params)]);
+        let split = |elems: Range<u64>| {
+            let parts = groups.parts(&TileRange { unit: 0, elems }, &HYPER);
+            let parts = parts.into_iter();
+            parts
+                .map(|(part, hyper)| (part, hyper.lr, hyper.weight_decay))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(split(0..10), [(0..10, 0.5, 0.0)]);
         assert_eq!(
-            parts(&(5..45), &decaying),
-            [
-                (0..5, false),
-                (5..15, true),
-                (15..25, true),
-                (25..35, false),
-                (35..40, true)
-            ]
+            split(5..45),
+            [(0..5, 0.5, 0.0), (5..35, 0.5, 0.5), (35..40, 0.125, 0.5)]
         );
-        assert_eq!(parts(&(12..18), &decaying), [(0..6, true)]);
-        assert_eq!(parts(&(50..60), &decaying), [(0..10, false)]);
+        assert_eq!(split(12..18), [(0..6, 0.5, 0.5)]);
+        assert_eq!(split(50..60), [(0..10, 0.125, 0.5)]);
     }
 
     #[test]
-    fn only_the_named_elements_decay() {
-        let mut update = CpuUpdate(WithDecay {
+    fn each_group_decays_at_its_own_rate() {
+        let mut update = CpuUpdate(ByGroup {
             master: Master::Fp32,
-            decay: Decay::new([std::iter::once(64..128)]),
+            groups: ParamGroups::new([(192, [(0, FIXED), (64, DECAYS), (128, SLOW)])]),
         });
         let range = TileRange {
             unit: 0,
@@ -217,21 +264,12 @@ mod tests {
         param
             .chunks_exact_mut(4)
             .for_each(|elem| elem.copy_from_slice(&1.0f32.to_ne_bytes()));
-        let hyper = Hyper {
-            lr: 0.5,
-            beta1: 0.9,
-            beta2: 0.99,
-            eps: 1e-8,
-            weight_decay: 0.5,
-            step: 1,
-            grad_scale: 1.0,
-        };
-        update.update(&range, param, state, &grad[..192 * 4], &hyper);
+        update.update(&range, param, state, &grad[..192 * 4], &HYPER);
         let weight =
             |elem: usize| f32::from_ne_bytes(param[elem * 4..elem * 4 + 4].try_into().unwrap());
         assert_eq!(
-            (weight(0), weight(63), weight(64), weight(127), weight(128)),
-            (1.0, 1.0, 0.75, 0.75, 1.0)
+            [0, 63, 64, 127, 128, 191].map(weight),
+            [1.0, 1.0, 0.75, 0.75, 0.9375, 0.9375]
         );
     }
 }

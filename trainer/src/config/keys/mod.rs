@@ -396,6 +396,7 @@ mod tests {
     fn the_table_has_every_key_once_and_those_that_are_read_as_used() {
         let tables = ["model", "data", "train", "offload", "deepspeed"];
         let ours = [
+            "optimizer.groups",
             "optimizer.params.decay",
             "optimizer.params.no_decay",
             "scheduler.params.warmup_steps",

@@ -91,6 +91,7 @@ pub(super) fn resolve(
     let precision = faults.take(precision::precision(&config, model.as_ref(), &mut said));
     if let (Some(optimizer), Some(model)) = (&optimizer, &model) {
         optimizer::note_unmatched(&optimizer.decay, &model.config, &mut said.notes);
+        optimizer::check_groups(optimizer, &model.config, faults);
     }
     let gradient_clipping = config.gradient_clipping.unwrap_or(1.0);
     faults.take(not_negative("gradient_clipping", gradient_clipping));

@@ -1,14 +1,16 @@
 //! Resolves DeepSpeed's optimizer table.
 
 use super::{Faults, not_negative, value, word};
-use crate::config::toml::{OptimizerParamsToml, OptimizerToml};
-use crate::config::{Decaying, OptimizerSettings, Said, SettingsError};
-use crate::model::{ModelConfig, unit_layouts};
+use crate::config::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
+use crate::config::{Decaying, OptimizerSettings, ParamGroupSettings, Said, SettingsError};
+use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// Learning rate that Hugging Face's Trainer uses by default.
 const TRAINER_LR: f64 = 5e-5;
 /// Learning rate that PyTorch's Adam uses by default.
 const ADAM_LR: f64 = 1e-3;
+
+const GROUPS: &str = "optimizer.groups";
 
 /// Returns whether the settings name neither the optimizer's type nor its learning rate.
 pub(super) fn is_left_out(optimizer: &OptimizerToml) -> bool {
@@ -54,12 +56,16 @@ pub(super) fn optimizer(
         }
     };
     let decay = faults.take(decaying(params));
+    let groups = optimizer.groups.iter().flatten();
+    let groups = groups.map(|group| faults.take(param_group(group, lr)));
+    let groups: Option<Vec<_>> = groups.collect();
     let settings = OptimizerSettings {
         lr,
         betas: params.betas.unwrap_or([0.9, 0.999]),
         eps: params.eps.unwrap_or(1e-8),
         weight_decay,
         decay: decay?,
+        groups: groups?,
     };
     faults.take(not_negative("optimizer.params.lr", settings.lr));
     faults.take(not_negative(
@@ -117,6 +123,72 @@ fn decaying(params: &OptimizerParamsToml) -> Result<Decaying, SettingsError> {
     Ok(Decaying::AllBut(patterns.clone()))
 }
 
+/// Checks a group of parameters. `lr` is the rate of parameters in no group.
+fn param_group(group: &ParamGroupToml, lr: f64) -> Result<ParamGroupSettings, SettingsError> {
+    let fault = |message: String| Err(value(GROUPS, message));
+    if group.params.is_empty() || group.params.iter().any(String::is_empty) {
+        return fault(
+            "params must be texts in parameters' names, for example [\"lm_head\"]".into(),
+        );
+    }
+    let name = quoted(&group.params);
+    for (key, number) in [("lr", group.lr), ("weight_decay", group.weight_decay)] {
+        if let Some(number) = number.filter(|number| !(number.is_finite() && *number >= 0.0)) {
+            return fault(format!("{key} of {name}: {number}: must not be negative"));
+        }
+    }
+    match (group.lr, group.weight_decay) {
+        (None, None) => fault(format!("{name} sets neither lr nor weight_decay")),
+        (Some(_), _) if lr == 0.0 => fault(format!(
+            "lr of {name} needs optimizer.params.lr above 0: the schedule of the learning rate is scaled by their ratio"
+        )),
+        _ => Ok(ParamGroupSettings {
+            params: group.params.clone(),
+            lr: group.lr,
+            weight_decay: group.weight_decay,
+        }),
+    }
+}
+
+fn quoted(texts: &[String]) -> String {
+    let texts: Vec<String> = texts.iter().map(|text| format!("\"{text}\"")).collect();
+    texts.join(", ")
+}
+
+/// Refuses a group that no parameter belongs to: its settings would apply nowhere.
+pub(super) fn check_groups(
+    optimizer: &OptimizerSettings,
+    model: &ModelConfig,
+    faults: &mut Faults,
+) {
+    let units = unit_layouts(model);
+    let params = || units.iter().flat_map(|unit| &unit.params);
+    for group in &optimizer.groups {
+        let is_own = |name: &str| optimizer.group_of(name) == Some(group);
+        if params().any(|param| is_own(&param.name)) {
+            continue;
+        }
+        let name = quoted(&group.params);
+        faults.0.push(value(
+            GROUPS,
+            match params().any(|param| group.includes(&param.name)) {
+                true => format!(
+                    "every parameter of {name} is in an earlier group: put this group first"
+                ),
+                false => format!(
+                    "{name}: in no parameter's name; they are as {}",
+                    example(&units)
+                ),
+            },
+        ));
+    }
+}
+
+/// Returns the name of a parameter of the first block.
+fn example(units: &[UnitLayout]) -> &str {
+    &units[1].params[0].name
+}
+
 /// Notes texts of `no_decay` that occur in no parameter's name. Not an error: the same list is often used for
 /// many models.
 pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut Vec<String>) {
@@ -129,7 +201,7 @@ pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut 
         if !names.any(|param| param.name.contains(pattern)) {
             notes.push(format!(
                 "optimizer.params.no_decay: \"{pattern}\" is in no parameter's name; they are as {}",
-                units[1].params[0].name
+                example(&units)
             ));
         }
     }

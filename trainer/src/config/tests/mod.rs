@@ -325,6 +325,63 @@ fn values_out_of_range_name_their_key() {
 }
 
 #[test]
+fn parameter_groups_are_checked_against_the_models_names() {
+    let with = |groups: Value| run_with(&[("optimizer.groups", groups)]);
+    let wrong = |groups: Value| refused(&[("optimizer.groups", groups)]);
+    let own = json!({"params": ["embed"], "lr": 1e-6, "weight_decay": 0.0});
+    let layer = json!({"params": ["layers.0."], "lr": 5e-4});
+    let run = with(json!([own, layer])).unwrap();
+    let names = [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    ];
+    let rates = names.map(|name| run.optimizer.group_of(name).unwrap().lr.unwrap());
+    assert_eq!(rates, [1e-6, 5e-4]);
+    assert!(
+        run.optimizer
+            .group_of("model.layers.10.mlp.up_proj.weight")
+            .is_none()
+    );
+    let summary = &run.summary()[0];
+    let words = "; embed: lr 1e-6, weight decay 0; layers.0.: lr 5e-4";
+    assert!(summary.ends_with(words), "{summary}");
+    let text = wrong(json!([{"params": ["wte"], "lr": 1e-6}]));
+    assert!(
+        text.contains(
+            "optimizer.groups: \"wte\": in no parameter's name; they are as model.layers.0."
+        ),
+        "{text}"
+    );
+    let text = wrong(json!([{"params": ["layers"], "lr": 1e-6}, layer]));
+    assert!(
+        text.contains("every parameter of \"layers.0.\" is in an earlier group"),
+        "{text}"
+    );
+    for (group, words) in [
+        (
+            json!({"params": ["embed"]}),
+            "sets neither lr nor weight_decay",
+        ),
+        (
+            json!({"params": ["embed"], "lr": -1.0}),
+            "lr of \"embed\": -1: must not be negative",
+        ),
+        (json!({"params": [], "lr": 1e-6}), "params must be texts"),
+        (
+            json!({"params": ["embed"], "betas": [0.9, 0.99]}),
+            "expected a list of tables with params, lr and weight_decay",
+        ),
+    ] {
+        let text = wrong(json!([group]));
+        assert!(text.contains(words), "{group}: {text}");
+    }
+    let still = ("optimizer.params.lr", json!(0.0));
+    let groups = ("optimizer.groups", json!([layer]));
+    let text = refused(&[still, groups]);
+    assert!(text.contains("needs optimizer.params.lr above 0"), "{text}");
+}
+
+#[test]
 fn weight_decay_groups_are_parsed_and_unmatched_patterns_noted() {
     let decay = |changes: &[(&str, Value)]| run_with(changes).map(|run| run.optimizer.decay);
     assert_eq!(decay(&[]).unwrap(), Decaying::Matrices);

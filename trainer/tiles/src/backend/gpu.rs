@@ -6,8 +6,8 @@
 //!               grad    gradients                              where backward leaves them
 //! ```
 //!
-//! An update processes a whole unit: it launches one kernel for each change of weight decay, not one for each
-//! tile. Initial contents and reads pass through the host as tiles, with the same bytes as in other backends.
+//! An update processes a whole unit: it launches one kernel for each change of the parameter group, not one for
+//! each tile. Initial contents and reads pass through the host as tiles, with the same bytes as in other backends.
 //!
 //! In 16 bits a parameter takes 14 bytes, and its update moves 26 bytes.
 
@@ -18,7 +18,7 @@ use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
 use swapper::{Kind, Layout, SwapperError, TileRange, TileVisitor, UninitTile};
 
 use crate::aligned::AlignedBytes;
-use crate::update::Decay;
+use crate::update::ParamGroups;
 
 /// Host memory for initial contents and reads.
 pub const GPU_STAGING_BYTES: usize = 256 << 20;
@@ -39,7 +39,7 @@ pub struct GpuBackend {
     stream: Stream,
     layout: Layout,
     master: Master,
-    decay: Decay,
+    groups: ParamGroups,
     units: Vec<UnitTiles>,
 }
 
@@ -48,7 +48,12 @@ impl GpuBackend {
     ///
     /// # Errors
     /// The GPU has too little free memory.
-    pub fn new(gpu: &Gpu, layout: Layout, master: Master, decay: Decay) -> Result<Self, GpuError> {
+    pub fn new(
+        gpu: &Gpu,
+        layout: Layout,
+        master: Master,
+        groups: ParamGroups,
+    ) -> Result<Self, GpuError> {
         let mut units = Vec::with_capacity(layout.units().len());
         for ranges in layout.units() {
             let all = &layout.ranges()[ranges.start as usize..ranges.end as usize];
@@ -69,7 +74,7 @@ impl GpuBackend {
             gpu: gpu.clone(),
             layout,
             master,
-            decay,
+            groups,
             units,
         })
     }
@@ -125,8 +130,8 @@ impl GpuBackend {
                 unit: number,
                 elems: unit.elems.clone(),
             };
-            for (part, decays) in self.decay.parts(&shard) {
-                kernels.adamw_range(&self.stream, &hyper.of_part(decays), tile, part)?;
+            for (part, hyper) in self.groups.parts(&shard, hyper) {
+                kernels.adamw_range(&self.stream, &hyper, tile, part)?;
             }
         }
         Ok(())
