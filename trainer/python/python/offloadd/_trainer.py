@@ -40,6 +40,9 @@ def patch_trainer(module: Any) -> None:
             _deepspeed.beginning.update(run_dir=run_dir, resume=resumes, track=[kept])
         if resumes:
             resume_from_checkpoint = str(_resume(module, self, kept, run_dir / RESUME_DIR))
+        elif resume_from_checkpoint is True and not _has_checkpoint(self.args.output_dir):
+            # The first start of a script that always asks.
+            resume_from_checkpoint = None
         try:
             result = plain(self, resume_from_checkpoint, *args, **kwargs)
         finally:
@@ -64,6 +67,12 @@ def patch_state(module: Any) -> None:
         return backend, kind
 
     module.PartialState._prepare_backend = prepare_backend
+
+
+def _has_checkpoint(output_dir: str) -> bool:
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return os.path.isdir(output_dir) and get_last_checkpoint(output_dir) is not None
 
 
 def _reopened(trainer: Any, resume_from_checkpoint: Any) -> Any:

@@ -6,7 +6,6 @@ says deepspeed and nothing of the engine. `--twice` trains on after that.
 
 import hashlib
 import json
-import os
 import pathlib
 import sys
 
@@ -58,7 +57,8 @@ if config is not None and not says_deepspeed:
     import offloadd.hf
 
     offloadd.hf.attach(trainer, config)
-trainer.train(resume_from_checkpoint=os.path.exists(output_dir + "/offloadd") or None)
+# A first start has nothing to resume from.
+trainer.train(resume_from_checkpoint=True if config is not None else None)
 if "--twice" in sys.argv:
     print("again", flush=True)
     trainer.train()
