@@ -151,7 +151,7 @@ impl Device {
         let Some(file_bytes) = file_bytes else {
             return Err(failed("making a file")(io::Error::new(
                 io::ErrorKind::InvalidInput,
-                "how large? Say --size 64GiB",
+                "its size is missing: add --size, such as --size 500GiB",
             )));
         };
         let mut made = None;

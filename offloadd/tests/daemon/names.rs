@@ -54,7 +54,11 @@ fn what_cannot_be_formatted_is_told_once_and_nothing_is_left() {
         assert!(!file.exists());
     }
     let printed = refusal(&file, &[]);
-    assert_eq!(printed.matches("how large?").count(), 1, "{printed}");
+    assert_eq!(
+        printed.matches("its size is missing").count(),
+        1,
+        "{printed}"
+    );
     assert!(!file.exists());
     // Even with `--force`, a file is not truncated to a size that is too small for a store.
     std::fs::write(&file, vec![7; 10_000]).unwrap();
