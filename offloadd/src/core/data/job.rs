@@ -307,6 +307,10 @@ impl Job {
             }
             return Ok(());
         }
+        // Before their number is compared: these ranks are ending, and another number may follow them.
+        if let Some(fault) = self.unusable() {
+            return busy(format!("{}: close the other ranks first", fault.message));
+        }
         if local_ranks != self.local_ranks {
             return Err(Fault::new(
                 FaultKind::Invalid,
@@ -320,9 +324,6 @@ impl Job {
             return busy(format!(
                 "job {name} has its {local_ranks} local ranks already"
             ));
-        }
-        if let Some(fault) = self.unusable() {
-            return busy(format!("{}: close the other ranks first", fault.message));
         }
         Ok(())
     }
