@@ -9,6 +9,9 @@
 //! A node confirms generation g only after g is durable on every node, and writes g + 1 only after it has confirmed g. Nodes
 //! that keep these rules therefore differ by one generation at most, and every node still holds the newest generation that
 //! anyone has confirmed. A node that lacks this generation has lost its drives' content since: it is refused by name.
+//!
+//! One case cannot be told apart: a single node has confirmed a generation, and its drives were emptied or restored from an older
+//! copy before another node could. All then resume from the generation before it, which is whole.
 
 use offload_api::ids::Generation;
 use test_hooks::safeguard::{Safeguard, is_disabled};

@@ -17,6 +17,7 @@ mod growth;
 mod handed;
 mod incarnations;
 mod metadata_device;
+mod nodes;
 mod oracle;
 mod priorities;
 mod quotas;

@@ -8,6 +8,7 @@ fn fails_without(mechanism: &str, test: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", test, "--test-threads", "1"])
         .env("OFFLOADD_DISABLE", mechanism)
+        .env_remove("OFFLOADD_SEEDS")
         .output()
         .unwrap();
     let message = String::from_utf8_lossy(&output.stdout);
@@ -92,4 +93,26 @@ fn without_incarnation_numbers_sessions_continue_over_what_another_daemon_wrote(
         "incarnations",
         "incarnations::a_daemon_that_served_without_the_sessions_ends_them",
     );
+}
+
+const NODES: &str = "nodes::nodes_resume_from_one_generation_that_is_whole_on_each";
+
+#[test]
+fn without_waiting_for_the_confirmation_another_node_s_generation_is_overwritten() {
+    fails_without("confirm-first", NODES);
+}
+
+#[test]
+fn without_the_least_of_all_nodes_a_generation_is_confirmed_that_one_lacks() {
+    fails_without("least-prepared", NODES);
+}
+
+#[test]
+fn without_the_start_in_its_identity_a_generation_is_a_mixture_of_two() {
+    fails_without("same-start", NODES);
+}
+
+#[test]
+fn without_the_flush_of_the_record_nodes_lose_what_they_have_prepared() {
+    fails_without("second-flush", NODES);
 }

@@ -43,7 +43,12 @@ const SLOT_BYTES: u64 = 8192;
 
 /// Makes a store of two small disks.
 pub(crate) fn formatted() -> SimDisks {
-    let mut disks = SimDisks::new(&[5 << 19, 2 << 20]);
+    formatted_with([5 << 19, 2 << 20])
+}
+
+/// Makes a store of two disks of these sizes.
+pub(crate) fn formatted_with(sizes_bytes: [u64; 2]) -> SimDisks {
+    let mut disks = SimDisks::new(&sizes_bytes);
     let rates = [MeasuredRates::default(); 2];
     format(&mut disks, StoreId(*b"a store's id 16b"), &rates, 7, false).unwrap();
     disks

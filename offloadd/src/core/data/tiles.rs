@@ -168,7 +168,8 @@ impl Data {
                 if self.unusable(job).is_some() {
                     return Err(FaultKind::Poisoned);
                 }
-                let closed = job.awaiting_confirm || self.has_committed(&key, rank);
+                let unconfirmed = job.awaiting_confirm && !is_disabled(Safeguard::ConfirmFirst);
+                let closed = unconfirmed || self.has_committed(&key, rank);
                 let other = request.generation != job.working;
                 if closed || (other && !is_disabled(Safeguard::GenerationCheck)) {
                     return Err(FaultKind::WrongGeneration);

@@ -264,7 +264,7 @@ fn run_seed(seed: u64, mix: &mut Mix) {
 }
 
 /// Parses `FIRST..END`.
-fn seeds_of(text: &str) -> Option<std::ops::Range<u64>> {
+pub(crate) fn seeds_of(text: &str) -> Option<std::ops::Range<u64>> {
     let (first, end) = text.split_once("..")?;
     Some(first.parse().ok()?..end.parse().ok()?)
 }
