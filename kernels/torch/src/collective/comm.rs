@@ -43,6 +43,19 @@ impl Comm {
         Ok(Comm { world, link })
     }
 
+    /// Connects the same ranks once more, for a thread whose calls run beside those of this connection. All ranks must call
+    /// it. Both connections share heartbeats and notice the same dead ranks; only this one tells others how the rank ends.
+    ///
+    /// # Errors
+    /// A rank is gone; an error of torch or Gloo.
+    pub fn connect_side(&self) -> Result<Comm, CollectiveError> {
+        let link = self.link.as_ref().map(|link| link.open_side());
+        Ok(Comm {
+            world: self.world,
+            link: link.transpose()?.map(Arc::new),
+        })
+    }
+
     /// The connection of a run with one process.
     pub fn alone() -> Comm {
         Comm {

@@ -1,8 +1,7 @@
 //! Connects the ranks of a run: heartbeats first, so that a missing rank is named; then Gloo.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
-use std::path::Path;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::gloo::{Group, Interface, Store};
@@ -15,7 +14,7 @@ pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// A rank's connections. Dropped in this order.
 pub(super) struct Connected {
     pub(super) group: Group,
-    pub(super) heartbeat: Heartbeat,
+    pub(super) heartbeat: Arc<Heartbeat>,
     /// The store's server, if this rank runs it; dropped last.
     pub(super) store: Option<Store>,
 }
@@ -27,47 +26,50 @@ pub(super) fn connect(
     timeouts: Timeouts,
 ) -> Result<Connected, CollectiveError> {
     let deadline = Instant::now() + timeouts.connect;
-    match at {
+    let (heartbeat, store) = match at {
         Rendezvous::Alone => panic!("a run of one process connects with nobody"),
-        Rendezvous::Dir(dir) => in_dir(world, dir, timeouts, deadline),
-        Rendezvous::Tcp { .. } => over_tcp(world, at, timeouts, deadline),
-    }
-}
-
-fn in_dir(
-    world: World,
-    dir: &Path,
-    timeouts: Timeouts,
-    deadline: Instant,
-) -> Result<Connected, CollectiveError> {
-    let place = dir.display().to_string();
-    let heartbeat_store = Box::new(DirHeartbeatStore::open(&world, dir)?);
-    let heartbeat = Heartbeat::start(world, timeouts, heartbeat_store, None, place.clone());
-    let loopback = Interface::Address(Ipv4Addr::LOCALHOST.to_string());
-    let dir = dir.to_path_buf();
-    let open = move |timeout| Store::in_dir(&dir, world.ranks, timeout);
-    let group = meet(
-        world, timeouts, &heartbeat, &place, loopback, deadline, open,
-    )?;
+        Rendezvous::Dir(dir) => {
+            let heartbeats = Box::new(DirHeartbeatStore::open(&world, dir)?);
+            let place = dir.display().to_string();
+            let heartbeat = Heartbeat::start(world, timeouts, heartbeats, None, place);
+            (heartbeat, None)
+        }
+        Rendezvous::Tcp { .. } => beat_over_tcp(world, at, timeouts, deadline)?,
+    };
+    let meeting = Meeting::of(&world, at, "")?;
+    let group = meet(world, timeouts, &heartbeat, meeting, deadline)?;
     Ok(Connected {
         group,
-        heartbeat,
-        store: None,
+        heartbeat: Arc::new(heartbeat),
+        store,
     })
 }
 
-fn over_tcp(
+/// Connects the ranks that [`connect`] has connected in another group.
+pub(super) fn connect_side(
+    world: World,
+    at: &Rendezvous,
+    timeouts: Timeouts,
+    heartbeat: &Heartbeat,
+) -> Result<Group, CollectiveError> {
+    let deadline = Instant::now() + timeouts.connect;
+    let meeting = Meeting::of(&world, at, "side")?;
+    meet(world, timeouts, heartbeat, meeting, deadline)
+}
+
+/// Starts heartbeats in a TCP store, which rank 0 serves unless the launcher does.
+fn beat_over_tcp(
     world: World,
     at: &Rendezvous,
     timeouts: Timeouts,
     deadline: Instant,
-) -> Result<Connected, CollectiveError> {
+) -> Result<(Heartbeat, Option<Store>), CollectiveError> {
     let Rendezvous::Tcp {
         host,
         port,
         ours,
         prefix,
-        interface,
+        ..
     } = at.clone()
     else {
         unreachable!("called for TCP only")
@@ -75,7 +77,7 @@ fn over_tcp(
     let place = format!("{host}:{port}");
     let serves = ours && world.rank == 0;
     let opening = {
-        let (host, prefix, place) = (host.clone(), prefix.clone(), place.clone());
+        let place = place.clone();
         move || {
             let listener = serves.then(|| listen(&host, port, &place)).transpose()?;
             let open = |listener| Store::over_tcp(&host, port, listener, &prefix, left(deadline));
@@ -95,27 +97,57 @@ fn over_tcp(
             error => error,
         })?;
     let host_rank = ours.then_some(0);
-    let heartbeat = Heartbeat::start(
-        world,
-        timeouts,
-        Box::new(heartbeat_store),
-        host_rank,
-        place.clone(),
-    );
-    let interface = match interface {
-        Some(name) => Interface::Name(name),
-        None if world.one_node() => Interface::Address(Ipv4Addr::LOCALHOST.to_string()),
-        None => Interface::Address(route_to(&host, port, &place)?.to_string()),
-    };
-    let open = move |timeout| Store::over_tcp(&host, port, None, &prefix, timeout);
-    let group = meet(
-        world, timeouts, &heartbeat, &place, interface, deadline, open,
-    )?;
-    Ok(Connected {
-        group,
-        heartbeat,
-        store: server,
-    })
+    let heartbeats = Box::new(heartbeat_store);
+    let heartbeat = Heartbeat::start(world, timeouts, heartbeats, host_rank, place);
+    Ok((heartbeat, server))
+}
+
+/// Where the ranks of a group find each other's addresses.
+struct Meeting {
+    place: String,
+    interface: Interface,
+    /// Opens the store with the addresses, within a time limit.
+    open: Box<dyn FnOnce(Duration) -> Result<Store, CollectiveError> + Send>,
+}
+
+impl Meeting {
+    /// Meeting of the group called `name`; the first group has no name.
+    fn of(world: &World, at: &Rendezvous, name: &str) -> Result<Self, CollectiveError> {
+        let ranks = world.ranks;
+        match at.clone() {
+            Rendezvous::Alone => panic!("a run of one process meets nobody"),
+            Rendezvous::Dir(dir) => {
+                let file = format!("store{name}");
+                Ok(Self {
+                    place: dir.display().to_string(),
+                    interface: Interface::Address(Ipv4Addr::LOCALHOST.to_string()),
+                    open: Box::new(move |timeout| Store::in_dir(&dir, &file, ranks, timeout)),
+                })
+            }
+            Rendezvous::Tcp {
+                host,
+                port,
+                prefix,
+                interface,
+                ..
+            } => {
+                let place = format!("{host}:{port}");
+                let interface = match interface {
+                    Some(name) => Interface::Name(name),
+                    None if world.one_node() => Interface::Address(Ipv4Addr::LOCALHOST.to_string()),
+                    None => Interface::Address(route_to(&host, port, &place)?.to_string()),
+                };
+                let prefix = format!("{prefix}{name}");
+                Ok(Self {
+                    place,
+                    interface,
+                    open: Box::new(move |timeout| {
+                        Store::over_tcp(&host, port, None, &prefix, timeout)
+                    }),
+                })
+            }
+        }
+    }
 }
 
 /// Waits until all ranks send heartbeats, then connects them.
@@ -123,19 +155,22 @@ fn meet(
     world: World,
     timeouts: Timeouts,
     heartbeat: &Heartbeat,
-    place: &str,
-    at: Interface,
+    meeting: Meeting,
     deadline: Instant,
-    open: impl FnOnce(Duration) -> Result<Store, CollectiveError> + Send + 'static,
 ) -> Result<Group, CollectiveError> {
     const OP: &str = "connecting the ranks";
+    let Meeting {
+        place,
+        interface: at,
+        open,
+    } = meeting;
     let met = || {
         while !heartbeat.absent().is_empty() {
             if let Some(gone) = heartbeat.verdict(OP) {
                 return Err(gone);
             }
             if left(deadline).is_zero() {
-                return Err(absent(heartbeat.absent(), timeouts, place));
+                return Err(absent(heartbeat.absent(), timeouts, &place));
             }
             std::thread::sleep(CHECK_INTERVAL);
         }
@@ -152,7 +187,7 @@ fn meet(
             Some(Err(error)) => Err(attribute(heartbeat, timeouts, OP).unwrap_or(error)),
             None => Err(CollectiveError::Rendezvous {
                 op: OP,
-                place: place.to_owned(),
+                place,
                 message: format!("not done after {:.0} s", timeouts.connect.as_secs_f64()),
             }),
         }

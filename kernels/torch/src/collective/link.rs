@@ -1,9 +1,9 @@
 //! State shared by all calls of a rank: the group, the heartbeats, the operation counter and the first failure.
 
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
-use super::connect::{CHECK_INTERVAL, Connected, attribute, connect};
+use super::connect::{CHECK_INTERVAL, Connected, attribute, connect, connect_side};
 use super::gloo::{Group, Operation, Store};
 use super::heartbeat::Heartbeat;
 use super::{CollectiveError, Rendezvous, Timeouts, World};
@@ -16,8 +16,11 @@ const IN_FLIGHT_MAX: usize = 16;
 pub(super) struct Link {
     pub(super) world: World,
     pub(super) timeouts: Timeouts,
+    at: Rendezvous,
     state: Mutex<State>,
-    heartbeat: Heartbeat,
+    heartbeat: Arc<Heartbeat>,
+    /// Whether this is a second group beside the one that counts operations and ends with the rank.
+    is_side: bool,
     /// The store's server, if this rank runs it.
     store: Mutex<Option<Store>>,
 }
@@ -48,24 +51,43 @@ impl Link {
         at: &Rendezvous,
         timeouts: Timeouts,
     ) -> Result<Link, CollectiveError> {
-        let Connected {
-            group,
-            heartbeat,
-            store,
-        } = connect(world, at, timeouts)?;
-        Ok(Link {
+        let connected = connect(world, at, timeouts)?;
+        Ok(Link::new(world, at, timeouts, connected, false))
+    }
+
+    /// Connects the same ranks in another group, whose operations may run beside those of this one. Both share heartbeats.
+    pub(super) fn open_side(&self) -> Result<Link, CollectiveError> {
+        let (world, timeouts) = (self.world, self.timeouts);
+        let connected = Connected {
+            group: connect_side(world, &self.at, timeouts, &self.heartbeat)?,
+            heartbeat: Arc::clone(&self.heartbeat),
+            store: None,
+        };
+        Ok(Link::new(world, &self.at, timeouts, connected, true))
+    }
+
+    fn new(
+        world: World,
+        at: &Rendezvous,
+        timeouts: Timeouts,
+        connected: Connected,
+        is_side: bool,
+    ) -> Link {
+        Link {
             world,
             timeouts,
+            at: at.clone(),
             state: Mutex::new(State {
-                group: Some(group),
+                group: Some(connected.group),
                 started: 0,
                 in_flight: 0,
                 broken: None,
                 scratch: Vec::new(),
             }),
-            heartbeat,
-            store: Mutex::new(store),
-        })
+            heartbeat: connected.heartbeat,
+            is_side,
+            store: Mutex::new(connected.store),
+        }
     }
 
     /// Starts an operation as the next in this rank's order.
@@ -84,7 +106,9 @@ impl Link {
         );
         state.started += 1;
         let number = state.started;
-        self.heartbeat.reached(number);
+        if !self.is_side {
+            self.heartbeat.reached(number);
+        }
         let group = state.group.as_mut().expect("there until it is broken");
         match start(group) {
             Ok(op) => {
@@ -130,6 +154,12 @@ impl Link {
                 continue;
             }
             let (op, waited_s) = (started.name.clone(), waited.as_secs_f64());
+            if self.is_side {
+                // The heartbeats do not count these operations.
+                let message =
+                    format!("not done after {waited_s:.0} s although all ranks are alive");
+                return Err(CollectiveError::Backend { op, message });
+            }
             let ranks = self.heartbeat.behind(started.number);
             return Err(if ranks.is_empty() {
                 CollectiveError::Slow { waited_s, op }
@@ -188,11 +218,13 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        self.heartbeat.end(if std::thread::panicking() {
-            "it panicked"
-        } else {
-            "it ended early, without saying why"
-        });
+        if !self.is_side {
+            self.heartbeat.end(if std::thread::panicking() {
+                "it panicked"
+            } else {
+                "it ended early, without saying why"
+            });
+        }
         if self.store.get_mut().is_ok_and(|store| store.is_some()) {
             // The other ranks read there why this rank ends.
             self.heartbeat.wait_for_ends();

@@ -252,3 +252,45 @@ fn a_barrier_waits_for_the_last_and_differences_are_named() {
         comm.close().unwrap();
     });
 }
+
+fn side_connection_works_beside_the_first(test: &str, meet: Meet) {
+    const ROUNDS: u8 = 20;
+    on_ranks(test, &[1, 3], meet, |comm| {
+        let (rank, ranks) = who(&comm);
+        let side = comm.connect_side().unwrap();
+        let of = |round: u8| {
+            (0..ranks as u8)
+                .map(|rank| vec![rank, round])
+                .collect::<Vec<_>>()
+        };
+        std::thread::scope(|scope| {
+            // Ranks call the two connections in different orders.
+            scope.spawn(|| {
+                for round in 0..ROUNDS {
+                    let all = side.all_gather_bytes(&[rank as u8, round]).unwrap();
+                    assert_eq!(all, of(round));
+                }
+            });
+            for round in ROUNDS..2 * ROUNDS {
+                let all = comm.all_gather_bytes(&[rank as u8, round]).unwrap();
+                assert_eq!(all, of(round));
+            }
+        });
+        // Its end is not this rank's end.
+        drop(side);
+        comm.barrier().unwrap();
+        comm.close().unwrap();
+    });
+}
+
+#[test]
+fn a_side_connection_works_beside_the_first_in_a_directory() {
+    const NAME: &str = "values::a_side_connection_works_beside_the_first_in_a_directory";
+    side_connection_works_beside_the_first(NAME, Meet::Dir);
+}
+
+#[test]
+fn a_side_connection_works_beside_the_first_over_tcp() {
+    const NAME: &str = "values::a_side_connection_works_beside_the_first_over_tcp";
+    side_connection_works_beside_the_first(NAME, Meet::Tcp);
+}

@@ -21,17 +21,18 @@ pub(in crate::collective) struct Store {
 unsafe impl Send for Store {}
 
 impl Store {
-    /// Opens a store in a file of `dir`, for ranks of one node.
+    /// Opens a store in the file `name` of `dir`, for ranks of one node.
     ///
     /// # Errors
     /// torch's error.
     pub(in crate::collective) fn in_dir(
         dir: &Path,
+        name: &str,
         ranks: u32,
         timeout: Duration,
     ) -> Result<Store, CollectiveError> {
         let place = dir.display().to_string();
-        let path = dir.join("store");
+        let path = dir.join(name);
         let Some(path) = path.to_str() else {
             return Err(failed("opening the store", &place, "the path is not UTF-8"));
         };
