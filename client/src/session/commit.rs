@@ -1,4 +1,4 @@
-//! Commits: making a generation durable.
+//! Commits: making a generation durable, and with several nodes confirming it.
 
 use offload_api::fault::FaultKind;
 use offload_api::ids::Generation;
@@ -7,23 +7,53 @@ use offload_api::{BLOB_BYTES_MAX, proto};
 use super::Session;
 use super::restart::{Over, Reattaching, TRY_EVERY, is_lost};
 use crate::ClientError;
-use crate::control::{Client, LONG_WAIT, Pending};
+use crate::control::{LONG_WAIT, Pending};
 
-/// State of the commit. A session has at most one.
+/// State of the commit or confirmation. A session has at most one.
 pub(super) enum Commit {
     None,
-    /// The call and its request, kept to repeat it.
-    Pending(Pending<proto::CommitReply>, proto::CommitRequest),
+    /// The call and what it asks, kept to repeat it.
+    Pending(Call, Asked),
     /// The connection was lost before the answer.
     Lost(Box<Lost>),
     Ended(Result<Committed, ClientError>),
 }
 
-/// A commit of which nobody knows whether the daemon received it.
+/// A call in progress.
+pub(super) enum Call {
+    Commit(Pending<proto::CommitReply>),
+    Confirm(Pending<proto::ConfirmReply>),
+}
+
+/// What a call asks.
+#[derive(Clone)]
+pub(super) enum Asked {
+    Commit(proto::CommitRequest),
+    Confirm(proto::ConfirmRequest),
+}
+
+impl Call {
+    /// The answer, if it has arrived: of a commit its reply, of a confirmation nothing.
+    fn poll(&self) -> Option<Result<Option<proto::CommitReply>, ClientError>> {
+        match self {
+            Self::Commit(pending) => pending.poll().map(|result| result.map(Some)),
+            Self::Confirm(pending) => pending.poll().map(|result| result.map(|_| None)),
+        }
+    }
+
+    fn last_words(&self) -> Result<Option<proto::CommitReply>, ClientError> {
+        match self {
+            Self::Commit(pending) => pending.last_words().map(Some),
+            Self::Confirm(pending) => pending.last_words().map(|_| None),
+        }
+    }
+}
+
+/// A call of which nobody knows whether the daemon received it.
 pub(super) struct Lost {
     reattaching: Reattaching,
-    request: proto::CommitRequest,
-    /// The commit's error if no daemon knows the session.
+    asked: Asked,
+    /// The call's error if no daemon knows the session.
     error: ClientError,
 }
 
@@ -33,7 +63,7 @@ pub struct Committed {
     /// Number of the generation.
     pub generation: Generation,
     /// Whether the generation is confirmed. With one node it always is; with several it is prepared, and the next write waits
-    /// for [`Session::confirm`].
+    /// for [`Session::begin_confirm`].
     pub confirmed: bool,
     /// Generation that writes belong to from now on.
     pub working: Generation,
@@ -63,26 +93,47 @@ impl Session {
         if !matches!(self.commit, Commit::None) {
             return refuse(FaultKind::Busy, "another commit is pending".into());
         }
-        let request = proto::CommitRequest {
+        self.ask(Asked::Commit(proto::CommitRequest {
             token: self.token.clone(),
             generation: working.0,
             blob,
-        };
-        self.ask_to_commit(request);
+        }));
         Ok(())
     }
 
-    fn ask_to_commit(&mut self, request: proto::CommitRequest) {
-        let asked = request.clone();
-        let pending = self
-            .control
-            .begin("Commit", LONG_WAIT, |mut client| async move {
-                client.commit(asked).await
-            });
-        self.commit = Commit::Pending(pending, request);
+    /// Confirms that `generation` is prepared on every node; the generation before it may be overwritten from now on. The
+    /// result comes as that of a commit, from [`Session::poll_commit`].
+    ///
+    /// Refusals: `Busy` while a commit is pending.
+    pub fn begin_confirm(&mut self, generation: Generation) -> Result<(), ClientError> {
+        if !matches!(self.commit, Commit::None) {
+            return Err(ClientError::refused(FaultKind::Busy, "a commit is pending"));
+        }
+        self.ask(Asked::Confirm(proto::ConfirmRequest {
+            token: self.token.clone(),
+            generation: generation.0,
+        }));
+        Ok(())
     }
 
-    /// Returns the result of [`Session::begin_commit`], once.
+    fn ask(&mut self, asked: Asked) {
+        let control = &self.control;
+        let call = match asked.clone() {
+            Asked::Commit(request) => {
+                Call::Commit(control.begin("Commit", LONG_WAIT, |mut client| async move {
+                    client.commit(request).await
+                }))
+            }
+            Asked::Confirm(request) => Call::Confirm(control.begin(
+                "Confirm",
+                LONG_WAIT,
+                |mut client| async move { client.confirm(request).await },
+            )),
+        };
+        self.commit = Commit::Pending(call, asked);
+    }
+
+    /// Returns the result of [`Session::begin_commit`] or [`Session::begin_confirm`], once.
     pub fn poll_commit(&mut self) -> Option<Result<Committed, ClientError>> {
         if !self.advance_commit() {
             return None;
@@ -96,6 +147,16 @@ impl Session {
     /// Commits as [`Session::begin_commit`] and waits for the result. Completions meanwhile remain to be polled.
     pub fn commit(&mut self, blob: Vec<u8>) -> Result<Committed, ClientError> {
         self.begin_commit(blob)?;
+        self.wait_for_commit()
+    }
+
+    /// Confirms as [`Session::begin_confirm`] and waits for the result.
+    pub fn confirm(&mut self, generation: Generation) -> Result<(), ClientError> {
+        self.begin_confirm(generation)?;
+        self.wait_for_commit().map(drop)
+    }
+
+    fn wait_for_commit(&mut self) -> Result<Committed, ClientError> {
         loop {
             if let Some(result) = self.poll_commit() {
                 return result;
@@ -107,49 +168,43 @@ impl Session {
             match paused {
                 Err(ClientError::DaemonGone { .. }) => {
                     let ended = match std::mem::replace(&mut self.commit, Commit::None) {
-                        Commit::Pending(pending, _) => pending.last_words(),
+                        Commit::Pending(call, asked) => {
+                            let answer = call.last_words();
+                            answer.map(|reply| self.answered(&asked, reply))
+                        }
                         Commit::Lost(lost) => Err(lost.error),
                         _ => unreachable!("begun above and not ended"),
                     };
-                    self.commit = Commit::Ended(ended.map(|r| self.committed(r)));
+                    self.commit = Commit::Ended(ended);
                 }
                 other => other?,
             }
         }
     }
 
-    /// Confirms that `generation` is prepared on every node; the generation before it may be overwritten from now on.
-    pub fn confirm(&mut self, generation: Generation) -> Result<(), ClientError> {
-        let request = proto::ConfirmRequest {
-            token: self.token.clone(),
-            generation: generation.0,
-        };
-        self.call("Confirm", LONG_WAIT, || {
-            let request = request.clone();
-            |mut client: Client| async move { client.confirm(request).await }
-        })?;
-        Ok(())
-    }
-
     /// Whether a commit has ended whose result was not taken yet.
     pub(super) fn advance_commit(&mut self) -> bool {
-        if let Commit::Pending(pending, request) = &self.commit
-            && let Some(result) = pending.poll()
+        if let Commit::Pending(call, _) = &self.commit
+            && let Some(answer) = call.poll()
         {
-            self.commit = match result {
+            let Commit::Pending(_, asked) = std::mem::replace(&mut self.commit, Commit::None)
+            else {
+                unreachable!("just seen");
+            };
+            self.commit = match answer {
                 Err(error) if is_lost(&error) => Commit::Lost(Box::new(Lost {
                     reattaching: Reattaching::begin(),
-                    request: request.clone(),
+                    asked,
                     error,
                 })),
-                result => Commit::Ended(result.map(|reply| self.committed(reply))),
+                answer => Commit::Ended(answer.map(|reply| self.answered(&asked, reply))),
             };
         }
         self.look_for_commit();
         matches!(self.commit, Commit::Ended(_))
     }
 
-    /// Asks the next daemon for the result of a commit whose answer was lost.
+    /// Asks the next daemon for the result of a call whose answer was lost.
     fn look_for_commit(&mut self) {
         if !matches!(self.commit, Commit::Lost(_)) {
             return;
@@ -164,20 +219,38 @@ impl Session {
         let Commit::Lost(lost) = std::mem::replace(&mut self.commit, Commit::None) else {
             unreachable!("just seen");
         };
-        match found {
-            Err(Over) => self.commit = Commit::Ended(Err(lost.error)),
+        let found = match found {
+            Ok(found) => found,
+            Err(Over) => return self.commit = Commit::Ended(Err(lost.error)),
+        };
+        match lost.asked {
             // It is still the working generation: the daemon did not receive the commit, or waited for other ranks.
-            Ok(found) if found.working_generation == lost.request.generation => {
-                self.ask_to_commit(lost.request);
+            Asked::Commit(request) if found.working_generation == request.generation => {
+                self.ask(Asked::Commit(request));
             }
-            Ok(found) => {
+            Asked::Commit(request) => {
                 let reply = proto::CommitReply {
-                    generation: lost.request.generation,
+                    generation: request.generation,
                     confirmed: found.confirmed,
                     working_generation: found.working_generation,
                 };
                 self.commit = Commit::Ended(Ok(self.committed(reply)));
             }
+            // A confirmation may be repeated.
+            asked @ Asked::Confirm(_) => self.ask(asked),
+        }
+    }
+
+    /// Result of a call; a confirmation has no reply.
+    fn answered(&mut self, asked: &Asked, reply: Option<proto::CommitReply>) -> Committed {
+        match (asked, reply) {
+            (Asked::Commit(_), Some(reply)) => self.committed(reply),
+            (Asked::Confirm(request), None) => Committed {
+                generation: Generation(request.generation),
+                confirmed: true,
+                working: self.working.expect("it has committed"),
+            },
+            _ => unreachable!("each call has its kind of answer"),
         }
     }
 
