@@ -24,6 +24,17 @@ pub struct StepBytes {
 }
 
 impl StepBytes {
+    /// Bytes of `count` processes that each move this.
+    pub fn times(&self, count: f64) -> Self {
+        Self {
+            forward_read_bytes: self.forward_read_bytes * count,
+            backward_read_bytes: self.backward_read_bytes * count,
+            update_read_bytes: self.update_read_bytes * count,
+            written_bytes: self.written_bytes * count,
+            grad_written_bytes: self.grad_written_bytes * count,
+        }
+    }
+
     /// All bytes read.
     pub fn read_bytes(&self) -> f64 {
         self.forward_read_bytes + self.backward_read_bytes + self.update_read_bytes
@@ -279,10 +290,12 @@ mod tests {
                 socket: "none".into(),
                 job: "none".into(),
                 durability: offload_client::Durability::Committed,
+                nodes: None,
             }),
             layout: Vec::new(),
             rank: 0,
             ranks: 1,
+            node_ranks: None,
         }
     }
 

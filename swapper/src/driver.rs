@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, TryRecvError};
 use std::time::Instant;
 
-use offload_client::{ClientError, Done, Session, Slot, Ticket, TileIndex, Verb};
+use offload_client::{
+    ClientError, Committed, Done, Generation, Session, Slot, Ticket, TileIndex, Verb,
+};
 use test_hooks::kill_point::{Point, reach};
 
 use crate::SwapperError;
@@ -14,6 +16,7 @@ use crate::backing::Arena;
 use crate::core::{Action, Core, CoreSettings, Event, SlotNumber, TileId};
 use crate::layout::{Kind, Layout};
 use crate::lease::{Lease, Message, Reply, UpdateJob};
+use crate::nodes::Confirmer;
 use crate::settings::{Opened, StepIo, SwapperSettings};
 use crate::span::{Span, SpanKind, Spans};
 use crate::stall::Stall;
@@ -55,6 +58,8 @@ pub(crate) struct Driver<H> {
     /// Blobs of planned commits that have not begun, in order.
     blobs: VecDeque<Vec<u8>>,
     commit_begun: Option<Instant>,
+    /// Asks other nodes whether a generation may be confirmed, if there are any.
+    confirmer: Option<Confirmer>,
 
     recording: bool,
     spans: Spans,
@@ -115,6 +120,7 @@ impl<H: Clone> Driver<H> {
             updating_since: Instant::now(),
             blobs: VecDeque::new(),
             commit_begun: None,
+            confirmer: None,
             recording: false,
             spans: Spans::default(),
             asked: false,
@@ -123,6 +129,10 @@ impl<H: Clone> Driver<H> {
                 ..StepIo::default()
             },
         }
+    }
+
+    pub(crate) fn with_confirmer(self, confirmer: Option<Confirmer>) -> Self {
+        Self { confirmer, ..self }
     }
 
     /// Works until it is closed or something fails; the trainer's present or next request gets the error.
@@ -263,6 +273,7 @@ impl<H: Clone> Driver<H> {
                 self.stall = Stall::new(stall_max);
                 Ok(())
             }
+            Message::Confirmable(generation) => self.confirm(generation?),
             Message::Cancel { why } => Err(SwapperError::Cancelled { why }),
             Message::Close { .. } => unreachable!("ends the loop it is received in"),
         }
@@ -284,15 +295,35 @@ impl<H: Clone> Driver<H> {
         }
         self.done = done;
         if let Some(committed) = committed {
-            let committed = committed.map_err(client("committing"))?;
-            reach(Point::Committed);
-            if let Some(start) = self.commit_begun.take() {
-                self.record(|_| Span::since(SpanKind::Commit, start));
-            }
-            self.io.generation = committed.generation.0;
-            self.event(Event::Committed)?;
+            self.committed(committed.map_err(client("committing"))?)?;
         }
         Ok(any)
+    }
+
+    /// Ends a commit, or asks whether all nodes have prepared it.
+    fn committed(&mut self, committed: Committed) -> Result<(), SwapperError> {
+        if let (false, Some(confirmer)) = (committed.confirmed, &self.confirmer) {
+            reach(Point::Prepared);
+            confirmer.ask(committed.generation);
+            return Ok(());
+        }
+        reach(Point::Committed);
+        if let Some(start) = self.commit_begun.take() {
+            self.record(|_| Span::since(SpanKind::Commit, start));
+        }
+        self.io.generation = committed.generation.0;
+        self.event(Event::Committed)
+    }
+
+    /// Confirms a generation that is prepared on every node.
+    fn confirm(&mut self, generation: Generation) -> Result<(), SwapperError> {
+        let Arena::Session(session) = &mut self.arena else {
+            panic!("a commit without a store");
+        };
+        reach(Point::Confirming);
+        session
+            .begin_confirm(generation)
+            .map_err(client("confirming a commit"))
     }
 
     fn moved(&mut self, done: Done) -> Result<(), SwapperError> {
@@ -412,6 +443,10 @@ impl<H: Clone> Driver<H> {
                 let blob = self.blobs.pop_front().expect("a commit has its blob");
                 let Arena::Session(session) = &mut self.arena else {
                     panic!("a commit without a store");
+                };
+                let blob = match &self.confirmer {
+                    Some(confirmer) => confirmer.mark(&blob),
+                    None => blob,
                 };
                 reach(Point::Committing);
                 self.commit_begun = Some(Instant::now());

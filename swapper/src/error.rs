@@ -99,6 +99,17 @@ pub enum SwapperError {
         /// Devices that hang according to the daemon; empty when it does not answer.
         devices: Vec<String>,
     },
+    /// The nodes' stores do not belong together.
+    #[error(transparent)]
+    Disagreement(#[from] offload_client::nodes::Disagreement),
+    /// The nodes could not exchange messages.
+    #[error("{doing}: {source}")]
+    OtherNodes {
+        /// Purpose of the messages.
+        doing: &'static str,
+        /// The caller's error.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// Somebody called [`crate::Canceller::cancel`].
     #[error("{why}")]
     Cancelled {

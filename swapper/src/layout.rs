@@ -13,8 +13,8 @@
 //! Units may have parameters of several sizes. Slots of one kind have one size, so a unit with larger parameters has fewer
 //! elements a tile.
 //!
-//! Ranges do not depend on the number of ranks, and a shard consists of whole ranges. The table is therefore the same for
-//! every number of ranks. The rank that owns a tile is computed, not stored, so a run can resume with another number of
+//! Ranges do not depend on the number of ranks, and a shard consists of whole ranges. On one node the table is therefore the
+//! same for every number of ranks; with several nodes it lists the tiles of this node's ranks. The rank that owns a tile is computed, not stored, so a run can resume with another number of
 //! ranks. The price: shards are rounded up to whole tiles, so the last ranks may own less. [`choose_tile_elems`]
 //! picks sizes for which the usual numbers of ranks divide a unit's tiles.
 
@@ -111,12 +111,14 @@ pub struct TableEntry {
     pub tile_bytes: u32,
 }
 
-/// One rank's ranges of every unit, and the table of the whole job.
+/// One rank's ranges of every unit, and the table of its node's tiles.
 #[derive(Clone, Debug)]
 pub struct Layout {
     units: Vec<Range<u32>>,
     ranges: Vec<TileRange>,
     table: Vec<TableEntry>,
+    /// Bytes of the tiles of all nodes.
+    all_bytes: u64,
     /// Index in `table` of each range's tile, by stored kind; `None` where the range has no such tile.
     table_index: [Vec<Option<u32>>; 2],
     shapes: Vec<UnitShape>,
@@ -128,12 +130,23 @@ pub struct Layout {
 
 impl Layout {
     /// Cuts `units` into ranges of `tile_elems`, fewer where parameters are larger than those of other units, and selects
-    /// those of `rank` among `ranks`.
+    /// those of `rank` among `ranks`, all on one node.
     pub fn new(
         units: &[UnitShape],
         tile_elems: u64,
         rank: u32,
         ranks: u32,
+    ) -> Result<Self, SwapperError> {
+        Self::of_node(units, tile_elems, rank, ranks, 0..ranks)
+    }
+
+    /// Like [`Layout::new`], for a node with the ranks `local`: the table lists the tiles of these ranks.
+    pub fn of_node(
+        units: &[UnitShape],
+        tile_elems: u64,
+        rank: u32,
+        ranks: u32,
+        local: Range<u32>,
     ) -> Result<Self, SwapperError> {
         let refuse = |what: String| Err(SwapperError::Settings { what });
         if tile_elems == 0 || !tile_elems.is_multiple_of(TILE_ELEMS_STEP) {
@@ -141,9 +154,9 @@ impl Layout {
                 "tile_elems = {tile_elems}: must be a multiple of {TILE_ELEMS_STEP}"
             ));
         }
-        if rank >= ranks {
+        if rank >= ranks || !local.contains(&rank) || local.end > ranks {
             return refuse(format!(
-                "rank {rank} of {ranks} ranks: must be less than the number of ranks"
+                "rank {rank} of {ranks} ranks, of which {local:?} are on this node: must be one of them"
             ));
         }
         if units.iter().all(|unit| unit.elems == 0) {
@@ -157,6 +170,7 @@ impl Layout {
             units: Vec::with_capacity(units.len()),
             ranges: Vec::new(),
             table: Vec::new(),
+            all_bytes: 0,
             table_index: [Vec::new(), Vec::new()],
             shapes: units.to_vec(),
             shard_elems: tiles
@@ -176,7 +190,9 @@ impl Layout {
             for (unit, shape) in units.iter().enumerate() {
                 let first = layout.ranges.len() as u32;
                 let tile_elems = layout.tile_elems[unit];
-                let owned = shard_of(shape.elems, tile_elems, rank, ranks);
+                let of_rank = |rank| shard_of(shape.elems, tile_elems, rank, ranks);
+                let owned = of_rank(rank);
+                let on_node = of_rank(local.start).start..of_rank(local.end - 1).end;
                 let mut start = 0;
                 while start < shape.elems {
                     let elems = start..shape.elems.min(start + tile_elems);
@@ -191,12 +207,17 @@ impl Layout {
                             layout.ranges.push(TileRange { unit, elems });
                         }
                     }
-                    if stored {
+                    if !stored {
+                        continue;
+                    }
+                    let tile_bytes = bytes.next_multiple_of(BLOCK_BYTES);
+                    layout.all_bytes += tile_bytes;
+                    if on_node.contains(&elems.start) {
                         layout.table.push(TableEntry {
                             unit: unit as u32,
                             kind,
                             elem_offset: elems.start,
-                            tile_bytes: bytes.next_multiple_of(BLOCK_BYTES) as u32,
+                            tile_bytes: tile_bytes as u32,
                         });
                     }
                 }
@@ -204,6 +225,11 @@ impl Layout {
                     layout.units.push(first..layout.ranges.len() as u32);
                 }
             }
+        }
+        if layout.table.is_empty() {
+            return refuse(format!(
+                "tile_elems = {tile_elems} leaves no tile to ranks {local:?} of {ranks}: use fewer elements a tile, or fewer nodes"
+            ));
         }
         Ok(layout)
     }
@@ -218,7 +244,7 @@ impl Layout {
         &self.ranges
     }
 
-    /// Tiles of all ranks; the position is the tile's index for the daemon.
+    /// Tiles of this node's ranks; the position is the tile's index for the daemon.
     pub fn table(&self) -> &[TableEntry] {
         &self.table
     }
@@ -275,7 +301,12 @@ impl Layout {
             .max(BLOCK_BYTES)
     }
 
-    /// Bytes of all ranks' tiles, each counted once.
+    /// Bytes of the tiles of all ranks of all nodes, each counted once.
+    pub fn all_bytes(&self) -> u64 {
+        self.all_bytes
+    }
+
+    /// Bytes of the tiles of this node's ranks, each counted once.
     pub fn table_bytes(&self) -> u64 {
         self.table
             .iter()
@@ -283,7 +314,7 @@ impl Layout {
             .sum()
     }
 
-    /// Bytes of all ranks' tiles of units that are not trained.
+    /// Bytes of the tiles of this node's ranks of units that are not trained.
     pub fn frozen_bytes(&self) -> u64 {
         let tiles = self.table.iter();
         tiles
@@ -448,6 +479,45 @@ mod tests {
                 (0..table.table().len() as u32).collect::<Vec<_>>()
             );
         }
+    }
+
+    #[test]
+    fn the_tables_of_all_nodes_have_each_tile_once() {
+        let mut units = shapes(&[10_000, 4096, 0, 50_001, 90_000]);
+        units[1].trained = false;
+        let all = Layout::new(&units, 8192, 0, 1).unwrap();
+        for nodes in [&[0..1, 1..2][..], &[0..2, 2..3], &[0..1, 1..4, 4..6]] {
+            let ranks = nodes.last().unwrap().end;
+            let mut found = Vec::new();
+            for local in nodes {
+                let layouts = local
+                    .clone()
+                    .map(|rank| Layout::of_node(&units, 8192, rank, ranks, local.clone()).unwrap());
+                let layouts: Vec<Layout> = layouts.collect();
+                let table = layouts[0].table();
+                let mut own = 0;
+                for layout in &layouts {
+                    assert_eq!(layout.table(), table, "the ranks of a node share a table");
+                    assert_eq!(layout.all_bytes(), all.table_bytes());
+                    for (range, number) in layout.ranges().iter().zip(0..) {
+                        for kind in Kind::STORED {
+                            if layout.has(kind, number) {
+                                let entry = &table[layout.table_index(kind, number) as usize];
+                                assert_eq!(entry.elem_offset, range.elems.start);
+                                own += 1;
+                            }
+                        }
+                    }
+                }
+                assert_eq!(own, table.len(), "no tile of another node");
+                found.extend(table.to_vec());
+            }
+            let key = |tile: &TableEntry| (tile.kind as u8, tile.unit, tile.elem_offset);
+            found.sort_by_key(key);
+            assert_eq!(found, all.table(), "{nodes:?}");
+        }
+        let error = Layout::of_node(&shapes(&[8192]), 8192, 1, 2, 1..2).unwrap_err();
+        assert!(error.to_string().contains("leaves no tile"), "{error}");
     }
 
     #[test]

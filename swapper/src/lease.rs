@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use offload_client::Slot;
+use offload_client::{Generation, Slot};
 
 use crate::core::Request;
 use crate::layout::Kind;
@@ -58,6 +58,8 @@ pub(crate) enum Message<H> {
     Record(bool),
     /// Sets how long operations may be in flight without a completion.
     StallMax(Duration),
+    /// All nodes may confirm this generation.
+    Confirmable(Result<Generation, SwapperError>),
     /// Another thread knows that the present request cannot be served.
     Cancel { why: String },
     /// Ends the owner thread. In order, the session is closed; otherwise the session ends as in a crash.

@@ -30,6 +30,7 @@ mod driver;
 mod error;
 mod layout;
 mod lease;
+mod nodes;
 mod open;
 mod owner;
 pub mod schedule;
@@ -45,6 +46,7 @@ pub use layout::{
     Kind, Layout, TILE_ELEMS_MAX, TILE_ELEMS_STEP, TableEntry, TileBytes, TileRange, UnitShape,
     choose_tile_elems, resident, shard_elems, shard_of,
 };
+pub use nodes::{Exchange, Nodes};
 pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, FaultKind, IODEPTH_DEFAULT, IODEPTH_MAX,
     IODEPTH_MIN, TileError, private,

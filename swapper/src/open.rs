@@ -11,15 +11,14 @@ use offload_client::{
 use crate::SwapperError;
 use crate::backing::Arena;
 use crate::layout::{Kind, Layout};
+use crate::nodes::{self, Nodes};
 use crate::settings::{Backing, DeviceRates, MemoryPlan, Opened, StoreSettings, SwapperSettings};
 
-/// The swapper runs on one node, so a commit needs no confirmation by others.
-const NODES: u32 = 1;
-
+/// Returns the slots, what was found, and with several nodes the number of this start.
 pub(crate) fn open(
     settings: &SwapperSettings,
     layout: &Layout,
-) -> Result<(Arena, Opened), SwapperError> {
+) -> Result<(Arena, Opened, Option<u64>), SwapperError> {
     let memory = settings.plan_of(layout)?;
     match &settings.backing {
         Backing::Memory => open_memory(settings, memory),
@@ -27,12 +26,12 @@ pub(crate) fn open(
     }
 }
 
-/// Reads the layout description stored with `job` in the store behind `socket`; `None` if the store has no such job.
-/// Changes nothing.
+/// Reads the layout description stored with `job` in the store behind `socket`, and the number of its nodes; `None` if the
+/// store has no such job. Changes nothing.
 ///
 /// # Errors
 /// Same as [`Session::open`]: no daemon listens, or another session has the job open.
-pub fn job_layout(socket: &Path, job: &str) -> Result<Option<Vec<u8>>, ClientError> {
+pub fn job_layout(socket: &Path, job: &str) -> Result<Option<(Vec<u8>, u32)>, ClientError> {
     // The session moves no tile.
     let slot = SlotClass {
         slot_bytes: u64::from(BLOCK_BYTES),
@@ -46,7 +45,8 @@ pub fn job_layout(socket: &Path, job: &str) -> Result<Option<Vec<u8>>, ClientErr
         classes: vec![slot],
         iodepth: IODEPTH_MIN,
     })?;
-    let layout = session.info().job.as_ref().map(|job| job.layout.clone());
+    let job = session.info().job.as_ref();
+    let layout = job.map(|job| (job.layout.clone(), job.nodes));
     session.close()?;
     Ok(layout)
 }
@@ -54,7 +54,7 @@ pub fn job_layout(socket: &Path, job: &str) -> Result<Option<Vec<u8>>, ClientErr
 fn open_memory(
     settings: &SwapperSettings,
     memory: MemoryPlan,
-) -> Result<(Arena, Opened), SwapperError> {
+) -> Result<(Arena, Opened, Option<u64>), SwapperError> {
     let arena = MemoryArena::new(&memory.classes()).map_err(client(|| {
         format!("allocating {} bytes of host memory", memory.host_bytes())
     }))?;
@@ -69,7 +69,7 @@ fn open_memory(
         devices: Vec::new(),
         notes: Vec::new(),
     };
-    Ok((Arena::Memory(arena), opened))
+    Ok((Arena::Memory(arena), opened, None))
 }
 
 fn open_store(
@@ -77,12 +77,12 @@ fn open_store(
     store: &StoreSettings,
     layout: &Layout,
     memory: MemoryPlan,
-) -> Result<(Arena, Opened), SwapperError> {
+) -> Result<(Arena, Opened, Option<u64>), SwapperError> {
     let mut session = Session::open(SessionSettings {
         socket: store.socket.clone(),
         job: store.job.clone(),
         rank: Rank(settings.rank),
-        local_ranks: settings.ranks,
+        local_ranks: settings.local().len() as u32,
         classes: memory.classes().to_vec(),
         iodepth: settings.iodepth,
     })
@@ -92,9 +92,14 @@ fn open_store(
         layout: settings.layout.clone(),
         tiles: tiles(layout),
         durability: store.durability,
-        nodes: NODES,
+        nodes: store.nodes.as_ref().map_or(1, Nodes::count),
     };
-    let generation = match &session.info().job {
+    let record = session.info().job.as_ref();
+    let agreed = match &store.nodes {
+        Some(nodes) => Some(nodes.agree(record)?),
+        None => None,
+    };
+    match record {
         Some(record) => {
             if let Some(what) = difference(record, &definition) {
                 return Err(SwapperError::LayoutChanged {
@@ -102,10 +107,6 @@ fn open_store(
                     what,
                 });
             }
-            record
-                .generations
-                .last()
-                .map_or(Generation(0), |newest| newest.generation)
         }
         None => {
             session.define_tiles(definition).map_err(client(|| {
@@ -114,8 +115,15 @@ fn open_store(
                     memory.table_count, store.job
                 )
             }))?;
-            Generation(0)
         }
+    }
+    let newest = || {
+        let record = session.info().job.as_ref()?;
+        Some(record.generations.last()?.generation)
+    };
+    let generation = match &agreed {
+        Some(agreed) => agreed.generation,
+        None => newest().unwrap_or(Generation(0)),
     };
     session.resume(generation).map_err(client(|| {
         format!("resuming generation {generation} of job {:?}", store.job)
@@ -123,9 +131,13 @@ fn open_store(
 
     reserve_gradients(&mut session, settings, store, layout)?;
     let info = session.info();
+    let given = |blob: Vec<u8>| match &store.nodes {
+        Some(_) => nodes::split(&blob).map_or_else(Vec::new, |(_, given)| given.to_vec()),
+        None => blob,
+    };
     let opened = Opened {
-        resumed: blob_of(info, generation, &store.job)?,
-        resumed_own: own_blob_of(info, generation, Rank(settings.rank)),
+        resumed: blob_of(info, generation, &store.job)?.map(given),
+        resumed_own: own_blob_of(info, generation, Rank(settings.rank)).map(given),
         generation: generation.0,
         memory,
         arena: Some(session.memory()),
@@ -157,7 +169,8 @@ fn open_store(
             ),
         });
     }
-    Ok((Arena::Session(Box::new(session)), opened))
+    let start = agreed.map(|agreed| agreed.start);
+    Ok((Arena::Session(Box::new(session)), opened, start))
 }
 
 /// Reserves scratch tiles for the gradients that are not kept in host memory.
@@ -250,7 +263,10 @@ fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
         ));
     }
     if record.nodes != wanted.nodes {
-        return Some(format!("it runs on {} nodes", record.nodes));
+        return Some(format!(
+            "it runs on {} nodes, not {}",
+            record.nodes, wanted.nodes
+        ));
     }
     if record.tiles != wanted.tiles {
         let first = record
@@ -260,7 +276,7 @@ fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
             .position(|(has, wants)| has != wants)
             .unwrap_or_else(|| record.tiles.len().min(wanted.tiles.len()));
         return Some(format!(
-            "it has {} tiles instead of {}; tile {first} is the first that differs: tile_elems or the precision changed",
+            "it has {} tiles instead of {}; tile {first} is the first that differs: tile_elems, the precision or the ranks of each node changed",
             record.tiles.len(),
             wanted.tiles.len()
         ));

@@ -11,7 +11,8 @@ use crate::backing::Arena;
 use crate::driver::Driver;
 use crate::layout::Layout;
 use crate::lease::{Message, Reply};
-use crate::settings::{Opened, SwapperSettings};
+use crate::nodes::Confirmer;
+use crate::settings::{Backing, Opened, SwapperSettings};
 use crate::swapper::Optimizer;
 use crate::worker;
 
@@ -58,6 +59,7 @@ impl<H: Clone + Send + 'static> Owner<H> {
         layout: Arc<Layout>,
         arena: Arena,
         opened: &Opened,
+        start: Option<u64>,
         optimizers: Vec<Box<dyn Optimizer<H>>>,
     ) -> (Self, Inbox<H>, Receiver<Reply>) {
         let (sender, messages) = channel();
@@ -78,6 +80,14 @@ impl<H: Clone + Send + 'static> Owner<H> {
             })
             .collect();
         let workers_count = workers.len();
+        let confirmer = match (&settings.backing, start) {
+            (Backing::Store(store), Some(start)) => store.nodes.clone().map(|nodes| {
+                let inbox = inbox.clone();
+                let answer = move |found| inbox.send(Message::Confirmable(found)).is_ok();
+                Confirmer::start(nodes, start, answer)
+            }),
+            _ => None,
+        };
         let driver = Driver::new(
             settings,
             layout,
@@ -86,7 +96,8 @@ impl<H: Clone + Send + 'static> Owner<H> {
             replies,
             jobs,
             workers_count,
-        );
+        )
+        .with_confirmer(confirmer);
         let thread = std::thread::spawn(move || {
             // The driver's end closes the job queue, which ends the workers. Their panics came as messages.
             let result = driver.run(&messages);

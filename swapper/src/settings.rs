@@ -1,10 +1,12 @@
 //! The settings of a swapper, the memory they need, and what opening returns.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use offload_client::{ArenaMemory, IODEPTH_MIN, SlotClass};
 
 use crate::layout::{Kind, Layout, UnitShape, resident};
+use crate::nodes::Nodes;
 use crate::{Schedule, SwapperError};
 
 /// Fewest staging slots of each kind: one tile is in use while the next one moves.
@@ -37,8 +39,10 @@ pub struct SwapperSettings {
     pub layout: Vec<u8>,
     /// Index of this process in the job.
     pub rank: u32,
-    /// Processes of the job, all on this node.
+    /// Processes of the job.
     pub ranks: u32,
+    /// Processes of the job on this node; `None` when all are.
+    pub node_ranks: Option<Range<u32>>,
 }
 
 /// Number of staging slots.
@@ -82,6 +86,8 @@ pub struct StoreSettings {
     pub job: String,
     /// Whether committed tiles survive a crash.
     pub durability: offload_client::Durability,
+    /// The job's nodes, if there are several.
+    pub nodes: Option<Nodes>,
 }
 
 /// Host and device memory of a swapper, known before it starts.
@@ -107,15 +113,17 @@ pub struct MemoryPlan {
     pub state_slot_bytes: u64,
     /// Bytes of one `grad` slot.
     pub grad_slot_bytes: u64,
-    /// Bytes of all ranks' tiles, each counted once; a durable store holds two copies.
+    /// Bytes of the tiles of all ranks of all nodes, each counted once.
+    pub all_bytes: u64,
+    /// Bytes of the tiles of this node's ranks, each counted once; a durable store holds two copies.
     pub table_bytes: u64,
     /// Part of `table_bytes` in units that are not trained; a store holds one copy of it.
     pub frozen_bytes: u64,
-    /// Tiles of all ranks.
+    /// Tiles of this node's ranks.
     pub table_count: usize,
     /// Bytes of this rank's gradients that go to devices.
     pub scratch_bytes: u64,
-    /// Ranks that share the tiles.
+    /// Ranks of this node.
     pub ranks: u32,
 }
 
@@ -189,7 +197,7 @@ impl MemoryPlan {
         ]
     }
 
-    /// Bytes that the tiles of all ranks need on devices: one or two extents a tile, one for tiles that are not trained and
+    /// Bytes that the tiles of this node's ranks need on devices: one or two extents a tile, one for tiles that are not trained and
     /// for gradients that are not kept in host memory.
     pub fn device_bytes(&self, durability: offload_client::Durability) -> u64 {
         let extents = match durability {
@@ -211,7 +219,13 @@ impl SwapperSettings {
 
     /// Divides the units among the ranks and cuts this rank's part into tiles.
     pub fn cut(&self) -> Result<Layout, SwapperError> {
-        Layout::new(&self.units, self.tile_elems, self.rank, self.ranks)
+        let (rank, ranks) = (self.rank, self.ranks);
+        Layout::of_node(&self.units, self.tile_elems, rank, ranks, self.local())
+    }
+
+    /// Ranks on this node.
+    pub fn local(&self) -> Range<u32> {
+        self.node_ranks.clone().unwrap_or(0..self.ranks)
     }
 
     /// Which ranges' tiles stay in host memory, by kind. A tile that a range does not have stays nowhere.
@@ -277,11 +291,12 @@ impl SwapperSettings {
             param_slot_bytes: layout.slot_bytes(Kind::Param),
             state_slot_bytes: layout.slot_bytes(Kind::State),
             grad_slot_bytes: layout.slot_bytes(Kind::Grad),
+            all_bytes: layout.all_bytes(),
             table_bytes: layout.table_bytes(),
             frozen_bytes: layout.frozen_bytes(),
             table_count: layout.table().len(),
             scratch_bytes,
-            ranks: self.ranks,
+            ranks: self.local().len() as u32,
         };
         let staged = [0, 1, 2].map(|kind: usize| tile_counts[kind] - resident_counts[kind]);
         let slot_bytes = Kind::ALL.map(|kind| layout.slot_bytes(kind));
@@ -463,6 +478,7 @@ mod tests {
             param_slot_bytes: 4096,
             state_slot_bytes: 9_052_160,
             grad_slot_bytes: 4096,
+            all_bytes: 0,
             table_bytes: 0,
             frozen_bytes: 0,
             table_count: 0,

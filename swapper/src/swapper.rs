@@ -153,9 +153,16 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     ) -> Result<(Self, Opened), SwapperError> {
         assert!(!optimizers.is_empty(), "somebody updates");
         let layout = Arc::new(settings.cut()?);
-        let (backing, opened) = open::open(&settings, &layout)?;
-        let (owner, inbox, replies) =
-            Owner::start(&settings, layout.clone(), backing, &opened, optimizers);
+        let (backing, opened, start) = open::open(&settings, &layout)?;
+        let layout_of_owner = layout.clone();
+        let (owner, inbox, replies) = Owner::start(
+            &settings,
+            layout_of_owner,
+            backing,
+            &opened,
+            start,
+            optimizers,
+        );
         let swapper = Self {
             layout,
             schedule: settings.schedule,

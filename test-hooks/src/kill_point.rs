@@ -28,6 +28,10 @@ pub enum Point {
     Writing,
     /// A generation is about to be committed.
     Committing,
+    /// A generation is durable on this node, and the other nodes do not know it yet.
+    Prepared,
+    /// A generation is durable on every node and about to be confirmed on this one.
+    Confirming,
     /// A commit was acknowledged, and nothing has used the acknowledgement yet.
     Committed,
     /// The log line of a step is about to be written.
@@ -50,7 +54,7 @@ pub enum Point {
 
 impl Point {
     /// All points, in the order in which a process reaches them.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 21] = [
         Self::Tokens,
         Self::Opening,
         Self::Describing,
@@ -61,6 +65,8 @@ impl Point {
         Self::Updated,
         Self::Writing,
         Self::Committing,
+        Self::Prepared,
+        Self::Confirming,
         Self::Committed,
         Self::Telling,
         Self::Checkpointing,
@@ -85,6 +91,8 @@ impl Point {
             Self::Updated => "updated",
             Self::Writing => "writing",
             Self::Committing => "committing",
+            Self::Prepared => "prepared",
+            Self::Confirming => "confirming",
             Self::Committed => "committed",
             Self::Telling => "telling",
             Self::Checkpointing => "saving",

@@ -8,9 +8,8 @@ use swapper::{Layout, TileVisitor};
 
 use crate::config::{DeviceChoice, RunSettings};
 use crate::model::UnitLayout;
-use crate::open::{OpenRun, Prepared, RunError, Start, repair};
-use training_state::ranks::Ranks;
-use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState};
+use crate::open::{OpenRun, Prepared, RunError, Site, Start, repair};
+use training_state::run::{Checkpoint, CheckpointName, RunDir, RunState, resolved};
 
 /// Reader of one state of a run.
 pub(crate) struct RunStateReader {
@@ -48,11 +47,20 @@ impl RunStateReader {
         // Tiles have the same bytes wherever they were kept, so no GPU is needed to read them.
         settings.train.device = DeviceChoice::Cpu;
         // One process reads what any number of ranks wrote.
-        settings.ranks = 1;
+        (settings.ranks, settings.local_ranks) = (1, 1);
         let has_store = settings.placement.has_store();
         let start = checkpoint.map_or(Start::GoOn, Start::Checkpoint);
         repair(&settings, &mut |note| tracing::warn!("{note}"))?;
-        let prepared = Prepared::new(settings, &start, Ranks::alone())?;
+        let run_dir = resolved(&settings.train.run_dir);
+        if has_store
+            && start == Start::GoOn
+            && let Some(described) = RunDir::described(&run_dir)?
+            && described.nodes > 1
+        {
+            let nodes = described.nodes;
+            return Err(RunError::OnNodes { run_dir, nodes });
+        }
+        let prepared = Prepared::new(settings, &start, Site::alone(&run_dir)?)?;
         let (units, master) = (prepared.plan.units.clone(), prepared.plan.master);
         if has_store && start == Start::GoOn {
             let run = prepared.open_existing()?;

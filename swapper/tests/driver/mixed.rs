@@ -141,6 +141,7 @@ fn mixed_units_come_back_from_devices_and_frozen_ones_are_written_once() {
             socket: daemon.socket().to_path_buf(),
             job: what.clone(),
             durability: Durability::Committed,
+            nodes: None,
         });
         let settings = settings(schedule, backing);
         toy::assert_same(&steps(&settings, 2, 2), &reference(2, 2), &what);
@@ -157,6 +158,7 @@ fn a_visit_in_the_middle_of_a_step_sees_the_step_before_and_keeps_the_gradients(
             socket: daemon.socket().to_path_buf(),
             job: format!("{schedule:?}"),
             durability: Durability::Committed,
+            nodes: None,
         };
         for backing in [Backing::Memory, Backing::Store(store)] {
             let what = format!("{schedule:?} {backing:?}");

@@ -41,6 +41,7 @@ fn settings(daemon: &PrivateDaemon, job: &str) -> SwapperSettings {
         socket: daemon.socket().to_path_buf(),
         job: job.into(),
         durability: Durability::Committed,
+        nodes: None,
     }))
 }
 

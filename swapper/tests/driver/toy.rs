@@ -43,6 +43,7 @@ pub(crate) fn settings(backing: Backing) -> SwapperSettings {
         layout: b"toy".to_vec(),
         rank: 0,
         ranks: 1,
+        node_ranks: None,
     }
 }
 

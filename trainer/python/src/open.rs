@@ -175,6 +175,7 @@ impl Plan {
             socket,
             job: self.job.clone(),
             durability: Durability::Committed,
+            nodes: None,
         })
     }
 }
@@ -204,6 +205,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         layout: Vec::new(),
         rank: plan.rank,
         ranks: plan.ranks,
+        node_ranks: None,
     })
 }
 

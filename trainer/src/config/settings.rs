@@ -37,6 +37,9 @@ pub struct RunSettings {
     pub batch: Batch,
     /// Processes that train the run together.
     pub ranks: u32,
+    /// Processes among them on this node.
+    #[serde(skip)]
+    pub local_ranks: u32,
     /// Largest global norm of the gradients; 0 disables clipping.
     pub gradient_clipping: f64,
     /// Whether `gradient_clipping` is the default.

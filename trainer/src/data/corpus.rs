@@ -207,7 +207,7 @@ impl Corpus {
         say: &mut dyn FnMut(String),
     ) -> Result<(), DataError> {
         // The other ranks wait, so the first one may use their threads too.
-        let threads = settings.train.threads * settings.ranks as usize;
+        let threads = settings.train.threads * settings.local_ranks as usize;
         let owned = settings.data.cache.is_none();
         self.prepare_in(&dir(settings), owned, threads, say)
     }

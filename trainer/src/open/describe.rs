@@ -43,6 +43,7 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
         socket: settings.offload.socket.as_deref().map(resolved),
         first_weights: Value::Null,
         id: None,
+        nodes: 1,
     }
 }
 

@@ -76,6 +76,25 @@ pub enum RunError {
         run_dir.display()
     )]
     StoreMissing { run_dir: PathBuf, files: String },
+    #[error(
+        "node {node} does not see the run's directory {} as the first node does, and checkpoints are written there by all nodes: set train.run_dir to a shared directory, or keep the state on nvme and make no checkpoints (train.checkpoint_every = 0, no train.checkpoint_best, no train.export_to)",
+        run_dir.display()
+    )]
+    NotShared { node: u32, run_dir: PathBuf },
+    #[error(
+        "node {node}: the store on {devices} holds {found}, not {expected}: set zero_optimization's nvme_path to this node's own drives, or resume all nodes from a checkpoint with --resume-from STEP (`trainer runs` lists them)"
+    )]
+    OtherStore {
+        node: u32,
+        devices: String,
+        found: String,
+        expected: String,
+    },
+    #[error(
+        "the state of the run in {} is on {nodes} nodes: name a checkpoint with --checkpoint STEP (`trainer runs` lists them)",
+        run_dir.display()
+    )]
+    OnNodes { run_dir: PathBuf, nodes: u32 },
     #[error("the run in {} has committed nothing yet: train it for at least one step", run_dir.display())]
     NothingCommitted { run_dir: PathBuf },
 }

@@ -9,16 +9,18 @@ mod opening;
 mod repair;
 mod run;
 mod shared;
+mod site;
 
 use std::path::{Path, PathBuf};
 
 use kernels::gpu::Gpu;
 use serde_json::Value;
-use swapper::Daemon;
+use swapper::{Backing, Daemon};
 
 pub use error::RunError;
 pub(crate) use repair::repair;
 pub(crate) use run::OpenRun;
+pub(crate) use site::{Found, Site};
 
 use crate::accelerator;
 use crate::config::{FirstWeights, RunSettings, SettingsError};
@@ -26,13 +28,11 @@ use crate::data::Data;
 use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
 pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_DIR};
-use describe::{describe, tile_elems_of, trained_with};
+use describe::{describe, trained_with};
 use first::First;
 use shared::elsewhere;
 use training_state::ranks::Ranks;
-use training_state::run::{
-    Checkpoint, CheckpointName, Origin, RunDescription, RunDir, RunId, resolved,
-};
+use training_state::run::{Checkpoint, CheckpointName, RunDescription, RunDir, RunId, resolved};
 use training_state::store::{StoreError, StoreFiles};
 
 /// Point from which a start begins.
@@ -55,9 +55,11 @@ pub(crate) struct Prepared {
     pub(crate) settings: RunSettings,
     pub(crate) plan: Plan,
     run_dir: PathBuf,
+    /// Identity of this node's part of the run.
     id: RunId,
-    /// The run whose directory was copied to make this one, if any.
-    copy_of: Option<PathBuf>,
+    site: Site,
+    /// Whether the store begins anew: it has tiles of other nodes, or the nodes would have to agree on what it holds.
+    renews_store: bool,
     /// Files of the private store, if the run has one.
     files: Option<StoreFiles>,
     description: RunDescription,
@@ -82,14 +84,17 @@ impl Prepared {
     pub(crate) fn new(
         mut settings: RunSettings,
         start: &Start,
-        ranks: Ranks,
+        site: Site,
     ) -> Result<Self, RunError> {
+        let ranks = site.ranks.clone();
         assert_eq!(settings.ranks, ranks.count(), "settings for these ranks");
         let run_dir = resolved(&settings.train.run_dir);
-        let (id, origin) = RunId::of(&run_dir);
+        let id = site.found.id.of_node(ranks.node(), &run_dir);
         let fresh = matches!(start, Start::Fresh);
+        let has_store = settings.placement.has_store();
+        site.check_dirs(&run_dir, *start == Start::GoOn && has_store)?;
         let from = match start {
-            Start::Checkpoint(name) => Some(name.find(&run_dir)?),
+            Start::Checkpoint(name) => Some(name.find(&site.whole_dir)?),
             _ => None,
         };
         let from = from
@@ -99,18 +104,30 @@ impl Prepared {
             // The tile size chosen for an existing run stays, even if a new run would get another one.
             settings.offload.tile_elems = match &from {
                 Some(checkpoint) => checkpoint.description.layout["tile_elems"].as_u64(),
-                None => tile_elems_of(&run_dir)?,
+                None => site.found.tile_elems,
             };
         }
         // Opened first because creating the GPU's context takes a while; the plan then finds it ready.
-        let gpu = accelerator::open(settings.train.device, ranks.rank(), ranks.count())?;
+        let gpu = accelerator::open(
+            settings.train.device,
+            ranks.local_rank(),
+            settings.local_ranks,
+        )?;
         let hardware = Hardware::new(&settings, &Overrides::default());
         let mut plan = Plan::new(&settings, hardware)?;
         if settings.placement.stage.divides_state() {
             plan.swapper.rank = ranks.rank();
+            let local = plan.swapper.node_ranks.as_mut();
+            local.into_iter().for_each(|local| *local = ranks.local());
+            // Refuses a node without tiles.
+            plan.swapper.cut()?;
+        }
+        if let Backing::Store(store) = &mut plan.swapper.backing {
+            store.nodes = site.nodes.clone();
         }
         let trained_with = trained_with(&settings);
         let mut description = describe(&settings, &plan);
+        description.nodes = if has_store { ranks.nodes() } else { 1 };
         let begun = match &from {
             None => !fresh && RunDir::check(&run_dir, &description)?,
             // Everything comes from the checkpoint, so only the layout must match, not where the state was kept.
@@ -120,7 +137,7 @@ impl Prepared {
             }
         };
         // An error even if the run would resume: the settings ask for a new run.
-        if settings.first_weights == FirstWeights::Run(run_dir.clone()) {
+        if settings.first_weights == FirstWeights::Run(site.whole_dir.clone()) {
             return Err(RunError::FromItself { dir: run_dir });
         }
         let first = match First::look(&settings) {
@@ -130,9 +147,11 @@ impl Prepared {
         let files = plan.store_files(&settings, &id.job);
         let paths = files.as_ref().map_or(&[][..], StoreFiles::paths);
         description.files = paths.iter().map(|path| resolved(path)).collect();
+        let mut renews_store = from.is_some() && has_store && ranks.nodes() > 1;
         if from.is_some()
             && let Some(earlier) = RunDir::described(&run_dir)?
         {
+            renews_store |= has_store && earlier.nodes > 1;
             // Files of a store that the run moves away from are kept until --fresh.
             let files = &mut description.files;
             let left = earlier.files.into_iter();
@@ -144,10 +163,8 @@ impl Prepared {
             plan,
             run_dir,
             id,
-            copy_of: match origin {
-                Origin::CopyOf(of) => Some(of),
-                _ => None,
-            },
+            site,
+            renews_store,
             files,
             description,
             trained_with,
@@ -181,7 +198,7 @@ impl Prepared {
     /// The first shortage found.
     pub(crate) fn check_room(&self) -> Result<(), RunError> {
         // The plan covers all ranks of the node, so only the first one checks.
-        if !self.ranks.is_first() {
+        if !self.ranks.is_first_of_node() {
             return Ok(());
         }
         if let Some(files) = &self.files {
@@ -200,10 +217,39 @@ impl Prepared {
             (None, true) => Beginning::Resumed,
             (None, false) => Beginning::Fresh,
         };
-        if let Some(warning) = plan.check_space(&self.settings, beginning)? {
+        let mut settings = self.settings.clone();
+        if !self.ranks.is_first() {
+            // Checkpoints are in the first node's directory.
+            settings.train.checkpoint_every = 0;
+            settings.train.checkpoint_best = false;
+        }
+        if (self.ranks.is_first() || settings.placement.has_store())
+            && let Some(warning) = plan.check_space(&settings, beginning)?
+        {
             tracing::warn!("{warning}");
         }
         Ok(plan.check()?)
+    }
+
+    /// Takes the choices that all ranks must make alike from the first rank: machines differ in memory and rates.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(crate) fn agree(&mut self) -> Result<(), RunError> {
+        let every = self.plan.swapper.commit_every;
+        let [every] = self.ranks.numbers([every])?[0];
+        self.plan.swapper.commit_every = every;
+        Ok(())
+    }
+
+    /// Whether the run makes checkpoints, which all nodes write into one directory.
+    fn makes_checkpoints(&self) -> bool {
+        let train = &self.settings.train;
+        !self.settings.placement.has_store()
+            || train.checkpoint_every > 0
+            || train.checkpoint_best
+            || train.export_to.is_some()
+            || self.from.is_some()
     }
 
     /// Reads the initial weights of a fresh run once, to reject unusable values before anything is created.
@@ -213,7 +259,7 @@ impl Prepared {
     pub(crate) fn check_weights(&self) -> Result<(), RunError> {
         let fresh = !self.begun && self.from.is_none();
         // The other ranks wait, so the first one may use their threads too.
-        let threads = self.settings.train.threads * self.settings.ranks as usize;
+        let threads = self.settings.train.threads * self.settings.local_ranks as usize;
         match &self.first {
             Ok(First::Files(weights)) if fresh => Ok(weights.check(threads)?),
             _ => Ok(()),

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use swapper::Backing;
 use swapper::private::PrivateDaemon;
+use swapper::{Backing, Daemon};
 use test_hooks::kill_point::{Point, reach};
 
 use super::describe::SHARED_STORE;
@@ -19,21 +19,19 @@ use training_state::checkpoint_tap::CheckpointTap;
 use training_state::metrics::{MetricsFile, StepMetrics};
 use training_state::ranks::Ranks;
 use training_state::run::{
-    Checkpoint, Checkpoints, ModelFiles, RunDescription, RunDir, RunId, RunState, daemon_dir,
+    Checkpoint, ModelFiles, RunDescription, RunDir, RunId, RunState, daemon_dir, resolved,
 };
 use training_state::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 
-/// Results of the first rank's start that the other ranks need.
+/// Results of the start of a node's first rank that its other ranks need.
 #[derive(Serialize, Deserialize)]
 struct Started {
     /// Steps in the metrics of an earlier start.
     steps: u64,
     /// Socket of the private daemon.
     socket: Option<PathBuf>,
-    /// Checkpoint that the run begins from, if not from its store's newest generation.
-    checkpoint: Option<PathBuf>,
-    /// Identity of the run, as found or chosen by the first rank.
-    id: RunId,
+    /// Step of the checkpoint that a run without a store resumes from.
+    newest: Option<u64>,
 }
 
 impl Prepared {
@@ -41,7 +39,8 @@ impl Prepared {
     /// it was resumed. If the run begins with another run's weights, `copy_weights` copies them.
     ///
     /// # Errors
-    /// The directory, the store, the daemon or the checkpoint fails; another rank failed or is gone.
+    /// The directory, the store, the daemon or the checkpoint fails; the nodes' stores do not belong together;
+    /// another rank failed or is gone.
     pub(crate) fn open(
         self,
         start: &Start,
@@ -49,31 +48,44 @@ impl Prepared {
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), RunError> {
         let ranks = self.ranks.clone();
+        if ranks.nodes() > 1 && self.makes_checkpoints() {
+            self.site.check_shared()?;
+        }
+        if self.renews_store {
+            self.check_checkpoint()?;
+        }
         let mut kept = None;
-        let started =
-            ranks.by_first::<_, RunError>("opening the run's directory and store", || {
+        let Started { socket, .. } =
+            ranks.by_first_of_node("opening the run's directory and store", || {
                 let (dir, daemon, started) = self.start(start, say)?;
-                kept = Some((dir, daemon));
-                Ok(started)
+                kept = Some((dir, daemon, (started.steps, started.newest)));
+                Ok::<_, RunError>(started)
             })?;
+        // The first node has the run's metrics and checkpoints.
+        let (steps, newest) = ranks
+            .by_first::<_, RunError>("looking for the newest state", || {
+                Ok(kept.as_ref().expect("the first rank has started").2)
+            })?;
+        let newest = newest
+            .map(|step| self.site.checkpoints().at(step))
+            .transpose();
+        let checkpoint = self.from.clone().or(newest?);
         let (mut run, committed) = ranks.together("opening the run", || {
-            let (dir, daemon) =
-                kept.unwrap_or_else(|| (RunDir::joined(&self.run_dir, &started.id), None));
-            self.open_at(dir, daemon, started.socket)
+            let (dir, daemon) = match kept {
+                Some((dir, daemon, _)) => (dir, daemon),
+                None => (RunDir::joined(&self.run_dir, &self.id), None),
+            };
+            self.open_at(dir, daemon, socket)
         })?;
-        let (steps, resumed) = (
-            started.steps,
-            committed.is_some() || started.checkpoint.is_some(),
-        );
+        let resumed = committed.is_some() || checkpoint.is_some();
         if !resumed && steps > 0 && self.settings.placement.has_store() {
             let devices = run.opened.devices.iter();
             return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
         }
-        match (started.checkpoint, committed) {
+        match (checkpoint, committed) {
             (Some(checkpoint), _) => {
-                let dir = run.dir.path().to_owned();
                 let mut notes = Vec::new();
-                let mut on_checked = || self.go_back(start, &checkpoint, &dir, &mut notes);
+                let mut on_checked = || self.go_back(start, &checkpoint, &mut notes);
                 run.restore(&checkpoint, &mut on_checked, say)?;
                 notes.into_iter().for_each(&mut *say);
             }
@@ -99,11 +111,11 @@ impl Prepared {
             Some(bring(self.first, &staged, model, &ranks, copy_weights)?)
         };
         let lost_steps = if resumed { 0 } else { steps };
-        ranks.together("describing the run", || match ranks.is_first() {
+        ranks.together("describing the run", || match ranks.is_first_of_node() {
             true => record(
                 &run.dir,
                 self.description,
-                &self.settings,
+                ranks.is_first().then_some(&self.settings),
                 first.as_ref(),
                 lost_steps,
                 say,
@@ -113,9 +125,11 @@ impl Prepared {
         if let Some(first) = first {
             ranks.together("filling the tiles", || run.initialize(&first))?;
             // Also removes files left by a start that was killed.
-            ranks.together("removing what it started with", || match ranks.is_first() {
-                true => Ok::<(), RunError>(staged.remove()?),
-                false => Ok(()),
+            ranks.together("removing what it started with", || {
+                match ranks.is_first_of_node() {
+                    true => Ok::<(), RunError>(staged.remove()?),
+                    false => Ok(()),
+                }
             })?;
         }
         reach(Point::Opened);
@@ -127,15 +141,14 @@ impl Prepared {
         &self,
         start: &Start,
         checkpoint: &Path,
-        run_dir: &Path,
         notes: &mut Vec<String>,
     ) -> Result<(), RunError> {
         if !matches!(start, Start::Checkpoint(_)) {
             return Ok(());
         }
         let step = Checkpoint::open(checkpoint, 0)?.description.step;
-        let metrics = MetricsFile::path(run_dir);
-        if let Some(aside) = Checkpoints::of(run_dir).set_aside_after(step, &metrics)? {
+        let metrics = MetricsFile::path(&self.site.whole_dir);
+        if let Some(aside) = (self.site.checkpoints()).set_aside_after(step, &metrics)? {
             notes.push(format!(
                 "note: checkpoints newer than step {step} and a copy of the metrics were moved to {}",
                 aside.display()
@@ -144,8 +157,20 @@ impl Prepared {
         Ok(())
     }
 
-    /// Does the first rank's part: locks the directory, removes an earlier run if asked to, starts a private
-    /// daemon.
+    /// Verifies the checkpoint to begin from, before the store that it replaces is removed.
+    fn check_checkpoint(&self) -> Result<(), RunError> {
+        let Some(dir) = &self.from else {
+            return Ok(());
+        };
+        (self.ranks).together::<_, RunError>("checking the checkpoint", || {
+            let layout = self.plan.swapper.cut()?;
+            let mut checkpoint = Checkpoint::open(dir, self.ranks.rank())?;
+            Ok(checkpoint.check(layout.ranges(), &mut |_| {})?)
+        })
+    }
+
+    /// Does the part of a node's first rank: locks the directory, removes an earlier run if asked to, starts a
+    /// private daemon.
     fn start(
         &self,
         start: &Start,
@@ -155,17 +180,22 @@ impl Prepared {
         if matches!(start, Start::Fresh) {
             self.forget(&dir, say)?;
         }
-        let checkpoints = dir.checkpoints();
-        checkpoints.clean()?;
-        let checkpoint = match &self.from {
-            Some(checkpoint) => Some(checkpoint.clone()),
-            None if self.settings.placement.has_store() => None,
-            None => checkpoints.newest()?,
-        };
+        let mut newest = None;
+        if self.ranks.is_first() {
+            let checkpoints = self.site.checkpoints();
+            checkpoints.clean()?;
+            if self.from.is_none() && !self.settings.placement.has_store() {
+                newest = checkpoints.list()?.pop().map(|checkpoint| checkpoint.step);
+            }
+        }
+        if self.renews_store {
+            self.renew_store(&dir)?;
+        }
         let steps = MetricsFile::last_step(dir.path());
+        let has_checkpoint = self.from.is_some() || newest.is_some();
         // Checked before a private daemon creates its files anew or a shared one reserves space for a new
         // job.
-        if steps > 0 && checkpoint.is_none() && !self.store_has_job()? {
+        if steps > 0 && !has_checkpoint && !self.store_has_job()? {
             let files = self.files.as_ref().map(StoreFiles::names);
             let socket = || {
                 self.settings
@@ -177,15 +207,70 @@ impl Prepared {
             return Err(self.lost(steps, files.unwrap_or_else(|| socket().collect())));
         }
         let daemon = self.private_daemon(&dir)?;
+        if let Some(daemon) = daemon.as_ref().filter(|_| self.ranks.nodes() > 1) {
+            self.check_private_store(daemon)?;
+        }
         reach(Point::Opening);
-        let socket = daemon.as_ref().map(|daemon| daemon.socket().to_path_buf());
         let started = Started {
             steps,
-            socket,
-            checkpoint,
-            id: dir.id().clone(),
+            socket: daemon.as_ref().map(|daemon| daemon.socket().to_path_buf()),
+            newest,
         };
         Ok((dir, daemon, started))
+    }
+
+    /// Removes the run's earlier store; its state comes from a checkpoint. The record of the nodes is changed
+    /// first: a start that dies in between leaves a run that says what it needs.
+    fn renew_store(&self, dir: &RunDir) -> Result<(), RunError> {
+        if let Some(mut earlier) = dir.earlier() {
+            earlier.nodes = self.description.nodes;
+            dir.describe(&earlier)?;
+        }
+        self.remove_store(dir)
+    }
+
+    /// Removes the files of the run's private store, or its job in a shared one.
+    fn remove_store(&self, dir: &RunDir) -> Result<(), RunError> {
+        let own = self.files.iter().flat_map(StoreFiles::paths);
+        let mut files: Vec<PathBuf> = own.map(|path| resolved(path)).collect();
+        if let Some(earlier) = &dir.earlier() {
+            // The directory may be a copy and name another run's files; those are not removed.
+            let name = file_name(dir.job_name());
+            let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
+            files.extend(earlier.files.iter().filter(ours).cloned());
+        }
+        remove_files(&files)?;
+        if self.settings.offload.socket.is_some()
+            && self.store_has_job()?
+            && let Some(daemon) = self.shared_daemon()?
+        {
+            daemon
+                .drop_job(dir.job_name())
+                .map_err(StoreError::Daemon)?;
+        }
+        Ok(())
+    }
+
+    /// Checks that the private store behind `daemon` does not hold the part of another node or run.
+    fn check_private_store(&self, daemon: &PrivateDaemon) -> Result<(), RunError> {
+        let daemon = Daemon::connect(daemon.socket()).map_err(StoreError::Daemon)?;
+        let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+        if jobs.iter().any(|job| job.job == self.id.job) {
+            return Ok(());
+        }
+        let Some(other) = jobs.into_iter().next() else {
+            return Ok(());
+        };
+        let devices = daemon.info().devices.iter();
+        let devices: Vec<String> = devices
+            .map(|device| device.path.display().to_string())
+            .collect();
+        Err(RunError::OtherStore {
+            node: self.ranks.node(),
+            devices: devices.join(", "),
+            found: RunId::describe_job(&other.job),
+            expected: RunId::describe_job(&self.id.job),
+        })
     }
 
     fn lost(&self, steps: u64, devices: Vec<String>) -> RunError {
@@ -194,13 +279,18 @@ impl Prepared {
             steps,
             devices: devices.join(", "),
             job: self.id.job.clone(),
-            copy: self.copy_of.as_ref().map_or(String::new(), |of| {
-                format!(
-                    "{} is a copy of the run in {}; the store still belongs to that run. ",
-                    self.run_dir.display(),
-                    of.display()
-                )
-            }),
+            copy: self
+                .site
+                .found
+                .copy_of
+                .as_ref()
+                .map_or(String::new(), |of| {
+                    format!(
+                        "{} is a copy of the run in {}; the store still belongs to that run. ",
+                        self.run_dir.display(),
+                        of.display()
+                    )
+                }),
         }
     }
 
@@ -246,7 +336,7 @@ impl Prepared {
         if self.begun {
             let dir = RunDir::open(&self.run_dir, &self.id)?;
             if let Some(checkpoint) = self.from.map_or_else(
-                || dir.checkpoints().newest(),
+                || self.site.checkpoints().newest(),
                 |checkpoint| Ok(Some(checkpoint)),
             )? {
                 return Ok((checkpoint, Some(dir)));
@@ -292,6 +382,7 @@ impl Prepared {
             checkpoint_tap,
             layout: self.description.layout.clone(),
             dir,
+            checkpoints: self.site.checkpoints(),
             _daemon: daemon,
             ranks: self.ranks.clone(),
         };
@@ -300,24 +391,10 @@ impl Prepared {
 
     /// Removes an earlier run of the same directory, here and in the stores it used.
     fn forget(&self, dir: &RunDir, say: &mut dyn FnMut(String)) -> Result<(), RunError> {
-        let earlier = dir.earlier();
-        let mut files = self.description.files.clone();
-        if let Some(earlier) = &earlier {
-            // The directory may be a copy and name another run's files; those are not removed.
-            let name = file_name(dir.job_name());
-            let ours = |path: &&PathBuf| path.file_name().is_some_and(|found| *found == *name);
-            files.extend(earlier.files.iter().filter(ours).cloned());
-        }
-        remove_files(&files)?;
-        if self.settings.offload.socket.is_some() {
-            if self.store_has_job()?
-                && let Some(daemon) = self.shared_daemon()?
-            {
-                daemon
-                    .drop_job(dir.job_name())
-                    .map_err(StoreError::Daemon)?;
-            }
-        } else if earlier.is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE)) {
+        self.remove_store(dir)?;
+        let was_shared =
+            (dir.earlier()).is_some_and(|earlier| earlier.store.starts_with(SHARED_STORE));
+        if self.settings.offload.socket.is_none() && was_shared {
             say(format!(
                 "note: job {} of the earlier run is still in the store of the daemon it used; delete it there with `offloadd job delete`",
                 dir.job_name()
@@ -338,7 +415,7 @@ impl Prepared {
         let daemon = start_private(
             files,
             &daemon_dir(dir.path()),
-            rank_bytes * u64::from(self.ranks.count()),
+            rank_bytes * self.ranks.local().len() as u64,
             self.plan.swapper.iodepth,
             &self.settings.offload.engine,
         )?;
@@ -357,8 +434,18 @@ fn bring(
     let mut first =
         ranks.together::<_, RunError>("looking for its first weights", || Ok(first?))?;
     if let First::Run { from, read } = &mut first {
-        let step = ranks.by_first("reading the other run's weights", || {
-            staged.fill(from, copy_weights)
+        // One node after the other: reading a run locks its directory, which nodes may share.
+        let mut copied = None;
+        for node in 0..ranks.nodes() {
+            ranks.together("reading the other run's weights", || {
+                if ranks.is_first_of_node() && ranks.node() == node {
+                    copied = Some(staged.fill(from, copy_weights)?);
+                }
+                Ok::<(), RunError>(())
+            })?;
+        }
+        let step = ranks.by_first_of_node::<_, RunError>("telling their step", || {
+            Ok(copied.expect("the first rank of the node has copied them"))
         })?;
         let opened = ranks.together::<_, RunError>("opening the other run's weights", || {
             Ok(staged.open(model)?)
@@ -368,17 +455,17 @@ fn bring(
     Ok(first)
 }
 
-/// Writes the run's record and, if the run starts with `first`, its model's files. Moves aside metrics of
-/// `lost_steps` steps whose state was not kept.
+/// Writes the run's record and, with `settings` and if the run starts with `first`, its model's files. Moves
+/// aside metrics of `lost_steps` steps whose state was not kept.
 fn record(
     dir: &RunDir,
     mut description: RunDescription,
-    settings: &RunSettings,
+    settings: Option<&RunSettings>,
     first: Option<&First>,
     lost_steps: u64,
     say: &mut dyn FnMut(String),
 ) -> Result<(), RunError> {
-    if lost_steps > 0 {
+    if lost_steps > 0 && settings.is_some() {
         let old = MetricsFile::set_aside(dir.path())?;
         say(format!(
             "note: no checkpoint was made of the {lost_steps} steps in metrics.jsonl; the file was renamed to {} and the run starts again (set train.checkpoint_every to make checkpoints during training)",
@@ -393,7 +480,7 @@ fn record(
             .map_or(Value::Null, |earlier| earlier.first_weights),
     };
     // Written before the run's record: a record implies that they are there.
-    if first.is_some() {
+    if let (Some(settings), Some(_)) = (settings, first) {
         let tokenizer = tokenizer_dir(settings);
         let model = settings.model_dir.as_deref();
         ModelFiles::of(dir.path()).keep(model, tokenizer)?;

@@ -50,7 +50,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
     };
     let paths = &settings.placement.nvme_paths;
     let files = StoreFiles::new(paths, &id.job, 0);
-    let Some((layout, source)) = layout_of(settings, &dir, &files)? else {
+    let Some((layout, nodes, source)) = layout_of(settings, &dir, &files)? else {
         // Without a layout there is nothing to rebuild from; opening the run reports the reason.
         return Ok(());
     };
@@ -61,6 +61,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
         socket: settings.offload.socket.as_deref().map(resolved),
         first_weights: first::NOT_KNOWN.into(),
         id: Some(id),
+        nodes,
     })?;
     say(format!(
         "{} {what}; it was rebuilt from {source}",
@@ -69,18 +70,19 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
     Ok(())
 }
 
-/// Returns the layout of the run in `dir` and the name of its source, or `None` if nothing kept it.
+/// Returns the layout of the run in `dir`, the number of its nodes and the name of the source, or `None` if
+/// nothing kept it.
 fn layout_of(
     settings: &RunSettings,
     dir: &RunDir,
     files: &StoreFiles,
-) -> Result<Option<(Value, &'static str)>, RunError> {
+) -> Result<Option<(Value, u32, &'static str)>, RunError> {
     if !settings.placement.has_store() {
         let Some(checkpoint) = Checkpoints::of(dir.path()).newest()? else {
             return Ok(None);
         };
         let layout = Checkpoint::open(&checkpoint, 0)?.description.layout;
-        return Ok(Some((layout, "the newest checkpoint")));
+        return Ok(Some((layout, 1, "the newest checkpoint")));
     }
     let ask = |socket: &Path| job_layout(socket, dir.job_name()).map_err(StoreError::Daemon);
     let kept = match &settings.offload.socket {
@@ -93,6 +95,6 @@ fn layout_of(
             ask(daemon.socket())?
         }
     };
-    let layout = kept.and_then(|kept| serde_json::from_slice(&kept).ok());
-    Ok(layout.map(|layout| (layout, "the store's record of the job")))
+    let layout = kept.and_then(|(kept, nodes)| Some((serde_json::from_slice(&kept).ok()?, nodes)));
+    Ok(layout.map(|(layout, nodes)| (layout, nodes, "the store's record of the job")))
 }

@@ -17,7 +17,7 @@ use offload_support::progress::{Audience, Progress, Unit};
 use training_state::backend::TileBackend;
 use training_state::checkpoint_tap::CheckpointTap;
 use training_state::ranks::Ranks;
-use training_state::run::{Checkpoint, RunDir, RunState};
+use training_state::run::{Checkpoint, Checkpoints, RunDir, RunState};
 
 /// Open run. Fields are dropped in order: the swapper before the daemon it talks to.
 ///
@@ -35,8 +35,11 @@ pub(crate) struct OpenRun<S = (), G = ()> {
     pub(crate) checkpoint_tap: CheckpointTap,
     /// Layout from the run's description.
     pub(crate) layout: Value,
+    /// Directory of this node's part of the run.
     pub(crate) dir: RunDir,
-    /// Private daemon; only the first rank holds one, for all ranks.
+    /// The run's checkpoints.
+    pub(crate) checkpoints: Checkpoints,
+    /// Private daemon; only the first rank of a node holds one, for all its ranks.
     pub(super) _daemon: Option<PrivateDaemon>,
     pub(super) ranks: Ranks,
 }
@@ -111,7 +114,8 @@ impl OpenRun {
     /// Returns the progress over all tiles of this rank, shown by the first rank. Other ranks have about as
     /// many bytes.
     fn progress(&self, what: &str) -> Progress {
-        let bytes = self.plan.memory.table_bytes / u64::from(self.plan.swapper.ranks);
+        let local = self.plan.swapper.local();
+        let bytes = self.plan.memory.table_bytes / local.len() as u64;
         let audience = match self.ranks.is_first() {
             true => Audience::Person,
             false => Audience::Nobody,
@@ -134,6 +138,7 @@ impl OpenRun {
             checkpoint_tap: self.checkpoint_tap,
             layout: self.layout,
             dir: self.dir,
+            checkpoints: self.checkpoints,
             _daemon: self._daemon,
             ranks: self.ranks,
         }

@@ -58,7 +58,7 @@ impl Plan {
             kept => kept.min(made),
         };
         let kept = kept + u64::from(checkpoint_best);
-        let checkpoint_bytes = self.memory.table_bytes;
+        let checkpoint_bytes = self.memory.all_bytes;
         let tile_bytes = self.memory.param_slot_bytes + self.memory.state_slot_bytes;
         let write_bytes_per_s = self.hardware.checkpoint_bytes_per_s;
         let checkpoint_s = checkpoint_bytes as f64 / write_bytes_per_s.value;

@@ -64,7 +64,7 @@ impl Plan {
             .map_or(u64::MAX, without_margin);
         let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
         let taken = self.host_bytes() - self.memory.staging_bytes();
-        (free.min(budget) / u64::from(self.ranks)).saturating_sub(taken)
+        (free.min(budget) / u64::from(self.local_ranks)).saturating_sub(taken)
     }
 
     fn choose_update(&mut self, settings: &RunSettings) {
@@ -270,7 +270,7 @@ impl Plan {
         }
         self.swapper.commit_every = 0;
         self.refresh(settings)?;
-        let ranks = u64::from(self.swapper.ranks);
+        let ranks = self.swapper.local().len() as u64;
         let resident_bytes = self.memory.resident_bytes() * ranks;
         let every = choose::commit_every(
             self.swapper.schedule,
@@ -290,19 +290,16 @@ impl Plan {
     }
 
     fn staging_wanted(&self, settings: &RunSettings) -> u64 {
-        let ranks = u64::from(self.swapper.ranks);
+        let ranks = self.swapper.local().len() as u32;
         let memory = &self.memory;
         let round_bytes = 2 * memory.param_slot_bytes + memory.state_slot_bytes;
         let iodepth = settings.offload.iodepth;
-        let node = choose::staging_bytes(
-            &self.node_bytes,
-            &self.rates,
-            iodepth * self.swapper.ranks,
-            round_bytes,
-        );
+        let node =
+            choose::staging_bytes(&self.node_bytes, &self.rates, iodepth * ranks, round_bytes);
         let assumed = !self.hardware.rates_known()
             || self.hardware.tflops.source == Source::Assumed
             || self.swapper.schedule == swapper::Schedule::Immediate;
+        let ranks = u64::from(ranks);
         let wanted = node / ranks;
         if assumed {
             wanted.max(STAGING_BYTES_ASSUMED / ranks)

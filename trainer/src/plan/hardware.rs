@@ -161,7 +161,7 @@ impl Hardware {
             (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
             (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
             (_, Some(memory_bytes)) => (Some(("as given".to_owned(), memory_bytes)), String::new()),
-            (_, None) => match find_gpu(settings.ranks) {
+            (_, None) => match find_gpu(settings.local_ranks) {
                 Ok(found) => (Some(found), String::new()),
                 // The caller's message already says that there is no GPU.
                 Err(AcceleratorError::Gpu(GpuError::NoDevice { message })) => (None, message),
@@ -178,7 +178,7 @@ impl Hardware {
             memory_bytes,
             bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
         });
-        let ranks = u64::from(settings.ranks);
+        let ranks = u64::from(settings.local_ranks);
         let threads = settings.train.threads as u64 * ranks;
         let cores = overrides.cores.unwrap_or(threads).max(1);
         let tflops = match &gpu {

@@ -68,7 +68,7 @@ pub struct Plan {
     /// Memory of tiles, staging and gradients.
     pub memory: MemoryPlan,
     pub step_bytes: StepBytes,
-    /// Bytes of a step for all processes together.
+    /// Bytes of a step for all processes of the node together.
     pub node_bytes: StepBytes,
     /// Memory for computing: on the GPU if there is one, otherwise on the host.
     pub compute: ComputeMemory,
@@ -88,12 +88,14 @@ pub struct Plan {
     /// Where the optimizer runs; never `Auto`.
     pub optimizer_device: OptimizerDevice,
     pub hardware: Hardware,
-    /// Rates of all processes together.
+    /// Rates of all processes of the node together.
     pub rates: StepRates,
     pub bound: Bound,
     pub params_count: u64,
     /// Number of processes of the run. The swapper's ranks are those that divide tiles among themselves.
     pub ranks: u32,
+    /// Number of processes on this node.
+    pub local_ranks: u32,
     /// Tokens of one step, for all processes together.
     pub tokens: u64,
     /// Micro-batches of a step in each process.
@@ -163,6 +165,7 @@ impl Plan {
             rates,
             params_count: settings.model.params_count() as u64,
             ranks: settings.ranks,
+            local_ranks: settings.local_ranks,
             tokens: settings.step_tokens(),
             micro_batches: settings.batch.micro_batches,
             steps: settings.train.steps,

@@ -112,7 +112,7 @@ impl PlaceReport {
             fits: plan.problems().is_empty(),
             refused: plan.problems().iter().map(ToString::to_string).collect(),
             gpu_bytes: plan.gpu_bytes(),
-            host_bytes: plan.host_bytes() * u64::from(plan.ranks),
+            host_bytes: plan.host_bytes() * u64::from(plan.local_ranks),
             device_bytes: plan.device_bytes(),
             step_read_bytes: plan.node_bytes.read_bytes(),
             step_written_bytes: plan.node_bytes.written_bytes,

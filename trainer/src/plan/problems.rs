@@ -148,7 +148,9 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
 }
 
 fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
-    let needed = plan.host_bytes().saturating_mul(u64::from(plan.ranks));
+    let needed = plan
+        .host_bytes()
+        .saturating_mul(u64::from(plan.local_ranks));
     let change = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or the micro-batch";
     let too_much = |limit: u64, of: &str| {
         (limit < needed).then(|| {

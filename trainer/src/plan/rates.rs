@@ -14,13 +14,19 @@ impl Plan {
     pub(super) fn refresh(&mut self, settings: &RunSettings) -> Result<(), SwapperError> {
         self.memory = self.swapper.plan()?;
         self.step_bytes = self.swapper.step_bytes()?;
-        // One process that owns all tiles has the same tiles as all processes together.
-        let alone = SwapperSettings {
-            rank: 0,
-            ranks: 1,
-            ..self.swapper.clone()
+        self.node_bytes = match &self.swapper.node_ranks {
+            // One process that owns all tiles has the same tiles as all processes together.
+            None => {
+                let alone = SwapperSettings {
+                    rank: 0,
+                    ranks: 1,
+                    ..self.swapper.clone()
+                };
+                alone.step_bytes()?
+            }
+            // The first rank owns the most.
+            Some(local) => self.step_bytes.times(local.len() as f64),
         };
-        self.node_bytes = alone.step_bytes()?;
         if self.lives_in_gpu {
             self.gpu_tiles = self.tile_sums();
         }
@@ -43,9 +49,9 @@ impl Plan {
 
     pub(super) fn set_rates(&mut self, settings: &RunSettings) {
         let hardware = &self.hardware;
-        let ranks = f64::from(self.swapper.ranks);
-        // State that is not divided is updated by all processes, which share the node's cores.
-        let copies = f64::from(self.ranks) / ranks;
+        let ranks = self.swapper.local().len() as f64;
+        // The processes of a node share its cores. State that is not divided is updated by all of them.
+        let copies = f64::from(self.local_ranks) / f64::from(self.swapper.ranks);
         let compute_s = 6.0 * self.params_count as f64 * settings.batch.tokens() as f64
             / (hardware.tflops.value * 1e12);
         let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;

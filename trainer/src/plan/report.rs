@@ -162,7 +162,7 @@ impl Plan {
     pub fn report(&self) -> Report {
         let memory = &self.memory;
         let bytes = self.node_bytes;
-        let ranks = u64::from(self.ranks);
+        let ranks = u64::from(self.local_ranks);
         let on_gpu = self.hardware.gpu.is_some();
         Report {
             version: REPORT_VERSION,

@@ -220,7 +220,7 @@ impl Wanted {
             Beginning::Checkpoint | Beginning::Fresh => (0, 0),
         };
         let mut wanted = Self::new(
-            plan.memory.table_bytes,
+            plan.memory.all_bytes,
             step..train.stop_after,
             train.checkpoint_every,
             train.checkpoints_kept,

@@ -74,8 +74,8 @@ impl Plan {
             }
             None => memory += &format!("; no GPU: {}", self.hardware.no_gpu),
         }
-        if self.ranks > 1 {
-            memory += &format!(", in each of {} processes", self.ranks);
+        if self.local_ranks > 1 {
+            memory += &format!(", in each of {} processes", self.local_ranks);
         }
         let mut lines = vec![state, memory];
         if self.steps > 0 {
@@ -122,8 +122,8 @@ impl Plan {
                 ApproxBytes(checkpoints.buffer_bytes)
             )?;
         }
-        if self.ranks > 1 {
-            write!(f, "; the node needs {} times this", self.ranks)?;
+        if self.local_ranks > 1 {
+            write!(f, "; the node needs {} times this", self.local_ranks)?;
         }
         Ok(())
     }

@@ -33,6 +33,7 @@ pub(super) fn swapper_settings(
                 Durability::Full => swapper::Durability::Committed,
                 Durability::None => swapper::Durability::None,
             },
+            nodes: None,
         })
     } else {
         Backing::Memory
@@ -75,5 +76,8 @@ pub(super) fn swapper_settings(
             // Each process holds all tiles.
             1
         },
+        node_ranks: (settings.placement.stage.divides_state()
+            && settings.local_ranks < settings.ranks)
+            .then_some(0..settings.local_ranks),
     }
 }

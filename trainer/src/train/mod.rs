@@ -29,8 +29,8 @@ use crate::compute::{self, Engine};
 use crate::config::RunSettings;
 use crate::data::{Corpus, Data, Frame};
 use crate::export::{Export, SHARD_BYTES, copy_weights, export};
-use crate::open::{Prepared, Start, repair};
-use crate::ranks::{check_same_run, connect, ranks_of};
+use crate::open::{Found, Prepared, Site, Start, repair};
+use crate::ranks::{check_same_settings, connect, nodes_of, ranks_of};
 use inputs::InputPlace;
 use mover::{Memory, Shards};
 use offload_support::outln;
@@ -40,7 +40,7 @@ use stop::Stop;
 use training::{Ended, Training};
 use training_state::metrics::MetricsFile;
 use training_state::ranks::Ranks;
-use training_state::run::CheckpointName;
+use training_state::run::{CheckpointName, node_dir, resolved};
 use training_state::trace::Trace;
 
 /// Time to wait for the news that a rank has died; a few heartbeats, which is enough on a busy machine.
@@ -66,8 +66,7 @@ pub fn train(
     let stop = Stop::register().map_err(TrainError::Signals)?;
     trace.check()?;
     let comm = connect()?;
-    let result = run_to_its_end(settings.clone(), start, trace, verbose, &stop, &comm)
-        .map_err(|error| error.of_run(&settings));
+    let result = as_rank(settings, start, trace, verbose, &stop, &comm);
     let result = end(&comm, result);
     match trace.write() {
         Ok(Some(path)) if comm.world().rank == 0 => {
@@ -79,6 +78,37 @@ pub fn train(
         Err(error) => return Err(error.into()),
     }
     result
+}
+
+/// Trains with the settings of this rank's node.
+fn as_rank(
+    mut settings: RunSettings,
+    start: &Start,
+    trace: &Trace,
+    verbose: bool,
+    stop: &Stop,
+    comm: &Arc<Comm>,
+) -> Result<u8, TrainError> {
+    let ranks = ranks_of(comm)?;
+    check_same_settings(comm, &ranks, &settings.lines())?;
+    let whole_dir = resolved(&settings.train.run_dir);
+    settings.train.run_dir = node_dir(&whole_dir, ranks.node());
+    settings.local_ranks = ranks.local().len() as u32;
+    let is_fresh = *start == Start::Fresh;
+    if !is_fresh {
+        ranks.by_first_of_node::<_, TrainError>("looking for the run", || {
+            Ok(repair(&settings, &mut |note| outln!("note: {note}"))?)
+        })?;
+    }
+    let found = ranks.by_first("looking for the run", || Found::look(&whole_dir, is_fresh))?;
+    let site = Site {
+        nodes: nodes_of(comm, &ranks, found.run())?,
+        ranks,
+        whole_dir,
+        found,
+    };
+    let result = run_to_its_end(settings.clone(), start, trace, verbose, stop, comm, &site);
+    result.map_err(|error| error.of_run(&settings))
 }
 
 /// Closes the connection to the other ranks: together after success; after an error it tells them the reason
@@ -103,7 +133,7 @@ fn end<T>(comm: &Comm, result: Result<T, TrainError>) -> Result<T, TrainError> {
 fn attribute(comm: &Comm, error: TrainError) -> TrainError {
     let until = Instant::now() + DEATH_WAIT;
     while comm.world().ranks > 1
-        && error.may_follow_a_death(comm.world().rank == 0)
+        && error.may_follow_a_death(comm.world().local_rank == 0)
         && Instant::now() < until
     {
         match comm.gone() {
@@ -126,33 +156,10 @@ fn run_to_its_end(
     verbose: bool,
     stop: &Stop,
     comm: &Arc<Comm>,
+    site: &Site,
 ) -> Result<u8, TrainError> {
-    let ranks = &ranks_of(comm);
-    if *start != Start::Fresh {
-        ranks.by_first("looking for the run", || {
-            repair(&settings, &mut |note| outln!("note: {note}"))
-        })?;
-    }
-    let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
-        // A run without steps exists to be exported or resumed from.
-        let corpus = match settings.train.steps {
-            0 => None,
-            _ => Some(Corpus::find(&settings.data, &Frame::of(&settings))?),
-        };
-        let prepared = Prepared::new(settings.clone(), start, ranks.clone())?;
-        prepared.check_room()?;
-        Ok((corpus, prepared))
-    })?;
-    let fingerprint = corpus.as_ref().map_or(0, Corpus::fingerprint);
-    check_same_run(comm, &settings.lines(), fingerprint)?;
-    ranks.by_first("checking the weights", || prepared.check_weights())?;
-    let data = corpus
-        .as_ref()
-        .map(|corpus| read_data(&settings, corpus, ranks));
-    let data = data.transpose()?;
-    if let Some(data) = &data {
-        prepared.train_on(data)?;
-    }
+    let ranks = &site.ranks;
+    let (corpus, data, prepared) = prepare(&settings, start, comm, site)?;
     let settings = prepared.settings.clone();
     ranks.by_first("checking train.export_to", || {
         refuse_existing_export(&settings, start)
@@ -187,7 +194,8 @@ fn run_to_its_end(
     let run = run.with_backend(|backend| memory.attach(backend));
     let canceller = run.backend.canceller().filter(|_| ranks.count() > 1);
     let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(comm.clone(), canceller));
-    let mut training = Training::new(settings.clone(), data, stepper, run, comm.clone())?;
+    let shared = (comm.clone(), ranks.clone());
+    let mut training = Training::new(settings.clone(), data, stepper, run, shared)?;
     training.record(trace)?;
     let result = training.run_steps(stop);
     match &result {
@@ -208,11 +216,13 @@ fn run_to_its_end(
     match result {
         Ok(ended) => {
             let step = training.run.state.step;
-            let best = training.best_checkpoint();
+            let exported = training.exported_checkpoint();
             training.end(ended)?;
             let is_complete = ended == Ended::Stalled || step >= settings.train.steps;
             if is_complete {
-                ranks.by_first("exporting the weights", || export_result(&settings, best))?;
+                ranks.by_first("exporting the weights", || {
+                    export_result(&settings, exported)
+                })?;
             }
             Ok(if ended == Ended::Asked {
                 stop.status()
@@ -226,6 +236,43 @@ fn run_to_its_end(
         }
         Err(error) => Err(error),
     }
+}
+
+/// Checks the run and reads its data.
+fn prepare(
+    settings: &RunSettings,
+    start: &Start,
+    comm: &Comm,
+    site: &Site,
+) -> Result<(Option<Corpus>, Option<Data>, Prepared), TrainError> {
+    let ranks = &site.ranks;
+    let (corpus, mut prepared) = ranks.together::<_, TrainError>("checking the run", || {
+        // A run without steps exists to be exported or resumed from.
+        let corpus = match settings.train.steps {
+            0 => None,
+            _ => Some(Corpus::find(&settings.data, &Frame::of(settings))?),
+        };
+        let prepared = Prepared::new(settings.clone(), start, site.clone())?;
+        prepared.check_room()?;
+        Ok((corpus, prepared))
+    })?;
+    prepared.agree()?;
+    if ranks.nodes() == 1 {
+        // It depends on the files' times, which copies on other nodes do not share.
+        let fingerprint = corpus.as_ref().map_or(0, Corpus::fingerprint);
+        comm.same_everywhere("the text's fingerprint", &format!("{fingerprint:016x}"))?;
+    }
+    ranks.by_first_of_node("checking the weights", || prepared.check_weights())?;
+    let data = corpus
+        .as_ref()
+        .map(|corpus| read_data(settings, corpus, ranks));
+    let data = data.transpose()?;
+    if let Some(data) = &data {
+        let tokens = format!("{:016x}", data.fingerprint());
+        comm.same_everywhere("the fingerprint of the tokens", &tokens)?;
+        prepared.train_on(data)?;
+    }
+    Ok((corpus, data, prepared))
 }
 
 /// Refuses a run that would find its weights' directory taken when it is complete.
@@ -242,8 +289,8 @@ fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), T
 }
 
 /// Exports the weights of a complete run to `train.export_to` if it is set and does not exist yet: those of the
-/// checkpoint of step `best`, or the last ones. Prints what to do with the weights.
-fn export_result(settings: &RunSettings, best: Option<u64>) -> Result<(), TrainError> {
+/// checkpoint of step `checkpoint`, or the last ones. Prints what to do with the weights.
+fn export_result(settings: &RunSettings, checkpoint: Option<u64>) -> Result<(), TrainError> {
     let run_dir = &settings.train.run_dir;
     let Some(out) = &settings.train.export_to else {
         outln!(
@@ -255,7 +302,7 @@ fn export_result(settings: &RunSettings, best: Option<u64>) -> Result<(), TrainE
     if out.symlink_metadata().is_err() {
         let exported = export(&Export {
             run_dir: run_dir.clone(),
-            checkpoint: best.map(CheckpointName::Step),
+            checkpoint: checkpoint.map(CheckpointName::Step),
             out: out.clone(),
             numbers: None,
             shard_bytes: SHARD_BYTES,
@@ -306,9 +353,9 @@ fn take_memory(
     Ok((stepper.with_inputs_in(inputs), memory))
 }
 
-/// Opens the run's tokens: the first rank tokenizes if the cache lacks them, then all read them.
+/// Opens the run's tokens: the first rank of each node tokenizes if the cache lacks them, then all read them.
 fn read_data(settings: &RunSettings, corpus: &Corpus, ranks: &Ranks) -> Result<Data, TrainError> {
-    ranks.by_first::<_, TrainError>("making the tokens", || {
+    ranks.by_first_of_node::<_, TrainError>("making the tokens", || {
         let mut say = |note| outln!("{note}");
         Ok(corpus.prepare(settings, &mut say)?)
     })?;

@@ -19,7 +19,6 @@ use crate::data::Data;
 use crate::model::Dtype;
 use crate::open::OpenRun;
 use crate::plan::{Plan, peak_tflops};
-use crate::ranks::ranks_of;
 use training_state::checkpointer::{Checkpointer, CheckpointerParts};
 use training_state::learning_rate::learning_rate;
 use training_state::metrics::{MetricsFile, StepMetrics};
@@ -89,9 +88,8 @@ impl Training {
         data: Option<Data>,
         stepper: Stepper,
         run: OpenRun<WithSwapper, InGpu>,
-        comm: Arc<Comm>,
+        (comm, ranks): (Arc<Comm>, Ranks),
     ) -> Result<Self, TrainError> {
-        let ranks = ranks_of(&comm);
         let state = &run.state;
         let (train, reports) = (&settings.train, &settings.reports);
         let mut last_step = state.step;
@@ -116,7 +114,7 @@ impl Training {
         // Only the first rank reads the metrics, but all must evaluate.
         let is_lost = ranks.any(last_step < state.step)?;
         let lost = (state.last.clone()).filter(|last| is_lost && last.step == state.step);
-        let checkpoints = run.dir.checkpoints();
+        let checkpoints = run.checkpoints.clone();
         let newest = ranks.by_first::<_, TrainError>("looking for a checkpoint", || {
             Ok(checkpoints.has(state.step))
         })?;
@@ -135,7 +133,7 @@ impl Training {
             kept: train.checkpoints_kept,
             layout: run.layout.clone(),
             ranges: run.saved_ranges()?,
-            tile_bytes: run.plan.memory.table_bytes,
+            tile_bytes: run.plan.memory.all_bytes,
         };
         let mut checkpointer =
             Checkpointer::new(parts, newest.then_some(state.step), ranks.clone());
@@ -468,14 +466,14 @@ impl Training {
 
     /// Ends the run at its last step or where it was asked to stop. An error says what was not kept.
     pub(super) fn end(self, ended: Ended) -> Result<(), TrainError> {
+        if self.ranks.is_first_of_node()
+            && let Err(error) = self.measured().write(self.run.dir.path())
+        {
+            // Only later plans need them.
+            tracing::warn!("cannot store the measurements for later plans: {error}");
+        }
         if let Some(shown) = &self.shown {
             let say = |line: &str| shown.progress.say(line);
-            if let Err(error) = self.measured().write(self.run.dir.path()) {
-                // Only later plans need them.
-                say(&format!(
-                    "note: cannot store the measurements for later plans: {error}"
-                ));
-            }
             let why = match ended {
                 Ended::Asked => "stopped as asked",
                 Ended::Done | Ended::Stalled => "done",
@@ -506,10 +504,16 @@ impl Training {
         Ok(self.checkpointer.result()?)
     }
 
-    /// Step of the checkpoint with the lowest validation loss, with `train.checkpoint_best`.
-    pub(super) fn best_checkpoint(&self) -> Option<u64> {
+    /// Step of the checkpoint whose weights are exported at the end of the run; `None` for those in the store.
+    pub(super) fn exported_checkpoint(&self) -> Option<u64> {
         let best = self.best_checkpoint.map(|(step, _)| step);
-        best.filter(|step| self.run.dir.checkpoints().has(*step))
+        let best = best.filter(|step| self.run.checkpoints.has(*step));
+        best.or(self.is_on_nodes().then_some(self.run.state.step))
+    }
+
+    /// Whether no process can read all of the store, because other nodes have parts of it.
+    fn is_on_nodes(&self) -> bool {
+        self.ranks.nodes() > 1 && self.settings.placement.has_store()
     }
 
     /// Commits or saves the last finished step.
@@ -520,8 +524,13 @@ impl Training {
         })?;
         self.settle_checkpoints()?;
         let step = self.run.state.step;
-        let worth = step > 0 || self.settings.train.steps == 0;
-        if worth && !self.settings.placement.has_store() && !self.checkpointer.has(step) {
+        let train = &self.settings.train;
+        let worth = step > 0 || train.steps == 0;
+        let is_complete =
+            step >= train.steps || self.evaluations.has_stalled(train.early_stopping_patience);
+        let exports = self.is_on_nodes() && train.export_to.is_some() && is_complete;
+        let is_only_copy = !self.settings.placement.has_store() || exports;
+        if worth && is_only_copy && !self.checkpointer.has(step) {
             self.checkpoint_now()?;
             self.settle_checkpoints()?;
         }

@@ -119,6 +119,12 @@ pub(crate) fn store_files_in(dir: &Path) -> Vec<PathBuf> {
         .collect()
 }
 
+/// A port of the loopback interface that was free a moment ago.
+pub(crate) fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
+    listener.local_addr().expect("its number").port()
+}
+
 /// Settings that let this number of ranks compute: on processors if there are fewer GPUs.
 pub(crate) fn device_for(ranks: u32) -> &'static [&'static str] {
     if Gpu::count().is_ok_and(|gpus| gpus < ranks) {

@@ -41,7 +41,14 @@ impl Killed {
         let mut run = self.run(number);
         let mut seen = Seen::default();
         let mut kills = 0;
-        let of_training = |point: &Point| !matches!(point, Point::Exporting | Point::NamingExport);
+        // Only runs on several nodes wait between `Prepared` and `Confirming`.
+        let elsewhere = [
+            Point::Exporting,
+            Point::NamingExport,
+            Point::Prepared,
+            Point::Confirming,
+        ];
+        let of_training = |point: &Point| !elsewhere.contains(point);
         for point in Point::ALL.into_iter().filter(of_training) {
             let times = match point {
                 Point::Filling | Point::Forward | Point::Backward => 3,

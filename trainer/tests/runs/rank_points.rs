@@ -61,6 +61,8 @@ fn situations() -> (Vec<Situation>, Vec<Situation>) {
     let mut all = Vec::new();
     for point in Point::ALL {
         let ranks = match point {
+            // Not reached by runs on one node.
+            Point::Prepared | Point::Confirming => continue,
             Point::Exporting | Point::NamingExport => continue,
             // Points that only the first rank reaches.
             Point::Tokens

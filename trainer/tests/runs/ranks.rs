@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use training_state::run::{RunDir, RunId};
 
-use crate::harness::{Harness, Run, device_for, fail, finish, spawn, succeed, until};
+use crate::harness::{Harness, Run, device_for, fail, finish, free_port, spawn, succeed, until};
 
 /// Time for ranks to end. A dead rank is noticed at once, a stopped one after 5 s without an answer; the
 /// launcher kills 8 s later. The rest is for a busy machine.
@@ -327,15 +327,6 @@ fn an_environment_that_contradicts_itself_is_refused() {
             ],
             "MASTER_ADDR is not set",
         ),
-        (
-            &[
-                ("RANK", "0"),
-                ("WORLD_SIZE", "2"),
-                ("LOCAL_RANK", "0"),
-                ("LOCAL_WORLD_SIZE", "1"),
-            ],
-            "runs over several nodes are not supported yet",
-        ),
     ] {
         let mut command = run.command("train");
         command.envs(variables.iter().copied());
@@ -378,12 +369,6 @@ fn ranks_with_torchruns_environment_connect_and_different_settings_are_refused()
             .fingerprint()
             .starts_with("step 6\n")
     );
-}
-
-/// A port of the loopback interface that was free a moment ago.
-fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("its number").port()
 }
 
 /// Process of one of a launcher's ranks.

@@ -1,9 +1,11 @@
-//! Operations of all ranks of a run: either all succeed or none counts. The first rank manages the run's
-//! directory and store.
+//! Operations of all ranks of a run: either all succeed or none counts. The first rank of each node manages
+//! what belongs to the node: its directory, store and daemon. The first rank of all manages the rest: metrics,
+//! checkpoints, what is printed.
 //!
 //! Everything is built on one operation of the caller's process group, [`Group::gather`].
 
 use std::error::Error;
+use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
@@ -46,6 +48,14 @@ pub enum RankError {
     Group(#[from] GroupError),
     #[error("rank {rank} failed while {what}: see its own message")]
     OtherRank { rank: u32, what: String },
+    #[error(
+        "rank {rank} is process {local_rank} of {local_ranks} on its node, which does not follow the ranks before it: number ranks node by node (with Slurm: --distribution=block)"
+    )]
+    Nodes {
+        rank: u32,
+        local_rank: u32,
+        local_ranks: u32,
+    },
 }
 
 struct Alone;
@@ -66,32 +76,93 @@ impl Group for Alone {
 
 /// The ranks that train the run, seen from this process.
 #[derive(Clone)]
-pub struct Ranks(Arc<dyn Group>);
+pub struct Ranks {
+    group: Arc<dyn Group>,
+    /// First rank of each node.
+    first_ranks: Arc<[u32]>,
+}
 
 impl Ranks {
+    /// Makes a run whose processes are all on one node.
     pub fn new(group: Arc<dyn Group>) -> Self {
-        Self(group)
+        Self {
+            group,
+            first_ranks: Arc::new([0]),
+        }
     }
 
     /// Makes a run of one process.
     pub fn alone() -> Self {
-        Self(Arc::new(Alone))
+        Self::new(Arc::new(Alone))
+    }
+
+    /// Asks all ranks on which node they are. This one is process `local_rank` of `local_ranks` on its node.
+    ///
+    /// # Errors
+    /// The ranks of a node do not follow each other; a rank is gone.
+    pub fn on_nodes(
+        group: Arc<dyn Group>,
+        local_rank: u32,
+        local_ranks: u32,
+    ) -> Result<Self, RankError> {
+        let one_node = Self::new(group);
+        let places = one_node.numbers([local_rank, local_ranks].map(u64::from))?;
+        let first_ranks = first_ranks(&places)?;
+        Ok(Self {
+            first_ranks: first_ranks.into(),
+            ..one_node
+        })
     }
 
     /// Number of this process, from 0.
     pub fn rank(&self) -> u32 {
-        self.0.rank()
+        self.group.rank()
     }
 
     /// Number of processes.
     pub fn count(&self) -> u32 {
-        self.0.ranks()
+        self.group.ranks()
     }
 
-    /// Returns whether this rank is the first, which manages the run's directory, private daemon and metrics,
-    /// and prints.
+    /// Returns whether this rank is the first of all, which manages metrics and checkpoints, and prints.
     pub fn is_first(&self) -> bool {
         self.rank() == 0
+    }
+
+    /// First rank of each node.
+    pub fn first_ranks(&self) -> &[u32] {
+        &self.first_ranks
+    }
+
+    /// Number of nodes.
+    pub fn nodes(&self) -> u32 {
+        self.first_ranks.len() as u32
+    }
+
+    /// Number of this process's node, from 0.
+    pub fn node(&self) -> u32 {
+        let before = self
+            .first_ranks
+            .iter()
+            .filter(|&&first| first <= self.rank());
+        before.count() as u32 - 1
+    }
+
+    /// Ranks on this node.
+    pub fn local(&self) -> Range<u32> {
+        let node = self.node() as usize;
+        let next = self.first_ranks.get(node + 1);
+        self.first_ranks[node]..next.copied().unwrap_or(self.count())
+    }
+
+    /// Number of this process on its node, from 0.
+    pub fn local_rank(&self) -> u32 {
+        self.rank() - self.local().start
+    }
+
+    /// Returns whether this rank is the first of its node, which manages the node's directory, store and daemon.
+    pub fn is_first_of_node(&self) -> bool {
+        self.local_rank() == 0
     }
 
     /// Returns whether `own` is true on any rank. All ranks get the same result.
@@ -99,7 +170,7 @@ impl Ranks {
     /// # Errors
     /// A rank is gone.
     pub fn any(&self, own: bool) -> Result<bool, RankError> {
-        let all = self.0.gather(&[u8::from(own)])?;
+        let all = self.group.gather(&[u8::from(own)])?;
         Ok(all.iter().any(|told| told[0] != 0))
     }
 
@@ -109,7 +180,7 @@ impl Ranks {
     /// A rank is gone.
     pub fn numbers<const N: usize>(&self, own: [u64; N]) -> Result<Vec<[u64; N]>, RankError> {
         let own: Vec<u8> = own.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let all = self.0.gather(&own)?;
+        let all = self.group.gather(&own)?;
         let number =
             |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("a number has eight bytes"));
         let numbers = |bytes: &Vec<u8>| std::array::from_fn(|n| number(&bytes[n * 8..n * 8 + 8]));
@@ -163,32 +234,63 @@ impl Ranks {
         what: &str,
         work: impl FnOnce() -> Result<T, E>,
     ) -> Result<T, E> {
-        let found = self.together(what, || self.is_first().then(work).transpose())?;
+        self.by(0, what, work)
+    }
+
+    /// Does `work` on the first rank of each node and returns its result on every rank of that node.
+    ///
+    /// # Errors
+    /// Same as [`Self::together`].
+    pub fn by_first_of_node<T: Serialize + DeserializeOwned, E: From<RankError>>(
+        &self,
+        what: &str,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        self.by(self.local().start, what, work)
+    }
+
+    /// Does `work` on `rank` and returns its result. Ranks may name different ones.
+    fn by<T: Serialize + DeserializeOwned, E: From<RankError>>(
+        &self,
+        rank: u32,
+        what: &str,
+        work: impl FnOnce() -> Result<T, E>,
+    ) -> Result<T, E> {
+        let works = self.rank() == rank;
+        let found = self.together(what, || works.then(work).transpose())?;
+        if self.count() == 1 {
+            return Ok(found.expect("the only rank works"));
+        }
         let own = found.as_ref().map_or_else(Vec::new, |found| {
             serde_json::to_vec(found).expect("plain data")
         });
-        let told = self.first_bytes(own)?;
+        let told = &self.messages(own)?[rank as usize];
         match found {
             Some(found) => Ok(found),
-            None => Ok(serde_json::from_slice(&told).expect("the same program on every rank")),
+            None => Ok(serde_json::from_slice(told).expect("the same program on every rank")),
         }
     }
 
-    /// Returns the first rank's bytes on every rank; `own` of the others is ignored.
-    fn first_bytes(&self, mut own: Vec<u8>) -> Result<Vec<u8>, RankError> {
-        if self.count() == 1 {
-            return Ok(own);
+    /// Returns every rank's bytes in the order of ranks; they may have different lengths.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn messages(&self, mut own: Vec<u8>) -> Result<Vec<Vec<u8>>, RankError> {
+        let lengths = self.numbers([own.len() as u64])?;
+        let lengths = lengths.iter().map(|&[length]| length as usize);
+        own.resize(lengths.clone().max().unwrap_or(0), 0);
+        let mut all = self.group.gather(&own)?;
+        for (message, length) in all.iter_mut().zip(lengths) {
+            message.truncate(length);
         }
-        let [length] = self.numbers([own.len() as u64])?[0];
-        own.resize(length as usize, 0);
-        Ok(self.0.gather(&own)?.swap_remove(0))
+        Ok(all)
     }
 
     /// Runs rounds until all ranks are done (`None`) or one has failed. All ranks see the same rounds and
     /// leave after the same one.
     fn rounds(&self, state: &AtomicU8) -> Result<Option<u32>, GroupError> {
         loop {
-            let all = self.0.gather(&[state.load(Ordering::Acquire)])?;
+            let all = self.group.gather(&[state.load(Ordering::Acquire)])?;
             if let Some(rank) = all.iter().position(|told| told[0] == FAILED) {
                 return Ok(Some(rank as u32));
             }
@@ -198,6 +300,34 @@ impl Ranks {
             std::thread::park_timeout(ROUND);
         }
     }
+}
+
+/// Finds the first rank of each node from every rank's number on its node and number of ranks there.
+fn first_ranks(places: &[[u64; 2]]) -> Result<Vec<u32>, RankError> {
+    let mut first_ranks: Vec<u32> = Vec::new();
+    for (rank, &[local_rank, local_ranks]) in (0..).zip(places) {
+        let follows = match first_ranks.last() {
+            Some(&first) if local_rank > 0 => {
+                let [_, expected] = places[first as usize];
+                u64::from(rank - first) == local_rank && local_ranks == expected
+            }
+            // A node begins: the one before must be complete.
+            Some(&first) => u64::from(rank - first) == places[first as usize][1],
+            None => local_rank == 0,
+        };
+        let is_whole = local_rank + 1 == local_ranks || rank as usize + 1 < places.len();
+        if !follows || local_rank >= local_ranks || !is_whole {
+            return Err(RankError::Nodes {
+                rank,
+                local_rank: local_rank as u32,
+                local_ranks: local_ranks as u32,
+            });
+        }
+        if local_rank == 0 {
+            first_ranks.push(rank);
+        }
+    }
+    Ok(first_ranks)
 }
 
 /// Sets the result `end` for the rounds, even if the work panics.
@@ -275,6 +405,66 @@ mod tests {
             ranks.numbers([u64::from(ranks.rank()), 7]).unwrap()
         });
         assert_eq!(numbers, [[[0, 7], [1, 7]], [[0, 7], [1, 7]]]);
+    }
+
+    #[test]
+    fn each_rank_knows_its_node() {
+        let counts = [2u32, 1, 3];
+        let places: Vec<[u32; 2]> = counts
+            .iter()
+            .flat_map(|&count| (0..count).map(move |local| [local, count]))
+            .collect();
+        let shared = Arc::new((Barrier::new(6), Mutex::new(vec![Vec::new(); 6])));
+        let found: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..6u32)
+                .map(|rank| {
+                    let shared = shared.clone();
+                    let [local_rank, local_ranks] = places[rank as usize];
+                    scope.spawn(move || {
+                        let group = Arc::new(Threads { rank, shared });
+                        let ranks = Ranks::on_nodes(group, local_rank, local_ranks).unwrap();
+                        let first = ranks
+                            .by_first_of_node::<_, RankError>("looking", || Ok(ranks.rank()))
+                            .unwrap();
+                        let message = vec![7; rank as usize];
+                        let lengths: Vec<usize> = ranks
+                            .messages(message)
+                            .unwrap()
+                            .iter()
+                            .map(Vec::len)
+                            .collect();
+                        assert_eq!(lengths, [0, 1, 2, 3, 4, 5]);
+                        assert_eq!(ranks.is_first_of_node(), rank == first);
+                        (
+                            ranks.node(),
+                            ranks.nodes(),
+                            ranks.local(),
+                            ranks.local_rank(),
+                            first,
+                        )
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert_eq!(found[1], (0, 3, 0..2, 1, 0));
+        assert_eq!(found[2], (1, 3, 2..3, 0, 2));
+        assert_eq!(found[5], (2, 3, 3..6, 2, 3));
+    }
+
+    #[test]
+    fn ranks_that_are_not_numbered_node_by_node_are_refused() {
+        let refused = |places: &[[u64; 2]]| match first_ranks(places) {
+            Err(RankError::Nodes { rank, .. }) => rank,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(first_ranks(&[[0, 1], [0, 2], [1, 2]]).unwrap(), [0, 1]);
+        // Alternating between nodes, as with Slurm's --distribution=cyclic.
+        assert_eq!(refused(&[[0, 2], [0, 2], [1, 2], [1, 2]]), 1);
+        assert_eq!(refused(&[[1, 2], [0, 2]]), 0);
+        assert_eq!(refused(&[[0, 2], [1, 3]]), 1);
+        assert_eq!(refused(&[[0, 2], [1, 2], [2, 2]]), 2);
+        assert_eq!(refused(&[[0, 1], [0, 2]]), 1);
     }
 
     #[test]

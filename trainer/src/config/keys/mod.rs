@@ -368,7 +368,7 @@ mod tests {
             ),
             (
                 json!({"zero_optimization": {"zero_hpz_partition_size": 8}}),
-                "a run uses one node",
+                "all ranks of a run divide the whole state",
             ),
             (
                 json!({"zero_optimization": {"cpu_offload": true}}),

@@ -145,6 +145,7 @@ pub(super) fn resolve(
         overflow,
         batch,
         ranks,
+        local_ranks: ranks,
         gradient_clipping,
         gradient_clipping_is_default: config.gradient_clipping.is_none(),
         optimizer,

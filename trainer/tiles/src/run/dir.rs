@@ -37,6 +37,17 @@ pub struct RunDescription {
     /// Identity of the run, as in the file `job`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<RunId>,
+    /// Number of nodes that hold the state together.
+    #[serde(default = "one_node", skip_serializing_if = "is_one_node")]
+    pub nodes: u32,
+}
+
+fn one_node() -> u32 {
+    1
+}
+
+fn is_one_node(nodes: &u32) -> bool {
+    *nodes == 1
 }
 
 impl RunDescription {
@@ -66,6 +77,21 @@ pub enum DirError {
     },
     #[error("train.run_dir: another trainer is using {}: wait until it has ended", path.display())]
     Busy { path: PathBuf },
+    #[error(
+        "node {node}: {} holds {found}, and this run is {expected}: start the nodes in the order of the run's first start, set another train.run_dir, or delete what is there with `trainer remove {}`",
+        path.display(), path.display()
+    )]
+    OtherRun {
+        node: u32,
+        path: PathBuf,
+        found: String,
+        expected: String,
+    },
+    #[error(
+        "the run in {} keeps its state on {was} node(s), and this start has {now}: start as many, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        path.display()
+    )]
+    Nodes { path: PathBuf, was: u32, now: u32 },
     #[error("{} is damaged ({message}): `trainer train` with the run's configuration rebuilds it", path.display())]
     Damaged { path: PathBuf, message: String },
     #[error(
@@ -506,6 +532,7 @@ mod tests {
             socket: None,
             first_weights: Value::Null,
             id: None,
+            nodes: 1,
         };
         let check = |hidden| RunDir::check(dir.path(), &with(hidden));
         assert!(!check(64).unwrap());

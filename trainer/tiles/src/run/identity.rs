@@ -63,6 +63,49 @@ impl RunId {
         }
     }
 
+    /// Identity of the part of this run that node `node` keeps in `dir`. The first node's is the run's own.
+    pub fn of_node(&self, node: u32, dir: &Path) -> Self {
+        Self {
+            job: match node {
+                0 => self.job.clone(),
+                node => format!("{}{NODE}{node}", self.job),
+            },
+            dir: dir.to_owned(),
+        }
+    }
+
+    /// Describes the run, or the part of a run, with the job `job`.
+    pub fn describe_job(job: &str) -> String {
+        let of_node = job.rsplit_once(NODE);
+        match of_node.filter(|(_, node)| node.parse::<u32>().is_ok()) {
+            Some((run, node)) => format!("the part of node {node} of run {run}"),
+            None => format!("run {job}"),
+        }
+    }
+
+    /// Checks that all that `run_dir` holds on this node belongs to this run. `node` is the number of this
+    /// node.
+    ///
+    /// # Errors
+    /// The directory of some node holds another run, or the part of another node.
+    pub fn check_nodes(&self, run_dir: &Path, node: u32) -> Result<(), DirError> {
+        let entries = fs::read_dir(nodes_dir(run_dir)).into_iter().flatten();
+        let numbers = entries.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        for of in std::iter::once(0).chain(numbers) {
+            let path = node_dir(run_dir, of);
+            let expected = self.of_node(of, &path);
+            if let Some(found) = Self::kept(&path).filter(|found| found.job != expected.job) {
+                return Err(DirError::OtherRun {
+                    node,
+                    path,
+                    found: Self::describe_job(&found.job),
+                    expected: Self::describe_job(&self.job),
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Identity kept in `dir`, if it can be read.
     pub fn kept(dir: &Path) -> Option<Self> {
         #[derive(Deserialize)]
@@ -100,6 +143,22 @@ impl RunId {
             source,
         })
     }
+}
+
+/// Part of a job's name before the number of a node.
+const NODE: &str = "-node";
+
+/// Directory of node `node` in the directory of its run: the run's own directory for the first one.
+pub fn node_dir(run_dir: &Path, node: u32) -> PathBuf {
+    match node {
+        0 => run_dir.to_owned(),
+        node => nodes_dir(run_dir).join(node.to_string()),
+    }
+}
+
+/// Directory with the directories of all nodes but the first.
+pub fn nodes_dir(run_dir: &Path) -> PathBuf {
+    run_dir.join("nodes")
 }
 
 /// Name of the file in a run's directory.
@@ -165,6 +224,41 @@ mod tests {
         let (new, origin) = kept_in(&first);
         assert_eq!(origin, Origin::New);
         assert!(new.job != id.job && new.job.starts_with("first-"));
+    }
+
+    #[test]
+    fn a_directory_with_the_part_of_another_run_or_node_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let root = fs::canonicalize(dir.path()).unwrap();
+        let (run, _) = RunId::of(&root);
+        let second = node_dir(&root, 1);
+        fs::create_dir_all(&second).unwrap();
+        run.check_nodes(&root, 1).unwrap();
+        run.of_node(1, &second).keep().unwrap();
+        run.check_nodes(&root, 1).unwrap();
+        // The first node is started where the second one was.
+        let other = RunId {
+            job: "other".into(),
+            ..run.clone()
+        };
+        let told = other.check_nodes(&root, 0).unwrap_err().to_string();
+        let says = format!("holds the part of node 1 of run {}", run.job);
+        assert!(
+            told.starts_with("node 0: ") && told.contains(&says),
+            "{told}"
+        );
+        // The second one where the first one was.
+        other.keep().unwrap();
+        let told = run.check_nodes(&root, 1).unwrap_err().to_string();
+        assert!(
+            told.contains("holds run other, and this run is run "),
+            "{told}"
+        );
+        // Another node's part in a node's directory.
+        run.keep().unwrap();
+        run.of_node(2, &second).keep().unwrap();
+        let told = run.check_nodes(&root, 1).unwrap_err().to_string();
+        assert!(told.contains("the part of node 2"), "{told}");
     }
 
     #[test]
