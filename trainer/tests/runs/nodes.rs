@@ -1,0 +1,443 @@
+//! Nodes train like the ranks of one node, and stay together whatever happens to one of them.
+//!
+//! Each process is a node, or several are; the nodes share a machine and the run's directory, and have stores
+//! of their own. Errors that these tests find: a tile is in no node's store, or in two; a commit counts before
+//! every node has it, or is lost after it counted; nodes resume from different commits; a store that is empty,
+//! older or another's is trained on; a death is not noticed on another node.
+//!
+//! `OFFLOADD_KILLS=1 cargo test -p trainer --test runs nodes::ranks_killed` kills ranks at more points.
+
+use std::path::PathBuf;
+use std::process::{Child, Command, Output};
+use std::time::Instant;
+
+use rustix::process::{Pid, Signal, kill_process};
+use training_state::run::{CheckpointName, node_dir};
+
+use crate::harness::{
+    Harness, Run, children, device_for, finish, free_port, spawn, store_files_in, succeed, until,
+    where_mounted, words,
+};
+use crate::ranks::END_WAIT;
+
+const FP32: [&str; 2] = ["train_batch_size=12", "train_micro_batch_size_per_gpu=1"];
+
+/// A run on several nodes.
+struct OnNodes<'a> {
+    harness: &'a Harness,
+    name: &'a str,
+    sets: Vec<String>,
+    /// Ranks of each node.
+    counts: Vec<u32>,
+}
+
+impl OnNodes<'_> {
+    fn with(&self, sets: &[&str]) -> Self {
+        let mut sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        sets.splice(0..0, self.sets.clone());
+        Self {
+            harness: self.harness,
+            name: self.name,
+            sets,
+            counts: self.counts.clone(),
+        }
+    }
+
+    fn on(&self, counts: &[u32]) -> Self {
+        Self {
+            counts: counts.to_vec(),
+            ..self.with(&[])
+        }
+    }
+
+    /// Directory with the store of node `node`.
+    fn drive(&self, node: usize) -> PathBuf {
+        self.harness.path(&format!("drive-{node}"))
+    }
+
+    /// The run as node `node` sees it.
+    fn run(&self, node: usize) -> Run {
+        let drive = self.drive(node);
+        std::fs::create_dir_all(&drive).expect("a directory for the node's store");
+        let place = ["param", "optimizer"].map(|what| {
+            let drive = drive.display();
+            format!(
+                "zero_optimization.offload_{what}={{device = \"nvme\", nvme_path = \"{drive}\"}}"
+            )
+        });
+        self.harness
+            .run(self.name, &[])
+            .with(&place)
+            .with(&self.sets)
+    }
+
+    /// One command for each rank.
+    fn commands(&self, args: &[&str]) -> Vec<Command> {
+        let port = free_port().to_string();
+        let ranks: u32 = self.counts.iter().sum();
+        let places = self.counts.iter().enumerate();
+        let places = places.flat_map(|(node, &count)| (0..count).map(move |local| (node, local)));
+        let commands = (0..).zip(places).map(|(rank, (node, local))| {
+            let mut command = self.run(node).command("train");
+            command.args(args).args(device_for(ranks));
+            for (name, value) in [
+                ("RANK", rank),
+                ("WORLD_SIZE", ranks),
+                ("LOCAL_RANK", local),
+                ("LOCAL_WORLD_SIZE", self.counts[node]),
+            ] {
+                command.env(name, u32::to_string(&value));
+            }
+            command
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", &port);
+            command
+        });
+        commands.collect()
+    }
+
+    fn start(&self) -> Vec<Child> {
+        self.commands(&[]).into_iter().map(spawn).collect()
+    }
+
+    /// Trains and expects success. Returns the first rank's output.
+    fn train(&self, args: &[&str]) -> String {
+        let ranks: Vec<Child> = self.commands(args).into_iter().map(spawn).collect();
+        let outputs: Vec<Output> = ranks.into_iter().map(finish).collect();
+        let all: Vec<_> = outputs.iter().map(words).collect();
+        assert!(outputs.iter().all(|o| o.status.success()), "{all:?}");
+        all[0].0.clone()
+    }
+
+    /// Trains and expects an error on every rank. Returns the messages.
+    fn refused(&self, args: &[&str]) -> String {
+        let ranks: Vec<Child> = self.commands(args).into_iter().map(spawn).collect();
+        let outputs: Vec<Output> = ranks.into_iter().map(finish).collect();
+        let all: String = outputs.iter().map(|output| words(output).1).collect();
+        let refused = |output: &Output| output.status.code() == Some(1);
+        assert!(outputs.iter().all(refused), "{all}");
+        all
+    }
+
+    fn checkpoint(&self, step: u64) -> String {
+        self.run(0).fingerprint_of(Some(CheckpointName::Step(step)))
+    }
+
+    /// The file of node `node`'s store.
+    fn store(&self, node: usize) -> PathBuf {
+        let mut files = store_files_in(&self.drive(node));
+        assert_eq!(files.len(), 1, "{files:?}");
+        files.remove(0)
+    }
+}
+
+fn on_nodes<'a>(harness: &'a Harness, name: &'a str, counts: &[u32]) -> OnNodes<'a> {
+    let more = ["train.checkpoint_every=2", "train.checkpoints_kept=0"];
+    let sets = FP32.iter().chain(&more).map(|set| (*set).to_owned());
+    OnNodes {
+        harness,
+        name,
+        sets: sets.collect(),
+        counts: counts.to_vec(),
+    }
+}
+
+fn assert_same_steps(found: &Run, expected: &Run, what: &str) {
+    for key in ["loss", "grad_norm", "lr", "tokens"] {
+        assert_eq!(found.bits(key), expected.bits(key), "{key}, {what}");
+    }
+}
+
+#[test]
+fn two_nodes_train_as_two_ranks_of_one_node_bit_for_bit() {
+    let harness = Harness::new();
+    for (name, sets) in [
+        (
+            "memory",
+            &["offload.gradients=cpu", "model.num_hidden_layers=5"][..],
+        ),
+        (
+            "nvme",
+            &[
+                "offload.gradients=nvme",
+                "offload.optimizer_step=immediate",
+                "offload.staging_bytes=200000",
+            ],
+        ),
+    ] {
+        let nodes = on_nodes(&harness, name, &[1, 1]).with(sets);
+        let out = harness.path(&format!("{name}-out"));
+        let export = format!("train.export_to={}", out.display());
+        nodes.with(&[&export]).train(&[]);
+        let alone_name = format!("{name}-alone");
+        let alone_out = harness.path(&format!("{name}-alone-out"));
+        let alone = (harness.run(&alone_name, &FP32).with(&harness.nvme()))
+            .with(sets)
+            .with(&["train.checkpoint_every=2", "train.checkpoints_kept=0"])
+            .with(&[format!("train.export_to={}", alone_out.display())]);
+        succeed(alone.launch(2));
+        assert_same_steps(&nodes.run(0), &alone, name);
+        for step in [2, 6] {
+            let expected = alone.fingerprint_of(Some(CheckpointName::Step(step)));
+            assert_eq!(nodes.checkpoint(step), expected, "{name}, step {step}");
+        }
+        let weights = |dir: &PathBuf| std::fs::read(dir.join("model.safetensors")).unwrap();
+        assert!(
+            weights(&out) == weights(&alone_out),
+            "{name}: exported weights"
+        );
+        // Each node holds its own half of the tiles.
+        let written = |run: &Run| run.bits("device_written_bytes");
+        assert_eq!(written(&nodes.run(0)), written(&alone), "{name}");
+    }
+}
+
+#[test]
+fn nodes_resume_what_they_committed_and_another_number_of_nodes_is_refused() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 2]);
+    nodes.with(&["train.stop_after=3"]).train(&[]);
+    let said = nodes.train(&[]);
+    assert!(said.contains("resumed at step 3"), "{said}");
+    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    succeed(alone.launch(3));
+    assert_same_steps(&nodes.run(0), &alone, "1 + 2 ranks");
+    let err = nodes.on(&[3]).refused(&[]);
+    assert!(
+        err.contains("keeps its state on 2 node(s), and this start has 1: start as many"),
+        "{err}"
+    );
+    let err = nodes.on(&[2, 1]).refused(&[]);
+    assert!(err.contains("the ranks of each node changed"), "{err}");
+    // One process cannot read what several nodes hold.
+    let mut command = nodes.run(0).command("fingerprint");
+    let err = words(&finish(spawn({
+        command.env_remove("RANK");
+        command
+    })))
+    .1;
+    assert!(err.contains("is on 2 nodes: name a checkpoint"), "{err}");
+}
+
+#[test]
+fn a_checkpoint_carries_over_to_other_numbers_of_nodes() {
+    let harness = Harness::new();
+    let two = on_nodes(&harness, "run", &[1, 1]).with(&["train.steps=8"]);
+    two.with(&["train.stop_after=2"]).train(&[]);
+    let before = two.checkpoint(2);
+    // One node with one rank, which stops before its first step.
+    let one = two.on(&[1]);
+    one.with(&["train.stop_after=2"])
+        .train(&["--resume-from", "2"]);
+    assert_eq!(one.run(0).fingerprint(), before, "2 -> 1");
+    one.with(&["train.stop_after=4"]).train(&[]);
+    let before = two.checkpoint(4);
+    // Three nodes write the state that they took into a checkpoint of the same step.
+    let three = two.on(&[1, 1, 1]);
+    three
+        .with(&["train.stop_after=6"])
+        .train(&["--resume-from", "4"]);
+    assert_eq!(three.checkpoint(4), before);
+    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    let alone = alone.with(&[
+        "train.steps=8",
+        "train.stop_after=6",
+        "train.checkpoint_every=2",
+    ]);
+    let from = nodes_checkpoint(&two, 4);
+    let mut command = alone.launch(3);
+    command.args(["--resume-from", from.to_str().unwrap()]);
+    succeed(command);
+    let expected = alone.fingerprint_of(Some(CheckpointName::Step(6)));
+    assert_eq!(three.checkpoint(6), expected, "1 -> 3");
+    // The same nodes go back: their stores begin anew together.
+    three
+        .with(&["train.stop_after=6"])
+        .train(&["--resume-from", "4"]);
+    assert_eq!(three.checkpoint(6), expected, "3 -> 3");
+    let said = three.train(&[]);
+    assert!(said.contains("resumed at step 6"), "{said}");
+}
+
+fn nodes_checkpoint(nodes: &OnNodes, step: u64) -> PathBuf {
+    (nodes.run(0).dir).join(format!("checkpoints/step-{step:08}"))
+}
+
+#[test]
+fn a_node_whose_store_is_lost_or_older_or_anothers_is_refused_by_name() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 1]);
+    nodes.with(&["train.stop_after=2"]).train(&[]);
+    let [first, second] = [nodes.store(0), nodes.store(1)];
+    let older = harness.path("older");
+    std::fs::copy(&second, &older).unwrap();
+    nodes.with(&["train.stop_after=4"]).train(&[]);
+    let newest = harness.path("newest");
+    std::fs::copy(&second, &newest).unwrap();
+
+    std::fs::remove_file(&second).unwrap();
+    let err = nodes.refused(&[]);
+    assert!(err.contains("node 1 lost generation"), "{err}");
+    assert!(
+        err.contains("holds none") && err.contains("--resume-from"),
+        "{err}"
+    );
+
+    std::fs::copy(&older, &second).unwrap();
+    let err = nodes.refused(&[]);
+    assert!(err.contains("node 1 lost generation"), "{err}");
+
+    std::fs::copy(&first, &second).unwrap();
+    let err = nodes.refused(&[]);
+    assert!(err.contains("node 1: the store on "), "{err}");
+    assert!(err.contains("not the part of node 1 of run "), "{err}");
+
+    // The newest content is as good as before.
+    std::fs::copy(&newest, &second).unwrap();
+    let said = nodes.with(&["train.stop_after=5"]).train(&[]);
+    assert!(said.contains("resumed at step 4"), "{said}");
+
+    // Without it, all go back to a checkpoint.
+    std::fs::remove_file(&second).unwrap();
+    nodes.train(&["--resume-from", "4"]);
+    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    succeed(alone.launch(2));
+    assert_same_steps(&nodes.run(0), &alone, "after a lost drive");
+
+    // Another run's directory on the second node.
+    let other = on_nodes(&harness, "other", &[1, 1]);
+    other.with(&["train.stop_after=1"]).train(&[]);
+    let part = node_dir(&nodes.run(0).dir, 1);
+    std::fs::copy(node_dir(&other.run(0).dir, 1).join("job"), part.join("job")).unwrap();
+    let err = nodes.refused(&[]);
+    assert!(
+        err.contains("holds the part of node 1 of run other-"),
+        "{err}"
+    );
+}
+
+#[test]
+fn checkpoints_in_a_directory_that_not_all_nodes_see_are_refused() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 1]);
+    let dir = nodes.run(0).dir;
+    std::fs::create_dir_all(&dir).unwrap();
+    let mut commands = nodes.commands(&[]);
+    let second = commands.pop().unwrap();
+    let Some(mut hidden) =
+        where_mounted(&format!("mount -t tmpfs none {}", dir.display()), &second)
+    else {
+        println!("skipped: this user may not mount");
+        return;
+    };
+    for (name, value) in second.get_envs() {
+        if let Some(value) = value {
+            hidden.env(name, value);
+        }
+    }
+    let first = spawn(commands.pop().unwrap());
+    let err = words(&finish(spawn(hidden))).1;
+    assert!(
+        err.contains("node 1 does not see the run's directory"),
+        "{err}"
+    );
+    let err = words(&finish(first)).1;
+    assert!(
+        err.contains("rank 1 failed while looking for the run's directory"),
+        "{err}"
+    );
+}
+
+/// Lets the ranks end after one of them was killed, and expects that the others name it.
+fn end_all(ranks: Vec<Child>, killed: usize, after: &str) {
+    let since = Instant::now();
+    for (rank, child) in ranks.into_iter().enumerate() {
+        let output = finish(child);
+        let err = words(&output).1;
+        assert!(!output.status.success(), "{after}: rank {rank} went on");
+        if rank != killed {
+            assert!(err.contains(&format!("rank {killed} ")), "{after}: {err}");
+        }
+    }
+    assert!(since.elapsed() < END_WAIT, "{after}: {:?}", since.elapsed());
+}
+
+#[test]
+fn ranks_killed_around_a_commit_resume_bit_for_bit() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 1]).with(&["train.steps=20"]);
+    // Other ranks notice the second rank's death by its silence, after some seconds.
+    let mut kills = vec![(0, "prepared@1"), (1, "prepared@2"), (0, "confirming@2")];
+    if std::env::var_os("OFFLOADD_KILLS").is_some() {
+        kills.extend([(1, "filling@2"), (1, "committed@2"), (0, "committing@2")]);
+        kills.extend([(1, "confirming@1"), (0, "committed@1"), (1, "committing@2")]);
+    }
+    for (victim, point) in kills {
+        let after = format!("rank {victim} at {point}");
+        let reported = nodes.run(0).steps_written();
+        let mut commands = nodes.commands(&[]);
+        commands[victim].env("OFFLOADD_KILL", point);
+        let ranks = commands.into_iter().map(spawn).collect();
+        end_all(ranks, victim, &after);
+        let told = nodes.run(0).steps_written();
+        assert!(told >= reported, "{after}: metrics went back");
+        let stop_after = format!("train.stop_after={}", told.max(1));
+        let said = nodes.with(&[&stop_after]).train(&[]);
+        let resumed = said.split("resumed at step ").nth(1);
+        let resumed = resumed.and_then(|rest| rest.split(|c: char| !c.is_ascii_digit()).next());
+        let resumed = resumed.map_or(0, |step| step.parse().unwrap());
+        // One commit may be in progress, and one waiting for it, while the next step is reported.
+        assert!(resumed + 2 >= told, "{after}: {said}");
+    }
+    nodes.train(&[]);
+    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    let alone = alone.with(&["train.steps=20", "train.checkpoint_every=2"]);
+    succeed(alone.launch(2));
+    assert_same_steps(&nodes.run(0), &alone, "after all kills");
+    let expected = alone.fingerprint_of(Some(CheckpointName::Step(20)));
+    assert_eq!(nodes.checkpoint(20), expected);
+}
+
+#[test]
+fn a_stopped_rank_and_a_killed_daemon_end_all_nodes() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 1]);
+    let nodes = nodes.with(&["train.steps=100000", "scheduler={}"]);
+    // Making a run writes its file, which ranks that start would find empty.
+    let run = nodes.run(0);
+    let begun = || {
+        let steps = run.steps_written();
+        let mut ranks = nodes.start();
+        let first = ranks.remove(0);
+        ranks.insert(
+            0,
+            until(first, "two steps", || run.steps_written() >= steps + 2),
+        );
+        ranks
+    };
+    for node in [0, 1] {
+        let mut ranks = begun();
+        let daemons = children(ranks[node].id());
+        assert_eq!(daemons.len(), 1, "the node's daemon");
+        kill_process(daemons[0], Signal::KILL).unwrap();
+        let since = Instant::now();
+        let second = finish(ranks.pop().unwrap());
+        let first = finish(ranks.pop().unwrap());
+        assert!(since.elapsed() < END_WAIT, "{:?}", since.elapsed());
+        let errors = [words(&first).1, words(&second).1];
+        assert!(errors[node].contains("offloadd"), "{errors:?}");
+        assert!(
+            errors[1 - node].contains(&format!("rank {node} ")),
+            "{errors:?}"
+        );
+    }
+    let mut ranks = begun();
+    let stopped = ranks.pop().unwrap();
+    kill_process(Pid::from_child(&stopped), Signal::STOP).unwrap();
+    let since = Instant::now();
+    let err = words(&finish(ranks.pop().unwrap())).1;
+    assert!(since.elapsed() < END_WAIT, "{:?}", since.elapsed());
+    assert!(err.contains("rank 1 has not answered for"), "{err}");
+    kill_process(Pid::from_child(&stopped), Signal::KILL).unwrap();
+    finish(stopped);
+}
