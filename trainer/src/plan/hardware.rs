@@ -4,6 +4,7 @@
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
 use kernels::gpu::GpuError;
+use kernels_torch::collective::World;
 use offload_support::memory::available_bytes;
 use serde::Serialize;
 
@@ -234,10 +235,7 @@ impl Hardware {
 /// Returns the name and the free memory of this process's GPU.
 fn find_gpu(ranks: u32) -> Result<(String, u64), AcceleratorError> {
     // Each process of a node has its own GPU. An invalid number is refused where ranks are read.
-    let index = std::env::var("LOCAL_RANK")
-        .ok()
-        .and_then(|rank| rank.parse().ok())
-        .unwrap_or(0);
+    let index = World::from_env().map_or(0, |world| world.local_rank);
     let gpu = accelerator::find(index, ranks)?;
     Ok((gpu.info().name.clone(), gpu.free_bytes()?))
 }

@@ -1,11 +1,12 @@
 //! Connects the ranks of a run: heartbeats first, so that a missing rank is named; then Gloo.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::gloo::{Group, Interface, Store};
 use super::heartbeat::{DirHeartbeatStore, Heartbeat, TcpHeartbeatStore};
+use super::rendezvous::listen;
 use super::{CollectiveError, Rendezvous, Timeouts, World};
 
 /// Interval of checks for dead ranks during other waits.
@@ -77,9 +78,10 @@ fn beat_over_tcp(
     let place = format!("{host}:{port}");
     let serves = ours && world.rank == 0;
     let opening = {
-        let place = place.clone();
         move || {
-            let listener = serves.then(|| listen(&host, port, &place)).transpose()?;
+            let listener = serves
+                .then(|| listen(&host, port, !world.one_node()))
+                .transpose()?;
             let open = |listener| Store::over_tcp(&host, port, listener, &prefix, left(deadline));
             let server = listener.map(|listener| open(Some(listener))).transpose()?;
             let heartbeat_store = TcpHeartbeatStore::open(open(None)?, world.rank)?;
@@ -260,15 +262,6 @@ fn bounded<T: Send + 'static>(
     }
 }
 
-/// Listens on that address only: c10d by itself would listen on every interface.
-fn listen(host: &str, port: u16, place: &str) -> Result<TcpListener, CollectiveError> {
-    TcpListener::bind((host, port)).map_err(|error| CollectiveError::Rendezvous {
-        op: "listening",
-        place: place.to_owned(),
-        message: error.to_string(),
-    })
-}
-
 /// This node's address on the route to `host`.
 fn route_to(host: &str, port: u16, place: &str) -> Result<IpAddr, CollectiveError> {
     let local = |to: SocketAddr| {
@@ -311,6 +304,8 @@ fn left(deadline: Instant) -> Duration {
 #[cfg(test)]
 mod tests {
     //! Ranks as threads of this process, for cases in which no rank dies.
+    use std::net::TcpListener;
+
     use super::*;
     use crate::collective::Comm;
 
@@ -333,6 +328,7 @@ mod tests {
             port,
             ours: false,
             prefix: format!("run/{restart}"),
+            has_token: false,
             interface: None,
         };
         let meet = |restart: u32| -> Vec<Comm> {

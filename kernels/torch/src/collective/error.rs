@@ -4,15 +4,17 @@
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CollectiveError {
     /// An environment variable is missing although others that belong to it are set.
-    #[error(
-        "{name} is not set: start the run with `trainer launch` or torchrun, which set it, or unset RANK and WORLD_SIZE to run one process"
-    )]
+    #[error("{name} is not set: {help}")]
     Missing {
         /// The variable.
         name: &'static str,
+        /// How to get it set.
+        help: &'static str,
     },
     /// An environment variable has an invalid value.
-    #[error("{name}={value:?} {problem}: start the run with `trainer launch` or torchrun")]
+    #[error(
+        "{name}={value:?} {problem}; `trainer launch`, torchrun and srun set variables that fit together"
+    )]
     Environment {
         /// The variable.
         name: &'static str,
@@ -20,6 +22,12 @@ pub enum CollectiveError {
         value: String,
         /// Why the value is invalid.
         problem: String,
+    },
+    /// The job token in the environment is unusable. The message does not repeat the token.
+    #[error("OFFLOADD_JOB_TOKEN {problem}")]
+    Token {
+        /// Why the token is unusable.
+        problem: &'static str,
     },
     /// The directory or address of the rendezvous cannot be used.
     #[error("{op} at the rendezvous {place} failed: {message}")]

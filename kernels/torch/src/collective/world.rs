@@ -1,9 +1,10 @@
-//! This process's rank, from torchrun's variables.
+//! This process's rank, from the variables of torchrun, Open MPI or Slurm.
 
 use super::CollectiveError;
+use super::slurm::Step;
 
 /// Most ranks of a run. Refuses a mistyped WORLD_SIZE before memory is allocated for it.
-const RANKS_MAX: u32 = 4096;
+pub(super) const RANKS_MAX: u32 = 4096;
 
 /// This process among all processes of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -18,6 +19,67 @@ pub struct World {
     pub local_ranks: u32,
 }
 
+/// Names of the variables of one program that starts ranks.
+pub(super) struct Names {
+    pub(super) rank: &'static str,
+    pub(super) ranks: &'static str,
+    pub(super) local_rank: &'static str,
+    pub(super) local_ranks: &'static str,
+    /// How to get a variable that is missing.
+    pub(super) help: &'static str,
+}
+
+const TORCHRUN: Names = Names {
+    rank: "RANK",
+    ranks: "WORLD_SIZE",
+    local_rank: "LOCAL_RANK",
+    local_ranks: "LOCAL_WORLD_SIZE",
+    help: "start the run with `trainer launch` or torchrun, which set it, or unset RANK and WORLD_SIZE to run one process",
+};
+
+const OPEN_MPI: Names = Names {
+    rank: "OMPI_COMM_WORLD_RANK",
+    ranks: "OMPI_COMM_WORLD_SIZE",
+    local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
+    local_ranks: "OMPI_COMM_WORLD_LOCAL_SIZE",
+    help: "start the run with mpirun, which sets it, or with `trainer launch`",
+};
+
+/// The program whose variables describe this process. The programs that users start inside another one come first: torchrun
+/// and mpirun run inside Slurm's steps.
+pub(super) enum Started {
+    Torchrun,
+    OpenMpi,
+    Slurm(Step),
+    Alone,
+}
+
+impl Started {
+    pub(super) fn from_variables(
+        get: &mut dyn FnMut(&str) -> Option<String>,
+    ) -> Result<Started, CollectiveError> {
+        let mut any = |names: &Names| get(names.rank).is_some() || get(names.ranks).is_some();
+        if any(&TORCHRUN) {
+            Ok(Started::Torchrun)
+        } else if any(&OPEN_MPI) {
+            Ok(Started::OpenMpi)
+        } else {
+            Ok(Step::from_variables(get)?.map_or(Started::Alone, Started::Slurm))
+        }
+    }
+
+    /// How to get a variable that is missing from the rendezvous.
+    pub(super) fn help(&self) -> &'static str {
+        match self {
+            Started::OpenMpi => {
+                "mpirun does not say where its processes meet; give it -x MASTER_ADDR=HOST -x MASTER_PORT=29500 with the first node as HOST"
+            }
+            Started::Slurm(_) => super::slurm::HELP,
+            Started::Torchrun | Started::Alone => TORCHRUN.help,
+        }
+    }
+}
+
 impl World {
     /// A run of one process.
     pub const ALONE: World = World {
@@ -27,8 +89,9 @@ impl World {
         local_ranks: 1,
     };
 
-    /// Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which torchrun and `trainer launch` set.
-    /// Without the first two the process runs alone.
+    /// Reads `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, which torchrun and `trainer launch` set; without
+    /// the first two the variables of Open MPI's `mpirun`, and without those the variables of Slurm's `srun`. Without
+    /// any the process runs alone.
     ///
     /// # Errors
     /// A variable is missing beside the others, is not a number, or contradicts them.
@@ -40,36 +103,62 @@ impl World {
     pub fn from_variables(
         get: &mut dyn FnMut(&str) -> Option<String>,
     ) -> Result<World, CollectiveError> {
-        let (rank, ranks) = match (get("RANK"), get("WORLD_SIZE")) {
-            (None, None) => return Ok(World::ALONE),
-            (rank, ranks) => (
-                number("RANK", rank, 0, u32::MAX)?,
-                number("WORLD_SIZE", ranks, 1, RANKS_MAX)?,
-            ),
+        match Started::from_variables(get)? {
+            Started::Torchrun => World::numbered(&TORCHRUN, get),
+            Started::OpenMpi => World::numbered(&OPEN_MPI, get),
+            Started::Slurm(step) => Ok(step.world),
+            Started::Alone => Ok(World::ALONE),
+        }
+    }
+
+    fn numbered(
+        names: &Names,
+        get: &mut dyn FnMut(&str) -> Option<String>,
+    ) -> Result<World, CollectiveError> {
+        let mut read = |name, min, max| number(name, get(name), min, max, names.help);
+        let rank = read(names.rank, 0, u32::MAX)?;
+        let ranks = read(names.ranks, 1, RANKS_MAX)?;
+        // A node with one process needs no local rank.
+        let (local_rank, local_ranks) = if ranks == 1
+            && [names.local_rank, names.local_ranks]
+                .iter()
+                .all(|name| get(name).is_none())
+        {
+            (0, 1)
+        } else {
+            let mut read = |name, min, max| number(name, get(name), min, max, names.help);
+            (
+                read(names.local_rank, 0, u32::MAX)?,
+                read(names.local_ranks, 1, RANKS_MAX)?,
+            )
         };
-        let (local_rank, local_ranks) = match (get("LOCAL_RANK"), get("LOCAL_WORLD_SIZE")) {
-            // A node with one process needs no local rank.
-            (None, None) if ranks == 1 => (0, 1),
-            (local_rank, local_ranks) => (
-                number("LOCAL_RANK", local_rank, 0, u32::MAX)?,
-                number("LOCAL_WORLD_SIZE", local_ranks, 1, RANKS_MAX)?,
-            ),
-        };
-        below("RANK", rank, "WORLD_SIZE", ranks)?;
-        below("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_ranks)?;
+        World::checked(names, rank, ranks, local_rank, local_ranks)
+    }
+
+    /// Checks that the numbers fit together.
+    pub(super) fn checked(
+        names: &Names,
+        rank: u32,
+        ranks: u32,
+        local_rank: u32,
+        local_ranks: u32,
+    ) -> Result<World, CollectiveError> {
+        below(names.rank, rank, names.ranks, ranks)?;
+        below(names.local_rank, local_rank, names.local_ranks, local_ranks)?;
         if local_ranks > ranks {
             return Err(CollectiveError::Environment {
-                name: "LOCAL_WORLD_SIZE",
+                name: names.local_ranks,
                 value: local_ranks.to_string(),
-                problem: format!("exceeds WORLD_SIZE, {ranks}"),
+                problem: format!("exceeds {}, {ranks}", names.ranks),
             });
         }
         if local_ranks == ranks && local_rank != rank {
             return Err(CollectiveError::Environment {
-                name: "LOCAL_RANK",
+                name: names.local_rank,
                 value: local_rank.to_string(),
                 problem: format!(
-                    "differs from RANK, {rank}, although all processes are on this node"
+                    "differs from {}, {rank}, although all processes are on this node",
+                    names.rank
                 ),
             });
         }
@@ -109,10 +198,11 @@ pub(super) fn number(
     value: Option<String>,
     min: u32,
     max: u32,
+    help: &'static str,
 ) -> Result<u32, CollectiveError> {
-    let value = value.ok_or(CollectiveError::Missing { name })?;
+    let value = value.ok_or(CollectiveError::Missing { name, help })?;
     match value.parse::<u32>() {
-        // `parse` accepts a sign; torchrun writes none.
+        // `parse` accepts a sign; no launcher writes one.
         Ok(number) if (min..=max).contains(&number) && !value.starts_with('+') => Ok(number),
         _ => Err(CollectiveError::Environment {
             name,
@@ -191,6 +281,52 @@ mod tests {
         ];
         assert_eq!(world(&local_missing).unwrap(), World::ALONE);
         assert!(World::ALONE.one_node());
+    }
+
+    #[test]
+    fn open_mpis_variables_say_who_this_is_unless_torchrun_started_the_process() {
+        let mpi = [
+            ("OMPI_COMM_WORLD_RANK", "3"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_RANK", "1"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "2"),
+        ];
+        // mpirun starts its daemons with srun, so its processes inherit a step's variables.
+        let slurm = [
+            ("SLURM_STEP_ID", "0"),
+            ("SLURM_NTASKS", "2"),
+            ("SLURM_PROCID", "1"),
+        ];
+        let read = |variables: &[(&str, &str)], without: &str| {
+            World::from_variables(&mut |name| {
+                let found = variables
+                    .iter()
+                    .find(|(known, _)| *known == name && name != without);
+                found.map(|(_, value)| (*value).to_owned())
+            })
+            .map_err(|error| error.to_string())
+        };
+        let both = [&mpi[..], &slurm].concat();
+        let expected = World {
+            rank: 3,
+            ranks: 4,
+            local_rank: 1,
+            local_ranks: 2,
+        };
+        assert_eq!(read(&both, ""), Ok(expected));
+        for (name, _) in mpi {
+            let error = read(&mpi, name).unwrap_err();
+            assert!(error.contains(&format!("{name} is not set")), "{error}");
+            assert!(error.contains("mpirun"), "{error}");
+        }
+        let torchrun = [
+            ("RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("LOCAL_RANK", "0"),
+            ("LOCAL_WORLD_SIZE", "1"),
+        ];
+        let all = [&torchrun[..], &mpi, &slurm].concat();
+        assert_eq!(read(&all, "").unwrap().ranks, 2);
     }
 
     #[test]

@@ -142,6 +142,7 @@ fn an_address_that_cannot_be_used_is_named() {
         port,
         ours,
         prefix: String::new(),
+        has_token: false,
         interface: None,
     };
     let try_at = |rank, at: &Rendezvous| {

@@ -63,7 +63,7 @@ impl Group {
             return Err(CollectiveError::Rendezvous {
                 op: "connecting the ranks",
                 place: store.place().to_owned(),
-                message,
+                message: store.without_prefix(&message),
             });
         }
         Ok(Group {

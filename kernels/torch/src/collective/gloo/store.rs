@@ -15,6 +15,8 @@ use crate::ffi::take_message;
 pub(in crate::collective) struct Store {
     raw: NonNull<c_void>,
     place: String,
+    /// Prefix of all keys, which messages must not show: it contains the job token.
+    prefix: String,
 }
 
 // SAFETY: c10d's stores lock what they share and are not bound to a thread.
@@ -36,7 +38,7 @@ impl Store {
         let Some(path) = path.to_str() else {
             return Err(failed("opening the store", &place, "the path is not UTF-8"));
         };
-        Store::made(place, |raw| {
+        Store::made(place, "", |raw| {
             let path = text(path);
             // SAFETY: the text ends with NUL and lives through the call; `raw` has room for a pointer.
             unsafe {
@@ -57,7 +59,8 @@ impl Store {
         timeout: Duration,
     ) -> Result<Store, CollectiveError> {
         let listen_fd = listener.map_or(-1, TcpListener::into_raw_fd);
-        Store::made(format!("{host}:{port}"), |raw| {
+        let (place, secret) = (format!("{host}:{port}"), prefix);
+        Store::made(place, secret, |raw| {
             let (host, prefix) = (text(host), text(prefix));
             // SAFETY: the texts end with NUL and live through the call; the socket now belongs to the store; `raw` has
             // room for a pointer.
@@ -76,23 +79,34 @@ impl Store {
 
     fn made(
         place: String,
+        prefix: &str,
         make: impl FnOnce(*mut *mut c_void) -> *mut c_char,
     ) -> Result<Store, CollectiveError> {
         let mut raw = ptr::null_mut();
         let message = make(&mut raw);
         // SAFETY: just returned by the shim, used only here.
         if let Some(message) = unsafe { take_message(message) } {
-            return Err(failed("opening the store", &place, &message));
+            return Err(failed(
+                "opening the store",
+                &place,
+                &without(&message, prefix),
+            ));
         }
         Ok(Store {
             raw: NonNull::new(raw).expect("the shim made a store"),
             place,
+            prefix: prefix.to_owned(),
         })
     }
 
     /// Directory, or host and port.
     pub(in crate::collective) fn place(&self) -> &str {
         &self.place
+    }
+
+    /// A message of torch without the prefix of the keys, which contains the job token.
+    pub(super) fn without_prefix(&self, message: &str) -> String {
+        without(message, &self.prefix)
     }
 
     /// Sets the value of `key`.
@@ -163,7 +177,7 @@ impl Store {
         // SAFETY: just returned by the shim (the callers are in this file), used only here.
         match unsafe { take_message(message) } {
             None => Ok(()),
-            Some(message) => Err(failed(op, &self.place, &message)),
+            Some(message) => Err(failed(op, &self.place, &self.without_prefix(&message))),
         }
     }
 }
@@ -172,6 +186,14 @@ impl Drop for Store {
     fn drop(&mut self) {
         // SAFETY: owned here, and not used again; a group keeps its own reference.
         unsafe { ffi::offload_store_free(self.raw.as_ptr()) };
+    }
+}
+
+fn without(message: &str, prefix: &str) -> String {
+    if prefix.is_empty() {
+        message.to_owned()
+    } else {
+        message.replace(prefix, "...")
     }
 }
 

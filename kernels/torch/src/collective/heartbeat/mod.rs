@@ -119,6 +119,13 @@ impl Heartbeat {
             .collect()
     }
 
+    /// Whether all other ranks have ended, as far as known.
+    pub(super) fn others_ended(&self) -> bool {
+        let state = self.shared.lock();
+        let ended = |rank: u32| state.peers[rank as usize].beat.end.is_some();
+        self.shared.peers().all(ended)
+    }
+
     /// Records that this rank has reached operation number `reached`.
     pub(super) fn reached(&self, reached: u64) {
         let mut state = self.shared.lock();

@@ -1,0 +1,172 @@
+//! The launchers of a run's nodes: a store in which they meet before their ranks start, and heartbeats with which each
+//! notices that another one is gone.
+//!
+//! The same store later connects the ranks, so a run needs one listening port, and the store survives a restart of the
+//! ranks.
+
+use std::time::Duration;
+
+use super::connect::attribute;
+use super::gloo::Store;
+use super::heartbeat::{Heartbeat, TcpHeartbeatStore};
+use super::rendezvous::{key_prefix, listen};
+use super::{CollectiveError, JobToken, Timeouts, World};
+
+/// Longest value that is read at first. A longer one is read again.
+const VALUE_BYTES: usize = 4096;
+
+/// The store of a run's launchers: small values with names, at a TCP address.
+///
+/// Calls may block while the network is down; the caller bounds them.
+pub struct LauncherStore {
+    store: Store,
+    host: String,
+    port: u16,
+    prefix: String,
+}
+
+impl LauncherStore {
+    /// Runs the store in this process. It listens at `host` and `port` only.
+    ///
+    /// # Errors
+    /// The address is not one of this machine, is in use, or other nodes cannot reach it.
+    pub fn serve(
+        host: &str,
+        port: u16,
+        token: Option<&JobToken>,
+        nodes: bool,
+        timeout: Duration,
+    ) -> Result<LauncherStore, CollectiveError> {
+        let listener = listen(host, port, nodes)?;
+        LauncherStore::open(host, port, Some(listener), token, timeout)
+    }
+
+    /// Connects with the store, for which it waits at most `timeout`.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn connect(
+        host: &str,
+        port: u16,
+        token: Option<&JobToken>,
+        timeout: Duration,
+    ) -> Result<LauncherStore, CollectiveError> {
+        LauncherStore::open(host, port, None, token, timeout)
+    }
+
+    fn open(
+        host: &str,
+        port: u16,
+        listener: Option<std::net::TcpListener>,
+        token: Option<&JobToken>,
+        timeout: Duration,
+    ) -> Result<LauncherStore, CollectiveError> {
+        let prefix = key_prefix(token, "launchers");
+        Ok(LauncherStore {
+            store: Store::over_tcp(host, port, listener, &prefix, timeout)?,
+            host: host.to_owned(),
+            port,
+            prefix,
+        })
+    }
+
+    /// Sets the value of `key`.
+    ///
+    /// # Errors
+    /// The store is gone.
+    pub fn set(&self, key: &str, value: &str) -> Result<(), CollectiveError> {
+        self.store.set(key, value.as_bytes())
+    }
+
+    /// Returns the value of `key`, or `None` without one.
+    ///
+    /// # Errors
+    /// The store is gone.
+    pub fn get(&self, key: &str) -> Result<Option<String>, CollectiveError> {
+        let mut bytes = vec![0; VALUE_BYTES];
+        while let Some(length) = self.store.get(key, &mut bytes)? {
+            if length <= bytes.len() {
+                bytes.truncate(length);
+                return Ok(Some(String::from_utf8_lossy(&bytes).into_owned()));
+            }
+            bytes.resize(length, 0);
+        }
+        Ok(None)
+    }
+
+    /// Whether this call is the first one for `key` by any launcher.
+    ///
+    /// # Errors
+    /// The store is gone.
+    pub fn take(&self, key: &str) -> Result<bool, CollectiveError> {
+        Ok(self.store.add(key, 1)? == 1)
+    }
+
+    /// Starts heartbeats as launcher `node` of `nodes`, over a connection of their own. `round` separates them from
+    /// those before a restart.
+    ///
+    /// # Errors
+    /// Another launcher has this number; the store is gone.
+    pub fn heartbeat(
+        &self,
+        node: u32,
+        nodes: u32,
+        round: u32,
+        timeout: Duration,
+    ) -> Result<LauncherHeartbeat, CollectiveError> {
+        let prefix = format!("{}/{round}", self.prefix);
+        let own = Store::over_tcp(&self.host, self.port, None, &prefix, timeout)?;
+        let world = World {
+            rank: node,
+            ranks: nodes,
+            local_rank: 0,
+            local_ranks: 1,
+        };
+        let timeouts = Timeouts::default();
+        let place = format!("{}:{}", self.host, self.port);
+        let heartbeat_store = Box::new(TcpHeartbeatStore::open(own, node)?);
+        let heartbeat = Heartbeat::start(world, timeouts, heartbeat_store, Some(0), place);
+        Ok(LauncherHeartbeat {
+            heartbeat,
+            timeouts,
+        })
+    }
+}
+
+/// Heartbeats of this launcher, and its view of the others. Errors give launchers' numbers as ranks.
+pub struct LauncherHeartbeat {
+    heartbeat: Heartbeat,
+    timeouts: Timeouts,
+}
+
+impl LauncherHeartbeat {
+    /// The error of a launcher that is gone or has ended; `None` while none is known.
+    pub fn gone(&self) -> Option<CollectiveError> {
+        self.heartbeat.verdict("launching")
+    }
+
+    /// Waits for the heartbeats that tell of a launcher that is gone.
+    pub fn wait_for_gone(&self) -> Option<CollectiveError> {
+        attribute(&self.heartbeat, self.timeouts, "launching")
+    }
+
+    /// Launchers that have not sent a heartbeat yet.
+    pub fn absent(&self) -> Vec<u32> {
+        self.heartbeat.absent()
+    }
+
+    /// Tells the other launchers that this one ends, and why.
+    pub fn end(&self, reason: &str) {
+        self.heartbeat.end(reason);
+    }
+
+    /// Whether all other launchers have said that they end.
+    pub fn others_ended(&self) -> bool {
+        self.heartbeat.others_ended()
+    }
+
+    /// Waits until all other launchers have ended, for at most some heartbeats.
+    pub fn wait_for_ends(&self) {
+        self.heartbeat.wait_for_ends();
+    }
+}
