@@ -15,6 +15,7 @@ use std::process::ExitCode;
 use clap::{Args, Parser, Subcommand};
 use cli::export::ExportArgs;
 use cli::init::InitArgs;
+use cli::launch::LaunchArgs;
 use cli::plan::PlanArgs;
 use cli::remove::RemoveArgs;
 use cli::runs::RunsArgs;
@@ -70,27 +71,12 @@ enum Command {
         #[command(flatten)]
         trace: TraceArgs,
     },
-    /// Train with several processes on this machine: one per GPU, or several on the CPU.
+    /// Train with several processes, on this machine or on several: one per GPU, or several on the CPU.
     ///
     /// When one process fails, the others are ended, and its exit status is the launcher's. SIGTERM and SIGINT end all
-    /// processes after the current step, with status 143 or 130.
-    #[command(after_help = "Examples:
-  trainer launch --nproc 4 RUN.toml
-  trainer launch --nproc 2 RUN.toml --set train.steps=50 --fresh    # with options of `trainer train`
-  trainer train RUN.toml                                            # resume the same run with one process")]
-    Launch {
-        /// Number of processes.
-        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
-        nproc: u32,
-        /// The run file and further arguments of `trainer train`.
-        #[arg(
-            value_name = "RUN.toml [--set KEY=VALUE]... [--fresh]",
-            required = true,
-            trailing_var_arg = true,
-            allow_hyphen_values = true
-        )]
-        train: Vec<OsString>,
-    },
+    /// processes after the current step, with status 143 or 130. Bytes between nodes are not encrypted.
+    #[command(after_help = cli::launch::EXAMPLES)]
+    Launch(Box<LaunchArgs>),
     /// Write a commented run file for a model and data that fits this machine, with its plan.
     #[command(after_help = cli::init::EXAMPLES)]
     Init(InitArgs),
@@ -218,8 +204,8 @@ fn main() -> ExitCode {
             // Each message includes its cause, so printing the chain would repeat it.
             errln!("trainer: {}{error}", rank_name());
             match error.downcast_ref() {
-                Some(LaunchError::Failed(failure)) => failure.code.into(),
-                _ => ExitCode::FAILURE,
+                Some(error) => LaunchError::code(error).into(),
+                None => ExitCode::FAILURE,
             }
         }
     }
@@ -250,10 +236,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
                 verbose,
             )?);
         }
-        Command::Launch { nproc, train } => {
-            check_train(&train, nproc)?;
-            return Ok(launch::launch(nproc, &train)?);
-        }
+        Command::Launch(args) => return cli::launch::run(&args, check_train),
         Command::Init(args) => cli::init::run(&args)?,
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
@@ -278,15 +261,16 @@ fn rank_name() -> String {
     }
 }
 
-/// Checks the arguments and the run file in the launcher, so that errors are reported once and not by each
-/// rank.
-fn check_train(args: &[OsString], ranks: u32) -> anyhow::Result<()> {
+/// Checks the arguments and, if the number of ranks is known, the run file in the launcher, so that errors are reported once
+/// and not by each rank.
+fn check_train(args: &[OsString], ranks: Option<u32>) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
     let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| error.exit());
-    match cli.command {
-        Command::Train { run, from, .. } => {
-            run.settings_from(from.as_deref(), Some(ranks)).map(drop)
-        }
-        _ => unreachable!("the arguments were parsed as `train`"),
+    let Command::Train { run, from, .. } = cli.command else {
+        unreachable!("the arguments were parsed as `train`")
+    };
+    if ranks.is_some() {
+        run.settings_from(from.as_deref(), ranks)?;
     }
+    Ok(())
 }

@@ -4,6 +4,7 @@ use std::error::Error;
 use std::sync::Arc;
 
 use kernels_torch::collective::{CollectiveError, Comm, Rendezvous, Timeouts, World};
+use offload_support::errln;
 use swapper::{Exchange, Nodes};
 use training_state::ranks::{Group, GroupError, RankError, Ranks};
 
@@ -23,6 +24,9 @@ pub enum ConnectError {
 pub(crate) fn connect() -> Result<Arc<Comm>, ConnectError> {
     let world = World::from_env()?;
     let at = Rendezvous::from_env(&world)?;
+    if world.rank == 0 && at.is_open() {
+        errln!("trainer: {}", crate::launch::OPEN_RENDEZVOUS);
+    }
     let comm = Comm::connect(world, &at, Timeouts::default())?;
     Ok(Arc::new(comm))
 }

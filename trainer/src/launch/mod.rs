@@ -1,29 +1,44 @@
-//! `trainer launch`: starts several ranks of one run on this machine as processes of this program, and ends
-//! them together.
+//! `trainer launch`: starts several ranks of one run as processes of this program, on this machine or as one of several
+//! launchers that each start the ranks of their node, and ends them together.
 //!
 //! ```text
-//!   launch ──starts──▶ rank 0 .. N-1   environment: torchrun's variables, and the rendezvous directory
-//!          ──SIGTERM, SIGINT──▶        each signal is forwarded: every rank ends after its step, with everything committed
-//!          ◀──status──                 the first failure ends the others: SIGTERM, later SIGKILL. 128 plus the signal's
-//!                                      number is no failure: the rank was asked to stop, and the others end with it
+//!   launch ──starts──▶ ranks               environment: torchrun's variables, and the rendezvous directory or address
+//!          ──SIGTERM, SIGINT──▶            each signal is forwarded: every rank ends after its step, with everything committed
+//!          ◀──status──                     the first failure ends the others: SIGTERM, later SIGKILL. 128 plus the signal's
+//!                                          number is no failure: the rank was asked to stop, and the others end with it
+//!          ◀──heartbeats──▶ other nodes    each launcher tells the others why it ends, and notices when one is gone
 //! ```
 //!
 //! Each rank has its own process group, so a terminal's Ctrl-C reaches only the launcher, and each rank gets
 //! the signal once. A rank requests SIGTERM for the death of its launcher.
 
+pub mod hostfile;
+mod meeting;
+mod remote;
 mod rendezvous_dir;
+mod requests;
 mod supervise;
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
-use kernels_torch::collective::DIR_VARIABLE;
+use kernels_torch::collective::{CollectiveError, DIR_VARIABLE, LauncherStore, TOKEN_VARIABLE};
+use offload_support::errln;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
+use meeting::Agreed;
+pub use meeting::{Meeting, MeetingError, NodeCount};
+pub use remote::{Hosts, launch_hosts};
 use rendezvous_dir::RendezvousDir;
+use requests::Requests;
 pub use supervise::Failure;
-use supervise::{Limits, supervise};
+use supervise::{ENDED_WELL, Limits, Members, Outside, supervise};
+
+/// Warning about a run whose rendezvous other machines reach and that has no job token.
+pub const OPEN_RENDEZVOUS: &str = "warning: the run has no job token, so any process that reaches its rendezvous can join or disturb it: set OFFLOADD_JOB_TOKEN to the same value on all nodes (`openssl rand -hex 16` makes one)";
 
 /// Environment variable with the launcher's process id.
 const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
@@ -38,45 +53,221 @@ pub enum LaunchError {
         dir: std::path::PathBuf,
         source: std::io::Error,
     },
-    #[error("cannot start rank {rank}: {source}")]
-    Start { rank: u32, source: std::io::Error },
+    #[error("cannot find this program, its directory or random bytes: {source}")]
+    Own { source: std::io::Error },
+    #[error("cannot start {name} ({program}): {source}")]
+    Start {
+        name: String,
+        program: String,
+        source: std::io::Error,
+    },
     #[error(transparent)]
     Failed(#[from] Failure),
+    #[error(transparent)]
+    Meeting(#[from] MeetingError),
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
     #[error(
         "the launcher (process {0}) has ended, so this rank ends too: start the run again with the same command"
     )]
     LauncherGone(String),
 }
 
-/// Starts `ranks` processes `trainer train ARGS...` and waits until all have ended. Returns the exit status:
-/// 0 when the run is done, the ranks' status when they were asked to stop earlier.
+impl LaunchError {
+    /// Exit status of the launcher.
+    pub fn code(&self) -> u8 {
+        match self {
+            LaunchError::Failed(failure) => failure.code,
+            LaunchError::Meeting(MeetingError::Stopped(signal)) => 128 + signal.as_raw() as u8,
+            _ => 1,
+        }
+    }
+}
+
+/// Ranks of this node, and where they meet the others.
+#[derive(Debug)]
+pub struct Launch {
+    /// Number of ranks.
+    pub ranks: u32,
+    /// Number of restarts after a failure.
+    pub restarts_max: u32,
+    /// Where launchers of several nodes meet. `None`: the run has this node only.
+    pub meeting: Option<Meeting>,
+    /// Whether another launcher started this one and controls it through standard input.
+    pub controlled: bool,
+}
+
+/// One start of the ranks.
+struct Round {
+    number: u32,
+    /// Numbers of the first rank and of all ranks.
+    first_rank: u32,
+    ranks: u32,
+    variables: Vec<(&'static str, OsString)>,
+    nodes: Option<Agreed>,
+    _dir: Option<RendezvousDir>,
+}
+
+/// Starts ranks as processes `trainer train ARGS...` and waits until all have ended. After a failure it starts them again, as
+/// often as allowed. Returns the exit status: 0 when the run is done, the ranks' status when they were asked to stop earlier.
 ///
 /// # Errors
-/// Ranks cannot be started; the first rank that failed, with its status.
-pub fn launch(ranks: u32, args: &[OsString]) -> Result<u8, LaunchError> {
+/// Ranks cannot be started; nodes do not come; the first rank or node that failed, with its status.
+pub fn launch(mut options: Launch, args: &[OsString]) -> Result<u8, LaunchError> {
+    let mut requests = Requests::new()?;
+    if options.controlled {
+        let token = requests.follow_input()?;
+        if let Some(meeting) = &mut options.meeting {
+            meeting.token = Some(token);
+        }
+    }
+    let meeting = options.meeting.as_ref();
+    // Node 0 runs the store until all have ended.
+    let _store: Option<LauncherStore> = match meeting {
+        Some(meeting) => meeting.serve()?,
+        None => None,
+    };
+    let mut expected: BTreeSet<u32> = (0..meeting.map_or(1, |meeting| meeting.nodes.max)).collect();
+    let mut number = 0;
+    loop {
+        let round = match meeting {
+            Some(meeting) => meet(meeting, &options, number, expected.clone(), &mut requests)?,
+            None => alone(&options, number)?,
+        };
+        let failure = match run(&options, &round, args, &mut requests) {
+            Ok(status) => {
+                close(&round);
+                return Ok(status);
+            }
+            Err(LaunchError::Failed(failure)) => failure,
+            Err(error) => {
+                if let Some(nodes) = &round.nodes {
+                    nodes.heartbeat.end(&error.to_string());
+                    nodes.heartbeat.wait_for_ends();
+                }
+                return Err(error);
+            }
+        };
+        if let Some(nodes) = &round.nodes {
+            if nodes.own == 0 {
+                // The others read here why this launcher ends.
+                nodes.heartbeat.wait_for_ends();
+            }
+            expected = nodes.members.iter().map(|member| member.node).collect();
+            if let Some(gone) = failure.gone() {
+                expected.remove(&nodes.members[gone].node);
+            }
+        }
+        if round.number >= options.restarts_max {
+            return Err(failure.into());
+        }
+        number = round.number + 1;
+        let most = options.restarts_max;
+        errln!("trainer: {failure}; starting again (restart {number} of at most {most})");
+    }
+}
+
+/// Meets the launchers of other nodes.
+fn meet(
+    meeting: &Meeting,
+    options: &Launch,
+    number: u32,
+    expected: BTreeSet<u32>,
+    requests: &mut Requests,
+) -> Result<Round, LaunchError> {
+    let most = options.restarts_max;
+    let agreed = meeting.meet(options.ranks, most, number, expected, requests)?;
+    let mut variables: Vec<(&'static str, OsString)> = vec![
+        ("MASTER_ADDR", meeting.host.clone().into()),
+        ("MASTER_PORT", meeting.port.to_string().into()),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
+        ("TORCHELASTIC_RUN_ID", "launch".into()),
+        (
+            "TORCHELASTIC_RESTART_COUNT",
+            agreed.round.to_string().into(),
+        ),
+        ("TORCHELASTIC_MAX_RESTARTS", most.to_string().into()),
+        ("GROUP_RANK", agreed.own.to_string().into()),
+        ("GROUP_WORLD_SIZE", agreed.members.len().to_string().into()),
+    ];
+    if let Some(token) = &meeting.token {
+        variables.push((TOKEN_VARIABLE, token.secret().into()));
+    }
+    Ok(Round {
+        number: agreed.round,
+        first_rank: agreed.first_rank(),
+        ranks: agreed.ranks(),
+        variables,
+        nodes: Some(agreed),
+        _dir: None,
+    })
+}
+
+/// The ranks of this launcher are all ranks, and meet in a directory.
+fn alone(options: &Launch, number: u32) -> Result<Round, LaunchError> {
     let base = std::env::temp_dir();
-    let rendezvous_dir =
-        RendezvousDir::new(&base).map_err(|source| LaunchError::Dir { dir: base, source })?;
-    let program =
-        std::env::current_exe().map_err(|source| LaunchError::Start { rank: 0, source })?;
-    let command = |rank: u32| {
+    let dir = RendezvousDir::new(&base).map_err(|source| LaunchError::Dir { dir: base, source })?;
+    Ok(Round {
+        number,
+        first_rank: 0,
+        ranks: options.ranks,
+        variables: vec![(DIR_VARIABLE, dir.path().into())],
+        nodes: None,
+        _dir: Some(dir),
+    })
+}
+
+/// Starts the ranks of this node and waits for them.
+fn run(
+    options: &Launch,
+    round: &Round,
+    args: &[OsString],
+    requests: &mut Requests,
+) -> Result<u8, LaunchError> {
+    let program = std::env::current_exe().map_err(|source| LaunchError::Own { source })?;
+    let mut members = Members::ranks(round.first_rank);
+    for local_rank in 0..options.ranks {
         let mut command = Command::new(&program);
         command.arg("train").args(args).stdin(Stdio::null());
+        command.env_remove(DIR_VARIABLE);
         for (name, number) in [
-            ("RANK", rank),
-            ("LOCAL_RANK", rank),
-            ("WORLD_SIZE", ranks),
-            ("LOCAL_WORLD_SIZE", ranks),
+            ("RANK", round.first_rank + local_rank),
+            ("LOCAL_RANK", local_rank),
+            ("WORLD_SIZE", round.ranks),
+            ("LOCAL_WORLD_SIZE", options.ranks),
         ] {
             command.env(name, number.to_string());
         }
         command
-            .env(DIR_VARIABLE, rendezvous_dir.path())
+            .envs(round.variables.iter().map(|(name, value)| (name, value)))
             .env(LAUNCHER_VARIABLE, getpid().to_string())
             .process_group(0);
-        command
+        members.start(command)?;
+    }
+    let mut outside = Outside {
+        requests,
+        nodes: round.nodes.as_ref(),
+        since: Instant::now(),
     };
-    supervise((0..ranks).map(command), Limits::default())
+    supervise(members, Limits::default(), &mut outside)
+}
+
+/// Tells the other launchers that this node's ranks ended well. Node 0 runs the store and waits for them.
+fn close(round: &Round) {
+    const LOOK: Duration = Duration::from_millis(50);
+    let Some(nodes) = &round.nodes else {
+        return;
+    };
+    nodes.heartbeat.end(ENDED_WELL);
+    let until = Instant::now() + Limits::default().close;
+    let is_gone = || match nodes.heartbeat.gone() {
+        None | Some(CollectiveError::Left { .. }) => false,
+        Some(_) => true,
+    };
+    while nodes.own == 0 && !nodes.heartbeat.others_ended() && !is_gone() && Instant::now() < until
+    {
+        std::thread::sleep(LOOK);
+    }
 }
 
 /// Makes a rank receive SIGTERM when its launcher dies. Does nothing in a process that was not started by

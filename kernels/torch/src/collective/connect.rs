@@ -77,16 +77,14 @@ fn beat_over_tcp(
     };
     let place = format!("{host}:{port}");
     let serves = ours && world.rank == 0;
-    let opening = {
-        move || {
-            let listener = serves
-                .then(|| listen(&host, port, !world.one_node()))
-                .transpose()?;
-            let open = |listener| Store::over_tcp(&host, port, listener, &prefix, left(deadline));
-            let server = listener.map(|listener| open(Some(listener))).transpose()?;
-            let heartbeat_store = TcpHeartbeatStore::open(open(None)?, world.rank)?;
-            Ok((server, heartbeat_store))
-        }
+    let opening = move || {
+        let listener = serves
+            .then(|| listen(&host, port, !world.one_node()))
+            .transpose()?;
+        let open = |listener| Store::over_tcp(&host, port, listener, &prefix, left(deadline));
+        let server = listener.map(|listener| open(Some(listener))).transpose()?;
+        let heartbeat_store = TcpHeartbeatStore::open(open(None)?, world.rank)?;
+        Ok((server, heartbeat_store))
     };
     // Resolving a name and waiting for the store have no reliable timeouts of their own.
     let (server, heartbeat_store) = bounded(deadline, opening, || None)
