@@ -220,8 +220,9 @@ fn run_to_its_end(
             training.end(ended)?;
             let is_complete = ended == Ended::Stalled || step >= settings.train.steps;
             if is_complete {
+                let on_nodes = ranks.nodes() > 1 && settings.placement.has_store();
                 ranks.by_first("exporting the weights", || {
-                    export_result(&settings, exported)
+                    export_result(&settings, exported, on_nodes)
                 })?;
             }
             Ok(if ended == Ended::Asked {
@@ -289,12 +290,21 @@ fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), T
 }
 
 /// Exports the weights of a complete run to `train.export_to` if it is set and does not exist yet: those of the
-/// checkpoint of step `checkpoint`, or the last ones. Prints what to do with the weights.
-fn export_result(settings: &RunSettings, checkpoint: Option<u64>) -> Result<(), TrainError> {
+/// checkpoint of step `checkpoint`, or the last ones. With `on_nodes`, only a checkpoint can be exported. Prints what to do with the weights.
+fn export_result(
+    settings: &RunSettings,
+    checkpoint: Option<u64>,
+    on_nodes: bool,
+) -> Result<(), TrainError> {
     let run_dir = &settings.train.run_dir;
     let Some(out) = &settings.train.export_to else {
+        let checkpoint = match (on_nodes, checkpoint) {
+            (false, _) => String::new(),
+            (true, Some(step)) => format!(" --checkpoint {step}"),
+            (true, None) => return Ok(()),
+        };
         outln!(
-            "next      trainer export {} --out DIR     writes a directory that Hugging Face's libraries load",
+            "next      trainer export {}{checkpoint} --out DIR     writes a directory that Hugging Face's libraries load",
             run_dir.display()
         );
         return Ok(());

@@ -508,7 +508,8 @@ impl Training {
     pub(super) fn exported_checkpoint(&self) -> Option<u64> {
         let best = self.best_checkpoint.map(|(step, _)| step);
         let best = best.filter(|step| self.run.checkpoints.has(*step));
-        best.or(self.is_on_nodes().then_some(self.run.state.step))
+        let last = self.is_on_nodes().then_some(self.run.state.step);
+        best.or(last.filter(|step| self.checkpointer.has(*step)))
     }
 
     /// Whether no process can read all of the store, because other nodes have parts of it.
