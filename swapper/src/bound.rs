@@ -58,6 +58,8 @@ pub struct StepRates {
     pub update_s: f64,
     /// Time of transfers over the bus to an accelerator; 0 without one.
     pub bus_s: f64,
+    /// Time of transfers between nodes; 0 on one node.
+    pub network_s: f64,
 }
 
 impl SwapperSettings {
@@ -119,6 +121,8 @@ pub enum Wall {
     Update,
     /// The bus to an accelerator.
     Bus,
+    /// The network between nodes.
+    Network,
 }
 
 impl Wall {
@@ -130,6 +134,7 @@ impl Wall {
             Self::Writes => "device writes",
             Self::Update => "update",
             Self::Bus => "bus",
+            Self::Network => "network",
         }
     }
 }
@@ -163,7 +168,7 @@ pub fn bound_s(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> f64 
 
 /// Lower bound of a step of `schedule`, term by term.
 ///
-/// Deferred, with W bytes written and R read at rates w and r, and S bytes of staging: `max(W/w, R/r, bus, t_bwd +
+/// Deferred, with W bytes written and R read at rates w and r, and S bytes of staging: `max(W/w, R/r, bus, network, t_bwd +
 /// max(t_fwd, t_update, (W-S)/w, (R_fwd-S)/r))`, where W in the last two terms counts only the updates' writes; and
 /// `t_fwd + (G-S)/w` for the G bytes of gradients that backward writes. At once: the sum of three phases, each as long
 /// as the longest of its compute, its reads and its writes.
@@ -179,6 +184,7 @@ pub fn bound(schedule: Schedule, bytes: &StepBytes, rates: &StepRates) -> Bound 
         term(Wall::Writes, "W/w", writing(bytes.written_bytes)),
         term(Wall::Reads, "R/r", reading(bytes.read_bytes())),
         term(Wall::Bus, "bus", rates.bus_s),
+        term(Wall::Network, "network", rates.network_s),
     ];
     match schedule {
         Schedule::Deferred => {
@@ -348,6 +354,7 @@ mod tests {
             backward_s: 2.0,
             update_s: 0.5,
             bus_s: 0.0,
+            network_s: 0.0,
         };
         let bound = |rates: StepRates| bound_s(Schedule::Deferred, &bytes, &rates);
         assert_eq!(bound(fast), 3.0);
@@ -359,6 +366,8 @@ mod tests {
             6.0
         );
         assert_eq!(bound(StepRates { bus_s: 9.0, ..fast }), 9.0);
+        let network_s = 9.0;
+        assert_eq!(bound(StepRates { network_s, ..fast }), 9.0);
         // 8 unstaged bytes at 2 bytes a second in forward, then backward.
         assert_eq!(
             bound(StepRates {
@@ -409,6 +418,7 @@ mod tests {
             backward_s: compute_s * 3.0 / 4.0,
             update_s: params / 5.6e9,
             bus_s: 0.0,
+            network_s: 0.0,
         };
         (bytes, rates)
     }

@@ -12,8 +12,8 @@ use crate::report::{About, DeviceReport, warnings};
 use crate::scale::Load;
 use crate::testdrives::RateLimit;
 use crate::training::{
-    self, DeepSpeedStep, Given, OtherMachine, Settings, Subject, Trainer, TrainingReport,
-    TrainingRow, TrialPlan,
+    self, Cluster, DeepSpeedStep, Given, NodesArgs, NodesReport, NodesRow, OtherMachine, Settings,
+    Subject, Trainer, TrainingReport, TrainingRow, TrialPlan,
 };
 use crate::trial::TrialFiles;
 use crate::units::Rate;
@@ -21,6 +21,7 @@ use crate::units::Rate;
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io training --model configs/models/Llama-2-7B.json --tflops 400 --read 6.2GB/s --write 3.2GB/s
   bench-io training --model config.json --host-memory 512GiB --cores 32 --gpu-memory 80GiB   # for another machine
+  bench-io training --model config.json --gpu-memory 80GiB --nodes 1,8,64 --gpus 8 --network 50GB/s   # computed for several nodes
   bench-io training RUN.toml --directory /mnt/nvme0 --directory /mnt/nvme1       # with what these drives do
   bench-io training --run RUN.toml --read 620MB/s --write 320MB/s --out target/training
                                 # as root: trains on 1 to 4 rate-limited drives and prints predicted beside measured
@@ -65,6 +66,8 @@ pub(crate) struct TrainingArgs {
     tflops: Option<f64>,
     #[command(flatten)]
     machine: OtherMachine,
+    #[command(flatten)]
+    nodes: NodesArgs,
     /// With --model: tokens of a sequence
     #[arg(long, value_name = "N", default_value_t = 2048, conflicts_with_all = ["file", "run"])]
     seq_len: u64,
@@ -99,13 +102,16 @@ pub(crate) struct TrainingArgs {
 
 /// Predicts or trains, prints the report and writes the files.
 pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
-    let counts = counts(args)?;
     if let Some(tflops) = args.tflops {
         ensure!(
             tflops > 0.0 && tflops < 1e6,
             "--tflops {tflops}: must be more than 0"
         );
     }
+    if !args.nodes.nodes.is_empty() {
+        return on_nodes(args);
+    }
+    let counts = counts(args)?;
     let trainer = Trainer::find(args.trainer.as_deref())?;
     // Fails before minutes are spent on measuring.
     if let Some(out) = &args.out {
@@ -172,6 +178,74 @@ pub(crate) fn run(args: &TrainingArgs) -> Result<()> {
     outcome
 }
 
+/// Predicts a step on several nodes and prints the report.
+fn on_nodes(args: &TrainingArgs) -> Result<()> {
+    let drives = match args.drives.as_slice() {
+        [] => 4,
+        [drives @ 1..=64] => *drives,
+        _ => anyhow::bail!("--drives: with --nodes, one number from 1 to 64"),
+    };
+    let trainer = Trainer::find(args.trainer.as_deref())?;
+    let subject = subject(args)?;
+    let mut rows = Vec::new();
+    for &nodes in &args.nodes.nodes {
+        crate::stop::check()?;
+        let cluster = Cluster {
+            nodes,
+            gpus: args.nodes.gpus,
+            network: args.nodes.network,
+        };
+        let given = Given {
+            cluster: Some(cluster),
+            ..given(args, drives)
+        };
+        rows.push(NodesRow::new(cluster, trainer.plan(&subject, given)?));
+    }
+    let report = NodesReport {
+        about: About::new(settings(args), Vec::new(), Vec::new()),
+        rates: format!(
+            "given: {drives} drives in each node, {} read and {} written per drive, both at once; network {}",
+            args.read, args.write, args.nodes.network
+        ),
+        rows,
+    };
+    let outcome = report::print(&report, args.json);
+    if let Some(out) = &args.out {
+        let path = out.join("training.json");
+        std::fs::create_dir_all(out).with_context(|| format!("creating {}", out.display()))?;
+        std::fs::write(&path, serde_json::to_string_pretty(&report)?)
+            .with_context(|| format!("writing {}", path.display()))?;
+    }
+    outcome
+}
+
+/// Given rates of `drives` drives.
+fn given(args: &TrainingArgs, drives: u32) -> Given {
+    Given {
+        read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
+        write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
+        tflops: args.tflops,
+        machine: args.machine,
+        cluster: None,
+    }
+}
+
+fn subject(args: &TrainingArgs) -> Result<Subject> {
+    Ok(match (&args.model, &args.file) {
+        (Some(config), _) => Subject::Model {
+            config: config.clone(),
+            seq_len: args.seq_len,
+            micro_batch: args.micro_batch,
+            accumulation: args.accumulation.unwrap_or(1),
+        },
+        (None, Some(file)) => Subject::Run {
+            file: file.clone(),
+            sets: sets(args),
+        },
+        (None, None) => anyhow::bail!("name a run file or a model"),
+    })
+}
+
 fn settings(args: &TrainingArgs) -> Settings {
     let mut subject = [&args.file, &args.model, &args.run].into_iter().flatten();
     let of_model = args.model.is_some();
@@ -224,27 +298,10 @@ fn predicted(
     trainer: &Trainer,
     progress: &Progress,
 ) -> Result<TrainingRow> {
-    let subject = match (&args.model, &args.file) {
-        (Some(config), _) => Subject::Model {
-            config: config.clone(),
-            seq_len: args.seq_len,
-            micro_batch: args.micro_batch,
-            accumulation: args.accumulation.unwrap_or(1),
-        },
-        (None, Some(file)) => Subject::Run {
-            file: file.clone(),
-            sets: sets(args),
-        },
-        (None, None) => anyhow::bail!("name a run file or a model"),
-    };
+    let subject = subject(args)?;
     let mut measured = None;
     let given = if args.dirs.is_empty() {
-        Given {
-            read_bytes_per_s: args.read.0 as f64 * f64::from(drives),
-            write_bytes_per_s: args.write.0 as f64 * f64::from(drives),
-            tflops: args.tflops,
-            machine: args.machine,
-        }
+        given(args, drives)
     } else {
         let trial_files = TrialFiles::make(
             &args.dirs[..drives as usize],

@@ -2,12 +2,13 @@
 //!
 //! ```text
 //!   rates of drives ─┬─▶ DeepSpeedStep                                   predicted
-//!                    ├─▶ `trainer plan`                                  predicted
+//!                    ├─▶ `trainer plan`                                  predicted, also for several nodes (--nodes)
 //!                    └─▶ `trainer train` on rate-limited drives (--run)         measured
 //! ```
 
 mod deepspeed;
 mod machine;
+mod nodes;
 mod planner;
 mod trial;
 
@@ -22,6 +23,7 @@ use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
 pub(crate) use machine::{OtherMachine, PlannedMachine};
+pub(crate) use nodes::{Cluster, NodesArgs, NodesReport, NodesRow};
 pub(crate) use planner::{Given, Planned, Subject, Trainer};
 pub(crate) use trial::{Trial, TrialPlan, run};
 

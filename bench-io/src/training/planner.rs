@@ -6,7 +6,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 
-use super::{OtherMachine, PlannedMachine};
+use super::{Cluster, OtherMachine, PlannedMachine};
 use crate::child;
 use crate::trial::Trial;
 
@@ -37,6 +37,8 @@ pub(crate) struct Given {
     pub(crate) write_bytes_per_s: f64,
     pub(crate) tflops: Option<f64>,
     pub(crate) machine: OtherMachine,
+    /// Several nodes, each with the rates and properties above.
+    pub(crate) cluster: Option<Cluster>,
 }
 
 impl Given {
@@ -48,6 +50,7 @@ impl Given {
             write_bytes_per_s,
             tflops,
             machine: OtherMachine::default(),
+            cluster: None,
         }
     }
 }
@@ -67,6 +70,13 @@ pub(crate) struct Planned {
     pub(crate) compute_s: f64,
     /// Space on devices.
     pub(crate) device_bytes: u64,
+    /// Whether the run fits into the memory of the machine.
+    pub(crate) fits: bool,
+    /// Host memory of a node.
+    pub(crate) host_bytes: f64,
+    /// Bytes that a node sends to other nodes, and that it receives.
+    pub(crate) network_bytes: f64,
+    pub(crate) network_s: f64,
     pub(crate) machine: PlannedMachine,
 }
 
@@ -130,6 +140,9 @@ impl Trainer {
             command.args(["--tflops", &format!("{tflops:.9}")]);
         }
         command.args(given.machine.words());
+        if let Some(cluster) = given.cluster {
+            command.args(cluster.words());
+        }
         let output = command
             .output()
             .with_context(|| format!("starting {}", self.program.display()))?;
@@ -177,8 +190,12 @@ fn planned(plan: &Value) -> Result<Planned> {
             written_bytes: number(drives, "step_written_bytes")?,
             step_s: number(drives, "step_s")?,
             wall: drives["wall"].as_str().unwrap_or_default().to_owned(),
-            compute_s: 6.0 * parameters * tokens / flops,
+            compute_s: 6.0 * parameters * tokens / number(plan, "ranks")? / flops,
             device_bytes: number(drives, "device_bytes")? as u64,
+            fits: drives["fits"].as_bool().unwrap_or(true),
+            host_bytes: number(drives, "host_bytes")?,
+            network_bytes: number(drives, "network_bytes")?,
+            network_s: number(drives, "network_s")?,
             machine,
         });
     }
@@ -193,6 +210,10 @@ fn planned(plan: &Value) -> Result<Planned> {
         wall: bound["wall"].as_str().unwrap_or_default().to_owned(),
         compute_s: number(bound, "forward_s")? + number(bound, "backward_s")?,
         device_bytes: number(plan, "device_bytes")? as u64,
+        fits: plan["fits"].as_bool().unwrap_or(true),
+        host_bytes: number(&plan["host"], "node_bytes")?,
+        network_bytes: number(step, "network_bytes")?,
+        network_s: number(bound, "network_s")?,
         machine,
     })
 }
@@ -204,17 +225,17 @@ mod tests {
     #[test]
     fn plans_of_runs_and_of_models_are_read_alike() {
         let run = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000,
+            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000, "host": {"node_bytes": 800.0},
             "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
-            "step": {"read_bytes": 1400, "written_bytes": 1200},
-            "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0},
+            "step": {"read_bytes": 1400, "written_bytes": 1200, "network_bytes": 600},
+            "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0, "network_s": 0.3},
         });
         let model = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2,
+            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "ranks": 1,
             "hardware": {"tflops": {"value": 4e-9}, "cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
             "places": [
                 {"place": "host", "step_s": 1.0},
-                {"place": "drives", "step_s": 2.0, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "wall": "device writes"},
+                {"place": "drives", "step_s": 2.0, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "host_bytes": 800, "network_bytes": 600, "network_s": 0.3, "wall": "device writes"},
             ],
         });
         let (run, model) = (planned(&run).unwrap(), planned(&model).unwrap());

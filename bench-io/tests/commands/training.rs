@@ -130,6 +130,30 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
 }
 
 #[test]
+fn several_nodes_divide_state_and_send_six_bytes_for_each_parameter() {
+    if trainer().is_none() {
+        return;
+    }
+    let dir = drive();
+    let file = run_file(dir.path());
+    let report = json(&[
+        "training",
+        &file,
+        "--tflops=0.05",
+        "--nodes=1,2",
+        "--network=1GB/s",
+        "--json",
+    ]);
+    let number = |row: usize, name: &str| report["rows"][row]["ours"][name].as_f64().unwrap();
+    assert_eq!(number(0, "network_bytes"), 0.0);
+    let sent = number(1, "network_bytes") / number(1, "parameters");
+    assert!((3.0..3.5).contains(&sent), "{report}");
+    assert_eq!(number(1, "tokens"), 2.0 * number(0, "tokens"));
+    let written = number(1, "written_bytes") / number(0, "written_bytes");
+    assert!((0.5..0.6).contains(&written), "{report}");
+}
+
+#[test]
 fn another_machines_memory_and_cores_are_planned_for_and_named() {
     if trainer().is_none() {
         return;

@@ -97,6 +97,7 @@ impl Outlook {
                     |last| last.update_s,
                 ),
                 bus_s: 0.0,
+                network_s: 0.0,
             },
         );
         let has_files = !plan.nvme.is_empty();

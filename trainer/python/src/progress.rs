@@ -163,6 +163,7 @@ impl Reporter {
             backward_s,
             update_s: seconds(io.update_ns),
             bus_s: 0.0,
+            network_s: 0.0,
         };
         let bound = bound(self.schedule, &bytes, &rates);
         let facts = StepFacts {

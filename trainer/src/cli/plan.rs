@@ -21,6 +21,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   trainer plan RUN.toml --json | jq .bound
   trainer plan RUN.toml --deepspeed ds_config.json     # DeepSpeed's file as it is, below the run file
   trainer plan --model config.json                     # a model, on this machine
+  trainer plan RUN.toml --nodes 8 --gpus 8 --network 25GB/s      # one of eight such nodes
   trainer plan --model config.json --gpus 4 --gpu-memory 24GiB --tflops 80 --host-memory 256GiB --drives 2x6.2GB/s:3.2GB/s \\
       --seq-len 4096 --micro-batch 1 --accumulation 8 --tokens 2G --tbw 1200TB";
 
@@ -97,9 +98,15 @@ struct MachineArgs {
     /// Cores for the optimizer, for all processes together.
     #[arg(long, value_parser = clap::value_parser!(u64).range(1..=65536))]
     cores: Option<u64>,
-    /// Processes of the run, one for each GPU.
+    /// Processes on each node, one for each GPU.
     #[arg(long, visible_alias = "gpus", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: Option<u32>,
+    /// Number of nodes like this machine that train the run together.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    nodes: u32,
+    /// Rate between a node and the others in each direction, for example 25GB/s.
+    #[arg(long, value_name = "RATE", value_parser = parse_rate)]
+    network: Option<f64>,
     /// Rate of forward and backward in one process, in 10^12 operations per second, with 6 operations for
     /// each parameter and token.
     #[arg(long, value_name = "N", value_parser = parse_tflops)]
@@ -121,7 +128,21 @@ impl MachineArgs {
             drive_rating_bytes: self.tbw,
             cores: self.cores,
             tflops: self.tflops,
+            network_bytes_per_s: self.network,
         }
+    }
+
+    /// Returns the processes of all nodes, if their number is given.
+    fn all_ranks(&self) -> Option<u32> {
+        match self.nodes {
+            1 => self.ranks,
+            nodes => Some(self.ranks.unwrap_or(1) * nodes),
+        }
+    }
+
+    /// Divides the processes of `settings` among the nodes.
+    fn divide(&self, settings: &mut RunSettings) {
+        settings.local_ranks = settings.ranks / self.nodes;
     }
 }
 
@@ -140,7 +161,7 @@ pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
     if let Some(path) = &args.asked.model {
         return plan_model(path, &args);
     }
-    let ranks = args.machine.ranks;
+    let ranks = args.machine.all_ranks();
     let mut settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
     let length = match settings.train.steps {
         0 => None,
@@ -154,6 +175,7 @@ pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
             Err(_) => None,
         },
     };
+    args.machine.divide(&mut settings);
     plan_run(&settings, length, &args)
 }
 
@@ -165,13 +187,14 @@ fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
         micro_batch: asked.micro_batch,
         micro_batches: asked.accumulation,
         fp32: asked.fp32,
-        ranks: args.machine.ranks.unwrap_or(1),
+        ranks: args.machine.all_ranks().unwrap_or(1),
         length: match asked.steps {
             Some(steps) => Length::Steps(steps),
             None => Length::Tokens(asked.tokens),
         },
     };
-    let settings = question.settings(&model, &args.sets)?;
+    let mut settings = question.settings(&model, &args.sets)?;
+    args.machine.divide(&mut settings);
     let hardware = Hardware::new(&settings, &args.machine.overrides());
     if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
         errln!(
@@ -187,6 +210,7 @@ fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
             "tokens_per_step": settings.step_tokens(),
             "gradient_accumulation_steps": settings.batch.micro_batches,
             "ranks": settings.ranks,
+            "nodes": args.machine.nodes,
             "hardware": hardware,
             "places": places,
         });

@@ -49,6 +49,9 @@ const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
 /// together.
 const BUS_BYTES_PER_S: f64 = 50e9;
 
+/// Rate of a node in each direction: a port of 200 Gbit/s.
+const NETWORK_BYTES_PER_S: f64 = 25e9;
+
 /// Rate of the optimizer on one of 16 cores: all together reached 5.0 to 5.6 G parameters/s (split bf16
 /// master, AVX-512).
 const CORE_UPDATE_PARAMS_PER_S: f64 = 0.35e9;
@@ -134,6 +137,8 @@ pub struct Hardware {
     pub checkpoint_bytes_per_s: Figure,
     /// Rate of the optimizer on the processor, in parameters per second for all processes together.
     pub update_params_per_s: Figure,
+    /// Rate between this node and the others, in bytes per second in each direction.
+    pub network_bytes_per_s: Figure,
 }
 
 /// Figures from the command line that replace this machine's.
@@ -150,6 +155,7 @@ pub struct Overrides {
     pub drive_rating_bytes: Option<u64>,
     pub cores: Option<u64>,
     pub tflops: Option<f64>,
+    pub network_bytes_per_s: Option<f64>,
 }
 
 impl Hardware {
@@ -221,6 +227,11 @@ impl Hardware {
                 DRIVE_WRITE_BYTES_PER_S,
             ),
             update_params_per_s: Figure::of(None, None, CORE_UPDATE_PARAMS_PER_S * cores as f64),
+            network_bytes_per_s: Figure::of(
+                overrides.network_bytes_per_s,
+                None,
+                NETWORK_BYTES_PER_S,
+            ),
             gpu,
         }
     }

@@ -85,6 +85,8 @@ pub struct Plan {
     pub gpu_tiles: TileSums,
     /// Bytes that cross the bus to a GPU.
     pub bus: BusBytes,
+    /// Bytes that this node sends to other nodes in a step, and that it receives.
+    pub network_bytes: u64,
     /// Where the optimizer runs; never `Auto`.
     pub optimizer_device: OptimizerDevice,
     pub hardware: Hardware,
@@ -160,6 +162,7 @@ impl Plan {
             mlp_chunks: settings.train.mlp_chunks,
             gpu_tiles: TileSums::default(),
             bus: BusBytes::default(),
+            network_bytes: 0,
             optimizer_device: OptimizerDevice::Cpu,
             bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
             rates,
@@ -180,6 +183,11 @@ impl Plan {
         plan.choose(settings, staging)?;
         plan.problems = problems::of(&plan, settings);
         Ok(plan)
+    }
+
+    /// Number of nodes like this one.
+    pub fn nodes(&self) -> u32 {
+        self.ranks / self.local_ranks
     }
 
     /// Host memory of this process.

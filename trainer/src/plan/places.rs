@@ -97,6 +97,9 @@ pub struct PlaceReport {
     pub device_bytes: u64,
     pub step_read_bytes: f64,
     pub step_written_bytes: f64,
+    /// Bytes that a node sends to other nodes in a step, and that it receives.
+    pub network_bytes: u64,
+    pub network_s: f64,
     /// The shortest step in seconds.
     pub step_s: f64,
     pub wall: &'static str,
@@ -116,6 +119,8 @@ impl PlaceReport {
             device_bytes: plan.device_bytes(),
             step_read_bytes: plan.node_bytes.read_bytes(),
             step_written_bytes: plan.node_bytes.written_bytes,
+            network_bytes: plan.network_bytes,
+            network_s: plan.rates.network_s,
             step_s: plan.bound.s,
             wall: plan.bound.wall.word(),
             tokens_per_s: plan.tokens as f64 / plan.bound.s,

@@ -74,6 +74,7 @@ impl Plan {
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
         }
+        let network_bytes = self.network_bytes_of(settings);
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
             write_bytes_per_s: hardware.write_bytes_per_s.value,
@@ -82,8 +83,25 @@ impl Plan {
             backward_s: compute_s * (1.0 - FORWARD_SHARE),
             update_s,
             bus_s,
+            network_s: network_bytes as f64 / hardware.network_bytes_per_s.value,
         };
+        self.network_bytes = network_bytes;
         self.bound = swapper::bound(self.swapper.schedule, &self.node_bytes, &self.rates);
+    }
+
+    /// Bytes that a node sends to others in a step. Each shard of parameters reaches every other node once for each gather, and
+    /// each shard of gradients crosses once on its way to its sum.
+    fn network_bytes_of(&self, settings: &RunSettings) -> u64 {
+        let own = self.tile_sums();
+        let stage = settings.placement.stage;
+        if !stage.divides_state() {
+            // Every process holds all gradients and needs all sums: they are reduced, then gathered.
+            let nodes = u64::from(self.nodes());
+            return 2 * own.grad_bytes * (nodes - 1) / nodes;
+        }
+        let gathers = 1 + u64::from(stage.divides_parameters());
+        let elsewhere = u64::from(self.ranks - self.local_ranks);
+        elsewhere * (gathers * own.param_bytes + own.grad_bytes)
     }
 
     /// Sums over this process's tiles, wherever they are.

@@ -26,8 +26,10 @@ pub struct Report {
     pub tokens_per_step: u64,
     /// Micro-batches of a step, in each process.
     pub gradient_accumulation_steps: usize,
-    /// Processes of the run.
+    /// Processes of the run, on all nodes.
     pub ranks: u32,
+    /// Nodes of the run. Host memory, devices and bytes of a step are those of one node.
+    pub nodes: u32,
     pub hardware: Hardware,
     pub host: HostReport,
     /// GPU memory in bytes; `None` without a GPU.
@@ -110,6 +112,8 @@ pub struct StepReport {
     pub grad_written_bytes: u64,
     /// Bytes that cross the bus of one process.
     pub bus_process: BusBytes,
+    /// Bytes that a node sends to other nodes, and that it receives.
+    pub network_bytes: u64,
 }
 
 /// The shortest time of a step.
@@ -126,6 +130,7 @@ pub struct BoundReport {
     pub backward_s: f64,
     pub update_s: f64,
     pub bus_s: f64,
+    pub network_s: f64,
 }
 
 /// One lower limit of a step's time.
@@ -174,6 +179,7 @@ impl Plan {
             tokens_per_step: self.tokens,
             gradient_accumulation_steps: self.micro_batches,
             ranks: self.ranks,
+            nodes: self.nodes(),
             hardware: self.hardware.clone(),
             host: HostReport {
                 process_bytes: self.host_bytes(),
@@ -202,6 +208,7 @@ impl Plan {
                 written_bytes: bytes.written_bytes as u64,
                 grad_written_bytes: bytes.grad_written_bytes as u64,
                 bus_process: self.bus,
+                network_bytes: self.network_bytes,
             },
             bound: self.bound_report(),
             outlook: self.outlook(),
@@ -251,6 +258,7 @@ impl Plan {
             backward_s: self.rates.backward_s,
             update_s: self.rates.update_s,
             bus_s: self.rates.bus_s,
+            network_s: self.rates.network_s,
         }
     }
 }

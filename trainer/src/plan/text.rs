@@ -12,6 +12,14 @@ impl fmt::Display for Plan {
         self.host_line(f)?;
         self.gpu_line(f)?;
         self.device_lines(f)?;
+        if self.nodes() > 1 {
+            write!(
+                f,
+                "\nnetwork   each of {} nodes sends and receives {} a step; figures above are for one node",
+                self.nodes(),
+                ApproxBytes(self.network_bytes)
+            )?;
+        }
         self.bound_lines(f)?;
         write!(f, "\n{}", self.outlook())?;
         if let Some(checkpoints) = &self.checkpoints {
@@ -195,7 +203,15 @@ impl Plan {
             write!(f, "{lead}{} {}", term.what, Seconds(term.s))?;
         }
         write!(f, "\nfor       ")?;
-        self.hardware.rates(f, self.device_bytes() > 0)
+        self.hardware.rates(f, self.device_bytes() > 0)?;
+        match self.nodes() {
+            1 => Ok(()),
+            _ => write!(
+                f,
+                ", network {}",
+                Of(&self.hardware.network_bytes_per_s, 1e9, "GB/s")
+            ),
+        }
     }
 }
 

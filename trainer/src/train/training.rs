@@ -394,8 +394,9 @@ impl Training {
             forward_s: gradients.forward_s,
             backward_s: gradients.backward_s,
             update_s: update_ns as f64 * 1e-9,
-            // The bytes on the bus are known, but its rate was not measured.
+            // The bytes on the bus and between nodes are known, but their rates were not measured.
             bus_s: 0.0,
+            network_s: 0.0,
         };
         bound(plan.swapper.schedule, &bytes, &rates)
     }

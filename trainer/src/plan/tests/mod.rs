@@ -3,6 +3,7 @@
 
 mod choices;
 mod counts;
+mod nodes;
 mod refusals;
 
 use serde_json::{Value, json};

@@ -99,6 +99,7 @@ mod tests {
             backward_s: compute_s * 3.0 / 4.0,
             update_s: PARAMS / 5.6e9,
             bus_s: 0.0,
+            network_s: 0.0,
         }
     }
 
