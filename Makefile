@@ -26,7 +26,7 @@ PYTHON ?= .python/bin/python
 # Of `make python` and `make wheel`: dev compiles sooner, and is slower.
 PROFILE ?= release
 BUILT := $(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
-PROGRAMS := $(addprefix target/$(BUILT)/,offloadd trainer bench-io)
+PROGRAMS := $(addprefix target/$(BUILT)/,offloadd trainer trainer-with-torch bench-io)
 # Where `make install` puts programs; DESTDIR goes before it, as packagers use it.
 PREFIX ?= /usr/local
 INTO = $(DESTDIR)$(PREFIX)

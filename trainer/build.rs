@@ -1,8 +1,10 @@
-//! Lets the trainer and its tests find libtorch at run time, where the build script of kernels-torch found it.
+//! Lets the trainer and its tests find libtorch at run time, where the build script of kernels-torch found it, and tells
+//! `starter/` these directories.
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     let runpath = std::env::var("DEP_OFFLOAD_TORCH_RUNPATH")
         .expect("kernels-torch names libtorch's directory");
     println!("cargo:rustc-link-arg=-Wl,-rpath,{runpath}");
+    println!("cargo:rustc-env=LIBTORCH_RUNPATH={runpath}");
 }

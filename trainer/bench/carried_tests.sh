@@ -18,8 +18,8 @@ pack() {
 import json, sys
 for line in sys.stdin:
     said = json.loads(line)
-    if said.get("executable") and said["target"]["name"] in ("trainer", "model_gpu", "runs"):
-        name = {"lib": "lib", "bin": "trainer"}.get(said["target"]["kind"][0], said["target"]["name"])
+    if said.get("executable") and said["target"]["name"] in ("trainer", "trainer-with-torch", "model_gpu", "runs"):
+        name = "lib" if said["target"]["kind"] == ["lib"] else said["target"]["name"]
         print(name, said["executable"])' |
         while read -r name path; do strip -o "$directory/$name" "$path"; done
     strip -o "$directory/offloadd" target/debug/offloadd
@@ -39,7 +39,7 @@ run() {
         ln -s "$PWD" "$built_in"
     fi
     mkdir -p "$built_in/target/debug" "$built_in/target/tmp"
-    cp "$directory/trainer" "$directory/offloadd" "$built_in/target/debug/"
+    cp "$directory/trainer" "$directory/trainer-with-torch" "$directory/offloadd" "$built_in/target/debug/"
     # Of torch, and of what it brings: NVRTC, NCCL.
     libraries=$(python3 -c '
 import glob, os, torch

@@ -1,4 +1,4 @@
-//! The `trainer` command: parses arguments and calls the library.
+//! The `trainer` command after `starter/` has found libtorch: parses arguments and calls the library.
 
 #![forbid(unsafe_code)]
 // These macros panic when the reader of the output is gone; `outln!` does not.
@@ -21,7 +21,6 @@ use cli::remove::RemoveArgs;
 use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
 use kernels_torch::collective::World;
-use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use offload_support::console;
 use offload_support::{errln, outln};
 use trainer::launch::{self, LaunchError};
@@ -138,46 +137,13 @@ impl TraceArgs {
     }
 }
 
-/// Iterations that a waiting libgomp thread spins before it sleeps, about 50 us. The default is milliseconds:
-/// with an optimizer thread, a daemon or another run on the same cores, steps took 2.5 times as long (4
-/// threads on 4 cores). With this value they did not, and on idle cores there was no difference.
-const SPIN_COUNT: &str = "20000";
-
-/// Executes this program again with environment variables that libraries need, unless they are set. Libraries
-/// read them when they are loaded, before `main`.
-fn set_environment() {
-    use std::os::unix::process::CommandExt;
-    let missing = |name: &str| std::env::var_os(name).is_none();
-    let mut settings = Vec::new();
-    if missing("GOMP_SPINCOUNT") && missing("OMP_WAIT_POLICY") {
-        settings.push(("GOMP_SPINCOUNT", SPIN_COUNT));
-    }
-    if missing(CUBLAS_WORKSPACE) {
-        settings.push((CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0]));
-    }
-    if settings.is_empty() {
-        return;
-    }
-    // `exec` returns only on failure. The run is then slower on a busy machine, and a run on a GPU is
-    // refused.
-    let Ok(program) = std::env::current_exe() else {
-        return;
-    };
-    let mut args = std::env::args_os();
-    let mut again = std::process::Command::new(program);
-    // Keeps the name in help texts, `ps` and `pkill`.
-    if let Some(name) = args.next() {
-        again.arg0(name);
-    }
-    let _ = again.args(args).envs(settings).exec();
-}
-
 fn main() -> ExitCode {
     if let Err(error) = launch::end_with_launcher() {
         errln!("trainer: {error}");
         return ExitCode::FAILURE;
     }
-    set_environment();
+    // The name in `top` and for `pkill -x`. It only fails without /proc.
+    let _ = rustix::thread::set_name(c"trainer");
     tracing_subscriber::fmt()
         .with_env_filter(
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),

@@ -58,6 +58,27 @@ fn a_report_that_a_full_disk_does_not_take_is_a_failure() {
     );
 }
 
+/// `bench-io` starts where libtorch is not installed.
+#[test]
+fn only_libraries_of_the_system_are_needed() {
+    let output = program().env("LD_TRACE_LOADED_OBJECTS", "1").output();
+    let output = output.expect("bench-io is loaded");
+    let list = String::from_utf8_lossy(&output.stdout);
+    let names = list
+        .lines()
+        .filter_map(|line| line.split_whitespace().next());
+    let mut count = 0;
+    for name in names.filter_map(|name| name.rsplit('/').next()) {
+        count += 1;
+        let known = ["linux-vdso", "ld-linux", "libc.", "libm.", "libgcc_s."];
+        assert!(
+            known.iter().any(|start| name.starts_with(start)),
+            "{name}: {list}"
+        );
+    }
+    assert!(count >= 3, "{list}");
+}
+
 #[test]
 fn a_command_with_any_path_is_said_as_a_shell_takes_it_again() {
     let dir = drive();

@@ -41,6 +41,13 @@ pub use module::{Arg, Function, FunctionUse, Module};
 pub use stream::{Event, Stream};
 pub use tile_updater::TileUpdater;
 
+/// Variable that cuBLAS reads when it starts. Only one of [`CUBLAS_WORKSPACES`] makes its results reproducible.
+pub const CUBLAS_WORKSPACE: &str = "CUBLAS_WORKSPACE_CONFIG";
+
+/// Values of [`CUBLAS_WORKSPACE`] that make cuBLAS deterministic; the first one is as large as torch's own choice for
+/// Hopper.
+pub const CUBLAS_WORKSPACES: [&str; 2] = [":4096:8", ":16:8"];
+
 /// Declarations for every source; prepended to each when it is compiled.
 pub const PRELUDE: &str = include_str!("source/prelude.h");
 

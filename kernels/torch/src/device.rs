@@ -12,17 +12,11 @@ use super::ffi::{self, RawTensor};
 use super::memory::contiguous;
 use super::{TorchError, set_deterministic};
 use kernels::gpu::library::{dirs_of_loaded, open_first};
+pub use kernels::gpu::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use kernels::gpu::{DeviceBuffer, Gpu};
 
 /// Library that adds GPUs of either vendor to torch's CPU half.
 const GPU_HALVES: [&str; 2] = ["libtorch_cuda.so", "libtorch_hip.so"];
-
-/// Variable that cuBLAS reads when it starts. Only one of [`CUBLAS_WORKSPACES`] makes its results reproducible.
-pub const CUBLAS_WORKSPACE: &str = "CUBLAS_WORKSPACE_CONFIG";
-
-/// Values of [`CUBLAS_WORKSPACE`] that make cuBLAS deterministic; the first one is as large as torch's own choice for
-/// Hopper.
-pub const CUBLAS_WORKSPACES: [&str; 2] = [":4096:8", ":16:8"];
 
 /// Makes torch compute on `gpu` in this process: opens its GPU half, makes the GPU current, and selects deterministic
 /// algorithms and fp32 products of fp32 numbers.

@@ -172,9 +172,6 @@ impl Run {
     pub(crate) fn program(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
         command
-            // The value that the program would set, so that it does not execute itself again.
-            .env("GOMP_SPINCOUNT", "20000")
-            .env("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             .env_remove("RUST_BACKTRACE")
             .env_remove("RUST_LIB_BACKTRACE")
             .stdin(Stdio::null())
