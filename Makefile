@@ -8,7 +8,7 @@
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
 # make install      installs the programs, their manual pages and completions, and libtorch below PREFIX (/usr/local)
-# make deb          builds a Debian package of offloadd in target/
+# make deb          builds two Debian packages in target/: offloadd, and offloadd-trainer with trainer and bench-io
 # make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place
 # make wheel        builds a wheel with the package and all programs in target/wheels, for systems with this machine's glibc or a newer one
@@ -80,9 +80,9 @@ wheel-in-container:
 test-wheel:
 	PYTHON=$(PYTHON) PROFILE=$(PROFILE) trainer/python/test-wheel.sh
 
-deb:
-	$(CARGO) build -j$(JOBS) --release -p offloadd
-	offloadd/packaging/deb.sh target/release/offloadd target
+deb: build
+	offloadd/packaging/deb.sh offloadd target/release target
+	offloadd/packaging/deb.sh offloadd-trainer target/release target
 
 check: libtorch
 	$(CARGO) fmt --all --check

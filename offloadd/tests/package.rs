@@ -28,7 +28,8 @@ fn package(dir: &Path) -> Option<PathBuf> {
     // A debug build is large: compressing it well takes a minute.
     let printed = run(Command::new(script)
         .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
-        .arg(env!("CARGO_BIN_EXE_offloadd"))
+        .arg("offloadd")
+        .arg(Path::new(env!("CARGO_BIN_EXE_offloadd")).with_file_name(""))
         .arg(dir));
     let path = PathBuf::from(printed.trim());
     assert!(path.starts_with(dir), "{printed}");

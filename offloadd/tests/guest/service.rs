@@ -58,9 +58,11 @@ fn systemd_runs_the_installed_daemon() {
     let image = dir.path().join("image");
     std::fs::copy(made, &image).unwrap();
     let package = Path::new(env!("CARGO_MANIFEST_DIR")).join("packaging/deb.sh");
+    crate::initramfs::stripped_daemon(dir.path());
     let output = Command::new(package)
         .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
-        .arg(crate::initramfs::stripped_daemon(dir.path()))
+        .arg("offloadd")
+        .arg(dir.path())
         .arg(dir.path())
         .output()
         .unwrap();

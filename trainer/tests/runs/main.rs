@@ -25,6 +25,7 @@ mod model_dir;
 mod models;
 mod nodes;
 mod overflow;
+mod package;
 mod parity;
 mod plan;
 mod points;
