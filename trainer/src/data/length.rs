@@ -37,7 +37,7 @@ pub fn length(settings: &RunSettings) -> Result<Length, DataError> {
         (Tokenizer::Bytes, _) => 1.0,
         _ => TOKEN_BYTES,
     };
-    let tokens = corpus.train.found.bytes() as f64 / token_bytes;
+    let tokens = corpus.train.found.unpacked_bytes() as f64 / token_bytes;
     let trained = tokens * (1.0 - corpus.train.validation_fraction);
     Ok(Length {
         windows: ((trained / corpus.seq_len as f64) as u64).max(1),

@@ -2,12 +2,12 @@
 
 use std::cell::Cell;
 use std::fmt;
-use std::fs::File;
-use std::io::{self, BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read};
 
 use minijinja::Value;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 
+use super::open::open;
 use super::{Piece, Source, lines};
 use crate::data::DataError;
 
@@ -19,11 +19,7 @@ pub(super) fn documents(
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
-    let read_bytes = Cell::new(0);
-    let file = Counted {
-        file: File::open(&source.path).map_err(&failed)?,
-        bytes: &read_bytes,
-    };
+    let (file, read_bytes) = open(source).map_err(&failed)?;
     let mut reader = BufReader::with_capacity(BUFFER_BYTES, file);
     let start = reader.fill_buf().map_err(&failed)?;
     // Some editors start a file with a byte order mark.
@@ -65,20 +61,6 @@ pub(super) fn documents(
             place: source.place("record", Some(number + 1)),
             message: format!("is not JSON: {error}"),
         }),
-    }
-}
-
-/// Counts the bytes that are read.
-struct Counted<'a> {
-    file: File,
-    bytes: &'a Cell<u64>,
-}
-
-impl Read for Counted<'_> {
-    fn read(&mut self, to: &mut [u8]) -> io::Result<usize> {
-        let read = self.file.read(to)?;
-        self.bytes.set(self.bytes.get() + read as u64);
-        Ok(read)
     }
 }
 

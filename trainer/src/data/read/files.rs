@@ -5,6 +5,7 @@ use std::io::Read;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
+use super::open::open;
 use super::{Format, Source, first};
 use crate::config::DataFile;
 use crate::data::DataError;
@@ -14,6 +15,9 @@ const FILES_MAX: usize = 1_000_000;
 const DEPTH_MAX: usize = 64;
 /// Bytes examined at the start of a file in a directory: it is text if these are UTF-8 without zero bytes.
 const PROBE_BYTES: u64 = 8192;
+
+/// Bytes of text for a byte of a file compressed with gzip, roughly.
+const GZIP_RATIO: u64 = 3;
 
 /// Files found.
 #[derive(Debug, Default)]
@@ -30,9 +34,16 @@ impl Found {
         sources.filter(move |source| source.entry == entry)
     }
 
-    /// Bytes of all files.
-    pub(in crate::data) fn bytes(&self) -> u64 {
-        self.sources.iter().map(|source| source.bytes).sum()
+    /// Estimate of the bytes of all files if none were compressed with gzip.
+    pub(in crate::data) fn unpacked_bytes(&self) -> u64 {
+        let unpacked = self
+            .sources
+            .iter()
+            .map(|source| match is_gzip(&source.path) {
+                true => GZIP_RATIO * source.bytes,
+                false => source.bytes,
+            });
+        unpacked.sum()
     }
 }
 
@@ -76,7 +87,10 @@ fn file(path: &Path, key: &'static str) -> Result<Source, DataError> {
         });
     }
     let instead = match ending(path).as_str() {
-        "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
+        "gz" => {
+            "unpack it first: only .jsonl.gz, .json.gz, .csv.gz, .tsv.gz and .txt.gz are read as they are"
+        }
+        "zst" | "bz2" | "xz" | "zip" | "tar" => "unpack it first",
         "bin" => "if it contains token ids, rename it to .u16 or .u32 according to their width",
         _ if metadata.len() == 0 => {
             return Err(DataError::Empty {
@@ -130,7 +144,7 @@ fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataErro
         } else if records {
             source.format != Format::Plain
         } else {
-            is_text(&source.path, key)?
+            is_text(&source, key)?
         };
         if wanted {
             found.sources.push(source);
@@ -239,7 +253,24 @@ fn source(path: &Path, metadata: &std::fs::Metadata) -> Source {
     }
 }
 
+/// Returns whether a file is text or records compressed with gzip, which are read directly.
+pub(super) fn is_gzip(path: &Path) -> bool {
+    last_ending(path) == "gz"
+        && path.file_stem().is_some_and(|packed| {
+            let ending = last_ending(Path::new(packed));
+            ["jsonl", "json", "csv", "tsv", "txt"].contains(&ending.as_str())
+        })
+}
+
+/// Returns the ending that tells a file's format: in lower case, without `.gz` if the file is read directly.
 pub(super) fn ending(path: &Path) -> String {
+    match path.file_stem() {
+        Some(packed) if is_gzip(path) => last_ending(Path::new(packed)),
+        _ => last_ending(path),
+    }
+}
+
+fn last_ending(path: &Path) -> String {
     let ending = path.extension().unwrap_or_default();
     ending.to_string_lossy().to_ascii_lowercase()
 }
@@ -250,11 +281,11 @@ fn metadata(path: &Path, key: &'static str) -> Result<std::fs::Metadata, DataErr
 
 /// Returns whether a file is not empty, has no zero byte, and is UTF-8 in its first bytes. A character cut
 /// off at the end of these is accepted.
-fn is_text(path: &Path, key: &'static str) -> Result<bool, DataError> {
+fn is_text(source: &Source, key: &'static str) -> Result<bool, DataError> {
     let mut probe = Vec::new();
-    std::fs::File::open(path)
-        .and_then(|file| file.take(PROBE_BYTES).read_to_end(&mut probe))
-        .map_err(DataError::reading(key, path))?;
+    open(source)
+        .and_then(|(file, _)| file.take(PROBE_BYTES).read_to_end(&mut probe))
+        .map_err(DataError::reading(key, &source.path))?;
     let utf8 = match std::str::from_utf8(&probe) {
         Ok(_) => true,
         Err(error) => error.error_len().is_none() && probe.len() as u64 == PROBE_BYTES,
@@ -360,7 +391,7 @@ mod tests {
         let find = || find(&[entry(dir.path())], "data.files").unwrap();
         let found = find();
         assert_eq!(names(&found, dir.path()), ["a.rs", "b/two", "c.txt"]);
-        assert_eq!((found.passed_over, found.bytes()), (2, 3));
+        assert_eq!((found.passed_over, found.unpacked_bytes()), (2, 3));
         // The README of a dataset is not part of the data.
         std::fs::write(at("b/rows.jsonl"), "{}").unwrap();
         let found = find();
@@ -407,7 +438,7 @@ mod tests {
         for (name, content, part) in [
             ("empty", "", "empty is empty: name a file with text in it"),
             ("empty.jsonl", "", "empty.jsonl is empty"),
-            ("a.JSONL.gz", "x", "unpack it"),
+            ("a.bin.gz", "x", "unpack it first: only .jsonl.gz"),
             ("train.bin", "x", ".u16 or .u32"),
         ] {
             let path = dir.path().join(name);

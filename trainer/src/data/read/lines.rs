@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Read};
 
 use minijinja::Value;
 
+use super::open::open;
 use super::{Piece, Source};
 use crate::data::DataError;
 
@@ -17,7 +18,7 @@ pub(super) fn documents(
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
-    let file = std::fs::File::open(&source.path).map_err(&failed)?;
+    let (file, read_bytes) = open(source).map_err(&failed)?;
     let mut reader = BufReader::with_capacity(BUFFER_BYTES, file);
     let mut line = Vec::new();
     for number in 1.. {
@@ -40,7 +41,8 @@ pub(super) fn documents(
         if text.trim_ascii().is_empty() {
             continue;
         }
-        take(source.piece(record(text.trim_ascii_end()), place, bytes)?)?;
+        let record = record(text.trim_ascii_end());
+        take(source.piece(record, place, read_bytes.take())?)?;
     }
     unreachable!("lines end before their numbers")
 }

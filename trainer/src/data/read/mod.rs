@@ -5,12 +5,14 @@
 //!                                                            └─▶ lines.rs, array.rs, separated.rs, rows.rs ─▶ record.rs ─┘
 //! ```
 //!
-//! Documents are read one after another in the order of files. Only the current one is in memory.
+//! Documents are read one after another in the order of files. Only the current one is in memory. `open.rs` unpacks text
+//! that is compressed.
 
 mod array;
 mod files;
 mod ids;
 mod lines;
+mod open;
 mod plain;
 mod record;
 mod rows;

@@ -3,6 +3,7 @@
 
 use std::io::Read;
 
+use super::open::open;
 use super::record::Document;
 use super::{Piece, Place, Source};
 use crate::data::DataError;
@@ -20,7 +21,7 @@ pub(super) fn pieces(
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
-    let mut file = std::fs::File::open(&source.path).map_err(&failed)?;
+    let (mut file, read_bytes) = open(source).map_err(&failed)?;
     let mut rest = Vec::new();
     let (mut after, mut before_bytes) = (None, 0u64);
     loop {
@@ -66,7 +67,7 @@ pub(super) fn pieces(
             after: after.replace(end),
             records: None,
             place,
-            bytes: bytes + mark_bytes,
+            bytes: read_bytes.take(),
         })?;
         before_bytes += bytes;
         if ended {

@@ -3,6 +3,7 @@
 use minijinja::Value;
 
 use super::files::ending;
+use super::open::open;
 use super::record::{COLUMNS, no_columns};
 use super::{Piece, Source};
 use crate::data::DataError;
@@ -46,7 +47,7 @@ pub(super) fn documents(
             },
         }
     };
-    let file = std::fs::File::open(&source.path).map_err(&failed)?;
+    let (file, read_bytes) = open(source).map_err(&failed)?;
     let mut reader = csv::ReaderBuilder::new()
         .delimiter(if ending(&source.path) == "tsv" {
             b'\t'
@@ -66,13 +67,10 @@ pub(super) fn documents(
         });
     }
     let mut row = csv::StringRecord::new();
-    let mut gone_bytes = 0;
     while reader.read_record(&mut row).map_err(wrong)? {
         let place = place(row.position().map(csv::Position::line));
         let record = record(&names, &row);
-        let upto = reader.position().byte().min(source.bytes);
-        take(source.piece(record, place, upto - gone_bytes)?)?;
-        gone_bytes = upto;
+        take(source.piece(record, place, read_bytes.take())?)?;
     }
     Ok(())
 }
