@@ -6,9 +6,9 @@ use std::time::Duration;
 use nix::time::{clock_getcpuclockid, clock_gettime};
 use nix::unistd::Pid;
 use offloadd::doctor;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Machine {
     pub(crate) processor: String,
     pub(crate) cores: usize,

@@ -11,14 +11,26 @@ const MARGIN: f64 = 64.0;
 /// Most intervals between the numbers of the vertical axis.
 const TICKS_MAX: f64 = 6.0;
 
-/// Shapes that mark the points of the first, second, ... line, as paths around a point.
-const MARKERS: [&str; 5] = [
-    "m-4,0 a4,4 0 1,0 8,0 a4,4 0 1,0 -8,0",
-    "m-3.5,-3.5 h7 v7 h-7 z",
-    "m0,-4.5 l4.5,8 h-9 z",
-    "m0,-5 l5,5 l-5,5 l-5,-5 z",
-    "m-1.2,-4.5 h2.4 v3.3 h3.3 v2.4 h-3.3 v3.3 h-2.4 v-3.3 h-3.3 v-2.4 h3.3 z",
-];
+/// Shape that marks the points of a line, also in the legend.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Mark {
+    Circle,
+    Square,
+    Triangle,
+    Diamond,
+}
+
+impl Mark {
+    /// Path around a point.
+    fn path(self) -> &'static str {
+        match self {
+            Self::Circle => "m-4,0 a4,4 0 1,0 8,0 a4,4 0 1,0 -8,0",
+            Self::Square => "m-3.5,-3.5 h7 v7 h-7 z",
+            Self::Triangle => "m0,-4.5 l4.5,8 h-9 z",
+            Self::Diamond => "m0,-5 l5,5 l-5,5 l-5,-5 z",
+        }
+    }
+}
 
 /// Height of the title and the panels' names; description lines come between them.
 const HEAD: f64 = 46.0;
@@ -27,15 +39,24 @@ const LINE_HEIGHT: f64 = 18.0;
 /// Average width of a letter.
 const LETTER_WIDTH: f64 = 6.2;
 const LEGEND_WIDTH: f64 = 180.0;
+const LEGEND_HEIGHT: f64 = 30.0;
 
 /// The legend must fit.
 const WIDTH_MIN: f64 = 760.0;
 
-/// A line of a chart.
-pub(crate) struct Line {
+/// How a series is drawn, wherever it stands in a chart.
+#[derive(Clone, Copy)]
+pub(crate) struct Series {
     pub(crate) name: &'static str,
     pub(crate) colour: &'static str,
     pub(crate) dashes: &'static str,
+    pub(crate) mark: Mark,
+}
+
+/// A line of a chart.
+pub(crate) struct Line {
+    pub(crate) series: Series,
+    /// Number of drives and value.
     pub(crate) points: Vec<(f64, f64)>,
 }
 
@@ -51,7 +72,7 @@ pub(crate) fn svg(
     let about_width = letters.unwrap_or(0) as f64 * LETTER_WIDTH + 2.0 * MARGIN;
     let width = width.max(WIDTH_MIN).max(about_width.ceil());
     let head = HEAD + LINE_HEIGHT * about.len() as f64;
-    let height = head + PANEL_HEIGHT + 2.0 * MARGIN;
+    let height = head + PANEL_HEIGHT + MARGIN + LEGEND_HEIGHT;
     let mut out = String::new();
     let mut put = |text: String| {
         out.push_str(&text);
@@ -84,21 +105,20 @@ pub(crate) fn svg(
         put(format!(
             r#"<line x1="{x}" y1="{y}" x2="{}" y2="{y}" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>{}<text x="{}" y="{}">{}</text>"#,
             x + 28.0,
-            line.colour,
-            line.dashes,
-            marker(index, x + 14.0, y, line.colour),
+            line.series.colour,
+            line.series.dashes,
+            marker(line.series, x + 14.0, y),
             x + 34.0,
             y + 4.0,
-            escaped(line.name)
+            escaped(line.series.name)
         ));
     }
     put("</svg>".into());
     out
 }
 
-/// A line's mark at a point.
-fn marker(line: usize, x: f64, y: f64, colour: &str) -> String {
-    let shape = MARKERS[line % MARKERS.len()];
+fn marker(series: Series, x: f64, y: f64) -> String {
+    let (shape, colour) = (series.mark.path(), series.colour);
     format!(r#"<path d="M{x:.1},{y:.1} {shape}" fill="{colour}"/>"#)
 }
 
@@ -159,7 +179,7 @@ fn panel(name: &str, unit: &str, lines: &[Line], left: f64, head: f64) -> String
             head + PANEL_HEIGHT + 18.0
         );
     }
-    for (index, line) in lines.iter().enumerate() {
+    for line in lines {
         let path: Vec<String> = line
             .points
             .iter()
@@ -169,11 +189,11 @@ fn panel(name: &str, unit: &str, lines: &[Line], left: f64, head: f64) -> String
             out,
             r#"<polyline points="{}" fill="none" stroke="{}" stroke-width="2" stroke-dasharray="{}"/>"#,
             path.join(" "),
-            line.colour,
-            line.dashes
+            line.series.colour,
+            line.series.dashes
         );
         for &(drives, rate) in &line.points {
-            out += &marker(index, x(drives), y(rate), line.colour);
+            out += &marker(line.series, x(drives), y(rate));
         }
     }
     out
@@ -197,13 +217,20 @@ pub(crate) fn escaped(text: &str) -> String {
 mod tests {
     use super::*;
 
+    fn series(name: &'static str, mark: Mark) -> Series {
+        Series {
+            name,
+            colour: "#000",
+            dashes: "",
+            mark,
+        }
+    }
+
     #[test]
     fn lines_about_a_picture_stand_above_its_panels_and_fit() {
         let panels = || {
             let line = Line {
-                name: "one",
-                colour: "#000",
-                dashes: "",
+                series: series("one", Mark::Circle),
                 points: vec![(1.0, 2.0)],
             };
             [("read", vec![line])]
@@ -252,28 +279,26 @@ mod tests {
             [short(0.0005, 0.0005), short(25.0, 5.0), short(0.4, 0.2)],
             ["0.0005", "25", "0.4"]
         );
-        let line = |name, colour| Line {
-            name,
-            colour,
-            dashes: "",
+        let line = |name, mark| Line {
+            series: series(name, mark),
             points: vec![(1.0, 12.4), (2.0, 24.6)],
         };
         let drawn = svg(
             "title",
             "GB/s",
             &[],
-            &[("read", vec![line("one", "#000"), line("other", "#111")])],
+            &[(
+                "read",
+                vec![line("one", Mark::Square), line("other", Mark::Diamond)],
+            )],
         );
-        for part in [
-            ">25</text>",
-            ">0</text>",
-            ">GB/s</text>",
-            ">drives</text>",
-            MARKERS[0],
-            MARKERS[1],
-        ] {
+        for part in [">25</text>", ">0</text>", ">GB/s</text>", ">drives</text>"] {
             assert!(drawn.contains(part), "{part}: {drawn}");
         }
         assert!(!drawn.contains(">30</text>"), "{drawn}");
+        // Two points and the legend; the mark belongs to the series, not to its position.
+        for (mark, marks) in [(Mark::Square, 3), (Mark::Diamond, 3), (Mark::Circle, 0)] {
+            assert_eq!(drawn.matches(mark.path()).count(), marks, "{mark:?}");
+        }
     }
 }

@@ -9,6 +9,7 @@
 mod deepspeed;
 mod machine;
 mod nodes;
+pub(crate) mod picture;
 mod planner;
 mod trial;
 
@@ -18,7 +19,7 @@ use offload_support::units::ApproxRate;
 use serde::Serialize;
 
 use self::machine::Shown;
-use crate::picture::{self, Line};
+use self::picture::Drawn;
 use crate::report::About;
 
 pub(crate) use deepspeed::DeepSpeedStep;
@@ -166,31 +167,13 @@ fn step_line(ours: &Planned) -> String {
 
 /// Draws operations a second over the number of drives.
 pub(crate) fn svg(report: &TrainingReport) -> String {
-    let line = |name, colour, dashes, step_s: &dyn Fn(&TrainingRow) -> Option<f64>| Line {
-        name,
-        colour,
-        dashes,
-        points: report
-            .rows
-            .iter()
-            .filter_map(|row| Some((f64::from(row.drives), row.tflops(step_s(row)?))))
-            .collect(),
-    };
-    let lines = vec![
-        line("ours, predicted", "#1b6ca8", "7 4", &|row| {
-            Some(row.ours.step_s)
-        }),
-        line("ours, measured", "#1b6ca8", "", &|row| {
-            Some(row.measured.as_ref()?.step_s)
-        }),
-        line("DeepSpeed, predicted", "#d95f02", "7 4", &|row| {
-            Some(row.deepspeed.step_s)
-        }),
-    ];
-    let lines = lines
-        .into_iter()
-        .filter(|line| !line.points.is_empty())
-        .collect();
+    let rows = report.rows.iter().map(|row| Drawn {
+        drives: f64::from(row.drives),
+        predicted: Some(row.tflops(row.ours.step_s)),
+        measured: (row.measured.as_ref()).map(|trial| row.tflops(trial.step_s)),
+        deepspeed_predicted: Some(row.tflops(row.deepspeed.step_s)),
+        deepspeed_measured: None,
+    });
     let settings = &report.about.settings;
     let mut about = vec![report.about.machine.to_string()];
     if let Some(row) = report.rows.first() {
@@ -198,10 +181,5 @@ pub(crate) fn svg(report: &TrainingReport) -> String {
         about.push(Shown(&row.ours.machine, &settings.machine).to_string());
     }
     about.push(format!("rates: {}", report.rates));
-    picture::svg(
-        "Training throughput over drives",
-        "TFLOPS",
-        &about,
-        &[("training", lines)],
-    )
+    picture::draw(&about, &rows.collect::<Vec<_>>())
 }
