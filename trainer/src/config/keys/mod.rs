@@ -146,7 +146,7 @@ impl Check {
                 self.check_below(&path, value);
                 self.meet(key, path, value);
             } else {
-                self.unknown(path);
+                self.unknown(path, value);
             }
         }
     }
@@ -159,7 +159,7 @@ impl Check {
             if entry(&path).is_some() {
                 self.check_below(&path, value);
             } else {
-                self.unknown(path);
+                self.unknown(path, value);
             }
         }
     }
@@ -185,10 +185,13 @@ impl Check {
         }
     }
 
-    fn unknown(&mut self, path: String) {
-        self.faults.push(SettingsError::UnknownKey {
-            nearest: suggestion(&path),
-            key: path,
+    fn unknown(&mut self, path: String, value: &Value) {
+        self.faults.push(match suggest::tracker(&path, value) {
+            Some(instead) => SettingsError::NoTracker { key: path, instead },
+            None => SettingsError::UnknownKey {
+                nearest: suggestion(&path),
+                key: path,
+            },
         });
     }
 

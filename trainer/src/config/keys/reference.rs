@@ -20,6 +20,17 @@ the plan chose.
 keys that are not read.
 ";
 
+/// Keys that contradict another key; both are in the examples, the second as a comment.
+const ALTERNATIVES: &[(&str, &str)] = &[
+    ("train.epochs", "train.steps"),
+    (
+        "scheduler.params.warmup_ratio",
+        "scheduler.params.warmup_steps",
+    ),
+    ("optimizer.params.no_decay", "optimizer.params.decay"),
+    ("data.validation_fraction", "data.eval_files"),
+];
+
 /// One table of the page.
 struct Section {
     path: String,
@@ -58,7 +69,16 @@ pub(super) fn page() -> String {
         }
         let examples: Vec<_> = (rows.iter())
             .filter(|(_, field)| !field.example.is_empty())
-            .map(|(_, field)| format!("{} = {}", field.name, field.example))
+            .map(|(path, field)| {
+                let line = format!("{} = {}", field.name, field.example);
+                match ALTERNATIVES.iter().find(|(_, second)| second == path) {
+                    Some((first, _)) => {
+                        let first = first.rsplit('.').next().unwrap_or(first);
+                        format!("# {line}    # in place of {first}")
+                    }
+                    None => line,
+                }
+            })
             .collect();
         if !examples.is_empty() {
             let head = match path.is_empty() {
@@ -151,5 +171,35 @@ mod tests {
             );
         }
         assert!(ours > 50, "{ours}");
+    }
+
+    #[test]
+    fn an_example_has_not_both_of_two_keys_that_contradict_each_other() {
+        let page = page();
+        for key in ALTERNATIVES
+            .iter()
+            .flat_map(|(first, second)| [first, second])
+        {
+            assert!(super::super::is_used(key), "{key}");
+        }
+        for (line, shown) in [
+            ("\nepochs = ", true),
+            ("\nsteps = ", false),
+            ("\n# steps = ", true),
+        ] {
+            assert_eq!(page.contains(line), shown, "{line}");
+        }
+    }
+
+    #[test]
+    fn no_two_keys_share_a_description() {
+        let mut seen = std::collections::HashMap::new();
+        for (path, field) in sections().into_iter().flat_map(|section| section.rows) {
+            if path.starts_with("fp16.") || path.starts_with("scheduler.params.") {
+                let other = seen.insert(meaning(&path, field), path.clone());
+                assert_eq!(other, None, "{path}");
+            }
+        }
+        assert!(seen.len() > 25);
     }
 }

@@ -1,6 +1,9 @@
 //! Suggestions for an unknown key: the key of the same meaning, if the name is known from Hugging Face's
 //! Trainer, PyTorch or a tool built on them; otherwise the known key with the most similar spelling.
 
+use serde_json::Value;
+
+use super::table::{MLFLOW, TRACKER, WANDB};
 use super::{Key, entries, used_keys};
 
 /// Names in other programs and the keys with the same meaning here. A remark follows where the key alone
@@ -109,8 +112,44 @@ const OTHERS: &[(&str, &str)] = &[
     ("mixed_precision", "bf16.enabled"),
     ("precision", "bf16.enabled"),
     ("report_to", "tensorboard.enabled"),
+    ("use_tensorboard", "tensorboard.enabled"),
     ("logging_dir", "tensorboard.output_path"),
 ];
+
+/// Starts of names with which other programs choose or configure an experiment tracker, and the answer.
+const TRACKERS: &[(&str, &str)] = &[
+    ("wandb", WANDB),
+    ("mlflow", MLFLOW),
+    ("hf_mlflow", MLFLOW),
+    ("comet", TRACKER),
+    ("swanlab", TRACKER),
+    ("neptune", TRACKER),
+    ("clearml", TRACKER),
+    ("trackio", TRACKER),
+    ("aim", TRACKER),
+    ("dvclive", TRACKER),
+    ("all", TRACKER),
+];
+
+/// Returns what to do instead if an unknown `path` asks for an experiment tracker: `report_to = "wandb"` of Hugging
+/// Face's Trainer, `use_wandb` and `wandb_project` of axolotl and LLaMA-Factory.
+pub(super) fn tracker(path: &str, value: &Value) -> Option<&'static str> {
+    let name = last(path).to_ascii_lowercase();
+    let answer = |asked: &str| {
+        let asked = asked.to_ascii_lowercase();
+        let found = TRACKERS.iter().find(|(start, _)| asked.starts_with(start));
+        found.map(|(_, answer)| *answer)
+    };
+    match name.strip_prefix("use_").unwrap_or(&name) {
+        "report_to" | "log_with" => match value {
+            Value::Array(asked) => asked.iter().filter_map(Value::as_str).find_map(answer),
+            value => value.as_str().and_then(answer),
+        },
+        // `all` and `aim` are common starts of other names.
+        name if name.starts_with("a") => None,
+        name => answer(name),
+    }
+}
 
 /// Names that are less similar than this are considered different words.
 const ALIKE_MIN: f64 = 0.7;
@@ -155,6 +194,8 @@ fn nearest(path: &str, used: &[String]) -> Option<String> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
 
     #[test]
@@ -182,5 +223,33 @@ mod tests {
             assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
         }
         assert_eq!(suggestion("train.qqq"), None);
+    }
+
+    #[test]
+    fn experiment_trackers_are_answered_with_what_reads_the_runs_files() {
+        for (key, value, part) in [
+            ("train.report_to", json!("wandb"), "`wandb sync "),
+            ("report_to", json!(["tensorboard", "wandb"]), "`wandb sync "),
+            ("report_to", json!("mlflow"), "mlflow.log_metrics"),
+            ("report_to", json!("all"), "tensorboard.enabled = true"),
+            ("wandb_project", json!("chat"), "`wandb sync "),
+            ("use_mlflow", json!(true), "mlflow.log_metrics"),
+            ("use_swanlab", json!(true), "metrics.jsonl"),
+        ] {
+            let answer = tracker(key, &value);
+            assert!(
+                answer.is_some_and(|text| text.contains(part)),
+                "{key}: {answer:?}"
+            );
+        }
+        // These ask for what the trainer has, or for nothing.
+        for (key, value) in [
+            ("report_to", json!("tensorboard")),
+            ("report_to", json!("none")),
+            ("use_tensorboard", json!(true)),
+            ("allow_tf32", json!(true)),
+        ] {
+            assert_eq!(tracker(key, &value), None, "{key}");
+        }
     }
 }

@@ -89,7 +89,11 @@ const TRAINING: &[Key] = &[
     key("bf16.bf16_optimizer_states", Refused, "leave it out: moments are kept in fp32"),
     key("fp16.enabled", Used, "16-bit parameters and gradients with a separate 32-bit master copy; a step that overflows is skipped; \"auto\" takes the checkpoint's type; false when left out"),
     key("fp16.loss_scale", Used, "factor on the loss; 0, the default, adapts it"),
-    table("fp16", "initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale", Used, "how the scale adapts, at every step as in DeepSpeed; 16, 1000, 2, false and 1 when left out"),
+    key("fp16.initial_scale_power", Used, "the first adapted scale is 2 to this power; 16 when left out"),
+    key("fp16.loss_scale_window", Used, "steps without an overflow after which the scale doubles; 1000 when left out"),
+    key("fp16.hysteresis", Used, "overflows until the scale halves; 2 when left out, so that the first one only skips its step"),
+    key("fp16.consecutive_hysteresis", Used, "true: each step without an overflow resets hysteresis; false when left out: only a doubling of the scale does"),
+    key("fp16.min_loss_scale", Used, "the scale does not fall below this; 1 when left out"),
     key("fp16.auto_cast", Unused, "inputs are tokens, which have no precision"),
     key("fp16.fp16_master_weights_and_grads", Refused, "leave it out: the master is kept in fp32"),
     key("optimizer.type", Used, "Adam and AdamW; others are refused; AdamW when left out"),
@@ -128,11 +132,22 @@ const SCHEDULER: &[Key] = &[
     key("scheduler.params.total_num_steps", Used, "step at which the decay ends; train.steps when left out"),
     key("scheduler.params.warmup_min_ratio", Used, "WarmupCosineLR: learning rate at the first step, as a fraction of optimizer.params.lr; 0 when left out"),
     key("scheduler.params.cos_min_ratio", Used, "WarmupCosineLR: learning rate at the end, as a fraction of optimizer.params.lr; 1e-4 when left out"),
-    table("scheduler.params", "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase", Used, "LRRangeTest; 1e-3, 2000, 1.0 and false when left out"),
-    table("scheduler.params", "cycle_min_lr cycle_max_lr", Used, "OneCycle: lowest and highest learning rate"),
-    table("scheduler.params", "cycle_first_step_size cycle_second_step_size cycle_first_stair_count cycle_second_stair_count", Used, "OneCycle: the halves of the cycle; when left out: 2000 steps, the same as the first half, no stairs, the same as the first half"),
-    table("scheduler.params", "cycle_momentum cycle_min_mom cycle_max_mom", Used, "OneCycle: the momentum changes in the opposite direction (true, 0.8, 0.9 when left out); the second beta is 0.99"),
-    table("scheduler.params", "decay_step_size decay_lr_rate decay_mom_rate", Used, "OneCycle: decay after the cycle; 0 when left out"),
+    key("scheduler.params.lr_range_test_min_lr", Used, "LRRangeTest: learning rate at the first step; 1e-3 when left out"),
+    key("scheduler.params.lr_range_test_step_size", Used, "LRRangeTest: steps of an interval; 2000 when left out"),
+    key("scheduler.params.lr_range_test_step_rate", Used, "LRRangeTest: an interval raises the learning rate by this multiple of lr_range_test_min_lr; 1.0 when left out"),
+    key("scheduler.params.lr_range_test_staircase", Used, "LRRangeTest: true: the learning rate rises once an interval; false when left out: it rises at each step"),
+    key("scheduler.params.cycle_min_lr", Used, "OneCycle: learning rate at both ends of the cycle; required"),
+    key("scheduler.params.cycle_max_lr", Used, "OneCycle: learning rate in the middle of the cycle; required"),
+    key("scheduler.params.cycle_first_step_size", Used, "OneCycle: steps in which the learning rate rises; 2000 when left out"),
+    key("scheduler.params.cycle_second_step_size", Used, "OneCycle: steps in which the learning rate falls; cycle_first_step_size when left out"),
+    key("scheduler.params.cycle_first_stair_count", Used, "OneCycle: the learning rate rises in this many stairs; 0 when left out: at each step"),
+    key("scheduler.params.cycle_second_stair_count", Used, "OneCycle: the learning rate falls in this many stairs; cycle_first_stair_count when left out"),
+    key("scheduler.params.cycle_momentum", Used, "OneCycle: the momentum (the first beta) falls while the learning rate rises, and the second beta is 0.99; true when left out"),
+    key("scheduler.params.cycle_min_mom", Used, "OneCycle: momentum in the middle of the cycle; 0.8 when left out"),
+    key("scheduler.params.cycle_max_mom", Used, "OneCycle: momentum at the end of the cycle; 0.9 when left out"),
+    key("scheduler.params.decay_step_size", Used, "OneCycle: steps of an interval of the decay after the cycle; 0 when left out: no decay"),
+    key("scheduler.params.decay_lr_rate", Used, "OneCycle: after n intervals of decay, the learning rate is cycle_min_lr / (1 + n * decay_lr_rate); 0 when left out"),
+    key("scheduler.params.decay_mom_rate", Used, "OneCycle: after n intervals of decay, the momentum is cycle_max_mom * (1 + n * decay_mom_rate); 0 when left out"),
     key("scheduler.params.last_batch_iteration", Unused, "the position is resumed with the run"),
 ];
 
@@ -212,6 +227,11 @@ const OFFLOAD: &[Key] = &[
     table("activation_checkpointing", "partition_activations contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is recomputed from its input; train.activation_checkpointing says what is kept instead"),
 ];
 
+/// Answers to keys that choose an experiment tracker.
+pub(super) const WANDB: &str = "the trainer does not use the network: set tensorboard.enabled = true, and upload its files with `wandb sync RUN_DIR/tensorboard`";
+pub(super) const MLFLOW: &str = "the trainer does not use the network: upload metrics.jsonl of the run directory with mlflow.log_metrics, as docs/training.md shows, or set tensorboard.enabled = true for TensorBoard";
+pub(super) const TRACKER: &str = "the trainer does not use the network: set tensorboard.enabled = true for TensorBoard, or upload metrics.jsonl of the run directory";
+
 #[rustfmt::skip]
 const REPORTS: &[Key] = &[
     key("steps_per_print", Used, "steps between printed lines, if train.log_every is left out"),
@@ -222,10 +242,14 @@ const REPORTS: &[Key] = &[
     key("dump_state", Unused, "the resolved settings are always printed"),
     key("memory_breakdown", Unused, "the memory plan is always printed"),
     key("log_level", Unused, "RUST_LOG sets the log level"),
-    table("tensorboard", "enabled output_path job_name", Used, "writes TensorBoard event files to output_path/job_name; without output_path to tensorboard/ in the run directory"),
-    table("csv_monitor", "enabled output_path job_name", Used, "writes a CSV file for each scalar, with DeepSpeed's names, to output_path/job_name; without output_path to csv_monitor/ in the run directory"),
-    table("wandb", "enabled group team project", Refused, "the trainer does not use the network: set enabled = false, and upload metrics.jsonl or the TensorBoard files of the run directory"),
-    table("comet", "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode", Refused, "the trainer does not use the network: set enabled = false, and upload metrics.jsonl of the run directory"),
+    key("tensorboard.enabled", Used, "writes TensorBoard event files; false when left out"),
+    key("tensorboard.output_path", Used, "parent directory of the event files; tensorboard/ in the run directory when left out"),
+    key("tensorboard.job_name", Used, "name of the directory of the event files; DeepSpeedJobName when left out"),
+    key("csv_monitor.enabled", Used, "writes a CSV file for each scalar, with DeepSpeed's names; false when left out"),
+    key("csv_monitor.output_path", Used, "parent directory of the CSV files; csv_monitor/ in the run directory when left out"),
+    key("csv_monitor.job_name", Used, "name of the directory of the CSV files; DeepSpeedJobName when left out"),
+    table("wandb", "enabled group team project", Refused, WANDB),
+    table("comet", "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode", Refused, TRACKER),
 ];
 
 #[rustfmt::skip]
