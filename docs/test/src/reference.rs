@@ -61,7 +61,7 @@ fn is_automatic(arg: &Arg) -> bool {
     matches!(arg.get_id().as_str(), "help" | "version")
 }
 
-/// Returns the argument as a user writes it: `--rate <RATE>`, `<DEVICE>...`.
+/// Returns the argument as a user writes it: `--rate <RATE>`, `-v, --verbose`, `<DEVICE>...`; with its other names.
 fn spelled(arg: &Arg) -> String {
     let values = arg.get_value_names().unwrap_or_default();
     let values: Vec<String> = values.iter().map(|value| format!("<{value}>")).collect();
@@ -69,12 +69,20 @@ fn spelled(arg: &Arg) -> String {
         ArgAction::Append => "...",
         _ => "",
     };
-    match arg.get_long() {
-        None => format!("{}{dots}", values.join(" ")),
-        Some(long) if arg.get_action().takes_values() => {
-            format!("--{long} {}{dots}", values.join(" "))
-        }
-        Some(long) => format!("--{long}"),
+    let Some(long) = arg.get_long() else {
+        return format!("{}{dots}", values.join(" "));
+    };
+    let short = arg.get_short().map(|short| format!("-{short}"));
+    let others = arg.get_visible_aliases().unwrap_or_default();
+    let names = [long].into_iter().chain(others);
+    let names: Vec<_> = short
+        .into_iter()
+        .chain(names.map(|name| format!("--{name}")))
+        .collect();
+    let names = names.join(", ");
+    match arg.get_action().takes_values() {
+        true => format!("{names} {}{dots}", values.join(" ")),
+        false => names,
     }
 }
 
@@ -150,6 +158,7 @@ mod tests {
                 .arg(
                     Arg::new("rate")
                         .long("rate")
+                        .visible_alias("speed")
                         .value_name("RATE")
                         .default_value("1")
                         .help("How fast"),
@@ -157,6 +166,7 @@ mod tests {
                 .arg(
                     Arg::new("force")
                         .long("force")
+                        .short('f')
                         .action(ArgAction::SetTrue)
                         .help("In any case"),
                 )
@@ -169,8 +179,8 @@ mod tests {
             "## `tool run`\n\nRuns a|b\n",
             "```text\ntool run [OPTIONS] [FILE|DIR]\n```",
             "| `<FILE\\|DIR>` | The file \\<X> |\n",
-            "| `--rate <RATE>` | How fast. Default: `1` |\n",
-            "| `--force` | In any case |\n",
+            "| `--rate, --speed <RATE>` | How fast. Default: `1` |\n",
+            "| `-f, --force` | In any case |\n",
             "```sh\ntool run a    # fast\n```\n\nMore words.\n",
         ] {
             assert!(page.contains(part), "{part:?} is not in\n{page}");
