@@ -22,6 +22,9 @@ const SEQ_LEN_MAX: usize = 4096;
 /// Sequences of a step that are proposed.
 const STEP_SEQUENCES: usize = 16;
 
+/// Steps of an epoch up to which a fine-tuning passes over the data three times. More data is learned in one pass.
+const STEPS_FOR_3_EPOCHS: u64 = 1000;
+
 /// Fewest training windows for which 2 % or 10 % of the documents are reserved for validation.
 const WINDOWS_FOR_2_PERCENT: u64 = 1000;
 const WINDOWS_FOR_10_PERCENT: u64 = 50;
@@ -55,6 +58,8 @@ struct Draft<'a> {
     place: Place,
     nvme: Vec<PathBuf>,
     validation_fraction: f64,
+    /// Estimate of the steps of an epoch.
+    epoch_steps: u64,
     /// Whether prompts can be left out of the loss.
     has_completions: bool,
 }
@@ -87,6 +92,7 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
             given => given.to_vec(),
         },
         validation_fraction: 0.0,
+        epoch_steps: 1,
         has_completions: false,
     };
     let text = draft.choose()?;
@@ -134,6 +140,7 @@ impl Draft<'_> {
         self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
         let windows = length(&settings)?.windows;
+        self.epoch_steps = windows.div_ceil(STEP_SEQUENCES as u64);
         self.has_completions =
             Corpus::find(&settings.data, &Frame::of(&settings))?.has_completions();
         self.validation_fraction = match windows {
@@ -205,7 +212,8 @@ impl Draft<'_> {
             format!("[{}]", paths.join(", "))
         };
         let (init, lr, epochs) = match self.has_weights {
-            true => ("", "2e-5", 3),
+            true if self.epoch_steps <= STEPS_FOR_3_EPOCHS => ("", "2e-5", 3),
+            true => ("", "2e-5", 1),
             false => (
                 "init = \"random\" # the directory has no weights\n",
                 "3e-4",
@@ -270,7 +278,7 @@ path = {model}
 files = {data}
 {loss_on}{fraction}
 [train]
-epochs = {epochs}
+epochs = {epochs} # passes over the data, of about {epoch_steps} steps each
 seq_len = {seq_len}
 {evaluation}run_dir = {run_dir}
 {resident}"#,
@@ -284,6 +292,7 @@ seq_len = {seq_len}
             model = quoted(&self.args.model),
             data = list(&self.args.data),
             seq_len = self.seq_len,
+            epoch_steps = self.epoch_steps,
             run_dir = quoted(&Path::new("runs").join(&self.name)),
         )
     }

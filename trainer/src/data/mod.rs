@@ -172,12 +172,10 @@ impl Data {
         if self.counted + documents < *tokens {
             text += &format!(", {} of them count in the loss", self.counted);
         }
-        text += &format!(
-            ", {} windows of {} tokens, {} for validation",
-            self.windows(),
-            self.seq_len,
-            self.holdout_windows()
-        );
+        text += &format!(", {} windows of {} tokens", self.windows(), self.seq_len);
+        if self.holdout_windows() > 0 {
+            text += &format!(" and {} more for validation", self.holdout_windows());
+        }
         if self.divided > 0 {
             text += &format!("; {} documents are longer and were cut", self.divided);
         }

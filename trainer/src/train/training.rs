@@ -485,8 +485,8 @@ impl Training {
                 self.checkpointer.has(step),
             ) {
                 (true, _) => "all of it committed",
-                (false, true) => "all of it saved",
-                (false, false) => "not all of it was saved",
+                (false, true) => "all of it in the checkpoint",
+                (false, false) => "later than the newest checkpoint",
             };
             say(&format!(
                 "{why}: at step {step} of {}, {kept}; {}",

@@ -83,7 +83,11 @@ fn checkpoints_hold_the_bits_of_their_steps_and_change_none() {
         );
         let run = run.with(&sets);
         let said = run.train();
-        assert_eq!(said.matches("saved step ").count(), 3, "{name}: {said}");
+        assert_eq!(
+            said.matches("checkpoint of step ").count(),
+            3,
+            "{name}: {said}"
+        );
         assert_eq!(
             names(&run, ""),
             ["step-00000003", "step-00000006", "step-00000009"],

@@ -259,7 +259,7 @@ impl Checkpointer {
             if let Work::Finished(path) = &checkpoint.work {
                 let (step, path) = (checkpoint.step, path.display());
                 say(&format!(
-                    "saved step {step} in {path}: {}, {seconds:.1} s",
+                    "checkpoint of step {step} in {path}: {}, {seconds:.1} s",
                     ApproxBytes(bytes)
                 ));
             }
