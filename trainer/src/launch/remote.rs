@@ -62,7 +62,9 @@ pub fn launch_hosts(options: &Hosts, args: &[OsString]) -> Result<u8, LaunchErro
         Some(token) => token.clone(),
         None => JobToken::random().map_err(failed)?,
     };
+    // Not this program, but the one that finds libtorch on its host and becomes it.
     let program = std::env::current_exe().map_err(failed)?;
+    let program = program.with_file_name("trainer");
     let dir = std::env::current_dir().map_err(failed)?;
     let names = options.hosts.iter().map(|host| host.name.clone());
     let mut members = Members::hosts(names.collect());
