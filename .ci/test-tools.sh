@@ -3,6 +3,7 @@
 # with a message, so nothing here is an error.
 #
 #   strace           makes system calls fail
+#   iproute2         makes network namespaces, in which several nodes are tested
 #   fio              beside which bench-io is measured
 #   clang-N          compiles the GPU kernels for AMD; the newest apt has
 #   libamdhip64-5    a HIP runtime that has no device, and with it a hipRTC
@@ -35,6 +36,8 @@ has_clang() {
 }
 
 command -v strace >/dev/null || apt_install strace || echo "no strace: the tests that need it are skipped"
+
+{ command -v ip && command -v tc; } >/dev/null || apt_install iproute2 || echo "no iproute2: the tests of several nodes are skipped"
 
 command -v fio >/dev/null || apt_install fio || echo "no fio: the test that compares bench-io with it is skipped"
 

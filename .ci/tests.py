@@ -28,7 +28,7 @@ SLOWEST_MAX = 10
 ALONE = {"rate_limited"}
 
 # Test targets that wait more than they compute: they run in a lane of their own, beside the others.
-WAITING = {"commands", "daemon", "keeper", "with_daemon"}
+WAITING = {"commands", "daemon", "keeper", "nodes", "with_daemon"}
 
 
 class Target:

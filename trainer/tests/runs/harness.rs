@@ -135,6 +135,11 @@ pub(crate) fn device_for(ranks: u32) -> &'static [&'static str] {
 }
 
 impl Run {
+    /// The configuration.
+    pub(crate) fn file(&self) -> &Path {
+        &self.file
+    }
+
     /// Settings applied to the configuration.
     pub(crate) fn sets(&self) -> &[String] {
         &self.sets
@@ -161,7 +166,7 @@ impl Run {
 
     fn command_of(&self, verb: &[&str]) -> Command {
         let mut command = self.program();
-        command.args(verb).arg(&self.file);
+        command.args(verb).arg(self.file());
         for set in &self.sets {
             command.arg("--set").arg(set);
         }
