@@ -558,12 +558,15 @@ mod tests {
 
     #[test]
     fn launchers_that_do_not_belong_together_are_refused() {
-        let meeting = Meeting {
+        let hurried = |meeting| Meeting {
             timeout: Duration::from_secs(2),
-            ..meeting("2")
+            ..meeting
         };
-        let error = come(&meeting, 1, 1, 0, &[]).map(|_| ()).unwrap_err();
+        // A meeting of its own: the thread that connects goes on for a while, and would come to the next one.
+        let without_node_0 = hurried(meeting("2"));
+        let error = (come(&without_node_0, 1, 1, 0, &[]).map(|_| ())).unwrap_err();
         assert!(error.contains("node 0 has not answered"), "{error}");
+        let meeting = hurried(meeting("2"));
         let _store = meeting.serve().unwrap();
         let other_token = Meeting {
             token: Some(JobToken::random().unwrap()),
