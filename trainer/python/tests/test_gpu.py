@@ -163,7 +163,7 @@ def test_a_model_on_a_gpu_needs_a_driver_and_several_processes_the_word(monkeypa
             gpu_of(settings, [torch.zeros(1)])
     with pytest.raises(offloadd.Error, match='must be "untested"'):
         settings_of({"offloadd": {"gpu": "yes"}})
-    with pytest.raises(offloadd.NotSupported, match="on the processor or on a CUDA GPU"):
+    with pytest.raises(offloadd.NotSupported, match="to the CPU or to a CUDA GPU"):
         gpu_of(settings_of({"offloadd": {"compute_device": "mps"}}), [torch.zeros(1)])
 
 
