@@ -142,6 +142,9 @@ impl<H: Clone> Driver<H> {
             Err(error) => self.with_devices(error),
         };
         tracing::debug!(%error, state = self.core.describe(), "the swapper stops");
+        if let Some(confirmer) = &self.confirmer {
+            confirmer.give_up(&error);
+        }
         self.core.on_event(Event::Failed, &mut self.actions);
         while !self.asked {
             match messages.recv() {

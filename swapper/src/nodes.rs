@@ -30,6 +30,9 @@ pub trait Exchange: Send + Sync {
     /// # Errors
     /// A rank is gone.
     fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Send + Sync>>;
+
+    /// Tells the other ranks that this one has failed, and why: all their calls end soon.
+    fn give_up(&self, reason: &str);
 }
 
 /// The nodes of a job.
@@ -145,6 +148,7 @@ pub(crate) fn split(blob: &[u8]) -> Option<(u64, &[u8])> {
 pub(crate) struct Confirmer {
     prepared: Sender<Generation>,
     start: u64,
+    exchange: Arc<dyn Exchange>,
 }
 
 impl Confirmer {
@@ -155,6 +159,7 @@ impl Confirmer {
         answer: impl Fn(Result<Generation, SwapperError>) -> bool + Send + 'static,
     ) -> Self {
         let (sender, receiver) = channel();
+        let exchange = Arc::clone(&nodes.exchange);
         // Not joined: it may wait for a rank that is gone until its heartbeats stop. It ends with the sender.
         std::thread::spawn(move || {
             while let Ok(generation) = receiver.recv() {
@@ -169,12 +174,19 @@ impl Confirmer {
         Self {
             prepared: sender,
             start,
+            exchange,
         }
     }
 
     /// Marks the blob of a commit as one of this start.
     pub(crate) fn mark(&self, blob: &[u8]) -> Vec<u8> {
         join(self.start, blob)
+    }
+
+    /// Tells the other nodes that this one has failed. The training thread learns it with its next request, but it may be
+    /// waiting for a rank that waits for this node's commit.
+    pub(crate) fn give_up(&self, error: &SwapperError) {
+        self.exchange.give_up(&error.to_string());
     }
 
     /// Asks for `generation`, which is prepared on this node.
@@ -199,6 +211,8 @@ mod tests {
             all.insert(1, own.to_vec());
             Ok(all)
         }
+
+        fn give_up(&self, _reason: &str) {}
     }
 
     fn second_of_two(other: Vec<u8>) -> Nodes {

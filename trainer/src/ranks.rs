@@ -58,7 +58,10 @@ pub(crate) fn nodes_of(
         run: run.into(),
         node: ranks.node(),
         first_ranks: ranks.first_ranks().to_vec(),
-        exchange: Arc::new(SideRanks(Ranks::new(Arc::new(CommGroup(side))))),
+        exchange: Arc::new(SideRanks {
+            ranks: Ranks::new(Arc::new(CommGroup(side.clone()))),
+            comm: side,
+        }),
     }))
 }
 
@@ -112,10 +115,17 @@ impl Group for CommGroup {
 }
 
 /// The ranks of all nodes, on a connection that only commits use.
-struct SideRanks(Ranks);
+struct SideRanks {
+    ranks: Ranks,
+    comm: Arc<Comm>,
+}
 
 impl Exchange for SideRanks {
     fn exchange(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, Box<dyn Error + Send + Sync>> {
-        Ok(self.0.messages(own.to_vec())?)
+        Ok(self.ranks.messages(own.to_vec())?)
+    }
+
+    fn give_up(&self, reason: &str) {
+        self.comm.give_up(reason);
     }
 }
