@@ -116,7 +116,7 @@ impl Nodes {
 fn foreign_message() -> SwapperError {
     SwapperError::OtherNodes {
         doing: "comparing the nodes' stores",
-        source: "a rank sent a message that is none of this program's version: start the same program on all nodes".into(),
+        source: "a rank sent a message that does not fit this program's version: start the same program on all nodes".into(),
     }
 }
 
@@ -152,7 +152,8 @@ pub(crate) struct Confirmer {
 }
 
 impl Confirmer {
-    /// Starts the thread of the start with this number. `answer` gets the generation that all nodes may confirm; it returns false when nobody waits any more.
+    /// Starts the thread. `start` is the number of this start; `answer` gets each generation that all nodes may confirm, and returns
+    /// false when nobody waits any more.
     pub(crate) fn start(
         nodes: Nodes,
         start: u64,
