@@ -8,7 +8,10 @@
 use std::time::Instant;
 
 use kernels::InstructionSet;
-use kernels::adamw::{Hyper, Master, Tile, init_tile, state_tile_bytes, step_range_with};
+use kernels::adamw::{
+    Hyper, Master, Moments, Rounding, Tile, TileFormat, init_tile, state_tile_bytes,
+    step_range_with,
+};
 use kernels::reduce::sum_squares_with;
 use rayon::prelude::*;
 
@@ -24,6 +27,7 @@ const HYPER: Hyper = Hyper {
     weight_decay: 0.1,
     step: 1,
     grad_scale: 0.5,
+    rounding: Rounding::ZERO,
 };
 
 fn main() {
@@ -40,8 +44,10 @@ fn main() {
         tile_count * TILE_ELEMS / 1_000_000
     );
     println!("master             set      threads  Gparam/s   GB/s  bytes/param");
-    for master in [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster] {
-        let mut tiles: Vec<Buffers> = (0..tile_count).map(|_| Buffers::new(master)).collect();
+    let masters = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
+    let of = |moments| masters.map(|master| TileFormat { master, moments });
+    for format in [Moments::Fp32, Moments::Bf16].into_iter().flat_map(of) {
+        let mut tiles: Vec<Buffers> = (0..tile_count).map(|_| Buffers::new(format)).collect();
         for set in InstructionSet::ALL {
             if !set.available() {
                 println!("skipped {set:?}: this processor has none");
@@ -54,16 +60,19 @@ fn main() {
                         .for_each(|tile| tile.step(set, pass + 1));
                 });
                 report(
-                    &format!("{master:?}"),
+                    &format!("{:?}, moments {:?}", format.master, format.moments),
                     set,
                     thread_count,
                     tile_count,
                     seconds,
-                    step_bytes(master),
+                    step_bytes(format),
                 );
             }
         }
-        let grad_type = master.grad_type();
+        if format.moments == Moments::Bf16 {
+            continue;
+        }
+        let grad_type = format.master.grad_type();
         let set = InstructionSet::best();
         for thread_count in thread_counts(core_count) {
             let seconds = best_seconds(thread_count, |_| {
@@ -90,8 +99,8 @@ fn thread_counts(core_count: usize) -> impl Iterator<Item = usize> {
 }
 
 /// Returns the bytes read and written per parameter.
-fn step_bytes(master: Master) -> usize {
-    2 * (master.param_bytes() + master.state_bytes()) + master.grad_bytes()
+fn step_bytes(format: TileFormat) -> usize {
+    2 * (format.master.param_bytes() + format.state_bytes()) + format.master.grad_bytes()
 }
 
 fn best_seconds(thread_count: usize, mut pass: impl FnMut(u64) + Send) -> f64 {
@@ -129,18 +138,19 @@ fn report(
 
 /// One tile's memory.
 struct Buffers {
-    master: Master,
+    format: TileFormat,
     param: AlignedBytes,
     state: AlignedBytes,
     grad: AlignedBytes,
 }
 
 impl Buffers {
-    fn new(master: Master) -> Self {
+    fn new(format: TileFormat) -> Self {
+        let master = format.master;
         let masters: Vec<f32> = (0..TILE_ELEMS).map(|i| (i % 1000) as f32 / 1e4).collect();
         let mut param = AlignedBytes::zeroed(TILE_ELEMS * master.param_bytes());
-        let mut state = AlignedBytes::zeroed(state_tile_bytes(master, TILE_ELEMS));
-        init_tile(master, &masters, param.bytes_mut(), state.bytes_mut());
+        let mut state = AlignedBytes::zeroed(state_tile_bytes(format, TILE_ELEMS));
+        init_tile(format, &masters, param.bytes_mut(), state.bytes_mut());
         let mut grad = AlignedBytes::zeroed(TILE_ELEMS * master.grad_bytes());
         // About 1e-3 in each format: moments stay clear of denormals, which would be timed instead.
         let pattern: &[u8] = match master {
@@ -152,7 +162,7 @@ impl Buffers {
             elem.copy_from_slice(pattern);
         }
         Self {
-            master,
+            format,
             param,
             state,
             grad,
@@ -161,7 +171,7 @@ impl Buffers {
 
     fn step(&mut self, set: InstructionSet, step: u64) {
         let tile = Tile {
-            master: self.master,
+            format: self.format,
             param: self.param.bytes_mut(),
             state: self.state.bytes_mut(),
             grad: self.grad.bytes(),

@@ -5,7 +5,7 @@
 
 use std::time::Instant;
 
-use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes};
+use kernels::adamw::{Hyper, Master, Moments, Rounding, Tile, TileFormat, state_tile_bytes};
 use kernels::gpu::{
     DeviceBuffer, Event, Gpu, GpuError, Stream, TileAt, TileUpdater, sum_squares_scratch_bytes,
 };
@@ -19,6 +19,7 @@ const HYPER: Hyper = Hyper {
     weight_decay: 0.1,
     step: 7,
     grad_scale: 0.37,
+    rounding: Rounding::ZERO,
 };
 
 /// Elements of one tile of the streamed updates: 8 MiB of bf16 parameters.
@@ -56,17 +57,21 @@ fn main() -> Result<(), GpuError> {
 fn adamw(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
     let stream = gpu.stream()?;
     let kernels = gpu.kernels()?;
-    for (master, bytes_each) in [
-        (Master::SplitBf16, 26),
-        (Master::Fp32, 28),
-        (Master::Fp16WholeMaster, 28),
+    for (master, moments, bytes_each) in [
+        (Master::SplitBf16, Moments::Fp32, 26),
+        (Master::Fp32, Moments::Fp32, 28),
+        (Master::Fp16WholeMaster, Moments::Fp32, 28),
+        (Master::SplitBf16, Moments::Bf16, 18),
+        (Master::Fp32, Moments::Bf16, 20),
+        (Master::Fp16WholeMaster, Moments::Bf16, 20),
     ] {
+        let format = TileFormat { master, moments };
         let param = zeroed(gpu, &stream, elems * master.param_bytes())?;
-        let state = zeroed(gpu, &stream, state_tile_bytes(master, elems))?;
+        let state = zeroed(gpu, &stream, state_tile_bytes(format, elems))?;
         let grad = zeroed(gpu, &stream, elems * master.grad_bytes())?;
         let seconds = median(&stream, || {
             let tile = TileAt {
-                master,
+                format,
                 param: param.at(0),
                 state: state.at(0),
                 grad: grad.at(0),
@@ -76,7 +81,7 @@ fn adamw(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
             kernels.adamw_range(&stream, &HYPER, tile, 0..elems)
         })?;
         report(
-            &format!("adamw {master:?}"),
+            &format!("adamw {master:?}, moments {moments:?}"),
             elems,
             elems * bytes_each,
             seconds,
@@ -144,9 +149,10 @@ fn copies(gpu: &Gpu) -> Result<(), GpuError> {
 
 fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
     let master = Master::SplitBf16;
+    let format = TileFormat::from(master);
     let sizes = [
         TILE_ELEMS * master.param_bytes(),
-        state_tile_bytes(master, TILE_ELEMS),
+        state_tile_bytes(format, TILE_ELEMS),
         TILE_ELEMS * master.grad_bytes(),
     ];
     let mut threads = Vec::new();
@@ -160,7 +166,7 @@ fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
             }
             tiles.push((pinned, parts));
         }
-        let bytes = TileUpdater::device_bytes(master, master.grad_type(), TILE_ELEMS);
+        let bytes = TileUpdater::device_bytes(format, master.grad_type(), TILE_ELEMS);
         threads.push((TileUpdater::new(gpu, bytes)?, tiles));
     }
     // The first round does not count.
@@ -175,7 +181,7 @@ fn streamed_updates(gpu: &Gpu, thread_count: usize) -> Result<(), GpuError> {
                         for (_, [param, state, grad]) in tiles {
                             let all = [(0..TILE_ELEMS, HYPER)];
                             let tile = Tile {
-                                master,
+                                format,
                                 param,
                                 state,
                                 grad,

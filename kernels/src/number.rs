@@ -50,6 +50,13 @@ pub fn to_bf16(x: f32) -> u16 {
     ((bits + 0x7FFF + last_kept) >> 16) as u16
 }
 
+/// Returns one of the two bf16 around `x`: the one further from zero with the probability of the discarded bits, if `random` is
+/// evenly distributed. A bf16 stays as it is. `x` has no NaN but the canonical one.
+#[inline(always)]
+pub fn to_bf16_by_chance(x: f32, random: u16) -> u16 {
+    (x.to_bits().wrapping_add(u32::from(random)) >> 16) as u16
+}
+
 /// Returns the value of an fp16.
 #[inline(always)]
 pub fn from_fp16(bits: u16) -> f32 {

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use kernels::adamw::Master;
+use kernels::adamw::TileFormat;
 use serde_json::{Value, json};
 use swapper::TileVisitor;
 
@@ -19,7 +19,7 @@ pub(crate) struct RunReader {
     pub(crate) model: ModelConfig,
     pub(crate) units: Vec<UnitLayout>,
     pub(crate) dtype: Dtype,
-    pub(crate) master: Master,
+    pub(crate) format: TileFormat,
     /// Step of the state that is read.
     pub(crate) step: u64,
     /// The run's directory without symbolic links.
@@ -45,7 +45,7 @@ impl RunReader {
             model: record.model,
             dtype: record.dtype,
             units: tiles.units.clone(),
-            master: tiles.master,
+            format: tiles.format,
             step: tiles.state.step,
             dir: dir.clone(),
             tiles,
@@ -96,6 +96,7 @@ fn settings(dir: &Path, record: &RunRecord) -> Result<RunSettings, SettingsError
             "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1
         },
         "data": {"files": ["/dev/null"]},
+        "optimizer": {"moments": record.moments},
         "train": {"steps": 1, "seq_len": 1, "run_dir": dir},
         "offload": {
             "socket": if shared { json!(description.socket) } else { Value::Null },

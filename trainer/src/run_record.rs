@@ -30,6 +30,8 @@ pub(crate) struct RunRecord {
     pub(crate) model: ModelConfig,
     pub(crate) dtype: Dtype,
     pub(crate) tile_elems: u64,
+    /// `optimizer.moments` of the run; `None` for the default.
+    pub(crate) moments: Option<String>,
 }
 
 impl RunRecord {
@@ -43,6 +45,7 @@ impl RunRecord {
             model: ModelConfig,
             dtype: String,
             tile_elems: u64,
+            moments: Option<String>,
         }
         let description = RunDir::described(dir)?.ok_or_else(|| RecordError::NoRun {
             dir: dir.to_owned(),
@@ -60,6 +63,7 @@ impl RunRecord {
             model: layout.model,
             dtype,
             tile_elems: layout.tile_elems,
+            moments: layout.moments,
         })
     }
 }

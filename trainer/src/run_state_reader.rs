@@ -3,7 +3,7 @@
 //!
 //! A checkpoint is streamed from its files, without a daemon and with memory for one tile.
 
-use kernels::adamw::Master;
+use kernels::adamw::TileFormat;
 use swapper::{Layout, TileVisitor};
 
 use crate::config::{DeviceChoice, RunSettings};
@@ -17,8 +17,8 @@ pub(crate) struct RunStateReader {
     pub(crate) state: RunState,
     /// Units that the tiles belong to.
     pub(crate) units: Vec<UnitLayout>,
-    /// Format of the master weights.
-    pub(crate) master: Master,
+    /// Storage of the tiles' numbers.
+    pub(crate) format: TileFormat,
     tiles: Tiles,
 }
 
@@ -61,13 +61,13 @@ impl RunStateReader {
             return Err(RunError::OnNodes { run_dir, nodes });
         }
         let prepared = Prepared::new(settings, &start, Site::alone(&run_dir)?)?;
-        let (units, master) = (prepared.plan.units.clone(), prepared.plan.master);
+        let (units, format) = (prepared.plan.units.clone(), prepared.plan.format);
         if has_store && start == Start::GoOn {
             let run = prepared.open_existing()?;
             return Ok(Self {
                 state: run.state.clone(),
                 units,
-                master,
+                format,
                 tiles: Tiles::Store(Box::new(run)),
             });
         }
@@ -78,7 +78,7 @@ impl RunStateReader {
         Ok(Self {
             state: RunState::decode(&blob)?,
             units,
-            master,
+            format,
             tiles: Tiles::Checkpoint(Box::new(Saved {
                 checkpoint,
                 layout,

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use kernels::adamw::{Hyper, Master, state_tile_bytes, step_range};
+use kernels::adamw::{Hyper, Master, Rounding, state_tile_bytes, step_range};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use trainer::compute::{Activation, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
@@ -48,7 +48,7 @@ impl Training {
         let units = engine.units().iter().zip(&places);
         let weights = units.map(|(unit, places)| read(unit, places, &file));
         let states = engine.units().iter().enumerate().map(|(number, unit)| {
-            let elems = state_tile_bytes(Master::Fp32, unit.elems) / size_of::<f32>();
+            let elems = state_tile_bytes(Master::Fp32.into(), unit.elems) / size_of::<f32>();
             engine.new_padded_weights(number, elems).unwrap()
         });
         Training {
@@ -159,6 +159,7 @@ impl Training {
             weight_decay: self.number("weight_decay") as f32,
             step: step + 1,
             grad_scale: clip as f32,
+            rounding: Rounding::ZERO,
         };
         let layout = &self.engine.units()[unit];
         let (weights, state) = (self.weights[unit].bytes_mut(), &mut self.states[unit]);
@@ -172,7 +173,7 @@ impl Training {
             };
             let (state, range) = (state.bytes_mut(), param.range_elems());
             step_range(
-                Master::Fp32,
+                Master::Fp32.into(),
                 &hyper,
                 weights,
                 state,

@@ -9,6 +9,7 @@ use std::arch::x86_64::*;
 
 use super::layout::{Elements, Weights};
 use super::planes::{prefetch_after, step_planes};
+use super::rounding::{self, RandomBits};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
 use crate::cast::Plain;
@@ -22,6 +23,28 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     assert!(InstructionSet::Avx2.available());
     // SAFETY: the assertion above checked every feature the function enables.
     unsafe { step_blocks(s, elements) }
+}
+
+/// Runs `rounding::widen` compiled for AVX2, which the compiler turns into vector instructions. AVX-512 gains nothing there.
+pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
+    #[target_feature(enable = "avx2")]
+    fn with_avx2(stored: &[u16], out: &mut [f32]) {
+        rounding::widen(stored, out);
+    }
+    assert!(InstructionSet::Avx2.available());
+    // SAFETY: the assertion above checked the feature the function enables.
+    unsafe { with_avx2(stored, out) }
+}
+
+/// Runs `rounding::narrow` compiled for AVX2.
+pub(super) fn narrow(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
+    #[target_feature(enable = "avx2")]
+    fn with_avx2(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
+        rounding::narrow(random, first, from, to);
+    }
+    assert!(InstructionSet::Avx2.available());
+    // SAFETY: the assertion above checked the feature the function enables.
+    unsafe { with_avx2(random, first, from, to) }
 }
 
 step_planes!("avx2,fma,f16c", __m256, _mm256_set1_ps);

@@ -3,6 +3,7 @@
 //! ```text
 //!   param tile   [ parameter; n ]
 //!   state tile   [ residual or master; n ] pad [ momentum; n ] pad [ variance; n ] pad      each pad to a multiple of 64 bytes
+//!                                              fp32 or bf16        like the momentum
 //!   grad tile    [ gradient; n ]
 //! ```
 //!
@@ -51,11 +52,6 @@ impl Master {
         }
     }
 
-    /// Bytes of state per parameter, without the padding of planes.
-    pub fn state_bytes(self) -> usize {
-        self.first_plane_bytes() + 4 + 4
-    }
-
     /// Bytes of one element of the plane before the moments.
     fn first_plane_bytes(self) -> usize {
         match self {
@@ -66,11 +62,57 @@ impl Master {
     }
 }
 
+/// Storage of the two moments.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Moments {
+    /// As they are computed.
+    #[default]
+    Fp32,
+    /// Rounded stochastically after each step, see [`super::Rounding`].
+    Bf16,
+}
+
+impl Moments {
+    /// Bytes of one element of each moment.
+    pub fn elem_bytes(self) -> usize {
+        match self {
+            Self::Fp32 => 4,
+            Self::Bf16 => 2,
+        }
+    }
+}
+
+/// Storage of a tile's numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TileFormat {
+    /// Storage of the parameters, their masters and gradients.
+    pub master: Master,
+    /// Storage of the moments.
+    pub moments: Moments,
+}
+
+/// The format with moments in fp32.
+impl From<Master> for TileFormat {
+    fn from(master: Master) -> Self {
+        Self {
+            master,
+            moments: Moments::Fp32,
+        }
+    }
+}
+
+impl TileFormat {
+    /// Bytes of state per parameter, without the padding of planes.
+    pub fn state_bytes(self) -> usize {
+        self.master.first_plane_bytes() + 2 * self.moments.elem_bytes()
+    }
+}
+
 /// One tile's buffers. Each starts at a multiple of 64 bytes and may be longer than the tile needs.
 #[derive(Debug)]
 pub struct Tile<'a> {
-    /// Layout of the buffers.
-    pub master: Master,
+    /// Storage of the numbers.
+    pub format: TileFormat,
     /// `elems * param_bytes` bytes, updated in place.
     pub param: &'a mut [u8],
     /// [`state_tile_bytes`] bytes, updated in place.
@@ -82,37 +124,40 @@ pub struct Tile<'a> {
 }
 
 /// Bytes of the state of a tile of `elems` elements.
-pub fn state_tile_bytes(master: Master, elems: usize) -> usize {
-    plane_bytes(master.first_plane_bytes(), elems) + 2 * plane_bytes(4, elems)
+pub fn state_tile_bytes(format: TileFormat, elems: usize) -> usize {
+    let [_, variance] = moment_offsets_bytes(format, elems);
+    variance + plane_bytes(format.moments.elem_bytes(), elems)
 }
 
 /// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty for
 /// fp32.
-pub fn state_planes(master: Master, elems: usize) -> [Range<usize>; 3] {
-    let [momentum, variance] = moment_offsets_bytes(master, elems);
+pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 3] {
+    let [momentum, variance] = moment_offsets_bytes(format, elems);
+    let moment_bytes = elems * format.moments.elem_bytes();
     [
-        0..elems * master.first_plane_bytes(),
-        momentum..momentum + 4 * elems,
-        variance..variance + 4 * elems,
+        0..elems * format.master.first_plane_bytes(),
+        momentum..momentum + moment_bytes,
+        variance..variance + moment_bytes,
     ]
 }
 
 /// Offsets of the momentum and the variance within the state of a tile of `elems` elements.
-pub(crate) fn moment_offsets_bytes(master: Master, elems: usize) -> [usize; 2] {
-    let momentum = plane_bytes(master.first_plane_bytes(), elems);
-    [momentum, momentum + plane_bytes(4, elems)]
+pub(crate) fn moment_offsets_bytes(format: TileFormat, elems: usize) -> [usize; 2] {
+    let momentum = plane_bytes(format.master.first_plane_bytes(), elems);
+    let moment_bytes = plane_bytes(format.moments.elem_bytes(), elems);
+    [momentum, momentum + moment_bytes]
 }
 
 /// Initializes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so that equal masters give
 /// equal bytes.
 ///
 /// The tile has `masters.len()` elements. Panics if a slice is too short or does not start at a multiple of 64 bytes.
-pub fn init_tile(master: Master, masters: &[f32], param: &mut [u8], state: &mut [u8]) {
-    let elems = masters.len();
+pub fn init_tile(format: TileFormat, masters: &[f32], param: &mut [u8], state: &mut [u8]) {
+    let (master, elems) = (format.master, masters.len());
     check("param", param, elems * master.param_bytes());
-    check("state", state, state_tile_bytes(master, elems));
+    check("state", state, state_tile_bytes(format, elems));
     let param = &mut param[..elems * master.param_bytes()];
-    let state = &mut state[..state_tile_bytes(master, elems)];
+    let state = &mut state[..state_tile_bytes(format, elems)];
     state.fill(0);
     let first = &mut state[..elems * master.first_plane_bytes()];
     match master {
@@ -140,10 +185,10 @@ pub fn init_tile(master: Master, masters: &[f32], param: &mut [u8], state: &mut 
 /// Reads the exact fp32 masters of a tile of `out.len()` elements.
 ///
 /// Panics if a slice is too short or does not start at a multiple of 64 bytes.
-pub fn read_masters(master: Master, param: &[u8], state: &[u8], out: &mut [f32]) {
-    let elems = out.len();
+pub fn read_masters(format: TileFormat, param: &[u8], state: &[u8], out: &mut [f32]) {
+    let (master, elems) = (format.master, out.len());
     check("param", param, elems * master.param_bytes());
-    check("state", state, state_tile_bytes(master, elems));
+    check("state", state, state_tile_bytes(format, elems));
     let param = &param[..elems * master.param_bytes()];
     let first = &state[..elems * master.first_plane_bytes()];
     match master {
@@ -158,7 +203,7 @@ pub fn read_masters(master: Master, param: &[u8], state: &[u8], out: &mut [f32])
     }
 }
 
-/// A range of elements: one slice per plane, all of one length.
+/// A range of elements: one slice per plane, all of one length. Moments are fp32.
 pub(super) struct Elements<'a> {
     pub(super) weights: Weights<'a>,
     pub(super) momentum: &'a mut [f32],
@@ -183,31 +228,53 @@ pub(super) enum Weights<'a> {
     },
 }
 
-impl<'a> Elements<'a> {
-    /// Selects the elements of `range`. Panics as `step_range` says.
-    pub(super) fn of(tile: Tile<'a>, range: Range<usize>) -> Self {
+/// The stored bytes of a range of elements, plane by plane.
+pub(super) struct Planes<'a> {
+    pub(super) param: &'a mut [u8],
+    pub(super) first: &'a mut [u8],
+    pub(super) momentum: &'a mut [u8],
+    pub(super) variance: &'a mut [u8],
+    pub(super) grad: &'a [u8],
+}
+
+impl<'a> Planes<'a> {
+    /// Selects the elements of `range` of a tile whose gradients are of `grad_type`. Panics if a slice is too short or not aligned.
+    pub(super) fn of(tile: Tile<'a>, grad_type: GradType, range: Range<usize>) -> Self {
         let Tile {
-            master,
+            format,
             param,
             state,
             grad,
             elems,
         } = tile;
-        assert!(
-            range.start <= range.end && range.end <= elems,
-            "range {range:?} is not within the tile's {elems} elements"
-        );
+        let TileFormat { master, moments } = format;
         check("param", param, elems * master.param_bytes());
-        check("state", state, state_tile_bytes(master, elems));
-        check("grad", grad, elems * master.grad_bytes());
+        check("state", state, state_tile_bytes(format, elems));
+        check("grad", grad, elems * grad_type.elem_bytes());
 
         let part = |elem_bytes: usize| range.start * elem_bytes..range.end * elem_bytes;
-        let param = &mut param[part(master.param_bytes())];
-        let grad = &grad[part(master.grad_bytes())];
-        let (first, moments) = state.split_at_mut(plane_bytes(master.first_plane_bytes(), elems));
-        let (momentum, variance) = moments.split_at_mut(plane_bytes(4, elems));
-        let first = &mut first[part(master.first_plane_bytes())];
-        let weights = match master {
+        let moment_bytes = moments.elem_bytes();
+        let (first, rest) = state.split_at_mut(plane_bytes(master.first_plane_bytes(), elems));
+        let (momentum, variance) = rest.split_at_mut(plane_bytes(moment_bytes, elems));
+        Self {
+            param: &mut param[part(master.param_bytes())],
+            first: &mut first[part(master.first_plane_bytes())],
+            momentum: &mut momentum[part(moment_bytes)],
+            variance: &mut variance[part(moment_bytes)],
+            grad: &grad[part(grad_type.elem_bytes())],
+        }
+    }
+}
+
+impl<'a> Weights<'a> {
+    /// Views planes whose gradients are of the master's own type.
+    pub(super) fn of(
+        master: Master,
+        param: &'a mut [u8],
+        first: &'a mut [u8],
+        grad: &'a [u8],
+    ) -> Self {
+        match master {
             Master::SplitBf16 => Weights::SplitBf16 {
                 param: view_mut(param),
                 residual: view_mut(first),
@@ -222,11 +289,6 @@ impl<'a> Elements<'a> {
                 whole: view_mut(first),
                 grad: view(grad),
             },
-        };
-        Self {
-            weights,
-            momentum: view_mut(&mut momentum[part(4)]),
-            variance: view_mut(&mut variance[part(4)]),
         }
     }
 }

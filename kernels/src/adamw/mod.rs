@@ -8,6 +8,8 @@
 //! | `Fp32` | 4 + 8 + 4 | 4 + 8 |
 //! | `Fp16WholeMaster` | 12 + 2 | 2 + 12 |
 //!
+//! Moments in bf16 take 4 bytes less of each.
+//!
 //! Stores go through the cache. The update is in place, so the lines are in the cache when they are written, and
 //! non-temporal stores save no read: with AVX2 on four Zen 3 cores they ran at a fifth to a half of the speed.
 //!
@@ -24,19 +26,25 @@ mod avx512;
 mod layout;
 #[cfg(target_arch = "x86_64")]
 mod planes;
+mod rounding;
 mod scalar;
 
 use std::ops::Range;
 
-use layout::{Elements, Weights};
+use layout::{Elements, Planes, Weights};
+use rounding::RandomBits;
 use scalar::Scalars;
 
-use crate::cast::view;
+use crate::cast::{view, view_mut};
 use crate::number;
+use crate::reduce::GradType;
 
 pub use crate::InstructionSet;
-pub use layout::{Master, Tile, init_tile, read_masters, state_planes, state_tile_bytes};
+pub use layout::{
+    Master, Moments, Tile, TileFormat, init_tile, read_masters, state_planes, state_tile_bytes,
+};
 pub(crate) use layout::{PLANE_ALIGN_BYTES, moment_offsets_bytes};
+pub use rounding::Rounding;
 
 /// The scalars of one step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -55,6 +63,8 @@ pub struct Hyper {
     pub step: u64,
     /// Factor of each gradient: the inverse of the loss scale, times the clip factor.
     pub grad_scale: f32,
+    /// Identifies the tile's elements for the rounding of moments in bf16.
+    pub rounding: Rounding,
 }
 
 /// Takes one AdamW step over a tile of `elems` elements: updates `param` and `state` in place.
@@ -62,14 +72,14 @@ pub struct Hyper {
 /// The slices may be longer than the tile needs; the rest is not touched. Panics if one is shorter or does not start at
 /// a multiple of 64 bytes, or if `hyper.step` is 0.
 pub fn step_tile(
-    master: Master,
+    format: TileFormat,
     hyper: &Hyper,
     param: &mut [u8],
     state: &mut [u8],
     grad: &[u8],
     elems: usize,
 ) {
-    step_range(master, hyper, param, state, grad, elems, 0..elems);
+    step_range(format, hyper, param, state, grad, elems, 0..elems);
 }
 
 /// Like [`step_tile`] for the elements of `range` alone: for tensors of one tile that differ in weight decay or
@@ -78,7 +88,7 @@ pub fn step_tile(
 /// `tile_elems` is the count of the whole tile, which determines the planes' offsets. Panics if `range` reaches beyond
 /// it.
 pub fn step_range(
-    master: Master,
+    format: TileFormat,
     hyper: &Hyper,
     param: &mut [u8],
     state: &mut [u8],
@@ -87,7 +97,7 @@ pub fn step_range(
     range: Range<usize>,
 ) {
     let tile = Tile {
-        master,
+        format,
         param,
         state,
         grad,
@@ -99,7 +109,7 @@ pub fn step_range(
 /// Like [`step_range`] with fp32 gradients whatever the master, for sums that were never rounded: `grad` has four bytes an
 /// element.
 pub fn step_range_fp32_grad(
-    master: Master,
+    format: TileFormat,
     hyper: &Hyper,
     param: &mut [u8],
     state: &mut [u8],
@@ -107,72 +117,152 @@ pub fn step_range_fp32_grad(
     tile_elems: usize,
     range: Range<usize>,
 ) {
-    if master == Master::Fp32 {
-        return step_range(master, hyper, param, state, grad, tile_elems, range);
-    }
-    let (set, scalars) = (InstructionSet::best(), Scalars::new(hyper));
-    let grads: &[f32] = view(&grad[..tile_elems * 4]);
-    // Masters are joined, updated as fp32 parameters and split again, a few pages at a time. The bits are those of an update
-    // of this master's own.
-    let mut masters = [0.0; FP32_GRAD_ELEMS];
-    let mut start = range.start;
-    while start < range.end {
-        let part = start..range.end.min(start + FP32_GRAD_ELEMS);
-        start = part.end;
-        let masters = &mut masters[..part.len()];
-        let tile = Tile {
-            master,
-            param: &mut *param,
-            state: &mut *state,
-            grad,
-            elems: tile_elems,
-        };
-        let Elements {
-            weights,
-            momentum,
-            variance,
-        } = Elements::of(tile, part.clone());
-        let fp32 = |masters| Elements {
-            weights: Weights::Fp32 {
-                param: masters,
-                grad: &grads[part],
-            },
-            momentum,
-            variance,
-        };
-        match weights {
-            Weights::SplitBf16 {
-                param, residual, ..
-            } => {
-                for (at, master) in masters.iter_mut().enumerate() {
-                    *master = number::join(param[at], residual[at]);
-                }
-                step_chunk(set, &scalars, fp32(&mut *masters));
-                for (at, master) in masters.iter().enumerate() {
-                    (param[at], residual[at]) = number::split(*master);
-                }
-            }
-            Weights::Fp16WholeMaster { param, whole, .. } => {
-                step_chunk(set, &scalars, fp32(&mut *whole));
-                for (param, master) in param.iter_mut().zip(whole) {
-                    *param = number::to_fp16(*master);
-                }
-            }
-            Weights::Fp32 { .. } => unreachable!("has its own gradients' type"),
-        }
-    }
+    let tile = Tile {
+        format,
+        param,
+        state,
+        grad,
+        elems: tile_elems,
+    };
+    step(InstructionSet::best(), hyper, tile, GradType::Fp32, range);
 }
-
-/// Elements that [`step_range_fp32_grad`] joins at a time: 8 KiB, which stay in the first-level cache.
-const FP32_GRAD_ELEMS: usize = 2048;
 
 /// Like [`step_range`] with given instructions, for tests and measurements.
 ///
 /// Panics if this machine does not support them.
 pub fn step_range_with(set: InstructionSet, hyper: &Hyper, tile: Tile<'_>, range: Range<usize>) {
+    let grad_type = tile.format.master.grad_type();
+    step(set, hyper, tile, grad_type, range);
+}
+
+/// Elements that [`step`] converts at a time: 4 KiB of each plane in fp32, which stay in the first-level cache.
+const CONVERTED_ELEMS: usize = 1024;
+
+/// Planes of a part of a tile in fp32.
+struct Converted {
+    masters: [f32; CONVERTED_ELEMS],
+    momentum: [f32; CONVERTED_ELEMS],
+    variance: [f32; CONVERTED_ELEMS],
+}
+
+/// Takes a step over `range`, in parts if numbers are converted on the way.
+fn step(
+    set: InstructionSet,
+    hyper: &Hyper,
+    tile: Tile<'_>,
+    grad_type: GradType,
+    range: Range<usize>,
+) {
     assert!(set.available(), "this processor has no {set:?}");
+    let Tile {
+        format,
+        param,
+        state,
+        grad,
+        elems,
+    } = tile;
+    assert!(
+        range.start <= range.end && range.end <= elems,
+        "range {range:?} is not within the tile's {elems} elements"
+    );
     let scalars = Scalars::new(hyper);
-    step_chunk(set, &scalars, Elements::of(tile, range));
+    let converts = format.moments == Moments::Bf16 || grad_type != format.master.grad_type();
+    let part_elems = if converts { CONVERTED_ELEMS } else { elems };
+    let mut converted = Converted {
+        masters: [0.0; CONVERTED_ELEMS],
+        momentum: [0.0; CONVERTED_ELEMS],
+        variance: [0.0; CONVERTED_ELEMS],
+    };
+    let mut start = range.start;
+    loop {
+        let part = start..range.end.min(start + part_elems);
+        start = part.end;
+        let tile = Tile {
+            format,
+            param: &mut *param,
+            state: &mut *state,
+            grad,
+            elems,
+        };
+        step_part(set, &scalars, tile, grad_type, part, &mut converted);
+        if start == range.end {
+            return;
+        }
+    }
+}
+
+/// Takes a step with the vector functions, which compute on fp32 moments and take the master's own type of gradients.
+/// Converts bf16 moments, and masters whose gradients are fp32, to fp32 and back.
+fn step_part(
+    set: InstructionSet,
+    scalars: &Scalars,
+    tile: Tile<'_>,
+    grad_type: GradType,
+    part: Range<usize>,
+    converted: &mut Converted,
+) {
+    let TileFormat { master, moments } = tile.format;
+    let Planes {
+        param,
+        first,
+        momentum,
+        variance,
+        grad,
+    } = Planes::of(tile, grad_type, part.clone());
+    let count = part.len();
+    let (m, v): (&mut [f32], &mut [f32]) = match moments {
+        Moments::Fp32 => (view_mut(&mut *momentum), view_mut(&mut *variance)),
+        Moments::Bf16 => {
+            let m = &mut converted.momentum[..count];
+            let v = &mut converted.variance[..count];
+            widen(set, view(momentum), m);
+            widen(set, view(variance), v);
+            (m, v)
+        }
+    };
+    let mut step_weights = |weights| {
+        let elements = Elements {
+            weights,
+            momentum: m,
+            variance: v,
+        };
+        step_chunk(set, scalars, elements);
+    };
+    match master {
+        _ if grad_type == master.grad_type() => {
+            step_weights(Weights::of(master, param, first, grad));
+        }
+        Master::SplitBf16 => {
+            let (param, residual): (&mut [u16], &mut [i16]) = (view_mut(param), view_mut(first));
+            let masters = &mut converted.masters[..count];
+            for (at, master) in masters.iter_mut().enumerate() {
+                *master = number::join(param[at], residual[at]);
+            }
+            step_weights(Weights::Fp32 {
+                param: &mut *masters,
+                grad: view(grad),
+            });
+            for (at, master) in masters.iter().enumerate() {
+                (param[at], residual[at]) = number::split(*master);
+            }
+        }
+        Master::Fp16WholeMaster => {
+            let (param, whole): (&mut [u16], &mut [f32]) = (view_mut(param), view_mut(first));
+            step_weights(Weights::Fp32 {
+                param: &mut *whole,
+                grad: view(grad),
+            });
+            for (param, master) in param.iter_mut().zip(whole) {
+                *param = number::to_fp16(*master);
+            }
+        }
+        Master::Fp32 => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
+    }
+    if moments == Moments::Bf16 {
+        let from = [&converted.momentum[..count], &converted.variance[..count]];
+        let to = [view_mut(momentum), view_mut(variance)];
+        narrow(set, scalars.random, part.start, from, to);
+    }
 }
 
 /// The scalars in the order of the GPU kernel's arguments (`gpu/source/adamw.cu`).
@@ -191,6 +281,12 @@ pub(crate) fn kernel_scalars(hyper: &Hyper) -> [f32; 9] {
     ]
 }
 
+/// The key and the first element that the GPU kernel derives a tile's random bits from.
+pub(crate) fn kernel_random(hyper: &Hyper) -> [u32; 2] {
+    let random = Scalars::new(hyper).random;
+    [random.key, random.first_elem]
+}
+
 fn step_chunk(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {
     match set {
         #[cfg(target_arch = "x86_64")]
@@ -198,5 +294,31 @@ fn step_chunk(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {
         #[cfg(target_arch = "x86_64")]
         InstructionSet::Avx512 => avx512::step(scalars, elements),
         _ => scalar::step(scalars, elements),
+    }
+}
+
+fn widen(set: InstructionSet, stored: &[u16], out: &mut [f32]) {
+    match set {
+        InstructionSet::Scalar => rounding::widen(stored, out),
+        #[cfg(target_arch = "x86_64")]
+        _ => avx2::widen(stored, out),
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => unreachable!("not available"),
+    }
+}
+
+fn narrow(
+    set: InstructionSet,
+    random: RandomBits,
+    first: usize,
+    from: [&[f32]; 2],
+    to: [&mut [u16]; 2],
+) {
+    match set {
+        InstructionSet::Scalar => rounding::narrow(random, first, from, to),
+        #[cfg(target_arch = "x86_64")]
+        _ => avx2::narrow(random, first, from, to),
+        #[cfg(not(target_arch = "x86_64"))]
+        _ => unreachable!("not available"),
     }
 }

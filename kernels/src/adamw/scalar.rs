@@ -12,10 +12,12 @@
 //!
 //! All in fp32; each line of [`update`] is one rounding, with division and square root as in IEEE 754. Values that
 //! depend on the step alone are computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the
-//! canonical NaN.
+//! canonical NaN. Moments in bf16 are widened before and rounded after
+//! these operations (`rounding.rs`).
 
 use super::Hyper;
 use super::layout::{Elements, Weights};
+use super::rounding::RandomBits;
 use crate::number;
 
 /// Scalars derived from a step's hyperparameters.
@@ -33,6 +35,7 @@ pub(super) struct Scalars {
     pub(super) minus_decay: f32,
     /// -lr / (1 - beta1^t)
     pub(super) minus_step_size: f32,
+    pub(super) random: RandomBits,
 }
 
 impl Scalars {
@@ -58,6 +61,7 @@ impl Scalars {
             eps: hyper.eps,
             minus_decay: (-lr * f64::from(hyper.weight_decay)) as f32,
             minus_step_size: (-lr / correction1) as f32,
+            random: hyper.rounding.of_step(hyper.step),
         }
     }
 }

@@ -8,7 +8,8 @@ use std::ops::Range;
 
 use super::{Arg, CompileOptions, DeviceAt, Function, FunctionUse, Gpu, GpuError, SOURCES, Stream};
 use crate::adamw::{
-    Hyper, Master, PLANE_ALIGN_BYTES, kernel_scalars, moment_offsets_bytes, state_tile_bytes,
+    Hyper, Master, Moments, PLANE_ALIGN_BYTES, TileFormat, kernel_random, kernel_scalars,
+    moment_offsets_bytes, state_tile_bytes,
 };
 use crate::reduce::{CHUNK_ELEMS, GradType};
 
@@ -22,13 +23,24 @@ const BLOCK_CHUNKS: usize = 8;
 /// The compiled kernels, see [`Gpu::kernels`].
 #[derive(Debug)]
 pub struct Kernels {
-    /// With gradients of the master's type, and then of fp32.
-    adamw: [Function; 5],
+    /// Kernels of [`ADAMW`], with moments in fp32, and then in bf16.
+    adamw: [[Function; 5]; 2],
     chunk_squares: [Function; 3],
     add_chunks: Function,
     accumulate: [Function; 3],
     store: [Function; 3],
 }
+
+/// Kernels of `adamw.cu`, with gradients of the master's type and then of fp32. With moments in bf16 their names end in
+/// [`BF16_MOMENTS`].
+const ADAMW: [&str; 5] = [
+    "adamw_split_bf16",
+    "adamw_fp32",
+    "adamw_fp16_whole_master",
+    "adamw_split_bf16_fp32_grad",
+    "adamw_fp16_whole_master_fp32_grad",
+];
+const BF16_MOMENTS: &str = "_bf16_moments";
 
 /// Scratch memory of [`Kernels::sum_squares`] for `elems` elements, bytes.
 pub fn sum_squares_scratch_bytes(elems: usize) -> usize {
@@ -38,8 +50,8 @@ pub fn sum_squares_scratch_bytes(elems: usize) -> usize {
 /// A tile in device memory, with the layout it has in host memory.
 #[derive(Clone, Copy, Debug)]
 pub struct TileAt<'a> {
-    /// Layout of the parts.
-    pub master: Master,
+    /// Storage of the numbers.
+    pub format: TileFormat,
     /// Parameters, at a multiple of 64 bytes, updated in place.
     pub param: DeviceAt<'a>,
     /// State, at a multiple of 64 bytes, updated in place.
@@ -69,14 +81,12 @@ impl Kernels {
                 reduce.function(&format!("{name}_fp32"))?,
             ])
         };
+        let of_moments = |end: &str| -> Result<[Function; 5], GpuError> {
+            let [a, b, c, d, e] = ADAMW.map(|name| adamw.function(&format!("{name}{end}")));
+            Ok([a?, b?, c?, d?, e?])
+        };
         Ok(Self {
-            adamw: [
-                adamw.function("adamw_split_bf16")?,
-                adamw.function("adamw_fp32")?,
-                adamw.function("adamw_fp16_whole_master")?,
-                adamw.function("adamw_split_bf16_fp32_grad")?,
-                adamw.function("adamw_fp16_whole_master_fp32_grad")?,
-            ],
+            adamw: [of_moments("")?, of_moments(BF16_MOMENTS)?],
             chunk_squares: of_types("chunk_squares")?,
             add_chunks: reduce.function("add_chunks")?,
             accumulate: of_types("accumulate")?,
@@ -88,20 +98,21 @@ impl Kernels {
     ///
     /// # Errors
     /// The call failed.
-    pub fn resources(&self) -> Result<Vec<(&'static str, FunctionUse)>, GpuError> {
-        let named = [
-            ("adamw_split_bf16", &self.adamw[0]),
-            ("adamw_fp32", &self.adamw[1]),
-            ("adamw_fp16_whole_master", &self.adamw[2]),
-            ("adamw_split_bf16_fp32_grad", &self.adamw[3]),
-            ("adamw_fp16_whole_master_fp32_grad", &self.adamw[4]),
+    pub fn resources(&self) -> Result<Vec<(String, FunctionUse)>, GpuError> {
+        let reductions = [
             ("chunk_squares_bf16", &self.chunk_squares[0]),
             ("add_chunks", &self.add_chunks),
             ("accumulate_bf16", &self.accumulate[0]),
             ("store_bf16", &self.store[0]),
         ];
-        named
-            .into_iter()
+        let reductions = reductions.map(|(name, function)| (name.to_owned(), function));
+        let adamw = ["", BF16_MOMENTS].into_iter().zip(&self.adamw);
+        let adamw = adamw.flat_map(|(end, functions)| {
+            let names = ADAMW.map(|name| format!("{name}{end}"));
+            names.into_iter().zip(functions)
+        });
+        adamw
+            .chain(reductions)
             .map(|(name, function)| Ok((name, function.resources()?)))
             .collect()
     }
@@ -109,7 +120,8 @@ impl Kernels {
     /// Enqueues one AdamW step over the elements `range` of a tile, like [`crate::adamw::step_range`], or like
     /// [`crate::adamw::step_range_fp32_grad`] if its gradients are fp32.
     ///
-    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter.
+    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and eight
+    /// less with moments in bf16.
     ///
     /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says,
     /// `hyper.step` is 0, or the gradients are of the other 16-bit type.
@@ -124,7 +136,7 @@ impl Kernels {
         range: Range<usize>,
     ) -> Result<(), GpuError> {
         let TileAt {
-            master,
+            format,
             param,
             state,
             grad,
@@ -142,14 +154,15 @@ impl Kernels {
                 place.offset_bytes
             );
         }
+        let TileFormat { master, moments } = format;
         let param = param.address(elems * master.param_bytes());
-        let state = state.address(state_tile_bytes(master, elems));
+        let state = state.address(state_tile_bytes(format, elems));
         let grad = grad.address(elems * grad_type.elem_bytes());
         let scalars = kernel_scalars(hyper);
         if range.is_empty() {
             return Ok(());
         }
-        let [momentum, variance] = moment_offsets_bytes(master, elems);
+        let [momentum, variance] = moment_offsets_bytes(format, elems);
         let mut args = vec![
             Arg::Ptr(param),
             Arg::Ptr(state),
@@ -160,13 +173,18 @@ impl Kernels {
             Arg::U64(range.end as u64),
         ];
         args.extend(scalars.map(Arg::F32));
+        args.extend(kernel_random(hyper).map(Arg::U32));
         let groups = range.end.div_ceil(THREAD_ELEMS) - range.start / THREAD_ELEMS;
+        let adamw = match moments {
+            Moments::Fp32 => &self.adamw[0],
+            Moments::Bf16 => &self.adamw[1],
+        };
         let function = match (master, grad_type) {
-            (Master::SplitBf16, GradType::Bf16) => &self.adamw[0],
-            (Master::Fp32, GradType::Fp32) => &self.adamw[1],
-            (Master::Fp16WholeMaster, GradType::Fp16) => &self.adamw[2],
-            (Master::SplitBf16, GradType::Fp32) => &self.adamw[3],
-            (Master::Fp16WholeMaster, GradType::Fp32) => &self.adamw[4],
+            (Master::SplitBf16, GradType::Bf16) => &adamw[0],
+            (Master::Fp32, GradType::Fp32) => &adamw[1],
+            (Master::Fp16WholeMaster, GradType::Fp16) => &adamw[2],
+            (Master::SplitBf16, GradType::Fp32) => &adamw[3],
+            (Master::Fp16WholeMaster, GradType::Fp32) => &adamw[4],
             _ => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
         };
         // SAFETY: the arguments match the kernel, which writes elements of `range` only; their planes are within their

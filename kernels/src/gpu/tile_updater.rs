@@ -9,7 +9,7 @@ use std::ops::Range;
 
 use super::buffer::HostLoan;
 use super::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
-use crate::adamw::{Hyper, Master, Tile, state_tile_bytes};
+use crate::adamw::{Hyper, Tile, TileFormat, state_tile_bytes};
 use crate::reduce::GradType;
 
 /// One thread's stream and device memory.
@@ -38,8 +38,8 @@ impl TileUpdater {
     }
 
     /// Device memory that a tile of `elems` elements needs, bytes.
-    pub fn device_bytes(master: Master, grad_type: GradType, elems: usize) -> usize {
-        parts(master, grad_type, elems)[3]
+    pub fn device_bytes(format: TileFormat, grad_type: GradType, elems: usize) -> usize {
+        parts(format, grad_type, elems)[3]
     }
 
     /// Takes one AdamW step over the parts of a tile, each with its own scalars; gradients are of `grad_type`. Elements
@@ -58,20 +58,20 @@ impl TileUpdater {
         parts_of_tile: &[(Range<usize>, Hyper)],
     ) -> Result<(), GpuError> {
         let Tile {
-            master,
+            format,
             param,
             state,
             grad,
             elems,
         } = tile;
-        let [param_at, state_at, grad_at, end] = parts(master, grad_type, elems);
+        let [param_at, state_at, grad_at, end] = parts(format, grad_type, elems);
         assert!(
             end <= self.tile.bytes(),
             "a tile of {elems} elements needs {end} bytes, this updater has {}",
             self.tile.bytes()
         );
-        let param = &mut param[..elems * master.param_bytes()];
-        let state = &mut state[..state_tile_bytes(master, elems)];
+        let param = &mut param[..elems * format.master.param_bytes()];
+        let state = &mut state[..state_tile_bytes(format, elems)];
         let grad = &grad[..elems * grad_type.elem_bytes()];
         let kernels = self.gpu.kernels()?;
         let lent = HostLoan(&self.stream);
@@ -80,7 +80,7 @@ impl TileUpdater {
         // done. Downloads are enqueued after uploads.
         unsafe { self.gpu.enqueue_upload(&self.stream, &self.tile, &up)? };
         let at = TileAt {
-            master,
+            format,
             param: self.tile.at(param_at),
             state: self.tile.at(state_at),
             grad: self.tile.at(grad_at),
@@ -101,11 +101,11 @@ impl TileUpdater {
 }
 
 /// Offsets of `param`, `state` and `grad`, and the end of the last one.
-fn parts(master: Master, grad_type: GradType, elems: usize) -> [usize; 4] {
+fn parts(format: TileFormat, grad_type: GradType, elems: usize) -> [usize; 4] {
     let mut places = [0; 4];
     let bytes = [
-        elems * master.param_bytes(),
-        state_tile_bytes(master, elems),
+        elems * format.master.param_bytes(),
+        state_tile_bytes(format, elems),
         elems * grad_type.elem_bytes(),
     ];
     for (i, bytes) in bytes.into_iter().enumerate() {

@@ -4,10 +4,10 @@
 //! wrong place, or a write beyond the range. Each kernel is compared with the definition byte by byte, padding included, on numbers chosen to expose
 //! these.
 
-use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, available_vector_sets};
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, available_vector_sets, formats};
 use kernels::InstructionSet;
 use kernels::adamw::{
-    Hyper, Master, state_planes, step_range, step_range_fp32_grad, step_range_with,
+    Hyper, Master, Rounding, state_planes, step_range, step_range_fp32_grad, step_range_with,
 };
 use kernels::number;
 use proptest::prelude::*;
@@ -20,6 +20,11 @@ const HYPER: Hyper = Hyper {
     weight_decay: 0.1,
     step: 7,
     grad_scale: 0.37,
+    rounding: Rounding {
+        seed: 9,
+        unit: 3,
+        first_elem: u32::MAX as u64 - 100,
+    },
 };
 
 fn stepped(set: InstructionSet, hyper: &Hyper, before: &OwnedTile) -> OwnedTile {
@@ -35,8 +40,8 @@ fn every_instruction_set_gives_the_definitions_bits_at_every_tail_length() {
     let mut random = Random(1);
     let lengths = (0..=70).chain([1000, 16 * 1024 - 1, 16 * 1024 + 17, 100_003]);
     for elems in lengths {
-        for master in MASTERS {
-            let before = OwnedTile::hard(master, elems, &mut random);
+        for format in formats() {
+            let before = OwnedTile::hard(format, elems, &mut random);
             let defined = stepped(InstructionSet::Scalar, &HYPER, &before);
             assert!(
                 elems == 0 || *defined.state != *before.state,
@@ -54,9 +59,9 @@ fn every_instruction_set_gives_the_definitions_bits_at_every_tail_length() {
 fn every_instruction_set_starts_a_range_anywhere() {
     let mut random = Random(2);
     for set in available_vector_sets() {
-        for master in MASTERS {
+        for format in formats() {
             for start in 0..40 {
-                let before = OwnedTile::hard(master, 150, &mut random);
+                let before = OwnedTile::hard(format, 150, &mut random);
                 let range = start..start + 70;
                 let mut defined = before.clone();
                 step_range_with(
@@ -89,6 +94,7 @@ fn any_hyper() -> impl Strategy<Value = Hyper> {
                 weight_decay,
                 step,
                 grad_scale,
+                rounding: HYPER.rounding,
             },
         )
 }
@@ -97,9 +103,9 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn any_scalars_and_any_numbers_give_the_definitions_bits(
-        hyper in any_hyper(), seed: u64, elems in 0usize..200, which in 0usize..3
+        hyper in any_hyper(), seed: u64, elems in 0usize..200, which in 0usize..6
     ) {
-        let before = OwnedTile::hard(MASTERS[which], elems, &mut Random(seed));
+        let before = OwnedTile::hard(formats().nth(which).unwrap(), elems, &mut Random(seed));
         let defined = stepped(InstructionSet::Scalar, &hyper, &before);
         for set in InstructionSet::ALL.into_iter().filter(|set| set.available()) {
             stepped(set, &hyper, &before).assert_same_bits(&defined, &format!("{set:?}"));
@@ -109,13 +115,13 @@ proptest! {
 
 #[test]
 fn a_tile_stepped_in_ranges_has_the_bits_of_one_stepped_whole() {
-    for master in MASTERS {
-        let before = OwnedTile::hard(master, 50_000, &mut Random(4));
+    for format in formats() {
+        let before = OwnedTile::hard(format, 50_000, &mut Random(4));
         let whole = stepped(InstructionSet::best(), &HYPER, &before);
         let mut tile = before;
         for range in [20_001..50_000, 0..3, 3..3, 3..20_001] {
             let t = tile.borrow();
-            step_range(master, &HYPER, t.param, t.state, t.grad, 50_000, range);
+            step_range(format, &HYPER, t.param, t.state, t.grad, 50_000, range);
         }
         tile.assert_same_bits(&whole, "ranges and the whole");
     }
@@ -123,15 +129,15 @@ fn a_tile_stepped_in_ranges_has_the_bits_of_one_stepped_whole() {
 
 #[test]
 fn a_range_leaves_the_rest_of_its_tile_alone() {
-    for master in MASTERS {
-        let before = OwnedTile::hard(master, 1000, &mut Random(5));
+    for format in formats() {
+        let before = OwnedTile::hard(format, 1000, &mut Random(5));
         let mut tile = before.clone();
         let t = tile.borrow();
-        step_range(master, &HYPER, t.param, t.state, t.grad, 1000, 100..900);
+        step_range(format, &HYPER, t.param, t.state, t.grad, 1000, 100..900);
         // Stepping the other elements too must give the step of the whole tile: elements that were touched would be two steps ahead.
         for range in [0..100, 900..1000] {
             let t = tile.borrow();
-            step_range(master, &HYPER, t.param, t.state, t.grad, 1000, range);
+            step_range(format, &HYPER, t.param, t.state, t.grad, 1000, range);
         }
         tile.assert_same_bits(
             &stepped(InstructionSet::Scalar, &HYPER, &before),
@@ -142,18 +148,18 @@ fn a_range_leaves_the_rest_of_its_tile_alone() {
 
 #[test]
 fn fp32_gradients_that_16_bits_hold_give_the_bits_of_16_bit_gradients() {
-    for master in MASTERS {
-        let before = OwnedTile::hard(master, 5000, &mut Random(6));
+    for format in formats() {
+        let before = OwnedTile::hard(format, 5000, &mut Random(6));
         let grad: Vec<u8> = before
             .grad
-            .chunks_exact(master.grad_bytes())
-            .flat_map(|bytes| wide(master, bytes).to_le_bytes())
+            .chunks_exact(format.master.grad_bytes())
+            .flat_map(|bytes| wide(format.master, bytes).to_le_bytes())
             .collect();
         let grad = AlignedBytes::of(&grad);
         let mut tile = before.clone();
         for range in [0..1, 1..4097, 4097..5000] {
             let t = tile.borrow();
-            step_range_fp32_grad(master, &HYPER, t.param, t.state, &grad, 5000, range);
+            step_range_fp32_grad(format, &HYPER, t.param, t.state, &grad, 5000, range);
         }
         tile.assert_same_bits(
             &stepped(InstructionSet::Scalar, &HYPER, &before),
@@ -178,8 +184,16 @@ fn fp32_gradients_are_not_rounded() {
         let mut tile = OwnedTile::zeroed(master, elems);
         let t = tile.borrow();
         let range = 0..elems;
-        step_range_fp32_grad(master, &hyper, t.param, t.state, &grads, elems, range);
-        let momentum = &tile.state[state_planes(master, elems)[1].clone()][..4];
+        step_range_fp32_grad(
+            master.into(),
+            &hyper,
+            t.param,
+            t.state,
+            &grads,
+            elems,
+            range,
+        );
+        let momentum = &tile.state[state_planes(master.into(), elems)[1].clone()][..4];
         let expected = (1.0 - f64::from(hyper.beta1)) as f32 * grad;
         assert_eq!(
             f32::from_le_bytes(momentum.try_into().unwrap()),

@@ -4,7 +4,7 @@
 //! the rounded master, or a NaN that becomes a number. The steps are compared with the formula in fp64, implemented here a second time.
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
-use kernels::adamw::{Hyper, Master, init_tile, read_masters, step_tile};
+use kernels::adamw::{Hyper, Master, Rounding, init_tile, read_masters, step_tile};
 use kernels::number;
 
 const HYPER: Hyper = Hyper {
@@ -15,6 +15,7 @@ const HYPER: Hyper = Hyper {
     weight_decay: 0.01,
     step: 1,
     grad_scale: 1.0,
+    rounding: Rounding::ZERO,
 };
 
 /// A parameter stepped by the published formula.
@@ -41,7 +42,7 @@ impl Exact {
 fn store_grads(tile: &mut OwnedTile, grads: &[f32]) -> Vec<f64> {
     let (bytes, values): (Vec<Vec<u8>>, Vec<f32>) = grads
         .iter()
-        .map(|g| match tile.master {
+        .map(|g| match tile.format.master {
             Master::SplitBf16 => {
                 let bits = number::to_bf16(*g);
                 (bits.to_le_bytes().to_vec(), number::from_bf16(bits))
@@ -59,14 +60,14 @@ fn store_grads(tile: &mut OwnedTile, grads: &[f32]) -> Vec<f64> {
 
 fn new_tile(master: Master, masters: &[f32]) -> OwnedTile {
     let mut tile = OwnedTile::zeroed(master, masters.len());
-    init_tile(master, masters, &mut tile.param, &mut tile.state);
+    init_tile(tile.format, masters, &mut tile.param, &mut tile.state);
     tile
 }
 
 fn step(tile: &mut OwnedTile, hyper: &Hyper) {
-    let (master, elems) = (tile.master, tile.elems);
+    let (format, elems) = (tile.format, tile.elems);
     step_tile(
-        master,
+        format,
         hyper,
         &mut tile.param,
         &mut tile.state,
@@ -77,7 +78,7 @@ fn step(tile: &mut OwnedTile, hyper: &Hyper) {
 
 fn masters_of(tile: &OwnedTile) -> Vec<f32> {
     let mut out = vec![0.0; tile.elems];
-    read_masters(tile.master, &tile.param, &tile.state, &mut out);
+    read_masters(tile.format, &tile.param, &tile.state, &mut out);
     out
 }
 

@@ -3,9 +3,9 @@
 //! Likely faults are planes that overlap or move between versions (stored tiles would be misread), padding with old bytes (equal tiles with different
 //! checksums), and masters that change when they are stored and read.
 
-use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
+use crate::common::{AlignedBytes, OwnedTile, Random, formats};
 use kernels::adamw::{
-    Hyper, Master, init_tile, read_masters, state_tile_bytes, step_range, step_tile,
+    Hyper, Master, Rounding, init_tile, read_masters, state_tile_bytes, step_range, step_tile,
 };
 use kernels::number;
 
@@ -17,22 +17,51 @@ const HYPER: Hyper = Hyper {
     weight_decay: 0.0,
     step: 1,
     grad_scale: 1.0,
+    rounding: Rounding::ZERO,
 };
 
 #[test]
 fn sizes_are_those_the_design_counts_with() {
-    let sizes = MASTERS.map(|m| (m.param_bytes(), m.grad_bytes(), m.state_bytes()));
-    assert_eq!(sizes, [(2, 2, 10), (4, 4, 8), (2, 2, 12)]);
-    for master in MASTERS {
-        assert_eq!(state_tile_bytes(master, 0), 0);
-        assert_eq!(state_tile_bytes(master, 64), 64 * master.state_bytes());
-    }
-    // One element: each plane is padded to 64 bytes.
-    assert_eq!(MASTERS.map(|m| state_tile_bytes(m, 1)), [192, 128, 192]);
-    // 33 elements: 66 bytes of residual, 132 of each fp32 plane.
+    let sizes = formats().map(|format| {
+        let master = format.master;
+        let sizes = (
+            master.param_bytes(),
+            master.grad_bytes(),
+            format.state_bytes(),
+        );
+        assert_eq!(state_tile_bytes(format, 0), 0);
+        assert_eq!(state_tile_bytes(format, 64), 64 * format.state_bytes());
+        sizes
+    });
     assert_eq!(
-        MASTERS.map(|m| state_tile_bytes(m, 33)),
-        [128 + 192 + 192, 192 + 192, 192 * 3]
+        sizes.collect::<Vec<_>>(),
+        [
+            (2, 2, 10),
+            (4, 4, 8),
+            (2, 2, 12),
+            (2, 2, 6),
+            (4, 4, 4),
+            (2, 2, 8)
+        ]
+    );
+    let tile_bytes = |elems| -> Vec<usize> {
+        formats()
+            .map(|format| state_tile_bytes(format, elems))
+            .collect()
+    };
+    // One element: each plane is padded to 64 bytes.
+    assert_eq!(tile_bytes(1), [192, 128, 192, 192, 128, 192]);
+    // 33 elements: 66 bytes of each 16-bit plane, 132 of each fp32 plane.
+    assert_eq!(
+        tile_bytes(33),
+        [
+            128 + 192 + 192,
+            192 + 192,
+            192 * 3,
+            128 * 3,
+            128 * 2,
+            192 + 128 * 2
+        ]
     );
 }
 
@@ -41,7 +70,7 @@ fn a_stepped_tile_has_the_bytes_it_always_had() {
     // Golden: one element, master 1 + 2^-20, gradient 2. m = 0.5 * 2 = 1, v = 0.25 * 4 = 1; corrected 2 / sqrt(4) = 1; p = 2^-20.
     let mut tile = OwnedTile::zeroed(Master::SplitBf16, 1);
     init_tile(
-        Master::SplitBf16,
+        Master::SplitBf16.into(),
         &[1.0 + 2f32.powi(-20)],
         &mut tile.param,
         &mut tile.state,
@@ -50,7 +79,7 @@ fn a_stepped_tile_has_the_bytes_it_always_had() {
     assert_eq!(tile.state[..2], [8, 0]);
     tile.grad = AlignedBytes::of_u16(&[0x4000]);
     step_tile(
-        Master::SplitBf16,
+        Master::SplitBf16.into(),
         &HYPER,
         &mut tile.param,
         &mut tile.state,
@@ -68,16 +97,16 @@ fn a_stepped_tile_has_the_bytes_it_always_had() {
 fn masters_come_back_as_they_went_in() {
     let mut random = Random(21);
     let masters: Vec<f32> = (0..3001).map(|_| random.hard_f32()).collect();
-    for master in MASTERS {
-        let mut tile = OwnedTile::zeroed(master, masters.len());
-        init_tile(master, &masters, &mut tile.param, &mut tile.state);
+    for format in formats() {
+        let mut tile = OwnedTile::zeroed(format, masters.len());
+        init_tile(format, &masters, &mut tile.param, &mut tile.state);
         let mut out = vec![1.0; masters.len()];
-        read_masters(master, &tile.param, &tile.state, &mut out);
+        read_masters(format, &tile.param, &tile.state, &mut out);
         for (read, written) in out.iter().zip(&masters) {
             assert_eq!(
                 read.to_bits(),
                 number::canonical(*written).to_bits(),
-                "{master:?}"
+                "{format:?}"
             );
         }
     }
@@ -86,28 +115,28 @@ fn masters_come_back_as_they_went_in() {
 #[test]
 fn equal_masters_give_equal_bytes_whatever_the_slot_held() {
     let masters: Vec<f32> = (0..77).map(|i| i as f32).collect();
-    for master in MASTERS {
-        let mut clean = OwnedTile::zeroed(master, 77);
-        let mut used = OwnedTile::hard(master, 77, &mut Random(22));
+    for format in formats() {
+        let mut clean = OwnedTile::zeroed(format, 77);
+        let mut used = OwnedTile::hard(format, 77, &mut Random(22));
         for tile in [&mut clean, &mut used] {
-            init_tile(master, &masters, &mut tile.param, &mut tile.state);
+            init_tile(format, &masters, &mut tile.param, &mut tile.state);
         }
-        assert_eq!(*clean.param, *used.param, "{master:?}");
-        assert_eq!(*clean.state, *used.state, "{master:?}");
+        assert_eq!(*clean.param, *used.param, "{format:?}");
+        assert_eq!(*clean.state, *used.state, "{format:?}");
     }
 }
 
 #[test]
 fn what_lies_behind_the_tile_in_its_slot_is_left_alone() {
-    for master in MASTERS {
-        let state_bytes = state_tile_bytes(master, 10);
+    for format in formats() {
+        let state_bytes = state_tile_bytes(format, 10);
         let mut param = AlignedBytes::of(&[0xAB; 4096]);
         let mut state = AlignedBytes::of(&[0xAB; 4096]);
         let grad = AlignedBytes::of(&[0x3F; 4096]);
-        init_tile(master, &[1.0; 10], &mut param, &mut state);
-        step_tile(master, &HYPER, &mut param, &mut state, &grad, 10);
+        init_tile(format, &[1.0; 10], &mut param, &mut state);
+        step_tile(format, &HYPER, &mut param, &mut state, &grad, 10);
         assert!(
-            param[10 * master.param_bytes()..]
+            param[10 * format.master.param_bytes()..]
                 .iter()
                 .all(|b| *b == 0xAB)
         );
@@ -124,7 +153,7 @@ fn step_cut(
 ) {
     let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
     step_tile(
-        Master::SplitBf16,
+        Master::SplitBf16.into(),
         &HYPER,
         &mut p[param],
         &mut s[state],
@@ -166,7 +195,15 @@ fn a_misaligned_state_is_refused() {
 #[should_panic(expected = "is not within the tile's 32 elements")]
 fn a_range_beyond_the_tile_is_refused() {
     let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
-    step_range(Master::SplitBf16, &HYPER, &mut p, &mut s, &g, 32, 0..33);
+    step_range(
+        Master::SplitBf16.into(),
+        &HYPER,
+        &mut p,
+        &mut s,
+        &g,
+        32,
+        0..33,
+    );
 }
 
 #[test]
@@ -174,7 +211,7 @@ fn a_range_beyond_the_tile_is_refused() {
 fn step_zero_is_refused() {
     let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
     step_tile(
-        Master::Fp32,
+        Master::Fp32.into(),
         &Hyper { step: 0, ..HYPER },
         &mut p,
         &mut s,

@@ -9,17 +9,17 @@ use kernels::gpu::{Gpu, Stream, TileAt};
 use kernels::reduce::GradType;
 use std::ops::Range;
 
-use crate::device::{DeviceTile, GRADS, HYPER, PART_AT, gpu, grad_type_of, hard_tile};
-use crate::shared::{MASTERS, OwnedTile, Random};
+use crate::device::{DeviceTile, HYPER, PART_AT, gpu, grad_type_of, grads, hard_tile};
+use crate::shared::{OwnedTile, Random, formats};
 
 fn on_cpu(hyper: &Hyper, before: &OwnedTile, range: Range<usize>) -> OwnedTile {
     let mut tile = before.clone();
-    let step = match grad_type_of(before) == before.master.grad_type() {
+    let step = match grad_type_of(before) == before.format.master.grad_type() {
         true => step_range,
         false => step_range_fp32_grad,
     };
     let (elems, t) = (tile.elems, tile.borrow());
-    step(t.master, hyper, t.param, t.state, t.grad, elems, range);
+    step(t.format, hyper, t.param, t.state, t.grad, elems, range);
     tile
 }
 
@@ -45,7 +45,7 @@ fn enqueue(
 ) {
     let kernels = gpu.kernels().unwrap();
     let tile = TileAt {
-        master: like.master,
+        format: like.format,
         param: tile.param.at(PART_AT),
         state: tile.state.at(PART_AT),
         grad: tile.grad.at(PART_AT),
@@ -61,8 +61,8 @@ fn every_length_gives_the_cpus_bits() {
     let stream = gpu.stream().unwrap();
     let mut random = Random(1);
     for elems in (0..=70).chain([1000, 1023, 1024, 1025, 16 * 1024 + 17, 1_000_003]) {
-        for (master, grad_type) in GRADS {
-            let before = hard_tile(master, grad_type, elems, &mut random);
+        for (format, grad_type) in grads() {
+            let before = hard_tile(format, grad_type, elems, &mut random);
             let expected = on_cpu(&HYPER, &before, 0..elems);
             assert!(
                 elems == 0 || *expected.state != *before.state,
@@ -79,10 +79,10 @@ fn a_range_starts_and_ends_anywhere_and_leaves_the_rest_alone() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     let mut random = Random(2);
-    for (master, grad_type) in GRADS {
+    for (format, grad_type) in grads() {
         for start in 0..12 {
             for len in [0, 1, 2, 3, 4, 5, 7, 8, 9, 70] {
-                let before = hard_tile(master, grad_type, 100, &mut random);
+                let before = hard_tile(format, grad_type, 100, &mut random);
                 let range = start..start + len;
                 let expected = on_cpu(&HYPER, &before, range.clone());
                 on_gpu(&gpu, &stream, &HYPER, &before, range.clone())
@@ -108,8 +108,9 @@ fn any_scalars_give_the_cpus_bits() {
             weight_decay: pick(&magnitudes),
             step: [1, 2, 100, 100_000][case % 4],
             grad_scale: pick(&[0.0, 1e-9, 1.0, 3.7, f32::NAN, f32::INFINITY]),
+            rounding: HYPER.rounding,
         };
-        let before = OwnedTile::hard(MASTERS[case % 3], 2000, &mut random);
+        let before = OwnedTile::hard(formats().nth(case % 6).unwrap(), 2000, &mut random);
         let expected = on_cpu(&hyper, &before, 0..2000);
         on_gpu(&gpu, &stream, &hyper, &before, 0..2000)
             .assert_same_bits(&expected, &format!("{hyper:?}"));
@@ -121,13 +122,13 @@ fn hundred_steps_drift_by_no_bit() {
     let Some(gpu) = gpu() else { return };
     let stream = gpu.stream().unwrap();
     let mut random = Random(4);
-    for master in MASTERS {
+    for format in formats() {
         let elems = 5001;
         let masters: Vec<f32> = (0..elems).map(|_| random.normal() * 0.02).collect();
-        let mut cpu = OwnedTile::zeroed(master, elems);
-        kernels::adamw::init_tile(master, &masters, &mut cpu.param, &mut cpu.state);
+        let mut cpu = OwnedTile::zeroed(format, elems);
+        kernels::adamw::init_tile(format, &masters, &mut cpu.param, &mut cpu.state);
         let grads: Vec<f32> = (0..elems).map(|_| random.even() * 0.1).collect();
-        kernels::reduce::store_grad(master.grad_type(), &grads, &mut cpu.grad);
+        kernels::reduce::store_grad(format.master.grad_type(), &grads, &mut cpu.grad);
         let tile = DeviceTile::of(&gpu, &stream, &cpu);
         for step in 1..=100 {
             let hyper = Hyper {
@@ -155,7 +156,7 @@ fn a_tile_that_does_not_fit_its_buffer_is_refused() {
         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             let kernels = gpu.kernels().unwrap();
             let tile = TileAt {
-                master: Master::SplitBf16,
+                format: Master::SplitBf16.into(),
                 param: buffer(param).at(at),
                 state: buffer(state).at(0),
                 grad: large.at(0),

@@ -3,11 +3,11 @@
 use std::ops::Deref;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kernels::adamw::{Hyper, Master, state_tile_bytes};
+use kernels::adamw::{Hyper, Master, Rounding, TileFormat, state_tile_bytes};
 use kernels::gpu::{DeviceBuffer, Gpu, Stream};
 use kernels::reduce::GradType;
 
-use crate::shared::{AlignedBytes, OwnedTile, Random};
+use crate::shared::{AlignedBytes, OwnedTile, Random, formats};
 
 pub(crate) const HYPER: Hyper = Hyper {
     lr: 3e-4,
@@ -17,6 +17,11 @@ pub(crate) const HYPER: Hyper = Hyper {
     weight_decay: 0.1,
     step: 7,
     grad_scale: 0.37,
+    rounding: Rounding {
+        seed: 9,
+        unit: 3,
+        first_elem: u32::MAX as u64 - 100,
+    },
 };
 
 /// A GPU for one test at a time: freeing memory waits for all work of the device, including that of other tests.
@@ -66,7 +71,7 @@ impl DeviceTile {
     pub(crate) fn of(gpu: &Gpu, stream: &Stream, tile: &OwnedTile) -> Self {
         assert_eq!(
             tile.state.len(),
-            state_tile_bytes(tile.master, tile.elems),
+            state_tile_bytes(tile.format, tile.elems),
             "the tile is not larger than its elements"
         );
         let put = |bytes: &[u8]| {
@@ -85,7 +90,7 @@ impl DeviceTile {
 
     /// Waits, and downloads the tile.
     pub(crate) fn take(&self, gpu: &Gpu, stream: &Stream, like: &OwnedTile) -> OwnedTile {
-        let mut tile = OwnedTile::zeroed(like.master, like.elems);
+        let mut tile = OwnedTile::zeroed(like.format, like.elems);
         tile.grad = AlignedBytes::zeroed(like.grad.len());
         get(gpu, stream, &self.param, &mut tile.param);
         get(gpu, stream, &self.state, &mut tile.state);
@@ -131,24 +136,27 @@ pub(crate) fn downloaded(
     bytes
 }
 
-/// Masters and types of gradients that go together.
-pub(crate) const GRADS: [(Master, GradType); 5] = [
-    (Master::SplitBf16, GradType::Bf16),
-    (Master::SplitBf16, GradType::Fp32),
-    (Master::Fp32, GradType::Fp32),
-    (Master::Fp16WholeMaster, GradType::Fp16),
-    (Master::Fp16WholeMaster, GradType::Fp32),
-];
+/// Every format of a tile, with the types of gradients that it takes.
+pub(crate) fn grads() -> impl Iterator<Item = (TileFormat, GradType)> {
+    formats().flat_map(|format| {
+        let fp32 = (format.master != Master::Fp32).then_some(GradType::Fp32);
+        let types = [Some(format.master.grad_type()), fp32];
+        types
+            .into_iter()
+            .flatten()
+            .map(move |grad_type| (format, grad_type))
+    })
+}
 
 /// [`OwnedTile::hard`] with gradients of any type.
 pub(crate) fn hard_tile(
-    master: Master,
+    format: TileFormat,
     grad_type: GradType,
     elems: usize,
     random: &mut Random,
 ) -> OwnedTile {
-    let mut tile = OwnedTile::hard(master, elems, random);
-    if grad_type != master.grad_type() {
+    let mut tile = OwnedTile::hard(format, elems, random);
+    if grad_type != format.master.grad_type() {
         tile.grad = AlignedBytes::zeroed(elems * grad_type.elem_bytes());
         random.fill_hard(&mut tile.grad, grad_type.elem_bytes());
     }
@@ -159,6 +167,6 @@ pub(crate) fn hard_tile(
 pub(crate) fn grad_type_of(tile: &OwnedTile) -> GradType {
     match tile.grad.len() == tile.elems * 4 {
         true => GradType::Fp32,
-        false => tile.master.grad_type(),
+        false => tile.format.master.grad_type(),
     }
 }

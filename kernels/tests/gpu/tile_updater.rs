@@ -3,12 +3,12 @@
 //! Likely faults are a part of the tile that is not downloaded, or downloaded before its step, the scalars of another part, device memory shared
 //! by two updaters, and changed elements outside all parts.
 
-use kernels::adamw::{Hyper, Master, step_range, step_range_fp32_grad};
+use kernels::adamw::{Hyper, Master, TileFormat, step_range, step_range_fp32_grad};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
 use std::ops::Range;
 
-use crate::device::{GRADS, HYPER, gpu, grad_type_of, hard_tile};
+use crate::device::{HYPER, gpu, grad_type_of, grads, hard_tile};
 use crate::shared::{OwnedTile, Random};
 
 type Parts<'a> = &'a [(Range<usize>, Hyper)];
@@ -23,14 +23,14 @@ const OTHER: Hyper = Hyper {
 
 fn on_cpu(before: &OwnedTile, parts: Parts<'_>) -> OwnedTile {
     let mut tile = before.clone();
-    let step = match grad_type_of(before) == before.master.grad_type() {
+    let step = match grad_type_of(before) == before.format.master.grad_type() {
         true => step_range,
         false => step_range_fp32_grad,
     };
     for (range, hyper) in parts {
         let (elems, t) = (tile.elems, tile.borrow());
         step(
-            t.master,
+            t.format,
             hyper,
             t.param,
             t.state,
@@ -42,8 +42,8 @@ fn on_cpu(before: &OwnedTile, parts: Parts<'_>) -> OwnedTile {
     tile
 }
 
-fn updater(gpu: &Gpu, master: Master, elems_max: usize) -> TileUpdater {
-    let bytes = TileUpdater::device_bytes(master, GradType::Fp32, elems_max);
+fn updater(gpu: &Gpu, format: impl Into<TileFormat>, elems_max: usize) -> TileUpdater {
+    let bytes = TileUpdater::device_bytes(format.into(), GradType::Fp32, elems_max);
     TileUpdater::new(gpu, bytes).unwrap()
 }
 
@@ -56,10 +56,10 @@ fn update(updater: &mut TileUpdater, tile: &mut OwnedTile, parts: Parts<'_>) {
 fn a_tile_updated_on_the_gpu_has_the_cpus_bytes() {
     let Some(gpu) = gpu() else { return };
     let mut random = Random(1);
-    for (master, grad_type) in GRADS {
-        let mut updater = updater(&gpu, master, 100_003);
+    for (format, grad_type) in grads() {
+        let mut updater = updater(&gpu, format, 100_003);
         for elems in [100_003, 1, 4096, 77] {
-            let before = hard_tile(master, grad_type, elems, &mut random);
+            let before = hard_tile(format, grad_type, elems, &mut random);
             // A gap before the last part: its elements must not change.
             let parts = [
                 (0..elems / 3, HYPER),

@@ -1,9 +1,15 @@
 //! Helpers of this package's test programs: memory aligned like an arena's slots, and numbers that expose arithmetic faults.
 
-use kernels::adamw::{Master, Tile, state_tile_bytes};
+use kernels::adamw::{Master, Moments, Tile, TileFormat, state_planes, state_tile_bytes};
 use std::ops::{Deref, DerefMut};
 
 pub(crate) const MASTERS: [Master; 3] = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
+
+/// Every format of a tile.
+pub(crate) fn formats() -> impl Iterator<Item = TileFormat> {
+    let of = |moments| MASTERS.map(|master| TileFormat { master, moments });
+    [Moments::Fp32, Moments::Bf16].into_iter().flat_map(of)
+}
 
 /// Bytes that start at a multiple of 64.
 pub(crate) struct AlignedBytes {
@@ -74,7 +80,7 @@ impl DerefMut for AlignedBytes {
 /// A tile that owns its memory.
 #[derive(Clone)]
 pub(crate) struct OwnedTile {
-    pub(crate) master: Master,
+    pub(crate) format: TileFormat,
     pub(crate) elems: usize,
     pub(crate) param: AlignedBytes,
     pub(crate) state: AlignedBytes,
@@ -82,32 +88,35 @@ pub(crate) struct OwnedTile {
 }
 
 impl OwnedTile {
-    pub(crate) fn zeroed(master: Master, elems: usize) -> Self {
+    pub(crate) fn zeroed(format: impl Into<TileFormat>, elems: usize) -> Self {
+        let format = format.into();
+        let master = format.master;
         Self {
-            master,
+            format,
             elems,
             param: AlignedBytes::zeroed(elems * master.param_bytes()),
-            state: AlignedBytes::zeroed(state_tile_bytes(master, elems)),
+            state: AlignedBytes::zeroed(state_tile_bytes(format, elems)),
             grad: AlignedBytes::zeroed(elems * master.grad_bytes()),
         }
     }
 
     /// Fills every plane with special numbers, including some that training never has (a negative variance).
-    pub(crate) fn hard(master: Master, elems: usize, random: &mut Random) -> Self {
-        let mut tile = Self::zeroed(master, elems);
+    pub(crate) fn hard(format: impl Into<TileFormat>, elems: usize, random: &mut Random) -> Self {
+        let mut tile = Self::zeroed(format, elems);
+        let TileFormat { master, moments } = tile.format;
         random.fill_hard(&mut tile.param, master.param_bytes());
-        let moments_at = tile.state.len() - 2 * (4 * elems).next_multiple_of(64);
-        let (first, moments) = tile.state.split_at_mut(moments_at);
+        let moments_at = state_planes(tile.format, elems)[1].start;
+        let (first, moments_planes) = tile.state.split_at_mut(moments_at);
         let first_bytes = if master == Master::SplitBf16 { 2 } else { 4 };
         random.fill_hard(first, first_bytes);
-        random.fill_hard(moments, 4);
+        random.fill_hard(moments_planes, moments.elem_bytes());
         random.fill_hard(&mut tile.grad, master.grad_bytes());
         tile
     }
 
     pub(crate) fn borrow(&mut self) -> Tile<'_> {
         Tile {
-            master: self.master,
+            format: self.format,
             param: &mut self.param,
             state: &mut self.state,
             grad: &self.grad,
@@ -125,7 +134,7 @@ impl OwnedTile {
                 panic!(
                     "{what}: {name} of {} {:?} elements differs at byte {at} of {}: {:02x?} and {:02x?}",
                     self.elems,
-                    self.master,
+                    self.format,
                     a.len(),
                     &a[at & !3..(at & !3) + 4],
                     &b[at & !3..(at & !3) + 4]

@@ -56,7 +56,11 @@ fn layout(plan: &Plan, swapper: &Swapper<StepHyper>, frozen: u64) -> Value {
     let units: Vec<_> = plan.units.iter().map(unit).collect();
     let tiles = swapper.layout().table().iter();
     let ranges = tiles.filter(|tile| tile.kind == Kind::Param).count();
-    json!({"units": units, "ranges": ranges, "frozen": format!("{frozen:016x}")})
+    let mut layout = json!({"units": units, "ranges": ranges, "frozen": format!("{frozen:016x}")});
+    if plan.moments != "fp32" {
+        layout["moments"] = plan.moments.as_str().into();
+    }
+    layout
 }
 
 /// Fingerprint of a frozen tile. Sums of them do not depend on which rank has which tile.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kernels::adamw::{Master, state_tile_bytes};
+use kernels::adamw::{Master, Moments, TileFormat};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
 use pyo3::PyResult;
@@ -16,7 +16,7 @@ use swapper::{
 
 use training_state::plan::Measured;
 use training_state::store::{StoreFiles, device_file_bytes};
-use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate};
+use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate, tile_bytes};
 
 use crate::Held;
 use crate::errors::{Error, failed, no_store, refused};
@@ -41,6 +41,8 @@ pub(crate) struct Plan {
     resident_fraction: f64,
     /// Fraction of the gradients that stays in host memory until the update.
     gradients_fraction: f64,
+    /// `fp32` or `bf16`: how the optimizer's moments are stored.
+    pub(crate) moments: String,
     commit_every: u64,
     staging_bytes: u64,
     pub(crate) update_threads: usize,
@@ -74,19 +76,20 @@ pub(crate) struct Format {
 /// How a trained unit's masters and gradients are stored.
 #[derive(Clone, Copy)]
 pub(crate) struct Updated {
-    pub(crate) master: Master,
+    pub(crate) format: TileFormat,
     pub(crate) grads: GradType,
 }
 
 impl UnitPlan {
-    fn format(&self) -> PyResult<Format> {
+    fn format(&self, moments: Moments) -> PyResult<Format> {
         let update = if self.trained {
             let master = master(&self.dtype)?;
+            let format = TileFormat { master, moments };
             let grads = match self.gradient_dtype == self.dtype {
                 true => master.grad_type(),
                 false => GradType::Fp32,
             };
-            Some(Updated { master, grads })
+            Some(Updated { format, grads })
         } else {
             None
         };
@@ -120,21 +123,17 @@ fn master(dtype: &str) -> PyResult<Master> {
 }
 
 fn shape(elems: u64, format: &Format) -> UnitShape {
-    let update = format.update.as_ref();
+    let not_trained = TileBytes {
+        param_bytes_per_elem: format.param_bytes,
+        grad_bytes_per_elem: 0,
+        state_tile_bytes: |_| 0,
+    };
+    let update = format.update;
     UnitShape {
         elems,
-        tile_bytes: TileBytes {
-            param_bytes_per_elem: format.param_bytes,
-            grad_bytes_per_elem: update.map_or(0, |update| update.grads.elem_bytes()),
-            state_tile_bytes: match update.map(|update| update.master) {
-                None => |_| 0,
-                Some(Master::Fp32) => |elems| state_tile_bytes(Master::Fp32, elems),
-                Some(Master::SplitBf16) => |elems| state_tile_bytes(Master::SplitBf16, elems),
-                Some(Master::Fp16WholeMaster) => {
-                    |elems| state_tile_bytes(Master::Fp16WholeMaster, elems)
-                }
-            },
-        },
+        tile_bytes: update.map_or(not_trained, |Updated { format, grads }| {
+            tile_bytes(format, grads.elem_bytes())
+        }),
         trained: update.is_some(),
     }
 }
@@ -162,7 +161,12 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
 impl Plan {
     /// How each unit's numbers are stored.
     pub(crate) fn formats(&self) -> PyResult<Vec<Format>> {
-        self.units.iter().map(UnitPlan::format).collect()
+        let moments = match self.moments.as_str() {
+            "fp32" => Moments::Fp32,
+            "bf16" => Moments::Bf16,
+            other => return Err(Error::new_err(format!("moments of type {other}"))),
+        };
+        self.units.iter().map(|unit| unit.format(moments)).collect()
     }
 
     /// Whether tiles go to devices.
@@ -202,7 +206,11 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
             true => plan.backing(plan.socket.clone().unwrap_or_default()),
             false => Backing::Memory,
         },
-        layout: Vec::new(),
+        // A job with other moments is refused: its tiles may have the same size.
+        layout: match plan.moments.as_str() {
+            "fp32" => Vec::new(),
+            other => format!("moments in {other}").into_bytes(),
+        },
         rank: plan.rank,
         ranks: plan.ranks,
         node_ranks: None,

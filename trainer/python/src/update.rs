@@ -4,13 +4,18 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use half::{bf16, f16};
-use kernels::adamw::{Hyper, Master, init_tile, read_masters, state_planes, state_tile_bytes};
+use kernels::adamw::{
+    Hyper, Master, Rounding, init_tile, read_masters, state_planes, state_tile_bytes,
+};
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
 use swapper::{TileRange, UninitTile};
-use training_state::update::{Scalars, TileStep};
+use training_state::update::{Scalars, TileStep, parts, rounding};
 
 use crate::open::{Format, ParamPlan, Updated};
+
+/// Seed of the rounding of moments in bf16. Runs need not differ in it.
+const SEED: u64 = 0;
 
 /// One step's scalars of every parameter, in the units' order; `None` if the parameter got no gradient and stays as it is.
 #[derive(Clone, Debug)]
@@ -31,6 +36,7 @@ impl StepHyper {
                 weight_decay: weight_decay as f32,
                 step,
                 grad_scale: scale as f32,
+                rounding: Rounding::ZERO,
             })
         };
         Self(Arc::new(of_params.iter().map(hyper).collect()))
@@ -49,13 +55,16 @@ pub(crate) struct ByParam {
 impl Scalars<StepHyper> for ByParam {
     fn of_tile(&self, range: &TileRange, step: &StepHyper) -> TileStep {
         let (format, params) = &self.units[range.unit];
-        let Updated { master, grads } = format.update.expect("only trained units are updated");
+        let Updated { format, grads } = format.update.expect("only trained units are updated");
+        let of_param = |(within, index): (_, &usize)| {
+            let rounding = rounding(SEED, range);
+            let hyper = step.0[*index]?;
+            Some((within, Hyper { rounding, ..hyper }))
+        };
         TileStep {
-            master,
+            format,
             grads,
-            parts: parts(&range.elems, params)
-                .filter_map(|(within, index)| Some((within, step.0[index]?)))
-                .collect(),
+            parts: parts(&range.elems, params).filter_map(of_param).collect(),
         }
     }
 }
@@ -65,32 +74,21 @@ impl ByParam {
     pub(crate) fn gpu_bytes(&self, tile_elems: usize) -> usize {
         let updated = self.units.iter().filter_map(|(format, _)| format.update);
         let bytes =
-            |Updated { master, grads }| TileUpdater::device_bytes(master, grads, tile_elems);
+            |Updated { format, grads }| TileUpdater::device_bytes(format, grads, tile_elems);
         updated.map(bytes).max().unwrap_or(0)
     }
-}
-
-/// The parameters of which `tile` has elements: which elements of the tile, and the parameter.
-fn parts<'a>(
-    tile: &'a Range<u64>,
-    params: &'a [(Range<u64>, usize)],
-) -> impl Iterator<Item = (Range<usize>, usize)> + 'a {
-    let first = params.partition_point(|(elems, _)| elems.end <= tile.start);
-    let within = params[first..]
-        .iter()
-        .take_while(|(elems, _)| elems.start < tile.end);
-    within.map(|(elems, index)| {
-        let start = elems.start.max(tile.start) - tile.start;
-        let end = elems.end.min(tile.end) - tile.start;
-        (start as usize..end as usize, *index)
-    })
 }
 
 /// Gives a tile its first content: the parameters `from`, masters that equal them, and moments of zero.
 pub(crate) fn init(format: &Format, from: &[u8], tile: &mut UninitTile<'_>) {
     match format.update {
-        Some(Updated { master, .. }) => {
-            init_tile(master, &masters(master, from), tile.param, tile.state);
+        Some(Updated { format, .. }) => {
+            init_tile(
+                format,
+                &masters(format.master, from),
+                tile.param,
+                tile.state,
+            );
         }
         None => tile.param.copy_from_slice(from),
     }
@@ -103,16 +101,16 @@ pub(crate) fn rewrite(
     from: &[u8],
     tile: &mut UninitTile<'_>,
 ) {
-    let Updated { master, .. } = format.update.expect("only trained units are rewritten");
-    let new = masters(master, from);
+    let Updated { format, .. } = format.update.expect("only trained units are rewritten");
+    let new = masters(format.master, from);
     let mut kept = vec![0.0; new.len()];
-    read_masters(master, tile.param, tile.state, &mut kept);
+    read_masters(format, tile.param, tile.state, &mut kept);
     for (within, _) in parts(&tile.range.elems, params) {
         kept[within.clone()].copy_from_slice(&new[within]);
     }
-    let moments = state_planes(master, kept.len())[1].start..state_tile_bytes(master, kept.len());
+    let moments = state_planes(format, kept.len())[1].start..state_tile_bytes(format, kept.len());
     let before = tile.state[moments.clone()].to_vec();
-    init_tile(master, &kept, tile.param, tile.state);
+    init_tile(format, &kept, tile.param, tile.state);
     tile.state[moments].copy_from_slice(&before);
 }
 

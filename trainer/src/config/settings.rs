@@ -3,6 +3,7 @@
 
 use std::path::PathBuf;
 
+use kernels::adamw::Moments;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -175,6 +176,39 @@ pub struct OptimizerSettings {
     /// Parameters with a learning rate or weight decay of their own.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<ParamGroupSettings>,
+    #[serde(skip_serializing_if = "MomentsType::is_fp32")]
+    pub moments: MomentsType,
+}
+
+/// Number format of the optimizer's moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MomentsType {
+    Fp32,
+    /// Rounded stochastically.
+    Bf16,
+}
+
+impl MomentsType {
+    pub fn is_fp32(&self) -> bool {
+        *self == Self::Fp32
+    }
+
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Fp32 => "fp32",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+impl From<MomentsType> for Moments {
+    fn from(moments: MomentsType) -> Self {
+        match moments {
+            MomentsType::Fp32 => Self::Fp32,
+            MomentsType::Bf16 => Self::Bf16,
+        }
+    }
 }
 
 impl OptimizerSettings {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{LrSchedule, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup};
+use super::{LrSchedule, MomentsType, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup};
 
 impl RunSettings {
     /// Formats the optimizer, its learning rate over the steps, gradient clipping and the precision, each on
@@ -12,10 +12,14 @@ impl RunSettings {
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer AdamW, lr {}, betas {first} and {second}, eps {}, weight decay {}{}",
+                "optimizer AdamW, lr {}, betas {first} and {second}, eps {}, weight decay {}{}{}",
                 Rate(optimizer.lr),
                 Rate(optimizer.eps),
                 optimizer.weight_decay,
+                match optimizer.moments {
+                    MomentsType::Fp32 => "",
+                    MomentsType::Bf16 => ", moments in bf16",
+                },
                 groups(&optimizer.groups)
             ),
             format!("schedule  {}", schedule(&self.lr)),

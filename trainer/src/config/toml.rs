@@ -101,6 +101,11 @@ keys! {
         #[default("[]")]
         #[example("[{ params = [\"embed_tokens\", \"lm_head\"], lr = 1e-6, weight_decay = 0.0 }]")]
         pub groups: Option<Vec<ParamGroupToml>>,
+        /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, which makes the state 4 bytes
+        /// a parameter smaller. Fixed for the life of a run.
+        #[default("\"fp32\"")]
+        #[example("\"bf16\"")]
+        pub moments: Option<String>,
     }
 
     /// `optimizer.params`: parameters of Adam and AdamW.

@@ -188,7 +188,7 @@ fn write_weights(
 ) -> Result<(usize, u64), ExportError> {
     let shards = Shards::new(&reader.model, &reader.units, element, shard_bytes);
     check_space(dir, shards.bytes())?;
-    let mut writer = Writer::make(dir, &shards, reader.master)?;
+    let mut writer = Writer::make(dir, &shards, reader.format)?;
     let mut work = Progress::new(what, Unit::Bytes, Audience::Person).with_total(shards.bytes());
     let mut failed = None;
     reader.visit(&mut |range, param, state| {

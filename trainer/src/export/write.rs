@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use kernels::adamw::{Master, read_masters};
+use kernels::adamw::{TileFormat, read_masters};
 use rustix::fs::FallocateFlags;
 use swapper::TileRange;
 
@@ -20,7 +20,7 @@ const BLOCK_BYTES: usize = 1 << 20;
 /// Open files of their final length.
 pub(super) struct Writer<'a> {
     shards: &'a Shards,
-    master: Master,
+    format: TileFormat,
     files: Vec<(PathBuf, File)>,
     masters: Vec<f32>,
     bytes: Vec<u8>,
@@ -31,7 +31,7 @@ impl<'a> Writer<'a> {
     pub(super) fn make(
         dir: &Path,
         shards: &'a Shards,
-        master: Master,
+        format: TileFormat,
     ) -> Result<Self, ExportError> {
         let mut files = Vec::with_capacity(shards.files.len());
         for shard in &shards.files {
@@ -45,7 +45,7 @@ impl<'a> Writer<'a> {
         }
         Ok(Self {
             shards,
-            master,
+            format,
             files,
             masters: Vec::new(),
             bytes: Vec::new(),
@@ -68,7 +68,7 @@ impl<'a> Writer<'a> {
             lines.bytes_mut().copy_from_slice(bytes);
             lines
         });
-        read_masters(self.master, param.bytes(), state.bytes(), &mut masters);
+        read_masters(self.format, param.bytes(), state.bytes(), &mut masters);
         let shards = self.shards;
         let params = shards.units[range.unit].params.iter();
         for (param, target) in params.zip(&shards.targets[range.unit]) {

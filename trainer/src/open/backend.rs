@@ -62,7 +62,7 @@ impl Prepared {
         let groups = param_groups(&plan.units, &self.settings.optimizer);
         if let Some(gpu) = self.gpu.as_ref().filter(|_| plan.lives_in_gpu) {
             let layout = plan.swapper.cut()?;
-            let backend = GpuBackend::new(gpu, layout, plan.master, groups)?;
+            let backend = GpuBackend::new(gpu, layout, plan.format, groups)?;
             let opened = Opened {
                 resumed: None,
                 resumed_own: None,
@@ -99,15 +99,15 @@ impl Prepared {
         checkpoint_tap: &CheckpointTap,
     ) -> Result<Vec<Box<dyn Optimizer<Hyper>>>, RunError> {
         let mut optimizers: Vec<Box<dyn Optimizer<Hyper>>> = Vec::new();
-        let master = plan.master;
-        let scalars = ByGroup { master, groups };
+        let format = plan.format;
+        let scalars = ByGroup { format, groups };
         let gpu = self
             .gpu
             .as_ref()
             .filter(|_| plan.optimizer_device != OptimizerDevice::Cpu);
         if let Some(gpu) = gpu {
             let elems = plan.swapper.tile_elems as usize;
-            let bytes = TileUpdater::device_bytes(master, master.grad_type(), elems);
+            let bytes = TileUpdater::device_bytes(format, format.master.grad_type(), elems);
             for _ in 0..GPU_UPDATERS {
                 let optimizer = GpuUpdate {
                     scalars: scalars.clone(),
@@ -137,10 +137,11 @@ impl Prepared {
 
 #[cfg(test)]
 mod tests {
+    use kernels::adamw::Rounding;
     use swapper::TileRange;
 
     use super::*;
-    use crate::config::Decaying;
+    use crate::config::{Decaying, MomentsType};
     use crate::model::{Architecture, ModelConfig, ParamRole, unit_layouts};
 
     const HYPER: Hyper = Hyper {
@@ -151,6 +152,7 @@ mod tests {
         weight_decay: 0.0,
         step: 1,
         grad_scale: 1.0,
+        rounding: Rounding::ZERO,
     };
 
     #[test]
@@ -183,6 +185,7 @@ mod tests {
                 weight_decay: 0.5,
                 decay: rule.clone(),
                 groups: Vec::new(),
+                moments: MomentsType::Fp32,
             };
             let groups = param_groups(&units, &optimizer);
             let params = units.iter().enumerate().flat_map(|(number, unit)| {

@@ -31,13 +31,17 @@ pub(super) fn tile_elems_of(run_dir: &Path) -> Result<Option<u64>, RunError> {
 /// Builds the description of a run.
 pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
     let lines: Value = serde_json::to_value(settings).expect("plain data");
+    let mut layout = json!({
+        "version": LAYOUT_VERSION,
+        "model": settings.model,
+        "dtype": lines["dtype"],
+        "tile_elems": plan.swapper.tile_elems,
+    });
+    if !settings.optimizer.moments.is_fp32() {
+        layout["moments"] = lines["optimizer"]["moments"].clone();
+    }
     RunDescription {
-        layout: json!({
-            "version": LAYOUT_VERSION,
-            "model": settings.model,
-            "dtype": lines["dtype"],
-            "tile_elems": plan.swapper.tile_elems,
-        }),
+        layout,
         store: store_words(settings),
         files: Vec::new(),
         socket: settings.offload.socket.as_deref().map(resolved),

@@ -85,7 +85,7 @@ impl OpenRun {
 
     /// Fills every tile with its initial weights and commits them as step 0.
     pub(super) fn initialize(&mut self, first: &First) -> Result<(), RunError> {
-        let (units, master) = (&self.plan.units, self.plan.master);
+        let (units, format) = (&self.plan.units, self.plan.format);
         self.started_with = first.words();
         let mut work = self.progress("filling the tiles");
         // A weight's value depends only on its position, so tiles may be filled in parallel.
@@ -101,7 +101,7 @@ impl OpenRun {
                 let elems = range.elems.start as usize..range.elems.end as usize;
                 let mut masters = vec![0f32; elems.len()];
                 first.fill(&units[range.unit], range.unit, elems, &mut masters)?;
-                init_tile(master, &masters, param, state);
+                init_tile(format, &masters, param, state);
                 reach(Point::Filling);
                 Ok::<(), RunError>(())
             })?;
@@ -173,16 +173,17 @@ fn bytes_of(blank: &UninitTile) -> u64 {
 }
 
 /// Parses the state in `blob`. Reports differences from the present settings but does not refuse them: a run
-/// may resume with another learning rate or more text. A value that was unknown then (a run without steps has
-/// no text) is not a difference.
+/// may resume with another learning rate or more text. The first text of a run without steps is not a difference.
 pub(super) fn resume(
     fresh: &RunState,
     blob: &[u8],
     say: &mut dyn FnMut(String),
 ) -> Result<RunState, RunError> {
     let mut state = RunState::decode(blob)?;
-    let changes = training_state::run::differences(&state.trained_with, &fresh.trained_with);
-    for change in changes.iter().filter(|change| change.was != "null") {
+    if let Some(text @ Value::Null) = state.trained_with.get_mut("text") {
+        *text = fresh.trained_with["text"].clone();
+    }
+    for change in training_state::run::differences(&state.trained_with, &fresh.trained_with) {
         say(format!(
             "note: {} was {} up to step {} and is {} from now on",
             change.what, change.was, state.step, change.now

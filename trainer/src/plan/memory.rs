@@ -7,7 +7,7 @@
 //!   all on the GPU  GPU    tiles and gradients | activations, kept | computing | context
 //! ```
 
-use kernels::adamw::Master;
+use kernels::adamw::TileFormat;
 use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
@@ -62,7 +62,7 @@ pub(super) struct GpuUse {
     /// Block inputs are kept in host memory.
     pub(super) inputs_away: bool,
     pub(super) optimizer_device: OptimizerDevice,
-    pub(super) master: Master,
+    pub(super) format: TileFormat,
     pub(super) tile_elems: u64,
 }
 
@@ -134,9 +134,11 @@ impl ComputeMemory {
         let in_place = gpu.lives && settings.ranks == 1;
         let buffers = |blocks: u64| if in_place { 0 } else { ends + blocks * block };
         let streams = !gpu.lives && gpu.optimizer_device != OptimizerDevice::Cpu;
-        let updater_bytes =
-            TileUpdater::device_bytes(gpu.master, gpu.master.grad_type(), gpu.tile_elems as usize)
-                as u64;
+        let updater_bytes = TileUpdater::device_bytes(
+            gpu.format,
+            gpu.format.master.grad_type(),
+            gpu.tile_elems as usize,
+        ) as u64;
         // With one micro-batch, gradients are computed directly in the buffers that they leave from.
         let (grad_blocks, sums) = match (stage.divides_gradients(), batch.micro_batches) {
             (true, _) => (GRAD_BUFFERS, 0),

@@ -28,7 +28,7 @@ mod space;
 mod text;
 mod tiles;
 
-use kernels::adamw::Master;
+use kernels::adamw::{Master, TileFormat};
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
 use crate::compute::ActivationCheckpointing;
@@ -64,7 +64,8 @@ pub struct Plan {
     /// Settings of the swapper. A store's socket and job are filled in when they are known.
     pub swapper: SwapperSettings,
     pub units: Vec<UnitLayout>,
-    pub master: Master,
+    /// Storage of the tiles' numbers.
+    pub format: TileFormat,
     /// Memory of tiles, staging and gradients.
     pub memory: MemoryPlan,
     pub step_bytes: StepBytes,
@@ -140,7 +141,11 @@ impl Plan {
             Dtype::Fp16 => Master::Fp16WholeMaster,
             Dtype::Fp32 => Master::Fp32,
         };
-        let mut swapper = swapper_settings(settings, &units, master);
+        let format = TileFormat {
+            master,
+            moments: settings.optimizer.moments.into(),
+        };
+        let mut swapper = swapper_settings(settings, &units, format);
         // Planned with the fewest slots first; staging is chosen once everything else is known.
         let staging = std::mem::replace(&mut swapper.staging, STAGING_LEAST);
         let rates = StepRates::default();
@@ -154,7 +159,7 @@ impl Plan {
             node_bytes: StepBytes::default(),
             swapper,
             units,
-            master,
+            format,
             compute: ComputeMemory::default(),
             lives_in_gpu,
             checkpointing: ActivationCheckpointing::Full,

@@ -41,7 +41,7 @@ impl Plan {
             checkpointing: self.checkpointing,
             inputs_away: self.inputs_away,
             optimizer_device: self.optimizer_device,
-            master: self.master,
+            format: self.format,
             tile_elems: self.swapper.tile_elems,
         });
         self.compute = ComputeMemory::new(settings, &self.units, gpu);

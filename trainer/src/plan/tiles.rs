@@ -1,6 +1,6 @@
 //! Converts settings to those of the swapper.
 
-use kernels::adamw::Master;
+use kernels::adamw::TileFormat;
 use swapper::{Backing, Staging, StoreSettings, SwapperSettings, UnitShape};
 
 use crate::config::{
@@ -14,13 +14,13 @@ use training_state::update::tile_bytes;
 pub(super) fn swapper_settings(
     settings: &RunSettings,
     units: &[UnitLayout],
-    master: Master,
+    format: TileFormat,
 ) -> SwapperSettings {
     let shapes: Vec<UnitShape> = units
         .iter()
         .map(|unit| UnitShape {
             elems: unit.elems as u64,
-            tile_bytes: tile_bytes(master),
+            tile_bytes: tile_bytes(format, format.master.grad_bytes()),
             trained: true,
         })
         .collect();

@@ -348,7 +348,7 @@ fn take_memory(
         .leaving_out(settings.dropout, settings.train.seed);
     let live = prepared.plan.lives_in_gpu;
     let stage = settings.placement.stage;
-    let (master, tiles) = (prepared.plan.master, &prepared.plan.swapper);
+    let (master, tiles) = (prepared.plan.format.master, &prepared.plan.swapper);
     let shards = Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage);
     let batch = settings.batch;
     let inputs = match &gpu {

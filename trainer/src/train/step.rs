@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use kernels::adamw::{Hyper, Master};
+use kernels::adamw::{Hyper, Master, Rounding};
 use kernels::gpu::Gpu;
 use test_hooks::kill_point::{Point, reach};
 
@@ -420,6 +420,11 @@ pub(super) fn hyper(settings: &RunSettings, step: u64, norm: f64, scale: f64) ->
         weight_decay: 0.0,
         step,
         grad_scale: (clip_factor(settings.gradient_clipping, norm) / scale) as f32,
+        // Tiles add their unit and first element.
+        rounding: Rounding {
+            seed: settings.train.seed,
+            ..Rounding::ZERO
+        },
     }
 }
 

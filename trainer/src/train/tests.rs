@@ -217,12 +217,12 @@ fn steps(
     let mut backend = match gpu.filter(|_| live) {
         Some(gpu) => {
             let layout = tiles.cut().unwrap();
-            let backend = GpuBackend::new(gpu, layout, plan.master, groups).unwrap();
+            let backend = GpuBackend::new(gpu, layout, plan.format, groups).unwrap();
             TileBackend::Gpu(Box::new(backend), ())
         }
         None => {
-            let master = plan.master;
-            let update = CpuUpdate(ByGroup { master, groups });
+            let format = plan.format;
+            let update = CpuUpdate(ByGroup { format, groups });
             let (swapper, _) = Swapper::open(tiles.clone(), vec![Box::new(update)]).unwrap();
             TileBackend::Swapper(Box::new(swapper), ())
         }
@@ -234,7 +234,7 @@ fn steps(
             first_weights(&plan, blank.range.unit, elems, &mut masters);
             blank.param.fill(0);
             blank.state.fill(0);
-            init_tile(plan.master, &masters, blank.param, blank.state);
+            init_tile(plan.format, &masters, blank.param, blank.state);
         }
         Ok::<(), super::TrainError>(())
     };
@@ -250,7 +250,7 @@ fn steps(
         _ => InputPlace::here(batch.micro_batches),
     };
     let (stepper, memory) =
-        Stepper::new(engine, gpu, batch, plan.master, live, stage, shards).unwrap();
+        Stepper::new(engine, gpu, batch, plan.format.master, live, stage, shards).unwrap();
     let mut stepper = stepper.with_inputs_in(inputs);
     let mut backend = memory.attach(backend);
     let mut steps = Vec::new();

@@ -23,6 +23,7 @@ mod leftovers;
 mod memory;
 mod model_dir;
 mod models;
+mod moments;
 mod nodes;
 mod overflow;
 mod package;

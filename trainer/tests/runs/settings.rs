@@ -231,6 +231,10 @@ fn another_model_in_the_same_run_directory_is_refused() {
             "layout.model.intermediate_size was 64 and is now 128",
         ),
         ("bf16.enabled=true", "layout.dtype was fp32 and is now bf16"),
+        (
+            "optimizer.moments=bf16",
+            "layout.moments was not set and is now bf16",
+        ),
     ] {
         let text = harness
             .run("run", &["train.steps=1", "scheduler={}", set])

@@ -5,7 +5,10 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use kernels::adamw::{Hyper, Master, Tile, state_tile_bytes, step_range, step_range_fp32_grad};
+use kernels::adamw::{
+    Hyper, Master, Moments, Rounding, Tile, TileFormat, state_tile_bytes, step_range,
+    step_range_fp32_grad,
+};
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
 use swapper::{Optimizer, TileBytes, TileRange};
@@ -14,17 +17,28 @@ use swapper::{Optimizer, TileBytes, TileRange};
 /// time.
 pub const GPU_UPDATERS: usize = 3;
 
-/// Bytes of tiles whose master weights have the format `master`.
-pub fn tile_bytes(master: Master) -> TileBytes {
-    let state_tile_bytes = match master {
-        Master::SplitBf16 => |elems| state_tile_bytes(Master::SplitBf16, elems),
-        Master::Fp32 => |elems| state_tile_bytes(Master::Fp32, elems),
-        Master::Fp16WholeMaster => |elems| state_tile_bytes(Master::Fp16WholeMaster, elems),
-    };
+/// Bytes of tiles of `format` whose gradients take `grad_bytes` each.
+pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
+    use Master::{Fp16WholeMaster, SplitBf16};
+    use Moments::Bf16;
+    /// A function for each format: the swapper's settings hold no closure.
+    macro_rules! state_tile_bytes_of {
+        ($($master:path, $moments:path);*) => {
+            match (format.master, format.moments) {
+                $(($master, $moments) => |elems| {
+                    let (master, moments) = ($master, $moments);
+                    state_tile_bytes(TileFormat { master, moments }, elems)
+                },)*
+            }
+        };
+    }
     TileBytes {
-        param_bytes_per_elem: master.param_bytes(),
-        grad_bytes_per_elem: master.grad_bytes(),
-        state_tile_bytes,
+        param_bytes_per_elem: format.master.param_bytes(),
+        grad_bytes_per_elem: grad_bytes,
+        state_tile_bytes: state_tile_bytes_of!(
+            SplitBf16, Moments::Fp32; Master::Fp32, Moments::Fp32; Fp16WholeMaster, Moments::Fp32;
+            SplitBf16, Bf16; Master::Fp32, Bf16; Fp16WholeMaster, Bf16
+        ),
     }
 }
 
@@ -38,13 +52,23 @@ pub struct ParamGroup {
 }
 
 impl ParamGroup {
-    /// The step's scalars with the group's settings.
-    fn scalars(&self, step: &Hyper) -> Hyper {
+    /// The step's scalars with the group's settings, for a tile of `range`.
+    fn scalars(&self, step: &Hyper, range: &TileRange) -> Hyper {
         Hyper {
             lr: step.lr * self.lr_factor,
             weight_decay: self.weight_decay,
+            rounding: rounding(step.rounding.seed, range),
             ..*step
         }
+    }
+}
+
+/// Identifies the elements of a tile of `range` for the rounding of their moments.
+pub fn rounding(seed: u64, range: &TileRange) -> Rounding {
+    Rounding {
+        seed,
+        unit: range.unit as u64,
+        first_elem: range.elems.start,
     }
 }
 
@@ -80,7 +104,7 @@ impl ParamGroups {
     pub fn parts(&self, range: &TileRange, step: &Hyper) -> Vec<(Range<usize>, Hyper)> {
         let parts = parts(&range.elems, &self.0[range.unit]);
         parts
-            .map(|(within, group)| (within, group.scalars(step)))
+            .map(|(within, group)| (within, group.scalars(step, range)))
             .collect()
     }
 }
@@ -104,7 +128,7 @@ pub fn parts<'a, T>(
 
 /// AdamW over one tile.
 pub struct TileStep {
-    pub master: Master,
+    pub format: TileFormat,
     pub grads: GradType,
     /// Elements of the tile with their scalars; all other elements stay as they are.
     pub parts: Vec<(Range<usize>, Hyper)>,
@@ -119,15 +143,15 @@ pub trait Scalars<S> {
 /// The step's scalars, with the settings of each group of parameters.
 #[derive(Clone, Debug)]
 pub struct ByGroup {
-    pub master: Master,
+    pub format: TileFormat,
     pub groups: ParamGroups,
 }
 
 impl Scalars<Hyper> for ByGroup {
     fn of_tile(&self, range: &TileRange, step: &Hyper) -> TileStep {
         TileStep {
-            master: self.master,
-            grads: self.master.grad_type(),
+            format: self.format,
+            grads: self.format.master.grad_type(),
             parts: self.groups.parts(range, step),
         }
     }
@@ -146,7 +170,7 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
         step: &S,
     ) {
         let TileStep {
-            master,
+            format,
             grads,
             parts,
         } = self.0.of_tile(range, step);
@@ -156,7 +180,7 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
             GradType::Bf16 | GradType::Fp16 => step_range,
         };
         for (part, hyper) in parts {
-            step_range(master, &hyper, param, state, grad, elems, part);
+            step_range(format, &hyper, param, state, grad, elems, part);
         }
     }
 }
@@ -178,12 +202,12 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for GpuUpdate<A> {
         step: &S,
     ) {
         let TileStep {
-            master,
+            format,
             grads,
             parts,
         } = self.scalars.of_tile(range, step);
         let tile = Tile {
-            master,
+            format,
             param,
             state,
             grad,
@@ -221,6 +245,7 @@ mod tests {
         weight_decay: 0.0,
         step: 1,
         grad_scale: 1.0,
+        rounding: Rounding::ZERO,
     };
 
     #[test]
@@ -229,8 +254,8 @@ mod tests {
         let params = [(0, FIXED), (10, DECAYS), (20, DECAYS), (40, SLOW)];
         let groups = ParamGroups::new([(60, params)]);
         let split = |elems: Range<u64>| {
-            let parts = groups.parts(&TileRange { unit: 0, elems }, &HYPER);
-            let parts = parts.into_iter();
+            let range = TileRange { unit: 0, elems };
+            let parts = groups.parts(&range, &HYPER).into_iter();
             parts
                 .map(|(part, hyper)| (part, hyper.lr, hyper.weight_decay))
                 .collect::<Vec<_>>()
@@ -247,14 +272,14 @@ mod tests {
     #[test]
     fn each_group_decays_at_its_own_rate() {
         let mut update = CpuUpdate(ByGroup {
-            master: Master::Fp32,
+            format: Master::Fp32.into(),
             groups: ParamGroups::new([(192, [(0, FIXED), (64, DECAYS), (128, SLOW)])]),
         });
         let range = TileRange {
             unit: 0,
             elems: 0..192,
         };
-        let state_bytes = kernels::adamw::state_tile_bytes(Master::Fp32, 192);
+        let state_bytes = kernels::adamw::state_tile_bytes(Master::Fp32.into(), 192);
         // A vector of cache lines is aligned to a line.
         let mut lines = vec![[0u8; 64]; (192 * 4 * 2 + state_bytes) / 64 + 1];
         let bytes = lines.as_flattened_mut();

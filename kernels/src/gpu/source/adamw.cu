@@ -4,6 +4,8 @@
 // A thread takes four elements that start at a multiple of four: 8 bytes of a 16-bit plane and 16 of an fp32 plane, so
 // that a warp accesses whole lines. Planes start at multiples of 64 bytes. Groups at the ends of the range are
 // processed element by element.
+//
+// Moments in bf16 are rounded with the random bits of adamw/rounding.rs.
 
 struct Scalars {
     float grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2;
@@ -12,7 +14,8 @@ struct Scalars {
 
 #define SCALARS                                                                                      \
     float grad_scale, float beta1, float one_minus_beta1, float beta2, float one_minus_beta2,        \
-        float root_correction, float eps, float minus_decay, float minus_step_size
+        float root_correction, float eps, float minus_decay, float minus_step_size, u32 key,         \
+        u32 first_elem
 #define TAKE_SCALARS                                                                                 \
     Scalars s = {grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps,   \
                  minus_decay, minus_step_size}
@@ -27,6 +30,14 @@ DEVICE void update(const Scalars &s, float &master, float &momentum, float &vari
     momentum = canonical(m);
     variance = canonical(v);
 }
+
+// A plane without bytes.
+struct Nothing {};
+struct FourNothing {
+    Nothing at[4];
+};
+DEVICE FourNothing load_four(const Nothing *) { return FourNothing(); }
+DEVICE void store_four(Nothing *, const FourNothing &) {}
 
 // The bf16 parameter is the upper half of the master, halves rounded away from zero; the residual is the lower half of
 // its bits.
@@ -57,6 +68,16 @@ struct Fp16WholeMaster {
     }
 };
 
+// The parameter is the master: there is no first plane.
+struct Fp32Master {
+    typedef float Param;
+    typedef Nothing First;
+    typedef FourF32 FourParam;
+    typedef FourNothing FourFirst;
+    static DEVICE float join(float param, Nothing) { return param; }
+    static DEVICE void split(float master, float &param, Nothing &) { param = master; }
+};
+
 struct Bf16Grad {
     typedef u16 Stored;
     typedef Four16 Four;
@@ -73,20 +94,51 @@ struct Fp32Grad {
     static DEVICE float value(float x) { return x; }
 };
 
-template <class Master, class Grad>
-DEVICE void step(const Scalars &s, typename Master::Param *param, typename Master::First *first, float *momentum,
-                 float *variance, const typename Grad::Stored *grad, u64 start, u64 end) {
+struct Fp32Moment {
+    typedef float Stored;
+    typedef FourF32 Four;
+    static DEVICE float value(float x) { return x; }
+    static DEVICE float stored(float x, u32) { return x; }
+};
+struct Bf16Moment {
+    typedef u16 Stored;
+    typedef Four16 Four;
+    static DEVICE float value(u16 bits) { return from_bf16(bits); }
+    static DEVICE u16 stored(float x, u32 random) { return (u16)((bits_of(x) + (random & 0xFFFFu)) >> 16); }
+};
+
+DEVICE u32 random_bits(u32 key, u32 elem) {
+    u32 x = elem ^ key;
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+
+template <class Master, class Grad, class Moment>
+DEVICE void step_one(const Scalars &s, u32 random, typename Master::Param &param, typename Master::First &first,
+                     typename Moment::Stored &momentum, typename Moment::Stored &variance,
+                     typename Grad::Stored grad) {
+    float master = Master::join(param, first), m = Moment::value(momentum), v = Moment::value(variance);
+    update(s, master, m, v, Grad::value(grad));
+    Master::split(master, param, first);
+    momentum = Moment::stored(m, random);
+    variance = Moment::stored(v, random >> 16);
+}
+
+template <class Master, class Grad, class Moment>
+DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Param *param,
+                 typename Master::First *first, typename Moment::Stored *momentum,
+                 typename Moment::Stored *variance, const typename Grad::Stored *grad, u64 start, u64 end) {
     u64 at = (start / 4 + (u64)block_x() * 256 + thread_x()) * 4;
     if (at >= end) return;
     if (at >= start && at + 4 <= end) {
         typename Master::FourParam p = load_four(param + at);
         typename Master::FourFirst f = load_four(first + at);
-        FourF32 m = load_four(momentum + at), v = load_four(variance + at);
+        typename Moment::Four m = load_four(momentum + at), v = load_four(variance + at);
         typename Grad::Four g = load_four(grad + at);
         for (int i = 0; i < 4; i++) {
-            float master = Master::join(p.at[i], f.at[i]);
-            update(s, master, m.at[i], v.at[i], Grad::value(g.at[i]));
-            Master::split(master, p.at[i], f.at[i]);
+            u32 random = random_bits(key, first_elem + (u32)at + (u32)i);
+            step_one<Master, Grad, Moment>(s, random, p.at[i], f.at[i], m.at[i], v.at[i], g.at[i]);
         }
         store_four(param + at, p);
         store_four(first + at, f);
@@ -96,57 +148,25 @@ DEVICE void step(const Scalars &s, typename Master::Param *param, typename Maste
     }
     for (u64 i = at; i < at + 4; i++) {
         if (i < start || i >= end) continue;
-        float master = Master::join(param[i], first[i]);
-        update(s, master, momentum[i], variance[i], Grad::value(grad[i]));
-        Master::split(master, param[i], first[i]);
+        u32 random = random_bits(key, first_elem + (u32)i);
+        step_one<Master, Grad, Moment>(s, random, param[i], first[i], momentum[i], variance[i], grad[i]);
     }
 }
 
-KERNEL LAUNCH_BOUNDS(256)
-adamw_split_bf16(u16 *param, u16 *residual, float *momentum, float *variance, const u16 *grad, u64 start, u64 end,
-                 SCALARS) {
-    TAKE_SCALARS;
-    step<SplitBf16, Bf16Grad>(s, param, residual, momentum, variance, grad, start, end);
-}
-
-KERNEL LAUNCH_BOUNDS(256)
-adamw_split_bf16_fp32_grad(u16 *param, u16 *residual, float *momentum, float *variance, const float *grad, u64 start,
-                           u64 end, SCALARS) {
-    TAKE_SCALARS;
-    step<SplitBf16, Fp32Grad>(s, param, residual, momentum, variance, grad, start, end);
-}
-
-KERNEL LAUNCH_BOUNDS(256)
-adamw_fp16_whole_master(u16 *param, float *whole, float *momentum, float *variance, const u16 *grad, u64 start,
-                        u64 end, SCALARS) {
-    TAKE_SCALARS;
-    step<Fp16WholeMaster, Fp16Grad>(s, param, whole, momentum, variance, grad, start, end);
-}
-
-KERNEL LAUNCH_BOUNDS(256)
-adamw_fp16_whole_master_fp32_grad(u16 *param, float *whole, float *momentum, float *variance, const float *grad,
-                                  u64 start, u64 end, SCALARS) {
-    TAKE_SCALARS;
-    step<Fp16WholeMaster, Fp32Grad>(s, param, whole, momentum, variance, grad, start, end);
-}
-
-// The parameter is the master: there is no first plane, and the second argument is unused.
-KERNEL LAUNCH_BOUNDS(256)
-adamw_fp32(float *param, void *, float *momentum, float *variance, const float *grad, u64 start, u64 end,
-           SCALARS) {
-    TAKE_SCALARS;
-    u64 at = (start / 4 + (u64)block_x() * 256 + thread_x()) * 4;
-    if (at >= end) return;
-    if (at >= start && at + 4 <= end) {
-        FourF32 p = load_four(param + at), m = load_four(momentum + at), v = load_four(variance + at);
-        FourF32 g = load_four(grad + at);
-        for (int i = 0; i < 4; i++) update(s, p.at[i], m.at[i], v.at[i], g.at[i]);
-        store_four(param + at, p);
-        store_four(momentum + at, m);
-        store_four(variance + at, v);
-        return;
+#define ADAMW(name, Master, Grad, Moment)                                                            \
+    KERNEL LAUNCH_BOUNDS(256)                                                                        \
+    name(Master::Param *param, Master::First *first, Moment::Stored *momentum,                       \
+         Moment::Stored *variance, const Grad::Stored *grad, u64 start, u64 end, SCALARS) {          \
+        TAKE_SCALARS;                                                                                \
+        step<Master, Grad, Moment>(s, key, first_elem, param, first, momentum, variance, grad,       \
+                                   start, end);                                                      \
     }
-    for (u64 i = at; i < at + 4; i++) {
-        if (i >= start && i < end) update(s, param[i], momentum[i], variance[i], grad[i]);
-    }
-}
+#define ADAMW_OF_MOMENTS(name, Master, Grad)                                                         \
+    ADAMW(name, Master, Grad, Fp32Moment)                                                            \
+    ADAMW(name##_bf16_moments, Master, Grad, Bf16Moment)
+
+ADAMW_OF_MOMENTS(adamw_split_bf16, SplitBf16, Bf16Grad)
+ADAMW_OF_MOMENTS(adamw_split_bf16_fp32_grad, SplitBf16, Fp32Grad)
+ADAMW_OF_MOMENTS(adamw_fp16_whole_master, Fp16WholeMaster, Fp16Grad)
+ADAMW_OF_MOMENTS(adamw_fp16_whole_master_fp32_grad, Fp16WholeMaster, Fp32Grad)
+ADAMW_OF_MOMENTS(adamw_fp32, Fp32Master, Fp32Grad)

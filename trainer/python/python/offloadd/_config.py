@@ -44,7 +44,7 @@ _REFUSED = {
     "torch_autocast": "use bf16.enabled = true",
     "amp": "use bf16.enabled = true",
     "bf16.bf16_master_weights_and_grads": "leave it out: the master is fp32",
-    "bf16.bf16_optimizer_states": "leave it out: moments are fp32",
+    "bf16.bf16_optimizer_states": 'leave it out, or set offloadd.moments = "bf16", which rounds moments stochastically',
     "fp16.fp16_master_weights_and_grads": "leave it out: the master is fp32",
     "sparse_gradients": "leave it out: gradients of the embedding are dense",
     "wandb": _NO_NETWORK,
@@ -89,6 +89,7 @@ _OWN = {
     "optimizer_device": (str, "one of auto, cpu, gpu, shared"),
     "resident_fraction": ((int, float), "a number from 0 to 1"),
     "gradients": (str, "one of auto, cpu, nvme"),
+    "moments": (str, "one of fp32, bf16"),
     "commit_every": (int, "a whole number of steps, at least 1"),
     "staging_bytes": (int, "a whole number of bytes"),
     "update_threads": (int, "a whole number, at least 1"),
@@ -131,6 +132,8 @@ class Settings:
     resident_fraction: float = 0.0
     # "cpu" or "nvme": where gradients lie until the update. None: in host memory if it has room.
     gradients: Optional[str] = None
+    # "fp32" or "bf16": how the optimizer's moments are stored.
+    moments: str = "fp32"
     commit_every: int = 1
     staging_bytes: int = 0
     # Whether gradients of 16-bit parameters lie in tiles as fp32, so that sums of several passes are not rounded.
@@ -221,6 +224,7 @@ def settings_of(config: Config) -> Settings:
         "optimizer_step": settings.optimizer_step in ("immediate", "deferred"),
         "optimizer_device": settings.optimizer_device in (None, "cpu", "gpu", "shared"),
         "gradients": settings.gradients in (None, "cpu", "nvme"),
+        "moments": settings.moments in ("fp32", "bf16"),
         "resident_fraction": 0.0 <= settings.resident_fraction <= 1.0,
         "commit_every": settings.commit_every >= 1,
         "staging_bytes": settings.staging_bytes >= 0,

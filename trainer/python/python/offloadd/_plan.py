@@ -119,6 +119,7 @@ def engine_plan(
         "deferred": settings.optimizer_step == "deferred",
         "resident_fraction": settings.resident_fraction,
         "gradients_fraction": _gradients_fraction(settings, units, ranks),
+        "moments": settings.moments,
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes

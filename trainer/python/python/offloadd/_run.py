@@ -27,7 +27,7 @@ from ._memory import GpuMemory, gpu_of
 from ._plan import Plan, bytes_text
 from ._progress import Progress
 from ._ranks import Ranks
-from ._run_dir import LAYOUT, InUse, check_place, lock, write_store
+from ._run_dir import LAYOUT, InUse, check_moments, check_place, lock, write_store
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
@@ -139,6 +139,8 @@ class Run:
         self.layout = [[[self._names[id(param)][0], list(param.shape)] for param in unit.params] for unit in found]
         if (run_dir / LAYOUT).exists():
             self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
+            if settings.device == "nvme":
+                check_moments(run_dir, settings)
         if ranks.first:
             write_store(run_dir, settings)
         self.core, blob = self._open(plan)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ._config import Settings
-from ._errors import Error
+from ._errors import Error, LayoutChanged
 from ._plan import bytes_text, job_of, program_of
 
 # Names and shapes of the run's parameters, written with the first commit.
@@ -60,12 +60,25 @@ def check_place(run_dir: Path) -> None:
         )
 
 
+def check_moments(run_dir: Path, settings: Settings) -> None:
+    """Refuses a run whose tiles have moments of another type."""
+    kept = json.loads((run_dir / STORE).read_text() or "{}").get("moments", "fp32")
+    if kept != settings.moments:
+        raise LayoutChanged(
+            f"{run_dir}: it was begun with moments in {kept}, and offloadd.moments is now {settings.moments}; set it to {kept}, or name another "
+            "run_dir (for Hugging Face's Trainer another output_dir)"
+        )
+
+
 def write_store(run_dir: Path, settings: Settings) -> None:
     """Notes where a run's tiles lie."""
     job = job_of(run_dir)
     files = [str(directory / f"offloadd-{job}.tiles") for directory in settings.nvme]
     socket = str(settings.socket.absolute()) if settings.socket else None
-    text = json.dumps({"run_dir": str(run_dir), "job": job, "device_files": files, "socket": socket, "program": program_of(settings)})
+    store = {"run_dir": str(run_dir), "job": job, "device_files": files, "socket": socket, "program": program_of(settings)}
+    if settings.moments != "fp32":
+        store["moments"] = settings.moments
+    text = json.dumps(store)
     # A start that is killed here must not lose what is there.
     if (run_dir / STORE).read_text() != text:
         (run_dir / STORE).write_text(text)

@@ -400,6 +400,7 @@ mod tests {
         let tables = ["model", "data", "train", "offload", "deepspeed"];
         let ours = [
             "optimizer.groups",
+            "optimizer.moments",
             "optimizer.params.decay",
             "optimizer.params.no_decay",
             "scheduler.params.warmup_steps",

@@ -86,7 +86,7 @@ const TRAINING: &[Key] = &[
     key("bf16.immediate_grad_update", Unused, "gradients are summed in fp32 and rounded once"),
     key("bf16.check_grad_overflow", Used, "true: a step whose gradients are not finite is skipped; left out or false: it stops the run, and the step before is kept"),
     key("bf16.bf16_master_weights_and_grads", Refused, "leave it out: the split master is exact and needs no more memory"),
-    key("bf16.bf16_optimizer_states", Refused, "leave it out: moments are kept in fp32"),
+    key("bf16.bf16_optimizer_states", Refused, "leave it out, or set optimizer.moments = \"bf16\", which rounds moments stochastically"),
     key("fp16.enabled", Used, "16-bit parameters and gradients with a separate 32-bit master copy; a step that overflows is skipped; \"auto\" takes the checkpoint's type; false when left out"),
     key("fp16.loss_scale", Used, "factor on the loss; 0, the default, adapts it"),
     key("fp16.initial_scale_power", Used, "the first adapted scale is 2 to this power; 16 when left out"),

@@ -2,7 +2,9 @@
 
 use super::{Faults, not_negative, value, word};
 use crate::config::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
-use crate::config::{Decaying, OptimizerSettings, ParamGroupSettings, Said, SettingsError};
+use crate::config::{
+    Decaying, MomentsType, OptimizerSettings, ParamGroupSettings, Said, SettingsError,
+};
 use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
 /// Learning rate that Hugging Face's Trainer uses by default.
@@ -56,6 +58,11 @@ pub(super) fn optimizer(
         }
     };
     let decay = faults.take(decaying(params));
+    let moments = faults.take(word(
+        "optimizer.moments",
+        optimizer.moments.as_deref(),
+        &[("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)],
+    ));
     let groups = optimizer.groups.iter().flatten();
     let groups = groups.map(|group| faults.take(param_group(group, lr)));
     let groups: Option<Vec<_>> = groups.collect();
@@ -66,6 +73,7 @@ pub(super) fn optimizer(
         weight_decay,
         decay: decay?,
         groups: groups?,
+        moments: moments?,
     };
     faults.take(not_negative("optimizer.params.lr", settings.lr));
     faults.take(not_negative(
@@ -90,11 +98,11 @@ pub(super) fn optimizer(
 fn instead_of(kind: &str) -> &'static str {
     let kind = kind.to_ascii_lowercase();
     if kind.contains("8bit") || kind.contains("paged") {
-        "use \"AdamW\"; 8-bit state saves memory, which zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" does too"
+        "use \"AdamW\"; 8-bit state saves memory, which zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" and optimizer.moments = \"bf16\" do too"
     } else if kind.starts_with("adamw") {
         "use \"AdamW\""
     } else {
-        "use \"AdamW\" or \"Adam\"; neither this trainer nor the PyTorch package has other optimizers"
+        "use \"AdamW\" or \"Adam\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; optimizer.moments = \"bf16\" makes AdamW's state smaller"
     }
 }
 

@@ -382,6 +382,15 @@ fn parameter_groups_are_checked_against_the_models_names() {
 }
 
 #[test]
+fn moments_in_bf16_are_shown_and_named_instead_of_8_bit_state() {
+    let run = run_with(&[("optimizer.moments", json!("bf16"))]).unwrap();
+    assert_eq!(run.optimizer.moments, MomentsType::Bf16);
+    assert!(run.summary()[0].ends_with(", moments in bf16"));
+    let text = refused(&[("optimizer.type", json!("AdamW8bit"))]);
+    assert!(text.contains("optimizer.moments = \"bf16\""), "{text}");
+}
+
+#[test]
 fn weight_decay_groups_are_parsed_and_unmatched_patterns_noted() {
     let decay = |changes: &[(&str, Value)]| run_with(changes).map(|run| run.optimizer.decay);
     assert_eq!(decay(&[]).unwrap(), Decaying::Matrices);

@@ -99,6 +99,30 @@ fn the_report_has_its_documented_names() {
 }
 
 #[test]
+fn moments_in_bf16_take_four_bytes_a_parameter_less() {
+    let machine = h200(0.0);
+    let of = |moments: &str| {
+        let changes = [("optimizer.moments", json!(moments))];
+        let plan = plan(&large("nvme", "nvme", &changes), &machine);
+        (
+            plan.memory.table_bytes,
+            plan.step_bytes.written_bytes as u64,
+        )
+    };
+    let (fp32, bf16) = (of("fp32"), of("bf16"));
+    let all = 1_345_000_000u64;
+    let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
+    assert!(
+        about(fp32.0, 12 * all) && about(bf16.0, 8 * all),
+        "{fp32:?}, {bf16:?}"
+    );
+    assert!(
+        about(fp32.1, 12 * all) && about(bf16.1, 8 * all),
+        "{fp32:?}, {bf16:?}"
+    );
+}
+
+#[test]
 fn each_stage_counts_what_its_ranks_hold() {
     const STAGE: &str = "zero_optimization.stage";
     let machine = h200(0.0);

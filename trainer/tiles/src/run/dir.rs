@@ -459,10 +459,10 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
                 );
             }
         } else if old != new {
-            let text = |value: &Value| {
-                value
-                    .as_str()
-                    .map_or_else(|| value.to_string(), str::to_owned)
+            let text = |value: &Value| match value {
+                Value::Null => "not set".to_owned(),
+                Value::String(text) => text.clone(),
+                value => value.to_string(),
             };
             found.push(Difference {
                 what: path.to_owned(),

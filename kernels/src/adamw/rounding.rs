@@ -1,0 +1,87 @@
+//! Stochastic rounding of moments to bf16.
+//!
+//! A bf16 has 8 significant bits. With beta2 = 0.999 a step changes the variance by less than half of its last bit, so rounding
+//! to the nearest would never change it. Here a number is rounded away from zero with the probability that its discarded bits
+//! give, so that its mean is exact.
+//!
+//! The random bits are a hash of seed, unit, step and element. They depend neither on threads, instruction set, tiles nor ranks,
+//! and a resumed run repeats them. Elements of a unit 2^32 apart share them.
+
+use crate::number;
+
+/// Identifies the elements of a tile for the random bits of their rounding; without effect on moments in fp32.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rounding {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Index of the unit.
+    pub unit: u64,
+    /// The tile's first element, counted from the unit's first.
+    pub first_elem: u64,
+}
+
+/// The random bits of a tile in one step.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RandomBits {
+    pub(crate) key: u32,
+    pub(crate) first_elem: u32,
+}
+
+impl Rounding {
+    /// For the element at the start of a unit, or a caller whose moments are fp32.
+    pub const ZERO: Self = Self {
+        seed: 0,
+        unit: 0,
+        first_elem: 0,
+    };
+
+    pub(crate) fn of_step(&self, step: u64) -> RandomBits {
+        let key = mix(mix(mix(self.seed) ^ self.unit) ^ step);
+        RandomBits {
+            key: (key >> 32) as u32,
+            first_elem: self.first_elem as u32,
+        }
+    }
+}
+
+/// The finalizer of SplitMix64, after its increment.
+fn mix(x: u64) -> u64 {
+    let x = x.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let x = (x ^ (x >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    x ^ (x >> 31)
+}
+
+impl RandomBits {
+    /// The bits of an element of the tile: the lower half is for the momentum, the upper one for the variance. A 32-bit hash
+    /// with two multiplications; `gpu/source/adamw.cu` has it too.
+    #[inline(always)]
+    fn at(self, elem: u32) -> u32 {
+        let x = self.first_elem.wrapping_add(elem) ^ self.key;
+        let x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);
+        let x = (x ^ (x >> 15)).wrapping_mul(0x846C_A68B);
+        x ^ (x >> 16)
+    }
+}
+
+/// Converts one plane of moments to fp32.
+#[inline(always)]
+pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
+    for (out, stored) in out.iter_mut().zip(stored) {
+        *out = number::from_bf16(*stored);
+    }
+}
+
+/// Rounds the moments of the elements from `first` of the tile on. `from` and `to` are momentum and variance.
+#[inline(always)]
+pub(super) fn narrow(bits: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
+    let [momentum_from, variance_from] = from;
+    let [momentum_to, variance_to] = to;
+    let from = momentum_from.iter().zip(variance_from);
+    let to = momentum_to.iter_mut().zip(variance_to);
+    for (elem, ((m, v), (m_to, v_to))) in from.zip(to).enumerate() {
+        let random = bits.at((first as u32).wrapping_add(elem as u32));
+        *m_to = number::to_bf16_by_chance(*m, random as u16);
+        *v_to = number::to_bf16_by_chance(*v, (random >> 16) as u16);
+    }
+}

@@ -1,0 +1,66 @@
+//! Whole runs whose optimizer keeps its moments in bf16.
+//!
+//! Errors that these tests find: random bits that depend on the tile or on the start of the process; a state tile read with the
+//! layout of another format, on export or when a run is resumed.
+
+use crate::harness::{Harness, Run};
+use crate::model_dir::{export, numbers, tensors};
+
+const BF16: [&str; 2] = ["optimizer.moments=bf16", "train.steps=8"];
+
+#[test]
+fn moments_in_bf16_are_rounded_alike_on_drives_in_other_tiles_and_after_a_resume() {
+    let harness = Harness::new();
+    let memory = harness.run("memory", &BF16);
+    memory.train();
+    let wide = harness.run("wide", &["train.steps=8"]);
+    wide.train();
+    let near = memory.bits("loss").into_iter().zip(wide.bits("loss"));
+    let near: Vec<[f64; 2]> = near.map(|(a, b)| [a, b].map(f64::from_bits)).collect();
+    assert!(near.iter().any(|[a, b]| a != b), "nothing was rounded");
+    assert!(
+        near.iter().all(|[a, b]| (a / b - 1.0).abs() < 1e-3),
+        "{near:?}"
+    );
+    let drives = |extra: &[&str]| {
+        let run = harness.run("drives", &BF16).with(&harness.nvme());
+        run.with(&["offload.tile_elems=8192", "offload.staging_bytes=200000"])
+            .with(extra)
+    };
+    drives(&["train.stop_after=3"]).train();
+    assert!(drives(&[]).train().contains("resumed at step 3"));
+    assert_eq!(drives(&[]).bits("loss"), memory.bits("loss"));
+    assert_eq!(drives(&[]).bits("grad_norm"), memory.bits("grad_norm"));
+    let exported = |run: &Run, name: &str| {
+        export(run, &harness.path(name), &[]);
+        tensors(&harness.path(name))
+    };
+    let [one, other] =
+        [(&memory, "one"), (&drives(&[]), "other")].map(|(run, name)| exported(run, name));
+    assert!(one == other);
+    let wide = exported(&wide, "wide-out");
+    for (name, tensor) in &one {
+        let pairs = numbers(tensor).into_iter().zip(numbers(&wide[name]));
+        let far = pairs.map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(
+            far < 1e-3,
+            "{name}: {far} from the weights with fp32 moments"
+        );
+    }
+}
+
+#[test]
+fn a_checkpoint_with_moments_in_bf16_resumes_and_is_refused_with_fp32() {
+    let harness = Harness::new();
+    let run = |extra: &[&str]| harness.run("run", &BF16).with(extra);
+    let whole = harness.run("whole", &BF16);
+    whole.train();
+    run(&["train.stop_after=5"]).train();
+    let text = run(&["optimizer.moments=fp32"]).refused();
+    assert!(
+        text.contains("layout.moments was bf16 and is now not set"),
+        "{text}"
+    );
+    assert!(run(&[]).train().contains("resumed at step 5"));
+    assert_eq!(run(&[]).fingerprint(), whole.fingerprint());
+}
