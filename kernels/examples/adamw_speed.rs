@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use kernels::InstructionSet;
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, Tile, TileFormat, init_tile, state_tile_bytes,
+    Hyper, Master, Moments, Rounding, Tile, TileFormat, UpdateRule, init_tile, state_tile_bytes,
     step_range_with,
 };
 use kernels::reduce::sum_squares_with;
@@ -45,8 +45,20 @@ fn main() {
     );
     println!("master             set      threads  Gparam/s   GB/s  bytes/param");
     let masters = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
-    let of = |moments| masters.map(|master| TileFormat { master, moments });
-    for format in [Moments::Fp32, Moments::Bf16].into_iter().flat_map(of) {
+    let rules = [UpdateRule::AdamW, UpdateRule::Lion];
+    let moments = [Moments::Fp32, Moments::Bf16];
+    let formats = rules.iter().flat_map(|rule| {
+        let of = |moments| (*rule, moments);
+        moments.map(of)
+    });
+    let formats = formats.flat_map(|(rule, moments)| {
+        masters.map(|master| TileFormat {
+            rule,
+            master,
+            moments,
+        })
+    });
+    for format in formats {
         let mut tiles: Vec<Buffers> = (0..tile_count).map(|_| Buffers::new(format)).collect();
         for set in InstructionSet::ALL {
             if !set.available() {
@@ -60,7 +72,10 @@ fn main() {
                         .for_each(|tile| tile.step(set, pass + 1));
                 });
                 report(
-                    &format!("{:?}, moments {:?}", format.master, format.moments),
+                    &format!(
+                        "{:?} {:?}, {:?}",
+                        format.rule, format.master, format.moments
+                    ),
                     set,
                     thread_count,
                     tile_count,
@@ -69,7 +84,7 @@ fn main() {
                 );
             }
         }
-        if format.moments == Moments::Bf16 {
+        if format != format.master.into() {
             continue;
         }
         let grad_type = format.master.grad_type();

@@ -5,7 +5,9 @@
 
 use std::time::Instant;
 
-use kernels::adamw::{Hyper, Master, Moments, Rounding, Tile, TileFormat, state_tile_bytes};
+use kernels::adamw::{
+    Hyper, Master, Moments, Rounding, Tile, TileFormat, UpdateRule, state_tile_bytes,
+};
 use kernels::gpu::{
     DeviceBuffer, Event, Gpu, GpuError, Stream, TileAt, TileUpdater, sum_squares_scratch_bytes,
 };
@@ -45,7 +47,7 @@ fn main() -> Result<(), GpuError> {
         );
     }
     println!("compiled in {:.2} s", start.elapsed().as_secs_f64());
-    adamw(&gpu, million << 20)?;
+    steps(&gpu, million << 20)?;
     reductions(&gpu, million << 20)?;
     copies(&gpu)?;
     for thread_count in [1, 2, 3, 4] {
@@ -54,18 +56,26 @@ fn main() -> Result<(), GpuError> {
     Ok(())
 }
 
-fn adamw(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
+fn steps(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
     let stream = gpu.stream()?;
     let kernels = gpu.kernels()?;
-    for (master, moments, bytes_each) in [
-        (Master::SplitBf16, Moments::Fp32, 26),
-        (Master::Fp32, Moments::Fp32, 28),
-        (Master::Fp16WholeMaster, Moments::Fp32, 28),
-        (Master::SplitBf16, Moments::Bf16, 18),
-        (Master::Fp32, Moments::Bf16, 20),
-        (Master::Fp16WholeMaster, Moments::Bf16, 20),
+    use Master::{Fp16WholeMaster, SplitBf16};
+    use UpdateRule::{AdamW, Lion};
+    for (rule, master, moments, bytes_each) in [
+        (AdamW, SplitBf16, Moments::Fp32, 26),
+        (AdamW, Master::Fp32, Moments::Fp32, 28),
+        (AdamW, Fp16WholeMaster, Moments::Fp32, 28),
+        (AdamW, SplitBf16, Moments::Bf16, 18),
+        (AdamW, Master::Fp32, Moments::Bf16, 20),
+        (AdamW, Fp16WholeMaster, Moments::Bf16, 20),
+        (Lion, SplitBf16, Moments::Fp32, 18),
+        (Lion, SplitBf16, Moments::Bf16, 14),
     ] {
-        let format = TileFormat { master, moments };
+        let format = TileFormat {
+            rule,
+            master,
+            moments,
+        };
         let param = zeroed(gpu, &stream, elems * master.param_bytes())?;
         let state = zeroed(gpu, &stream, state_tile_bytes(format, elems))?;
         let grad = zeroed(gpu, &stream, elems * master.grad_bytes())?;
@@ -81,7 +91,7 @@ fn adamw(gpu: &Gpu, elems: usize) -> Result<(), GpuError> {
             kernels.adamw_range(&stream, &HYPER, tile, 0..elems)
         })?;
         report(
-            &format!("adamw {master:?}, moments {moments:?}"),
+            &format!("{rule:?} {master:?}, moments {moments:?}"),
             elems,
             elems * bytes_each,
             seconds,

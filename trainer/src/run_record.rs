@@ -30,7 +30,8 @@ pub(crate) struct RunRecord {
     pub(crate) model: ModelConfig,
     pub(crate) dtype: Dtype,
     pub(crate) tile_elems: u64,
-    /// `optimizer.moments` of the run; `None` for the default.
+    /// `optimizer.type` and `optimizer.moments` of the run; `None` for the defaults.
+    pub(crate) optimizer: Option<String>,
     pub(crate) moments: Option<String>,
 }
 
@@ -45,6 +46,7 @@ impl RunRecord {
             model: ModelConfig,
             dtype: String,
             tile_elems: u64,
+            optimizer: Option<String>,
             moments: Option<String>,
         }
         let description = RunDir::described(dir)?.ok_or_else(|| RecordError::NoRun {
@@ -63,6 +65,7 @@ impl RunRecord {
             model: layout.model,
             dtype,
             tile_elems: layout.tile_elems,
+            optimizer: layout.optimizer,
             moments: layout.moments,
         })
     }

@@ -7,9 +7,9 @@
 
 use std::arch::x86_64::*;
 
-use super::layout::{Elements, Weights};
+use super::layout::{Elements, MomentPlanes, Weights};
 use super::planes::{prefetch_after, step_planes};
-use super::rounding::{self, RandomBits};
+use super::rounding::{self, Half, RandomBits};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
 use crate::cast::Plain;
@@ -37,14 +37,14 @@ pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
 }
 
 /// Runs `rounding::narrow` compiled for AVX2.
-pub(super) fn narrow(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
+pub(super) fn narrow(random: RandomBits, half: Half, first: usize, from: &[f32], to: &mut [u16]) {
     #[target_feature(enable = "avx2")]
-    fn with_avx2(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
-        rounding::narrow(random, first, from, to);
+    fn with_avx2(random: RandomBits, half: Half, first: usize, from: &[f32], to: &mut [u16]) {
+        rounding::narrow(random, half, first, from, to);
     }
     assert!(InstructionSet::Avx2.available());
     // SAFETY: the assertion above checked the feature the function enables.
-    unsafe { with_avx2(random, first, from, to) }
+    unsafe { with_avx2(random, half, first, from, to) }
 }
 
 step_planes!("avx2,fma,f16c", __m256, _mm256_set1_ps);
@@ -56,27 +56,26 @@ impl Vectors {
     /// Returns the new masters and replaces the moments in place.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn update(
+    fn adamw(
         &self,
         master: Block,
-        momentum: &mut [f32; BLOCK],
-        variance: &mut [f32; BLOCK],
+        (momentum, variance): (&mut [f32; BLOCK], &mut [f32; BLOCK]),
         grad: Block,
     ) -> Block {
         prefetch_after(momentum);
         prefetch_after(variance);
         let (m, v) = (load(momentum), load(variance));
-        let low = self.update_vector(master[0], m[0], v[0], grad[0]);
-        let high = self.update_vector(master[1], m[1], v[1], grad[1]);
+        let low = self.adamw_vector(master[0], m[0], v[0], grad[0]);
+        let high = self.adamw_vector(master[1], m[1], v[1], grad[1]);
         store([low.1, high.1], momentum);
         store([low.2, high.2], variance);
         [low.0, high.0]
     }
 
-    /// Corresponds to `scalar::update`, line by line.
+    /// Corresponds to `scalar::adamw`, line by line.
     #[inline]
     #[target_feature(enable = "avx2,fma,f16c")]
-    fn update_vector(
+    fn adamw_vector(
         &self,
         master: __m256,
         momentum: __m256,
@@ -100,6 +99,47 @@ impl Vectors {
         let master = _mm256_fmadd_ps(self.minus_step_size, quotient, decayed);
         (canonical(master), canonical(momentum), canonical(variance))
     }
+
+    /// Returns the new masters and replaces the momentum in place.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn lion(&self, master: Block, momentum: &mut [f32; BLOCK], grad: Block) -> Block {
+        prefetch_after(momentum);
+        let m = load(momentum);
+        let low = self.lion_vector(master[0], m[0], grad[0]);
+        let high = self.lion_vector(master[1], m[1], grad[1]);
+        store([low.1, high.1], momentum);
+        [low.0, high.0]
+    }
+
+    /// Corresponds to `scalar::lion`, line by line.
+    #[inline]
+    #[target_feature(enable = "avx2,fma,f16c")]
+    fn lion_vector(&self, master: __m256, momentum: __m256, grad: __m256) -> (__m256, __m256) {
+        let grad = _mm256_mul_ps(grad, self.grad_scale);
+        let direction = sign(_mm256_fmadd_ps(
+            self.beta1,
+            momentum,
+            _mm256_mul_ps(self.one_minus_beta1, grad),
+        ));
+        let momentum = _mm256_fmadd_ps(
+            self.beta2,
+            momentum,
+            _mm256_mul_ps(self.one_minus_beta2, grad),
+        );
+        let decayed = _mm256_fmadd_ps(self.minus_decay, master, master);
+        let master = _mm256_fmadd_ps(self.minus_step_size, direction, decayed);
+        (canonical(master), canonical(momentum))
+    }
+}
+
+/// `scalar::sign`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn sign(x: __m256) -> __m256 {
+    let sign_bit = _mm256_and_ps(x, _mm256_set1_ps(-0.0));
+    let one = _mm256_or_ps(sign_bit, _mm256_set1_ps(1.0));
+    _mm256_blendv_ps(x, one, _mm256_cmp_ps::<_CMP_NEQ_OQ>(x, _mm256_setzero_ps()))
 }
 
 #[inline]

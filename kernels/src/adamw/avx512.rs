@@ -6,7 +6,7 @@
 
 use std::arch::x86_64::*;
 
-use super::layout::{Elements, Weights};
+use super::layout::{Elements, MomentPlanes, Weights};
 use super::planes::{prefetch_after, step_planes};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
@@ -23,19 +23,21 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
     unsafe { step_blocks(s, elements) }
 }
 
+/// A block of fp32.
+type Block = __m512;
+
 step_planes!("avx512f", __m512, _mm512_set1_ps);
 
 impl Vectors {
-    /// Returns the new masters and replaces the moments in place, like `scalar::update`, line by line.
+    /// Returns the new masters and replaces the moments in place, like `scalar::adamw`, line by line.
     #[inline]
     #[target_feature(enable = "avx512f")]
-    fn update(
+    fn adamw(
         &self,
-        master: __m512,
-        momentum_in_out: &mut [f32; BLOCK],
-        variance_in_out: &mut [f32; BLOCK],
-        grad: __m512,
-    ) -> __m512 {
+        master: Block,
+        (momentum_in_out, variance_in_out): (&mut [f32; BLOCK], &mut [f32; BLOCK]),
+        grad: Block,
+    ) -> Block {
         prefetch_after(momentum_in_out);
         prefetch_after(variance_in_out);
         let (momentum, variance) = (load(momentum_in_out), load(variance_in_out));
@@ -58,6 +60,40 @@ impl Vectors {
         store(canonical(variance), variance_in_out);
         canonical(master)
     }
+
+    /// Returns the new masters and replaces the momentum in place, like `scalar::lion`, line by line.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn lion(&self, master: Block, momentum_in_out: &mut [f32; BLOCK], grad: Block) -> Block {
+        prefetch_after(momentum_in_out);
+        let momentum = load(momentum_in_out);
+        let grad = _mm512_mul_ps(grad, self.grad_scale);
+        let direction = sign(_mm512_fmadd_ps(
+            self.beta1,
+            momentum,
+            _mm512_mul_ps(self.one_minus_beta1, grad),
+        ));
+        let momentum = _mm512_fmadd_ps(
+            self.beta2,
+            momentum,
+            _mm512_mul_ps(self.one_minus_beta2, grad),
+        );
+        let decayed = _mm512_fmadd_ps(self.minus_decay, master, master);
+        let master = _mm512_fmadd_ps(self.minus_step_size, direction, decayed);
+        store(canonical(momentum), momentum_in_out);
+        canonical(master)
+    }
+}
+
+/// `scalar::sign`.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn sign(x: __m512) -> __m512 {
+    let bits = _mm512_castps_si512(x);
+    let sign_bit = _mm512_and_si512(bits, _mm512_set1_epi32(i32::MIN));
+    let one = _mm512_or_si512(sign_bit, _mm512_castps_si512(_mm512_set1_ps(1.0)));
+    let is_signed = _mm512_cmp_ps_mask::<_CMP_NEQ_OQ>(x, _mm512_setzero_ps());
+    _mm512_mask_mov_ps(x, is_signed, _mm512_castsi512_ps(one))
 }
 
 #[inline]

@@ -3,7 +3,7 @@
 //! ```text
 //!   param tile   [ parameter; n ]
 //!   state tile   [ residual or master; n ] pad [ momentum; n ] pad [ variance; n ] pad      each pad to a multiple of 64 bytes
-//!                                              fp32 or bf16        like the momentum
+//!                                              fp32 or bf16        like the momentum; Lion has none
 //!   grad tile    [ gradient; n ]
 //! ```
 //!
@@ -18,12 +18,22 @@ use crate::reduce::GradType;
 /// Alignment of each plane: a cache line and the widest vector.
 pub(crate) const PLANE_ALIGN_BYTES: usize = 64;
 
-/// Storage of a parameter's fp32 master beside its two moments.
+/// Rule of an optimizer's step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum UpdateRule {
+    /// AdamW, with momentum and variance.
+    #[default]
+    AdamW,
+    /// Lion, with momentum alone.
+    Lion,
+}
+
+/// Storage of a parameter's fp32 master beside its moments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Master {
     /// The bf16 parameter is the upper half of the master; the state begins with the i16 residual. Gradients are bf16.
     SplitBf16,
-    /// Both the parameter and the gradients are fp32; the state is the two moments only.
+    /// Both the parameter and the gradients are fp32; the state is the moments only.
     Fp32,
     /// Both the parameter and the gradients are fp16; the state begins with the whole fp32 master.
     Fp16WholeMaster,
@@ -62,7 +72,7 @@ impl Master {
     }
 }
 
-/// Storage of the two moments.
+/// Storage of the moments.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Moments {
     /// As they are computed.
@@ -85,16 +95,19 @@ impl Moments {
 /// Storage of a tile's numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TileFormat {
+    /// Rule of the steps, which determines the moments.
+    pub rule: UpdateRule,
     /// Storage of the parameters, their masters and gradients.
     pub master: Master,
     /// Storage of the moments.
     pub moments: Moments,
 }
 
-/// The format with moments in fp32.
+/// The format of AdamW with moments in fp32.
 impl From<Master> for TileFormat {
     fn from(master: Master) -> Self {
         Self {
+            rule: UpdateRule::AdamW,
             master,
             moments: Moments::Fp32,
         }
@@ -104,7 +117,16 @@ impl From<Master> for TileFormat {
 impl TileFormat {
     /// Bytes of state per parameter, without the padding of planes.
     pub fn state_bytes(self) -> usize {
-        self.master.first_plane_bytes() + 2 * self.moments.elem_bytes()
+        self.master.first_plane_bytes() + self.moment_bytes().iter().sum::<usize>()
+    }
+
+    /// Bytes of one element of momentum and variance; 0 for a moment that the rule does not have.
+    fn moment_bytes(self) -> [usize; 2] {
+        let bytes = self.moments.elem_bytes();
+        match self.rule {
+            UpdateRule::AdamW => [bytes; 2],
+            UpdateRule::Lion => [bytes, 0],
+        }
     }
 }
 
@@ -126,26 +148,28 @@ pub struct Tile<'a> {
 /// Bytes of the state of a tile of `elems` elements.
 pub fn state_tile_bytes(format: TileFormat, elems: usize) -> usize {
     let [_, variance] = moment_offsets_bytes(format, elems);
-    variance + plane_bytes(format.moments.elem_bytes(), elems)
+    variance + plane_bytes(format.moment_bytes()[1], elems)
 }
 
 /// Byte ranges of the three planes of the state of a tile of `elems` elements, without padding; the first is empty for
-/// fp32.
+/// fp32, the last for Lion.
 pub fn state_planes(format: TileFormat, elems: usize) -> [Range<usize>; 3] {
     let [momentum, variance] = moment_offsets_bytes(format, elems);
-    let moment_bytes = elems * format.moments.elem_bytes();
+    let [momentum_bytes, variance_bytes] = format.moment_bytes();
     [
         0..elems * format.master.first_plane_bytes(),
-        momentum..momentum + moment_bytes,
-        variance..variance + moment_bytes,
+        momentum..momentum + elems * momentum_bytes,
+        variance..variance + elems * variance_bytes,
     ]
 }
 
 /// Offsets of the momentum and the variance within the state of a tile of `elems` elements.
 pub(crate) fn moment_offsets_bytes(format: TileFormat, elems: usize) -> [usize; 2] {
     let momentum = plane_bytes(format.master.first_plane_bytes(), elems);
-    let moment_bytes = plane_bytes(format.moments.elem_bytes(), elems);
-    [momentum, momentum + moment_bytes]
+    [
+        momentum,
+        momentum + plane_bytes(format.moment_bytes()[0], elems),
+    ]
 }
 
 /// Initializes a tile from fp32 masters: writes `param`, zeroes the moments and the padding, so that equal masters give
@@ -206,8 +230,18 @@ pub fn read_masters(format: TileFormat, param: &[u8], state: &[u8], out: &mut [f
 /// A range of elements: one slice per plane, all of one length. Moments are fp32.
 pub(super) struct Elements<'a> {
     pub(super) weights: Weights<'a>,
-    pub(super) momentum: &'a mut [f32],
-    pub(super) variance: &'a mut [f32],
+    pub(super) moments: MomentPlanes<'a>,
+}
+
+/// The moments of a rule.
+pub(super) enum MomentPlanes<'a> {
+    AdamW {
+        momentum: &'a mut [f32],
+        variance: &'a mut [f32],
+    },
+    Lion {
+        momentum: &'a mut [f32],
+    },
 }
 
 /// The planes whose types depend on the storage of the master.
@@ -228,7 +262,7 @@ pub(super) enum Weights<'a> {
     },
 }
 
-/// The stored bytes of a range of elements, plane by plane.
+/// The stored bytes of a range of elements, plane by plane. Lion's variance is empty.
 pub(super) struct Planes<'a> {
     pub(super) param: &'a mut [u8],
     pub(super) first: &'a mut [u8],
@@ -247,20 +281,20 @@ impl<'a> Planes<'a> {
             grad,
             elems,
         } = tile;
-        let TileFormat { master, moments } = format;
+        let master = format.master;
         check("param", param, elems * master.param_bytes());
         check("state", state, state_tile_bytes(format, elems));
         check("grad", grad, elems * grad_type.elem_bytes());
 
         let part = |elem_bytes: usize| range.start * elem_bytes..range.end * elem_bytes;
-        let moment_bytes = moments.elem_bytes();
+        let [momentum_bytes, variance_bytes] = format.moment_bytes();
         let (first, rest) = state.split_at_mut(plane_bytes(master.first_plane_bytes(), elems));
-        let (momentum, variance) = rest.split_at_mut(plane_bytes(moment_bytes, elems));
+        let (momentum, variance) = rest.split_at_mut(plane_bytes(momentum_bytes, elems));
         Self {
             param: &mut param[part(master.param_bytes())],
             first: &mut first[part(master.first_plane_bytes())],
-            momentum: &mut momentum[part(moment_bytes)],
-            variance: &mut variance[part(moment_bytes)],
+            momentum: &mut momentum[part(momentum_bytes)],
+            variance: &mut variance[part(variance_bytes)],
             grad: &grad[part(grad_type.elem_bytes())],
         }
     }

@@ -1,6 +1,6 @@
-//! AdamW on the CPU, over tiles: unscaling, clipping, update and cast in one pass over the bytes.
+//! AdamW and Lion on the CPU, over tiles: unscaling, clipping, update and cast in one pass over the bytes.
 //!
-//! Bytes per parameter and step, which limit the speed:
+//! Bytes per parameter and step of AdamW, which limit the speed:
 //!
 //! | master | read | written |
 //! |---|---|---|
@@ -8,7 +8,7 @@
 //! | `Fp32` | 4 + 8 + 4 | 4 + 8 |
 //! | `Fp16WholeMaster` | 12 + 2 | 2 + 12 |
 //!
-//! Moments in bf16 take 4 bytes less of each.
+//! Moments in bf16 take 4 bytes less of each. Lion has one moment of the two.
 //!
 //! Stores go through the cache. The update is in place, so the lines are in the cache when they are written, and
 //! non-temporal stores save no read: with AVX2 on four Zen 3 cores they ran at a fifth to a half of the speed.
@@ -31,8 +31,8 @@ mod scalar;
 
 use std::ops::Range;
 
-use layout::{Elements, Planes, Weights};
-use rounding::RandomBits;
+use layout::{Elements, MomentPlanes, Planes, Weights};
+use rounding::{Half, RandomBits};
 use scalar::Scalars;
 
 use crate::cast::{view, view_mut};
@@ -41,7 +41,8 @@ use crate::reduce::GradType;
 
 pub use crate::InstructionSet;
 pub use layout::{
-    Master, Moments, Tile, TileFormat, init_tile, read_masters, state_planes, state_tile_bytes,
+    Master, Moments, Tile, TileFormat, UpdateRule, init_tile, read_masters, state_planes,
+    state_tile_bytes,
 };
 pub(crate) use layout::{PLANE_ALIGN_BYTES, moment_offsets_bytes};
 pub use rounding::Rounding;
@@ -51,11 +52,11 @@ pub use rounding::Rounding;
 pub struct Hyper {
     /// Learning rate.
     pub lr: f32,
-    /// Decay of the momentum, 0 to 1.
+    /// Decay of the momentum, 0 to 1; for Lion, the momentum's part in a step.
     pub beta1: f32,
-    /// Decay of the variance, 0 to 1.
+    /// Decay of the variance, 0 to 1; for Lion, of the momentum.
     pub beta2: f32,
-    /// Added to the root of the variance.
+    /// Added to the root of the variance. Lion has none.
     pub eps: f32,
     /// Decoupled weight decay: a step subtracts `lr * weight_decay` of the weight.
     pub weight_decay: f32,
@@ -67,7 +68,7 @@ pub struct Hyper {
     pub rounding: Rounding,
 }
 
-/// Takes one AdamW step over a tile of `elems` elements: updates `param` and `state` in place.
+/// Takes one step over a tile of `elems` elements: updates `param` and `state` in place.
 ///
 /// The slices may be longer than the tile needs; the rest is not touched. Panics if one is shorter or does not start at
 /// a multiple of 64 bytes, or if `hyper.step` is 0.
@@ -165,7 +166,7 @@ fn step(
         range.start <= range.end && range.end <= elems,
         "range {range:?} is not within the tile's {elems} elements"
     );
-    let scalars = Scalars::new(hyper);
+    let scalars = Scalars::new(format.rule, hyper);
     let converts = format.moments == Moments::Bf16 || grad_type != format.master.grad_type();
     let part_elems = if converts { CONVERTED_ELEMS } else { elems };
     let mut converted = Converted {
@@ -201,7 +202,11 @@ fn step_part(
     part: Range<usize>,
     converted: &mut Converted,
 ) {
-    let TileFormat { master, moments } = tile.format;
+    let TileFormat {
+        rule,
+        master,
+        moments,
+    } = tile.format;
     let Planes {
         param,
         first,
@@ -223,8 +228,13 @@ fn step_part(
     let mut step_weights = |weights| {
         let elements = Elements {
             weights,
-            momentum: m,
-            variance: v,
+            moments: match rule {
+                UpdateRule::AdamW => MomentPlanes::AdamW {
+                    momentum: &mut *m,
+                    variance: &mut *v,
+                },
+                UpdateRule::Lion => MomentPlanes::Lion { momentum: &mut *m },
+            },
         };
         step_chunk(set, scalars, elements);
     };
@@ -259,16 +269,20 @@ fn step_part(
         Master::Fp32 => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
     }
     if moments == Moments::Bf16 {
-        let from = [&converted.momentum[..count], &converted.variance[..count]];
-        let to = [view_mut(momentum), view_mut(variance)];
-        narrow(set, scalars.random, part.start, from, to);
+        let narrow = |half, from: &[f32; CONVERTED_ELEMS], to| {
+            let to = view_mut(to);
+            narrow(set, scalars.random, half, part.start, from, to);
+        };
+        narrow(Half::Momentum, &converted.momentum, momentum);
+        narrow(Half::Variance, &converted.variance, variance);
     }
 }
 
-/// The scalars in the order of the GPU kernel's arguments (`gpu/source/adamw.cu`).
-pub(crate) fn kernel_scalars(hyper: &Hyper) -> [f32; 9] {
-    let s = Scalars::new(hyper);
-    [
+/// The scalars in the order of the GPU kernel's arguments (`gpu/source/adamw.cu`), and the key and the first element that the kernel
+/// derives a tile's random bits from.
+pub(crate) fn kernel_scalars(rule: UpdateRule, hyper: &Hyper) -> ([f32; 9], [u32; 2]) {
+    let s = Scalars::new(rule, hyper);
+    let scalars = [
         s.grad_scale,
         s.beta1,
         s.one_minus_beta1,
@@ -278,13 +292,8 @@ pub(crate) fn kernel_scalars(hyper: &Hyper) -> [f32; 9] {
         s.eps,
         s.minus_decay,
         s.minus_step_size,
-    ]
-}
-
-/// The key and the first element that the GPU kernel derives a tile's random bits from.
-pub(crate) fn kernel_random(hyper: &Hyper) -> [u32; 2] {
-    let random = Scalars::new(hyper).random;
-    [random.key, random.first_elem]
+    ];
+    (scalars, [s.random.key, s.random.first_elem])
 }
 
 fn step_chunk(set: InstructionSet, scalars: &Scalars, elements: Elements<'_>) {
@@ -310,14 +319,15 @@ fn widen(set: InstructionSet, stored: &[u16], out: &mut [f32]) {
 fn narrow(
     set: InstructionSet,
     random: RandomBits,
+    half: Half,
     first: usize,
-    from: [&[f32]; 2],
-    to: [&mut [u16]; 2],
+    from: &[f32],
+    to: &mut [u16],
 ) {
     match set {
-        InstructionSet::Scalar => rounding::narrow(random, first, from, to),
+        InstructionSet::Scalar => rounding::narrow(random, half, first, from, to),
         #[cfg(target_arch = "x86_64")]
-        _ => avx2::narrow(random, first, from, to),
+        _ => avx2::narrow(random, half, first, from, to),
         #[cfg(not(target_arch = "x86_64"))]
         _ => unreachable!("not available"),
     }

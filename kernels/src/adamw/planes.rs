@@ -21,10 +21,40 @@ macro_rules! step_planes {
         #[target_feature(enable = $features)]
         fn step_blocks(s: &Scalars, elements: Elements<'_>) {
             let v = Vectors::new(s);
-            let (momentum, momentum_rest) = elements.momentum.as_chunks_mut::<BLOCK>();
-            let (variance, variance_rest) = elements.variance.as_chunks_mut::<BLOCK>();
-            let moments = momentum.iter_mut().zip(variance);
-            let weights_rest = match elements.weights {
+            let weights = elements.weights;
+            let rest = match elements.moments {
+                MomentPlanes::AdamW { momentum, variance } => {
+                    let (m, momentum) = momentum.as_chunks_mut::<BLOCK>();
+                    let (var, variance) = variance.as_chunks_mut::<BLOCK>();
+                    let moments = m.iter_mut().zip(var);
+                    let update = |master, m, grad| v.adamw(master, m, grad);
+                    Elements {
+                        weights: step_weights(weights, moments, update),
+                        moments: MomentPlanes::AdamW { momentum, variance },
+                    }
+                }
+                MomentPlanes::Lion { momentum } => {
+                    let (m, momentum) = momentum.as_chunks_mut::<BLOCK>();
+                    let update = |master, m, grad| v.lion(master, m, grad);
+                    Elements {
+                        weights: step_weights(weights, m.iter_mut(), update),
+                        moments: MomentPlanes::Lion { momentum },
+                    }
+                }
+            };
+            scalar::step(s, rest);
+        }
+
+        /// Replaces the masters of each block with what `update` returns for them, their moments and their gradients. Returns
+        /// the elements that fill no block.
+        #[inline]
+        #[target_feature(enable = $features)]
+        fn step_weights<'a, M>(
+            weights: Weights<'a>,
+            moments: impl Iterator<Item = M>,
+            update: impl Fn(Block, M, Block) -> Block,
+        ) -> Weights<'a> {
+            match weights {
                 Weights::SplitBf16 {
                     param,
                     residual,
@@ -34,12 +64,11 @@ macro_rules! step_planes {
                     let (residual, residual_rest) = residual.as_chunks_mut::<BLOCK>();
                     let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
                     let weights = param.iter_mut().zip(residual).zip(grad);
-                    for (((param, residual), grad), (m, var)) in weights.zip(moments) {
+                    for (((param, residual), grad), m) in weights.zip(moments) {
                         prefetch_after(param);
                         prefetch_after(residual);
                         prefetch_after(grad);
-                        let old = join(param, residual);
-                        let new = v.update(old, m, var, from_bf16(grad));
+                        let new = update(join(param, residual), m, from_bf16(grad));
                         split(new, param, residual);
                     }
                     Weights::SplitBf16 {
@@ -51,10 +80,10 @@ macro_rules! step_planes {
                 Weights::Fp32 { param, grad } => {
                     let (param, param_rest) = param.as_chunks_mut::<BLOCK>();
                     let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
-                    for ((param, grad), (m, var)) in param.iter_mut().zip(grad).zip(moments) {
+                    for ((param, grad), m) in param.iter_mut().zip(grad).zip(moments) {
                         prefetch_after(param);
                         prefetch_after(grad);
-                        let new = v.update(load(param), m, var, load(grad));
+                        let new = update(load(param), m, load(grad));
                         store(new, param);
                     }
                     Weights::Fp32 {
@@ -67,11 +96,11 @@ macro_rules! step_planes {
                     let (whole, whole_rest) = whole.as_chunks_mut::<BLOCK>();
                     let (grad, grad_rest) = grad.as_chunks::<BLOCK>();
                     let weights = param.iter_mut().zip(whole).zip(grad);
-                    for (((param, whole), grad), (m, var)) in weights.zip(moments) {
+                    for (((param, whole), grad), m) in weights.zip(moments) {
                         prefetch_after(param);
                         prefetch_after(whole);
                         prefetch_after(grad);
-                        let new = v.update(load(whole), m, var, from_fp16(grad));
+                        let new = update(load(whole), m, from_fp16(grad));
                         store(new, whole);
                         to_fp16(new, param);
                     }
@@ -81,15 +110,7 @@ macro_rules! step_planes {
                         grad: grad_rest,
                     }
                 }
-            };
-            scalar::step(
-                s,
-                Elements {
-                    weights: weights_rest,
-                    momentum: momentum_rest,
-                    variance: variance_rest,
-                },
-            );
+            }
         }
 
         /// The scalars, each broadcast to a vector.

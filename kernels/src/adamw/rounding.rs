@@ -53,7 +53,7 @@ fn mix(x: u64) -> u64 {
 }
 
 impl RandomBits {
-    /// The bits of an element of the tile: the lower half is for the momentum, the upper one for the variance. A 32-bit hash
+    /// The bits of an element of the tile: the lower half is for the momentum, the upper half for the variance. A 32-bit hash
     /// with two multiplications; `gpu/source/adamw.cu` has it too.
     #[inline(always)]
     fn at(self, elem: u32) -> u32 {
@@ -72,16 +72,22 @@ pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
     }
 }
 
-/// Rounds the moments of the elements from `first` of the tile on. `from` and `to` are momentum and variance.
+/// Half of an element's random bits that rounds a moment.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Half {
+    Momentum,
+    Variance,
+}
+
+/// Rounds one plane of moments of the elements from `first` of the tile on.
 #[inline(always)]
-pub(super) fn narrow(bits: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
-    let [momentum_from, variance_from] = from;
-    let [momentum_to, variance_to] = to;
-    let from = momentum_from.iter().zip(variance_from);
-    let to = momentum_to.iter_mut().zip(variance_to);
-    for (elem, ((m, v), (m_to, v_to))) in from.zip(to).enumerate() {
-        let random = bits.at((first as u32).wrapping_add(elem as u32));
-        *m_to = number::to_bf16_by_chance(*m, random as u16);
-        *v_to = number::to_bf16_by_chance(*v, (random >> 16) as u16);
+pub(super) fn narrow(bits: RandomBits, half: Half, first: usize, from: &[f32], to: &mut [u16]) {
+    let shift = match half {
+        Half::Momentum => 0,
+        Half::Variance => 16,
+    };
+    for (elem, (from, to)) in from.iter().zip(to).enumerate() {
+        let random = bits.at((first as u32).wrapping_add(elem as u32)) >> shift;
+        *to = number::to_bf16_by_chance(*from, random as u16);
     }
 }

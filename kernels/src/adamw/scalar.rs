@@ -1,6 +1,6 @@
-//! Defines one AdamW step, operation by operation. The vector files compute these operations in this order.
+//! Defines one step of AdamW and of Lion, operation by operation. The vector files compute these operations in this order.
 //!
-//! Kingma & Ba, "Adam", ICLR 2015, algorithm 1, with the decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay
+//! AdamW: Kingma & Ba, "Adam", ICLR 2015, algorithm 1, with the decoupled weight decay of Loshchilov & Hutter, "Decoupled Weight Decay
 //! Regularization", ICLR 2019, algorithm 2 (the decay scaled by the learning rate, as every framework has it). For step t:
 //!
 //! ```text
@@ -10,13 +10,21 @@
 //!   p = p - lr weight_decay p - lr/(1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 //! ```
 //!
-//! All in fp32; each line of [`update`] is one rounding, with division and square root as in IEEE 754. Values that
+//! Lion: Chen et al., "Symbolic Discovery of Optimization Algorithms", NeurIPS 2023, algorithm 2:
+//!
+//! ```text
+//!   g = grad * grad_scale
+//!   p = p - lr weight_decay p - lr sign(beta1 m + (1 - beta1) g)
+//!   m = beta2 m + (1 - beta2) g
+//! ```
+//!
+//! All in fp32; each line of [`adamw`] and [`lion`] is one rounding, with division and square root as in IEEE 754. Values that
 //! depend on the step alone are computed in f64 and rounded once ([`Scalars::new`]). A NaN result is stored as the
 //! canonical NaN. Moments in bf16 are widened before and rounded after
 //! these operations (`rounding.rs`).
 
 use super::Hyper;
-use super::layout::{Elements, Weights};
+use super::layout::{Elements, MomentPlanes, UpdateRule, Weights};
 use super::rounding::RandomBits;
 use crate::number;
 
@@ -33,13 +41,13 @@ pub(super) struct Scalars {
     pub(super) eps: f32,
     /// -lr weight_decay
     pub(super) minus_decay: f32,
-    /// -lr / (1 - beta1^t)
+    /// -lr / (1 - beta1^t) for AdamW, -lr for Lion
     pub(super) minus_step_size: f32,
     pub(super) random: RandomBits,
 }
 
 impl Scalars {
-    pub(super) fn new(hyper: &Hyper) -> Self {
+    pub(super) fn new(rule: UpdateRule, hyper: &Hyper) -> Self {
         assert!(
             hyper.step >= 1,
             "steps are counted from 1: bias correction of step 0 divides by zero"
@@ -49,7 +57,10 @@ impl Scalars {
             f64::from(hyper.beta1),
             f64::from(hyper.beta2),
         );
-        let correction1 = 1.0 - power(beta1, hyper.step);
+        let correction1 = match rule {
+            UpdateRule::AdamW => 1.0 - power(beta1, hyper.step),
+            UpdateRule::Lion => 1.0,
+        };
         let correction2 = 1.0 - power(beta2, hyper.step);
         Self {
             grad_scale: hyper.grad_scale,
@@ -79,32 +90,69 @@ fn power(base: f64, exponent: u64) -> f64 {
     result
 }
 
-/// Returns the new master, momentum and variance of one element.
+/// Returns the new master of one element and replaces its moments.
 #[inline(always)]
-fn update(s: &Scalars, master: f32, momentum: f32, variance: f32, grad: f32) -> (f32, f32, f32) {
+fn adamw(s: &Scalars, master: f32, (m, v): (&mut f32, &mut f32), grad: f32) -> f32 {
     let grad = grad * s.grad_scale;
-    let momentum = s.beta1.mul_add(momentum, s.one_minus_beta1 * grad);
-    let variance = (s.one_minus_beta2 * grad).mul_add(grad, s.beta2 * variance);
+    let momentum = s.beta1.mul_add(*m, s.one_minus_beta1 * grad);
+    let variance = (s.one_minus_beta2 * grad).mul_add(grad, s.beta2 * *v);
     let denominator = variance.sqrt().mul_add(s.root_correction, s.eps);
     let decayed = s.minus_decay.mul_add(master, master);
     let master = s.minus_step_size.mul_add(momentum / denominator, decayed);
-    (
-        number::canonical(master),
-        number::canonical(momentum),
-        number::canonical(variance),
-    )
+    (*m, *v) = (number::canonical(momentum), number::canonical(variance));
+    number::canonical(master)
+}
+
+/// Returns the new master of one element and replaces its momentum.
+#[inline(always)]
+fn lion(s: &Scalars, master: f32, m: &mut f32, grad: f32) -> f32 {
+    let grad = grad * s.grad_scale;
+    let direction = sign(s.beta1.mul_add(*m, s.one_minus_beta1 * grad));
+    let momentum = s.beta2.mul_add(*m, s.one_minus_beta2 * grad);
+    let decayed = s.minus_decay.mul_add(master, master);
+    let master = s.minus_step_size.mul_add(direction, decayed);
+    *m = number::canonical(momentum);
+    number::canonical(master)
+}
+
+/// Returns 1 or -1; a zero and a NaN stay as they are, as with PyTorch's `sign`.
+#[inline(always)]
+fn sign(x: f32) -> f32 {
+    if x > 0.0 {
+        1.0
+    } else if x < 0.0 {
+        -1.0
+    } else {
+        x
+    }
 }
 
 // Inlined into the vector files for their last elements: there `mul_add` is an instruction, here it may be a call.
 
 #[inline(always)]
 pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
-    let Elements {
-        weights,
-        momentum,
-        variance,
-    } = elements;
-    let moments = momentum.iter_mut().zip(variance);
+    let weights = elements.weights;
+    match elements.moments {
+        MomentPlanes::AdamW { momentum, variance } => {
+            let moments = momentum.iter_mut().zip(variance);
+            each(weights, moments, |master, m, grad| {
+                adamw(s, master, m, grad)
+            });
+        }
+        MomentPlanes::Lion { momentum } => {
+            let moments = momentum.iter_mut();
+            each(weights, moments, |master, m, grad| lion(s, master, m, grad));
+        }
+    }
+}
+
+/// Replaces the master of each element with what `update` returns for it, its moments and its gradient.
+#[inline(always)]
+fn each<M>(
+    weights: Weights<'_>,
+    moments: impl Iterator<Item = M>,
+    update: impl Fn(f32, M, f32) -> f32,
+) {
     match weights {
         Weights::SplitBf16 {
             param,
@@ -112,23 +160,21 @@ pub(super) fn step(s: &Scalars, elements: Elements<'_>) {
             grad,
         } => {
             let weights = param.iter_mut().zip(residual).zip(grad);
-            for (((param, residual), grad), (m, v)) in weights.zip(moments) {
+            for (((param, residual), grad), m) in weights.zip(moments) {
                 let master = number::join(*param, *residual);
-                let (master, momentum, variance) =
-                    update(s, master, *m, *v, number::from_bf16(*grad));
+                let master = update(master, m, number::from_bf16(*grad));
                 (*param, *residual) = number::split(master);
-                (*m, *v) = (momentum, variance);
             }
         }
         Weights::Fp32 { param, grad } => {
-            for ((param, grad), (m, v)) in param.iter_mut().zip(grad).zip(moments) {
-                (*param, *m, *v) = update(s, *param, *m, *v, *grad);
+            for ((param, grad), m) in param.iter_mut().zip(grad).zip(moments) {
+                *param = update(*param, m, *grad);
             }
         }
         Weights::Fp16WholeMaster { param, whole, grad } => {
             let weights = param.iter_mut().zip(whole).zip(grad);
-            for (((param, whole), grad), (m, v)) in weights.zip(moments) {
-                (*whole, *m, *v) = update(s, *whole, *m, *v, number::from_fp16(*grad));
+            for (((param, whole), grad), m) in weights.zip(moments) {
+                *whole = update(*whole, m, number::from_fp16(*grad));
                 *param = number::to_fp16(*whole);
             }
         }

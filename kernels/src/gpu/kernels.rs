@@ -8,14 +8,14 @@ use std::ops::Range;
 
 use super::{Arg, CompileOptions, DeviceAt, Function, FunctionUse, Gpu, GpuError, SOURCES, Stream};
 use crate::adamw::{
-    Hyper, Master, Moments, PLANE_ALIGN_BYTES, TileFormat, kernel_random, kernel_scalars,
+    Hyper, Master, Moments, PLANE_ALIGN_BYTES, TileFormat, UpdateRule, kernel_scalars,
     moment_offsets_bytes, state_tile_bytes,
 };
 use crate::reduce::{CHUNK_ELEMS, GradType};
 
 /// Threads of a block, as in the sources.
 const BLOCK_THREADS: usize = 256;
-/// Elements per thread of `adamw`, `accumulate` and `store`.
+/// Elements per thread of `steps`, `accumulate` and `store`.
 const THREAD_ELEMS: usize = 4;
 /// Chunks per block of `chunk_squares`: one per warp.
 const BLOCK_CHUNKS: usize = 8;
@@ -23,24 +23,59 @@ const BLOCK_CHUNKS: usize = 8;
 /// The compiled kernels, see [`Gpu::kernels`].
 #[derive(Debug)]
 pub struct Kernels {
-    /// Kernels of [`ADAMW`], with moments in fp32, and then in bf16.
-    adamw: [[Function; 5]; 2],
+    /// Kernels of [`step_names`].
+    steps: Vec<Function>,
     chunk_squares: [Function; 3],
     add_chunks: Function,
     accumulate: [Function; 3],
     store: [Function; 3],
 }
 
-/// Kernels of `adamw.cu`, with gradients of the master's type and then of fp32. With moments in bf16 their names end in
-/// [`BF16_MOMENTS`].
-const ADAMW: [&str; 5] = [
-    "adamw_split_bf16",
-    "adamw_fp32",
-    "adamw_fp16_whole_master",
-    "adamw_split_bf16_fp32_grad",
-    "adamw_fp16_whole_master_fp32_grad",
+/// Parts of the names of the kernels of `adamw.cu`: by rule, by master with gradients of its own type and then of fp32, and by
+/// moments.
+const RULES: [&str; 2] = ["adamw_", "lion_"];
+const MASTERS: [&str; 5] = [
+    "split_bf16",
+    "fp32",
+    "fp16_whole_master",
+    "split_bf16_fp32_grad",
+    "fp16_whole_master_fp32_grad",
 ];
-const BF16_MOMENTS: &str = "_bf16_moments";
+const MOMENTS: [&str; 2] = ["", "_bf16_moments"];
+
+/// Returns the names in the order of [`step_index`].
+fn step_names() -> impl Iterator<Item = String> {
+    RULES.into_iter().flat_map(|rule| {
+        let of_master = move |master| MOMENTS.map(|moments| format!("{rule}{master}{moments}"));
+        MASTERS.into_iter().flat_map(of_master)
+    })
+}
+
+/// Panics if a master has no update with such gradients.
+fn step_index(format: TileFormat, grad_type: GradType) -> usize {
+    let TileFormat {
+        rule,
+        master,
+        moments,
+    } = format;
+    let rule = match rule {
+        UpdateRule::AdamW => 0,
+        UpdateRule::Lion => 1,
+    };
+    let master = match (master, grad_type) {
+        (Master::SplitBf16, GradType::Bf16) => 0,
+        (Master::Fp32, GradType::Fp32) => 1,
+        (Master::Fp16WholeMaster, GradType::Fp16) => 2,
+        (Master::SplitBf16, GradType::Fp32) => 3,
+        (Master::Fp16WholeMaster, GradType::Fp32) => 4,
+        _ => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
+    };
+    let moments = match moments {
+        Moments::Fp32 => 0,
+        Moments::Bf16 => 1,
+    };
+    (rule * MASTERS.len() + master) * MOMENTS.len() + moments
+}
 
 /// Scratch memory of [`Kernels::sum_squares`] for `elems` elements, bytes.
 pub fn sum_squares_scratch_bytes(elems: usize) -> usize {
@@ -81,12 +116,10 @@ impl Kernels {
                 reduce.function(&format!("{name}_fp32"))?,
             ])
         };
-        let of_moments = |end: &str| -> Result<[Function; 5], GpuError> {
-            let [a, b, c, d, e] = ADAMW.map(|name| adamw.function(&format!("{name}{end}")));
-            Ok([a?, b?, c?, d?, e?])
-        };
         Ok(Self {
-            adamw: [of_moments("")?, of_moments(BF16_MOMENTS)?],
+            steps: step_names()
+                .map(|name| adamw.function(&name))
+                .collect::<Result<_, _>>()?,
             chunk_squares: of_types("chunk_squares")?,
             add_chunks: reduce.function("add_chunks")?,
             accumulate: of_types("accumulate")?,
@@ -106,22 +139,17 @@ impl Kernels {
             ("store_bf16", &self.store[0]),
         ];
         let reductions = reductions.map(|(name, function)| (name.to_owned(), function));
-        let adamw = ["", BF16_MOMENTS].into_iter().zip(&self.adamw);
-        let adamw = adamw.flat_map(|(end, functions)| {
-            let names = ADAMW.map(|name| format!("{name}{end}"));
-            names.into_iter().zip(functions)
-        });
-        adamw
+        (step_names().zip(&self.steps))
             .chain(reductions)
             .map(|(name, function)| Ok((name, function.resources()?)))
             .collect()
     }
 
-    /// Enqueues one AdamW step over the elements `range` of a tile, like [`crate::adamw::step_range`], or like
+    /// Enqueues one step over the elements `range` of a tile, like [`crate::adamw::step_range`], or like
     /// [`crate::adamw::step_range_fp32_grad`] if its gradients are fp32.
     ///
-    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and eight
-    /// less with moments in bf16.
+    /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and four
+    /// less for each moment in bf16. Lion moves no variance: eight less.
     ///
     /// Panics if a range is not within its buffer or its tile, a position is not aligned as [`TileAt`] says,
     /// `hyper.step` is 0, or the gradients are of the other 16-bit type.
@@ -154,11 +182,10 @@ impl Kernels {
                 place.offset_bytes
             );
         }
-        let TileFormat { master, moments } = format;
-        let param = param.address(elems * master.param_bytes());
+        let param = param.address(elems * format.master.param_bytes());
         let state = state.address(state_tile_bytes(format, elems));
         let grad = grad.address(elems * grad_type.elem_bytes());
-        let scalars = kernel_scalars(hyper);
+        let (scalars, random) = kernel_scalars(format.rule, hyper);
         if range.is_empty() {
             return Ok(());
         }
@@ -173,20 +200,9 @@ impl Kernels {
             Arg::U64(range.end as u64),
         ];
         args.extend(scalars.map(Arg::F32));
-        args.extend(kernel_random(hyper).map(Arg::U32));
+        args.extend(random.map(Arg::U32));
         let groups = range.end.div_ceil(THREAD_ELEMS) - range.start / THREAD_ELEMS;
-        let adamw = match moments {
-            Moments::Fp32 => &self.adamw[0],
-            Moments::Bf16 => &self.adamw[1],
-        };
-        let function = match (master, grad_type) {
-            (Master::SplitBf16, GradType::Bf16) => &adamw[0],
-            (Master::Fp32, GradType::Fp32) => &adamw[1],
-            (Master::Fp16WholeMaster, GradType::Fp16) => &adamw[2],
-            (Master::SplitBf16, GradType::Fp32) => &adamw[3],
-            (Master::Fp16WholeMaster, GradType::Fp32) => &adamw[4],
-            _ => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
-        };
+        let function = &self.steps[step_index(format, grad_type)];
         // SAFETY: the arguments match the kernel, which writes elements of `range` only; their planes are within their
         // buffers (checked above). Freeing a buffer waits for the device.
         unsafe { launch(function, groups.div_ceil(BLOCK_THREADS), stream, &args) }

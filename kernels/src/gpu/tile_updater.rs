@@ -42,7 +42,7 @@ impl TileUpdater {
         parts(format, grad_type, elems)[3]
     }
 
-    /// Takes one AdamW step over the parts of a tile, each with its own scalars; gradients are of `grad_type`. Elements
+    /// Takes one step over the parts of a tile, each with its own scalars; gradients are of `grad_type`. Elements
     /// outside all parts are unchanged. The bytes are final on return, and equal those of [`crate::adamw::step_range`]
     /// or [`crate::adamw::step_range_fp32_grad`].
     ///

@@ -41,7 +41,14 @@ fn sizes_are_those_the_design_counts_with() {
             (2, 2, 12),
             (2, 2, 6),
             (4, 4, 4),
-            (2, 2, 8)
+            (2, 2, 8),
+            // Lion
+            (2, 2, 6),
+            (4, 4, 4),
+            (2, 2, 8),
+            (2, 2, 4),
+            (4, 4, 2),
+            (2, 2, 6)
         ]
     );
     let tile_bytes = |elems| -> Vec<usize> {
@@ -50,7 +57,8 @@ fn sizes_are_those_the_design_counts_with() {
             .collect()
     };
     // One element: each plane is padded to 64 bytes.
-    assert_eq!(tile_bytes(1), [192, 128, 192, 192, 128, 192]);
+    let (adamw, lion) = ([192, 128, 192], [128, 64, 128]);
+    assert_eq!(tile_bytes(1), [adamw, adamw, lion, lion].concat());
     // 33 elements: 66 bytes of each 16-bit plane, 132 of each fp32 plane.
     assert_eq!(
         tile_bytes(33),
@@ -60,7 +68,13 @@ fn sizes_are_those_the_design_counts_with() {
             192 * 3,
             128 * 3,
             128 * 2,
-            192 + 128 * 2
+            192 + 128 * 2,
+            128 + 192,
+            192,
+            192 * 2,
+            128 * 2,
+            128,
+            192 + 128
         ]
     );
 }

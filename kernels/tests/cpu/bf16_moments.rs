@@ -22,8 +22,8 @@ const HYPER: Hyper = Hyper {
 
 fn bf16(master: Master) -> TileFormat {
     TileFormat {
-        master,
         moments: Moments::Bf16,
+        ..master.into()
     }
 }
 
@@ -222,8 +222,8 @@ fn the_cut_of_a_unit_into_tiles_changes_no_bit() {
 fn losses(moments: Moments, steps: u64) -> Vec<f64> {
     const ELEMS: usize = 64;
     let format = TileFormat {
-        master: Master::Fp32,
         moments,
+        ..Master::Fp32.into()
     };
     let mut random = Random(42);
     let target: Vec<f32> = (0..ELEMS).map(|_| random.normal()).collect();

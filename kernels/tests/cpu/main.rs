@@ -5,6 +5,7 @@ mod adamw_definition;
 mod adamw_tiles;
 mod bf16_moments;
 mod common;
+mod lion;
 mod reduce;
 #[path = "../shared/mod.rs"]
 mod shared;

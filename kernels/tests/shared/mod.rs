@@ -1,14 +1,25 @@
 //! Helpers of this package's test programs: memory aligned like an arena's slots, and numbers that expose arithmetic faults.
 
-use kernels::adamw::{Master, Moments, Tile, TileFormat, state_planes, state_tile_bytes};
+use kernels::adamw::{
+    Master, Moments, Tile, TileFormat, UpdateRule, state_planes, state_tile_bytes,
+};
 use std::ops::{Deref, DerefMut};
 
 pub(crate) const MASTERS: [Master; 3] = [Master::SplitBf16, Master::Fp32, Master::Fp16WholeMaster];
 
 /// Every format of a tile.
 pub(crate) fn formats() -> impl Iterator<Item = TileFormat> {
-    let of = |moments| MASTERS.map(|master| TileFormat { master, moments });
-    [Moments::Fp32, Moments::Bf16].into_iter().flat_map(of)
+    let rules = [UpdateRule::AdamW, UpdateRule::Lion].into_iter();
+    rules.flat_map(|rule| {
+        let of = move |moments| {
+            MASTERS.map(|master| TileFormat {
+                rule,
+                master,
+                moments,
+            })
+        };
+        [Moments::Fp32, Moments::Bf16].into_iter().flat_map(of)
+    })
 }
 
 /// Bytes that start at a multiple of 64.
@@ -103,7 +114,9 @@ impl OwnedTile {
     /// Fills every plane with special numbers, including some that training never has (a negative variance).
     pub(crate) fn hard(format: impl Into<TileFormat>, elems: usize, random: &mut Random) -> Self {
         let mut tile = Self::zeroed(format, elems);
-        let TileFormat { master, moments } = tile.format;
+        let TileFormat {
+            master, moments, ..
+        } = tile.format;
         random.fill_hard(&mut tile.param, master.param_bytes());
         let moments_at = state_planes(tile.format, elems)[1].start;
         let (first, moments_planes) = tile.state.split_at_mut(moments_at);

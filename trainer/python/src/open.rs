@@ -84,7 +84,10 @@ impl UnitPlan {
     fn format(&self, moments: Moments) -> PyResult<Format> {
         let update = if self.trained {
             let master = master(&self.dtype)?;
-            let format = TileFormat { master, moments };
+            let format = TileFormat {
+                moments,
+                ..master.into()
+            };
             let grads = match self.gradient_dtype == self.dtype {
                 true => master.grad_type(),
                 false => GradType::Fp32,

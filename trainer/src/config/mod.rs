@@ -29,8 +29,8 @@ pub use keys::listing;
 pub use settings::{
     ActivationsChoice, Batch, DataFile, DataSettings, Decaying, DeviceChoice, Durability,
     FirstWeights, Fraction, GradientsChoice, Interval, LossOn, MomentsType, OffloadSettings,
-    OptimizerDevice, OptimizerSettings, OptimizerStep, Packing, ParamGroupSettings, Placement,
-    RecordFormat, ResidentFraction, RunSettings, Tier, TrainSettings,
+    OptimizerDevice, OptimizerKind, OptimizerSettings, OptimizerStep, Packing, ParamGroupSettings,
+    Placement, RecordFormat, ResidentFraction, RunSettings, Tier, TrainSettings,
 };
 pub use source::Source;
 pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};

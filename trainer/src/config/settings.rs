@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use kernels::adamw::Moments;
+use kernels::adamw::{Moments, UpdateRule};
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -165,11 +165,14 @@ pub enum FirstWeights {
     Run(PathBuf),
 }
 
-/// AdamW with decoupled weight decay.
+/// An optimizer with decoupled weight decay.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct OptimizerSettings {
+    #[serde(rename = "type")]
+    pub kind: OptimizerKind,
     pub lr: f64,
     pub betas: [f64; 2],
+    /// Not used by Lion.
     pub eps: f64,
     pub weight_decay: f64,
     pub decay: Decaying,
@@ -178,6 +181,31 @@ pub struct OptimizerSettings {
     pub groups: Vec<ParamGroupSettings>,
     #[serde(skip_serializing_if = "MomentsType::is_fp32")]
     pub moments: MomentsType,
+}
+
+/// Optimizer of a run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub enum OptimizerKind {
+    AdamW,
+    Lion,
+}
+
+impl OptimizerKind {
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::AdamW => "AdamW",
+            Self::Lion => "Lion",
+        }
+    }
+}
+
+impl From<OptimizerKind> for UpdateRule {
+    fn from(kind: OptimizerKind) -> Self {
+        match kind {
+            OptimizerKind::AdamW => Self::AdamW,
+            OptimizerKind::Lion => Self::Lion,
+        }
+    }
 }
 
 /// Number format of the optimizer's moments.

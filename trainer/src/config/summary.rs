@@ -2,7 +2,9 @@
 
 use std::fmt;
 
-use super::{LrSchedule, MomentsType, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup};
+use super::{
+    LrSchedule, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup,
+};
 
 impl RunSettings {
     /// Formats the optimizer, its learning rate over the steps, gradient clipping and the precision, each on
@@ -12,9 +14,13 @@ impl RunSettings {
         let [first, second] = optimizer.betas;
         [
             format!(
-                "optimizer AdamW, lr {}, betas {first} and {second}, eps {}, weight decay {}{}{}",
+                "optimizer {}, lr {}, betas {first} and {second}, {}weight decay {}{}{}",
+                optimizer.kind.word(),
                 Rate(optimizer.lr),
-                Rate(optimizer.eps),
+                match optimizer.kind {
+                    OptimizerKind::AdamW => format!("eps {}, ", Rate(optimizer.eps)),
+                    OptimizerKind::Lion => String::new(),
+                },
                 optimizer.weight_decay,
                 match optimizer.moments {
                     MomentsType::Fp32 => "",

@@ -101,14 +101,14 @@ keys! {
         #[default("[]")]
         #[example("[{ params = [\"embed_tokens\", \"lm_head\"], lr = 1e-6, weight_decay = 0.0 }]")]
         pub groups: Option<Vec<ParamGroupToml>>,
-        /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, which makes the state 4 bytes
-        /// a parameter smaller. Fixed for the life of a run.
+        /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, which makes the state of AdamW
+        /// 4 bytes a parameter smaller and Lion's 2. Fixed for the life of a run.
         #[default("\"fp32\"")]
         #[example("\"bf16\"")]
         pub moments: Option<String>,
     }
 
-    /// `optimizer.params`: parameters of Adam and AdamW.
+    /// `optimizer.params`: parameters of the optimizer.
     pub struct OptimizerParamsToml {
         pub lr: Option<f64>,
         pub betas: Option<[f64; 2]>,

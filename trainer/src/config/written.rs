@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use super::keys::join;
-use super::{Interval, RunSettings};
+use super::{Interval, OptimizerKind, RunSettings};
 
 impl RunSettings {
     /// Returns lines `key = value` that make a run file with these settings: the given ones, and the defaults that
@@ -18,7 +18,7 @@ impl RunSettings {
             "gradient_accumulation_steps": self.batch.micro_batches,
             "gradient_clipping": self.gradient_clipping,
             "bf16": {"enabled": self.dtype == crate::model::Dtype::Bf16},
-            "optimizer": {"type": "AdamW", "params": {
+            "optimizer": {"type": optimizer.kind.word(), "params": {
                 "lr": optimizer.lr, "betas": optimizer.betas, "eps": optimizer.eps, "weight_decay": optimizer.weight_decay,
             }, "moments": optimizer.moments.word()},
             "zero_optimization": {
@@ -39,6 +39,9 @@ impl RunSettings {
             Interval::Steps(steps) => steps.into(),
             Interval::Epoch => "epoch".into(),
         };
+        if optimizer.kind == OptimizerKind::Lion {
+            remove(&mut defaults["optimizer"], "params", "eps");
+        }
         if !placement.has_store() {
             for key in ["engine", "durability", "commit_every"] {
                 remove(&mut defaults, "offload", key);

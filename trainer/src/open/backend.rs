@@ -141,7 +141,7 @@ mod tests {
     use swapper::TileRange;
 
     use super::*;
-    use crate::config::{Decaying, MomentsType};
+    use crate::config::{Decaying, MomentsType, OptimizerKind};
     use crate::model::{Architecture, ModelConfig, ParamRole, unit_layouts};
 
     const HYPER: Hyper = Hyper {
@@ -186,6 +186,7 @@ mod tests {
                 decay: rule.clone(),
                 groups: Vec::new(),
                 moments: MomentsType::Fp32,
+                kind: OptimizerKind::AdamW,
             };
             let groups = param_groups(&units, &optimizer);
             let params = units.iter().enumerate().flat_map(|(number, unit)| {

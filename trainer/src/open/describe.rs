@@ -6,7 +6,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 
 use super::RunError;
-use crate::config::{Durability, RunSettings};
+use crate::config::{Durability, OptimizerKind, RunSettings};
 use crate::plan::Plan;
 use training_state::run::{RunDescription, RunDir, resolved};
 
@@ -37,6 +37,9 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
         "dtype": lines["dtype"],
         "tile_elems": plan.swapper.tile_elems,
     });
+    if settings.optimizer.kind != OptimizerKind::AdamW {
+        layout["optimizer"] = lines["optimizer"]["type"].clone();
+    }
     if !settings.optimizer.moments.is_fp32() {
         layout["moments"] = lines["optimizer"]["moments"].clone();
     }

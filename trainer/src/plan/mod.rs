@@ -142,6 +142,7 @@ impl Plan {
             Dtype::Fp32 => Master::Fp32,
         };
         let format = TileFormat {
+            rule: settings.optimizer.kind.into(),
             master,
             moments: settings.optimizer.moments.into(),
         };

@@ -1,4 +1,4 @@
-//! Whole runs whose optimizer keeps its moments in bf16.
+//! Whole runs whose optimizer keeps its moments in bf16, or has one moment.
 //!
 //! Errors that these tests find: random bits that depend on the tile or on the start of the process; a state tile read with the
 //! layout of another format, on export or when a run is resumed.
@@ -58,9 +58,46 @@ fn a_checkpoint_with_moments_in_bf16_resumes_and_is_refused_with_fp32() {
     run(&["train.stop_after=5"]).train();
     let text = run(&["optimizer.moments=fp32"]).refused();
     assert!(
-        text.contains("layout.moments was bf16 and is now not set"),
+        text.contains("layout.moments was bf16 and is now the default"),
         "{text}"
     );
     assert!(run(&[]).train().contains("resumed at step 5"));
     assert_eq!(run(&[]).fingerprint(), whole.fingerprint());
+}
+
+#[test]
+fn lion_learns_alike_on_drives_in_other_tiles_and_after_a_resume_and_resumes_no_other_run() {
+    const LION: [&str; 4] = [
+        "optimizer={type=\"lion\",params={lr=1e-3,weight_decay=0.1}}",
+        "optimizer.moments=bf16",
+        "bf16.enabled=true",
+        "train.steps=8",
+    ];
+    let harness = Harness::new();
+    let memory = harness.run("memory", &LION);
+    memory.train();
+    let losses: Vec<f64> = memory
+        .bits("loss")
+        .into_iter()
+        .map(f64::from_bits)
+        .collect();
+    assert!(losses[7] < losses[0] - 0.1, "{losses:?}");
+    let drives = |extra: &[&str]| {
+        let run = harness.run("drives", &LION).with(&harness.nvme());
+        run.with(&["offload.tile_elems=8192", "offload.staging_bytes=200000"])
+            .with(extra)
+    };
+    drives(&["train.stop_after=3"]).train();
+    let text = drives(&["optimizer.type=AdamW"]).refused();
+    assert!(
+        text.contains("layout.optimizer was Lion and is now the default"),
+        "{text}"
+    );
+    assert!(drives(&[]).train().contains("resumed at step 3"));
+    assert_eq!(drives(&[]).bits("loss"), memory.bits("loss"));
+    let exported = |run: &Run, name: &str| {
+        export(run, &harness.path(name), &[]);
+        tensors(&harness.path(name))
+    };
+    assert!(exported(&memory, "one") == exported(&drives(&[]), "other"));
 }

@@ -233,7 +233,11 @@ fn another_model_in_the_same_run_directory_is_refused() {
         ("bf16.enabled=true", "layout.dtype was fp32 and is now bf16"),
         (
             "optimizer.moments=bf16",
-            "layout.moments was not set and is now bf16",
+            "layout.moments was the default and is now bf16",
+        ),
+        (
+            "optimizer.type=Lion",
+            "layout.optimizer was the default and is now Lion",
         ),
     ] {
         let text = harness

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!   trainer (libtorch) ──▶ backend ──▶ swapper ──▶ daemon or host memory
-//!                             │  update: AdamW over tiles     checkpoint_tap: copies of updated tiles
+//!                             │  update: steps over tiles     checkpoint_tap: copies of updated tiles
 //!                             └─ one GPU's memory
 //!   checkpointer  checkpoints during training              ranks    operations of all processes together
 //!   store    device files and the private daemon             run       run.json, checkpoints, the committed state

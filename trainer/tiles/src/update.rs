@@ -1,4 +1,4 @@
-//! AdamW over tiles, on the CPU or on a GPU, with scalars that may differ between a tile's elements.
+//! Optimizer steps over tiles, on the CPU or on a GPU, with scalars that may differ between a tile's elements.
 //!
 //! CPU and GPU give the same bits, so either may update any tile.
 
@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, Tile, TileFormat, state_tile_bytes, step_range,
+    Hyper, Master, Moments, Rounding, Tile, TileFormat, UpdateRule, state_tile_bytes, step_range,
     step_range_fp32_grad,
 };
 use kernels::gpu::TileUpdater;
@@ -19,16 +19,19 @@ pub const GPU_UPDATERS: usize = 3;
 
 /// Bytes of tiles of `format` whose gradients take `grad_bytes` each.
 pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
-    use Master::{Fp16WholeMaster, SplitBf16};
-    use Moments::Bf16;
     /// A function for each format: the swapper's settings hold no closure.
     macro_rules! state_tile_bytes_of {
-        ($($master:path, $moments:path);*) => {
-            match (format.master, format.moments) {
-                $(($master, $moments) => |elems| {
-                    let (master, moments) = ($master, $moments);
-                    state_tile_bytes(TileFormat { master, moments }, elems)
-                },)*
+        ($($rule:ident $moments:ident: $($master:ident)*;)*) => {
+            match format {
+                $($(TileFormat {
+                    rule: UpdateRule::$rule,
+                    master: Master::$master,
+                    moments: Moments::$moments,
+                } => |elems| {
+                    let (rule, master) = (UpdateRule::$rule, Master::$master);
+                    let moments = Moments::$moments;
+                    state_tile_bytes(TileFormat { rule, master, moments }, elems)
+                },)*)*
             }
         };
     }
@@ -36,8 +39,10 @@ pub fn tile_bytes(format: TileFormat, grad_bytes: usize) -> TileBytes {
         param_bytes_per_elem: format.master.param_bytes(),
         grad_bytes_per_elem: grad_bytes,
         state_tile_bytes: state_tile_bytes_of!(
-            SplitBf16, Moments::Fp32; Master::Fp32, Moments::Fp32; Fp16WholeMaster, Moments::Fp32;
-            SplitBf16, Bf16; Master::Fp32, Bf16; Fp16WholeMaster, Bf16
+            AdamW Fp32: SplitBf16 Fp32 Fp16WholeMaster;
+            AdamW Bf16: SplitBf16 Fp32 Fp16WholeMaster;
+            Lion Fp32: SplitBf16 Fp32 Fp16WholeMaster;
+            Lion Bf16: SplitBf16 Fp32 Fp16WholeMaster;
         ),
     }
 }
@@ -126,7 +131,7 @@ pub fn parts<'a, T>(
     })
 }
 
-/// AdamW over one tile.
+/// A step over one tile.
 pub struct TileStep {
     pub format: TileFormat,
     pub grads: GradType,
@@ -134,7 +139,7 @@ pub struct TileStep {
     pub parts: Vec<(Range<usize>, Hyper)>,
 }
 
-/// Knows AdamW's scalars of each element. `S` is what all tiles of a step share.
+/// Knows the scalars of each element. `S` is what all tiles of a step share.
 pub trait Scalars<S> {
     /// Returns the scalars of the tile of `range`.
     fn of_tile(&self, range: &TileRange, step: &S) -> TileStep;

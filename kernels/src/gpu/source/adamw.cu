@@ -1,5 +1,5 @@
-// One AdamW step over the elements [start, end) of a tile: the operations of adamw/scalar.rs in their order, each with
-// its own rounding.
+// One step of AdamW or Lion over the elements [start, end) of a tile: the operations of adamw/scalar.rs in their order,
+// each with its own rounding.
 //
 // A thread takes four elements that start at a multiple of four: 8 bytes of a 16-bit plane and 16 of an fp32 plane, so
 // that a warp accesses whole lines. Planes start at multiples of 64 bytes. Groups at the ends of the range are
@@ -20,16 +20,30 @@ struct Scalars {
     Scalars s = {grad_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, root_correction, eps,   \
                  minus_decay, minus_step_size}
 
-DEVICE void update(const Scalars &s, float &master, float &momentum, float &variance, float grad) {
-    grad = grad * s.grad_scale;
-    float m = fma_f32(s.beta1, momentum, s.one_minus_beta1 * grad);
-    float v = fma_f32(s.one_minus_beta2 * grad, grad, s.beta2 * variance);
-    float denominator = fma_f32(sqrt_f32(v), s.root_correction, s.eps);
-    float decayed = fma_f32(s.minus_decay, master, master);
-    master = canonical(fma_f32(s.minus_step_size, div_f32(m, denominator), decayed));
-    momentum = canonical(m);
-    variance = canonical(v);
-}
+struct AdamW {
+    static DEVICE void update(const Scalars &s, float &master, float &momentum, float &variance, float grad) {
+        grad = grad * s.grad_scale;
+        float m = fma_f32(s.beta1, momentum, s.one_minus_beta1 * grad);
+        float v = fma_f32(s.one_minus_beta2 * grad, grad, s.beta2 * variance);
+        float denominator = fma_f32(sqrt_f32(v), s.root_correction, s.eps);
+        float decayed = fma_f32(s.minus_decay, master, master);
+        master = canonical(fma_f32(s.minus_step_size, div_f32(m, denominator), decayed));
+        momentum = canonical(m);
+        variance = canonical(v);
+    }
+};
+
+struct Lion {
+    static DEVICE void update(const Scalars &s, float &master, float &momentum, float &, float grad) {
+        grad = grad * s.grad_scale;
+        float d = fma_f32(s.beta1, momentum, s.one_minus_beta1 * grad);
+        float direction = d > 0.0f ? 1.0f : d < 0.0f ? -1.0f : d;
+        float m = fma_f32(s.beta2, momentum, s.one_minus_beta2 * grad);
+        float decayed = fma_f32(s.minus_decay, master, master);
+        master = canonical(fma_f32(s.minus_step_size, direction, decayed));
+        momentum = canonical(m);
+    }
+};
 
 // A plane without bytes.
 struct Nothing {};
@@ -107,6 +121,14 @@ struct Bf16Moment {
     static DEVICE u16 stored(float x, u32 random) { return (u16)((bits_of(x) + (random & 0xFFFFu)) >> 16); }
 };
 
+// A moment that the rule does not have.
+struct NoMoment {
+    typedef Nothing Stored;
+    typedef FourNothing Four;
+    static DEVICE float value(Nothing) { return 0.0f; }
+    static DEVICE Nothing stored(float, u32) { return Nothing(); }
+};
+
 DEVICE u32 random_bits(u32 key, u32 elem) {
     u32 x = elem ^ key;
     x = (x ^ x >> 16) * 0x7FEB352Du;
@@ -114,31 +136,32 @@ DEVICE u32 random_bits(u32 key, u32 elem) {
     return x ^ x >> 16;
 }
 
-template <class Master, class Grad, class Moment>
+template <class Rule, class Master, class Grad, class Momentum, class Variance>
 DEVICE void step_one(const Scalars &s, u32 random, typename Master::Param &param, typename Master::First &first,
-                     typename Moment::Stored &momentum, typename Moment::Stored &variance,
+                     typename Momentum::Stored &momentum, typename Variance::Stored &variance,
                      typename Grad::Stored grad) {
-    float master = Master::join(param, first), m = Moment::value(momentum), v = Moment::value(variance);
-    update(s, master, m, v, Grad::value(grad));
+    float master = Master::join(param, first), m = Momentum::value(momentum), v = Variance::value(variance);
+    Rule::update(s, master, m, v, Grad::value(grad));
     Master::split(master, param, first);
-    momentum = Moment::stored(m, random);
-    variance = Moment::stored(v, random >> 16);
+    momentum = Momentum::stored(m, random);
+    variance = Variance::stored(v, random >> 16);
 }
 
-template <class Master, class Grad, class Moment>
+template <class Rule, class Master, class Grad, class Momentum, class Variance>
 DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Param *param,
-                 typename Master::First *first, typename Moment::Stored *momentum,
-                 typename Moment::Stored *variance, const typename Grad::Stored *grad, u64 start, u64 end) {
+                 typename Master::First *first, typename Momentum::Stored *momentum,
+                 typename Variance::Stored *variance, const typename Grad::Stored *grad, u64 start, u64 end) {
     u64 at = (start / 4 + (u64)block_x() * 256 + thread_x()) * 4;
     if (at >= end) return;
     if (at >= start && at + 4 <= end) {
         typename Master::FourParam p = load_four(param + at);
         typename Master::FourFirst f = load_four(first + at);
-        typename Moment::Four m = load_four(momentum + at), v = load_four(variance + at);
+        typename Momentum::Four m = load_four(momentum + at);
+        typename Variance::Four v = load_four(variance + at);
         typename Grad::Four g = load_four(grad + at);
         for (int i = 0; i < 4; i++) {
             u32 random = random_bits(key, first_elem + (u32)at + (u32)i);
-            step_one<Master, Grad, Moment>(s, random, p.at[i], f.at[i], m.at[i], v.at[i], g.at[i]);
+            step_one<Rule, Master, Grad, Momentum, Variance>(s, random, p.at[i], f.at[i], m.at[i], v.at[i], g.at[i]);
         }
         store_four(param + at, p);
         store_four(first + at, f);
@@ -149,24 +172,27 @@ DEVICE void step(const Scalars &s, u32 key, u32 first_elem, typename Master::Par
     for (u64 i = at; i < at + 4; i++) {
         if (i < start || i >= end) continue;
         u32 random = random_bits(key, first_elem + (u32)i);
-        step_one<Master, Grad, Moment>(s, random, param[i], first[i], momentum[i], variance[i], grad[i]);
+        step_one<Rule, Master, Grad, Momentum, Variance>(s, random, param[i], first[i], momentum[i], variance[i],
+                                                         grad[i]);
     }
 }
 
-#define ADAMW(name, Master, Grad, Moment)                                                            \
+#define STEP(name, Rule, Master, Grad, Momentum, Variance)                                           \
     KERNEL LAUNCH_BOUNDS(256)                                                                        \
-    name(Master::Param *param, Master::First *first, Moment::Stored *momentum,                       \
-         Moment::Stored *variance, const Grad::Stored *grad, u64 start, u64 end, SCALARS) {          \
+    name(Master::Param *param, Master::First *first, Momentum::Stored *momentum,                     \
+         Variance::Stored *variance, const Grad::Stored *grad, u64 start, u64 end, SCALARS) {        \
         TAKE_SCALARS;                                                                                \
-        step<Master, Grad, Moment>(s, key, first_elem, param, first, momentum, variance, grad,       \
-                                   start, end);                                                      \
+        step<Rule, Master, Grad, Momentum, Variance>(s, key, first_elem, param, first, momentum,     \
+                                                     variance, grad, start, end);                    \
     }
-#define ADAMW_OF_MOMENTS(name, Master, Grad)                                                         \
-    ADAMW(name, Master, Grad, Fp32Moment)                                                            \
-    ADAMW(name##_bf16_moments, Master, Grad, Bf16Moment)
+#define STEPS(name, Master, Grad)                                                                    \
+    STEP(adamw_##name, AdamW, Master, Grad, Fp32Moment, Fp32Moment)                                  \
+    STEP(adamw_##name##_bf16_moments, AdamW, Master, Grad, Bf16Moment, Bf16Moment)                   \
+    STEP(lion_##name, Lion, Master, Grad, Fp32Moment, NoMoment)                                      \
+    STEP(lion_##name##_bf16_moments, Lion, Master, Grad, Bf16Moment, NoMoment)
 
-ADAMW_OF_MOMENTS(adamw_split_bf16, SplitBf16, Bf16Grad)
-ADAMW_OF_MOMENTS(adamw_split_bf16_fp32_grad, SplitBf16, Fp32Grad)
-ADAMW_OF_MOMENTS(adamw_fp16_whole_master, Fp16WholeMaster, Fp16Grad)
-ADAMW_OF_MOMENTS(adamw_fp16_whole_master_fp32_grad, Fp16WholeMaster, Fp32Grad)
-ADAMW_OF_MOMENTS(adamw_fp32, Fp32Master, Fp32Grad)
+STEPS(split_bf16, SplitBf16, Bf16Grad)
+STEPS(split_bf16_fp32_grad, SplitBf16, Fp32Grad)
+STEPS(fp16_whole_master, Fp16WholeMaster, Fp16Grad)
+STEPS(fp16_whole_master_fp32_grad, Fp16WholeMaster, Fp32Grad)
+STEPS(fp32, Fp32Master, Fp32Grad)

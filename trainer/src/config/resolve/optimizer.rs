@@ -3,7 +3,8 @@
 use super::{Faults, not_negative, value, word};
 use crate::config::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
 use crate::config::{
-    Decaying, MomentsType, OptimizerSettings, ParamGroupSettings, Said, SettingsError,
+    Decaying, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings, Said,
+    SettingsError,
 };
 use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 
@@ -11,6 +12,8 @@ use crate::model::{ModelConfig, UnitLayout, unit_layouts};
 const TRAINER_LR: f64 = 5e-5;
 /// Learning rate that PyTorch's Adam uses by default.
 const ADAM_LR: f64 = 1e-3;
+/// Learning rate that Lion's authors use by default.
+const LION_LR: f64 = 1e-4;
 
 const GROUPS: &str = "optimizer.groups";
 
@@ -28,9 +31,11 @@ pub(super) fn optimizer(
 ) -> Option<OptimizerSettings> {
     let params = &optimizer.params;
     let weight_decay = params.weight_decay.unwrap_or(0.0);
-    let kind = optimizer.kind.as_deref().unwrap_or("AdamW");
-    match kind.to_ascii_lowercase().as_str() {
+    let name = optimizer.kind.as_deref().unwrap_or("AdamW");
+    let mut kind = OptimizerKind::AdamW;
+    match name.to_ascii_lowercase().as_str() {
         "adamw" => {}
+        "lion" => kind = OptimizerKind::Lion,
         // DeepSpeed's Adam decouples weight decay by default.
         "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
         "adam" => faults.0.push(value(
@@ -39,7 +44,7 @@ pub(super) fn optimizer(
         )),
         _ => faults.0.push(value(
             "optimizer.type",
-            format!("\"{kind}\" is not supported: {}", instead_of(kind)),
+            format!("\"{name}\" is not supported: {}", instead_of(name)),
         )),
     }
     let lr = match params.lr {
@@ -51,12 +56,23 @@ pub(super) fn optimizer(
             TRAINER_LR
         }
         None => {
+            let (lr, whose) = match kind {
+                OptimizerKind::AdamW => (ADAM_LR, "PyTorch's"),
+                OptimizerKind::Lion => (LION_LR, "its authors'"),
+            };
             said.warnings.push(format!(
-                "optimizer.params.lr is not set: using {ADAM_LR:e}, as PyTorch's {kind} does; fine-tuning usually needs a lower rate"
+                "optimizer.params.lr is not set: using {lr:e}, as {whose} {name} does; fine-tuning usually needs a lower rate"
             ));
-            ADAM_LR
+            lr
         }
     };
+    let betas = match kind {
+        OptimizerKind::AdamW => [0.9, 0.999],
+        OptimizerKind::Lion => [0.9, 0.99],
+    };
+    if kind == OptimizerKind::Lion && params.eps.is_some() {
+        (said.warnings).push("optimizer.params.eps has no effect: Lion has none".into());
+    }
     let decay = faults.take(decaying(params));
     let moments = faults.take(word(
         "optimizer.moments",
@@ -67,8 +83,9 @@ pub(super) fn optimizer(
     let groups = groups.map(|group| faults.take(param_group(group, lr)));
     let groups: Option<Vec<_>> = groups.collect();
     let settings = OptimizerSettings {
+        kind,
         lr,
-        betas: params.betas.unwrap_or([0.9, 0.999]),
+        betas: params.betas.unwrap_or(betas),
         eps: params.eps.unwrap_or(1e-8),
         weight_decay,
         decay: decay?,
@@ -97,12 +114,16 @@ pub(super) fn optimizer(
 /// Says what to use instead of an optimizer that is not supported.
 fn instead_of(kind: &str) -> &'static str {
     let kind = kind.to_ascii_lowercase();
-    if kind.contains("8bit") || kind.contains("paged") {
+    if kind == "adafactor" {
+        "its factored second moments need whole matrices, and tiles are parts of them; use \"Lion\", or \"AdamW\" with optimizer.moments = \"bf16\", whose state is small too"
+    } else if kind.contains("lion") {
+        "use \"Lion\", with optimizer.moments = \"bf16\" for less memory"
+    } else if kind.contains("8bit") || kind.contains("paged") {
         "use \"AdamW\"; 8-bit state saves memory, which zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" and optimizer.moments = \"bf16\" do too"
     } else if kind.starts_with("adamw") {
         "use \"AdamW\""
     } else {
-        "use \"AdamW\" or \"Adam\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; optimizer.moments = \"bf16\" makes AdamW's state smaller"
+        "use \"AdamW\", \"Adam\" or \"Lion\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; optimizer.moments = \"bf16\" makes the state smaller"
     }
 }
 

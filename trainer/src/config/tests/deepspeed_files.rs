@@ -211,8 +211,8 @@ fn an_error_in_the_deepspeed_file_names_it() {
             "ds.json: unknown key `zero_optimization.stag`; did you mean `zero_optimization.stage`?",
         ),
         (
-            r#"{"optimizer": {"type": "Lion"}}"#,
-            "ds.json: optimizer.type: \"Lion\" is not supported",
+            r#"{"optimizer": {"type": "Lamb"}}"#,
+            "ds.json: optimizer.type: \"Lamb\" is not supported",
         ),
         (
             r#"{"optimizer": {"params": {"lr": "fast"}}}"#,

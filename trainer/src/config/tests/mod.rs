@@ -261,8 +261,8 @@ fn values_out_of_range_name_their_key() {
         ),
         (
             "optimizer.type",
-            json!("Lion"),
-            "optimizer.type: \"Lion\" is not supported",
+            json!("Lamb"),
+            "optimizer.type: \"Lamb\" is not supported",
         ),
         (
             "optimizer.params.betas",
@@ -388,6 +388,23 @@ fn moments_in_bf16_are_shown_and_named_instead_of_8_bit_state() {
     assert!(run.summary()[0].ends_with(", moments in bf16"));
     let text = refused(&[("optimizer.type", json!("AdamW8bit"))]);
     assert!(text.contains("optimizer.moments = \"bf16\""), "{text}");
+}
+
+#[test]
+fn lion_has_its_own_betas_and_rate_and_no_eps() {
+    let lion = ("optimizer.type", json!("lion"));
+    let run = run_with(&[lion.clone(), ("optimizer.params", json!({"eps": 1e-6}))]).unwrap();
+    assert_eq!(run.optimizer.kind, OptimizerKind::Lion);
+    assert_eq!((run.optimizer.betas, run.optimizer.lr), ([0.9, 0.99], 1e-4));
+    let line = "optimizer Lion, lr 1e-4, betas 0.9 and 0.99, weight decay 0";
+    assert_eq!(run.summary()[0], line);
+    let warnings = run.warnings.join("\n");
+    assert!(
+        warnings.contains("using 1e-4") && warnings.contains("optimizer.params.eps has no effect"),
+        "{warnings}"
+    );
+    let written = run_with(&[lion]).unwrap().written().join("\n");
+    assert!(written.contains("optimizer.type = \"lion\"") && !written.contains(".eps"));
 }
 
 #[test]
@@ -561,8 +578,12 @@ fn epochs_become_steps_when_the_length_of_the_data_is_known() {
 #[test]
 fn other_optimizers_are_refused_by_name_with_what_to_do() {
     for (kind, part) in [
-        ("Lion", "\"Lion\" is not supported: use \"AdamW\""),
-        ("adafactor", "\"adafactor\" is not supported: use \"AdamW\""),
+        ("Muon", "\"Muon\" is not supported: use \"AdamW\""),
+        (
+            "adafactor",
+            "need whole matrices, and tiles are parts of them",
+        ),
+        ("paged_lion_8bit", "use \"Lion\""),
         ("adamw_8bit", "8-bit state saves memory"),
         ("paged_adamw_32bit", "offload_optimizer.device = \"cpu\""),
         ("adamw_torch_fused", "use \"AdamW\""),

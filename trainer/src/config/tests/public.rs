@@ -365,14 +365,14 @@ fn what_deepspeed_ignores_is_named_and_what_it_refuses_is_refused() {
 fn all_faults_are_reported_at_once_and_keys_without_effect_in_one_line() {
     let bench = Bench::new();
     let shape = json!({
-        "train_batch_size": "many", "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Lion", "params": {"betas": [0.9, 2.0]}}, "wandb": {"enabled": true},
+        "train_batch_size": "many", "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Lamb", "params": {"betas": [0.9, 2.0]}}, "wandb": {"enabled": true},
         "zero_optimization": {"stage": 9, "speed": 1}, "fp16": {"enabled": true, "hysteresis": 0}
     });
     let text = bench.read("ds.json", &shape.to_string()).unwrap_err();
     for part in [
         "7 settings are wrong",
         "ds.json: train_batch_size: expected a whole number, got \"many\"",
-        "ds.json: optimizer.type: \"Lion\" is not supported",
+        "ds.json: optimizer.type: \"Lamb\" is not supported",
         "ds.json: optimizer.params.betas: each must be",
         "ds.json: wandb is DeepSpeed's but not supported here",
         "ds.json: zero_optimization.stage: 9",

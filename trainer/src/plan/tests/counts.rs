@@ -99,27 +99,33 @@ fn the_report_has_its_documented_names() {
 }
 
 #[test]
-fn moments_in_bf16_take_four_bytes_a_parameter_less() {
+fn moments_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
     let machine = h200(0.0);
-    let of = |moments: &str| {
-        let changes = [("optimizer.moments", json!(moments))];
+    let of = |kind: &str, moments: &str| {
+        let changes = [
+            ("optimizer.type", json!(kind)),
+            ("optimizer.moments", json!(moments)),
+        ];
         let plan = plan(&large("nvme", "nvme", &changes), &machine);
         (
             plan.memory.table_bytes,
             plan.step_bytes.written_bytes as u64,
         )
     };
-    let (fp32, bf16) = (of("fp32"), of("bf16"));
     let all = 1_345_000_000u64;
     let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
-    assert!(
-        about(fp32.0, 12 * all) && about(bf16.0, 8 * all),
-        "{fp32:?}, {bf16:?}"
-    );
-    assert!(
-        about(fp32.1, 12 * all) && about(bf16.1, 8 * all),
-        "{fp32:?}, {bf16:?}"
-    );
+    for (kind, moments, bytes_each) in [
+        ("AdamW", "fp32", 12),
+        ("AdamW", "bf16", 8),
+        ("Lion", "fp32", 8),
+        ("Lion", "bf16", 6),
+    ] {
+        let (stored, written) = of(kind, moments);
+        assert!(
+            about(stored, bytes_each * all) && about(written, bytes_each * all),
+            "{kind}, {moments}: {stored} stored, {written} written"
+        );
+    }
 }
 
 #[test]

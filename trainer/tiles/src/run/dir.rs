@@ -460,7 +460,7 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
             }
         } else if old != new {
             let text = |value: &Value| match value {
-                Value::Null => "not set".to_owned(),
+                Value::Null => "the default".to_owned(),
                 Value::String(text) => text.clone(),
                 value => value.to_string(),
             };
