@@ -8,6 +8,8 @@
 //! | `OFFLOADD_KILL` | [`kill_point`] | kills a training process at a named point |
 //! | `OFFLOADD_RATE_LIMIT` | [`rate_limit`] | limits the speed of devices |
 //!
+//! [`random`] and [`port`] are for the tests themselves.
+//!
 //! The hooks exist only with the feature `active`, which only test builds have. Without it every question is a constant and no
 //! code is left.
 
@@ -16,6 +18,7 @@
 
 pub mod injected_fault;
 pub mod kill_point;
+pub mod port;
 pub mod random;
 pub mod rate_limit;
 pub mod safeguard;

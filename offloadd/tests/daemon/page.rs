@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use test_hooks::port::ReservedPort;
 
 use crate::common::{Daemon, Store, eventually, expect_tiles, fill_tiles, program, words};
 
@@ -255,10 +256,8 @@ fn the_dashboard_draws_what_is_counted() {
 #[test]
 fn it_answers_on_loopback_and_only_what_it_is_for() {
     let store = Store::new(1, "psync");
-    // A port that was free a moment ago.
-    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = free.local_addr().unwrap();
-    drop(free);
+    let port = ReservedPort::new();
+    let address = port.address();
     listen(&store, &address.to_string());
     let _daemon = store.serve();
     let status = |request: &str| {

@@ -442,6 +442,8 @@ mod tests {
     //! Errors that these tests find: a run starts with fewer nodes than it may; node 0 waits for a node that is known to
     //! be gone, or does not wait for one that is late; nodes disagree about numbers; a launcher waits without end.
 
+    use test_hooks::port::ReservedPort;
+
     use super::*;
 
     fn member(node: u32) -> Member {
@@ -489,17 +491,18 @@ mod tests {
         }
     }
 
-    /// A meeting at a free port of the loopback interface.
-    fn meeting(nodes: &str) -> Meeting {
-        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-        Meeting {
+    /// A meeting at a port that is reserved for it.
+    fn meeting(nodes: &str) -> (Meeting, ReservedPort) {
+        let port = ReservedPort::new();
+        let meeting = Meeting {
             nodes: nodes.parse().unwrap(),
             node: 0,
             host: "127.0.0.1".to_owned(),
-            port: listener.local_addr().unwrap().port(),
+            port: port.number(),
             timeout: Duration::from_secs(20),
             token: Some(JobToken::random().unwrap()),
-        }
+        };
+        (meeting, port)
     }
 
     fn come(
@@ -521,7 +524,7 @@ mod tests {
 
     #[test]
     fn nodes_agree_on_their_numbers_and_meet_again_with_those_that_are_left() {
-        let meeting = meeting("1:3");
+        let (meeting, _port) = meeting("1:3");
         let _store = meeting.serve().unwrap();
         let all = |round, nodes: &'static [u32]| -> Vec<Agreed> {
             std::thread::scope(|scope| {
@@ -558,15 +561,16 @@ mod tests {
 
     #[test]
     fn launchers_that_do_not_belong_together_are_refused() {
-        let hurried = |meeting| Meeting {
-            timeout: Duration::from_secs(2),
-            ..meeting
+        let hurried = || {
+            let (mut meeting, port) = meeting("2");
+            meeting.timeout = Duration::from_secs(2);
+            (meeting, port)
         };
         // A meeting of its own: the thread that connects goes on for a while, and would come to the next one.
-        let without_node_0 = hurried(meeting("2"));
+        let (without_node_0, _port) = hurried();
         let error = (come(&without_node_0, 1, 1, 0, &[]).map(|_| ())).unwrap_err();
         assert!(error.contains("node 0 has not answered"), "{error}");
-        let meeting = hurried(meeting("2"));
+        let (meeting, _port) = hurried();
         let _store = meeting.serve().unwrap();
         let other_token = Meeting {
             token: Some(JobToken::random().unwrap()),
@@ -590,7 +594,7 @@ mod tests {
 
     #[test]
     fn options_that_differ_are_refused_on_every_node() {
-        let meeting = meeting("2");
+        let (meeting, _port) = meeting("2");
         let _store = meeting.serve().unwrap();
         let other = Meeting {
             nodes: "1:2".parse().unwrap(),

@@ -9,6 +9,7 @@ use kernels::gpu::Gpu;
 use rustix::process::Pid;
 use serde_json::Value;
 use tempfile::TempDir;
+use test_hooks::port::ReservedPort;
 use trainer::open::RunError;
 use training_state::run::CheckpointName;
 
@@ -20,6 +21,8 @@ const RUN_WAIT: Duration = Duration::from_secs(60);
 /// Directory with a text, in which runs and stores are created.
 pub(crate) struct Harness {
     dir: TempDir,
+    /// Port at which ranks without a launcher meet.
+    pub(crate) port: ReservedPort,
 }
 
 /// Configuration of a run, and settings applied to it.
@@ -34,7 +37,10 @@ impl Harness {
     pub(crate) fn new() -> Self {
         let dir =
             tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory for the test");
-        let harness = Self { dir };
+        let harness = Self {
+            dir,
+            port: ReservedPort::new(),
+        };
         std::fs::write(harness.path("text"), text(20_000)).expect("the text is written");
         std::fs::create_dir(harness.path("drive")).expect("a directory for the store");
         harness
@@ -117,12 +123,6 @@ pub(crate) fn store_files_in(dir: &Path) -> Vec<PathBuf> {
     paths
         .filter(|path| path.extension().is_some_and(|ending| ending == "tiles"))
         .collect()
-}
-
-/// A port of the loopback interface that was free a moment ago.
-pub(crate) fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("its number").port()
 }
 
 /// Settings that let this number of ranks compute: on processors if there are fewer GPUs.

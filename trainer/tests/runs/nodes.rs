@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use training_state::run::{CheckpointName, node_dir};
 
 use crate::harness::{
-    Harness, Run, children, device_for, finish, free_port, spawn, store_files_in, succeed, until,
+    Harness, Run, children, device_for, finish, spawn, store_files_in, succeed, until,
     where_mounted, words,
 };
 use crate::ranks::END_WAIT;
@@ -73,7 +73,7 @@ impl OnNodes<'_> {
 
     /// One command for each rank.
     fn commands(&self, args: &[&str]) -> Vec<Command> {
-        let port = free_port().to_string();
+        let port = self.harness.port.number().to_string();
         let ranks: u32 = self.counts.iter().sum();
         let places = self.counts.iter().enumerate();
         let places = places.flat_map(|(node, &count)| (0..count).map(move |local| (node, local)));

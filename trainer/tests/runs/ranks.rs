@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use training_state::run::{RunDir, RunId};
 
-use crate::harness::{Harness, Run, device_for, fail, finish, free_port, spawn, succeed, until};
+use crate::harness::{Harness, Run, device_for, fail, finish, spawn, succeed, until};
 
 /// Time for ranks to end. A dead rank is noticed at once, a stopped one after 5 s without an answer; the
 /// launcher kills 8 s later. The rest is for a busy machine.
@@ -339,7 +339,6 @@ fn an_environment_that_contradicts_itself_is_refused() {
 #[test]
 fn ranks_with_torchruns_environment_connect_and_different_settings_are_refused() {
     let harness = Harness::new();
-    let port = free_port();
     let rank = |rank: u32, sets: &[&str]| {
         let mut command = harness.run("run", sets).command("train");
         for (name, value) in [
@@ -348,7 +347,7 @@ fn ranks_with_torchruns_environment_connect_and_different_settings_are_refused()
             ("WORLD_SIZE", "2".into()),
             ("LOCAL_WORLD_SIZE", "2".into()),
             ("MASTER_ADDR", "127.0.0.1".into()),
-            ("MASTER_PORT", port.to_string()),
+            ("MASTER_PORT", harness.port.number().to_string()),
         ] {
             command.env(name, value);
         }

@@ -5,6 +5,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels_torch::collective::{Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
+use test_hooks::port::ReservedPort;
 
 /// Variable with the name of the test whose body a process runs as one rank.
 const TEST: &str = "KERNELS_TEST_RANK_OF";
@@ -87,7 +88,7 @@ pub(crate) fn connect(
 /// Runs `test` as `ranks` processes, except those in `missing`, and waits for them. Ranks that stopped themselves are killed at the end.
 pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<Ended> {
     let dir = tempfile::tempdir().unwrap();
-    let port = free_port().to_string();
+    let port = ReservedPort::new();
     let children: Vec<Option<Child>> = (0..ranks)
         .map(|rank| {
             let mut command = rank_command(test, rank, ranks);
@@ -95,7 +96,7 @@ pub(crate) fn run(test: &str, ranks: u32, meet: Meet, missing: &[u32]) -> Vec<En
                 Meet::Dir => command.env(DIR_VARIABLE, dir.path()),
                 Meet::Tcp => command
                     .env("MASTER_ADDR", "127.0.0.1")
-                    .env("MASTER_PORT", &port),
+                    .env("MASTER_PORT", port.number().to_string()),
             };
             (!missing.contains(&rank)).then(|| command.spawn().unwrap())
         })
@@ -184,12 +185,6 @@ fn is_stopped(pid: u32) -> bool {
             .next()
             .is_some_and(|rest| rest.starts_with('T'))
     })
-}
-
-/// Returns a TCP port of 127.0.0.1 that was free at this moment.
-pub(crate) fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
 }
 
 /// Sends this process the signal called `name`, which ends or stops it.

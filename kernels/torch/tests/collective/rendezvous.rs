@@ -4,10 +4,10 @@
 use std::time::{Duration, Instant};
 
 use kernels_torch::collective::{CollectiveError, Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
+use test_hooks::port::ReservedPort;
 
 use crate::harness::{
-    Meet, TIMEOUTS, all_succeed, connect, free_port, is_rank_of, on_ranks, rank_command, run,
-    signal_myself,
+    Meet, TIMEOUTS, all_succeed, connect, is_rank_of, on_ranks, rank_command, run, signal_myself,
 };
 
 const IMPATIENT: Timeouts = Timeouts {
@@ -84,13 +84,13 @@ fn two_processes_with_one_rank_are_refused() {
     }
     for tcp in [false, true] {
         let dir = tempfile::tempdir().unwrap();
-        let port = free_port().to_string();
+        let port = ReservedPort::new();
         let children = [0, 1, 1].map(|rank| {
             let mut command = rank_command(name, rank, 3);
             if tcp {
                 command
                     .env("MASTER_ADDR", "127.0.0.1")
-                    .env("MASTER_PORT", &port);
+                    .env("MASTER_PORT", port.number().to_string());
             } else {
                 command.env(DIR_VARIABLE, dir.path());
             }
