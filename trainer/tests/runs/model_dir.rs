@@ -8,6 +8,7 @@ use std::process::Command;
 use safetensors::{Dtype, SafeTensors};
 
 use crate::harness::{Harness, Run, fail, succeed};
+use crate::random::Random;
 
 /// A model of each architecture.
 pub(crate) const ALL: [&str; 7] = [
@@ -34,6 +35,54 @@ pub(crate) fn copy(harness: &Harness, name: &str, to: &str) -> PathBuf {
     for file in ["config.json", FILE] {
         std::fs::copy(fixture(name).join(file), dir.join(file)).expect("the fixture is there");
     }
+    dir
+}
+
+/// Makes the directory `to` with a GPT-2 of random weights, also in its norms and biases.
+pub(crate) fn random_model(harness: &Harness, to: &str, layers: usize) -> PathBuf {
+    const HIDDEN: usize = 32;
+    let dir = harness.path(to);
+    std::fs::create_dir(&dir).expect("a directory");
+    let text = std::fs::read_to_string(fixture("gpt2").join("config.json")).expect("a config");
+    let mut config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    config["n_embd"] = HIDDEN.into();
+    config["n_layer"] = layers.into();
+    std::fs::write(dir.join("config.json"), config.to_string()).expect("a config");
+    let mut shapes = vec![
+        ("wte.weight".to_owned(), vec![256, HIDDEN]),
+        ("wpe.weight".to_owned(), vec![64, HIDDEN]),
+    ];
+    let mut linear = |name: String, shape: &[usize]| {
+        shapes.push((format!("{name}.weight"), shape.to_vec()));
+        shapes.push((format!("{name}.bias"), shape[shape.len() - 1..].to_vec()));
+    };
+    for layer in 0..layers {
+        linear(format!("h.{layer}.ln_1"), &[HIDDEN]);
+        linear(format!("h.{layer}.attn.c_attn"), &[HIDDEN, 3 * HIDDEN]);
+        linear(format!("h.{layer}.attn.c_proj"), &[HIDDEN, HIDDEN]);
+        linear(format!("h.{layer}.ln_2"), &[HIDDEN]);
+        linear(format!("h.{layer}.mlp.c_fc"), &[HIDDEN, 4 * HIDDEN]);
+        linear(format!("h.{layer}.mlp.c_proj"), &[4 * HIDDEN, HIDDEN]);
+    }
+    linear("ln_f".to_owned(), &[HIDDEN]);
+    let mut random = Random::of(3);
+    let tensors = shapes.into_iter().map(|(name, shape)| {
+        let is_scale = name.contains("ln_") && name.ends_with("weight");
+        let value = |_| {
+            let uniform = random.below(1 << 24) as f32 / (1 << 24) as f32 - 0.5;
+            let value = 0.3 * uniform + if is_scale { 1.0 } else { 0.0 };
+            value.to_le_bytes()
+        };
+        let count = shape.iter().product::<usize>();
+        let bytes: Vec<u8> = (0..count).flat_map(value).collect();
+        (format!("transformer.{name}"), shape, bytes)
+    });
+    let tensors: Vec<_> = tensors.collect();
+    let views = tensors.iter().map(|(name, shape, bytes)| {
+        let view = safetensors::tensor::TensorView::new(Dtype::F32, shape.clone(), bytes);
+        (name, view.expect("a tensor"))
+    });
+    safetensors::serialize_to_file(views, None, &dir.join(FILE)).expect("the weights are written");
     dir
 }
 

@@ -18,9 +18,29 @@ use crate::harness::{
     Harness, Run, children, device_for, finish, spawn, store_files_in, succeed, until,
     where_mounted, words,
 };
+use crate::model_dir::random_model;
 use crate::ranks::END_WAIT;
 
-const FP32: [&str; 2] = ["train_batch_size=12", "train_micro_batch_size_per_gpu=1"];
+/// Settings of a model whose norms and biases differ in each element: those of a fresh model are all equal.
+fn model(harness: &Harness) -> [String; 3] {
+    let dir = harness.path("model");
+    if !dir.exists() {
+        random_model(harness, "model", 3);
+    }
+    [
+        format!("model={{path = \"{}\"}}", dir.display()),
+        "train_batch_size=12".to_owned(),
+        "train_micro_batch_size_per_gpu=1".to_owned(),
+    ]
+}
+
+/// The same training on one node.
+fn on_one_node(harness: &Harness, name: &str) -> Run {
+    harness
+        .run(name, &[])
+        .with(&harness.nvme())
+        .with(&model(harness))
+}
 
 /// A run on several nodes.
 struct OnNodes<'a> {
@@ -132,12 +152,11 @@ impl OnNodes<'_> {
 }
 
 fn on_nodes<'a>(harness: &'a Harness, name: &'a str, counts: &[u32]) -> OnNodes<'a> {
-    let more = ["train.checkpoint_every=2", "train.checkpoints_kept=0"];
-    let sets = FP32.iter().chain(&more).map(|set| (*set).to_owned());
+    let more = ["train.checkpoint_every=2", "train.checkpoints_kept=0"].map(str::to_owned);
     OnNodes {
         harness,
         name,
-        sets: sets.collect(),
+        sets: model(harness).into_iter().chain(more).collect(),
         counts: counts.to_vec(),
     }
 }
@@ -152,10 +171,7 @@ fn assert_same_steps(found: &Run, expected: &Run, what: &str) {
 fn two_nodes_train_as_two_ranks_of_one_node_bit_for_bit() {
     let harness = Harness::new();
     for (name, sets) in [
-        (
-            "memory",
-            &["offload.gradients=cpu", "model.num_hidden_layers=5"][..],
-        ),
+        ("memory", &["offload.gradients=cpu"][..]),
         (
             "nvme",
             &[
@@ -171,7 +187,7 @@ fn two_nodes_train_as_two_ranks_of_one_node_bit_for_bit() {
         nodes.with(&[&export]).train(&[]);
         let alone_name = format!("{name}-alone");
         let alone_out = harness.path(&format!("{name}-alone-out"));
-        let alone = (harness.run(&alone_name, &FP32).with(&harness.nvme()))
+        let alone = on_one_node(&harness, &alone_name)
             .with(sets)
             .with(&["train.checkpoint_every=2", "train.checkpoints_kept=0"])
             .with(&[format!("train.export_to={}", alone_out.display())]);
@@ -196,7 +212,7 @@ fn nodes_resume_what_they_committed_and_another_number_of_nodes_is_refused() {
     nodes.with(&["train.stop_after=3"]).train(&[]);
     let said = nodes.train(&[]);
     assert!(said.contains("resumed at step 3"), "{said}");
-    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    let alone = on_one_node(&harness, "alone");
     succeed(alone.launch(3));
     assert_same_steps(&nodes.run(0), &alone, "1 + 2 ranks");
     let err = nodes.on(&[3]).refused(&[]);
@@ -235,7 +251,7 @@ fn a_checkpoint_carries_over_to_other_numbers_of_nodes() {
         .with(&["train.stop_after=6"])
         .train(&["--resume-from", "4"]);
     assert_eq!(three.checkpoint(4), before);
-    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    let alone = on_one_node(&harness, "alone");
     let alone = alone.with(&[
         "train.steps=8",
         "train.stop_after=6",
@@ -297,7 +313,7 @@ fn a_node_whose_store_is_lost_or_older_or_anothers_is_refused_by_name() {
     // Without it, all go back to a checkpoint.
     std::fs::remove_file(&second).unwrap();
     nodes.train(&["--resume-from", "4"]);
-    let alone = harness.run("alone", &FP32).with(&harness.nvme());
+    let alone = on_one_node(&harness, "alone");
     succeed(alone.launch(2));
     assert_same_steps(&nodes.run(0), &alone, "after a lost drive");
 
@@ -446,10 +462,7 @@ fn ranks_and_daemons_killed_around_a_commit_resume_bit_for_bit() {
         kill_at(&nodes, rank, &point, victim);
     }
     nodes.train(&[]);
-    let alone = harness
-        .run("alone", &FP32)
-        .with(&harness.nvme())
-        .with(&sets);
+    let alone = on_one_node(&harness, "alone").with(&sets);
     succeed(alone.launch(2));
     assert_same_steps(&nodes.run(0), &alone, "after all kills");
     let last = steps as u64;
