@@ -513,3 +513,33 @@ fn a_stopped_rank_and_a_killed_daemon_end_all_nodes() {
     kill_process(Pid::from_child(&stopped), Signal::KILL).unwrap();
     finish(stopped);
 }
+
+#[test]
+fn a_failed_store_ends_the_other_nodes_before_its_training_thread_asks_again() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 1]);
+    let held = harness.path("held");
+    let mut commands = nodes.commands(&[]);
+    // Between two requests to its swapper.
+    (commands[1].env("OFFLOADD_KILL", "backward@3")).env("OFFLOADD_KILL_HOLDS", &held);
+    let [first, second] = commands.try_into().expect("two ranks");
+    let (first, second) = (spawn(first), spawn(second));
+    let second = until(second, "its second step's backward", || held.exists());
+    let daemons = children(second.id());
+    assert_eq!(daemons.len(), 1, "the node's daemon");
+    kill_process(daemons[0], Signal::KILL).unwrap();
+    let since = Instant::now();
+    let err = words(&finish(first)).1;
+    assert!(since.elapsed() < END_WAIT, "{:?}", since.elapsed());
+    assert!(
+        err.contains("rank 1 ended while rank 0 waited for it") && err.contains("offloadd"),
+        "{err}"
+    );
+    std::fs::remove_file(&held).expect("the rank waits for it");
+    let err = words(&finish(second)).1;
+    println!("{err}");
+    assert!(
+        err.contains("offloadd") && !err.contains("rank 0 ended"),
+        "{err}"
+    );
+}

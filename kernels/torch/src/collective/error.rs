@@ -96,6 +96,14 @@ pub enum CollectiveError {
         /// The other rank's reason.
         reason: String,
     },
+    /// Another thread of this rank has failed, and has told the other ranks.
+    #[error("{op} was given up because this rank has failed: {reason}")]
+    GivenUp {
+        /// The operation.
+        op: String,
+        /// Reason of the failure.
+        reason: String,
+    },
     /// All ranks are alive, but some have not reached an operation.
     #[error(
         "{op} did not finish within {waited_s:.0} s: rank{} {} alive but behind; if only slow, raise the timeout of operations",

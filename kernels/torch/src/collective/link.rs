@@ -146,6 +146,10 @@ impl Link {
             if let Some(error) = &broken {
                 return Err(error.clone());
             }
+            if let Some(reason) = self.heartbeat.own_end() {
+                let op = started.name.clone();
+                return Err(CollectiveError::GivenUp { op, reason });
+            }
             if let Some(gone) = self.heartbeat.verdict(&started.name) {
                 return Err(gone);
             }

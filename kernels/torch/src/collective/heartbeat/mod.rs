@@ -165,6 +165,11 @@ impl Heartbeat {
         );
     }
 
+    /// The reason with which this rank has ended.
+    pub(super) fn own_end(&self) -> Option<String> {
+        self.shared.lock().own.end.clone()
+    }
+
     /// Waits until all other ranks have ended, or for the rounds that they need to notice that this rank has.
     pub(super) fn wait_for_ends(&self) {
         let state = self.shared.lock();
@@ -215,8 +220,10 @@ impl Shared {
 
     fn beat(&self, mut heartbeat_store: Box<dyn HeartbeatStore>) {
         let mut state = self.lock();
+        // A rank that has ended counts no further, so the others see that it is gone while its process lives on.
+        let mut counts = true;
         loop {
-            state.own.count += 1;
+            state.own.count += u64::from(counts);
             let own = state.own.clone();
             state.began = Some(Instant::now());
             drop(state);
@@ -229,6 +236,7 @@ impl Shared {
             state.began = None;
             state.round += 1;
             state.unwritten = state.own.end != own.end;
+            counts = own.end.is_none();
             match seen {
                 Ok(seen) => state.see(seen),
                 Err(error) => state.lost = Some(error),
