@@ -61,9 +61,10 @@ enum Command {
         /// Delete an earlier run in the same directory, with its state in the store, and start again.
         #[arg(long)]
         fresh: bool,
-        /// Return to the run's checkpoint of this step, or start from the checkpoint in this directory.
-        #[arg(long, value_name = "STEP|DIR", conflicts_with = "fresh")]
-        resume_from: Option<CheckpointName>,
+        /// Return to the run's checkpoint of this step, or start from the checkpoint in this directory. With "newest", resume from
+        /// the store, and from the newest checkpoint if drives were lost or the number of nodes has changed.
+        #[arg(long, value_name = "STEP|DIR|newest", conflicts_with = "fresh")]
+        resume_from: Option<Start>,
         /// Print the whole plan and all settings; they are in settings.toml in the run directory too.
         #[arg(short, long)]
         verbose: bool,
@@ -190,11 +191,8 @@ fn run(command: Command) -> anyhow::Result<u8> {
         } => {
             let world = World::from_env()?;
             let settings = run.settings_from(from.as_deref(), Some(world.ranks))?;
-            let start = match resume_from {
-                Some(checkpoint) => Start::Checkpoint(checkpoint),
-                None if fresh => Start::Fresh,
-                None => Start::GoOn,
-            };
+            let otherwise = if fresh { Start::Fresh } else { Start::GoOn };
+            let start = resume_from.unwrap_or(otherwise);
             return Ok(trainer::train::train(
                 settings,
                 &start,

@@ -44,6 +44,20 @@ pub enum Start {
     Fresh,
     /// Begins at a checkpoint of this run or of another one.
     Checkpoint(CheckpointName),
+    /// Resumes the run, from its newest checkpoint if the nodes cannot resume from their stores.
+    Newest,
+}
+
+impl std::str::FromStr for Start {
+    type Err = std::convert::Infallible;
+
+    /// Parses the value of `--resume-from`.
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "newest" => Ok(Self::Newest),
+            name => name.parse().map(Self::Checkpoint),
+        }
+    }
 }
 
 /// Function that writes the newest weights of the run in its first argument into the directory in its second,
@@ -151,7 +165,7 @@ impl Prepared {
         if from.is_some()
             && let Some(earlier) = RunDir::described(&run_dir)?
         {
-            renews_store |= has_store && earlier.nodes > 1;
+            renews_store |= has_store && earlier.nodes != 1;
             // Files of a store that the run moves away from are kept until --fresh.
             let files = &mut description.files;
             let left = earlier.files.into_iter();

@@ -19,7 +19,8 @@ use training_state::checkpoint_tap::CheckpointTap;
 use training_state::metrics::{MetricsFile, StepMetrics};
 use training_state::ranks::Ranks;
 use training_state::run::{
-    Checkpoint, ModelFiles, RunDescription, RunDir, RunId, RunState, daemon_dir, resolved,
+    Checkpoint, INCOMPLETE, ModelFiles, RunDescription, RunDir, RunId, RunState, daemon_dir,
+    resolved,
 };
 use training_state::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
 
@@ -220,10 +221,10 @@ impl Prepared {
     }
 
     /// Removes the run's earlier store; its state comes from a checkpoint. The record of the nodes is changed
-    /// first: a start that dies in between leaves a run that says what it needs.
+    /// first: a start that dies before the state is complete leaves a run that says what it needs.
     fn renew_store(&self, dir: &RunDir) -> Result<(), RunError> {
         if let Some(mut earlier) = dir.earlier() {
-            earlier.nodes = self.description.nodes;
+            earlier.nodes = INCOMPLETE;
             dir.describe(&earlier)?;
         }
         self.remove_store(dir)

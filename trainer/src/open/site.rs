@@ -7,10 +7,15 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use swapper::Nodes;
 
-use super::RunError;
 use super::describe::tile_elems_of;
+use super::{RunError, Start};
+use crate::config::RunSettings;
+use training_state::metrics::MetricsFile;
 use training_state::ranks::Ranks;
-use training_state::run::{Checkpoints, DirError, Origin, RunDir, RunId, make_dir};
+use training_state::run::{
+    CheckpointName, Checkpoints, DirError, INCOMPLETE, Origin, RunDir, RunId, make_dir, resolved,
+};
+use training_state::store::StoreFiles;
 
 /// Time in which a file that the first node wrote appears on the others. Network file systems keep what they
 /// have read of a directory for some seconds.
@@ -102,6 +107,75 @@ impl Site {
             .into()),
             _ => Ok(()),
         }
+    }
+
+    /// Finds where [`Start::Newest`] begins: at the stores of all nodes, or at the newest checkpoint if a node's directory shows
+    /// that they cannot be resumed from. The first rank also gets a line that says why. All ranks must call it.
+    ///
+    /// # Errors
+    /// A directory cannot be read; a rank is gone.
+    pub(crate) fn newest(
+        &self,
+        settings: &RunSettings,
+    ) -> Result<(Start, Option<String>), RunError> {
+        let ranks = &self.ranks;
+        let problem = ranks.by_first_of_node("looking for the node's store", || {
+            match settings.placement.has_store() {
+                true => self.store_problem(settings),
+                // The newest state is a checkpoint.
+                false => Ok(None),
+            }
+        })?;
+        let problems = ranks.messages(problem.unwrap_or_default().into_bytes())?;
+        let Some(problem) = problems.into_iter().find(|problem| !problem.is_empty()) else {
+            return Ok((Start::GoOn, None));
+        };
+        let mut note = None;
+        let step = ranks.by_first::<_, RunError>("looking for the newest checkpoint", || {
+            let Some(newest) = self.checkpoints().list()?.pop() else {
+                return Ok(None);
+            };
+            let steps = MetricsFile::last_step(&self.whole_dir);
+            note = Some(format!(
+                "note: {}: resuming from the newest checkpoint, of step {}; {} step(s) are repeated",
+                String::from_utf8_lossy(&problem),
+                newest.step,
+                steps.saturating_sub(newest.step)
+            ));
+            Ok(Some(newest.step))
+        })?;
+        // Without a checkpoint the run is new, or refused with the problem.
+        let start = step.map_or(Start::GoOn, |step| {
+            Start::Checkpoint(CheckpointName::Step(step))
+        });
+        Ok((start, note))
+    }
+
+    /// Returns why this node cannot resume from its store, as far as its directory and the store's files show.
+    fn store_problem(&self, settings: &RunSettings) -> Result<Option<String>, RunError> {
+        let (node, now) = (self.ranks.node(), self.ranks.nodes());
+        let run_dir = resolved(&settings.train.run_dir);
+        let Some(earlier) = RunDir::described(&run_dir)? else {
+            return Ok(Some(format!("node {node} has no part of the run's state")));
+        };
+        if earlier.nodes == INCOMPLETE {
+            let text = format!("node {node} did not take all state from a checkpoint");
+            return Ok(Some(text));
+        }
+        if earlier.nodes != now {
+            let was = earlier.nodes;
+            return Ok(Some(format!(
+                "the run's state is divided over {was} node(s), and this start has {now}"
+            )));
+        }
+        if settings.offload.socket.is_some() {
+            return Ok(None);
+        }
+        let job = self.found.id.of_node(node, &run_dir).job;
+        let files = StoreFiles::new(&settings.placement.nvme_paths, &job, 0);
+        let mut paths = files.paths().iter();
+        let missing = paths.find(|path| !path.exists());
+        Ok(missing.map(|path| format!("node {node} has lost {}", path.display())))
     }
 
     /// Checks that every node sees the run's directory. All ranks must call it.

@@ -107,7 +107,14 @@ fn as_rank(
         whole_dir,
         found,
     };
-    let result = run_to_its_end(settings.clone(), start, trace, verbose, stop, comm, &site);
+    let (start, note) = match start {
+        Start::Newest => site.newest(&settings)?,
+        start => (start.clone(), None),
+    };
+    if let Some(note) = note {
+        outln!("{note}");
+    }
+    let result = run_to_its_end(settings.clone(), &start, trace, verbose, stop, comm, &site);
     result.map_err(|error| error.of_run(&settings))
 }
 

@@ -170,10 +170,16 @@ fn the_nodes_that_are_left_start_again_with_the_newest_checkpoint() {
         return;
     };
     let harness = Harness::new();
-    let sets = [&LONG[..], &none(), &["train.checkpoint_every=2"]].concat();
-    let run = harness.run("run", &sets);
+    let sets = [&LONG[..], &["train.checkpoint_every=2"]].concat();
+    let run = harness.run("run", &sets).with(&harness.nvme());
     let options = ["--nnodes", "1:2", "--max-restarts", "1"];
-    let [zero, one] = two_nodes(&network, &run, &options);
+    let [one, zero] = [1, 0].map(|node| {
+        let mut command = launcher(&network, &run, node, &options);
+        command.args(["--resume-from", "newest"]);
+        spawn(command)
+    });
+    let checkpoint = run.dir.join("checkpoints/step-00000002");
+    let zero = until(zero, "a checkpoint", || checkpoint.exists());
     network.cut(1);
     network.kill(1);
     finish(one);
@@ -193,6 +199,10 @@ fn the_nodes_that_are_left_start_again_with_the_newest_checkpoint() {
         err.contains("trainer: node 1 (")
             && err.contains("starting again (restart 1 of at most 1)"),
         "{err}"
+    );
+    assert!(
+        out.contains("divided over 2 node(s), and this start has 1: resuming from the newest"),
+        "{out}"
     );
     assert!(out.contains("resumed at step "), "{out}");
 }

@@ -210,7 +210,7 @@ fn nodes_resume_what_they_committed_and_another_number_of_nodes_is_refused() {
     let harness = Harness::new();
     let nodes = on_nodes(&harness, "run", &[1, 2]);
     nodes.with(&["train.stop_after=3"]).train(&[]);
-    let said = nodes.train(&[]);
+    let said = nodes.train(&["--resume-from", "newest"]);
     assert!(said.contains("resumed at step 3"), "{said}");
     let alone = on_one_node(&harness, "alone");
     succeed(alone.launch(3));
@@ -240,8 +240,11 @@ fn a_checkpoint_carries_over_to_other_numbers_of_nodes() {
     let before = two.checkpoint(2);
     // One node with one rank, which stops before its first step.
     let one = two.on(&[1]);
-    one.with(&["train.stop_after=2"])
-        .train(&["--resume-from", "2"]);
+    let said = one
+        .with(&["train.stop_after=2"])
+        .train(&["--resume-from", "newest"]);
+    let note = "divided over 2 node(s), and this start has 1: resuming from the newest checkpoint, of step 2; 0 step(s) are repeated";
+    assert!(said.contains(note), "{said}");
     assert_eq!(one.run(0).fingerprint(), before, "2 -> 1");
     one.with(&["train.stop_after=4"]).train(&[]);
     let before = two.checkpoint(4);
@@ -310,9 +313,25 @@ fn a_node_whose_store_is_lost_or_older_or_anothers_is_refused_by_name() {
     let said = nodes.with(&["train.stop_after=5"]).train(&[]);
     assert!(said.contains("resumed at step 4"), "{said}");
 
-    // Without it, all go back to a checkpoint.
+    // Without it, all go back to a checkpoint, also when the first attempt is interrupted.
     std::fs::remove_file(&second).unwrap();
-    nodes.train(&["--resume-from", "4"]);
+    let newest = ["--resume-from", "newest"];
+    let mut commands = nodes.commands(&newest);
+    commands[1].env("OFFLOADD_KILL", "opening@1");
+    let ranks: Vec<Child> = commands.into_iter().map(spawn).collect();
+    let said: Vec<_> = ranks.into_iter().map(|rank| words(&finish(rank))).collect();
+    assert!(
+        said[0].0.contains("node 1 has lost ")
+            && said[0].0.contains("of step 4; 1 step(s) are repeated"),
+        "{said:?}"
+    );
+    let err = nodes.refused(&[]);
+    assert!(
+        err.contains("was interrupted while it took its state from a checkpoint"),
+        "{err}"
+    );
+    let said = nodes.train(&newest);
+    assert!(said.contains("did not take all state"), "{said}");
     let alone = on_one_node(&harness, "alone");
     succeed(alone.launch(2));
     assert_same_steps(&nodes.run(0), &alone, "after a lost drive");

@@ -37,10 +37,13 @@ pub struct RunDescription {
     /// Identity of the run, as in the file `job`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub id: Option<RunId>,
-    /// Number of nodes that hold the state together.
+    /// Number of nodes that hold the state together, or [`INCOMPLETE`].
     #[serde(default = "one_node", skip_serializing_if = "is_one_node")]
     pub nodes: u32,
 }
+
+/// Number of nodes while they take their state from a checkpoint: no node's part can be resumed.
+pub const INCOMPLETE: u32 = 0;
 
 fn one_node() -> u32 {
     1
@@ -88,8 +91,8 @@ pub enum DirError {
         expected: String,
     },
     #[error(
-        "the run in {} keeps its state on {was} node(s), and this start has {now}: start as many, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
-        path.display()
+        "the run in {} {}: {}resume from a checkpoint with --resume-from STEP (`trainer runs` lists them) or --resume-from newest, or start again with --fresh",
+        path.display(), kept_on(*was, *now), if *was == INCOMPLETE { "" } else { "start as many, " }
     )]
     Nodes { path: PathBuf, was: u32, now: u32 },
     #[error("{} is damaged ({message}): `trainer train` with the run's configuration rebuilds it", path.display())]
@@ -104,6 +107,13 @@ pub enum DirError {
         was: String,
         now: String,
     },
+}
+
+fn kept_on(was: u32, now: u32) -> String {
+    match was {
+        INCOMPLETE => "was interrupted while it took its state from a checkpoint".to_owned(),
+        _ => format!("keeps its state on {was} node(s), and this start has {now}"),
+    }
 }
 
 /// Run directory locked by this process, or by the first rank of its run.

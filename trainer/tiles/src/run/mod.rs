@@ -15,7 +15,7 @@ pub use checkpoint::{SLACK_BYTES, bytes_in};
 pub use dir::{
     Difference, daemon_dir, differences, first_weights_dir, make_dir, resolved, tokens_dir,
 };
-pub use dir::{DirError, RunDescription, RunDir};
+pub use dir::{DirError, INCOMPLETE, RunDescription, RunDir};
 pub use identity::{Origin, RunId, node_dir, nodes_dir};
 pub use model_files::ModelFiles;
 pub use state::{RunState, StateError};
