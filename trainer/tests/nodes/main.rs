@@ -4,6 +4,7 @@
 //! is not noticed in time or not named; a launcher listens at other addresses than the given one, or lets a process
 //! without the job token in; a slow link that loses packets changes results.
 
+mod failures;
 #[allow(dead_code, reason = "whole runs use more of it")]
 #[path = "../runs/harness.rs"]
 mod harness;

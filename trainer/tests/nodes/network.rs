@@ -111,9 +111,18 @@ impl Network {
 
     /// Cuts a node's cable.
     pub(crate) fn cut(&self, node: u32) {
+        self.set_cable(node, "down");
+    }
+
+    /// Mends a node's cable if it was cut.
+    pub(crate) fn join(&self, node: u32) {
+        self.set_cable(node, "up");
+    }
+
+    fn set_cable(&self, node: u32, to: &str) {
         let port = format!("port{node}");
         let mut command = Command::new("ip");
-        command.args(["-n", &self.switch(), "link", "set", &port, "down"]);
+        command.args(["-n", &self.switch(), "link", "set", &port, to]);
         assert!(succeeds(&mut command), "{command:?}");
     }
 
