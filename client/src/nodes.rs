@@ -101,7 +101,8 @@ pub enum Disagreement {
     },
 }
 
-const TO_CHECKPOINT: &str = "resume all nodes from the newest checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh";
+/// End of the advice in [`Disagreement`]; front ends with other commands replace it.
+pub const TO_CHECKPOINT: &str = "resume all nodes from the newest checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh";
 
 /// Returns the newest generation that every node holds, 0 for a fresh start. `held` has the report of each node, in order.
 ///

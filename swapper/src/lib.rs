@@ -47,6 +47,7 @@ pub use layout::{
     choose_tile_elems, resident, shard_elems, shard_of,
 };
 pub use nodes::{Exchange, Nodes};
+pub use offload_client::nodes::TO_CHECKPOINT;
 pub use offload_client::{
     ArenaMemory, ClientError, Daemon, Durability, ENGINES, FaultKind, IODEPTH_DEFAULT, IODEPTH_MAX,
     IODEPTH_MIN, TileError, private,

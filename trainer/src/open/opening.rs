@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use swapper::Backing;
 use swapper::private::PrivateDaemon;
-use swapper::{Backing, Daemon};
 use test_hooks::kill_point::{Point, reach};
 
 use super::describe::SHARED_STORE;
@@ -22,7 +22,9 @@ use training_state::run::{
     Checkpoint, INCOMPLETE, ModelFiles, RunDescription, RunDir, RunId, RunState, daemon_dir,
     resolved,
 };
-use training_state::store::{StoreError, StoreFiles, file_name, remove_files, start_private};
+use training_state::store::{
+    OtherJob, StoreError, StoreFiles, file_name, other_job, remove_files, start_private,
+};
 
 /// Results of the start of a node's first rank that its other ranks need.
 #[derive(Serialize, Deserialize)]
@@ -254,24 +256,15 @@ impl Prepared {
 
     /// Checks that the private store behind `daemon` does not hold the part of another node or run.
     fn check_private_store(&self, daemon: &PrivateDaemon) -> Result<(), RunError> {
-        let daemon = Daemon::connect(daemon.socket()).map_err(StoreError::Daemon)?;
-        let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
-        if jobs.iter().any(|job| job.job == self.id.job) {
-            return Ok(());
+        match other_job(daemon, &self.id.job)? {
+            None => Ok(()),
+            Some(OtherJob { job, devices }) => Err(RunError::OtherStore {
+                node: self.ranks.node(),
+                devices,
+                found: RunId::describe_job(&job),
+                expected: RunId::describe_job(&self.id.job),
+            }),
         }
-        let Some(other) = jobs.into_iter().next() else {
-            return Ok(());
-        };
-        let devices = daemon.info().devices.iter();
-        let devices: Vec<String> = devices
-            .map(|device| device.path.display().to_string())
-            .collect();
-        Err(RunError::OtherStore {
-            node: self.ranks.node(),
-            devices: devices.join(", "),
-            found: RunId::describe_job(&other.job),
-            expected: RunId::describe_job(&self.id.job),
-        })
     }
 
     fn lost(&self, steps: u64, devices: Vec<String>) -> RunError {

@@ -141,18 +141,12 @@ impl Ranks {
 
     /// Number of this process's node, from 0.
     pub fn node(&self) -> u32 {
-        let before = self
-            .first_ranks
-            .iter()
-            .filter(|&&first| first <= self.rank());
-        before.count() as u32 - 1
+        node_of(&self.first_ranks, self.rank())
     }
 
     /// Ranks on this node.
     pub fn local(&self) -> Range<u32> {
-        let node = self.node() as usize;
-        let next = self.first_ranks.get(node + 1);
-        self.first_ranks[node]..next.copied().unwrap_or(self.count())
+        ranks_of(&self.first_ranks, self.node(), self.count())
     }
 
     /// Number of this process on its node, from 0.
@@ -303,7 +297,10 @@ impl Ranks {
 }
 
 /// Finds the first rank of each node from every rank's number on its node and number of ranks there.
-fn first_ranks(places: &[[u64; 2]]) -> Result<Vec<u32>, RankError> {
+///
+/// # Errors
+/// The ranks of a node do not follow each other.
+pub fn first_ranks(places: &[[u64; 2]]) -> Result<Vec<u32>, RankError> {
     let mut first_ranks: Vec<u32> = Vec::new();
     for (rank, &[local_rank, local_ranks]) in (0..).zip(places) {
         let follows = match first_ranks.last() {
@@ -328,6 +325,19 @@ fn first_ranks(places: &[[u64; 2]]) -> Result<Vec<u32>, RankError> {
         }
     }
     Ok(first_ranks)
+}
+
+/// Node of `rank`, where `first_ranks` has the first rank of each node.
+pub fn node_of(first_ranks: &[u32], rank: u32) -> u32 {
+    let before = first_ranks.iter().filter(|&&first| first <= rank);
+    before.count() as u32 - 1
+}
+
+/// Ranks of `node` in a run of `count` ranks.
+pub fn ranks_of(first_ranks: &[u32], node: u32, count: u32) -> Range<u32> {
+    let node = node as usize;
+    let next = first_ranks.get(node + 1);
+    first_ranks[node]..next.copied().unwrap_or(count)
 }
 
 /// Sets the result `end` for the rounds, even if the work panics.

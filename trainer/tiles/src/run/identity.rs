@@ -66,10 +66,7 @@ impl RunId {
     /// Identity of the part of this run that node `node` keeps in `dir`. The first node's is the run's own.
     pub fn of_node(&self, node: u32, dir: &Path) -> Self {
         Self {
-            job: match node {
-                0 => self.job.clone(),
-                node => format!("{}{NODE}{node}", self.job),
-            },
+            job: node_job(&self.job, node),
             dir: dir.to_owned(),
         }
     }
@@ -147,6 +144,14 @@ impl RunId {
 
 /// Part of a job's name before the number of a node.
 const NODE: &str = "-node";
+
+/// Name of the job of node `node` in a run whose first node has the job `job`.
+pub fn node_job(job: &str, node: u32) -> String {
+    match node {
+        0 => job.to_owned(),
+        node => format!("{job}{NODE}{node}"),
+    }
+}
 
 /// Directory of node `node` in the directory of its run: the run's own directory for the first one.
 pub fn node_dir(run_dir: &Path, node: u32) -> PathBuf {

@@ -16,6 +16,6 @@ pub use dir::{
     Difference, daemon_dir, differences, first_weights_dir, make_dir, resolved, tokens_dir,
 };
 pub use dir::{DirError, INCOMPLETE, RunDescription, RunDir};
-pub use identity::{Origin, RunId, node_dir, nodes_dir};
+pub use identity::{Origin, RunId, node_dir, node_job, nodes_dir};
 pub use model_files::ModelFiles;
 pub use state::{RunState, StateError};

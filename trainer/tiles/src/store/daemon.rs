@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use swapper::private::{PrivateDaemon, PrivateSettings};
-use swapper::{Durability, MemoryPlan};
+use swapper::{Daemon, Durability, MemoryPlan};
 
 use super::{StoreError, StoreSpace, check_dirs, check_space, space_needed};
 
@@ -165,6 +165,34 @@ fn lock(file: &File) -> Result<(), rustix::io::Errno> {
             result => return result,
         }
     }
+}
+
+/// What a private store holds instead of a job.
+pub struct OtherJob {
+    /// Name of the job that it holds.
+    pub job: String,
+    /// The store's device files, for messages.
+    pub devices: String,
+}
+
+/// Returns what the private store behind `daemon` holds if it is not `job`; `None` for an empty one.
+///
+/// # Errors
+/// The daemon does not answer.
+pub fn other_job(daemon: &PrivateDaemon, job: &str) -> Result<Option<OtherJob>, StoreError> {
+    let daemon = Daemon::connect(daemon.socket()).map_err(StoreError::Daemon)?;
+    let jobs = daemon.jobs().map_err(StoreError::Daemon)?;
+    if jobs.iter().any(|held| held.job == job) {
+        return Ok(None);
+    }
+    let devices = daemon.info().devices.iter();
+    let devices: Vec<String> = devices
+        .map(|device| device.path.display().to_string())
+        .collect();
+    Ok(jobs.into_iter().next().map(|other| OtherJob {
+        job: other.job,
+        devices: devices.join(", "),
+    }))
 }
 
 /// Starts a daemon on the files, which are formatted if they are new. The daemon ends with this process and

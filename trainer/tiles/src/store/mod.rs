@@ -4,7 +4,8 @@ mod daemon;
 mod dir;
 
 pub use daemon::{
-    StoreFiles, device_file_bytes, file_name, job_of, link_of, remove_files, start_private,
+    OtherJob, StoreFiles, device_file_bytes, file_name, job_of, link_of, other_job, remove_files,
+    start_private,
 };
 pub use dir::{
     StoreError, StoreSpace, check_dirs, check_space, file_system, free_bytes, space_needed,
