@@ -6,14 +6,14 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use pyo3::PyResult;
 use serde_json::{Value, json};
-use swapper::{Kind, Swapper, SwapperError, TileRange, UninitTile};
+use swapper::{Kind, Swapper, SwapperError, SwapperSettings, TileRange, UninitTile};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::{
     Checkpoint, CheckpointDescription, CheckpointError, SavedFile, TileWriter,
 };
 
 use crate::errors::{Damaged, Error, LayoutChanged, NoSpace};
-use crate::open::{Plan, UnitPlan};
+use crate::open::{Plan, UnitPlan, swapper_settings};
 use crate::update::StepHyper;
 
 /// Why a checkpoint was not written or not loaded.
@@ -51,10 +51,15 @@ pub(crate) fn exception(error: CheckpointError) -> pyo3::PyErr {
 }
 
 /// What two runs must have in common for one to load the other's tiles. `frozen` is the sum of all ranks' `frozen`.
-fn layout(plan: &Plan, swapper: &Swapper<StepHyper>, frozen: u64) -> Value {
+fn layout(plan: &Plan, frozen: u64) -> Value {
     let unit = |unit: &UnitPlan| json!([unit.elems, unit.dtype, unit.trained]);
     let units: Vec<_> = plan.units.iter().map(unit).collect();
-    let tiles = swapper.layout().table().iter();
+    let all_nodes = SwapperSettings {
+        node_ranks: None,
+        ..swapper_settings(plan).expect("the run was opened with this plan")
+    };
+    let tiles = all_nodes.cut().expect("the run was opened with this plan");
+    let tiles = tiles.table().iter();
     let ranges = tiles.filter(|tile| tile.kind == Kind::Param).count();
     let mut layout = json!({"units": units, "ranges": ranges, "frozen": format!("{frozen:016x}")});
     if plan.moments != "fp32" {
@@ -108,7 +113,6 @@ pub(crate) fn frozen(swapper: &mut Swapper<StepHyper>, plan: &Plan) -> Result<u6
 
 /// Completes a checkpoint of which all ranks have written their `files`: describes it, with `state`, which `read_state` returns.
 pub(crate) fn describe(
-    swapper: &Swapper<StepHyper>,
     plan: &Plan,
     dir: &Path,
     step: u64,
@@ -120,7 +124,7 @@ pub(crate) fn describe(
     let description = CheckpointDescription {
         step,
         unix_s: now.unwrap_or_default().as_secs(),
-        layout: layout(plan, swapper, frozen),
+        layout: layout(plan, frozen),
         state,
         files,
     };
@@ -146,7 +150,7 @@ pub(crate) fn load(
         .filter(|&unit| plan.units[unit].trained)
         .collect();
     let mut checkpoint = Checkpoint::open(dir, plan.rank)?;
-    checkpoint.check_layout(&layout(plan, swapper, frozen))?;
+    checkpoint.check_layout(&layout(plan, frozen))?;
     let layout = swapper.layout().clone();
     let of_trained = |unit: &usize| layout.units()[*unit].clone();
     let ranges = trained.iter().flat_map(of_trained);

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use pyo3::create_exception;
 use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
-use swapper::{ClientError, FaultKind, SwapperError, TileError};
+use swapper::{ClientError, FaultKind, SwapperError, TO_CHECKPOINT, TileError};
 use training_state::store::StoreError;
 
 create_exception!(offloadd, Error, PyException, "offloadd cannot go on.");
@@ -59,6 +59,10 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("RankGone", py.get_type::<RankGone>())
 }
 
+/// The way back where the nodes' stores do not belong together.
+pub(crate) const BEGIN_ANEW: &str =
+    "begin anew on all nodes with resume=False and load a checkpoint";
+
 /// The exception for an error of the swapper.
 pub(crate) fn failed(error: SwapperError) -> PyErr {
     let text = error.to_string();
@@ -76,7 +80,8 @@ pub(crate) fn failed(error: SwapperError) -> PyErr {
         },
         SwapperError::Stalled { .. } => DeviceFailed::new_err(text),
         SwapperError::LayoutChanged { .. } => LayoutChanged::new_err(text),
-        SwapperError::Cancelled { .. } => RankGone::new_err(text),
+        SwapperError::Cancelled { .. } | SwapperError::OtherNodes { .. } => RankGone::new_err(text),
+        SwapperError::Disagreement(_) => Error::new_err(text.replace(TO_CHECKPOINT, BEGIN_ANEW)),
         _ => Error::new_err(text),
     }
 }

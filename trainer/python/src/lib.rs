@@ -12,6 +12,7 @@ mod checkpoint;
 mod errors;
 mod gpu;
 mod memory;
+mod nodes;
 mod open;
 mod plan;
 mod progress;
@@ -29,6 +30,7 @@ use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperE
 
 use crate::errors::{Error, Signals, failed};
 use crate::gpu::{GpuMover, MoverCell, gpu_name};
+use crate::nodes::Exchange;
 use crate::open::{Format, ParamPlan, Plan, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
@@ -200,15 +202,16 @@ fn program(ops: &[(bool, usize)]) -> Result<StepProgram, SwapperError> {
 #[pymethods]
 impl Core {
     /// Opens this rank's part of the run that the JSON text `plan` describes, behind `socket` where the run has device files of
-    /// its own; `daemon` is the one this process started for them. Returns it with the first rank's blob of the last committed
+    /// its own; `daemon` is the one this process started for them, and `exchange` connects several nodes. Returns it with the first rank's blob of the last committed
     /// step and this rank's, each None where there is none. `begin_fill` must follow if the run is new.
     #[staticmethod]
-    #[pyo3(signature = (plan, socket, daemon))]
+    #[pyo3(signature = (plan, socket, daemon, exchange))]
     fn open(
         py: Python<'_>,
         plan: &str,
         socket: Option<PathBuf>,
         daemon: Option<Py<Daemon>>,
+        exchange: Option<Py<Exchange>>,
     ) -> PyResult<(Self, Blob, Blob)> {
         let plan: Plan = serde_json::from_str(plan).map_err(|e| Error::new_err(e.to_string()))?;
         let take = |daemon: Py<Daemon>| {
@@ -216,7 +219,8 @@ impl Core {
             daemon.as_mut().ok().and_then(|daemon| daemon.take())
         };
         let daemon = daemon.and_then(take);
-        let (mut held, opened) = py.detach(|| open(plan, socket, daemon))?;
+        let exchange = exchange.map(|exchange| exchange.get().mailbox());
+        let (mut held, opened) = py.detach(|| open(plan, socket, daemon, exchange))?;
         let signals = Signals::default();
         let asks = signals.clone();
         held.swapper.set_interrupt(move || asks.raised());
@@ -451,8 +455,7 @@ impl Core {
         let files = files.iter().map(|file| serde_json::from_str(file));
         let files = files.collect::<Result<_, _>>().map_err(broken)?;
         self.with_any(py, |held| {
-            let Held { swapper, plan, .. } = held;
-            checkpoint::describe(swapper, plan, &dir, step, state, files, frozen)
+            checkpoint::describe(&held.plan, &dir, step, state, files, frozen)
                 .map_err(checkpoint::exception)
         })
     }
@@ -497,6 +500,7 @@ impl Core {
 fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Core>()?;
     module.add_class::<Daemon>()?;
+    module.add_class::<Exchange>()?;
     module.add_class::<StepFacts>()?;
     module.add_class::<GpuMover>()?;
     module.add_class::<schedule::LossScale>()?;
@@ -504,6 +508,8 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
+    module.add_function(wrap_pyfunction!(nodes::first_ranks, module)?)?;
+    module.add_function(wrap_pyfunction!(nodes::node_part, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::deepspeed_schedulers, module)?)?;
     errors::add(module)

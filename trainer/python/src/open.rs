@@ -1,5 +1,6 @@
 //! From the plan that Python passes as JSON to an open swapper.
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -10,17 +11,20 @@ use pyo3::PyResult;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
-    Backing, Durability, Opened, Optimizer, Schedule, Staging, StepIo, StoreSettings, Swapper,
-    SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
+    Backing, Durability, Nodes, Opened, Optimizer, Schedule, Staging, StepIo, StoreSettings,
+    Swapper, SwapperSettings, TileBytes, UnitShape, choose_tile_elems,
 };
 
 use training_state::plan::Measured;
-use training_state::store::{StoreFiles, device_file_bytes};
+use training_state::ranks::{node_of, ranks_of};
+use training_state::run::RunId;
+use training_state::store::{OtherJob, StoreFiles, device_file_bytes, other_job};
 use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate, tile_bytes};
 
 use crate::Held;
-use crate::errors::{Error, failed, no_store, refused};
+use crate::errors::{BEGIN_ANEW, Error, failed, no_store, refused};
 use crate::gpu::gpu_failed;
+use crate::nodes::Mailbox;
 use crate::progress::{Clock, Reporter};
 use crate::update::{ByParam, StepHyper};
 
@@ -48,9 +52,13 @@ pub(crate) struct Plan {
     pub(crate) update_threads: usize,
     /// The GPU that updates tiles too, or alone if there are no threads.
     update_gpu: Option<u32>,
-    /// Number of this process, and of the processes on this node that train the run together.
+    /// Number of this process, and of the processes that train the run together.
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
+    /// First rank of each node.
+    first_ranks: Vec<u32>,
+    /// Identity of the run, the same on all nodes. `run_dir` and `job` are this node's.
+    run: String,
 }
 
 #[derive(Debug, Deserialize)]
@@ -143,22 +151,33 @@ fn shape(elems: u64, format: &Format) -> UnitShape {
 
 /// Starts the daemon of the run's own device files, one in each directory, for the sessions of all ranks.
 pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
-    // The first rank has the most tiles.
+    // The first rank of a node has the most tiles.
     let memory = swapper_settings(plan)?.plan().map_err(failed)?;
     let file_bytes = device_file_bytes(&memory, Durability::Committed, plan.nvme.len() as u64);
     let files = StoreFiles::new(&plan.nvme, &plan.job, file_bytes);
     files.check_space().map_err(no_store)?;
-    PrivateDaemon::start(PrivateSettings {
+    let daemon = PrivateDaemon::start(PrivateSettings {
         program: plan.program.clone(),
         dir: plan.run_dir.join("offloadd"),
         devices: (files.paths().iter())
             .map(|path| (path.clone(), file_bytes))
             .collect(),
-        arena_bytes_max: memory.arena_bytes().map_err(failed)? * u64::from(plan.ranks),
+        arena_bytes_max: memory.arena_bytes().map_err(failed)? * plan.local().len() as u64,
         iodepth_max: IODEPTH,
         engine: "auto".into(),
     })
-    .map_err(|error| refused(&error, error.to_string()))
+    .map_err(|error| refused(&error, error.to_string()))?;
+    if plan.first_ranks.len() > 1
+        && let Some(OtherJob { job, devices }) = other_job(&daemon, &plan.job).map_err(no_store)?
+    {
+        return Err(Error::new_err(format!(
+            "node {}: the store on {devices} holds {}, not {}: set nvme_path to this node's own drives, or {BEGIN_ANEW}",
+            plan.node(),
+            RunId::describe_job(&job),
+            RunId::describe_job(&plan.job),
+        )));
+    }
+    Ok(daemon)
 }
 
 impl Plan {
@@ -177,12 +196,26 @@ impl Plan {
         self.socket.is_some() || !self.nvme.is_empty()
     }
 
-    fn backing(&self, socket: PathBuf) -> Backing {
+    /// Ranks of this node.
+    fn local(&self) -> Range<u32> {
+        ranks_of(&self.first_ranks, self.node(), self.ranks)
+    }
+
+    fn node(&self) -> u32 {
+        node_of(&self.first_ranks, self.rank)
+    }
+
+    fn backing(&self, socket: PathBuf, exchange: Option<&Arc<Mailbox>>) -> Backing {
         Backing::Store(StoreSettings {
             socket,
             job: self.job.clone(),
             durability: Durability::Committed,
-            nodes: None,
+            nodes: exchange.map(|exchange| Nodes {
+                run: self.run.clone().into_bytes(),
+                node: self.node(),
+                first_ranks: self.first_ranks.clone(),
+                exchange: exchange.clone(),
+            }),
         })
     }
 }
@@ -206,7 +239,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         commit_every: plan.commit_every,
         iodepth: IODEPTH,
         backing: match plan.has_store() {
-            true => plan.backing(plan.socket.clone().unwrap_or_default()),
+            true => plan.backing(plan.socket.clone().unwrap_or_default(), None),
             false => Backing::Memory,
         },
         // A job with other moments is refused: its tiles may have the same size.
@@ -216,7 +249,7 @@ pub(crate) fn swapper_settings(plan: &Plan) -> PyResult<SwapperSettings> {
         },
         rank: plan.rank,
         ranks: plan.ranks,
-        node_ranks: None,
+        node_ranks: Some(plan.local()),
     })
 }
 
@@ -245,15 +278,18 @@ fn optimizers(
 }
 
 /// Opens the run's tiles: those on its own device files behind `socket`, with the daemon that this process started for them.
+/// `exchange` connects the nodes, if there are several.
 pub(crate) fn open(
     plan: Plan,
     socket: Option<PathBuf>,
     daemon: Option<PrivateDaemon>,
+    exchange: Option<Arc<Mailbox>>,
 ) -> PyResult<(Held, Opened)> {
     let formats = plan.formats()?;
     let mut settings = swapper_settings(&plan)?;
-    if let Some(socket) = socket {
-        settings.backing = plan.backing(socket);
+    if plan.has_store() {
+        let socket = socket.or(plan.socket.clone()).unwrap_or_default();
+        settings.backing = plan.backing(socket, exchange.as_ref());
     }
     let bytes = settings.step_bytes().map_err(failed)?;
     let mut index = 0..;
@@ -271,7 +307,7 @@ pub(crate) fn open(
     };
     let optimizers = optimizers(&plan, &scalars, settings.tile_elems)?;
     let (swapper, opened) = Swapper::open(settings.clone(), optimizers).map_err(failed)?;
-    if let Some((read, write)) = opened.rates().filter(|_| plan.rank == 0) {
+    if let Some((read, write)) = opened.rates().filter(|_| plan.rank == plan.local().start) {
         let measured = Measured {
             read_bytes_per_s: Some(read),
             write_bytes_per_s: Some(write),

@@ -15,6 +15,7 @@ import forks
 import offloadd
 from offloadd._config import settings_of
 from offloadd._memory import HostMemory, gpu_of
+from offloadd._nodes import Places
 from offloadd._plan import engine_plan
 from ranks import on_ranks
 from test_engine import pair
@@ -170,7 +171,7 @@ def test_a_model_on_a_gpu_needs_a_driver_and_several_processes_the_word(monkeypa
 def test_updates_run_where_the_model_computes_unless_drives_are_the_bound():
     def updaters(gpu, device="cpu", **own):
         settings = settings_of({"zero_optimization": {"offload_param": {"device": device, "nvme_path": "."}}, "offloadd": own})
-        found = engine_plan(settings, settings.run_dir, [], 0, 1, gpu)
+        found = engine_plan(settings, settings.run_dir, [], Places(), gpu)
         return found["update_threads"], found["update_gpu"]
 
     threads = updaters(None)[0]

@@ -15,6 +15,7 @@ import io
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -27,6 +28,9 @@ from ._state import flush_dir, write_flushed
 LATEST = "latest"
 _STATE = "state.pt"
 
+# Time in which a directory that the first node made appears on the others.
+_SEEN_S = 5.0
+
 
 def save_checkpoint(
     run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool, add: Optional[Callable[[Path], None]] = None
@@ -38,6 +42,8 @@ def save_checkpoint(
     partial, ranks = directory / f"{tag}.partial", run.ranks
     run.drain()
     ranks.together("begin a checkpoint", lambda: _begin(partial) if ranks.first else None)
+    if ranks.places.nodes > 1:
+        ranks.together("look for a checkpoint's directory", lambda: _check_shared(partial, ranks.places.node))
     file, frozen = ranks.together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
     run.engine.order.forget_rest()
     frozen = ranks.total("add up frozen parameters", frozen)
@@ -53,6 +59,18 @@ def _begin(partial: Path) -> None:
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir()
+
+
+def _check_shared(partial: Path, node: int) -> None:
+    """Waits until this node sees what the first one has made. Network file systems keep what they have read of a directory for seconds."""
+    until = time.monotonic() + _SEEN_S
+    while not partial.exists():
+        if time.monotonic() > until:
+            raise Error(
+                f"node {node} does not see {partial} as the first node does, and all nodes write checkpoints there: name a directory that "
+                "all nodes share"
+            )
+        time.sleep(0.02)
 
 
 def _finish(run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool, files: list[str], frozen: int) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from . import _offloadd
-from ._config import Settings, processes
+from ._config import Settings
 from ._errors import Error, NoSpace
 from ._memory import GpuDevice
+from ._nodes import Places
 from ._program import BIN
 from ._units import Unit
 
@@ -27,13 +28,15 @@ class Plan:
     """A run's figures; `str` writes them for people."""
 
     def __init__(
-        self, settings: Settings, run_dir: Path, units: list[Unit], rank: int = 0, ranks: int = 1, gpu: Optional[GpuDevice] = None
+        self, settings: Settings, run_dir: Path, units: list[Unit], places: Places = Places(), gpu: Optional[GpuDevice] = None
     ) -> None:
-        self.settings, self.run_dir, self.gpu = settings, run_dir, gpu
+        self.settings, self.base_dir, self.gpu = settings, run_dir, gpu
+        # The directory of this node's part of the run, and the name of its job.
+        self.run_dir, self.job = part_of(run_dir, places.node)
         self.types = sorted({_type(unit.dtype) for unit in units})
         self.units = len(units)
         self.params = sum(param.numel() for unit in units for param in unit.params)
-        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, rank, ranks, gpu.index if gpu is not None else None))
+        self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
 
@@ -92,10 +95,9 @@ class Plan:
         return "\n".join(lines)
 
 
-def engine_plan(
-    settings: Settings, run_dir: Path, units: list[Unit], rank: int, ranks: int, gpu: Optional[int]
-) -> dict[str, Any]:
+def engine_plan(settings: Settings, run_dir: Path, units: list[Unit], places: Places, gpu: Optional[int]) -> dict[str, Any]:
     """The description of a run for the extension. `gpu` is the index of the GPU that the model computes on."""
+    part, job = part_of(run_dir, places.node)
     state_bytes = sum(unit.elems * _STATE_BYTES_PER_ELEM if unit.trained else unit.bytes for unit in units)
     return {
         "units": [
@@ -114,34 +116,49 @@ def engine_plan(
         "nvme": [str(path) for path in settings.nvme],
         "socket": str(settings.socket) if settings.socket else None,
         "program": program_of(settings),
-        "run_dir": str(run_dir),
-        "job": job_of(run_dir),
+        "run_dir": str(part),
+        "job": job,
         "deferred": settings.optimizer_step == "deferred",
         "resident_fraction": settings.resident_fraction,
-        "gradients_fraction": _gradients_fraction(settings, units, ranks),
+        "gradients_fraction": _gradients_fraction(settings, units, places),
         "moments": settings.moments,
         "commit_every": settings.commit_every,
         # An eighth of the state keeps one drive busy; small models get what they need anyway.
         "staging_bytes": settings.staging_bytes
-        or max(_STAGING_BYTES_MIN, min(state_bytes // ranks // 8, 4 << 30)),
-        **_updaters(settings, gpu),
-        "rank": rank,
-        "ranks": ranks,
+        or max(_STAGING_BYTES_MIN, min(state_bytes // places.count // 8, 4 << 30)),
+        **_updaters(settings, gpu, len(places.local)),
+        "rank": places.rank,
+        "ranks": places.count,
+        "first_ranks": places.first_ranks,
+        "run": job_of(run_dir),
     }
 
 
-def _gradients_fraction(settings: Settings, units: list[Unit], ranks: int) -> float:
+# What may differ between nodes, and what may differ between the ranks of a node.
+_OF_NODE = ("nvme", "socket", "run_dir", "job", "gradients_fraction")
+_OF_RANK = ("rank", "staging_bytes", "update_threads", "update_gpu", "program")
+
+
+def described(plan: str) -> tuple[str, str]:
+    """What must be the same on all ranks of an engine's plan, and what must be on those of a node."""
+    values = json.loads(plan)
+    of_node = {key: values[key] for key in _OF_NODE}
+    same = {key: value for key, value in values.items() if key not in _OF_NODE + _OF_RANK}
+    return json.dumps([same, bool(values["nvme"] or values["socket"])]), json.dumps(of_node)
+
+
+def _gradients_fraction(settings: Settings, units: list[Unit], places: Places) -> float:
     """The fraction of the gradients that stays in host memory: all if they take at most half of what is available."""
     if settings.gradients in ("cpu", "nvme"):
         return 1.0 if settings.gradients == "cpu" else 0.0
     # What is available says nothing of a quota.
     available = None if settings.socket else _offloadd.host_available_bytes()
-    wanted = sum(unit.elems * unit.gradient_dtype.itemsize for unit in units if unit.trained) // ranks
-    fits = available is not None and wanted <= available // processes() // 2
+    wanted = sum(unit.elems * unit.gradient_dtype.itemsize for unit in units if unit.trained) // places.count
+    fits = available is not None and wanted <= available // len(places.local) // 2
     return 1.0 if fits else settings.resident_fraction
 
 
-def _updaters(settings: Settings, gpu: Optional[int]) -> dict[str, Any]:
+def _updaters(settings: Settings, gpu: Optional[int], local_ranks: int) -> dict[str, Any]:
     """The threads that update on the CPU, and the GPU that updates beside or instead of them."""
     device = settings.optimizer_device or "auto"
     if device == "auto":
@@ -149,7 +166,7 @@ def _updaters(settings: Settings, gpu: Optional[int]) -> dict[str, Any]:
         device = "cpu" if gpu is None or settings.device == "nvme" else "shared"
     if gpu is None and device != "cpu":
         raise Error(f"offloadd.optimizer_device = {device!r}: the model does not compute on a GPU; leave it out")
-    cores = max(1, (os.cpu_count() or 2) // processes())
+    cores = max(1, (os.cpu_count() or 2) // local_ranks)
     # The CPU computes too, or has PyTorch's thread and the mover's to run.
     threads = settings.update_threads or max(1, min(4, cores // 2) if gpu is None else cores - 2)
     return {"update_threads": 0 if device == "gpu" else threads, "update_gpu": gpu if device != "cpu" else None}
@@ -157,6 +174,11 @@ def _updaters(settings: Settings, gpu: Optional[int]) -> dict[str, Any]:
 
 def _type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def part_of(run_dir: Path, node: int) -> tuple[Path, str]:
+    """The directory of a node's part of a run, and the name of its job in a store."""
+    return _offloadd.node_part(run_dir, job_of(run_dir), node)
 
 
 def job_of(run_dir: Path) -> str:

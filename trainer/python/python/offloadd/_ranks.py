@@ -1,8 +1,9 @@
-"""The ranks of a run: processes of one node that train one model together, each with a part of every unit's tiles.
+"""The ranks of a run: processes of one or several nodes that train one model together, each with a part of every unit's tiles.
 
 Before anything that needs all ranks they *meet*: each writes on the board what it is about to do, and continues when all have written the
 same. Nobody therefore waits in a collective operation that another rank does not enter, and ranks whose order differs are told where
-each of them is. A rank that has ended is noticed by the end of its process. One process is a group of one, which meets nobody.
+each of them is. A rank that has ended is noticed by the end of its process, and one of another node by its silence (`_nodes`). One
+process is a group of one, which meets nobody.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import hashlib
 import operator
 import os
 import select
-import socket
 import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from . import _nodes
 from ._board import Board
 from ._console import say
 from ._errors import Error, NotSupported, OrderDiffers, RankGone
+from ._nodes import Link, Places
 from ._units import Unit
 
 T = TypeVar("T")
@@ -40,8 +41,9 @@ _LOOK_S, _TELL_S = 0.1, 20.0
 # A rank that has waited for so long in an operation of torch.distributed, while others wait here, waits for one of them.
 _STUCK_S = 15.0
 
-# Time between two notes of where a rank is, and time in which a script must notice that another rank is gone.
-_NOTE_S, _GRACE_S = 1.0, 6.0
+# Time between two notes of where a rank is, and time in which a script must notice that another rank is gone: less for one that was
+# silent before.
+_NOTE_S, _GRACE_S, _SILENT_GRACE_S = 1.0, 6.0, 2.0
 
 # All ranks begin an operation together, so this bounds a transfer.
 _TRANSFER_MAX = datetime.timedelta(hours=1)
@@ -68,6 +70,9 @@ class Ranks:
         self._number = 0
         self._groups: dict[str, Any] = {}
         self._board: Optional[Board] = None
+        self.places = Places() if self.count == 1 else _nodes.guess(self.rank, self.count)
+        # The connection to other nodes, if there are several.
+        self.link: Optional[Link] = None
         # Whether this rank comes to no meeting any more, and why another one does not.
         self._ended = False
         self._gone = ""
@@ -78,8 +83,13 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this rank manages the run's directory and its daemon, and writes reports and weights."""
+        """Whether this rank writes reports, checkpoints and weights."""
         return self.rank == 0
+
+    @property
+    def first_of_node(self) -> bool:
+        """Whether this rank manages its node's directory and daemon."""
+        return self.places.first_of_node
 
     def open(self, params: int) -> None:
         """Meets the others for the first time; `params` bounds what they exchange."""
@@ -88,40 +98,38 @@ class Ranks:
             return
         store, key = dist.distributed_c10d._get_default_store(), f"offloadd/{_opened}"
         _opened += 1
-        store.set(f"{key}/node/{self.rank}", f"{_node()} {socket.gethostname()}")
-        nodes = [store.get(f"{key}/node/{rank}").decode() for rank in range(self.count)]
-        other = next((rank for rank in range(self.count) if nodes[rank].split()[0] != nodes[0].split()[0]), None)
-        if other is not None:
-            raise NotSupported(
-                f"rank 0 is on {nodes[0].split()[1]} and rank {other} on {nodes[other].split()[1]}: runs over several nodes are not "
-                "built; start all processes on one node"
-            )
+        self.places = places = _nodes.find(store, key, self.rank, self.count)
+        board = f"{key}/board/{places.node}"
         data_bytes = _DATA_BYTES + 16 * params
         failed = ""
-        if self.first:
+        if self.first_of_node:
             file, path = tempfile.mkstemp(prefix="offloadd-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-            store.set(f"{key}/board", path)
+            store.set(board, path)
         else:
-            path = store.get(f"{key}/board").decode()
+            path = store.get(board).decode()
         try:
-            file = file if self.first else os.open(path, os.O_RDWR)
+            file = file if self.first_of_node else os.open(path, os.O_RDWR)
             self._board = Board(file, self.count, data_bytes)
             os.close(file)
             self._board.set_process(self.rank, os.getpid())
         except OSError as error:
-            failed = f"rank {self.rank} cannot use {path}: {error.strerror}; all ranks must see the same /dev/shm, as in one container"
+            failed = f"rank {self.rank} cannot use {path}: {error.strerror}; all ranks of a node must see the same /dev/shm, as in one container"
+        if places.nodes > 1:
+            self.link = Link(store, key, places)
         # Until then there are no process numbers to look at.
         store.set(f"{key}/open/{self.rank}", failed)
         opened = [store.get(f"{key}/open/{rank}").decode() for rank in range(self.count)]
-        if self.first:
+        if self.first_of_node:
             os.unlink(path)
         if any(opened):
             raise NotSupported(next(filter(None, opened)))
-        self._processes = {rank: self._board.process(rank) for rank in range(self.count) if rank != self.rank}
-        self._main = threading.current_thread().ident
+        self._processes = {rank: self._board.process(rank) for rank in places.local if rank != self.rank}
+        self._main, self._process = threading.current_thread().ident, os.getpid()
         self._woken, self._wake = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="offloadd ranks", daemon=True)
         self._watcher.start()
+        if self.link is not None:
+            self.link.start()
         # No thread of ours is left when the interpreter is taken down.
         atexit.register(self.close)
 
@@ -143,6 +151,8 @@ class Ranks:
             late = [rank for rank in ranks if board.number(rank) < number]
             if not late:
                 break
+            if self.link is not None and self.first_of_node and not any(rank in self.places.local for rank in late):
+                self._bring(number)
             now = time.monotonic()
             if now - looked > _LOOK_S:
                 looked = now
@@ -158,17 +168,48 @@ class Ranks:
             raise self._fail(OrderDiffers(f"the ranks are about to do different things: {'; '.join(places)}. {_SAME_ORDER}"))
         return [board.data(rank, number) for rank in ranks]
 
+    def _bring(self, number: int) -> None:
+        """Writes on the board what the ranks of other nodes bring to a meeting to which all ranks of this node have come, if it is there."""
+        board = self._board
+        try:
+            brought = self.link.bring(number, lambda: [(board.what(rank, number), board.data(rank, number)) for rank in self.places.local])
+        except RuntimeError as error:
+            self._raise_own()
+            raise self.blame(error, _nodes._SILENT_S + 2) from error
+        for rank, (what, data) in (brought or {}).items():
+            board.come(rank, number, what, data)
+
     def _look(self, what: str, late: list[int], waited_s: float) -> None:
-        """Raises if one of the ranks that are late will not come."""
+        """Raises if one of the ranks that are late will not come, or wait for this one in vain."""
+        self._raise_own()
         if any(map(self._has_ended, late)):
             raise self._fail(RankGone(self.gone_text()))
-        if waited_s > _STUCK_S and all(self._stuck(rank) for rank in late):
+        # Where others of its node are late, a rank of another node may have come.
+        newest = self._board.number(self.rank)
+        late = [rank for rank in late if self._at(rank)[0] < newest]
+        if waited_s > _STUCK_S and late and all(self._stuck(rank) for rank in late):
             raise self._fail(OrderDiffers(f"the ranks wait for each other: {self._places()}. {_SAME_ORDER}"))
 
+    def _raise_own(self) -> None:
+        """Raises why this rank's part of the run has failed, if it has told the other nodes so."""
+        if self._given_up:
+            self._noticed = True
+            # Any call of an engine that has failed says why.
+            self.core.drain()
+
+    @property
+    def _given_up(self) -> Optional[str]:
+        return self.link.exchange.given_up if self.link is not None else None
+
     def _has_ended(self, rank: int) -> bool:
-        if self._board.ended(rank):
-            self._gone = f"rank {rank} has ended its run: {self._board.ended(rank)}"
+        why = self._board.ended(rank) or self._told(rank).get("ended")
+        if why and not self._gone:
+            self._gone = self._told(rank).get("gone") or f"rank {rank} has ended its run: {why}"
         return bool(self._gone)
+
+    def _told(self, rank: int) -> dict[str, Any]:
+        """The last state of a rank of another node; empty for one of this node."""
+        return self.link.told(rank) if self.link is not None else {}
 
     def _fail(self, error: Error) -> Error:
         self._noticed = True
@@ -180,27 +221,37 @@ class Ranks:
         return f"{self._gone}; start the script again on all ranks: with device nvme it resumes after the last committed step"
 
     def _stuck(self, rank: int) -> bool:
+        if rank not in self.places.local:
+            return self._told(rank).get("waited_s", 0) > _STUCK_S
         since = self._board.waits_since(rank)
         return 0 < since < time.monotonic() - _STUCK_S
 
+    def _at(self, rank: int) -> tuple[int, str, str]:
+        """The last meeting a rank came to, its name there, and the rank's position in its script."""
+        number, told = self._board.number(rank), self._told(rank)
+        if told.get("number", 0) > number:
+            return told["number"], told["what"], told["where"]
+        return number, self._board.what(rank, number), told.get("where", self._board.where(rank))
+
     def _places(self) -> str:
         """The position of each rank."""
-        board = self._board
-        newest = max(board.number(rank) for rank in range(self.count))
+        ats = [self._at(rank) for rank in range(self.count)]
+        newest = max(number for number, _, _ in ats)
         places = []
-        for rank in range(self.count):
-            number = board.number(rank)
+        for rank, (number, what, where) in enumerate(ats):
             if number == newest:
-                places.append(f'rank {rank} waits at "{board.what(rank, number)}"')
+                places.append(f'rank {rank} waits at "{what}"')
                 continue
-            passed = f'has passed "{board.what(rank, number)}"' if number else "has met no other rank yet"
-            places.append(f"rank {rank} {passed}" + (f" and is at {board.where(rank)}" if board.where(rank) else ""))
+            passed = f'has passed "{what}"' if number else "has met no other rank yet"
+            places.append(f"rank {rank} {passed}" + (f" and is at {where}" if where else ""))
         return "; ".join(places)
 
     def end(self, why: str) -> None:
         """Tells the others that this rank comes to no meeting any more."""
         if self._board is not None and not self._ended:
             self._board.end(self.rank, why)
+            if self.link is not None:
+                self.link.state = {**self.link.state, "ended": why, "gone": self._gone}
         self._ended = True
 
     @property
@@ -210,12 +261,14 @@ class Ranks:
 
     def close(self) -> None:
         """Ends this rank's part: it comes to no meeting any more. A second call and one in a fork do nothing."""
-        self._ended = True
+        in_order, self._ended = not self.broken, True
         watcher, self._watcher = self._watcher, None
-        if watcher is not None:
+        if watcher is not None and os.getpid() == self._process:
             if watcher.is_alive():
                 os.write(self._wake, b"\0")
             watcher.join()
+            if self.link is not None:
+                self.link.close(in_order)
             os.close(self._woken)
             os.close(self._wake)
             atexit.unregister(self.close)
@@ -229,6 +282,8 @@ class Ranks:
             result = work()
         except Error as error:
             failed = error
+        if failed is not None and self._ended:
+            raise failed
         told = self.meet(what, str(failed or "").encode()[:_DATA_BYTES])
         if failed is not None:
             self.end(str(failed))
@@ -243,15 +298,23 @@ class Ranks:
         """The first rank's data, on all ranks."""
         return self.meet(what, data)[0]
 
-    def compare(self, described: str) -> None:
-        """Refuses ranks whose model and settings are described otherwise than the first rank's."""
-        told = self.meet("compare models and settings", hashlib.sha256(described.encode()).digest())
-        other = next((rank for rank, digest in enumerate(told) if digest != told[0]), None)
-        if other is not None:
-            self.end(f"rank {other} has another model or other settings")
+    def first_of_node_bytes(self, what: str, data: bytes) -> bytes:
+        """The data of the first rank of this rank's node."""
+        return self.meet(what, data)[self.places.local.start]
+
+    def compare(self, described: str, machine: str) -> None:
+        """Refuses ranks whose model and settings are described otherwise than the first rank's, or whose machine is described otherwise
+        than by the first rank of its node."""
+        told = self.meet("compare models and settings", b"".join(hashlib.sha256(text.encode()).digest() for text in (described, machine)))
+        for rank, digests in enumerate(told):
+            first = self.places.ranks_of(self.places.node_of(rank)).start
+            if digests[:32] == told[0][:32] and digests[32:] == told[first][32:]:
+                continue
+            than = 0 if digests[:32] != told[0][:32] else first
+            self.end(f"rank {rank} has another model or other settings")
             raise Error(
-                f"rank {other} has another model or other settings than rank 0: parameters, run_dir and the configuration must be the same "
-                "on all ranks"
+                f"rank {rank} has another model or other settings than rank {than}: parameters, run_dir and the configuration must be the "
+                "same on all ranks; only nvme_path, socket, program, staging_bytes, update_threads and gradients may differ between nodes"
             )
 
     def any(self, what: str, flags: bytes) -> bytes:
@@ -325,7 +388,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            blamed = self.blame(error)
+            self._raise_own()
+            blamed = self.blame(error, 2 + (_nodes._SILENT_S if self.link is not None else 0))
             if blamed is error:
                 raise
             raise blamed from error
@@ -336,10 +400,10 @@ class Ranks:
         """An object of the extension, whose calls say so where they fail because another rank is gone."""
         return it if self.count == 1 else _Watched(self, it)
 
-    def blame(self, error: Exception) -> Exception:
-        """The error to raise where `error` may come from another rank's end."""
-        until = time.monotonic() + 2
-        while not any(map(self._has_ended, self._processes)):
+    def blame(self, error: Exception, within_s: float) -> Exception:
+        """The error to raise where `error` may come from another rank's end, which is known within some seconds."""
+        until = time.monotonic() + (0 if self._given_up else within_s)
+        while self._given_up or not any(self._has_ended(rank) for rank in range(self.count) if rank != self.rank):
             if time.monotonic() > until:
                 return error
             time.sleep(0.01)
@@ -352,32 +416,55 @@ class Ranks:
             try:
                 handle = os.pidfd_open(process)
             except ProcessLookupError:
-                return self._lost(rank)
+                return self._lost(f"rank {rank} (process {process}) is gone", _GRACE_S)
             ranks[handle] = rank
             poll.register(handle, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
-        place, since = None, 0.0
+        place, since, looked = None, 0.0, time.monotonic()
         while not self._ended:
             lost = [ranks[handle] for handle, _ in poll.poll(1000 * _NOTE_S) if handle in ranks]
             if lost:
-                self._lost(lost[0])
+                self._has_ended(lost[0])
+                self._lost(f"rank {lost[0]} (process {self._processes[lost[0]]}) is gone", _GRACE_S)
                 break
-            at = _place(sys._current_frames().get(self._main))
+            at, now = _place(sys._current_frames().get(self._main)), time.monotonic()
             if at != place:
-                place, since = at, time.monotonic()
+                place, since = at, now
             where, waits = (at[-1], at[-2]) if at else ("", False)
             self._board.set_where(self.rank, where, since if waits else 0.0)
+            if self.link is not None and self._look_beyond(where, now - since if waits else 0.0, now - looked):
+                break
+            looked = now
         for handle in ranks:
             os.close(handle)
 
-    def _lost(self, rank: int) -> None:
+    def _look_beyond(self, where: str, waited_s: float, passed_s: float) -> bool:
+        """Tells the other nodes where this rank is. Returns whether one of their ranks is gone, or this one was."""
+        link, number = self.link, self._board.number(self.rank)
+        at = {"number": number, "what": self._board.what(self.rank, number), "where": where, "waited_s": waited_s}
+        link.state = {**link.state, **at}
+        link.tick(passed_s)
+        if self._given_up:
+            # The script learns it with its next call, but may wait for a rank that waits for this one's commit.
+            self._board.end(self.rank, self._given_up)
+            self._lost(f"rank {self.rank} has failed: {self._given_up}", _GRACE_S)
+        elif any(self._has_ended(rank) for rank in range(self.count) if rank not in self.places.local):
+            self._lost(self._gone, _GRACE_S)
+        elif silent := link.silent():
+            self._lost(silent, _SILENT_GRACE_S)
+        return bool(self._gone)
+
+    def _lost(self, gone: str, grace_s: float) -> None:
+        """Ends what waits for other ranks, and this process where the script does not notice in time."""
         if self._ended:
             return
-        if not self._has_ended(rank):
-            self._gone = f"rank {rank} (process {self._processes[rank]}) is gone"
-        if self.core is not None:
+        self._gone = self._gone or gone
+        if self.link is not None:
+            self.link.state = {**self.link.state, "ended": self._gone, "gone": self._gone}
+            self.link.exchange.fail(self.gone_text())
+        if self.core is not None and not self._given_up:
             self.core.cancel(self.gone_text())
-        until = time.monotonic() + _GRACE_S
+        until = time.monotonic() + grace_s
         while time.monotonic() < until:
             if self._ended or self._noticed:
                 return
@@ -406,7 +493,8 @@ class _Watched:
                 return found(*args)
             except Error as error:
                 self._ranks._noticed = True
-                raise self._ranks.blame(error) from None
+                # The daemon ends with the first rank of its node, at once.
+                raise self._ranks.blame(error, 2) from None
 
         self.__dict__[name] = call
         return call
@@ -414,14 +502,6 @@ class _Watched:
 
 def _names(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def _node() -> str:
-    """Tells a node from others."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 def _bytes_of(storage: torch.UntypedStorage, size: int) -> torch.Tensor:

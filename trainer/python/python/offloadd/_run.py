@@ -24,10 +24,10 @@ from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
 from ._held import Held
 from ._memory import GpuMemory, gpu_of
-from ._plan import Plan, bytes_text
+from ._plan import Plan, bytes_text, described
 from ._progress import Progress
 from ._ranks import Ranks
-from ._run_dir import LAYOUT, InUse, check_moments, check_place, lock, write_store
+from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_place, lock
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
@@ -67,15 +67,21 @@ def prepare(
     frozen = settings.device != "none" or on_meta
     found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients)
     ranks = Ranks()
-    gpu = None if plan_only else gpu_of(settings, (param for unit in found for param in unit.params))
-    plan = Plan(settings, directory, found, ranks.rank, ranks.count, gpu)
     if plan_only:
-        return plan
+        return Plan(settings, directory, found, ranks.places)
     if optimizer is None:
         raise Error("pass the optimizer: offloadd.prepare(model, optimizer, config); without it only plan_only=True works")
     if weights is not None and not on_meta:
         raise Error("weights= fills models that are built in offloadd.init(); load the weights of this one before offloadd.prepare")
-    return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, ranks, resume)
+    gpu = gpu_of(settings, (param for unit in found for param in unit.params))
+    ranks.open(sum(len(unit.params) for unit in found))
+    try:
+        plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.places, gpu))
+        return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, ranks, resume)
+    except BaseException as error:
+        ranks.end(f"{type(error).__name__}: {error}")
+        ranks.close()
+        raise
 
 
 class Run:
@@ -103,7 +109,7 @@ class Run:
                 raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
         self.track = track
         _check_groups(optimizer, found)
-        plan.check()
+        ranks.together("check the room", plan.check)
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
         for warning in plan.warnings:
@@ -128,7 +134,7 @@ class Run:
         self.closed = False
         self._process = os.getpid()
         # Where this rank's state lies if it is large.
-        self._state_dir = run_dir if ranks.first else run_dir / f"rank-{ranks.rank}"
+        self._state_dir = run_dir if ranks.first_of_node else run_dir / f"rank-{ranks.rank}"
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             self._lock = lock(run_dir)
@@ -141,9 +147,7 @@ class Run:
             self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
             if settings.device == "nvme":
                 check_moments(run_dir, settings)
-        if ranks.first:
-            write_store(run_dir, settings)
-        self.core, blob = self._open(plan)
+        self.core, blob = self._open(plan, resume)
         ranks.divide(found, plan.figures["shard_elems"])
         for unit in found:
             if unit.built_on_meta:
@@ -161,7 +165,7 @@ class Run:
             state, self._to_seal = self._to_seal, None
             self._fill(weights, to_blob(state, self._state_dir), replace=blob is not None)
             self.core.begin_step()
-            if ranks.first:
+            if ranks.first_of_node:
                 (run_dir / LAYOUT).write_text(json.dumps(self.layout))
         else:
             for unit in found:
@@ -193,24 +197,36 @@ class Run:
         model._is_accelerate_prepared = True
         atexit.register(self._close_at_exit)
 
-    def _open(self, plan: Plan) -> tuple[Any, Optional[dict[str, Any]]]:
+    def _open(self, plan: Plan, resume: bool) -> tuple[Any, Optional[dict[str, Any]]]:
         """Opens this rank's tiles, and returns the state of the last committed step: this rank's if as many ranks committed it, else
-        the first one's. The first rank starts the daemon that all of them use."""
+        that of the first rank of its node, which starts the daemon that the ranks of a node use."""
         ranks, own = self.ranks, self._state_dir
-        ranks.open(len(self._index_of))
-        of_rank = ("rank", "staging_bytes", "update_threads", "program")
-        same = {key: value for key, value in json.loads(plan.engine_plan).items() if key not in of_rank}
-        ranks.compare(json.dumps([self.layout, same]))
-        start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first else None
+        same, of_node = described(plan.engine_plan)
+        ranks.compare(json.dumps([self.layout, same]), of_node)
+        if ranks.first_of_node:
+            ranks.together("look for the run", lambda: begin_part(plan, ranks.places, resume))
+        else:
+            ranks.meet("look for the run")
+        start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first_of_node else None
         daemon = ranks.together("start the daemon", start)
-        socket = ranks.first_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
-        open_core = lambda: _offloadd.Core.open(plan.engine_plan, os.fsdecode(socket) if socket else None, daemon)
+        socket = ranks.first_of_node_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
+        exchange = ranks.link.exchange if ranks.link is not None else None
+
+        def open_core() -> tuple[Any, Any, Any]:
+            try:
+                return _offloadd.Core.open(plan.engine_plan, os.fsdecode(socket) if socket else None, daemon, exchange)
+            except Error as error:
+                if exchange is not None:
+                    # The others wait within it for this rank, and not at a meeting.
+                    ranks.end(str(error))
+                raise
+
         core, first_blob, blob = ranks.together("open the run", open_core)
         ranks.core, core = core, ranks.watched(core)
         if first_blob is None:
             return core, None
         state = from_blob(first_blob, plan.run_dir)
-        if not ranks.first and state.get("ranks", 1) == ranks.count:
+        if not ranks.first_of_node and state.get("ranks", 1) == ranks.count:
             state = from_blob(blob, own)
         return core, state
 
@@ -390,13 +406,14 @@ class Run:
                 self._seal()
                 ranks.meet("end the run")
                 self.core.drain()
-            # The daemon ends with the first rank's part.
-            if ranks.first and not ranks.broken:
+            # The daemon ends with the part of its node's first rank.
+            if ranks.first_of_node and not ranks.broken:
                 ranks.meet("leave the run")
+                ranks.close()
         finally:
             with contextlib.suppress(*[Error] * ranks.broken):
                 self.core.close()
-            if not ranks.first and not ranks.broken:
+            if not ranks.first_of_node and not ranks.broken:
                 ranks.meet("leave the run")
             ranks.close()
             self._lock.close()

@@ -14,7 +14,8 @@ from typing import Any, TextIO
 
 from ._config import Settings
 from ._errors import Error, LayoutChanged
-from ._plan import bytes_text, job_of, program_of
+from ._nodes import Places
+from ._plan import Plan, bytes_text, part_of, program_of
 
 # Names and shapes of the run's parameters, written with the first commit.
 LAYOUT = "layout.json"
@@ -24,7 +25,7 @@ STORE = "store.json"
 
 # What a run has in its directory.
 _OF_RUN = (LAYOUT, STORE, "measured.json", "metrics.jsonl", "metrics.jsonl.old", "offloadd", "rank-[0-9]*", "state-[0-9]*.pt", "state-[0-9]*.pt.part")
-_OF_RUN += ("trainer-resume", "tensorboard", "csv_monitor")
+_OF_RUN += ("trainer-resume", "tensorboard", "csv_monitor", "nodes")
 
 
 class InUse(Exception):
@@ -70,18 +71,50 @@ def check_moments(run_dir: Path, settings: Settings) -> None:
         )
 
 
-def write_store(run_dir: Path, settings: Settings) -> None:
-    """Notes where a run's tiles lie."""
-    job = job_of(run_dir)
-    files = [str(directory / f"offloadd-{job}.tiles") for directory in settings.nvme]
-    socket = str(settings.socket.absolute()) if settings.socket else None
-    store = {"run_dir": str(run_dir), "job": job, "device_files": files, "socket": socket, "program": program_of(settings)}
+def begin_part(plan: Plan, places: Places, resume: bool) -> None:
+    """Checks that this node has its own part of the run, as far as there is one, and notes where its tiles lie. Without `resume`, tiles
+    that are divided among several nodes are removed: all of them begin anew."""
+    run_dir, settings = plan.run_dir, plan.settings
+    with contextlib.suppress(ValueError):
+        store = json.loads((run_dir / STORE).read_text())
+        nodes = store.get("nodes", 1)
+        if not resume and max(nodes, places.nodes) > 1:
+            remove_store(store)
+            (run_dir / LAYOUT).unlink(missing_ok=True)
+        elif nodes != places.nodes and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
+            raise Error(
+                f"{run_dir}: the run keeps its state on {nodes} node(s), and this start has {places.nodes}: start as many, or begin anew on all "
+                "nodes with resume=False and load a checkpoint"
+            )
+    files = [directory / f"offloadd-{plan.job}.tiles" for directory in settings.nvme]
+    if resume and not any(file.exists() for file in files):
+        _check_drives(settings, part_of(plan.base_dir, 0)[1], places.node)
+    store = {"run_dir": str(run_dir), "job": plan.job, "device_files": list(map(str, files)), "program": program_of(settings)}
+    store["socket"] = str(settings.socket.absolute()) if settings.socket else None
     if settings.moments != "fp32":
         store["moments"] = settings.moments
+    if places.nodes > 1 and settings.device == "nvme":
+        store["nodes"] = places.nodes
     text = json.dumps(store)
     # A start that is killed here must not lose what is there.
     if (run_dir / STORE).read_text() != text:
         (run_dir / STORE).write_text(text)
+
+
+def _check_drives(settings: Settings, job: str, node: int) -> None:
+    """Refuses drives with another node's part of the run: this node would begin anew beside it."""
+    for directory in settings.nvme:
+        for file in sorted({*directory.glob(f"offloadd-{job}.tiles"), *directory.glob(f"offloadd-{job}-node[0-9]*.tiles")}):
+            other = file.stem.removeprefix(f"offloadd-{job}").removeprefix("-node") or "0"
+            raise Error(
+                f"node {node}: {file} is the part of node {other} of this run: start the nodes in the order of the run's first start, set "
+                "nvme_path to this node's own drives, or begin anew on all nodes with resume=False and load a checkpoint"
+            )
+
+
+def has_run(run_dir: Path) -> bool:
+    """Whether this machine has a node's part of a run that has committed something."""
+    return (run_dir / LAYOUT).exists() or any(run_dir.glob(f"nodes/*/{LAYOUT}"))
 
 
 def delete(run_dir: Path, agreed: bool) -> int:
@@ -98,6 +131,7 @@ def delete(run_dir: Path, agreed: bool) -> int:
     with held:
         others = sorted(one.name for one in run_dir.iterdir() if not any(fnmatch(one.name, pattern) for pattern in _OF_RUN))
         others += [f"offloadd/{STORE} (another run)"] * (run_dir / "offloadd" / STORE).exists()
+        others += [f"nodes/{part.parent.name} (another node's part, to be deleted on that node)" for part in run_dir.glob(f"nodes/*/{STORE}")]
         if others:
             raise Error(f"{run_dir} has what is not the run's: {', '.join(others)}; move or delete it first")
         store = _store_of(run_dir)
@@ -110,10 +144,7 @@ def delete(run_dir: Path, agreed: bool) -> int:
         if not agreed and not _agrees():
             print("nothing was deleted")
             return 1
-        if store["socket"]:
-            _delete_job(store)
-        for file in files:
-            file.unlink()
+        remove_store(store)
         # Last what a second deletion needs.
         for one in sorted(run_dir.iterdir(), key=lambda one: one.name == STORE):
             if one.is_dir() and not one.is_symlink():
@@ -123,11 +154,23 @@ def delete(run_dir: Path, agreed: bool) -> int:
         run_dir.resolve().rmdir()
         if run_dir.is_symlink():
             run_dir.unlink()
+        if run_dir.parent.name == "nodes":
+            with contextlib.suppress(OSError):
+                # Others lie there, or one was the last.
+                run_dir.parent.rmdir()
         return 0
 
 
+def remove_store(store: dict[str, Any]) -> None:
+    """Removes the tiles of a run."""
+    if store["socket"]:
+        _delete_job(store)
+    for file in store["device_files"]:
+        Path(file).unlink(missing_ok=True)
+
+
 def _store_of(run_dir: Path) -> dict[str, Any]:
-    """What `write_store` wrote, unless it is damaged or of another run, whose tiles are not this one's to delete."""
+    """What `begin_part` wrote, unless it is damaged or of another run, whose tiles are not this one's to delete."""
     text = (run_dir / STORE).read_text()
     if not text:
         # The first start was killed before it opened anything.

@@ -14,7 +14,7 @@ from . import _deepspeed
 from ._config import own_keys
 from ._errors import NotSupported
 from ._initialize import TrainingEngine
-from ._run_dir import LAYOUT
+from ._run_dir import has_run
 from ._state import random_state
 from .hf import RESUME_DIR, TrainerProgress, write_random_state
 
@@ -33,7 +33,7 @@ def patch_trainer(module: Any) -> None:
         run_dir = Path(own.get("run_dir") or Path(self.args.output_dir) / "offloadd")
         kept = TrainerProgress(self)
         # A checkpoint that is named is loaded by `load_checkpoint`.
-        resumes = resume_from_checkpoint is True and (run_dir / LAYOUT).exists() and hasattr(self, "_init_training_state")
+        resumes = resume_from_checkpoint is True and has_run(run_dir) and hasattr(self, "_init_training_state")
         if open_engine is not None:
             _deepspeed.beginning.update(engine=open_engine)
         else:

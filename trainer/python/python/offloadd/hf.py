@@ -115,7 +115,7 @@ class TrainerProgress:
     def write(self, directory: Path, randoms: dict[str, Any], ranks: Ranks) -> None:
         """Writes what `Trainer.train` reads of a checkpoint: its state, and the random numbers of each rank."""
         directory.mkdir(exist_ok=True)
-        if ranks.first:
+        if ranks.first_of_node:
             (directory / "trainer_state.json").write_text(self.loaded["state"])
         write_random_state(directory, randoms, ranks)
 

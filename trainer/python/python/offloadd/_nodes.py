@@ -1,0 +1,250 @@
+"""The nodes of a run: which ranks are where, and what nodes tell each other through torch.distributed's store.
+
+    meetings    the first rank of a node tells what its ranks bring, once all of them have come
+    states      each rank tells twice a second where it is; one that is silent for too long is gone
+    commits     each rank tells which generation its node has prepared
+
+Each has a client of the store of its own: a call blocks others on the same client, and for good where the network fails. The rules by
+which ranks make up nodes, and nodes agree on a commit, are the trainer's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+from . import _offloadd
+
+# Time between two states of a rank, and time without one after which the rank is gone. A call that holds the interpreter's lock for
+# longer looks the same, so this is as long as the 10 s in which others must end allow.
+_ROUND_S, _SILENT_S = 0.5, 6.0
+
+# Longest pause between two looks for messages of other nodes.
+_PAUSE_S = 0.01
+
+# Time in which the other ranks leave the store of the first one, which may end with it; and where they do not all leave.
+_LEAVE_S, _LEAVE_FAILED_S = 5.0, 2.0
+
+_LENGTHS = struct.Struct("<qq")
+
+
+@dataclass(frozen=True)
+class Places:
+    """The place of a rank among the ranks and nodes of its run."""
+
+    rank: int = 0
+    count: int = 1
+    # The first rank of each node.
+    first_ranks: tuple[int, ...] = (0,)
+    # The name of each rank's machine.
+    hosts: tuple[str, ...] = ("",)
+
+    @property
+    def nodes(self) -> int:
+        return len(self.first_ranks)
+
+    @property
+    def node(self) -> int:
+        return self.node_of(self.rank)
+
+    def node_of(self, rank: int) -> int:
+        return sum(first <= rank for first in self.first_ranks) - 1
+
+    def ranks_of(self, node: int) -> range:
+        return range(*(*self.first_ranks, self.count)[node : node + 2])
+
+    @property
+    def local(self) -> range:
+        """The ranks of this node."""
+        return self.ranks_of(self.node)
+
+    @property
+    def first_of_node(self) -> bool:
+        return self.rank in self.first_ranks
+
+
+def guess(rank: int, count: int) -> Places:
+    """The places of a run that is only planned: nodes of as many ranks as this one has."""
+    local = _local()
+    size = local[1] if local is not None and count % local[1] == 0 else count
+    return Places(rank, count, tuple(range(0, count, size)), ("",) * count)
+
+
+def find(store: Any, key: str, rank: int, count: int) -> Places:
+    """Asks all ranks where they are. The launcher's variables count; without them, ranks on one machine are a node."""
+    store.set(f"{key}/place/{rank}", json.dumps([_local(), _machine(), socket.gethostname()]))
+    told = [json.loads(store.get(f"{key}/place/{one}")) for one in range(count)]
+    places = [local for local, _, _ in told]
+    if None in places:
+        machines = [machine for _, machine, _ in told]
+        places = [[machines[:one].count(machine), machines.count(machine)] for one, machine in enumerate(machines)]
+    return Places(rank, count, tuple(_offloadd.first_ranks(places)), tuple(host for _, _, host in told))
+
+
+def _local() -> Optional[list[int]]:
+    """This process's number on its node and the number of processes there, as torchrun tells them."""
+    told = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    return [int(one) for one in told] if all(one.isdigit() and len(one) < 10 for one in told) and told[1] != "0" else None
+
+
+def _machine() -> str:
+    """Tells a machine from others."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+class Link:
+    """The connection of a rank to those of other nodes."""
+
+    def __init__(self, store: Any, key: str, places: Places) -> None:
+        self._key, self._places = key, places
+        self._meetings, self._states, self._commits = (store.clone() for _ in range(3))
+        self._others = [rank for rank in range(places.count) if rank not in places.local]
+        self._sent = 0
+        # What this rank tells the others of itself.
+        self.state: dict[str, Any] = {}
+        self._told: dict[int, dict[str, Any]] = {rank: {} for rank in self._others}
+        # The time that `tick` counts, when the store and each rank were heard last, and rounds so far.
+        self._now = self._heard = 0.0
+        self._seen = dict.fromkeys(self._others, 0.0)
+        self._rounds, self._lost = 0, False
+        self._leaves = threading.Event()
+        self.exchange = _offloadd.Exchange()
+        self._threads = [threading.Thread(target=work, name="offloadd nodes", daemon=True) for work in (self._tell, self._commit)]
+        self._tell_once()
+
+    def start(self) -> None:
+        """Begins to tell, when all ranks have made their link."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, in_order: bool) -> None:
+        """Tells for the last time. The first rank waits for the others to leave its store. `in_order`: all are about to."""
+        self.exchange.fail("the run has ended on this rank")
+        self._leaves.set()
+        for thread in self._threads:
+            # One that waits for a node that is gone is left behind.
+            thread.join(_LEAVE_S)
+        if self._lost or self._threads[0].is_alive():
+            return
+        left = [f"{self._key}/left/{rank}" for rank in range(1, self._places.count)]
+        until = time.monotonic() + (_LEAVE_S if in_order else _LEAVE_FAILED_S)
+        with contextlib.suppress(RuntimeError):
+            if self._places.rank > 0:
+                self._states.set(left[self._places.rank - 1], "")
+                return
+            while time.monotonic() < until and not self._states.check(left):
+                time.sleep(_PAUSE_S)
+
+    # Meetings
+
+    def bring(self, number: int, parts: Callable[[], list[tuple[str, bytes]]]) -> Optional[dict[int, tuple[str, bytes]]]:
+        """Tells the other nodes what the ranks of this one bring to meeting `number`. Returns what theirs bring, or None as long as one
+        has not told it."""
+        key = f"{self._key}/meeting"
+        if self._sent < number:
+            self._sent = number
+            self._meetings.set(f"{key}/{self._places.node}/{number}", b"".join(map(_packed, parts())))
+            # All nodes have left the last meeting but one: they came to the last one.
+            self._meetings.delete_key(f"{key}/{self._places.node}/{number - 2}")
+        nodes = [node for node in range(self._places.nodes) if node != self._places.node]
+        keys = [f"{key}/{node}/{number}" for node in nodes]
+        if not self._meetings.check(keys):
+            return None
+        brought = {}
+        for node, data in zip(nodes, self._meetings.multi_get(keys)):
+            brought.update(zip(self._places.ranks_of(node), _unpacked(data)))
+        return brought
+
+    # States
+
+    def tick(self, seconds: float) -> None:
+        """Counts time in which this process ran: after a pause of its own it has not heard of others, and they are not gone."""
+        self._now += min(seconds, 2 * _ROUND_S)
+
+    def told(self, rank: int) -> dict[str, Any]:
+        """The last state of a rank of another node."""
+        return self._told.get(rank, {})
+
+    def silent(self) -> str:
+        """Which rank of another node has not been heard for too long; empty if none."""
+        store = f"rank 0 on {self._places.hosts[0]}, or the launcher that keeps torch.distributed's store for it,"
+        if self._lost:
+            return f"{store} is gone"
+        if self._now - self._heard > _SILENT_S:
+            return f"{store} has not answered for {_SILENT_S:.0f} s"
+        silent = [rank for rank in self._others if self._heard - self._seen[rank] > _SILENT_S and not self._told[rank].get("left")]
+        if not silent:
+            return ""
+        rank = silent[0]
+        return f"rank {rank} (node {self._places.node_of(rank)}, {self._places.hosts[rank]}) has not answered for {_SILENT_S:.0f} s"
+
+    def _tell(self) -> None:
+        while not self._leaves.wait(_ROUND_S):
+            try:
+                self._tell_once()
+                self._hear()
+            except RuntimeError:
+                # A connection that was closed stays closed.
+                self._lost = True
+                return
+        self.state = {**self.state, "left": True}
+        with contextlib.suppress(RuntimeError):
+            self._tell_once()
+
+    def _tell_once(self) -> None:
+        self._rounds += 1
+        self._states.set(f"{self._key}/state/{self._places.rank}", json.dumps({**self.state, "round": self._rounds}))
+
+    def _hear(self) -> None:
+        now = self._now
+        for rank, text in zip(self._others, self._states.multi_get([f"{self._key}/state/{rank}" for rank in self._others])):
+            state = json.loads(text)
+            if state["round"] != self._told[rank].get("round"):
+                self._told[rank], self._seen[rank] = state, now
+        self._heard = now
+
+    # Commits
+
+    def _commit(self) -> None:
+        """Carries the messages of the swapper's commits."""
+        number, ranks = 0, range(self._places.count)
+        while (own := self.exchange.next()) is not None:
+            number += 1
+            try:
+                self._commits.set(f"{self._key}/commit/{self._places.rank}/{number}", own)
+                self._commits.delete_key(f"{self._key}/commit/{self._places.rank}/{number - 2}")
+                keys, pause = [f"{self._key}/commit/{rank}/{number}" for rank in ranks], 1e-3
+                while not self._commits.check(keys):
+                    if self._leaves.wait(pause):
+                        return
+                    pause = min(2 * pause, _PAUSE_S)
+                self.exchange.answer(self._commits.multi_get(keys))
+            except RuntimeError:
+                self._lost = True
+                return
+
+
+def _packed(part: tuple[str, bytes]) -> bytes:
+    what, data = part[0].encode(), part[1]
+    return _LENGTHS.pack(len(what), len(data)) + what + data
+
+
+def _unpacked(data: bytes) -> list[tuple[str, bytes]]:
+    parts = []
+    while data:
+        whats, bytes_ = _LENGTHS.unpack_from(data)
+        data = data[_LENGTHS.size :]
+        parts.append((data[:whats].decode(errors="replace"), data[whats : whats + bytes_]))
+        data = data[whats + bytes_ :]
+    return parts
