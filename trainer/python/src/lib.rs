@@ -508,6 +508,7 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
+    module.add_function(wrap_pyfunction!(open::remove_files, module)?)?;
     module.add_function(wrap_pyfunction!(nodes::first_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(nodes::node_part, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kernels::adamw::{Master, Moments, TileFormat};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
-use pyo3::PyResult;
+use pyo3::prelude::*;
 use serde::Deserialize;
 use swapper::private::{PrivateDaemon, PrivateSettings};
 use swapper::{
@@ -18,7 +18,7 @@ use swapper::{
 use training_state::plan::Measured;
 use training_state::ranks::{node_of, ranks_of};
 use training_state::run::RunId;
-use training_state::store::{OtherJob, StoreFiles, device_file_bytes, other_job};
+use training_state::store::{self, OtherJob, StoreFiles, device_file_bytes, other_job};
 use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate, tile_bytes};
 
 use crate::Held;
@@ -178,6 +178,12 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
         )));
     }
     Ok(daemon)
+}
+
+/// Removes a run's device files; refuses while a daemon uses one.
+#[pyfunction]
+pub(crate) fn remove_files(py: Python<'_>, files: Vec<PathBuf>) -> PyResult<()> {
+    py.detach(|| store::remove_files(&files)).map_err(no_store)
 }
 
 impl Plan {

@@ -254,7 +254,10 @@ class TrainingEngine:
     def global_rank(self) -> int:
         return torch.distributed.get_rank() if processes() > 1 else 0
 
-    local_rank = global_rank
+    @property
+    def local_rank(self) -> int:
+        places = self.run.ranks.places
+        return places.rank - places.local.start
 
     @property
     def world_size(self) -> int:

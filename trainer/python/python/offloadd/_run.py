@@ -112,8 +112,8 @@ class Run:
         ranks.together("check the room", plan.check)
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
-        for warning in plan.warnings:
-            say(f"warning: {warning}")
+        for warning in plan.warnings if ranks.first_of_node else ():
+            say(f"warning: {warning}", None if ranks.first else ranks.rank)
 
         self.steps_done = 0
         self._resumed_at = 0

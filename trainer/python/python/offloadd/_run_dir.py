@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TextIO
 
+from . import _offloadd
 from ._config import Settings
 from ._errors import Error, LayoutChanged
 from ._nodes import Places
@@ -165,8 +166,7 @@ def remove_store(store: dict[str, Any]) -> None:
     """Removes the tiles of a run."""
     if store["socket"]:
         _delete_job(store)
-    for file in store["device_files"]:
-        Path(file).unlink(missing_ok=True)
+    _offloadd.remove_files(store["device_files"])
 
 
 def _store_of(run_dir: Path) -> dict[str, Any]:
