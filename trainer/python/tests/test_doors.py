@@ -33,7 +33,7 @@ def offloadd_run(*arguments, **more):
 
 
 def plain_losses():
-    """Losses of tests/scripts/says_deepspeed.py with torch alone."""
+    """Losses of tests/scripts/says_deepspeed.py with torch alone, clipped as DeepSpeed does by default."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(8192, 32), *(nn.Linear(32, 32) for _ in range(4)), nn.Linear(32, 1))
     model[0].weight.data[0] = 0.5
@@ -43,6 +43,7 @@ def plain_losses():
     for ids in [torch.randint(0, 8192, (4, 6), generator=generator) for _ in range(6)]:
         loss = (model(ids).mean(1) - 1).square().mean()
         loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -104,13 +104,20 @@ def test_the_model_goes_to_the_gpu_that_there_is_unless_the_configuration_names_
         return found[0]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert asked() == (None, None)
+    assert asked() == (None, tmp_path / "offloadd-ds")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert asked() == ("cuda:3", tmp_path / "offloadd-ds"), "the run's directory is still the one of the file's name"
-    assert asked(compute_device="cpu") == ("cpu", None)
+    assert asked(compute_device="cpu") == ("cpu", tmp_path / "offloadd-ds")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert asked()[0] == "cuda:1"
+
+
+def test_gradients_are_clipped_to_deepspeeds_default_unless_the_configuration_has_a_norm(tmp_path):
+    for number, (more, norm) in enumerate([({}, 1.0), ({"gradient_clipping": "auto"}, 1.0), ({"gradient_clipping": 0}, 0.0)]):
+        engine, *_ = engine_of(tmp_path, run_dir=f"run{number}", **more)
+        assert engine.gradient_clipping() == norm, more
+        engine.destroy()
 
 
 def test_bf16_brings_the_model_to_its_type(tmp_path):

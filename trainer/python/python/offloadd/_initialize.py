@@ -60,12 +60,15 @@ def initialize(
     if processes() > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     settings = settings_of(config)
-    own = own_keys(settings.json)
+    run_dir = run_dir or settings.run_dir
+    config, own = dict(settings.json), own_keys(settings.json)
+    if config.get("gradient_clipping", "auto") == "auto":
+        # DeepSpeed's default since June 2026.
+        config["gradient_clipping"] = 1.0
     if "compute_device" not in own and torch.cuda.is_available():
         # As deepspeed.initialize moves the model.
         index = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
-        run_dir = run_dir or settings.run_dir
-        config = {**settings.json, "offloadd": {**own, "compute_device": f"cuda:{index}"}}
+        config["offloadd"] = {**own, "compute_device": f"cuda:{index}"}
     if settings.precision is not None:
         model.to(getattr(torch, settings.precision))
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
