@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use trainer::config::{RunSettings, Source};
+use trainer::config::{RunSettings, SettingsError, Source};
 
 /// Configuration files of a run, and settings that replace theirs.
 #[derive(Args)]
@@ -53,8 +53,10 @@ pub(crate) fn read(
         deepspeed: deepspeed.clone(),
         sets: sets.to_vec(),
     };
-    trainer::config::read(&source, ranks).map_err(|error| match run {
-        Some(file) => anyhow::anyhow!("{}: {error}", file.display()),
-        None => error.into(),
+    trainer::config::read(&source, ranks).map_err(|error| match (run, error) {
+        // These name their file.
+        (_, error @ (SettingsError::Read { .. } | SettingsError::Syntax { .. })) => error.into(),
+        (Some(file), error) => anyhow::anyhow!("{}: {error}", file.display()),
+        (None, error) => error.into(),
     })
 }

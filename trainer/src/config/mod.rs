@@ -196,11 +196,24 @@ pub fn read(source: &Source, ranks: Option<u32>) -> Result<RunSettings, Settings
         .map_err(|error| Tree::blame(&deepspeed, error))
 }
 
-/// Applies `sets`, each `key=value`, to a tree of settings.
+/// Applies `sets`, each `key=value`, to a tree of settings. `train.steps` also replaces `train.epochs`, and the reverse: a run
+/// has one of them.
 ///
 /// # Errors
 /// The first one without a key or a value.
 pub fn apply_overrides(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
+    let is_set = |name: &str| {
+        let mut keys = sets.iter().filter_map(|set| set.split('=').next());
+        keys.any(|key| key.trim().strip_prefix("train.") == Some(name))
+    };
+    for (name, other) in [("steps", "epochs"), ("epochs", "steps")] {
+        if is_set(name)
+            && !is_set(other)
+            && let Some(Value::Object(train)) = tree.get_mut("train")
+        {
+            train.remove(other);
+        }
+    }
     sets.iter().try_for_each(|set| apply(tree, set))
 }
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use super::deepspeed::{self, DeepSpeedFile};
-use super::{SettingsError, json, keys};
+use super::{SettingsError, apply_overrides, json, keys};
 
 /// Configuration files of a run, and the values that replace theirs.
 #[derive(Clone, Debug, Default)]
@@ -56,7 +56,7 @@ impl Source {
             );
             SettingsError::all(faults)?;
         }
-        self.sets.iter().try_for_each(|set| apply(&mut tree, set))?;
+        apply_overrides(&mut tree, &self.sets)?;
         Ok(Tree { tree, deepspeed })
     }
 
