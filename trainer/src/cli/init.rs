@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use offload_support::outln;
+use offload_support::units::Counted;
 use serde_json::Value;
 use trainer::config::{RunSettings, check};
 use trainer::data::{Corpus, Frame, length};
@@ -19,8 +20,14 @@ pub(crate) const EXAMPLES: &str = "Examples:
 /// Longest sequence that is proposed; models accept longer ones, which take more memory.
 const SEQ_LEN_MAX: usize = 4096;
 
-/// Sequences of a step that are proposed.
-const STEP_SEQUENCES: usize = 16;
+/// Shortest sequence that is proposed for short data. Most conversations fit into it.
+const SEQ_LEN_MIN: usize = 1024;
+
+/// Most sequences of a step that are proposed.
+const STEP_SEQUENCES_MAX: u64 = 16;
+
+/// Steps of an epoch that short data shall have, if it has as many windows.
+const EPOCH_STEPS_MIN: u64 = 10;
 
 /// Steps of an epoch up to which a fine-tuning passes over the data three times. More data is learned in one pass.
 const STEPS_FOR_3_EPOCHS: u64 = 1000;
@@ -52,7 +59,8 @@ struct Draft<'a> {
     args: &'a InitArgs,
     name: String,
     seq_len: usize,
-    micro_batch: usize,
+    step_sequences: u64,
+    micro_batch: u64,
     has_weights: bool,
     on_gpu: bool,
     place: Place,
@@ -83,7 +91,8 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
         args,
         name,
         seq_len: model.max_position_embeddings.min(SEQ_LEN_MAX),
-        micro_batch: STEP_SEQUENCES,
+        step_sequences: STEP_SEQUENCES_MAX,
+        micro_batch: STEP_SEQUENCES_MAX,
         has_weights: has_weights(dir),
         on_gpu: false,
         place: Place::Host,
@@ -139,8 +148,17 @@ impl Draft<'_> {
         let hardware = Hardware::new(&self.settings()?, &Overrides::default());
         self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
-        let windows = length(&settings)?.windows;
-        self.epoch_steps = windows.div_ceil(STEP_SEQUENCES as u64);
+        let mut windows = length(&settings)?.windows;
+        while windows < EPOCH_STEPS_MIN && self.seq_len >= 2 * SEQ_LEN_MIN {
+            self.seq_len /= 2;
+            settings = self.settings()?;
+            windows = length(&settings)?.windows;
+        }
+        while self.step_sequences > 1 && windows / self.step_sequences < EPOCH_STEPS_MIN {
+            self.step_sequences /= 2;
+        }
+        self.micro_batch = self.step_sequences;
+        self.epoch_steps = windows.div_ceil(self.step_sequences);
         self.has_completions =
             Corpus::find(&settings.data, &Frame::of(&settings))?.has_completions();
         self.validation_fraction = match windows {
@@ -255,7 +273,7 @@ impl Draft<'_> {
             false => "",
         };
         format!(
-            r#"train_micro_batch_size_per_gpu = {micro_batch} # sequences computed at a time; the most that fits
+            r#"train_micro_batch_size_per_gpu = {micro_batch} # sequences computed at a time
 gradient_accumulation_steps = {accumulation} # a step has the product of both
 
 [bf16]
@@ -278,12 +296,12 @@ path = {model}
 files = {data}
 {loss_on}{fraction}
 [train]
-epochs = {epochs} # passes over the data, of about {epoch_steps} steps each
-seq_len = {seq_len}
+epochs = {epochs} # passes over the data, of about {epoch_steps} each
+seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
 {evaluation}run_dir = {run_dir}
 {resident}"#,
             micro_batch = self.micro_batch,
-            accumulation = STEP_SEQUENCES / self.micro_batch,
+            accumulation = self.step_sequences / self.micro_batch,
             bf16 = self.on_gpu,
             why = match self.on_gpu {
                 true => "16-bit arithmetic with a 32-bit master copy",
@@ -292,7 +310,7 @@ seq_len = {seq_len}
             model = quoted(&self.args.model),
             data = list(&self.args.data),
             seq_len = self.seq_len,
-            epoch_steps = self.epoch_steps,
+            epoch_steps = Counted(self.epoch_steps, "step"),
             run_dir = quoted(&Path::new("runs").join(&self.name)),
         )
     }

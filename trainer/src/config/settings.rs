@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use kernels::adamw::{Moments, UpdateRule};
+use offload_support::units::Counted;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
@@ -14,6 +15,9 @@ use crate::model::{Dropout, Dtype, ModelConfig, ParamLayout};
 
 /// Passes over the data above which a run is warned about.
 const EPOCHS_USUAL: f64 = 4.0;
+
+/// Steps below which a run whose length is set in epochs is warned about: most of them would be warm-up.
+const STEPS_FEW: u64 = 10;
 
 /// Value of `train.steps` before [`RunSettings::set_windows`] in a run whose length is set in epochs.
 pub(super) const STEPS_UNKNOWN: u64 = u64::MAX;
@@ -80,6 +84,14 @@ impl RunSettings {
             self.lr = resolved.lr;
             self.warnings = resolved.warnings;
             self.notes = resolved.notes;
+        }
+        if self.train.epochs.is_some() && self.train.steps < STEPS_FEW {
+            self.warnings.push(format!(
+                "the run has only {}: a step takes {} of {} tokens, and the data has {windows}; for more steps lower gradient_accumulation_steps or train_micro_batch_size_per_gpu, then train.seq_len",
+                Counted(self.train.steps, "step"),
+                Counted(self.step_samples(), "window"),
+                self.batch.seq_len
+            ));
         }
         let epochs = self.epochs(windows);
         if epochs > EPOCHS_USUAL {

@@ -48,7 +48,7 @@ fn init_writes_a_run_file_that_fits_this_machine_and_trains() {
     assert!(!written.contains("loss_on"), "{written}");
     let mut train = harness.run("any", &[]).program();
     train.arg("train").arg(&file);
-    for set in ["train.seq_len=16", "train.stop_after=1", "train.threads=1"] {
+    for set in ["train.seq_len=16", "train.steps=1", "train.threads=1"] {
         train.arg("--set").arg(set);
     }
     let run_dir = format!("train.run_dir={}", harness.path("runs/init").display());
@@ -61,7 +61,7 @@ fn init_writes_a_run_file_that_fits_this_machine_and_trains() {
 }
 
 #[test]
-fn init_leaves_prompts_out_of_the_loss_where_data_has_answers() {
+fn init_leaves_prompts_out_of_the_loss_and_takes_small_steps_of_short_data() {
     let harness = Harness::new();
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/hf/llama");
     let data = harness.path("answers.jsonl");
@@ -77,10 +77,14 @@ fn init_leaves_prompts_out_of_the_loss_where_data_has_answers() {
         .arg(&file);
     succeed(command);
     let written = std::fs::read_to_string(&file).unwrap();
-    assert!(
-        written.contains("\nloss_on = \"completions\" #"),
-        "{written}"
-    );
+    // Twenty windows of 64 bytes.
+    for part in [
+        "\nloss_on = \"completions\" #",
+        "train_micro_batch_size_per_gpu = 2 #",
+        "of about 10 steps each",
+    ] {
+        assert!(written.contains(part), "{part} in {written}");
+    }
 }
 
 #[test]

@@ -205,7 +205,7 @@ pub(super) fn check_groups(
                     "every parameter of {name} is in an earlier group: put this group first"
                 ),
                 false => format!(
-                    "{name}: in no parameter's name; they are as {}",
+                    "no parameter's name contains {name}; names are like {}",
                     example(&units)
                 ),
             },
@@ -229,7 +229,7 @@ pub(super) fn note_unmatched(decay: &Decaying, model: &ModelConfig, notes: &mut 
         let mut names = units.iter().flat_map(|unit| &unit.params);
         if !names.any(|param| param.name.contains(pattern)) {
             notes.push(format!(
-                "optimizer.params.no_decay: \"{pattern}\" is in no parameter's name; they are as {}",
+                "optimizer.params.no_decay: no parameter's name contains \"{pattern}\"; names are like {}",
                 example(&units)
             ));
         }

@@ -348,7 +348,7 @@ fn parameter_groups_are_checked_against_the_models_names() {
     let text = wrong(json!([{"params": ["wte"], "lr": 1e-6}]));
     assert!(
         text.contains(
-            "optimizer.groups: \"wte\": in no parameter's name; they are as model.layers.0."
+            "optimizer.groups: no parameter's name contains \"wte\"; names are like model.layers.0."
         ),
         "{text}"
     );
@@ -421,7 +421,7 @@ fn weight_decay_groups_are_parsed_and_unmatched_patterns_noted() {
     let notes = run.notes.iter().filter(|note| note.contains("no_decay"));
     let notes: Vec<&String> = notes.collect();
     assert_eq!(notes.len(), 1, "{notes:?}");
-    assert!(notes[0].contains("\"bias\" is in no parameter's name"));
+    assert!(notes[0].contains("no parameter's name contains \"bias\""));
     let line = r#"optimizer.decay.all_but = ["bias","norm"]"#;
     assert!(run.lines().iter().any(|found| found == line));
     let matrices = ("optimizer.params.decay", json!("matrices"));
@@ -573,6 +573,34 @@ fn epochs_become_steps_when_the_length_of_the_data_is_known() {
     .unwrap();
     let text = run.set_windows(20).unwrap_err().to_string();
     assert!(text.contains("train.stop_after"), "{text}");
+}
+
+#[test]
+fn a_length_on_the_command_line_replaces_the_other_kind_of_length() {
+    let train = |sets: &[&str]| {
+        let mut tree = json!({"train": {"epochs": 3, "seed": 1}});
+        let sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
+        apply_overrides(&mut tree, &sets).unwrap();
+        tree["train"].clone()
+    };
+    assert_eq!(train(&["train.steps=5"]), json!({"steps": 5, "seed": 1}));
+    assert_eq!(
+        train(&["train.epochs = 1"]),
+        json!({"epochs": 1, "seed": 1})
+    );
+    let both = train(&["train.steps=5", "train.epochs=1"]);
+    assert_eq!(both, json!({"steps": 5, "epochs": 1, "seed": 1}));
+}
+
+#[test]
+fn a_run_of_few_steps_is_warned_about_with_its_windows() {
+    let mut run = run_with(&[("train.steps", json!(null)), ("train.epochs", json!(1))]).unwrap();
+    run.set_windows(2).unwrap();
+    let text = run.warnings.join("\n");
+    assert!(
+        text.contains("the run has only 1 step: a step takes ") && text.contains("the data has 2;"),
+        "{text}"
+    );
 }
 
 #[test]
