@@ -6,7 +6,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use offload_support::units::ApproxBytes;
+use offload_support::units::{ApproxBytes, Counted};
 use serde::Serialize;
 
 use crate::model::ModelConfig;
@@ -315,17 +315,14 @@ impl fmt::Display for RunsList {
         for run in &self.runs {
             writeln!(f, "{run}")?;
         }
-        for dir in &self.no_runs {
-            writeln!(f, "no run in {}", dir.display())?;
-        }
         for orphan in &self.orphans {
             writeln!(f, "{orphan}")?;
         }
         let bytes = self.runs.iter().map(|run| run.bytes).sum();
         write!(
             f,
-            "{} runs, {} on disk",
-            self.runs.len(),
+            "{}, {} on disk",
+            Counted(self.runs.len() as u64, "run"),
             ApproxBytes(bytes)
         )
     }

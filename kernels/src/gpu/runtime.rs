@@ -107,7 +107,7 @@ impl Runtime {
 
     fn none(&self) -> GpuError {
         GpuError::NoDevice {
-            message: format!("{} knows none", self.library_name),
+            message: format!("{} finds no device", self.library_name),
         }
     }
 
@@ -283,7 +283,7 @@ mod tests {
             Some(GpuError::NoDevice { message }) => {
                 // No failed operation and no error code in the message.
                 assert!(
-                    message.starts_with("libamdhip64.so") && message.ends_with(" knows none"),
+                    message.starts_with("libamdhip64.so") && message.ends_with(" finds no device"),
                     "{message}"
                 );
             }

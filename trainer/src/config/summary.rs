@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use offload_support::units::Counted;
+
 use super::{
     LrSchedule, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup,
 };
@@ -91,8 +93,9 @@ fn schedule(schedule: &LrSchedule) -> String {
         } => format!("constant, {} at every step", Rate(*lr)),
         LrSchedule::Constant { lr, warmup_steps } => {
             format!(
-                "constant, up to {} in {warmup_steps} steps, then level",
-                Rate(*lr)
+                "constant, up to {} in {}, then level",
+                Rate(*lr),
+                Counted(*warmup_steps, "step")
             )
         }
         LrSchedule::Linear {
@@ -143,17 +146,23 @@ fn schedule(schedule: &LrSchedule) -> String {
 fn to_zero(lr: f64, warmup_steps: u64, total_steps: u64) -> String {
     let lr = Rate(lr);
     match warmup_steps {
-        0 => format!("from {lr} down to 0 over {total_steps} steps, no warm-up"),
-        _ => format!("up to {lr} in {warmup_steps} steps, then down to 0 at step {total_steps}"),
+        0 => {
+            let total = Counted(total_steps, "step");
+            format!("from {lr} down to 0 over {total}, no warm-up")
+        }
+        _ => {
+            let warmup = Counted(warmup_steps, "step");
+            format!("up to {lr} in {warmup}, then down to 0 at step {total_steps}")
+        }
     }
 }
 
 fn rise(warmup: &Warmup) -> String {
     format!(
-        "from {} up to {} in {} steps",
+        "from {} up to {} in {}",
         Rate(warmup.min_lr),
         Rate(warmup.max_lr),
-        warmup.steps
+        Counted(warmup.steps, "step")
     )
 }
 

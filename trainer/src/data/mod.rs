@@ -7,10 +7,8 @@
 //! ```
 //!
 //! [`Corpus`] is the data found and checked before tokenization; [`Data`] is the tokenized data. Sample i
-//! (from 0, over the
-//! whole run) is window `order::permuted(seed, i / W, W, i % W)` of the W training windows, or window i % W
-//! with
-//! `data.shuffle = false`. Nothing here has state: a resumed run needs only the number of its next sample.
+//! (from 0, over the whole run) is window `order::permuted(seed, i / W, W, i % W)` of the W training windows,
+//! or window i % W with `data.shuffle = false`. Nothing here has state: a resumed run needs only the number of its next sample.
 
 mod cache;
 mod corpus;
@@ -24,6 +22,8 @@ pub mod show;
 mod tokenize;
 
 use std::path::Path;
+
+use offload_support::units::Counted;
 
 use crate::compute::IGNORED;
 use crate::config::Packing;
@@ -163,21 +163,24 @@ impl Data {
             tokens,
             ..
         } = self;
-        let mut text = format!("{files} files");
+        let mut text = Counted(*files as u64, "file").to_string();
         if !self.records.is_empty() {
             text += &format!(" ({})", self.records);
         }
-        text += &format!(", {documents} documents, {tokens} tokens");
+        let documents_text = Counted(*documents, "document");
+        text += &format!(", {documents_text}, {tokens} tokens");
         // Besides the first tokens of documents.
         if self.counted + documents < *tokens {
             text += &format!(", {} of them count in the loss", self.counted);
         }
-        text += &format!(", {} windows of {} tokens", self.windows(), self.seq_len);
+        let windows = Counted(self.windows(), "window");
+        text += &format!(", {windows} of {} tokens", self.seq_len);
         if self.holdout_windows() > 0 {
             text += &format!(" and {} more for validation", self.holdout_windows());
         }
         if self.divided > 0 {
-            text += &format!("; {} documents are longer and were cut", self.divided);
+            let divided = Counted(self.divided, "document");
+            text += &format!("; {divided} longer than a window (cut)");
         }
         if self.packing == Packing::Documents && self.separate {
             text += "; documents are whole, attention stays within them";

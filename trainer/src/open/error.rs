@@ -60,7 +60,7 @@ pub enum RunError {
         copy: String,
     },
     #[error(
-        "{0}\nThe run has offload.durability = \"none\", so a crash lost its state. To continue from a checkpoint, start a new run: --resume-from CHECKPOINT_DIR --set train.run_dir=NEW_DIR (`trainer runs` lists checkpoints). To start again, which deletes them: --fresh"
+        "a crash lost the state of this run, because offload.durability is \"none\". To continue from a checkpoint, start a new run with it: --resume-from CHECKPOINT_DIR --set train.run_dir=NEW_DIR (`trainer runs` lists checkpoints). To start again, which deletes them: --fresh. The store's words: {0}"
     )]
     InPlace(SwapperError),
     #[error(

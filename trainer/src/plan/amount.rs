@@ -18,13 +18,18 @@ pub fn parse_memory(text: &str) -> Result<u64, String> {
     }
 }
 
-/// Parses a rate in bytes per second, which must be more than 0.
+/// A lower rate than any drive or network has, so the unit is missing.
+const RATE_BYTES_PER_S_MIN: u64 = 1 << 20;
+
+/// Parses a rate. Refuses 6, which would be 6 bytes a second.
 ///
 /// # Errors
 /// The message refers to `text`.
 pub fn parse_rate(text: &str) -> Result<f64, String> {
     match rate(text).map_err(|error| error.to_string())? {
-        0 => Err(format!("`{text}`: a rate must be more than 0")),
+        rate @ ..RATE_BYTES_PER_S_MIN => Err(format!(
+            "`{text}` is {rate} bytes per second; add a unit, such as {text}GB/s"
+        )),
         rate => Ok(rate as f64),
     }
 }
@@ -107,6 +112,7 @@ mod tests {
             "x:",
             "-1x1GB:1GB",
             "2x6GB:0GB",
+            "2x6:3",
         ] {
             assert!(parse_drives(wrong).is_err(), "{wrong}");
         }

@@ -47,7 +47,7 @@ impl Plan {
         self.choose_commits(settings)?;
         match settings.offload.staging_bytes {
             Some(_) => self.swapper.staging = staging,
-            None => self.choose_staging(settings),
+            None => self.choose_staging(settings)?,
         }
         self.refresh(settings)?;
         self.choose_update(settings);
@@ -308,14 +308,14 @@ impl Plan {
         }
     }
 
-    fn choose_staging(&mut self, settings: &RunSettings) {
+    fn choose_staging(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
         if !settings.placement.has_store() {
-            return;
+            return Ok(());
         }
         let wanted = self.staging_wanted(settings);
         let least = self.memory.staging_bytes();
         if least == 0 {
-            return;
+            return Ok(());
         }
         let bytes = wanted.min(self.left_bytes(settings)).max(least);
         self.swapper.staging = Staging::Bytes(bytes);
@@ -324,7 +324,10 @@ impl Plan {
         } else {
             "more would not shorten the step: something else then limits it"
         };
-        self.chose("offload.staging_bytes", bytes.to_string(), why);
+        // A small model uses less.
+        let used = self.swapper.plan()?.staging_bytes();
+        self.chose("offload.staging_bytes", used.to_string(), why);
+        Ok(())
     }
 
     fn chose(&mut self, key: &'static str, value: String, why: impl Into<String>) {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use offload_support::units::Counted;
 use serde::Serialize;
 
 use super::Plan;
@@ -53,9 +54,9 @@ impl fmt::Display for Outlook {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "time      at least {} for {} steps, {} tokens",
+            "time      about {} for {}, {} tokens",
             Span(self.run_s),
-            self.steps,
+            Counted(self.steps, "step"),
             Count(self.tokens as f64)
         )?;
         if let Some(epochs) = self.epochs {

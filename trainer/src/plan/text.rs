@@ -2,10 +2,9 @@
 
 use std::fmt;
 
-use super::{Figure, Hardware, Plan, Source, optimizer_device_name};
+use super::{Figure, Hardware, Plan, optimizer_device_name};
 use crate::config::{DeviceChoice, RunSettings, Tier};
 use offload_support::units::ApproxBytes;
-use swapper::Wall;
 
 impl fmt::Display for Plan {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -90,12 +89,8 @@ impl Plan {
         }
         let mut lines = vec![state, memory];
         if self.steps > 0 {
-            let least = match self.hardware.source(self.bound.wall) {
-                Source::Assumed => "about",
-                Source::Given | Source::Measured => "at least",
-            };
             lines.push(format!(
-                "step      {least} {} ({:.0} tokens/s), bottleneck: {}",
+                "step      about {} ({:.0} tokens/s), bottleneck: {}",
                 Seconds(self.bound.s),
                 self.tokens as f64 / self.bound.s,
                 self.bound.wall.word()
@@ -223,19 +218,6 @@ impl Plan {
 }
 
 impl Hardware {
-    /// Source of the rate of what limits a step.
-    fn source(&self, wall: Wall) -> Source {
-        let figure = match wall {
-            Wall::Compute => self.tflops,
-            Wall::Reads => self.read_bytes_per_s,
-            Wall::Writes => self.write_bytes_per_s,
-            Wall::Update => self.update_params_per_s,
-            Wall::Bus => return Source::Assumed,
-            Wall::Network => self.network_bytes_per_s,
-        };
-        figure.source
-    }
-
     /// Formats all rates.
     fn rates(&self, f: &mut fmt::Formatter<'_>, with_devices: bool) -> fmt::Result {
         write!(f, "{}", Of(&self.tflops, 1.0, "TFLOPS"))?;

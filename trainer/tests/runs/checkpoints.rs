@@ -247,9 +247,9 @@ fn an_unusable_checkpoint_is_named_and_nothing_changes() {
     };
     refused(
         "3",
-        "step-00000003 is not a checkpoint: the run has checkpoints of step 2, 4, 6",
+        "step-00000003: the run has checkpoints of step 2, 4, 6",
     );
-    refused("/nowhere", "/nowhere is not a checkpoint");
+    refused("/nowhere", "there is no checkpoint in /nowhere");
     let tiles = run.dir.join("checkpoints/step-00000002/tiles.0");
     let good = std::fs::read(&tiles).unwrap();
     let mut bad = good.clone();
@@ -269,7 +269,8 @@ fn an_unusable_checkpoint_is_named_and_nothing_changes() {
         .display()
         .to_string();
     let text = fail(from(&wide, &checkpoint));
-    let says = "belongs to another run: its layout.model.hidden_size is 32, this run's is 64";
+    let says =
+        "cannot be resumed by this run: its layout.model.hidden_size is 32, this run's is 64";
     assert!(text.contains(says), "{text}");
     let kept = ["step-00000002", "step-00000004", "step-00000006"];
     assert_eq!(names(&run, ""), kept);
@@ -351,7 +352,6 @@ fn runs_are_listed_with_their_checkpoints_and_damage() {
         "/broken\n  damaged: ",
         "tiles.0 is damaged: ",
         " bytes, found 100",
-        "\nno run in ",
         "\n3 runs, ",
     ] {
         assert!(said.contains(says), "{says:?} is not in {said}");

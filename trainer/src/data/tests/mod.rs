@@ -251,7 +251,7 @@ fn windows_say_where_documents_begin_unless_attention_crosses_them() {
         ]
     );
     assert!(
-        said.contains("1 documents are longer and were cut"),
+        said.contains("1 document longer than a window (cut)"),
         "{said}"
     );
     let (crossed, _) = of(Packing::Concatenate, true);
@@ -303,7 +303,7 @@ fn a_hundred_short_conversations_are_enough_to_train_and_evaluate() {
     assert_eq!((data.windows(), data.holdout_windows()), (2, 1));
     let said = data.describe();
     assert!(
-        said.starts_with("1 files (messages), 100 documents, "),
+        said.starts_with("1 file (messages), 100 documents, "),
         "{said}"
     );
     let held = data.holdout(0, 1).unwrap();

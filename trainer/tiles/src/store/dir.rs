@@ -13,7 +13,7 @@ use rustix::fs::OFlags;
 pub enum StoreError {
     #[error("nvme_path: {} does not exist: create the directory, or name another one", path.display())]
     Missing { path: PathBuf },
-    #[error("nvme_path: {} is not a directory", path.display())]
+    #[error("nvme_path: {} is not a directory: name a directory on the drive", path.display())]
     NotADir { path: PathBuf },
     #[error("nvme_path: cannot write in {}: {source}", path.display())]
     NotWritable {
@@ -211,7 +211,7 @@ mod tests {
         );
         let file = dir.path().join("file");
         fs::write(&file, "x").unwrap();
-        assert!(refused(&file, 1).ends_with("file is not a directory"));
+        assert!(refused(&file, 1).contains("file is not a directory: name "));
         // Nobody can create files there, not even root.
         assert!(refused(Path::new("/proc"), 1).contains("cannot write in /proc"));
     }

@@ -64,7 +64,7 @@ pub enum CheckpointError {
         path.display()
     )]
     Damaged { path: PathBuf, message: String },
-    #[error("the checkpoint {} belongs to another run: its {what} is {was}, this run's is {now}", path.display())]
+    #[error("the checkpoint {} cannot be resumed by this run: its {what} is {was}, this run's is {now}. A new run can start with the checkpoint's weights", path.display())]
     Other {
         path: PathBuf,
         what: String,
@@ -77,7 +77,7 @@ pub enum CheckpointError {
         found: u64,
         known: u64,
     },
-    #[error("{} is not a checkpoint: {}", path.display(), others(has))]
+    #[error("there is no checkpoint in {}: {}", path.display(), others(has))]
     Missing { path: PathBuf, has: Vec<u64> },
     #[error("the checkpoint {} was abandoned: {why}", path.display())]
     Abandoned { path: PathBuf, why: String },

@@ -142,7 +142,8 @@ fn unexpected_tiles_or_layouts_are_refused() {
     let of = |hidden: u64| serde_json::json!({"model": {"hidden_size": hidden}});
     checkpoint.check_layout(&of(32)).unwrap();
     let text = checkpoint.check_layout(&of(64)).unwrap_err().to_string();
-    let says = "belongs to another run: its layout.model.hidden_size is 32, this run's is 64";
+    let says =
+        "cannot be resumed by this run: its layout.model.hidden_size is 32, this run's is 64";
     assert!(text.contains(says), "{text}");
 }
 
@@ -211,7 +212,10 @@ fn a_changed_description_is_refused_or_equivalent() {
     let text = Checkpoint::open(&dir, 0).unwrap_err().to_string();
     assert!(text.contains("save.json has format version 7"), "{text}");
     let text = Checkpoint::open(dir.parent().unwrap(), 0).unwrap_err();
-    assert!(text.to_string().contains("is not a checkpoint"), "{text}");
+    assert!(
+        text.to_string().contains("there is no checkpoint in "),
+        "{text}"
+    );
 }
 
 #[test]
