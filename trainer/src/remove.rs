@@ -9,7 +9,7 @@ use swapper::Daemon;
 
 use crate::run_record::RecordError;
 use crate::runs::{Orphan, orphan};
-use training_state::run::{DirError, RunDir, RunId, resolved};
+use training_state::run::{DirError, RunDir, RunId, nodes_dir, resolved};
 use training_state::store::{StoreError, file_name, remove_files};
 
 /// Files and jobs to delete, found and locked.
@@ -20,6 +20,10 @@ pub struct Removal {
 }
 
 struct Run {
+    /// Parts of other nodes that can be deleted here.
+    parts: Vec<Removal>,
+    /// Directories of other nodes' parts whose state only their nodes can delete.
+    parts_elsewhere: Vec<PathBuf>,
     dir: RunDir,
     /// Socket of the shared daemon that holds the job.
     socket: Option<PathBuf>,
@@ -62,6 +66,7 @@ impl Removal {
         let dir = RunDir::open(&path, &id)?;
         // An unreadable run.json names no store; `trainer runs` lists what remains of it.
         let described = described.ok().flatten();
+        let (parts, parts_elsewhere) = parts(&path)?;
         let (files, socket) = described.map_or_else(Default::default, |described| {
             (described.files, described.socket)
         });
@@ -74,7 +79,12 @@ impl Removal {
         });
         Ok(Self {
             files: files.collect(),
-            run: Some(Run { dir, socket }),
+            run: Some(Run {
+                parts,
+                parts_elsewhere,
+                dir,
+                socket,
+            }),
         })
     }
 
@@ -106,9 +116,17 @@ impl Removal {
     pub fn remove(self) -> Result<Option<PathBuf>, RemoveError> {
         let files: Vec<PathBuf> = self.files.into_iter().map(|(file, _)| file).collect();
         remove_files(&files)?;
-        let Some(Run { dir, socket }) = self.run else {
+        let Some(Run {
+            parts, dir, socket, ..
+        }) = self.run
+        else {
             return Ok(None);
         };
+        for part in parts {
+            part.remove()?;
+        }
+        // Fails if there are parts of other nodes.
+        let _ = fs::remove_dir(nodes_dir(dir.path()));
         if let Some(socket) = socket {
             drop_job(&socket, dir.job_name())
                 .map_err(|error| RemoveError::Daemon(error, dir.job_name().to_owned()))?;
@@ -117,6 +135,24 @@ impl Removal {
         dir.remove()?;
         Ok(path.exists().then_some(path))
     }
+}
+
+/// Finds the parts of other nodes in the directory `run_dir` of a run: those that can be deleted on this machine, and the
+/// directories of the others, whose state is on drives or behind a daemon of their nodes.
+fn parts(run_dir: &Path) -> Result<(Vec<Removal>, Vec<PathBuf>), RemoveError> {
+    let entries = fs::read_dir(nodes_dir(run_dir)).into_iter().flatten();
+    let mut dirs: Vec<PathBuf> = entries
+        .filter_map(|entry| Some(entry.ok()?.path()))
+        .collect();
+    dirs.retain(|dir| RunId::kept(dir).is_some());
+    dirs.sort();
+    let is_here = |dir: &PathBuf| match RunDir::described(dir) {
+        Ok(Some(part)) => part.socket.is_none() && part.files.iter().all(|file| file.exists()),
+        _ => false,
+    };
+    let (here, elsewhere): (Vec<_>, Vec<_>) = dirs.into_iter().partition(is_here);
+    let here = here.iter().map(|dir| Removal::of(dir));
+    Ok((here.collect::<Result<_, _>>()?, elsewhere))
 }
 
 fn drop_job(socket: &Path, job: &str) -> Result<(), StoreError> {
@@ -133,7 +169,11 @@ impl fmt::Display for Removal {
         let mut lines = Vec::new();
         if let Some(run) = &self.run {
             let dir = run.dir.path().display();
-            lines.push(format!("the run in {dir}, its checkpoints included"));
+            let job = run.dir.job_name();
+            lines.push(match RunId::part(job) {
+                Some(_) => format!("{} in {dir}", RunId::describe_job(job)),
+                None => format!("the run in {dir}, its checkpoints included"),
+            });
             if let Some(socket) = &run.socket {
                 let (job, socket) = (run.dir.job_name(), socket.display());
                 lines.push(format!(
@@ -143,6 +183,13 @@ impl fmt::Display for Removal {
         }
         for (file, bytes) in &self.files {
             lines.push(format!("{}, {}", file.display(), ApproxBytes(*bytes)));
+        }
+        if let Some(run) = &self.run {
+            lines.extend(run.parts.iter().map(ToString::to_string));
+            lines.extend(run.parts_elsewhere.iter().map(|dir| {
+                let dir = dir.display();
+                format!("not {dir}, whose state is on another node: `trainer remove {dir}` there deletes it")
+            }));
         }
         write!(f, "{}", lines.join("\n"))
     }

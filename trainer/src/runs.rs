@@ -52,6 +52,8 @@ pub struct RunEntry {
     pub dir: PathBuf,
     /// Name of the run's job in a store.
     pub job: Option<String>,
+    /// The run and the node if this is another node's part of a run, as text.
+    pub part: Option<String>,
     /// Reason why the run cannot be read.
     pub damaged: Option<String>,
     pub parameters: Option<u64>,
@@ -205,9 +207,11 @@ fn dirs_in(dir: &Path) -> std::io::Result<Vec<PathBuf>> {
 
 impl RunEntry {
     fn damaged(dir: &Path, why: String) -> Self {
+        let job = RunId::kept(dir).map(|id| id.job);
         Self {
             dir: dir.to_owned(),
-            job: RunId::kept(dir).map(|id| id.job),
+            part: part_of(job.as_deref()),
+            job,
             store_dirs: Vec::new(),
             damaged: Some(why),
             parameters: None,
@@ -236,9 +240,11 @@ impl RunEntry {
         let entries = |checkpoints: Vec<CheckpointDir>| {
             checkpoints.into_iter().map(CheckpointEntry::of).collect()
         };
+        let job = RunId::kept(dir).map(|id| id.job);
         Self {
             dir: dir.to_owned(),
-            job: RunId::kept(dir).map(|id| id.job),
+            part: part_of(job.as_deref()),
+            job,
             store_dirs: (files.iter().filter_map(|file| file.parent()))
                 .map(Path::to_owned)
                 .collect(),
@@ -272,6 +278,12 @@ impl RunEntry {
             _ => "stopped",
         }
     }
+}
+
+/// Describes another node's part of a run.
+fn part_of(job: Option<&str>) -> Option<String> {
+    let job = job.filter(|job| RunId::part(job).is_some())?;
+    Some(RunId::describe_job(job))
 }
 
 /// Number of steps in the run's settings.toml.
@@ -353,6 +365,34 @@ impl fmt::Display for RunEntry {
         if let Some(why) = &self.damaged {
             return write!(f, "\n  damaged: {why}");
         }
+        match &self.part {
+            // The first node has the metrics.
+            Some(part) => write!(f, "\n  {part}, {} on disk", ApproxBytes(self.bytes))?,
+            None => self.progress(f)?,
+        }
+        write!(f, "\n  state {}", self.store.as_deref().unwrap_or("?"))?;
+        if self.store_bytes > 0 {
+            write!(f, ", {}", ApproxBytes(self.store_bytes))?;
+        }
+        for file in &self.store_missing {
+            write!(f, "\n  its store {} is missing", file.display())?;
+        }
+        for checkpoint in &self.checkpoints {
+            write!(f, "\n  checkpoint at {checkpoint}")?;
+        }
+        for checkpoint in &self.aside {
+            write!(
+                f,
+                "\n  set aside: checkpoint at {checkpoint}, in {}",
+                checkpoint.dir.display()
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl RunEntry {
+    fn progress(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let number = |number: Option<u64>| number.map_or("?".into(), |number| number.to_string());
         let millions = self.parameters.map(|count| count as f64 / 1e6);
         write!(
@@ -371,23 +411,6 @@ impl fmt::Display for RunEntry {
         }
         if let Some(loss) = self.loss {
             write!(f, ", loss {loss:.4}")?;
-        }
-        write!(f, "\n  state {}", self.store.as_deref().unwrap_or("?"))?;
-        if self.store_bytes > 0 {
-            write!(f, ", {}", ApproxBytes(self.store_bytes))?;
-        }
-        for file in &self.store_missing {
-            write!(f, "\n  its store {} is missing", file.display())?;
-        }
-        for checkpoint in &self.checkpoints {
-            write!(f, "\n  checkpoint at {checkpoint}")?;
-        }
-        for checkpoint in &self.aside {
-            write!(
-                f,
-                "\n  set aside: checkpoint at {checkpoint}, in {}",
-                checkpoint.dir.display()
-            )?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@
 //!
 //! `OFFLOADD_KILLS=100 cargo test -p trainer --test runs nodes::ranks_and` makes that many kills at more points.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output};
 use std::time::Instant;
 
@@ -531,6 +531,43 @@ fn a_stopped_rank_and_a_killed_daemon_end_all_nodes() {
     assert!(err.contains("rank 1 has not answered for"), "{err}");
     kill_process(Pid::from_child(&stopped), Signal::KILL).unwrap();
     finish(stopped);
+}
+
+#[test]
+fn removing_a_run_on_its_first_node_removes_the_parts_that_are_there() {
+    let harness = Harness::new();
+    let nodes = on_nodes(&harness, "run", &[1, 1]).with(&["train.stop_after=1"]);
+    nodes.train(&[]);
+    let run = nodes.run(0);
+    let part = node_dir(&run.dir, 1);
+    let command = |verb: &str, dir: &Path| {
+        let mut command = run.program();
+        command.arg(verb).arg(dir);
+        command
+    };
+    let said = succeed(command("runs", &part));
+    assert!(
+        said.contains("\n  the part of node 1 of run run-"),
+        "{said}"
+    );
+    assert!(!said.contains("step 0"), "{said}");
+    // Without --yes, nothing is deleted. A store that is not here is on another machine.
+    let listed = |dir: &Path| words(&finish(spawn(command("remove", dir)))).0;
+    let store = nodes.store(1);
+    let elsewhere = harness.path("elsewhere");
+    std::fs::rename(&store, &elsewhere).unwrap();
+    let said = listed(&run.dir);
+    assert!(
+        said.contains(&format!("not {}, ", part.display())),
+        "{said}"
+    );
+    std::fs::rename(&elsewhere, &store).unwrap();
+    let said = listed(&run.dir);
+    assert!(said.contains(store.to_str().unwrap()), "{said}");
+    let mut remove = command("remove", &run.dir);
+    remove.arg("--yes");
+    succeed(remove);
+    assert!(!run.dir.exists() && !store.exists() && store_files_in(&nodes.drive(0)).is_empty());
 }
 
 #[test]

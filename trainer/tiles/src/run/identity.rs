@@ -73,11 +73,16 @@ impl RunId {
 
     /// Describes the run, or the part of a run, with the job `job`.
     pub fn describe_job(job: &str) -> String {
-        let of_node = job.rsplit_once(NODE);
-        match of_node.filter(|(_, node)| node.parse::<u32>().is_ok()) {
+        match Self::part(job) {
             Some((run, node)) => format!("the part of node {node} of run {run}"),
             None => format!("run {job}"),
         }
+    }
+
+    /// Job of the run and number of the node whose part has the job `job`; `None` for the first node's.
+    pub fn part(job: &str) -> Option<(&str, u32)> {
+        let (run, node) = job.rsplit_once(NODE)?;
+        Some((run, node.parse().ok()?))
     }
 
     /// Checks that all that `run_dir` holds on this node belongs to this run. `node` is the number of this
