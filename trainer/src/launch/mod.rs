@@ -12,8 +12,12 @@
 //! Each rank has its own process group, so a terminal's Ctrl-C reaches only the launcher, and each rank gets
 //! the signal once. A rank requests SIGTERM for the death of its launcher.
 
+mod failure;
 pub mod hostfile;
 mod meeting;
+mod members;
+mod node_count;
+mod outside;
 mod remote;
 mod rendezvous_dir;
 mod requests;
@@ -29,13 +33,16 @@ use kernels_torch::collective::{CollectiveError, DIR_VARIABLE, LauncherStore, TO
 use offload_support::errln;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 
+pub use failure::Failure;
 use meeting::Agreed;
-pub use meeting::{Meeting, MeetingError, NodeCount};
+pub use meeting::{Meeting, MeetingError};
+use members::Members;
+pub use node_count::NodeCount;
+use outside::{ENDED_WELL, Outside};
 pub use remote::{Hosts, launch_hosts};
 use rendezvous_dir::RendezvousDir;
 use requests::Requests;
-pub use supervise::Failure;
-use supervise::{ENDED_WELL, Limits, Members, Outside, supervise};
+use supervise::{Limits, supervise};
 
 /// Warning about a run whose rendezvous other machines reach and that has no job token.
 pub const OPEN_RENDEZVOUS: &str = "warning: the run has no job token, so any process that reaches its rendezvous can join or disturb it: set OFFLOADD_JOB_TOKEN to the same value on all nodes (`openssl rand -hex 16` makes one)";

@@ -21,9 +21,11 @@ use offload_support::{errln, outln};
 
 use super::LaunchError;
 use super::hostfile::Host;
-use super::meeting::NodeCount;
+use super::members::Members;
+use super::node_count::NodeCount;
+use super::outside::Outside;
 use super::requests::Requests;
-use super::supervise::{Limits, Members, Outside, supervise};
+use super::supervise::{Limits, supervise};
 
 /// Longest part of a line of output that is passed on at once.
 const LINE_BYTES_MAX: u64 = 1 << 16;

@@ -1,31 +1,16 @@
 //! Waits for ranks, or for the launchers of other hosts: either all end well, or the first one that fails ends the others.
 
-use std::fmt;
-use std::io::Write;
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::CollectiveError;
-use offload_support::errln;
-use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use rustix::process::Signal;
 
 use super::LaunchError;
-use super::meeting::Agreed;
-use super::requests::{Requests, line};
+use super::failure::Failure;
+use super::members::Members;
+use super::outside::{News, Outside};
 
 /// Interval between checks of the ranks. The standard library cannot wait for one of several processes.
 const LOOK: Duration = Duration::from_millis(10);
-
-/// Time for the launchers of a run that was just agreed on to send their first heartbeat.
-const APPEAR: Duration = Duration::from_secs(10);
-
-/// Time after the end of this node's ranks in which the silence of another node is noticed, if that ended them.
-const EXPLAIN: Duration = Duration::from_secs(2);
-
-/// Reason with which a launcher ends whose ranks ended well.
-pub(super) const ENDED_WELL: &str = "its ranks ended well";
 
 /// Time limits for ranks to end.
 #[derive(Clone, Copy, Debug)]
@@ -48,160 +33,6 @@ impl Default for Limits {
             end_after_node: Duration::from_secs(4),
             close: Duration::from_secs(60),
             failures_max: 0,
-        }
-    }
-}
-
-/// The rank, host or node that failed first.
-#[derive(Debug, PartialEq)]
-pub struct Failure {
-    /// Exit status for the launcher: the rank's own status, or 128 plus the signal that killed it.
-    pub code: u8,
-    /// Number of the node that failed, among those that take part; `None` for a member.
-    node: Option<usize>,
-    /// Name of the rank, host or node.
-    name: String,
-    how: How,
-    /// Others that were ended.
-    others: String,
-}
-
-#[derive(Debug, PartialEq)]
-enum How {
-    Exited(u8),
-    Killed(i32),
-    /// It still ran after the others had ended.
-    Stayed(Duration),
-    /// The launcher of a node sends no heartbeats.
-    Silent(f64),
-    /// The launcher of a node did not send a first heartbeat.
-    Absent,
-    /// The launcher of a node gave up.
-    Left(String),
-}
-
-impl std::error::Error for Failure {}
-
-impl Failure {
-    /// Number of the node that no longer answers, among those that take part. A node whose rank failed still does.
-    pub(super) fn gone(&self) -> Option<usize> {
-        match self.how {
-            How::Silent(_) | How::Absent => self.node,
-            _ => None,
-        }
-    }
-}
-
-impl fmt::Display for Failure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} ", self.name)?;
-        match &self.how {
-            How::Exited(code) => write!(f, "ended with status {code}")?,
-            How::Killed(signal) => {
-                let name = signal_hook::low_level::signal_name(*signal).unwrap_or("unknown");
-                write!(f, "was killed by signal {signal} ({name})")?;
-            }
-            How::Stayed(waited) => write!(
-                f,
-                "still ran {:.0} s after another had ended",
-                waited.as_secs_f64()
-            )?,
-            How::Silent(silent_s) => write!(
-                f,
-                "has not answered for {silent_s:.1} s: its launcher was killed or stopped, or the network between the nodes is down"
-            )?,
-            How::Absent => write!(f, "did not start its ranks")?,
-            How::Left(reason) => write!(f, "failed: {reason}")?,
-        }
-        f.write_str(&self.others)
-    }
-}
-
-/// Started rank, or remote shell in which a host's launcher runs.
-struct Member {
-    child: Child,
-    ended: Option<ExitStatus>,
-    /// Its failure was reported and tolerated.
-    reported: bool,
-}
-
-/// Name of the members in messages, and how they receive signals.
-#[derive(Clone, Debug, PartialEq)]
-enum Kind {
-    /// Processes of this node, whose numbers begin with this one; they receive signals.
-    Ranks(u32),
-    /// Remote shells to these hosts. Signals do not cross them, so they receive lines.
-    Hosts(Vec<String>),
-}
-
-/// All ranks or hosts. Dropping it kills and waits for those that are left.
-pub(super) struct Members {
-    members: Vec<Member>,
-    kind: Kind,
-}
-
-/// Source of requests, and the other nodes, if there are any.
-pub(super) struct Outside<'a> {
-    pub(super) requests: &'a mut Requests,
-    pub(super) nodes: Option<&'a Agreed>,
-    /// Start of the ranks.
-    pub(super) since: Instant,
-}
-
-/// News from another node.
-enum News {
-    Failed(usize, How),
-    EndedWell,
-}
-
-impl Outside<'_> {
-    fn news(&self) -> Option<News> {
-        let nodes = self.nodes?;
-        let absent = || {
-            let waited = self.since.elapsed() > APPEAR;
-            let node = waited.then(|| nodes.heartbeat.absent())?.first().copied()?;
-            Some(News::Failed(node as usize, How::Absent))
-        };
-        let Some(gone) = nodes.heartbeat.gone() else {
-            return absent();
-        };
-        Some(match gone {
-            CollectiveError::Left { reason, .. } if reason == ENDED_WELL => News::EndedWell,
-            CollectiveError::Left { rank, reason, .. } => {
-                News::Failed(rank as usize, How::Left(reason))
-            }
-            CollectiveError::Silent { rank, silent_s, .. } => {
-                News::Failed(rank as usize, How::Silent(silent_s))
-            }
-            // The store's connection was closed.
-            CollectiveError::Died { rank, .. } => {
-                let reason = "its launcher, which runs the rendezvous, is gone".to_owned();
-                News::Failed(rank as usize, How::Left(reason))
-            }
-            error => News::Failed(nodes.own, How::Left(error.to_string())),
-        })
-    }
-
-    /// The failure of a node that no longer answers, if a rank of this node ended because of it: both are noticed at nearly
-    /// the same time.
-    fn explained(&self, failure: Failure, members: &Members) -> Failure {
-        let until = Instant::now() + EXPLAIN;
-        let (How::Exited(_), None, Some(nodes)) = (&failure.how, failure.node, self.nodes) else {
-            return failure;
-        };
-        while Instant::now() < until {
-            if let Some(News::Failed(node, how @ How::Silent(_))) = self.news() {
-                return members.failure_of_node(node, how, nodes);
-            }
-            std::thread::sleep(LOOK);
-        }
-        failure
-    }
-
-    /// Tells the launchers of other nodes why this one ends.
-    fn tell(&self, failure: &Failure) {
-        if let Some(nodes) = self.nodes {
-            nodes.heartbeat.end(&failure.to_string());
         }
     }
 }
@@ -233,9 +64,11 @@ pub(super) fn supervise(
                         let failure = members.failure_of_node(node, how, nodes);
                         Some((failure, limits.end_after_node))
                     } else {
-                        (members.failure(&limits))
+                        (members.failure(limits.failures_max))
                             .or_else(|| {
-                                stayed.and_then(|since| members.stayed(since.elapsed(), &limits))
+                                stayed.and_then(|since| {
+                                    members.stayed(since.elapsed(), limits.failures_max)
+                                })
                             })
                             .map(|failure| (failure, limits.end))
                     }
@@ -252,7 +85,7 @@ pub(super) fn supervise(
     }
     match failure
         .map(|(failure, _)| failure)
-        .or(members.failure(&limits))
+        .or(members.failure(limits.failures_max))
     {
         None => Ok(members.stopped().unwrap_or(0)),
         Some(failure) => {
@@ -262,212 +95,16 @@ pub(super) fn supervise(
     }
 }
 
-/// Returns the status of a rank that was asked to stop and ended in order.
-fn stopped(status: ExitStatus) -> Option<u8> {
-    let asked = [SIGINT, SIGTERM].map(|signal| 128 + signal);
-    let code = status.code().filter(|code| asked.contains(code))?;
-    Some(code as u8)
-}
-
-impl Members {
-    /// Ranks of this node; the first one that is started has number `first`.
-    pub(super) fn ranks(first: u32) -> Members {
-        Members {
-            members: Vec::new(),
-            kind: Kind::Ranks(first),
-        }
-    }
-
-    /// Remote shells to hosts with these names.
-    pub(super) fn hosts(names: Vec<String>) -> Members {
-        Members {
-            members: Vec::new(),
-            kind: Kind::Hosts(names),
-        }
-    }
-
-    /// Starts the next member.
-    pub(super) fn start(&mut self, mut command: Command) -> Result<&mut Child, LaunchError> {
-        let child = command.spawn().map_err(|source| LaunchError::Start {
-            name: self.name(self.members.len()),
-            program: command.get_program().to_string_lossy().into_owned(),
-            source,
-        })?;
-        self.members.push(Member {
-            child,
-            ended: None,
-            reported: false,
-        });
-        Ok(&mut self.members.last_mut().expect("just added").child)
-    }
-
-    fn name(&self, number: usize) -> String {
-        match &self.kind {
-            Kind::Ranks(first) => format!("rank {}", *first as usize + number),
-            Kind::Hosts(names) => format!("host {}", names[number]),
-        }
-    }
-
-    /// Checks which members have ended. Returns false when all have.
-    fn look(&mut self) -> bool {
-        for member in self
-            .members
-            .iter_mut()
-            .filter(|member| member.ended.is_none())
-        {
-            // An error would mean that the process is not a child.
-            member.ended = member.child.try_wait().expect("a child can be waited for");
-        }
-        self.members.iter().any(|member| member.ended.is_none())
-    }
-
-    /// Sends a signal to all members that have not ended. They have not been waited for, so their process ids
-    /// are still valid.
-    fn signal(&mut self, signal: Signal) {
-        let by_line = matches!(self.kind, Kind::Hosts(_)) && signal != Signal::KILL;
-        for member in self
-            .members
-            .iter_mut()
-            .filter(|member| member.ended.is_none())
-        {
-            match &mut member.child.stdin {
-                // A shell that is just ending no longer reads.
-                Some(input) if by_line => drop(input.write_all(line(signal).as_bytes())),
-                _ => drop(kill_process(Pid::from_child(&member.child), signal)),
-            }
-        }
-    }
-
-    /// Returns the member that caused the failure. A killed rank takes precedence, because the others then end
-    /// by themselves. All members are checked again, because the killed one may have ended just after the last
-    /// check and a rank that noticed just before it.
-    fn failure(&mut self, limits: &Limits) -> Option<Failure> {
-        self.failed(limits)?;
-        self.look();
-        let failure = self.failed(limits);
-        for number in 0..self.members.len() {
-            let left = self
-                .members
-                .iter()
-                .filter(|member| member.ended.is_none())
-                .count();
-            let tolerated = failure.is_none() && !self.members[number].reported;
-            if let Some(how) = self.how_failed(number).filter(|_| tolerated) {
-                self.members[number].reported = true;
-                let mut failure = self.failure_of(number, how);
-                failure.others = match left {
-                    1 => "; 1 host is left".to_owned(),
-                    count => format!("; {count} hosts are left"),
-                };
-                errln!("trainer: {failure}");
-            }
-        }
-        failure
-    }
-
-    fn failed(&self, limits: &Limits) -> Option<Failure> {
-        let failed = (0..self.members.len()).filter_map(|number| {
-            let how = self.how_failed(number)?;
-            Some(self.failure_of(number, how))
-        });
-        let failed: Vec<Failure> = failed.collect();
-        if failed.len() <= limits.failures_max {
-            return None;
-        }
-        (failed.into_iter()).min_by_key(|failure| matches!(failure.how, How::Exited(_)))
-    }
-
-    fn how_failed(&self, number: usize) -> Option<How> {
-        let failed = |status: &ExitStatus| !status.success() && stopped(*status).is_none();
-        let status = self.members[number].ended.filter(failed)?;
-        Some(match (status.code(), status.signal()) {
-            (Some(code), _) => How::Exited(code as u8),
-            (None, signal) => How::Killed(signal.unwrap_or(0)),
-        })
-    }
-
-    /// Returns the status of the first rank that was asked to stop, if any.
-    fn stopped(&self) -> Option<u8> {
-        self.members
-            .iter()
-            .find_map(|member| stopped(member.ended?))
-    }
-
-    /// The failure of a member that stays when others have ended well. If failures are tolerated, it is killed.
-    fn stayed(&mut self, waited: Duration, limits: &Limits) -> Option<Failure> {
-        if limits.failures_max > 0 {
-            self.signal(Signal::KILL);
-            return None;
-        }
-        let number = self
-            .members
-            .iter()
-            .position(|member| member.ended.is_none())?;
-        Some(self.failure_of(number, How::Stayed(waited)))
-    }
-
-    fn failure_of(&self, number: usize, how: How) -> Failure {
-        let noun = match self.kind {
-            Kind::Ranks(_) => "rank",
-            Kind::Hosts(_) => "host",
-        };
-        let name = match self.kind {
-            Kind::Ranks(_) => {
-                let pid = self.members[number].child.id();
-                format!("{} (process {pid})", self.name(number))
-            }
-            Kind::Hosts(_) => self.name(number),
-        };
-        Failure {
-            code: match how {
-                How::Exited(code) => code,
-                How::Killed(signal) => 128 + signal as u8,
-                _ => 1,
-            },
-            node: None,
-            name,
-            how,
-            others: match self.members.len() - 1 {
-                0 => String::new(),
-                1 => format!(", and the other {noun} was ended"),
-                count => format!(", and the other {count} {noun}s were ended"),
-            },
-        }
-    }
-
-    fn failure_of_node(&self, node: usize, how: How, nodes: &Agreed) -> Failure {
-        Failure {
-            code: 1,
-            node: Some(node),
-            name: nodes.members[node].to_string(),
-            how,
-            others: match self.members.len() {
-                1 => "; this node's rank was ended".to_owned(),
-                count => format!("; the {count} ranks of this node were ended"),
-            },
-        }
-    }
-}
-
-impl Drop for Members {
-    fn drop(&mut self) {
-        if self.look() {
-            self.signal(Signal::KILL);
-        }
-        for member in &mut self.members {
-            // It was waited for before, or was just killed.
-            let _ = member.child.wait();
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     //! Errors that these tests find: a rank outlives the others, the wrong rank is reported, an unresponsive
     //! rank is waited for without end.
 
-    use rustix::process::{WaitId, WaitIdOptions, waitid};
+    use std::process::Command;
 
+    use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+
+    use super::super::requests::Requests;
     use super::*;
 
     /// A generous limit between ranks that end well, because the machine may be busy.
@@ -574,7 +211,7 @@ mod tests {
         }
         let first = &mut ranks.members[0];
         first.ended = first.child.try_wait().unwrap();
-        let failure = ranks.failure(&LIMITS).unwrap();
+        let failure = ranks.failure(LIMITS.failures_max).unwrap();
         assert_eq!((number(&failure), failure.code), (1, 137));
         let text = failure.to_string();
         assert!(
