@@ -116,6 +116,7 @@ nightly: export OFFLOADD_SOAK_SECONDS ?= 300
 nightly: export OFFLOADD_POWER_IMAGES ?= 100000
 nightly: export OFFLOADD_POWER_TRAININGS ?= 100
 nightly: export OFFLOADD_KILLS ?= 200
+nightly: export OFFLOADD_PARTITIONS ?= 50
 nightly: test
 	$(MAKE) test-wheel
 
