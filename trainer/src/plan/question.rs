@@ -64,7 +64,15 @@ pub fn read_model(path: &Path) -> Result<ModelConfig, QuestionError> {
         path: path.clone(),
         message,
     };
-    let metadata = std::fs::metadata(&path).map_err(|error| wrong(error.to_string()))?;
+    let unreadable = |error: std::io::Error| {
+        match error.kind() {
+        std::io::ErrorKind::NotFound => wrong(
+            "it does not exist (the trainer downloads nothing; use `hf download NAME --local-dir DIR`)".into(),
+        ),
+        _ => wrong(error.to_string()),
+    }
+    };
+    let metadata = std::fs::metadata(&path).map_err(unreadable)?;
     if !metadata.is_file() || metadata.len() > FILE_BYTES_MAX {
         return Err(wrong(
             "it is not a file, or too large for a configuration".into(),

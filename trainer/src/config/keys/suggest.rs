@@ -21,6 +21,8 @@ const OTHERS: &[(&str, &str)] = &[
     ("adam_epsilon", "optimizer.params.eps"),
     ("weight_decay", "optimizer.params.weight_decay"),
     ("optim", "optimizer.type"),
+    ("optimizer.name", "optimizer.type"),
+    ("scheduler.name", "scheduler.type"),
     ("lr_scheduler", "scheduler.type"),
     ("lr_scheduler_type", "scheduler.type"),
     ("num_warmup_steps", "scheduler.params.warmup_steps"),
@@ -160,7 +162,9 @@ pub(in crate::config) fn suggestion(path: &str) -> Option<String> {
     let name = last(path).to_ascii_lowercase().replace('-', "_");
     // Exactly one other table has a key of this name, for example `steps`.
     let named: Vec<&String> = used.iter().filter(|used| last(used) == name).collect();
-    let known = OTHERS.iter().find(|(other, _)| *other == name);
+    let known = OTHERS
+        .iter()
+        .find(|(other, _)| *other == name || *other == path);
     match (named.as_slice(), known) {
         (_, Some((_, ours))) => Some((*ours).to_owned()),
         ([one], None) => Some((*one).clone()),
@@ -218,6 +222,7 @@ mod tests {
             ),
             ("train.max_grad_norm", "gradient_clipping"),
             ("seq_len", "train.seq_len"),
+            ("optimizer.name", "optimizer.type"),
             ("train.stepz", "train.steps"),
         ] {
             assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
