@@ -25,7 +25,7 @@ from . import _offloadd
 
 # Time between two states of a rank, and time without one after which the rank is gone. A call that holds the interpreter's lock for
 # longer looks the same, so this is as long as the 10 s in which others must end allow.
-_ROUND_S, _SILENT_S = 0.5, 6.0
+_ROUND_S, _SILENT_S = 0.5, 5.0
 
 # Longest pause between two looks for messages of other nodes.
 _PAUSE_S = 0.01
@@ -137,13 +137,13 @@ class Link:
             thread.join(_LEAVE_S)
         if self._lost or self._threads[0].is_alive():
             return
-        left = [f"{self._key}/left/{rank}" for rank in range(1, self._places.count)]
         until = time.monotonic() + (_LEAVE_S if in_order else _LEAVE_FAILED_S)
         with contextlib.suppress(RuntimeError):
             if self._places.rank > 0:
-                self._states.set(left[self._places.rank - 1], "")
+                self._states.set(f"{self._key}/left/{self._places.rank}", "")
                 return
-            while time.monotonic() < until and not self._states.check(left):
+            left = [f"{self._key}/left/{rank}" for rank in range(1, self._places.count) if rank not in self._silent()]
+            while left and time.monotonic() < until and not self._states.check(left):
                 time.sleep(_PAUSE_S)
 
     # Meetings
@@ -183,11 +183,14 @@ class Link:
             return f"{store} is gone"
         if self._now - self._heard > _SILENT_S:
             return f"{store} has not answered for {_SILENT_S:.0f} s"
-        silent = [rank for rank in self._others if self._heard - self._seen[rank] > _SILENT_S and not self._told[rank].get("left")]
+        silent = self._silent()
         if not silent:
             return ""
         rank = silent[0]
         return f"rank {rank} (node {self._places.node_of(rank)}, {self._places.hosts[rank]}) has not answered for {_SILENT_S:.0f} s"
+
+    def _silent(self) -> list[int]:
+        return [rank for rank in self._others if self._heard - self._seen[rank] > _SILENT_S and not self._told[rank].get("left")]
 
     def _tell(self) -> None:
         while not self._leaves.wait(_ROUND_S):

@@ -422,7 +422,7 @@ class Ranks:
         poll.register(self._woken, select.POLLIN)
         place, since, looked = None, 0.0, time.monotonic()
         while not self._ended:
-            lost = [ranks[handle] for handle, _ in poll.poll(1000 * _NOTE_S) if handle in ranks]
+            lost = [ranks[handle] for handle, _ in poll.poll(1000 * min(_NOTE_S, _nodes._ROUND_S)) if handle in ranks]
             if lost:
                 self._has_ended(lost[0])
                 self._lost(f"rank {lost[0]} (process {self._processes[lost[0]]}) is gone", _GRACE_S)
