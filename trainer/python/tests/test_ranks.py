@@ -201,6 +201,28 @@ def test_a_dead_rank_ends_the_others_by_name_within_10_s(tmp_path, where, capfd)
         assert isinstance(first, offloadd.RankGone) and "rank 1 (process" in str(first), first
 
 
+def threads(rank, ranks, path, destroys):
+    """Threads of process groups before and after a run."""
+    names = lambda: sorted(one.read_text() for one in pathlib.Path("/proc/self/task").glob("*/comm") if "gloo" in one.read_text())
+    model, before = gpt2(), names()
+    optimizer = adamw(model)
+    with offloadd.prepare(model, optimizer, config("cpu", path), run_dir=path / "run"):
+        one_step(model, optimizer, text(0))
+        assert len(names()) > len(before)
+        if destroys:
+            dist.destroy_process_group()
+    return len(before), len(names())
+
+
+def test_a_run_leaves_no_thread_of_its_groups(tmp_path):
+    for before, after in on_ranks(2, tmp_path / "store", threads, tmp_path, False):
+        assert before == after
+    for nodes in (1, 2):
+        # The script ends the process group first. The store of several nodes stays until the run is closed.
+        for before, after in on_ranks(2, tmp_path / f"store-{nodes}", threads, tmp_path, True, nodes=nodes):
+            assert after == 0
+
+
 def fail(rank, ranks, path):
     model = gpt2()
     optimizer = adamw(model)

@@ -108,6 +108,8 @@ class Link:
 
     def __init__(self, store: Any, key: str, places: Places) -> None:
         self._key, self._places = key, places
+        # Its server may end with it, and a script may end its process group before the run.
+        self._store = store
         self._meetings, self._states, self._commits = (store.clone() for _ in range(3))
         self._others = [rank for rank in range(places.count) if rank not in places.local]
         self._sent = 0

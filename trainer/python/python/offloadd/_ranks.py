@@ -269,9 +269,20 @@ class Ranks:
             watcher.join()
             if self.link is not None:
                 self.link.close(in_order)
+            if in_order:
+                self._end_groups()
             os.close(self._woken)
             os.close(self._wake)
             atexit.unregister(self.close)
+
+    def _end_groups(self) -> None:
+        """Ends the run's own groups with their threads. Such a thread drops tensors after the operation has returned, for which it takes the
+        interpreter's lock: it must not do that while the interpreter is taken down."""
+        for group in self._groups.values():
+            # A script may have ended all groups before.
+            with contextlib.suppress(ValueError):
+                dist.destroy_process_group(group)
+        self._groups.clear()
 
     # Together
 
