@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 
 use super::layout::{Elements, MomentPlanes, Weights};
 use super::planes::{prefetch_after, step_planes};
-use super::rounding::{self, Half, RandomBits};
+use super::rounding::{self, RandomBits};
 use super::scalar::{self, Scalars};
 use crate::InstructionSet;
 use crate::cast::Plain;
@@ -37,14 +37,14 @@ pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
 }
 
 /// Runs `rounding::narrow` compiled for AVX2.
-pub(super) fn narrow(random: RandomBits, half: Half, first: usize, from: &[f32], to: &mut [u16]) {
+pub(super) fn narrow(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
     #[target_feature(enable = "avx2")]
-    fn with_avx2(random: RandomBits, half: Half, first: usize, from: &[f32], to: &mut [u16]) {
-        rounding::narrow(random, half, first, from, to);
+    fn with_avx2(random: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
+        rounding::narrow(random, first, from, to);
     }
     assert!(InstructionSet::Avx2.available());
     // SAFETY: the assertion above checked the feature the function enables.
-    unsafe { with_avx2(random, half, first, from, to) }
+    unsafe { with_avx2(random, first, from, to) }
 }
 
 step_planes!("avx2,fma,f16c", __m256, _mm256_set1_ps);

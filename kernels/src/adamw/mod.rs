@@ -32,7 +32,7 @@ mod scalar;
 use std::ops::Range;
 
 use layout::{Elements, MomentPlanes, Planes, Weights};
-use rounding::{Half, RandomBits};
+use rounding::RandomBits;
 use scalar::Scalars;
 
 use crate::cast::{view, view_mut};
@@ -269,12 +269,9 @@ fn step_part(
         Master::Fp32 => panic!("no update of {master:?} takes gradients of type {grad_type:?}"),
     }
     if moments == Moments::Bf16 {
-        let narrow = |half, from: &[f32; CONVERTED_ELEMS], to| {
-            let to = view_mut(to);
-            narrow(set, scalars.random, half, part.start, from, to);
-        };
-        narrow(Half::Momentum, &converted.momentum, momentum);
-        narrow(Half::Variance, &converted.variance, variance);
+        let from = [&converted.momentum[..], &converted.variance];
+        let to = [view_mut(momentum), view_mut(variance)];
+        narrow(set, scalars.random, part.start, from, to);
     }
 }
 
@@ -319,15 +316,14 @@ fn widen(set: InstructionSet, stored: &[u16], out: &mut [f32]) {
 fn narrow(
     set: InstructionSet,
     random: RandomBits,
-    half: Half,
     first: usize,
-    from: &[f32],
-    to: &mut [u16],
+    from: [&[f32]; 2],
+    to: [&mut [u16]; 2],
 ) {
     match set {
-        InstructionSet::Scalar => rounding::narrow(random, half, first, from, to),
+        InstructionSet::Scalar => rounding::narrow(random, first, from, to),
         #[cfg(target_arch = "x86_64")]
-        _ => avx2::narrow(random, half, first, from, to),
+        _ => avx2::narrow(random, first, from, to),
         #[cfg(not(target_arch = "x86_64"))]
         _ => unreachable!("not available"),
     }

@@ -72,22 +72,24 @@ pub(super) fn widen(stored: &[u16], out: &mut [f32]) {
     }
 }
 
-/// Half of an element's random bits that rounds a moment.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Half {
-    Momentum,
-    Variance,
-}
-
-/// Rounds one plane of moments of the elements from `first` of the tile on.
+/// Rounds the moments of the elements from `first` of the tile on. `from` and `to` are momentum and variance; Lion's variance is
+/// empty.
 #[inline(always)]
-pub(super) fn narrow(bits: RandomBits, half: Half, first: usize, from: &[f32], to: &mut [u16]) {
-    let shift = match half {
-        Half::Momentum => 0,
-        Half::Variance => 16,
-    };
-    for (elem, (from, to)) in from.iter().zip(to).enumerate() {
-        let random = bits.at((first as u32).wrapping_add(elem as u32)) >> shift;
-        *to = number::to_bf16_by_chance(*from, random as u16);
+pub(super) fn narrow(bits: RandomBits, first: usize, from: [&[f32]; 2], to: [&mut [u16]; 2]) {
+    let [momentum_from, variance_from] = from;
+    let [momentum_to, variance_to] = to;
+    let momentum = momentum_from.iter().zip(momentum_to).enumerate();
+    let random = |elem: usize| bits.at((first as u32).wrapping_add(elem as u32));
+    if variance_to.is_empty() {
+        for (elem, (m, m_to)) in momentum {
+            *m_to = number::to_bf16_by_chance(*m, random(elem) as u16);
+        }
+        return;
+    }
+    // Both in one loop, because the hash takes as long as the rest.
+    for ((elem, (m, m_to)), (v, v_to)) in momentum.zip(variance_from.iter().zip(variance_to)) {
+        let random = random(elem);
+        *m_to = number::to_bf16_by_chance(*m, random as u16);
+        *v_to = number::to_bf16_by_chance(*v, (random >> 16) as u16);
     }
 }
