@@ -50,6 +50,7 @@ create_exception!(
 /// Adds the exceptions to the module.
 pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
     let py = module.py();
+    module.add("BEGIN_ANEW", BEGIN_ANEW)?;
     module.add("Error", py.get_type::<Error>())?;
     module.add("DaemonGone", py.get_type::<DaemonGone>())?;
     module.add("Damaged", py.get_type::<Damaged>())?;
@@ -61,7 +62,7 @@ pub(crate) fn add(module: &Bound<'_, PyModule>) -> PyResult<()> {
 
 /// The way back where the nodes' stores do not belong together.
 pub(crate) const BEGIN_ANEW: &str =
-    "begin anew on all nodes with resume=False and load a checkpoint";
+    "begin anew on all nodes with resume=False or another run_dir, and load a checkpoint";
 
 /// The exception for an error of the swapper.
 pub(crate) fn failed(error: SwapperError) -> PyErr {

@@ -76,6 +76,20 @@ def test_what_is_not_of_this_run_stays(tmp_path, capsys):
     assert not run_dir.exists() and not (tmp_path / "link").is_symlink() and copy.exists()
 
 
+def test_the_part_of_another_node_is_deleted_where_its_tiles_are(tmp_path, capsys):
+    run = run_of(tmp_path, "cpu")
+    next(run), next(run)
+    run_dir, tiles = tmp_path / "out" / "offloadd", tmp_path / "offloadd-offloadd-1-node1.tiles"
+    part = run_dir / "nodes" / "1"
+    part.mkdir(parents=True)
+    told = json.loads((run_dir / "store.json").read_text())
+    (part / "store.json").write_text(json.dumps({**told, "run_dir": str(part), "job": "offloadd-1-node1", "device_files": [str(tiles)]}))
+    assert main(["delete", str(run_dir), "--yes"]) == 1 and "nodes/1 (another node's part, to be deleted on that node)" in capsys.readouterr().err
+    tiles.touch()
+    assert main(["delete", str(run_dir), "--yes"]) == 0 and f"{part} and its tiles" in capsys.readouterr().out
+    assert not run_dir.exists() and not tiles.exists()
+
+
 def test_a_deletion_that_fails_half_way_is_repeated(tmp_path, capsys, monkeypatch):
     run = run_of(tmp_path, "cpu")
     next(run), next(run)

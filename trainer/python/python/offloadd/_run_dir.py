@@ -84,8 +84,8 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
             (run_dir / LAYOUT).unlink(missing_ok=True)
         elif nodes != places.nodes and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
             raise Error(
-                f"{run_dir}: the run keeps its state on {nodes} node(s), and this start has {places.nodes}: start as many, or begin anew on all "
-                "nodes with resume=False and load a checkpoint"
+                f"{run_dir}: the run keeps its state on {nodes} node(s), and this start has {places.nodes}: start as many, or "
+                f"{_offloadd.BEGIN_ANEW}"
             )
     files = [directory / f"offloadd-{plan.job}.tiles" for directory in settings.nvme]
     if resume and not any(file.exists() for file in files):
@@ -109,7 +109,7 @@ def _check_drives(settings: Settings, job: str, node: int) -> None:
             other = file.stem.removeprefix(f"offloadd-{job}").removeprefix("-node") or "0"
             raise Error(
                 f"node {node}: {file} is the part of node {other} of this run: start the nodes in the order of the run's first start, set "
-                "nvme_path to this node's own drives, or begin anew on all nodes with resume=False and load a checkpoint"
+                f"nvme_path to this node's own drives, or {_offloadd.BEGIN_ANEW}"
             )
 
 
@@ -132,7 +132,8 @@ def delete(run_dir: Path, agreed: bool) -> int:
     with held:
         others = sorted(one.name for one in run_dir.iterdir() if not any(fnmatch(one.name, pattern) for pattern in _OF_RUN))
         others += [f"offloadd/{STORE} (another run)"] * (run_dir / "offloadd" / STORE).exists()
-        others += [f"nodes/{part.parent.name} (another node's part, to be deleted on that node)" for part in run_dir.glob(f"nodes/*/{STORE}")]
+        parts = sorted(part.parent for part in run_dir.glob(f"nodes/*/{STORE}"))
+        others += [f"nodes/{part.name} (another node's part, to be deleted on that node)" for part in parts if not _is_here(part)]
         if others:
             raise Error(f"{run_dir} has what is not the run's: {', '.join(others)}; move or delete it first")
         store = _store_of(run_dir)
@@ -142,9 +143,13 @@ def delete(run_dir: Path, agreed: bool) -> int:
             print(f"{file}  {bytes_text(file.stat().st_blocks * 512)}")
         if store["socket"]:
             print(f"job {store['job']} of the daemon at {store['socket']}")
+        for part in parts:
+            print(f"{part} and its tiles")
         if not agreed and not _agrees():
             print("nothing was deleted")
             return 1
+        for part in parts:
+            delete(part, True)
         remove_store(store)
         # Last what a second deletion needs.
         for one in sorted(run_dir.iterdir(), key=lambda one: one.name == STORE):
@@ -160,6 +165,12 @@ def delete(run_dir: Path, agreed: bool) -> int:
                 # Others lie there, or one was the last.
                 run_dir.parent.rmdir()
         return 0
+
+
+def _is_here(part: Path) -> bool:
+    """Whether another node's part of a run can be deleted on this machine: its tiles are files here, or there are none."""
+    store = _store_of(part)
+    return not store["socket"] and all(map(os.path.exists, store["device_files"]))
 
 
 def remove_store(store: dict[str, Any]) -> None:
