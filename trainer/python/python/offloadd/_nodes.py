@@ -113,7 +113,7 @@ class Link:
         self._meetings, self._states, self._commits = (store.clone() for _ in range(3))
         self._others = [rank for rank in range(places.count) if rank not in places.local]
         self._sent = 0
-        # What this rank tells the others of itself.
+        # What this rank tells the others of itself. Several threads update it.
         self.state: dict[str, Any] = {}
         self._told: dict[int, dict[str, Any]] = {rank: {} for rank in self._others}
         # The time that `tick` counts, when the store and each rank were heard last, and rounds so far.
@@ -136,7 +136,7 @@ class Link:
         self._leaves.set()
         for thread in self._threads:
             # One that waits for a node that is gone is left behind.
-            thread.join(_LEAVE_S)
+            thread.join(_LEAVE_S if in_order else 2 * _ROUND_S)
         if self._lost or self._threads[0].is_alive():
             return
         until = time.monotonic() + (_LEAVE_S if in_order else _LEAVE_FAILED_S)
@@ -203,7 +203,7 @@ class Link:
                 # A connection that was closed stays closed.
                 self._lost = True
                 return
-        self.state = {**self.state, "left": True}
+        self.state.update(left=True)
         with contextlib.suppress(RuntimeError):
             self._tell_once()
 

@@ -99,6 +99,8 @@ class Ranks:
         store, key = dist.distributed_c10d._get_default_store(), f"offloadd/{_opened}"
         _opened += 1
         self.places = places = _nodes.find(store, key, self.rank, self.count)
+        if places.nodes > 1 and not hasattr(store, "clone"):
+            raise NotSupported(f"torch {torch.__version__} has no Store.clone, which several nodes need: install a newer one (2.11 was tested)")
         board = f"{key}/board/{places.node}"
         data_bytes = _DATA_BYTES + 16 * params
         failed = ""
@@ -251,7 +253,7 @@ class Ranks:
         if self._board is not None and not self._ended:
             self._board.end(self.rank, why)
             if self.link is not None:
-                self.link.state = {**self.link.state, "ended": why, "gone": self._gone}
+                self.link.state.update(ended=why, gone=self._gone)
         self._ended = True
 
     @property
@@ -452,8 +454,7 @@ class Ranks:
     def _look_beyond(self, where: str, waited_s: float, passed_s: float) -> bool:
         """Tells the other nodes where this rank is. Returns whether one of their ranks is gone, or this one was."""
         link, number = self.link, self._board.number(self.rank)
-        at = {"number": number, "what": self._board.what(self.rank, number), "where": where, "waited_s": waited_s}
-        link.state = {**link.state, **at}
+        link.state.update(number=number, what=self._board.what(self.rank, number), where=where, waited_s=waited_s)
         link.tick(passed_s)
         if self._given_up:
             # The script learns it with its next call, but may wait for a rank that waits for this one's commit.
@@ -471,7 +472,7 @@ class Ranks:
             return
         self._gone = self._gone or gone
         if self.link is not None:
-            self.link.state = {**self.link.state, "ended": self._gone, "gone": self._gone}
+            self.link.state.update(ended=self._gone, gone=self._gone)
             self.link.exchange.fail(self.gone_text())
         if self.core is not None and not self._given_up:
             self.core.cancel(self.gone_text())
