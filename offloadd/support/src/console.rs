@@ -35,9 +35,10 @@ pub fn out(text: fmt::Arguments) {
     note(io::stdout().lock().write_fmt(text));
 }
 
-/// Writes `text` and a line end to stderr. A failure is ignored: there is nowhere left to report it.
+/// Writes `text` and a line end to stderr. A failure is ignored: there is nowhere left to report it. A single write keeps the
+/// lines of several ranks apart.
 pub fn err(text: fmt::Arguments) {
-    let _ = writeln!(io::stderr(), "{text}");
+    let _ = io::stderr().write_all(format!("{text}\n").as_bytes());
 }
 
 /// Whether the reader of stdout has closed it, so that a program which only prints can end.
