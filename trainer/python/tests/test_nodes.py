@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offloadd  # noqa: E402
-from offloadd import _nodes, _ranks  # noqa: E402
+from offloadd import _checkpoint, _nodes, _ranks  # noqa: E402
 from offloadd._checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_kills import daemons_of  # noqa: E402
@@ -218,6 +218,13 @@ def test_a_checkpoint_is_resumed_by_any_number_of_nodes(tmp_path):
         assert done == 3 and equal(found, at_three[1]), nodes
     done, found = start(2, "e", "d", 2)
     assert done == 5 and equal(found, at_five[1]), "moments too came through one and three nodes"
+
+
+def test_a_checkpoints_directory_that_a_node_does_not_see_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_checkpoint, "_SEEN_S", 0.0)
+    _checkpoint._check_shared(tmp_path, 1)
+    with pytest.raises(offloadd.Error, match=f"node 1 does not see {tmp_path}/tag.partial as the first node does"):
+        _checkpoint._check_shared(tmp_path / "tag.partial", 1)
 
 
 def diverge(rank, ranks, path, what):
