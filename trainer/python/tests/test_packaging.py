@@ -46,7 +46,7 @@ def members_of(owner):
         if isinstance(value, type):
             bases = [base.__name__ for base in value.__bases__ if base is not object]
             found[name] = (bases, members_of(value))
-        elif inspect.isgetsetdescriptor(value):
+        elif inspect.isgetsetdescriptor(value) or isinstance(value, str):
             found[name] = "attribute"
         else:
             function = getattr(owner, name)
