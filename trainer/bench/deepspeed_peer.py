@@ -62,7 +62,7 @@ def main():
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "accumulate": 1, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
-    # One process, as its launcher would describe it, with all processors for its optimizer.
+    # Without a launcher one process, as it would describe it, with all processors for its optimizer.
     for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}.items():
         os.environ.setdefault(name, value)
     began = time.time()
@@ -89,7 +89,8 @@ def main():
 
     a.out.mkdir(parents=True, exist_ok=True)
     times, moved = [], []
-    with open(a.out / "metrics.jsonl", "w") as lines:
+    first = torch.distributed.get_rank() == 0
+    with open(a.out / "metrics.jsonl" if first else os.devnull, "w") as lines:
         for step in range(1, a.steps + 1):
             before, start = disk_bytes(), time.perf_counter()
             for _ in range(a.accumulate):
@@ -105,8 +106,9 @@ def main():
             lines.flush()
     steady = sorted(range(1, len(times)), key=times.__getitem__)
     middle = steady[len(steady) // 2]
-    print(json.dumps({"params": count, "step_s": times[middle], "read_bytes": moved[middle][0], "written_bytes": moved[middle][1],
-                      "torch": torch.__version__, "deepspeed": deepspeed.__version__}))
+    if first:
+        print(json.dumps({"params": count, "step_s": times[middle], "read_bytes": moved[middle][0], "written_bytes": moved[middle][1],
+                          "torch": torch.__version__, "deepspeed": deepspeed.__version__}))
 
 
 if __name__ == "__main__":

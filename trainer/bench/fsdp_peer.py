@@ -21,7 +21,7 @@ def main():
     for name, value in {"hidden": 2048, "layers": 24, "heads": 16, "ff": 5504, "vocab": 32000, "seq": 2048, "micro": 8, "steps": 6}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     a = parser.parse_args()
-    # One process, as torchrun would describe it, with all processors for the optimizer.
+    # Without torchrun one process, as it would describe it, with all processors for the optimizer.
     for name, value in {"OMP_NUM_THREADS": str(os.cpu_count()), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29514"}.items():
         os.environ.setdefault(name, value)
@@ -31,7 +31,7 @@ def main():
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
     config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
                          num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
@@ -55,7 +55,8 @@ def main():
 
     a.out.mkdir(parents=True, exist_ok=True)
     times = []
-    with open(a.out / "metrics.jsonl", "w") as lines:
+    first = torch.distributed.get_rank() == 0
+    with open(a.out / "metrics.jsonl" if first else os.devnull, "w") as lines:
         for step in range(1, a.steps + 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
@@ -71,7 +72,8 @@ def main():
             lines.write(json.dumps(line) + "\n")
             lines.flush()
     steady = sorted(times[1:])
-    print(json.dumps({"params": count, "step_s": steady[len(steady) // 2], "torch": torch.__version__}))
+    if first:
+        print(json.dumps({"params": count, "step_s": steady[len(steady) // 2], "torch": torch.__version__}))
     torch.distributed.destroy_process_group()
 
 

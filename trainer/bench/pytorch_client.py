@@ -3,7 +3,7 @@
 
     pytorch_client.py MODE --out DIR [--directory DRIVE]... [--keep] [--compile]      MODE: none, cpu, nvme
 
-Needs the built extension (`make python`) and transformers beside torch.
+Needs the built extension (`make python`) and transformers beside torch. Below torchrun each process has a GPU and the work of one.
 """
 
 import argparse
@@ -35,6 +35,11 @@ def main():
     from transformers import LlamaConfig, LlamaForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if ranks > 1:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     config = LlamaConfig(hidden_size=a.hidden, intermediate_size=a.ff, num_hidden_layers=a.layers, num_attention_heads=a.heads,
                          num_key_value_heads=a.heads, vocab_size=a.vocab, max_position_embeddings=a.seq, use_cache=False, attn_implementation="sdpa")
@@ -55,14 +60,16 @@ def main():
         "train_micro_batch_size_per_gpu": a.micro, "gradient_accumulation_steps": 1,
         "zero_optimization": {"offload_param": {"device": a.mode, "nvme_path": a.directory}},
         "offloadd": {
-            "staging_bytes": a.staging,
+            "staging_bytes": a.staging // ranks,
             **({"program": a.program} if a.program else {}),
         },
     }
     a.out.mkdir(parents=True, exist_ok=True)
     times, python = [], []
-    with offloadd.prepare(model, optimizer, settings, run_dir=a.out / "run") as run, open(a.out / "metrics.jsonl", "w") as lines:
-        print(run.describe(), flush=True)
+    with offloadd.prepare(model, optimizer, settings, run_dir=a.out / "run") as run, open(a.out / "metrics.jsonl" if rank == 0 else os.devnull, "w") as lines:
+        if rank == 0:
+            print(run.describe(), flush=True)
+        torch.manual_seed(rank)
         for step in range(1, a.steps + 1):
             wait()
             start = time.perf_counter()
@@ -84,8 +91,11 @@ def main():
     steady = sorted(range(min(2, len(times) - 1), len(times)), key=times.__getitem__)
     middle = steady[len(steady) // 2]
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else 0
-    print(json.dumps({"params": count, "step_s": times[middle], "forward_s": python[middle][0], "backward_s": python[middle][1],
-                      "torch": torch.__version__, "gpu_peak_bytes": peak}))
+    if rank == 0:
+        print(json.dumps({"params": count, "step_s": times[middle], "forward_s": python[middle][0], "backward_s": python[middle][1],
+                          "torch": torch.__version__, "gpu_peak_bytes": peak}))
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 main()

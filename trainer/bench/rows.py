@@ -49,11 +49,11 @@ ROWS = {
 
 # Peers are measured in the same run, so that a ratio compares two programs on one machine. Each runs with the settings that are known to
 # be good for it; where it is not known which are best, several rows have different ones, and a ratio takes the fastest.
-# needs: modules of Python. words: of the peer's program.
+# needs: modules of Python. words: of the peer's program. ranks: it also runs in several processes, below torchrun.
 PYTORCH, FSDP, DEEPSPEED = (
     {"program": "plain_pytorch.py", "needs": ("torch",)},
-    {"program": "fsdp_peer.py", "needs": ("torch", "transformers")},
-    {"program": "deepspeed_peer.py", "needs": ("torch", "transformers", "deepspeed")},
+    {"program": "fsdp_peer.py", "needs": ("torch", "transformers"), "ranks": True},
+    {"program": "deepspeed_peer.py", "needs": ("torch", "transformers", "deepspeed"), "ranks": True},
 )
 PEERS = {
     "pytorch": {**PYTORCH, "words": [], "says": "plain_pytorch.py: resident, bf16 with an fp32 master, blocks checkpointed"},
@@ -83,7 +83,7 @@ PEERS = {
 }
 
 # The Python package on transformers' Llama: measured as a peer is, and compared with the native rows beside it.
-CLIENT = {"program": "pytorch_client.py", "needs": ("torch", "transformers"), "ours": True}
+CLIENT = {"program": "pytorch_client.py", "needs": ("torch", "transformers"), "ours": True, "ranks": True}
 PEERS |= {
     "client-host": {**CLIENT, "words": ["cpu"], "says": "the Python package, all in host memory, blocks checkpointed, update on both sides"},
     "client-host-compiled": {**CLIENT, "words": ["cpu", "--compile"], "says": "the same, blocks compiled by torch.compile"},

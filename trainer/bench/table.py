@@ -114,7 +114,7 @@ class Table:
             if base == rows.CURVE:
                 found = self.losses()
             elif base in rows.PEERS:
-                found = self.peer(base)
+                found = self.peer(name, base, ranks)
             else:
                 found = self.train(name, base, ranks)
         except (RowFailed, testdrives.DriveError) as error:
@@ -215,39 +215,45 @@ class Table:
                 found["note"] = f"drives alone do not reach their limits ({', '.join(off)}): see drives.json"
         return found
 
-    def peer(self, name):
-        peer, out = rows.PEERS[name], self.args.out / name
+    def peer(self, name, base, ranks):
+        peer, out = rows.PEERS[base], self.args.out / name
         shutil.rmtree(out, ignore_errors=True)
         out.mkdir()
         for module in peer["needs"]:
             if subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode != 0:
                 raise RowFailed(f"{module} is not installed here")
+        if ranks > 1 and not peer.get("ranks"):
+            raise RowFailed(f"{peer['program']} runs in one process only")
         model = rows.MODELS[self.args.model]
         shape = [word for key in ("hidden", "layers", "heads", "ff", "vocab", "seq", "micro") for word in (f"--{key}", model[key])]
-        command = [sys.executable, HERE / peer["program"], *peer["words"], *shape, "--steps", self.args.steps, "--out", out]
+        many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks] if ranks > 1 else []
+        command = [sys.executable, *many, HERE / peer["program"], *peer["words"], *shape, "--steps", self.args.steps, "--out", out]
         count, ours = peer.get("drives"), peer.get("ours", False)
         if ours:
             command += ["--program", self.args.bin / "offloadd"]
         if not count:
-            return self.peer_ran(command, out, None)
+            return self.peer_ran(command, out, ranks, None)
         # fp32 gradients beside 16 bytes of state and parameters, and room for its files' rounding.
         params = 12 * model["hidden"] ** 2 * model["layers"] * 2 + 2 * model["vocab"] * model["hidden"]
         directories = testdrives.create(count, params * 24 // count + (1 << 30), *rows.DRIVE_RATES, raid0=not ours, loop_devices=rows.LOOP_DEVICES_PER_DRIVE)
         try:
-            return self.peer_ran([*command, *(word for one in directories for word in ("--directory", one))], out, directories)
+            return self.peer_ran([*command, *(word for one in directories for word in ("--directory", one))], out, ranks, directories)
         finally:
             testdrives.destroy()
 
-    def peer_ran(self, command, out, directories):
-        watched = watch.run(testdrives.enter(command) if directories else command, log=out / "log", timeout_s=self.args.timeout, first_line=out / "metrics.jsonl")
+    def peer_ran(self, command, out, ranks, directories):
+        command = testdrives.enter(command) if directories else command
+        # torchrun would give each process one thread.
+        env = {**os.environ, "OMP_NUM_THREADS": str(os.cpu_count() // ranks)}
+        watched = watch.run(command, log=out / "log", timeout_s=self.args.timeout, env=env, first_line=out / "metrics.jsonl")
         last = next((line for line in reversed(watched.said.splitlines()) if line.startswith("{")), None)
         if watched.status != 0 or last is None:
             raise RowFailed(why_it_failed(watched))
         found, model = json.loads(last), rows.MODELS[self.args.model]
-        tokens = model["seq"] * model["micro"]
+        tokens = model["seq"] * model["micro"] * ranks
         first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
         return {
-            **found, "tokens_per_s": tokens / found["step_s"], "tflops": 6 * found["params"] * tokens / found["step_s"] / 1e12,
+            **found, "ranks": ranks, "tokens_per_s": tokens / found["step_s"], "tflops": 6 * found["params"] * tokens / found["step_s"] / 1e12,
             "start_s": (watched.first_line_at or 0) - first["step_s"], "host_bytes": watched.host_bytes, "gpu_bytes": watched.gpu_bytes,
         }
 

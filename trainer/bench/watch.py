@@ -79,8 +79,8 @@ def send(session, wish):
 
 
 def members(session):
-    """Pids of the session, without zombies."""
-    found = []
+    """Pids of the session and of the sessions that it started, as torchrun does for each of its processes, without zombies."""
+    found, others = [], {}
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
@@ -89,8 +89,14 @@ def members(session):
             words = pathlib.Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(words[3]) == session and words[0] not in "ZX":
+        if words[0] in "ZX":
+            continue
+        if int(words[3]) == session:
             found.append(int(entry))
+        else:
+            others.setdefault(int(words[1]), []).append(int(entry))
+    for pid in found:
+        found += others.pop(pid, ())
     return found
 
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume speed; without names all but speed
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks speed; without names all but speed
 
 bits      losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
 pressure  a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
 tiers     none, cpu, nvme, immediate and deferred: equal losses and weights
 scaler    autocast with fp16 and GradScaler, the same with and without offload
 resume    a script that is killed and started again ends with the bits of an unbroken one
+ranks     two processes on two GPUs: the bits of one where their batches are equal, close to one where each has half of a batch, killed
+          and resumed, one that is lost, and orders that differ
 speed     rows of trainer/bench/table.py: this package, the native trainer, FSDP2, DeepSpeed, in host memory and on drives (root)
 
 Needs torch with CUDA and transformers, the extension (`make python`), and the programs in --bin: offloadd; for speed also trainer and
@@ -17,11 +19,13 @@ bench-io.
 import argparse
 import copy
 import hashlib
+import json
 import os
 import pathlib
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -85,7 +89,8 @@ class Checks:
 
     def tokens(self, number, rows=4):
         generator = torch.Generator().manual_seed(number)
-        return torch.randint(0, 2048, (rows, 128), generator=generator).to(self.device)
+        length = 128 if self.device == "cuda" else 16
+        return torch.randint(0, 2048, (rows, length), generator=generator).to(self.device)
 
     def bits(self):
         for dtype in (torch.float32, torch.bfloat16):
@@ -192,6 +197,174 @@ class Checks:
                 optimizer.zero_grad()
             return found, digest(model)
 
+    def ranks(self):
+        if self.device == "cuda":
+            check(torch.cuda.device_count() > 1, f"{torch.cuda.device_count()} GPU; two ranks need two")
+        tiers = (("none", "immediate", 0.0), ("cpu", "immediate", 0.0), ("cpu", "deferred", 0.5), ("nvme", "immediate", 0.5), ("nvme", "deferred", 0.0))
+        for dtype in ("float32", "bfloat16"):
+            (one,), = self.found_by(1, "work_batches", [(*tiers[0], dtype, False)])
+            cases = [(*tier, dtype, halves) for tier in tiers for halves in (False, True)]
+            lefts, rights = self.found_by(2, "work_batches", cases)
+            for case, left, right in zip(cases, lefts, rights):
+                where, halves = ", ".join(map(str, case[:4])), case[4]
+                check(left["norms"] == right["norms"] and left["digest"] == right["digest"], f"{where}: the ranks differ")
+                if not halves:
+                    check(left["losses"] == one["losses"] and left["digest"] == one["digest"], f"{where}: other bits than one rank: {left} and {one}")
+                    continue
+                # With device none.
+                first = lefts[1]
+                check((left["losses"], left["digest"]) == (first["losses"], first["digest"]), f"{where}: other bits than with device none")
+                means = [(a + b) / 2 for a, b in zip(left["losses"], right["losses"])]
+                apart = max(abs(a - b) / b for a, b in zip(means, one["losses"]))
+                check(apart < (1e-5 if dtype == "float32" else 1e-2), f"{where}: losses of halves are {apart:.1e} apart")
+                print(f"  {where}: two ranks have the bits of one; halves {apart:.1e} apart", flush=True)
+        self.ranks_resume()
+        self.ranks_apart()
+
+    def ranks_apart(self):
+        """A rank that is lost, and orders that differ."""
+        began = time.monotonic()
+        (status, _), (lost, _) = self.on_ranks(2, "work_lose", log="lost")
+        check(status not in (0, -signal.SIGKILL) and lost == -signal.SIGKILL, f"a lost rank: {status}, {lost}")
+        text = (self.out / "lost-0.log").read_text()
+        check("rank 1 (process" in text, f"it does not name the lost rank: {text[-400:]}")
+        print(f"  a lost rank is named, and the other one ended; {time.monotonic() - began:.1f} s with the start", flush=True)
+        found = self.on_ranks(2, "work_differ", log="differ")
+        check(all(status not in (0, None) for status, _ in found), f"orders that differ: {found}")
+        for rank in range(2):
+            text = (self.out / f"differ-{rank}.log").read_text()
+            check("OrderDiffers" in text and "forward without gradients" in text, f"rank {rank} is not told: {text[-400:]}")
+        print("  ranks whose orders differ are told so", flush=True)
+
+    def found_by(self, count, work, *words):
+        """What each rank has found, all of which must end in order."""
+        ended = self.on_ranks(count, work, *words)
+        check(all(status == 0 for status, _ in ended), f"{work}: exit statuses {[status for status, _ in ended]}")
+        return [found for _, found in ended]
+
+    def ranks_resume(self):
+        whole, _ = self.found_by(2, "work_killed", "ranks-whole", 0)
+        cut = self.on_ranks(2, "work_killed", "ranks-cut", 7)
+        check([status for status, _ in cut] == [-signal.SIGKILL] * 2, f"killed ranks: {cut}")
+        resumed, _ = self.found_by(2, "work_killed", "ranks-cut", 0)
+        check(resumed["began"] in (5, 6), f"it resumes after step {resumed['began']}")
+        check(resumed["digest"] == whole["digest"], "other bits after resuming")
+        print(f"  killed in step 7, resumed after step {resumed['began']}: same bits", flush=True)
+
+    def on_ranks(self, count, work, *words, log=None):
+        """The exit statuses of ranks that did `work`, and what each has found."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(count):
+            env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            result = self.out / f"rank-{rank}.json"
+            result.unlink(missing_ok=True)
+            command = [sys.executable, __file__, "--out", self.out, "--bin", self.programs, "--work", json.dumps([work, *words])]
+            with open(self.out / f"{log}-{rank}.log", "w") if log else open(os.devnull) as told:
+                children.append(subprocess.Popen([str(word) for word in command], env=env, stderr=told if log else None))
+        found = []
+        for rank, child in enumerate(children):
+            try:
+                child.wait(timeout=240)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                raise Failed(f"{work}: rank {rank} hangs") from None
+            result = self.out / f"rank-{rank}.json"
+            found.append((child.returncode, json.loads(result.read_text()) if result.exists() else None))
+        return found
+
+    def work(self, work, *words):
+        """One rank's part of `on_ranks`."""
+        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        on_gpu = self.device == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
+        found = getattr(self, work)(rank, count, *words)
+        (self.out / f"rank-{rank}.json").write_text(json.dumps(found))
+        torch.distributed.destroy_process_group()
+
+    def shared_config(self, rank, tier, name, **own):
+        """The same on all ranks."""
+        directory = self.out / name
+        if rank == 0:
+            directory.mkdir(exist_ok=True)
+        torch.distributed.barrier()
+        return {
+            "zero_optimization": {"offload_param": {"device": tier, "nvme_path": str(directory)}},
+            "offloadd": {"program": str(self.programs / "offloadd"), **own},
+        }, directory / "run"
+
+    def work_batches(self, rank, count, cases):
+        """Losses, norms and weights of each case."""
+        return [self.batches(rank, count, f"batches-{count}-{index}", *case) for index, case in enumerate(cases)]
+
+    def batches(self, rank, count, name, tier, step, fraction, dtype, halves):
+        config, run_dir = self.shared_config(rank, tier, name, optimizer_step=step, resident_fraction=fraction)
+        model = self.llama(getattr(torch, dtype), "not reentrant")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+        losses, norms = [], []
+        with offloadd.prepare(model, optimizer, config, run_dir=run_dir, resume=False):
+            for number in range(6):
+                for part in range(1 + number % 2):
+                    batch = self.tokens(10 * number + part)
+                    batch = batch.chunk(count)[rank] if halves else batch
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    losses.append(loss.item())
+                # Sums of squares differ in their last bits with the number of ranks: nothing is clipped.
+                norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            return {"losses": losses, "norms": norms, "digest": digest(model)}
+
+    def work_killed(self, rank, count, name, kill_in):
+        """Trains with dropout of each rank's own; all ranks end at once in the backward of step `kill_in`."""
+        config, run_dir = self.shared_config(rank, "nvme", name)
+        model = self.llama(torch.bfloat16, "not reentrant", dropout=0.2)
+        number = 0
+        model.model.layers[1].register_full_backward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL) if number + 1 == kill_in else None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(rank)
+        with offloadd.prepare(model, optimizer, config, run_dir=run_dir) as run:
+            began = run.steps_done
+            for number in run.batches(range(12)):
+                batch = self.tokens(2 * number + rank)
+                model(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return {"began": began, "digest": digest(model)}
+
+    def work_lose(self, rank, count):
+        """The second rank dies in its third forward; the first is in a collective operation on the GPU or before one."""
+        return self.diverge(rank, "ranks-lose", lambda step: os.kill(os.getpid(), signal.SIGKILL) if (rank, step) == (1, 2) else None)
+
+    def work_differ(self, rank, count):
+        """The second rank evaluates a batch that the first one does not."""
+
+        def evaluate(step, model):
+            if (rank, step) == (1, 2):
+                with torch.no_grad():
+                    model(input_ids=self.tokens(0))
+
+        return self.diverge(rank, "ranks-differ", lambda step: None, evaluate)
+
+    def diverge(self, rank, name, in_forward, before=lambda step, model: None):
+        config, run_dir = self.shared_config(rank, "cpu", name)
+        model, step = self.llama(torch.bfloat16), 0
+        model.model.layers[3].register_forward_hook(lambda *_: in_forward(step))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        with offloadd.prepare(model, optimizer, config, run_dir=run_dir):
+            for step in range(5):
+                before(step, model)
+                batch = self.tokens(step)
+                model(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
     def tiers(self):
         for dtype, gradients in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16"), (torch.float16, None)):
             expected = self.trained("none", dtype, optimizer_step="immediate", gradients=gradients)
@@ -283,12 +456,13 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "scaler", "resume", "speed")
+    parts = ("bits", "pressure", "tiers", "scaler", "resume", "ranks", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
     parser.add_argument("--cpu", action="store_true", help="tries this script itself on the processor's path")
     parser.add_argument("--train", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := set(args.parts) - set(parts):
         parser.error(f"no such part: {', '.join(sorted(unknown))}")
@@ -303,6 +477,8 @@ def main():
     checks = Checks(args.out, args.bin.resolve(), device)
     if args.train:
         return checks.train(args.train)
+    if args.work:
+        return checks.work(*args.work)
     # Everything that is printed here and by children goes to the log too.
     log = subprocess.Popen(["tee", str(args.out / "log.txt")], stdin=subprocess.PIPE)
     os.dup2(log.stdin.fileno(), 1), os.dup2(log.stdin.fileno(), 2)

@@ -153,17 +153,11 @@ def test_units_come_ahead_once_the_order_is_known():
     assert ours.core.done == forward + backward
 
 
-def test_a_model_on_a_gpu_needs_a_driver_and_several_processes_the_word(monkeypatch):
+def test_a_model_on_a_gpu_needs_a_driver():
     settings = settings_of({"offloadd": {"compute_device": "cuda:0"}})
     if not torch.cuda.is_available():
         with pytest.raises(offloadd.Error, match="cuda:0, which cannot be used"):
             gpu_of(settings, [torch.zeros(1)])
-    with monkeypatch.context() as patch:
-        patch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(offloadd.NotSupported, match='in 2 processes: .* set "gpu": "untested"'):
-            gpu_of(settings, [torch.zeros(1)])
-    with pytest.raises(offloadd.Error, match='must be "untested"'):
-        settings_of({"offloadd": {"gpu": "yes"}})
     with pytest.raises(offloadd.NotSupported, match="to the CPU or to a CUDA GPU"):
         gpu_of(settings_of({"offloadd": {"compute_device": "mps"}}), [torch.zeros(1)])
 

@@ -97,7 +97,6 @@ _OWN = {
     "socket": _PATH,
     "program": _PATH,
     "compute_device": (str, "a device of torch, such as cuda:0"),
-    "gpu": (str, '"untested"'),
 }
 
 # Least likeness, from 0 to 1, of a misspelled key to the one that was meant. DeepSpeed's own keys are less alike.
@@ -146,8 +145,6 @@ class Settings:
     program: Optional[Path] = None
     # Where the model computes, if not where it is.
     compute_device: Optional[str] = None
-    # "untested" until several processes on GPUs have been tested.
-    gpu: Optional[str] = None
 
     def monitor_dir(self, name: str, run_dir: Path) -> Optional[str]:
         """Directory of a monitor's files, if it is enabled."""
@@ -229,7 +226,6 @@ def settings_of(config: Config) -> Settings:
         "commit_every": settings.commit_every >= 1,
         "staging_bytes": settings.staging_bytes >= 0,
         "update_threads": settings.update_threads is None or settings.update_threads >= 1,
-        "gpu": settings.gpu in (None, "untested"),
     }
     if settings.program and not settings.program.is_file():
         raise Error(f"offloadd.program: {settings.program} is not a file: name the program offloadd, or leave the key out")

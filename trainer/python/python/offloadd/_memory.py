@@ -7,7 +7,7 @@ from typing import Any, Iterable, Optional, Protocol, Sequence
 import torch
 
 from . import _offloadd
-from ._config import Settings, processes
+from ._config import Settings
 from ._errors import Error, NotSupported
 from ._ranks import Ranks
 from ._units import Unit
@@ -127,11 +127,6 @@ def gpu_of(settings: Settings, params: Iterable[torch.Tensor]) -> Optional[GpuDe
         return None
     if device.type != "cuda" or where.type not in ("cpu", "cuda"):
         raise NotSupported(f"a parameter is on {where} and is to compute on {device}: move the model to the CPU or to a CUDA GPU, and set offloadd.compute_device to one of these")
-    if processes() > 1 and settings.gpu != "untested":
-        raise NotSupported(
-            f"the model is to compute on {device} in {processes()} processes: several processes on GPUs have been tested with a fake driver only; "
-            'set "gpu": "untested" under "offloadd" to use it all the same, start one process, or use the trainer'
-        )
     gpu = GpuDevice(device)
     try:
         _offloadd.gpu_name(gpu.index)
