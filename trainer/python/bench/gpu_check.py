@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks speed; without names all but speed
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks door speed; without names all but speed
 
 bits      losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
 pressure  a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
@@ -10,6 +10,7 @@ scaler    autocast with fp16 and GradScaler, the same with and without offload
 resume    a script that is killed and started again ends with the bits of an unbroken one
 ranks     two processes on two GPUs: the bits of one where their batches are equal, close to one where each has half of a batch, killed
           and resumed, one that is lost, and orders that differ
+door      Hugging Face's Trainer with a DeepSpeed JSON below `offloadd-run --nproc N` on all GPUs, killed and resumed: the same bits
 speed     rows of trainer/bench/table.py: this package, the native trainer, FSDP2, DeepSpeed, in host memory and on drives (root)
 
 Needs torch with CUDA and transformers, the extension (`make python`), and the programs in --bin: offloadd; for speed also trainer and
@@ -35,12 +36,13 @@ import traceback
 # Before CUDA starts: deterministic products.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 HERE = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "python"))
+sys.path[:0] = [str(HERE.parent / "python"), str(HERE.parents[1] / "bench")]
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
 import offloadd  # noqa: E402
+import watch  # noqa: E402
 
 SPEED_ROWS = (
     "host-checkpointed", "client-host", "client-host-compiled", "fsdp-cpu-prefetch", "deepspeed-cpu", "deepspeed-cpu-zero2",
@@ -442,6 +444,44 @@ class Checks:
                 print("step", run.steps_done, loss.item().hex(), flush=True)
             print("weights", digest(model), flush=True)
 
+    def door(self):
+        count = torch.cuda.device_count() if self.device == "cuda" else 1
+        script = HERE.parent / "tests/scripts/hf_trainer.py"
+        python = str(HERE.parent / "python")
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [python, os.environ.get("PYTHONPATH")]))}
+
+        def lines(name, kill_at=None):
+            directory = self.out / name
+            directory.mkdir(exist_ok=True)
+            config = {
+                "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": 1.0,
+                "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(directory)}},
+                "offloadd": {"program": str(self.programs / "offloadd")},
+            }
+            command = [sys.executable, "-m", "offloadd.launch", "--nproc", count, script, directory, json.dumps(config), "--deepspeed"]
+            child = subprocess.Popen([str(word) for word in command], stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
+            found = set()
+            for line in child.stdout:
+                found.add(line.strip())
+                if line.strip() == kill_at:
+                    # The ranks are sessions of their own below torchrun.
+                    for pid in watch.members(child.pid):
+                        os.kill(pid, signal.SIGKILL)
+            status = child.wait()
+            check(status == (-signal.SIGKILL if kill_at else 0), f"status {status}: {sorted(found)[-5:]}")
+            return found
+
+        whole = lines("door-whole")
+        lines("door-cut", "step 5")
+        resumed = lines("door-cut")
+        began = [line for line in resumed if line.startswith("resumed")]
+        check(began and began != ["resumed 0"], f"it did not resume: {began}")
+        last = lambda found: sorted(line for line in found if line.startswith("done"))
+        check(len(last(whole)) == 1 and last(resumed) == last(whole), f"weights differ: {last(whole)} and {last(resumed)}")
+        different = {line for line in resumed if line.startswith("loss")} - whole
+        check(not different, f"steps with other losses: {sorted(different)[:4]}")
+        print(f"  {count} processes: {began[0]}, then the same losses and weights", flush=True)
+
     def speed(self):
         command = [sys.executable, HERE.parents[1] / "bench/table.py", "--bin", self.programs, "--out", self.out / "table", *SPEED_ROWS]
         check(subprocess.run([str(word) for word in command]).returncode == 0, f"rows without a figure: see {self.out / 'table'}")
@@ -456,7 +496,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "scaler", "resume", "ranks", "speed")
+    parts = ("bits", "pressure", "tiers", "scaler", "resume", "ranks", "door", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
