@@ -20,7 +20,7 @@ transformers.logging.set_verbosity_error()
 GPT2, GPT2Config = transformers.GPT2LMHeadModel, transformers.GPT2Config
 
 import offloadd  # noqa: E402
-from offloadd import _ranks  # noqa: E402
+from offloadd import _ranks, _zero  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
 
@@ -347,6 +347,25 @@ def test_ranks_whose_rows_take_other_experts_are_one_rank(tmp_path):
     expected = route(0, 1, tmp_path)
     for found in on_ranks(2, tmp_path / "store", route, tmp_path):
         assert close(found, expected)
+
+
+def load_on_the_first(rank, ranks):
+    """As transformers loads weights with DeepSpeed's configuration: without an engine, and values on the first rank alone."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
+    alone = model[0].bias.detach().clone()
+    with _zero.GatheredParameters([*model[1].parameters(), model[0].weight], modifier_rank=0):
+        if rank == 0:
+            model[0].weight.data.normal_()
+            model[1].bias.data.normal_()
+    assert torch.equal(model[0].bias, alone)
+    return state(model)
+
+
+def test_weights_loaded_on_the_first_rank_are_those_of_all_ranks(tmp_path):
+    first, second = on_ranks(2, tmp_path / "store", load_on_the_first)
+    same = [name for name in first if torch.equal(first[name], second[name])]
+    assert same == ["0.weight", "1.weight", "1.bias"]
 
 
 def other_dir(rank, ranks, path):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Iterable, Iterator, Optional, Union
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from ._config import Config, settings_of
@@ -112,7 +113,8 @@ def GatheredParameters(
     enabled: bool = True,
 ) -> Iterator[None]:
     """Keeps the values of parameters in memory. With `modifier_rank=0`, the first rank's changes are committed at its end; without
-    it they are lost. Parameters that no engine has are in memory anyway."""
+    it they are lost. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks have the first one's at its
+    end."""
     if modifier_rank not in (None, 0):
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -125,3 +127,19 @@ def GatheredParameters(
         if modifier_rank is not None:
             for run, units in found:
                 run.keep_changes(units)
+            _share([param for param in wanted if not any(id(param) in run.engine.unit_of for run, _ in found)])
+
+
+def _share(params: list[nn.Parameter]) -> None:
+    """Gives parameters the first rank's values: transformers loads weights there alone."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # A group of NCCL alone has no tensors of the processor.
+    through = "cuda" if dist.get_backend() == "nccl" else None
+    for param in params:
+        if param.is_meta:
+            continue
+        value = param.detach().contiguous().to(through or param.device)
+        dist.broadcast(value, src=0)
+        if value.data_ptr() != param.data_ptr():
+            param.data.copy_(value)
