@@ -3,6 +3,7 @@ in the middle of an evaluation that changes no bit."""
 
 import functools
 import json
+import types
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ pytest.importorskip("transformers", reason="transformers is not installed: make 
 pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
 
 import forks  # noqa: E402
+from offloadd._state import random_state  # noqa: E402
+from offloadd.hf import write_random_state  # noqa: E402
 from test_doors import below_offloadd_run  # noqa: E402
 from test_runs import HERE, config, lines_of, needs_daemon  # noqa: E402
 
@@ -89,3 +92,24 @@ def test_a_second_train_goes_on_with_the_weights_and_moments_of_the_first(tmp_pa
     assert len(expected) == 12 and found.keys() == expected.keys()
     for step, values in expected.items():
         assert found[step] == pytest.approx(values, rel=1e-5), step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("mode", ["NOT_DISTRIBUTED", "DISTRIBUTED"])
+def test_random_numbers_of_gpus_are_written_as_the_trainer_reads_them(tmp_path, monkeypatch, mode, ranks):
+    # DISTRIBUTED is also the mode of one process with DeepSpeed's configuration.
+    from transformers.trainer_pt_utils import set_rng_state_for_device
+    from transformers.training_args import ParallelMode
+
+    of_gpus = [torch.full((16,), number, dtype=torch.uint8) for number in range(3)]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    met = types.SimpleNamespace(count=ranks, rank=ranks - 1, meet=lambda what: None)
+    args = types.SimpleNamespace(parallel_mode=ParallelMode[mode])
+    write_random_state(tmp_path, {**random_state(), "cuda": of_gpus}, met, args)
+    written = torch.load(tmp_path / ("rng_state.pth" if ranks == 1 else "rng_state_1.pth"), weights_only=False)
+    found = {}
+    setter = types.SimpleNamespace(set_rng_state=lambda state: found.update({1: state}), set_rng_state_all=lambda states: found.update(enumerate(states)))
+    set_rng_state_for_device("CUDA", types.SimpleNamespace(random=setter), written, mode == "DISTRIBUTED")
+    assert sorted(found) == ([0, 1] if mode == "DISTRIBUTED" else [1])
+    assert all(torch.equal(state, of_gpus[index]) for index, state in found.items())

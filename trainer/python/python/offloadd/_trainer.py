@@ -107,7 +107,7 @@ def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -
             trainer.lr_scheduler.load_state_dict(kept.loaded["scheduler"])
             run.restore_groups()
         else:
-            write_random_state(directory, random_state(), run.ranks)
+            write_random_state(directory, random_state(), run.ranks, trainer.args)
         return initialize(max_steps, *others)
 
     def prepare_for_training(max_steps: int, train_dataloader: Any, checkpoint: Any) -> Any:

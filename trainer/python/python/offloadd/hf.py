@@ -117,7 +117,7 @@ class TrainerProgress:
         directory.mkdir(exist_ok=True)
         if ranks.first_of_node:
             (directory / "trainer_state.json").write_text(self.loaded["state"])
-        write_random_state(directory, randoms, ranks)
+        write_random_state(directory, randoms, ranks, self.trainer.args)
 
     def catch_up(self, run: Run, directory: Path) -> None:
         """Lets the first epoch of the resumed training begin with what the last committed step still asked for."""
@@ -140,7 +140,7 @@ class TrainerProgress:
                 rate = trainer._get_learning_rate()
                 trainer._maybe_log_save_evaluate(trainer._tr_loss, run.grad_norm, *(given[name] for name in names), learning_rate=rate)
                 # The next step draws after them.
-                write_random_state(directory, random_state(), run.ranks)
+                write_random_state(directory, random_state(), run.ranks, trainer.args)
                 if trainer.control.should_training_stop:
                     return None
             return original(**given)
@@ -148,9 +148,10 @@ class TrainerProgress:
         trainer._run_epoch = run_epoch
 
 
-def write_random_state(directory: Path, state: dict[str, Any], ranks: Ranks) -> None:
-    """Writes this rank's random numbers as the Trainer's checkpoints have them."""
+def write_random_state(directory: Path, state: dict[str, Any], ranks: Ranks, args: Any) -> None:
+    """Writes this rank's random numbers as the checkpoints of a Trainer with these arguments have them."""
     import numpy
+    from transformers.training_args import ParallelMode
 
     version, numbers, gauss = state["python"]
     name, keys, *rest = state.get("numpy") or numpy.random.get_state()
@@ -160,7 +161,9 @@ def write_random_state(directory: Path, state: dict[str, Any], ranks: Ranks) -> 
         "cpu": state["torch"],
     }
     if "cuda" in state:
-        states["cuda"] = state["cuda"][torch.cuda.current_device()]
+        # Below a launcher, and with DeepSpeed's configuration also in one process, it reads those of all GPUs.
+        distributed = args.parallel_mode == ParallelMode.DISTRIBUTED
+        states["cuda"] = state["cuda"][: torch.cuda.device_count()] if distributed else state["cuda"][torch.cuda.current_device()]
     assert random.getstate()[0] == version
     torch.save(states, directory / ("rng_state.pth" if ranks.count == 1 else f"rng_state_{ranks.rank}.pth"))
     ranks.meet("write what the Trainer resumes from")
