@@ -275,10 +275,12 @@ fn difference(record: &JobRecord, wanted: &JobDefinition) -> Option<String> {
             .zip(&wanted.tiles)
             .position(|(has, wants)| has != wants)
             .unwrap_or_else(|| record.tiles.len().min(wanted.tiles.len()));
+        let count = match (record.tiles.len(), wanted.tiles.len()) {
+            (has, wants) if has == wants => String::new(),
+            (has, wants) => format!("it has {has} tiles instead of {wants}; "),
+        };
         return Some(format!(
-            "it has {} tiles instead of {}; tile {first} is the first that differs: tile_elems, the precision or the ranks of each node changed",
-            record.tiles.len(),
-            wanted.tiles.len()
+            "{count}tile {first} is the first that differs: tile_elems, the precision or the ranks of each node changed"
         ));
     }
     None
@@ -326,11 +328,12 @@ mod tests {
             change(&mut other);
             let what = difference(&other, &wanted).unwrap();
             assert!(what.contains(words), "{what}");
+            assert_eq!(what.contains(" instead of "), other.tiles.len() != 2);
         };
         told(|r| r.layout.push(0), "layout");
         told(|r| r.durability = Durability::None, "durability");
         told(|r| r.nodes = 2, "2 nodes");
-        told(|r| r.tiles[1].tile_bytes = 4096, "tile 1");
+        told(|r| r.tiles[1].tile_bytes = 4096, "tile 1 is");
         told(|r| r.tiles.truncate(1), "1 tiles instead of 2; tile 1");
     }
 }
