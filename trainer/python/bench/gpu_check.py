@@ -302,7 +302,7 @@ class Checks:
 
     def work_batches(self, rank, count, cases):
         """Losses, norms and weights of each case."""
-        return [self.batches(rank, count, f"batches-{count}-{index}", *case) for index, case in enumerate(cases)]
+        return [self.batches(rank, count, f"batches-{case[3]}-{count}-{index}", *case) for index, case in enumerate(cases)]
 
     def batches(self, rank, count, name, tier, step, fraction, dtype, halves):
         config, run_dir = self.shared_config(rank, tier, name, optimizer_step=step, resident_fraction=fraction)
