@@ -49,9 +49,25 @@ impl Comm {
     /// # Errors
     /// A rank is gone; an error of torch or Gloo.
     pub fn connect_side(&self) -> Result<Comm, CollectiveError> {
-        let link = self.link.as_ref().map(|link| link.open_side());
+        self.side(self.world, "side")
+    }
+
+    /// Connects the ranks of this rank's node in a group of their own, in which they are numbered from 0. All ranks of the
+    /// run must call it; otherwise like [`Comm::connect_side`].
+    ///
+    /// # Errors
+    /// A rank is gone; an error of torch or Gloo.
+    pub fn connect_node(&self) -> Result<Comm, CollectiveError> {
+        let first = self.world.rank - self.world.local_rank;
+        self.side(self.world.of_node(), &format!("node{first}"))
+    }
+
+    /// Connects the ranks of `world` in the group called `name`.
+    fn side(&self, world: World, name: &str) -> Result<Comm, CollectiveError> {
+        let link = self.link.as_ref().filter(|_| world.ranks > 1);
+        let link = link.map(|link| link.open_side(world, name));
         Ok(Comm {
-            world: self.world,
+            world,
             link: link.transpose()?.map(Arc::new),
         })
     }

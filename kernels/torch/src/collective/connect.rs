@@ -46,15 +46,16 @@ pub(super) fn connect(
     })
 }
 
-/// Connects the ranks that [`connect`] has connected in another group.
+/// Connects ranks that [`connect`] has connected in another group, called `name`.
 pub(super) fn connect_side(
     world: World,
     at: &Rendezvous,
     timeouts: Timeouts,
     heartbeat: &Heartbeat,
+    name: &str,
 ) -> Result<Group, CollectiveError> {
     let deadline = Instant::now() + timeouts.connect;
-    let meeting = Meeting::of(&world, at, "side")?;
+    let meeting = Meeting::of(&world, at, name)?;
     meet(world, timeouts, heartbeat, meeting, deadline)
 }
 

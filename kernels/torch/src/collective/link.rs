@@ -55,11 +55,12 @@ impl Link {
         Ok(Link::new(world, at, timeouts, connected, false))
     }
 
-    /// Connects the same ranks in another group, whose operations may run beside those of this one. Both share heartbeats.
-    pub(super) fn open_side(&self) -> Result<Link, CollectiveError> {
-        let (world, timeouts) = (self.world, self.timeouts);
+    /// Connects the ranks of `world`, which are some or all of this group's, in another group called `name`. The operations
+    /// of both may run beside each other, and both share heartbeats.
+    pub(super) fn open_side(&self, world: World, name: &str) -> Result<Link, CollectiveError> {
+        let timeouts = self.timeouts;
         let connected = Connected {
-            group: connect_side(world, &self.at, timeouts, &self.heartbeat)?,
+            group: connect_side(world, &self.at, timeouts, &self.heartbeat, name)?,
             heartbeat: Arc::clone(&self.heartbeat),
             store: None,
         };

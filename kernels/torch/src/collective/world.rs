@@ -170,6 +170,15 @@ impl World {
         })
     }
 
+    /// This process among those of its node alone.
+    pub fn of_node(&self) -> World {
+        World {
+            rank: self.local_rank,
+            ranks: self.local_ranks,
+            ..*self
+        }
+    }
+
     /// Rank `rank` of two ranks on one node.
     #[cfg(test)]
     pub(super) fn of_two(rank: u32) -> World {

@@ -4,10 +4,10 @@
 use half::{bf16, f16};
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::Comm;
+use kernels_torch::collective::{Comm, Rendezvous, World};
 use tch::Kind;
 
-use crate::harness::{Meet, on_ranks};
+use crate::harness::{Meet, TIMEOUTS, all_succeed, is_rank_of, on_ranks, run};
 
 const RANKS: &[u32] = &[1, 2, 3, 4];
 
@@ -281,6 +281,37 @@ fn side_connection_works_beside_the_first(test: &str, meet: Meet) {
         comm.barrier().unwrap();
         comm.close().unwrap();
     });
+}
+
+#[test]
+fn the_ranks_of_each_node_have_a_group_of_their_own() {
+    const NAME: &str = "values::the_ranks_of_each_node_have_a_group_of_their_own";
+    // Nodes with 2, 1 and 2 ranks.
+    const PLACES: [(u32, u32); 5] = [(0, 2), (1, 2), (0, 1), (0, 2), (1, 2)];
+    if !is_rank_of(NAME) {
+        return all_succeed(&run(NAME, PLACES.len() as u32, Meet::Tcp, &[]), |_| true);
+    }
+    let world = World::from_env().unwrap();
+    let (local_rank, local_ranks) = PLACES[world.rank as usize];
+    let world = World {
+        local_rank,
+        local_ranks,
+        ..world
+    };
+    let at = Rendezvous::from_env(&world).unwrap();
+    let comm = Comm::connect(world, &at, TIMEOUTS).unwrap();
+    let node = comm.connect_node().unwrap();
+    let own = [world.rank as u8];
+    let all = node.all_gather_bytes(&own).unwrap().concat();
+    let first = own[0] - local_rank as u8;
+    assert_eq!(all, Vec::from_iter(first..first + local_ranks as u8));
+    assert_eq!(
+        comm.all_gather_bytes(&own).unwrap().concat(),
+        [0, 1, 2, 3, 4]
+    );
+    drop(node);
+    comm.close().unwrap();
+    std::process::exit(0);
 }
 
 #[test]
