@@ -11,11 +11,8 @@
 //! is in progress. The host memory is pinned and allocated once. At 50 GB/s a piece of 64 MiB takes 1.3 ms; the block
 //! that produces it computes about ten times as long.
 
-use super::buffer::Registration;
+use super::pinned::Pinned;
 use super::{DeviceBuffer, Event, Gpu, GpuError, Stream};
-
-/// Pinned pages must not contain other memory.
-const PAGE_BYTES: usize = 4096;
 
 /// One buffer is in use while the other one is copied.
 const BUFFERS: usize = 2;
@@ -31,7 +28,7 @@ pub struct HostStash {
     turn: usize,
     /// For each piece, the event after which its bytes are in host memory.
     put: Vec<Option<Event>>,
-    host: Host,
+    host: Pinned,
 }
 
 struct Buffer {
@@ -40,13 +37,6 @@ struct Buffer {
     free: Option<Event>,
     /// The piece that is arriving or present, and the event of its arrival.
     holds: Option<(usize, Event)>,
-}
-
-/// Pinned memory; the registration ends before the bytes are freed.
-struct Host {
-    _registration: Registration,
-    bytes: Box<[u8]>,
-    start: usize,
 }
 
 impl HostStash {
@@ -70,13 +60,13 @@ impl HostStash {
             buffers: [buffer()?, buffer()?],
             turn: 0,
             put: (0..pieces).map(|_| None).collect(),
-            host: Host::new(gpu, pieces * piece_bytes)?,
+            host: Pinned::new(gpu, pieces * piece_bytes)?,
         })
     }
 
     /// Host memory in bytes.
     pub fn host_bytes(&self) -> usize {
-        self.host.bytes.len()
+        self.host.bytes_count()
     }
 
     /// Returns a buffer to which `stream` may write the next piece, for [`HostStash::put`].
@@ -100,7 +90,9 @@ impl HostStash {
         let buffer = &mut self.buffers[self.turn];
         self.down.wait(&stream.record()?)?;
         // The piece's previous content may still be on its way to the device: both copies touch the same host bytes.
-        let to = self.host.piece(piece, self.piece_bytes);
+        let to = self
+            .host
+            .bytes_mut(piece * self.piece_bytes, self.piece_bytes);
         // SAFETY: the host bytes are ours until `Drop`, which waits for both streams, and only copies of these streams
         // touch them; the events of `put` and `fetch` order those copies.
         unsafe {
@@ -132,7 +124,7 @@ impl HostStash {
         let put = self.put[piece].as_ref();
         self.up
             .wait(put.expect("a piece is fetched that was put"))?;
-        let from = self.host.piece(piece, self.piece_bytes);
+        let from = (self.host).bytes_mut(piece * self.piece_bytes, self.piece_bytes);
         // SAFETY: as in `put`.
         unsafe {
             self.gpu
@@ -187,23 +179,5 @@ impl Drop for HostStash {
         // Copies may be in progress. Whoever waits for a failed copy sees its error.
         let _ = self.down.synchronize();
         let _ = self.up.synchronize();
-    }
-}
-
-impl Host {
-    fn new(gpu: &Gpu, bytes_count: usize) -> Result<Self, GpuError> {
-        let rounded = bytes_count.next_multiple_of(PAGE_BYTES);
-        let bytes = vec![0_u8; rounded + PAGE_BYTES].into_boxed_slice();
-        let start = bytes.as_ptr().align_offset(PAGE_BYTES);
-        let address = bytes.as_ptr() as usize + start;
-        Ok(Self {
-            _registration: gpu.register(address, rounded.max(PAGE_BYTES), Box::new(()))?,
-            bytes,
-            start,
-        })
-    }
-
-    fn piece(&mut self, piece: usize, piece_bytes: usize) -> &mut [u8] {
-        &mut self.bytes[self.start + piece * piece_bytes..][..piece_bytes]
     }
 }

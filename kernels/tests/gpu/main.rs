@@ -5,6 +5,7 @@ mod adamw;
 mod compile;
 mod device;
 mod fake;
+mod host_copies;
 mod host_stash;
 mod loaders;
 mod memory;
