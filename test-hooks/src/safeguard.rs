@@ -36,6 +36,8 @@ pub enum Safeguard {
     LeastPrepared,
     /// Generations that different starts of a run committed are different, even if their numbers are equal.
     SameStart,
+    /// After an update, a node's copy of the parameters is made anew before it is used.
+    CopyInvalidation,
 }
 
 impl Safeguard {
@@ -58,6 +60,7 @@ impl Safeguard {
             Self::ConfirmFirst => "confirm-first",
             Self::LeastPrepared => "least-prepared",
             Self::SameStart => "same-start",
+            Self::CopyInvalidation => "copy-invalidation",
         }
     }
 }

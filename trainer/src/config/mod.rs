@@ -30,7 +30,7 @@ pub use settings::{
     ActivationsChoice, Batch, DataFile, DataSettings, Decaying, DeviceChoice, Durability,
     FirstWeights, Fraction, GradientsChoice, Interval, LossOn, MomentsType, OffloadSettings,
     OptimizerDevice, OptimizerKind, OptimizerSettings, OptimizerStep, Packing, ParamGroupSettings,
-    Placement, RecordFormat, ResidentFraction, RunSettings, Tier, TrainSettings,
+    Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice, Tier, TrainSettings,
 };
 pub use source::Source;
 pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};

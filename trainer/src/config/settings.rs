@@ -594,6 +594,17 @@ pub enum GradientsChoice {
     Nvme,
 }
 
+/// The ranks that divide 16-bit parameters among themselves in a run on several nodes. The choice does not change
+/// results, so a resumed run may change it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShardChoice {
+    /// Those of each node, which keep a copy of all parameters, if every node has room for it.
+    Auto,
+    /// Those of all nodes.
+    All,
+}
+
 /// State that a crash of the machine may destroy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
@@ -618,6 +629,7 @@ pub struct OffloadSettings {
     pub activations: ActivationsChoice,
     /// Where gradients are kept until their update.
     pub gradients: GradientsChoice,
+    pub shard: ShardChoice,
     /// Elements of a tile; derived from the model's size if left out.
     pub tile_elems: Option<u64>,
     /// Bytes of the slots that tiles pass through. `None` if the plan chooses.

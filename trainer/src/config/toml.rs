@@ -550,6 +550,12 @@ keys! {
         #[default("\"auto\"")]
         #[example("\"cpu\"")]
         pub gradients: Option<String>,
+        /// With several nodes, where a unit's parameters come from after their first use in a step: "auto" (a copy in
+        /// host memory that the ranks of each node keep together, as long as every node has room for it) or "all" (the
+        /// ranks of all nodes again). The choice does not change results.
+        #[default("\"auto\"")]
+        #[example("\"all\"")]
+        pub shard: Option<String>,
     }
 }
 

@@ -23,7 +23,7 @@ pub(crate) use run::OpenRun;
 pub(crate) use site::{Found, Site};
 
 use crate::accelerator;
-use crate::config::{FirstWeights, RunSettings, SettingsError};
+use crate::config::{FirstWeights, RunSettings, SettingsError, ShardChoice};
 use crate::data::Data;
 use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
@@ -90,6 +90,23 @@ pub(crate) struct Prepared {
     ranks: Ranks,
 }
 
+/// Plans the part of this rank.
+fn plan_of(settings: &RunSettings, hardware: Hardware, site: &Site) -> Result<Plan, RunError> {
+    let mut plan = Plan::new(settings, hardware)?;
+    let ranks = &site.ranks;
+    if settings.placement.stage.divides_state() {
+        plan.swapper.rank = ranks.rank();
+        let local = plan.swapper.node_ranks.as_mut();
+        local.into_iter().for_each(|local| *local = ranks.local());
+        // Refuses a node without tiles.
+        plan.swapper.cut()?;
+    }
+    if let Backing::Store(store) = &mut plan.swapper.backing {
+        store.nodes = site.nodes.clone();
+    }
+    Ok(plan)
+}
+
 impl Prepared {
     /// Plans the run. With [`Start::Fresh`], an earlier run in the directory is ignored.
     ///
@@ -128,17 +145,7 @@ impl Prepared {
             settings.local_ranks,
         )?;
         let hardware = Hardware::new(&settings, &Overrides::default());
-        let mut plan = Plan::new(&settings, hardware)?;
-        if settings.placement.stage.divides_state() {
-            plan.swapper.rank = ranks.rank();
-            let local = plan.swapper.node_ranks.as_mut();
-            local.into_iter().for_each(|local| *local = ranks.local());
-            // Refuses a node without tiles.
-            plan.swapper.cut()?;
-        }
-        if let Backing::Store(store) = &mut plan.swapper.backing {
-            store.nodes = site.nodes.clone();
-        }
+        let plan = plan_of(&settings, hardware, &site)?;
         let trained_with = trained_with(&settings);
         let mut description = describe(&settings, &plan);
         description.nodes = if has_store { ranks.nodes() } else { 1 };
@@ -250,6 +257,16 @@ impl Prepared {
     /// # Errors
     /// A rank is gone.
     pub(crate) fn agree(&mut self) -> Result<(), RunError> {
+        let whys = self.ranks.messages(self.plan.why_no_copy().into())?;
+        let without = whys.iter().position(|why| !why.is_empty());
+        if let Some(rank) = without.filter(|_| self.plan.copy_bytes > 0) {
+            let mut settings = self.settings.clone();
+            settings.offload.shard = ShardChoice::All;
+            self.plan = plan_of(&settings, self.plan.hardware.clone(), &self.site)?;
+            let node = self.ranks.node_of(rank as u32);
+            let why = String::from_utf8_lossy(&whys[rank]);
+            self.plan.choose_no_copy(format!("node {node}: {why}"));
+        }
         let every = self.plan.swapper.commit_every;
         let [every] = self.ranks.numbers([every])?[0];
         self.plan.swapper.commit_every = every;

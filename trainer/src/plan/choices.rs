@@ -1,13 +1,15 @@
 //! Chooses the settings that the configuration leaves open, in an order in which each choice has what it
 //! depends on.
 
+use offload_support::units::ApproxBytes;
 use swapper::Staging;
 
+use super::text::Seconds;
 use super::{GpuHardware, Plan, PlanError, Source};
 use crate::compute::{ActivationCheckpointing, can_keep};
 use crate::config::{
     ActivationsChoice, Fraction, GradientsChoice, OptimizerDevice, ResidentFraction, RunSettings,
-    Tier,
+    ShardChoice, Tier,
 };
 use training_state::plan::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 
@@ -22,6 +24,9 @@ const GPU_MARGIN_SHARE: f64 = 0.1;
 /// counted.
 const UPDATE_GAIN_MIN: f64 = 0.02;
 
+/// Key of the ranks that divide 16-bit parameters.
+const SHARD: &str = "offload.shard";
+
 /// Setting chosen by the plan.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
 pub struct Choice {
@@ -33,12 +38,61 @@ pub struct Choice {
 }
 
 impl Plan {
-    /// Makes every choice. `staging` is the value of the configuration.
-    pub(super) fn choose(
-        &mut self,
+    /// Makes every choice. `staging` is the value of the configuration. With several nodes, each keeps a copy of the
+    /// parameters if it has room for it and a step is not longer for it.
+    pub(super) fn chosen(
+        mut self,
         settings: &RunSettings,
         staging: Staging,
-    ) -> Result<(), PlanError> {
+    ) -> Result<Self, PlanError> {
+        let keeps = settings.offload.shard == ShardChoice::Auto
+            && settings.placement.stage.divides_parameters()
+            && self.ranks > self.local_ranks;
+        let mut kept = self.clone();
+        self.choose(settings, staging)?;
+        if !keeps {
+            return Ok(self);
+        }
+        kept.copy_bytes = kept.wanted_copy_bytes();
+        kept.choose(settings, staging)?;
+        let fits_gpu = |gpu: &GpuHardware| kept.gpu_bytes() <= gpu.memory_bytes;
+        let why = if kept.host_bytes() > kept.most_host_bytes(settings) {
+            format!(
+                "host memory has no room for a copy of all parameters on each node, {}",
+                ApproxBytes(kept.node_copy_bytes())
+            )
+        } else if !kept.hardware.gpu.as_ref().is_none_or(fits_gpu) {
+            "GPU memory has no room for a second group of ranks, which would gather a node's copy"
+                .to_owned()
+        } else if kept.bound.s > self.bound.s {
+            format!(
+                "a copy of all parameters on each node takes host memory from tiles, with which a step takes {} instead of {}",
+                Seconds(self.bound.s),
+                Seconds(kept.bound.s)
+            )
+        } else {
+            return Ok(kept);
+        };
+        self.choose_no_copy(why);
+        Ok(self)
+    }
+
+    /// Records why the plan keeps no copy of the parameters on each node.
+    pub(crate) fn choose_no_copy(&mut self, why: String) {
+        self.chose(SHARD, "all".to_owned(), why);
+    }
+
+    /// Returns why each node keeps no copy of the parameters; empty if it keeps one.
+    pub(crate) fn why_no_copy(&self) -> &str {
+        if self.copy_bytes > 0 {
+            return "";
+        }
+        let choice = self.choices.iter().find(|choice| choice.key == SHARD);
+        choice.map_or(SHARD, |choice| &choice.why)
+    }
+
+    /// Makes every choice for a node with or without a copy of the parameters.
+    fn choose(&mut self, settings: &RunSettings, staging: Staging) -> Result<(), PlanError> {
         self.refresh(settings)?;
         self.choose_update(settings);
         self.choose_activations(settings);
@@ -54,17 +108,22 @@ impl Plan {
         self.choose_checkpointing(settings);
         Ok(())
     }
-    /// Host memory of this process for choices still to be made: its part of the node's memory without
-    /// everything already counted except staging.
-    fn left_bytes(&self, settings: &RunSettings) -> u64 {
+
+    /// Host memory that choices may give to this process: its part of the node's memory.
+    fn most_host_bytes(&self, settings: &RunSettings) -> u64 {
         let without_margin = |bytes: u64| (bytes as f64 * (1.0 - HOST_MARGIN_SHARE)) as u64;
         let free = self
             .hardware
             .host_memory_bytes
             .map_or(u64::MAX, without_margin);
         let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
+        free.min(budget) / u64::from(self.local_ranks)
+    }
+
+    /// Host memory of this process for choices still to be made: all without everything already counted except staging.
+    fn left_bytes(&self, settings: &RunSettings) -> u64 {
         let taken = self.host_bytes() - self.memory.staging_bytes();
-        (free.min(budget) / u64::from(self.local_ranks)).saturating_sub(taken)
+        self.most_host_bytes(settings).saturating_sub(taken)
     }
 
     fn choose_update(&mut self, settings: &RunSettings) {

@@ -27,7 +27,7 @@ const BLOCK_BUFFERS: u64 = 3;
 /// another leaves.
 const GRAD_BUFFERS: u64 = 2;
 
-/// GPU memory that NCCL takes with several ranks: about 10 MB of buffers for each of up to 32 channels, in
+/// GPU memory that NCCL takes for each group of several GPUs: about 10 MB of buffers for each of up to 32 channels, in
 /// both directions.
 const LINK_BYTES: u64 = 1 << 30;
 
@@ -64,6 +64,8 @@ pub(super) struct GpuUse {
     pub(super) optimizer_device: OptimizerDevice,
     pub(super) format: TileFormat,
     pub(super) tile_elems: u64,
+    /// Groups of several GPUs that this one belongs to.
+    pub(super) groups: u64,
 }
 
 impl ComputeMemory {
@@ -175,7 +177,7 @@ impl ComputeMemory {
             },
             working_bytes: working(device_working_bytes),
             update_bytes: u64::from(streams) * GPU_UPDATERS as u64 * updater_bytes,
-            context_bytes: DEVICE_CONTEXT_BYTES + if settings.ranks > 1 { LINK_BYTES } else { 0 },
+            context_bytes: DEVICE_CONTEXT_BYTES + gpu.groups * LINK_BYTES,
         }
     }
 }

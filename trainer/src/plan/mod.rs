@@ -32,7 +32,7 @@ use kernels::adamw::{Master, TileFormat};
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
 use crate::compute::ActivationCheckpointing;
-use crate::config::{OptimizerDevice, RunSettings, Tier};
+use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{Dtype, UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
@@ -44,6 +44,7 @@ pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};
 pub use question::{Length, Question, QuestionError, read_model};
+pub(crate) use rates::copied_elems;
 pub use report::{REPORT_VERSION, Refusal, Report};
 pub use space::{Beginning, FileSystem};
 use tiles::swapper_settings;
@@ -88,6 +89,9 @@ pub struct Plan {
     pub bus: BusBytes,
     /// Bytes that this node sends to other nodes in a step, and that it receives.
     pub network_bytes: u64,
+    /// Host memory for this process's part of a copy of all parameters that the ranks of the node keep together; 0 if
+    /// they keep none.
+    pub copy_bytes: u64,
     /// Where the optimizer runs; never `Auto`.
     pub optimizer_device: OptimizerDevice,
     pub hardware: Hardware,
@@ -95,6 +99,7 @@ pub struct Plan {
     pub rates: StepRates,
     pub bound: Bound,
     pub params_count: u64,
+    pub stage: Stage,
     /// Number of processes of the run. The swapper's ranks are those that divide tiles among themselves.
     pub ranks: u32,
     /// Number of processes on this node.
@@ -169,10 +174,12 @@ impl Plan {
             gpu_tiles: TileSums::default(),
             bus: BusBytes::default(),
             network_bytes: 0,
+            copy_bytes: 0,
             optimizer_device: OptimizerDevice::Cpu,
             bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
             rates,
             params_count: settings.model.params_count() as u64,
+            stage: settings.placement.stage,
             ranks: settings.ranks,
             local_ranks: settings.local_ranks,
             tokens: settings.step_tokens(),
@@ -186,7 +193,7 @@ impl Plan {
             choices: Vec::new(),
         };
         plan.checkpoints = plan.checkpoints_of(settings);
-        plan.choose(settings, staging)?;
+        let mut plan = plan.chosen(settings, staging)?;
         plan.problems = problems::of(&plan, settings);
         Ok(plan)
     }
@@ -212,9 +219,15 @@ impl Plan {
             + self.host_grad_bytes()
             + compute
             + self.compute.away_bytes
+            + self.copy_bytes
             + self
                 .checkpoints
                 .map_or(0, |checkpoints| checkpoints.buffer_bytes)
+    }
+
+    /// Host memory for the copy of all parameters that the ranks of this node keep together; 0 if they keep none.
+    pub fn node_copy_bytes(&self) -> u64 {
+        self.copy_bytes * u64::from(self.local_ranks)
     }
 
     /// Host memory of tiles that stay there.

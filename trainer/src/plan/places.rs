@@ -93,6 +93,8 @@ pub struct PlaceReport {
     /// Memory of each GPU.
     pub gpu_bytes: u64,
     pub host_bytes: u64,
+    /// Copy of all parameters that the ranks of one of several nodes keep together; 0 if they keep none.
+    pub node_copy_bytes: u64,
     /// Space for both generations of tiles.
     pub device_bytes: u64,
     pub step_read_bytes: f64,
@@ -116,6 +118,7 @@ impl PlaceReport {
             refused: plan.problems().iter().map(ToString::to_string).collect(),
             gpu_bytes: plan.gpu_bytes(),
             host_bytes: plan.host_bytes() * u64::from(plan.local_ranks),
+            node_copy_bytes: plan.node_copy_bytes(),
             device_bytes: plan.device_bytes(),
             step_read_bytes: plan.node_bytes.read_bytes(),
             step_written_bytes: plan.node_bytes.written_bytes,

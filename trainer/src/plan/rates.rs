@@ -1,19 +1,28 @@
 //! Derives memory, bytes of a step, rates and bound from the present choices.
 
-use swapper::{StepRates, SwapperError, SwapperSettings};
+use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
 use super::memory::GpuUse;
 use super::{BusBytes, ComputeMemory, Plan, TileSums, memory};
 use crate::config::RunSettings;
 
+/// Multiple of elements that a rank keeps of a unit: a cache line of the smallest ones.
+const COPIED_ELEMS_STEP: usize = 64;
+
 /// Fraction of forward in forward, recomputation and backward: 80 of 312 ms on an H200.
 const FORWARD_SHARE: f64 = 0.25;
+
+/// Elements that each rank of a node with `local_ranks` keeps of a unit with `unit_elems`.
+pub(crate) fn copied_elems(unit_elems: usize, local_ranks: u32) -> usize {
+    let part = unit_elems.div_ceil(local_ranks as usize);
+    part.next_multiple_of(COPIED_ELEMS_STEP)
+}
 
 impl Plan {
     /// Computes memory, bytes, rates and bound for the present settings.
     pub(super) fn refresh(&mut self, settings: &RunSettings) -> Result<(), SwapperError> {
         self.memory = self.swapper.plan()?;
-        self.step_bytes = self.swapper.step_bytes()?;
+        self.step_bytes = self.step_bytes_of(&self.swapper)?;
         self.node_bytes = match &self.swapper.node_ranks {
             // One process that owns all tiles has the same tiles as all processes together.
             None => {
@@ -22,7 +31,7 @@ impl Plan {
                     ranks: 1,
                     ..self.swapper.clone()
                 };
-                alone.step_bytes()?
+                self.step_bytes_of(&alone)?
             }
             // The first rank owns the most.
             Some(local) => self.step_bytes.times(local.len() as f64),
@@ -35,6 +44,22 @@ impl Plan {
         Ok(())
     }
 
+    /// Bytes of a step of a process with these `tiles`.
+    fn step_bytes_of(&self, tiles: &SwapperSettings) -> Result<StepBytes, SwapperError> {
+        let mut bytes = tiles.step_bytes()?;
+        if self.copy_bytes > 0 {
+            bytes.backward_read_bytes = 0.0;
+        }
+        Ok(bytes)
+    }
+
+    /// Host memory of this process for its part of a copy of all parameters that the ranks of the node keep together.
+    pub(super) fn wanted_copy_bytes(&self) -> u64 {
+        let parts = self.units.iter();
+        let parts = parts.map(|unit| copied_elems(unit.elems, self.local_ranks));
+        (parts.sum::<usize>() * self.format.master.param_bytes()) as u64
+    }
+
     pub(super) fn set_compute(&mut self, settings: &RunSettings) {
         let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
             lives: self.lives_in_gpu,
@@ -43,6 +68,8 @@ impl Plan {
             optimizer_device: self.optimizer_device,
             format: self.format,
             tile_elems: self.swapper.tile_elems,
+            groups: u64::from(self.ranks > 1)
+                + u64::from(self.copy_bytes > 0 && self.local_ranks > 1),
         });
         self.compute = ComputeMemory::new(settings, &self.units, gpu);
     }
@@ -59,7 +86,8 @@ impl Plan {
         if self.lives_in_gpu {
             // No tile crosses the bus, and an update in the GPU's own memory takes some milliseconds.
             update_s = 0.0;
-            self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, self.compute.away_bytes);
+            self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, self.compute.away_bytes)
+                .with_copy(self.copy_bytes);
             if let Some(gpu) = &hardware.gpu {
                 bus_s = self.bus.s(gpu.bus_bytes_per_s.value);
             }
@@ -68,13 +96,12 @@ impl Plan {
             let tiles = self.tile_sums();
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
             let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
-            // Gathered in forward, and in stage 3 again in backward.
-            let gathers = 1 + u64::from(settings.placement.stage.divides_parameters());
-            self.bus = BusBytes::new(&tiles, gathers, share, self.compute.away_bytes);
+            self.bus = BusBytes::new(&tiles, self.gathers(), share, self.compute.away_bytes)
+                .with_copy(self.copy_bytes);
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
         }
-        let network_bytes = self.network_bytes_of(settings);
+        let network_bytes = self.network_bytes_of();
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
             write_bytes_per_s: hardware.write_bytes_per_s.value,
@@ -89,19 +116,24 @@ impl Plan {
         self.bound = swapper::bound(self.swapper.schedule, &self.node_bytes, &self.rates);
     }
 
+    /// Gathers of a unit's tiles over all ranks in a step: in forward, and in stage 3 again in backward unless the node
+    /// keeps a copy.
+    fn gathers(&self) -> u64 {
+        let again = self.stage.divides_parameters() && self.copy_bytes == 0;
+        1 + u64::from(again)
+    }
+
     /// Bytes that a node sends to others in a step. Each shard of parameters reaches every other node once for each gather, and
     /// each shard of gradients crosses once on its way to its sum.
-    fn network_bytes_of(&self, settings: &RunSettings) -> u64 {
+    fn network_bytes_of(&self) -> u64 {
         let own = self.tile_sums();
-        let stage = settings.placement.stage;
-        if !stage.divides_state() {
+        if !self.stage.divides_state() {
             // Every process holds all gradients and needs all sums: they are reduced, then gathered.
             let nodes = u64::from(self.nodes());
             return 2 * own.grad_bytes * (nodes - 1) / nodes;
         }
-        let gathers = 1 + u64::from(stage.divides_parameters());
         let elsewhere = u64::from(self.ranks - self.local_ranks);
-        elsewhere * (gathers * own.param_bytes + own.grad_bytes)
+        elsewhere * (self.gathers() * own.param_bytes + own.grad_bytes)
     }
 
     /// Sums over this process's tiles, wherever they are.

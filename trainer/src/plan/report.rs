@@ -87,6 +87,8 @@ pub struct HostReport {
     pub grad_bytes: u64,
     /// Block inputs that are kept in host memory for a GPU.
     pub input_bytes: u64,
+    /// Copy of all parameters that the ranks of one of several nodes keep together; 0 if they keep none.
+    pub node_copy_bytes: u64,
     /// Memory for computing; all zero if a GPU computes.
     pub compute: ComputeMemory,
 }
@@ -188,6 +190,7 @@ impl Plan {
                 staging_bytes: memory.staging_bytes(),
                 grad_bytes: self.host_grad_bytes(),
                 input_bytes: self.compute.away_bytes,
+                node_copy_bytes: self.node_copy_bytes(),
                 compute: if on_gpu {
                     ComputeMemory::default()
                 } else {

@@ -15,9 +15,8 @@ impl fmt::Display for Plan {
         if self.nodes() > 1 {
             write!(
                 f,
-                "\nnetwork   each of {} nodes sends and receives {} a step; figures above are for one node",
-                self.nodes(),
-                ApproxBytes(self.network_bytes)
+                "\n{}; figures above are for one node",
+                self.network_line()
             )?;
         }
         self.bound_lines(f)?;
@@ -88,6 +87,7 @@ impl Plan {
             memory += &format!(", in each of {} processes", self.local_ranks);
         }
         let mut lines = vec![state, memory];
+        lines.extend((self.nodes() > 1).then(|| self.network_line()));
         if self.steps > 0 {
             lines.push(format!(
                 "step      about {} ({:.0} tokens/s), bottleneck: {}",
@@ -98,6 +98,28 @@ impl Plan {
             lines.extend(self.outlook().to_string().lines().map(str::to_owned));
         }
         lines
+    }
+
+    /// Where the nodes have the parameters, and what they send.
+    fn network_line(&self) -> String {
+        let held = match self.copy_bytes {
+            0 if !self.stage.divides_parameters() => {
+                "each rank holds all parameters from forward to backward".to_owned()
+            }
+            0 => format!(
+                "the parameters are divided over all nodes ({})",
+                self.why_no_copy()
+            ),
+            _ => format!(
+                "each node keeps a copy of all parameters in host memory, {}",
+                ApproxBytes(self.node_copy_bytes())
+            ),
+        };
+        format!(
+            "network   {held}; each of {} nodes sends and receives {} a step",
+            self.nodes(),
+            ApproxBytes(self.network_bytes)
+        )
     }
 
     fn model_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -124,6 +146,10 @@ impl Plan {
             self.compute_parts(f)?;
         } else if self.compute.away_bytes > 0 {
             write!(f, ", block inputs {}", ApproxBytes(self.compute.away_bytes))?;
+        }
+        if self.copy_bytes > 0 {
+            let bytes = ApproxBytes(self.copy_bytes);
+            write!(f, ", part of the node's copy of the parameters {bytes}")?;
         }
         if let Some(checkpoints) = &self.checkpoints {
             write!(

@@ -32,7 +32,7 @@ use crate::export::{Export, SHARD_BYTES, copy_weights, export};
 use crate::open::{Found, Prepared, Site, Start, repair};
 use crate::ranks::{check_same_settings, connect, nodes_of, ranks_of};
 use inputs::InputPlace;
-use mover::{Memory, Shards};
+use mover::{Memory, NodeRanks, Shards};
 use offload_support::outln;
 use peer_watchdog::PeerWatchdog;
 use step::Stepper;
@@ -184,8 +184,11 @@ fn run_to_its_end(
         Some(gpu) if ranks.count() > 1 => Some(Arc::new(GpuComm::connect(comm, gpu)?)),
         _ => None,
     };
+    let keeps_copy = prepared.plan.copy_bytes > 0;
+    let node = keeps_copy.then(|| NodeRanks::connect(comm, prepared.gpu.as_ref()));
+    let node = node.transpose()?;
     let (stepper, memory) = ranks.together("taking memory to compute in", || {
-        take_memory(&settings, &prepared, comm, gpus)
+        take_memory(&settings, &prepared, comm, gpus, node)
     })?;
 
     let first = ranks.is_first();
@@ -343,6 +346,7 @@ fn take_memory(
     prepared: &Prepared,
     comm: &Arc<Comm>,
     gpus: Option<Arc<GpuComm>>,
+    node: Option<NodeRanks>,
 ) -> Result<(Stepper, Memory), TrainError> {
     let gpu = prepared.gpu.clone();
     let on = match &gpu {
@@ -356,7 +360,8 @@ fn take_memory(
     let live = prepared.plan.lives_in_gpu;
     let stage = settings.placement.stage;
     let (master, tiles) = (prepared.plan.format.master, &prepared.plan.swapper);
-    let shards = Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage);
+    let shards =
+        Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage).with_copies(node);
     let batch = settings.batch;
     let inputs = match &gpu {
         Some(gpu) if prepared.plan.inputs_away => {

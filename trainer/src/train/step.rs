@@ -138,11 +138,16 @@ impl Stepper {
         let buffers = step_order::block_buffers(units, ahead, stage);
         let memory = Memory::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?;
         let stepper = Self {
-            shards,
             gpu,
             inputs: InputPlace::here(batch.micro_batches),
-            training: Arc::new(step_order::Pass::training(units, ahead, stage)),
+            training: Arc::new(step_order::Pass::training(
+                units,
+                ahead,
+                stage,
+                shards.keeps_copies(),
+            )),
             evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
+            shards,
             engine,
             batch,
         };
@@ -307,6 +312,7 @@ impl Stepper {
         } = pass;
         match turn {
             Turn::Gather(unit) => mover::gather(tiles, engine, unit, trace)?,
+            Turn::GatherCopy(unit) => mover::gather_copy(tiles, unit, trace)?,
             Turn::Forward(EMBEDDING) => {
                 let weights = mover::weights(tiles, EMBEDDING);
                 *flow = pass.forward.of(|| {

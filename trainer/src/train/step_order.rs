@@ -39,8 +39,10 @@ pub(super) fn block_buffers(units: usize, ahead: bool, stage: Stage) -> usize {
 /// One operation of a step on one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
-    /// Starts gathering the weights into a buffer.
+    /// Starts gathering the weights into a buffer, from the tiles of all ranks.
     Gather(usize),
+    /// Starts gathering them again, from the copy that the ranks of the node have kept of the last gather.
+    GatherCopy(usize),
     /// Runs the forward pass of the embedding or a block.
     Forward(usize),
     /// Computes the loss and its gradients.
@@ -56,7 +58,15 @@ pub(super) enum Turn {
 impl Turn {
     /// Returns whether the turn computes. The swapper records the others, which only move data.
     pub(super) fn computes(self) -> bool {
-        !matches!(self, Self::Gather(_) | Self::Scatter(_))
+        !matches!(
+            self,
+            Self::Gather(_) | Self::GatherCopy(_) | Self::Scatter(_)
+        )
+    }
+
+    /// Returns whether the turn brings the weights of `unit` into a buffer.
+    fn gathers(self, unit: usize) -> bool {
+        self == Self::Gather(unit) || self == Self::GatherCopy(unit)
     }
 
     /// Returns the units whose gathered weights the turn computes with; `head` is the last unit.
@@ -67,7 +77,7 @@ impl Turn {
             Self::Forward(unit) | Self::Backward(unit) => vec![unit],
             // A tied head projects with the embedding's weights.
             Self::Head => vec![EMBEDDING, head],
-            Self::Gather(_) | Self::Reduce(_) | Self::Scatter(_) => vec![],
+            Self::Gather(_) | Self::GatherCopy(_) | Self::Reduce(_) | Self::Scatter(_) => vec![],
         }
     }
 }
@@ -76,6 +86,7 @@ impl fmt::Display for Turn {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Gather(unit) => write!(f, "gather unit {unit}"),
+            Self::GatherCopy(unit) => write!(f, "gather the copy of unit {unit}"),
             Self::Forward(unit) => write!(f, "forward unit {unit}"),
             Self::Head => write!(f, "head"),
             Self::Backward(unit) => write!(f, "backward unit {unit}"),
@@ -98,9 +109,21 @@ pub(super) struct Planned {
 }
 
 impl Pass {
-    /// The turns of a training step over `units` units; the last unit is the head.
-    pub(super) fn training(units: usize, ahead: bool, stage: Stage) -> Self {
-        Self::new(training(units, ahead, stage), units - 1)
+    /// The turns of a training step over `units` units; the last unit is the head. With `copies`, the node keeps a copy of
+    /// each unit's weights.
+    pub(super) fn training(units: usize, ahead: bool, stage: Stage, copies: bool) -> Self {
+        let mut turns = training(units, ahead, stage);
+        if copies {
+            let mut gathered = vec![false; units];
+            for turn in &mut turns {
+                if let Turn::Gather(unit) = *turn
+                    && std::mem::replace(&mut gathered[unit], true)
+                {
+                    *turn = Turn::GatherCopy(unit);
+                }
+            }
+        }
+        Self::new(turns, units - 1)
     }
 
     /// The turns of a forward pass alone.
@@ -116,10 +139,9 @@ impl Pass {
             let uses = turn.weights(head);
             let last = |unit: &&usize| {
                 let mut later = step_order[at + 1..].iter();
-                let next = later.find(|&&turn| {
-                    turn == Turn::Gather(**unit) || turn.weights(head).contains(unit)
-                });
-                matches!(next, None | Some(Turn::Gather(_)))
+                let next =
+                    later.find(|&&turn| turn.gathers(**unit) || turn.weights(head).contains(unit));
+                next.is_none_or(|next| next.gathers(**unit))
             };
             Planned {
                 turn,
@@ -134,7 +156,7 @@ impl Pass {
         &self.0
     }
 
-    /// Converts the turns to the program that the swapper follows.
+    /// Converts the turns to the program that the swapper follows; copies do not concern it.
     pub(super) fn program(&self) -> StepProgram {
         let ops = self.0.iter().filter_map(|planned| match planned.turn {
             Turn::Gather(unit) => Some(Op::Gather { unit }),
@@ -206,19 +228,19 @@ mod tests {
     use super::*;
 
     /// Simulates `step_order` and checks that every turn has its weights and that a buffer is always free.
-    fn check(units: usize, ahead: bool, stage: Stage) {
+    fn check(units: usize, ahead: bool, stage: Stage, copies: bool) {
         let head = units - 1;
         let buffers = block_buffers(units, ahead, stage);
         let mut weights: Vec<usize> = Vec::new();
         let (mut forward, mut backward, mut reduced) = (0, units, vec![false; units]);
         let (mut scattered, mut given_back) = (Vec::new(), Vec::new());
-        for planned in Pass::training(units, ahead, stage).step_order() {
+        for planned in Pass::training(units, ahead, stage, copies).step_order() {
             for unit in &planned.uses {
                 let there = weights.contains(unit) && !given_back.contains(unit);
                 assert!(there, "no weights for unit {unit}");
             }
             match planned.turn {
-                Turn::Gather(unit) => {
+                Turn::Gather(unit) | Turn::GatherCopy(unit) => {
                     weights.retain(|&held| held != unit);
                     weights.push(unit);
                     given_back.retain(|&held| held != unit);
@@ -265,8 +287,10 @@ mod tests {
     fn every_turn_has_its_weights_and_a_buffer() {
         for units in [3, 4, 5, 26] {
             for stage in [0, 1, 2, 3].map(|number| Stage::of(number).unwrap()) {
-                check(units, false, stage);
-                check(units, true, stage);
+                for copies in [false, true] {
+                    check(units, false, stage, copies);
+                    check(units, true, stage, copies);
+                }
             }
         }
     }
@@ -289,6 +313,25 @@ mod tests {
             let step_order = training(6, true, Stage::of(number).unwrap());
             let gathers = step_order.iter().filter(|&&turn| turn == Turn::Gather(2));
             assert_eq!(gathers.count(), count, "stage {number}");
+        }
+    }
+
+    #[test]
+    fn with_copies_every_unit_is_read_from_its_tiles_once_and_gathered_as_often() {
+        for ahead in [false, true] {
+            let units = 6;
+            let [all, copies] =
+                [false, true].map(|copies| Pass::training(units, ahead, Stage::Parameters, copies));
+            let read = copies.program();
+            let gathers = |op: &&Op| matches!(op, Op::Gather { .. });
+            assert_eq!(read.ops().iter().filter(gathers).count(), units);
+            let gathered = |pass: &Pass| {
+                let turns = pass.step_order().iter();
+                turns
+                    .filter(|planned| (0..units).any(|unit| planned.turn.gathers(unit)))
+                    .count()
+            };
+            assert_eq!(gathered(&copies), gathered(&all));
         }
     }
 

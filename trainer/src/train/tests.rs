@@ -23,7 +23,7 @@ use swapper::{Swapper, UninitTile};
 use tempfile::TempDir;
 
 use super::inputs::InputPlace;
-use super::mover::Shards;
+use super::mover::{self, Shards};
 use super::step::{Stepper, hyper};
 use crate::compute::{ActivationCheckpointing, ComputeDevice, Engine, set_up};
 use crate::config::{Interval, RunSettings, Stage, check};
@@ -261,7 +261,7 @@ fn steps(
             .unwrap();
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         let update = Some(hyper(settings, step, found.norm, 1.0));
-        backend.finish_step(update, Vec::new()).unwrap();
+        mover::finish_step(&mut backend, update, Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);
     }
     backend.drain().unwrap();

@@ -9,7 +9,7 @@ use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
 use super::evaluations::Evaluations;
-use super::mover::{InGpu, WithSwapper};
+use super::mover::{self, InGpu, WithSwapper};
 use super::progress::{Flops, Progress};
 use super::show;
 use super::step::{self, Gradients, Stepper};
@@ -266,7 +266,7 @@ impl Training {
         };
         let hyper =
             (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
-        let io = self.run.backend.finish_step(hyper, blob)?;
+        let io = mover::finish_step(&mut self.run.backend, hyper, blob)?;
         (self.trace).finish_step(step, started, self.run.backend.take_spans());
         if self.trace.has_ended() {
             self.run.backend.record_spans(false)?;

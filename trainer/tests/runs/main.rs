@@ -24,6 +24,7 @@ mod memory;
 mod model_dir;
 mod models;
 mod moments;
+mod node_copies;
 mod nodes;
 mod overflow;
 mod package;

@@ -43,7 +43,7 @@ fn on_one_node(harness: &Harness, name: &str) -> Run {
 }
 
 /// A run on several nodes.
-struct OnNodes<'a> {
+pub(crate) struct OnNodes<'a> {
     harness: &'a Harness,
     name: &'a str,
     sets: Vec<String>,
@@ -52,7 +52,7 @@ struct OnNodes<'a> {
 }
 
 impl OnNodes<'_> {
-    fn with(&self, sets: &[&str]) -> Self {
+    pub(crate) fn with(&self, sets: &[&str]) -> Self {
         let mut sets: Vec<String> = sets.iter().map(|set| (*set).to_owned()).collect();
         sets.splice(0..0, self.sets.clone());
         Self {
@@ -76,7 +76,7 @@ impl OnNodes<'_> {
     }
 
     /// The run as node `node` sees it.
-    fn run(&self, node: usize) -> Run {
+    pub(crate) fn run(&self, node: usize) -> Run {
         let drive = self.drive(node);
         std::fs::create_dir_all(&drive).expect("a directory for the node's store");
         let place = ["param", "optimizer"].map(|what| {
@@ -92,7 +92,7 @@ impl OnNodes<'_> {
     }
 
     /// One command for each rank.
-    fn commands(&self, args: &[&str]) -> Vec<Command> {
+    pub(crate) fn commands(&self, args: &[&str]) -> Vec<Command> {
         let port = self.harness.port.number().to_string();
         let ranks: u32 = self.counts.iter().sum();
         let places = self.counts.iter().enumerate();
@@ -121,7 +121,7 @@ impl OnNodes<'_> {
     }
 
     /// Trains and expects success. Returns the first rank's output.
-    fn train(&self, args: &[&str]) -> String {
+    pub(crate) fn train(&self, args: &[&str]) -> String {
         let ranks: Vec<Child> = self.commands(args).into_iter().map(spawn).collect();
         let outputs: Vec<Output> = ranks.into_iter().map(finish).collect();
         let all: Vec<_> = outputs.iter().map(words).collect();
@@ -151,7 +151,7 @@ impl OnNodes<'_> {
     }
 }
 
-fn on_nodes<'a>(harness: &'a Harness, name: &'a str, counts: &[u32]) -> OnNodes<'a> {
+pub(crate) fn on_nodes<'a>(harness: &'a Harness, name: &'a str, counts: &[u32]) -> OnNodes<'a> {
     let more = ["train.checkpoint_every=2", "train.checkpoints_kept=0"].map(str::to_owned);
     OnNodes {
         harness,

@@ -141,7 +141,12 @@ impl Ranks {
 
     /// Number of this process's node, from 0.
     pub fn node(&self) -> u32 {
-        node_of(&self.first_ranks, self.rank())
+        self.node_of(self.rank())
+    }
+
+    /// Number of the node of `rank`.
+    pub fn node_of(&self, rank: u32) -> u32 {
+        node_of(&self.first_ranks, rank)
     }
 
     /// Ranks on this node.

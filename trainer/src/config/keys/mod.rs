@@ -371,7 +371,7 @@ mod tests {
             ),
             (
                 json!({"zero_optimization": {"zero_hpz_partition_size": 8}}),
-                "all ranks of a run divide the whole state",
+                "unless offload.shard is \"all\"",
             ),
             (
                 json!({"zero_optimization": {"cpu_offload": true}}),

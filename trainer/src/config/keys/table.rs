@@ -179,7 +179,7 @@ const ZERO: &[Key] = &[
     key("zero_optimization.legacy_stage1", Refused, "leave it out: there is one stage 1"),
     key("zero_optimization.round_robin_gradients", Unused, "each rank owns a part of every unit"),
     key("zero_optimization.parameter_alignment", Unused, "tiles are always aligned"),
-    key("zero_optimization.zero_hpz_partition_size", RefusedBut(&["1", "0"]), "leave it out: all ranks of a run divide the whole state"),
+    key("zero_optimization.zero_hpz_partition_size", RefusedBut(&["1", "0"]), "leave it out: the ranks of each node keep a copy of the parameters together, unless offload.shard is \"all\""),
     key("zero_optimization.zero_quantized_weights", Refused, "leave it out: it changes the weights"),
     key("zero_optimization.zero_quantized_nontrainable_weights", Refused, "leave it out: it changes the weights"),
     key("zero_optimization.zero_quantized_gradients", Refused, "leave it out: it changes the gradients"),

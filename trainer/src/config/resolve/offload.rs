@@ -8,7 +8,7 @@ use super::{Faults, bytes, value, within, word};
 use crate::config::toml::{ConfigToml, OffloadToml};
 use crate::config::{
     ActivationsChoice, DeviceChoice, Durability, GradientsChoice, OffloadSettings, OptimizerDevice,
-    OptimizerStep, Placement, SettingsError,
+    OptimizerStep, Placement, SettingsError, ShardChoice,
 };
 
 /// Resolves the table `offload`, except for what belongs to the placement of state.
@@ -46,6 +46,11 @@ pub(super) fn offload(
             "\"nvme\" needs a device, but this run keeps nothing else on nvme: set zero_optimization.offload_optimizer.device = \"nvme\", or leave it out",
         ));
     }
+    let shard = faults.take(word(
+        "offload.shard",
+        offload.shard.as_deref(),
+        &[("auto", ShardChoice::Auto), ("all", ShardChoice::All)],
+    ));
     let durability = faults.take(word(
         "offload.durability",
         offload.durability.as_deref(),
@@ -88,6 +93,7 @@ pub(super) fn offload(
         optimizer_device: optimizer_device?,
         activations: activations?,
         gradients: gradients?,
+        shard: shard?,
         tile_elems,
         staging_bytes: staging_bytes?,
         iodepth: iodepth? as u32,

@@ -11,10 +11,11 @@
 //! enqueued before. Events order the streams: a buffer is overwritten only after the work that reads it, and
 //! gradients leave once they are complete. If all tiles live in the GPU, nothing crosses the bus: one rank
 //! computes with units in place; with several ranks, each GPU copies its shards into the buffers and gathers
-//! there.
+//! there. With several nodes, the ranks of each may keep a copy in host memory of what the first gather of a unit after its
+//! update has brought; later gathers copy it back and gather among the ranks of the node.
 
 use kernels::adamw::{Hyper, Master};
-use kernels::gpu::{DeviceBuffer, Event, Gpu, Stream, sum_squares_scratch_bytes};
+use kernels::gpu::{DeviceBuffer, Event, Gpu, HostCopies, Stream, sum_squares_scratch_bytes};
 use kernels::reduce::GradType;
 use swapper::Swapper;
 
@@ -149,11 +150,19 @@ impl InPlace {
     }
 }
 
+/// This rank's part of the node's copy of each unit, in host memory.
+struct Copies {
+    host: HostCopies,
+    /// Whether the part is that of the unit's newest update.
+    is_current: Vec<bool>,
+}
+
 /// Units that are gathered into buffers on a GPU.
 pub(in crate::train) struct GpuBuffers {
     sums: Sums,
     elem_bytes: usize,
     buffers: Buffers,
+    copies: Option<Copies>,
     /// Collective operations, for a timeline.
     collectives: Enqueued,
 }
@@ -171,8 +180,18 @@ impl GpuBuffers {
         block_buffers: usize,
         shards: Shards,
     ) -> Result<Self, TrainError> {
+        let elem_bytes = master.param_bytes();
+        let units = engine.units().len();
+        let copies = || {
+            let bytes = (0..units).map(|unit| shards.copied(unit).len() * elem_bytes);
+            Ok::<_, TrainError>(Copies {
+                host: HostCopies::new(gpu, &bytes.collect::<Vec<_>>())?,
+                is_current: vec![false; units],
+            })
+        };
         Ok(Self {
-            elem_bytes: master.param_bytes(),
+            elem_bytes,
+            copies: shards.keeps_copies().then(copies).transpose()?,
             buffers: Buffers::new(engine, gpu, master, stage, block_buffers, &shards)?,
             sums: Sums::new(engine, gpu, master, shards)?,
             collectives: Enqueued::new(Track::Collective),
@@ -185,6 +204,10 @@ impl GpuBuffers {
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
+        if self.has_copy(unit) {
+            swapper.gather(unit, |_| Ok::<(), TrainError>(()))?;
+            return self.gather_copy(unit, trace);
+        }
         self.take(unit)?;
         let (gpu, up, elem_bytes) = (&self.sums.gpu, &self.buffers.up, self.elem_bytes);
         let to = self.buffers.weights_at(unit);
@@ -206,6 +229,9 @@ impl GpuBuffers {
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
+        if self.has_copy(unit) {
+            return self.gather_copy(unit, trace);
+        }
         self.take(unit)?;
         let (shards, between) = (&self.sums.shards, &self.buffers.between);
         if unit == EMBEDDING {
@@ -216,6 +242,53 @@ impl GpuBuffers {
         let own = shards.own_at(unit, self.buffers.weights_at(unit), self.elem_bytes);
         between.copy(backend.unit(unit).param.at(0), own, bytes)?;
         self.gather_shards(unit, trace)
+    }
+
+    /// Enqueues copying `unit`'s weights into a buffer from the node's copy, and gathering its parts there.
+    pub(in crate::train) fn gather_copy(
+        &mut self,
+        unit: usize,
+        trace: &Trace,
+    ) -> Result<(), TrainError> {
+        self.take(unit)?;
+        let (shards, between) = (&self.sums.shards, &self.buffers.between);
+        let to = self.buffers.weights_at(unit);
+        let part = to.at(shards.copied(unit).start * self.elem_bytes);
+        let copies = self.copies.as_mut().expect("the node keeps copies");
+        copies.host.put_back(unit, part, &self.buffers.up)?;
+        between.wait(&self.buffers.up.record()?)?;
+        let name = || format!("node's copy of unit {unit}");
+        self.collectives.of(trace, between, name, || {
+            shards.gather_copies_on(between, unit, to, self.elem_bytes)
+        })?;
+        self.buffers.at_mut(unit).arrived = Some(between.record()?);
+        Ok(())
+    }
+
+    /// Returns whether the node's copy of `unit` is that of its newest update.
+    fn has_copy(&self, unit: usize) -> bool {
+        let copies = self.copies.as_ref();
+        copies.is_some_and(|copies| copies.is_current[unit])
+    }
+
+    /// Enqueues keeping this rank's part of the node's copy of `unit`, which arrives with `arrived`.
+    fn keep_copy(&mut self, unit: usize, arrived: &Event) -> Result<(), TrainError> {
+        let Some(copies) = &mut self.copies else {
+            return Ok(());
+        };
+        let start = self.sums.shards.copied(unit).start * self.elem_bytes;
+        let part = self.buffers.weights_at(unit).at(start);
+        let kept = copies.host.keep(unit, part, arrived)?;
+        copies.is_current[unit] = true;
+        self.buffers.at_mut(unit).kept = Some(kept);
+        Ok(())
+    }
+
+    /// Notes that the units were updated: the node's copies are out of date.
+    pub(in crate::train) fn updated(&mut self) {
+        if let Some(copies) = &mut self.copies {
+            copies.is_current.fill(false);
+        }
     }
 
     /// Takes the buffer for `unit`. Writes to it wait until the work that reads it is done.
@@ -239,6 +312,7 @@ impl GpuBuffers {
         }
         if shards.count() > 1 {
             let arrived = between.record()?;
+            self.keep_copy(unit, &arrived)?;
             self.buffers.at_mut(unit).arrived = Some(arrived);
         }
         Ok(())
@@ -257,6 +331,10 @@ impl GpuBuffers {
 
     pub(in crate::train) fn give_back(&mut self, unit: usize) -> Result<(), TrainError> {
         let weights = self.buffers.at_mut(unit);
+        // The copy was enqueued when they arrived, before the work of this unit.
+        if let Some(kept) = weights.kept.take() {
+            self.sums.compute.wait(&kept)?;
+        }
         weights.unit.give_back()?;
         weights.free = Some(self.sums.compute.record()?);
         Ok(())
@@ -356,6 +434,8 @@ struct Weights {
     unit: UnitWeights,
     arrived: Option<Event>,
     free: Option<Event>,
+    /// The event after which this rank's part of the node's copy was read from them.
+    kept: Option<Event>,
 }
 
 /// Buffers for gathered units and for gradients on their way out.
@@ -388,9 +468,10 @@ impl Buffers {
         let head = engine.units().len() - 1;
         let weights = |unit: usize| -> Result<Weights, ComputeError> {
             Ok(Weights {
-                unit: engine.new_padded_weights(unit, shards.padded_elems(unit))?,
+                unit: engine.new_padded_weights(unit, shards.buffer_elems(unit))?,
                 arrived: None,
                 free: None,
+                kept: None,
             })
         };
         let block_grads = if stage.divides_gradients() {

@@ -3,8 +3,10 @@
 //! Each kind of unit has its own buffers: one for the embedding (which a tied head reads too), one for the
 //! head, and one or more that blocks take in turn (one for each block if weights stay from forward to
 //! backward). A buffer holds the unit's weights first, then its gradients. With several ranks, a collective
-//! operation owns the buffer while it runs and returns it when its result is needed.
+//! operation owns the buffer while it runs and returns it when its result is needed. With several nodes, the ranks of
+//! each may keep a copy of what the first gather of a unit after its update has brought; later gathers use it.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use kernels::adamw::{Hyper, Master};
@@ -12,6 +14,7 @@ use kernels::reduce::{GradType, sum_squares};
 use kernels_torch::HostBuffer;
 use kernels_torch::collective::Pending;
 use swapper::Swapper;
+use tch::Kind;
 
 use super::super::TrainError;
 use super::super::step_order::EMBEDDING;
@@ -32,9 +35,18 @@ pub(in crate::train) struct HostBuffers {
     /// Sum of squares of this rank's shard of each unit's gradients, in this step.
     sum_squares: Vec<f64>,
     shards: Shards,
+    /// This rank's part of the node's copy of each unit; empty if it keeps none.
+    copies: Vec<KeptPart>,
     /// Running collective operation of each unit.
     gathering: Vec<Option<UnderWay>>,
     reducing: Vec<Option<UnderWay>>,
+}
+
+/// Part of the node's copy of a unit.
+struct KeptPart {
+    bytes: HostBuffer,
+    /// Whether the bytes are those of the unit's newest update.
+    is_current: bool,
 }
 
 /// Running collective operation and its start time.
@@ -74,9 +86,19 @@ impl HostBuffers {
         shards: Shards,
     ) -> Result<Self, ComputeError> {
         let head = engine.units().len() - 1;
-        let new_weights = |unit| engine.new_padded_weights(unit, shards.padded_elems(unit));
+        let new_weights = |unit| engine.new_padded_weights(unit, shards.buffer_elems(unit));
+        let elem_bytes = master.param_bytes();
+        let kept = |unit| {
+            let bytes = HostBuffer::zeros(Kind::Uint8, shards.copied(unit).len() * elem_bytes)?;
+            Ok::<_, ComputeError>(KeptPart {
+                bytes,
+                is_current: false,
+            })
+        };
+        let copied = if shards.keeps_copies() { head + 1 } else { 0 };
         Ok(Self {
-            elem_bytes: master.param_bytes(),
+            elem_bytes,
+            copies: (0..copied).map(kept).collect::<Result<_, _>>()?,
             grad_type: GradType::of(master),
             head,
             embedding: new_weights(EMBEDDING)?,
@@ -98,9 +120,11 @@ impl HostBuffers {
         swapper: &mut Swapper<Hyper>,
         unit: usize,
     ) -> Result<(), TrainError> {
-        if unit != EMBEDDING && unit != self.head {
-            self.rotation.take(unit);
+        if self.copies.get(unit).is_some_and(|kept| kept.is_current) {
+            swapper.gather(unit, |_| Ok::<(), TrainError>(()))?;
+            return self.gather_copy(unit);
         }
+        self.take(unit);
         let elem_bytes = self.elem_bytes;
         let shards = self.shards.clone();
         let weights = self.buffer(unit);
@@ -119,13 +143,63 @@ impl HostBuffers {
         Ok(())
     }
 
-    /// Waits until all of a unit's weights have arrived.
+    /// Copies a unit's weights into a buffer from the node's copy; with several ranks on the node, starts gathering
+    /// them.
+    pub(in crate::train) fn gather_copy(&mut self, unit: usize) -> Result<(), TrainError> {
+        self.take(unit);
+        let bytes = self.copied_bytes(unit);
+        let shards = self.shards.clone();
+        let mut kept = std::mem::take(&mut self.copies[unit].bytes);
+        let weights = self.buffer(unit);
+        weights.bytes_mut()[bytes].copy_from_slice(kept.bytes_mut());
+        let pending = shards.gather_copies(unit, weights)?;
+        self.copies[unit].bytes = kept;
+        self.gathering[unit] = Some(UnderWay::new(pending));
+        Ok(())
+    }
+
+    /// Takes a buffer for `unit`.
+    fn take(&mut self, unit: usize) {
+        if unit != EMBEDDING && unit != self.head {
+            self.rotation.take(unit);
+        }
+    }
+
+    /// Range of bytes in a unit's buffer that this rank keeps of the node's copy.
+    fn copied_bytes(&self, unit: usize) -> Range<usize> {
+        let elems = self.shards.copied(unit);
+        elems.start * self.elem_bytes..elems.end * self.elem_bytes
+    }
+
+    /// Waits until all of a unit's weights have arrived, and keeps this rank's part of the node's copy of new ones.
     pub(in crate::train) fn ready(&mut self, unit: usize, trace: &Trace) -> Result<(), TrainError> {
         if let Some(under_way) = self.gathering[unit].take() {
             let whole = under_way.wait(trace, || format!("shards of unit {unit}"))?;
             self.buffer(unit).put_host(whole);
+            self.keep_copy(unit);
         }
         Ok(())
+    }
+
+    fn keep_copy(&mut self, unit: usize) {
+        if self.copies.get(unit).is_none_or(|kept| kept.is_current) {
+            return;
+        }
+        let bytes = self.copied_bytes(unit);
+        let mut kept = std::mem::take(&mut self.copies[unit].bytes);
+        kept.bytes_mut()
+            .copy_from_slice(&self.buffer(unit).bytes_mut()[bytes]);
+        self.copies[unit] = KeptPart {
+            bytes: kept,
+            is_current: true,
+        };
+    }
+
+    /// Notes that the units were updated: the node's copies are out of date.
+    pub(in crate::train) fn updated(&mut self) {
+        self.copies
+            .iter_mut()
+            .for_each(|kept| kept.is_current = false);
     }
 
     /// Returns the weights of a gathered unit.

@@ -8,23 +8,28 @@
 //! ```
 //!
 //! [`Tiles`] represents exactly these combinations.
+//!
+//! In a run on several nodes, the ranks of a node may keep copies of units in host memory (`shards.rs`): the first gather
+//! of a unit after its update uses the tiles of all ranks, later ones the node's copy.
 
 mod gpu;
 mod host;
 mod rotation;
 mod shards;
 
-use kernels::adamw::Master;
+use kernels::adamw::{Hyper, Master};
 use kernels::gpu::Gpu;
+use swapper::StepIo;
+use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use gpu::{GpuBuffers, InPlace};
 use host::HostBuffers;
-pub(super) use shards::{Exchanged, Shards};
+pub(super) use shards::{Exchanged, NodeRanks, Shards};
 
 use super::TrainError;
 use crate::compute::{Engine, GradSink, UnitWeights};
 use crate::config::Stage;
-use training_state::backend::TileBackend;
+use training_state::backend::{BackendError, TileBackend};
 use training_state::trace::Trace;
 
 /// The tiles of one rank, and the buffers through which it computes with them.
@@ -115,6 +120,41 @@ pub(super) fn gather(
             buffers.gather_from_gpu(backend, unit, trace)
         }
     }
+}
+
+/// Gathers a unit's weights into a buffer from the copy that the node has kept of their last gather.
+///
+/// Panics if no copy is kept of their newest update.
+///
+/// # Errors
+/// The GPU fails; a rank is gone.
+pub(super) fn gather_copy(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.gather_copy(unit),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.gather_copy(unit, trace),
+        TileBackend::Gpu(_, InGpu::InPlace(_)) => panic!("one rank keeps no copy"),
+    }
+}
+
+/// Ends a step as [`TileBackend::finish_step`]; copies of units that are updated are no longer used.
+///
+/// # Errors
+/// The backend fails.
+pub(super) fn finish_step(
+    tiles: &mut Tiles,
+    hyper: Option<Hyper>,
+    blob: Vec<u8>,
+) -> Result<StepIo, BackendError> {
+    if hyper.is_some() && !is_disabled(Safeguard::CopyInvalidation) {
+        match tiles {
+            TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.updated(),
+            TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+            | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.updated(),
+            TileBackend::Gpu(_, InGpu::InPlace(_)) => {}
+        }
+    }
+    tiles.finish_step(hyper, blob)
 }
 
 /// Returns when a unit's weights may be used: the host waits for other ranks' shards, a GPU's stream waits on

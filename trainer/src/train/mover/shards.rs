@@ -1,11 +1,19 @@
 //! Division of a unit's buffer among ranks: equal shards in order, the last ones padded. In stage 0 shards
 //! only divide the work of a sum: each rank keeps all of every unit.
+//!
+//! In a run on several nodes, the ranks of each node may keep a copy of every unit besides:
+//!
+//! ```text
+//!   a unit            | shard 0 | shard 1 | shard 2 | shard 3 |      of the ranks 0 and 1 of node 0, and 2 and 3 of node 1
+//!   copy of node 0    | of rank 0         | of rank 1         |
+//!   copy of node 1    | of rank 2         | of rank 3         |
+//! ```
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kernels::gpu::{DeviceAt, DeviceBuffer, Stream};
+use kernels::gpu::{DeviceAt, DeviceBuffer, Gpu, Stream};
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
 use kernels_torch::collective::{CollectiveError, Comm, GpuComm, Pending};
@@ -13,6 +21,7 @@ use swapper::{UnitShape, shard_elems};
 
 use crate::compute::UnitWeights;
 use crate::config::Stage;
+use crate::plan::copied_elems;
 
 /// Shards of every unit, and the connection to the other ranks.
 #[derive(Clone)]
@@ -25,13 +34,44 @@ pub(in crate::train) struct Shards {
     shard_elems: Vec<usize>,
     /// Whether a rank keeps only its shard of a unit.
     divided: bool,
+    /// The ranks that keep a copy of every unit together, in a run on several nodes.
+    node: Option<NodeRanks>,
     exchanged: Arc<[AtomicU64; 2]>,
+}
+
+/// Connections with the ranks of this node alone.
+#[derive(Clone)]
+pub(in crate::train) struct NodeRanks {
+    comm: Arc<Comm>,
+    /// Connection between their GPUs, if several compute on them.
+    gpus: Option<Arc<GpuComm>>,
+}
+
+impl NodeRanks {
+    /// Connects the ranks of each node; all ranks must call it. `gpu` is given if GPUs compute.
+    ///
+    /// # Errors
+    /// A rank is gone; an error of Gloo or NCCL.
+    pub(in crate::train) fn connect(
+        comm: &Comm,
+        gpu: Option<&Gpu>,
+    ) -> Result<Self, CollectiveError> {
+        let comm = comm.connect_node()?;
+        let gpus = match gpu {
+            Some(gpu) if comm.world().ranks > 1 => Some(Arc::new(GpuComm::connect(&comm, gpu)?)),
+            _ => None,
+        };
+        Ok(Self {
+            comm: Arc::new(comm),
+            gpus,
+        })
+    }
 }
 
 /// Bytes of buffers that took part in collective operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(in crate::train) struct Exchanged {
-    /// Bytes of weights.
+    /// Bytes of weights, gathered from all ranks.
     pub(in crate::train) gathered_bytes: u64,
     /// Bytes of gradients.
     pub(in crate::train) reduced_bytes: u64,
@@ -55,8 +95,19 @@ impl Shards {
             gpus,
             comm,
             divided: stage.divides_state(),
+            node: None,
             exchanged: Arc::default(),
         }
+    }
+
+    /// Lets the ranks of the node keep a copy of every unit.
+    pub(in crate::train) fn with_copies(self, node: Option<NodeRanks>) -> Self {
+        Self { node, ..self }
+    }
+
+    /// Returns whether the ranks of the node keep a copy of every unit.
+    pub(in crate::train) fn keeps_copies(&self) -> bool {
+        self.node.is_some()
     }
 
     /// Returns whether a unit's weights are distributed over several ranks.
@@ -98,9 +149,63 @@ impl Shards {
         self.comm.world().ranks as usize
     }
 
-    /// Elements of a unit's buffer: all shards with padding.
+    /// Elements of all shards of a unit, with padding.
     pub(in crate::train) fn padded_elems(&self, unit: usize) -> usize {
         self.shard_elems[unit] * self.count()
+    }
+
+    /// Elements of a unit's buffer, in which it is gathered from all ranks and from those of the node.
+    pub(in crate::train) fn buffer_elems(&self, unit: usize) -> usize {
+        let copies = self.node.as_ref().map_or(0, |_| self.copies_elems(unit));
+        self.padded_elems(unit).max(copies)
+    }
+
+    /// Elements of all parts of the node's copy of a unit, with padding.
+    fn copies_elems(&self, unit: usize) -> usize {
+        let local_ranks = self.comm.world().local_ranks;
+        copied_elems(self.unit_elems[unit], local_ranks) * local_ranks as usize
+    }
+
+    /// Range of a unit's buffer that this rank keeps of the node's copy.
+    pub(in crate::train) fn copied(&self, unit: usize) -> Range<usize> {
+        let world = self.comm.world();
+        let elems = copied_elems(self.unit_elems[unit], world.local_ranks);
+        let start = elems * world.local_rank as usize;
+        start..start + elems
+    }
+
+    /// Like [`Shards::gather`], for the parts of the node's copy.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(in crate::train) fn gather_copies(
+        &self,
+        unit: usize,
+        buffer: &mut UnitWeights,
+    ) -> Result<Pending, CollectiveError> {
+        let node = self.node.as_ref().expect("the node keeps copies");
+        let elems = self.copies_elems(unit);
+        node.comm.all_gather_start(buffer.take_host(), elems)
+    }
+
+    /// Like [`Shards::gather_on`], for the parts of the node's copy.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub(in crate::train) fn gather_copies_on(
+        &self,
+        stream: &Stream,
+        unit: usize,
+        buffer: &DeviceBuffer,
+        elem_bytes: usize,
+    ) -> Result<(), CollectiveError> {
+        let node = self.node.as_ref().expect("the node keeps copies");
+        match &node.gpus {
+            Some(gpus) => {
+                gpus.all_gather(stream, buffer.at(0), self.copies_elems(unit), elem_bytes)
+            }
+            None => Ok(()),
+        }
     }
 
     /// Range of this rank's elements in a unit, without padding.
@@ -215,7 +320,9 @@ impl Shards {
     /// # Errors
     /// A rank is gone.
     pub(in crate::train) fn check(&self) -> Result<(), CollectiveError> {
-        self.gpus.as_ref().map_or(Ok(()), |gpus| gpus.check())
+        let node = self.node.as_ref().and_then(|node| node.gpus.as_ref());
+        let mut all = self.gpus.iter().chain(node);
+        all.try_for_each(|gpus| gpus.check())
     }
 
     fn between_gpus(&self) -> &GpuComm {

@@ -26,6 +26,14 @@ impl BusBytes {
         }
     }
 
+    /// Adds a copy of `bytes` that goes to host memory once and comes back once.
+    pub fn with_copy(self, bytes: u64) -> Self {
+        Self {
+            up_bytes: self.up_bytes + bytes,
+            down_bytes: self.down_bytes + bytes,
+        }
+    }
+
     /// Seconds at `bytes_per_s` in each direction.
     pub fn s(&self, bytes_per_s: f64) -> f64 {
         self.up_bytes.max(self.down_bytes) as f64 / bytes_per_s
