@@ -32,7 +32,7 @@ def test_a_run_is_deleted_with_its_device_files_when_its_script_has_ended(tmp_pa
     assert main(["delete", str(run_dir)]) == 1
     assert f"{run_dir}\n" in (out := capsys.readouterr().out) and "nothing was deleted" in out and len(list(tmp_path.glob("*.tiles"))) == 2
     (run_dir / "mine.txt").write_text("")
-    assert main(["delete", str(run_dir), "--yes"]) == 1 and "what is not the run's: mine.txt" in capsys.readouterr().err
+    assert main(["delete", str(run_dir), "--yes"]) == 1 and "move or delete mine.txt first" in capsys.readouterr().err
     (run_dir / "mine.txt").unlink()
     assert main(["delete", str(tmp_path / "out"), "--yes"]) == 1 and f"name {run_dir}" in capsys.readouterr().err
     # Moved, it would begin anew and leave its tiles behind.
@@ -67,7 +67,7 @@ def test_what_is_not_of_this_run_stays(tmp_path, capsys):
     for name in ("state-best.pt", "rank-list.txt", "offloadd/store.json"):
         (run_dir / name).parent.mkdir(exist_ok=True)
         (run_dir / name).touch()
-        refused(run_dir, f"what is not the run's: {name}")
+        refused(run_dir, f"move or delete {name}")
         (run_dir / name).unlink()
     # Under another name of its directory it is the same run.
     (run_dir / "store.json").write_text(json.dumps(told))

@@ -187,8 +187,8 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path):
     first.rename(tmp_path / "drive"), second.rename(first), (tmp_path / "drive").rename(second)
     refused([f"node 0: {first / others.name} is the part of node 1", f"node 1: {second / tiles.name} is the part of node 0"])
     first.rename(tmp_path / "drive"), second.rename(first), (tmp_path / "drive").rename(second)
-    refused(["keeps its state on 2 node(s), and this start has 1", "rank 0 failed"], nodes=1)
-    refused(["keeps its state on 2 node(s), and this start has 3", "failed"], ranks=3, nodes=3)
+    refused(["state is divided over 2 node(s), and this start has 1", "rank 0 failed"], nodes=1)
+    refused(["state is divided over 2 node(s), and this start has 3", "failed"], ranks=3, nodes=3)
     assert on_ranks(2, tmp_path / "store-end", resumed, tmp_path, nodes=2) == [4, 4]
 
 

@@ -272,7 +272,7 @@ def test_a_flipped_bit_is_a_typed_error_and_never_a_weight(tmp_path):
         ({"ofloadd": {}}, "unknown key `ofloadd`; did you mean `offloadd`?"),
         ({"offloadd": {"comit_every": 1}}, "unknown key `offloadd.comit_every`; did you mean `offloadd.commit_every`?"),
         ({"offloadd": {"optimizer_step": "late"}}, "one of immediate, deferred"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path: name a directory"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path is missing: name a directory"),
         ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "one of none, cpu, nvme"),
         ({"zero_optimization": {"offload_params": {"device": "nvme"}}}, "did you mean `zero_optimization.offload_param`?"),
         ({"zero_optimization": {"offload_param": "nvme"}}, "offload_param = 'nvme': expected an object of keys"),
@@ -343,7 +343,7 @@ def test_a_start_says_whether_the_run_begins_resumes_or_is_replaced(tmp_path, ca
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD: the engine updates with Adam or AdamW"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD: offloadd updates with Adam or AdamW"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "use torch.optim.AdamW"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True: leave it out"),
     ],

@@ -34,10 +34,10 @@ _WITHOUT_EFFECT = {
     "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last", "disable_python_gc",
 }  # fmt: skip
 
-_ONE_PROCESS = "leave it out: all ranks compute the whole model, each on its part of a batch"
+_DATA_PARALLEL = "leave it out: all ranks compute the whole model, each on its part of a batch"
 _LOSSY = "leave it out: it changes weights or gradients"
 _IN_ORDER = "leave it out: the data comes in the order of the script's loader"
-_NO_NETWORK = "nothing here talks to the network: set enabled = false, and give it metrics.jsonl of the run directory"
+_NO_NETWORK = "offloadd does not use the network: set enabled = false, and upload metrics.jsonl of the run directory, or the files of tensorboard"
 
 # DeepSpeed's keys that ask for what is not built, with what to do; they are accepted when they are off.
 _REFUSED = {
@@ -68,13 +68,13 @@ _REFUSED = {
     "sparse_attention": "leave it out: attention is the model's own",
     "autotuning": "leave it out: python -m offloadd plan says what fits and how fast it can be",
     "hybrid_engine": "leave it out: only training is done here",
-    "elasticity": "leave it out: train_batch_size stays",
-    "disable_allgather": _ONE_PROCESS,
-    "tensor_parallel": _ONE_PROCESS,
-    "expert_parallel": _ONE_PROCESS,
-    "pipeline": _ONE_PROCESS,
-    "zero_optimization.zero_hpz_partition_size": _ONE_PROCESS,
-    "zero_optimization.mics_shard_size": _ONE_PROCESS,
+    "elasticity": "leave it out: a run resumes with any number of ranks, and train_batch_size stays the same",
+    "disable_allgather": _DATA_PARALLEL,
+    "tensor_parallel": _DATA_PARALLEL,
+    "expert_parallel": _DATA_PARALLEL,
+    "pipeline": _DATA_PARALLEL,
+    "zero_optimization.zero_hpz_partition_size": _DATA_PARALLEL,
+    "zero_optimization.mics_shard_size": _DATA_PARALLEL,
 }
 
 # Values of refused keys that switch them off, beside false, null, 0 and `enabled` false.
@@ -190,12 +190,13 @@ def settings_of(config: Config) -> Settings:
     devices.discard("none")
     device = "nvme" if "nvme" in devices else "cpu" if "cpu" in devices else "none"
     if devices - {"cpu", "nvme"}:
-        raise Error(f"zero_optimization: offload device {', '.join(sorted(map(str, devices)))}: must be one of none, cpu, nvme")
+        unknown = sorted(map(str, devices - {"cpu", "nvme"}))[0]
+        raise Error(f'zero_optimization: a "device" is "{unknown}": offload_param.device and offload_optimizer.device must be one of none, cpu, nvme')
     paths = param.get("nvme_path") or optimizer.get("nvme_path") or ()
     paths = [paths] if isinstance(paths, str) else list(paths)
     socket = own.pop("socket", None)
     if device == "nvme" and not paths and not socket:
-        raise Error("zero_optimization.offload_param.nvme_path: name a directory on an NVMe drive, or several in a list")
+        raise Error('zero_optimization: a device is "nvme" and nvme_path is missing: name a directory on an NVMe drive, or several in a list')
     for path in paths if device == "nvme" else ():
         if not Path(path).is_dir():
             raise Error(f"zero_optimization.offload_param.nvme_path: {path} is not a directory: make it, or name another one")
@@ -347,4 +348,5 @@ def _known(prefix: str, found: Iterable[str], known: set[str]) -> None:
     for key in found:
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)
-            raise Error(f"unknown key `{prefix}{key}`" + (f"; did you mean `{prefix}{close[0]}`?" if close else ""))
+            hint = f"did you mean `{prefix}{close[0]}`?" if close else "leave it out; docs/pytorch.md lists the keys"
+            raise Error(f"unknown key `{prefix}{key}`; {hint}")

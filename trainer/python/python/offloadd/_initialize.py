@@ -321,7 +321,10 @@ class TrainingEngine:
         """Goes back to a checkpoint of `save_checkpoint`. Returns (path, client_state), or (None, None) where there is none."""
         partial = load_module_only or not (load_optimizer_states and load_lr_scheduler_states)
         if partial or custom_load_fn is not None:
-            raise NotSupported("load_checkpoint: a checkpoint is loaded whole; leave out what asks for a part of it")
+            raise NotSupported(
+                "load_checkpoint: a checkpoint is loaded whole: leave out load_module_only, load_optimizer_states, load_lr_scheduler_states and "
+                "custom_load_fn"
+            )
         return load_checkpoint(self.run, Path(load_dir), None if tag is None else str(tag))
 
     def save_16bit_model(

@@ -88,7 +88,7 @@ class Order:
             return
         self._told = True
         say(
-            f"each of the last {self._unsettled} passes used the model's units in another order than announced; "
+            f"each of the last {self._unsettled} passes used the model's units in another order than the passes before; "
             f"{self.deviations} units could not be read ahead, which cost {self.waited_s:.3g} s so far. Losses and weights are the "
             "same. To avoid the waits, use the units in one order, or raise offloadd.resident_fraction"
         )

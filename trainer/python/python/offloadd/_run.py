@@ -60,7 +60,7 @@ def prepare(
     that are too small, `LayoutChanged` for a run that was begun with other parameters. Nothing is changed then.
     """
     if getattr(model, "_offloadd_run", None) is not None:
-        raise Error("this model is prepared already: close its run first")
+        raise Error("this model is prepared already: call close() of its run first")
     settings = settings_of(config)
     directory = Path(run_dir or settings.run_dir).absolute()
     on_meta = any(param.is_meta for param in model.parameters())
@@ -544,7 +544,7 @@ class Run:
     def _step(self) -> None:
         engine = self.engine
         if engine.broken or engine.half_backward:
-            raise Error("the last backward did not end, so the gradients are not whole: call zero_grad() and continue with the next batch")
+            raise Error("the last backward did not end, so some gradients are missing: call zero_grad() and continue with the next batch")
         if not engine.square_sums:
             raise Error("optimizer.step() without gradients: call backward first")
         dropped = engine.dropped()
@@ -556,7 +556,7 @@ class Run:
         self._seal()
         if not self.gradients_are_finite():
             # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
-            say(f"step {self.steps_done + 1}: a gradient is not finite")
+            say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
         groups, group_of = [], {}
         for index, group in enumerate(self.optimizer.param_groups):
             beta1, beta2 = group["betas"]
@@ -696,8 +696,9 @@ class Run:
                 )
         if len(before) != len(now) or [len(unit) for unit in kept] != [len(unit) for unit in self.layout]:
             raise LayoutChanged(
-                f"{where}: it was begun with other units or parameters ({len(before)}, now {len(now)}); use the model it "
-                "was begun with, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                f"{where}: it was begun with {len(before)} parameters in {len(kept)} units, and the model has {len(now)} in "
+                f"{len(self.layout)}, or divides them otherwise; use the model and offloadd.units it was begun with, or name another run_dir "
+                "(for Hugging Face's Trainer another output_dir)"
             )
 
 
@@ -740,14 +741,14 @@ def _rest(model: nn.Module, units: list[Unit]) -> list[torch.Tensor]:
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise NotSupported(f"{type(optimizer).__name__}: the engine updates with Adam or AdamW; use torch.optim.AdamW")
+        raise NotSupported(f"{type(optimizer).__name__}: offloadd updates with Adam or AdamW; use torch.optim.AdamW")
     for group in optimizer.param_groups:
         for key in ("amsgrad", "maximize", "differentiable"):
             if group.get(key):
                 raise NotSupported(f"{type(optimizer).__name__} with {key}=True: leave it out")
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
-            raise NotSupported("Adam with weight_decay adds the decay to the gradient; use torch.optim.AdamW, which decays the weight")
+            raise NotSupported("Adam with weight_decay adds the decay to the gradient, which is not built: use torch.optim.AdamW, which decays the weight")
     if optimizer.state:
         raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
 

@@ -57,7 +57,7 @@ def check_place(run_dir: Path) -> None:
         return
     if store["run_dir"] != str(run_dir) and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
         raise Error(
-            f"{run_dir} is a run that was begun as {store['run_dir']}, and its tiles are stored under that path: move the directory back; "
+            f"the run in {run_dir} was begun as {store['run_dir']}, and its tiles are stored under that path: move the directory back; "
             "for a new run name another run_dir"
         )
 
@@ -84,7 +84,7 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
             (run_dir / LAYOUT).unlink(missing_ok=True)
         elif nodes != places.nodes and (store["socket"] or any(map(os.path.exists, store["device_files"]))):
             raise Error(
-                f"{run_dir}: the run keeps its state on {nodes} node(s), and this start has {places.nodes}: start as many, or "
+                f"{run_dir}: the run's state is divided over {nodes} node(s), and this start has {places.nodes}: start {nodes} node(s), or "
                 f"{_offloadd.BEGIN_ANEW}"
             )
     files = [directory / f"offloadd-{plan.job}.tiles" for directory in settings.nvme]
@@ -135,7 +135,7 @@ def delete(run_dir: Path, agreed: bool) -> int:
         parts = sorted(part.parent for part in run_dir.glob(f"nodes/*/{STORE}"))
         others += [f"nodes/{part.name} (another node's part, to be deleted on that node)" for part in parts if not _is_here(part)]
         if others:
-            raise Error(f"{run_dir} has what is not the run's: {', '.join(others)}; move or delete it first")
+            raise Error(f"{run_dir} also has files of others, and nothing was deleted: move or delete {', '.join(others)} first")
         store = _store_of(run_dir)
         files = [file for file in map(Path, store["device_files"]) if file.exists()]
         print(run_dir)
@@ -193,7 +193,10 @@ def _store_of(run_dir: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         sound = False
     if not sound:
-        raise Error(f"{run_dir / STORE} is damaged: delete the directory by hand, and its device files offloadd-{run_dir.name}-*.tiles")
+        raise Error(
+            f"{run_dir / STORE} is damaged, so its tiles cannot be found: delete the directory by hand, and the files "
+            f"offloadd-{run_dir.name}-*.tiles in nvme_path"
+        )
     if (began / STORE).exists() and not (began / STORE).samefile(run_dir / STORE):
         raise Error(f"{run_dir} is a copy of {began}, and its tiles are that run's: delete the copy by hand")
     return store

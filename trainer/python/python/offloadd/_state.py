@@ -20,6 +20,9 @@ _INLINE_BYTES_MAX = 48 << 10
 # Commits outstanding, and the one that is resumed from.
 _FILES_KEPT = 4
 
+# What to do about a state that cannot be used.
+_WAY_BACK = "bring the file back, or name another run_dir and load a checkpoint"
+
 
 def random_state() -> dict[str, Any]:
     """The states of all generators a script draws from: Python's, NumPy's where it is loaded, PyTorch's and its GPUs'."""
@@ -102,7 +105,7 @@ def from_blob(blob: bytes, run_dir: Path) -> dict[str, Any]:
         try:
             blob = path.read_bytes()
         except OSError as error:
-            raise Error(f"the state of the last committed step is missing: {error}") from None
+            raise Error(f"{path}, the state of the last committed step, cannot be read: {error.strerror}; {_WAY_BACK}") from None
         if hashlib.sha256(blob).hexdigest() != named["sha256"]:
-            raise Damaged(f"{path} is damaged: its contents differ from what was committed")
+            raise Damaged(f"{path}, the state of the last committed step, is damaged: its contents differ from what was committed; {_WAY_BACK}")
     return torch.load(io.BytesIO(blob), weights_only=True)

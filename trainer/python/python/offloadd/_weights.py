@@ -74,7 +74,7 @@ def write_safetensors(path: Union[str, os.PathLike], shapes: State, metadata: Ma
     at = 0
     for name, shape in shapes.items():
         if shape.dtype not in _TYPES:
-            raise NotSupported(f"{name} is {shape.dtype}, which safetensors does not have")
+            raise NotSupported(f"{name} is {shape.dtype}, which files of safetensors cannot hold: write torch.save(model.state_dict(), ...)")
         bytes_ = shape.numel() * shape.element_size()
         header[name] = {"dtype": _TYPES[shape.dtype], "shape": list(shape.shape), "data_offsets": [at, at + bytes_]}
         at += bytes_
