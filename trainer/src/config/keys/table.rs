@@ -103,7 +103,7 @@ const TRAINING: &[Key] = &[
     key("optimizer.params.weight_decay", Used, "decoupled weight decay, not applied to norms; 0 when left out"),
     key("optimizer.params.adam_w_mode", Used, "false with a weight decay is refused: weight decay inside the gradient is not supported, use AdamW"),
     key("optimizer.params.torch_adam", Unused, "there is one Adam, with PyTorch's results"),
-    key("optimizer.params.fp32_optimizer_states", RefusedBut(&["true"]), "leave it out: moments are always fp32"),
+    key("optimizer.params.fp32_optimizer_states", RefusedBut(&["true"]), "leave it out: optimizer.moments says how moments are stored"),
     key("optimizer.params.bias_correction", RefusedBut(&["true"]), "leave it out: bias correction is always applied"),
     key("optimizer.params.amsgrad", Refused, "leave it out: DeepSpeed's own Adam refuses it too"),
     key("optimizer.params.fused", Unused, "the update is always fused"),
