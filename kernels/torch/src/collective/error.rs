@@ -106,7 +106,7 @@ pub enum CollectiveError {
     },
     /// All ranks are alive, but some have not reached an operation.
     #[error(
-        "{op} did not finish within {waited_s:.0} s: rank{} {} alive but behind; if only slow, raise the timeout of operations",
+        "{op} did not finish within {waited_s:.0} s: rank{} {} alive but behind: check their output, and whether a drive or a GPU hangs",
         list(ranks), if ranks.len() == 1 { "is" } else { "are" }
     )]
     Behind {
@@ -119,7 +119,7 @@ pub enum CollectiveError {
     },
     /// All ranks are alive and in the same operation, but the transfer takes too long.
     #[error(
-        "{op} did not finish within {waited_s:.0} s although every rank takes part: the network is too slow; raise the timeout of operations"
+        "{op} did not finish within {waited_s:.0} s although every rank takes part: the network between the ranks is too slow or blocked: check the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME) and firewalls"
     )]
     Slow {
         /// Seconds waited.

@@ -6,7 +6,6 @@
 
 use std::time::Duration;
 
-use super::connect::attribute;
 use super::gloo::Store;
 use super::heartbeat::{Heartbeat, TcpHeartbeatStore};
 use super::rendezvous::{key_prefix, listen};
@@ -122,32 +121,23 @@ impl LauncherStore {
             local_rank: 0,
             local_ranks: 1,
         };
-        let timeouts = Timeouts::default();
         let place = format!("{}:{}", self.host, self.port);
         let heartbeat_store = Box::new(TcpHeartbeatStore::open(own, node)?);
-        let heartbeat = Heartbeat::start(world, timeouts, heartbeat_store, Some(0), place);
-        Ok(LauncherHeartbeat {
-            heartbeat,
-            timeouts,
-        })
+        let heartbeat =
+            Heartbeat::start(world, Timeouts::default(), heartbeat_store, Some(0), place);
+        Ok(LauncherHeartbeat { heartbeat })
     }
 }
 
 /// Heartbeats of this launcher, and its view of the others. Errors give launchers' numbers as ranks.
 pub struct LauncherHeartbeat {
     heartbeat: Heartbeat,
-    timeouts: Timeouts,
 }
 
 impl LauncherHeartbeat {
     /// The error of a launcher that is gone or has ended; `None` while none is known.
     pub fn gone(&self) -> Option<CollectiveError> {
         self.heartbeat.verdict("launching")
-    }
-
-    /// Waits for the heartbeats that tell of a launcher that is gone.
-    pub fn wait_for_gone(&self) -> Option<CollectiveError> {
-        attribute(&self.heartbeat, self.timeouts, "launching")
     }
 
     /// Launchers that have not sent a heartbeat yet.
