@@ -47,7 +47,7 @@ pub struct Held {
 pub enum Disagreement {
     /// A store was made for another number of nodes.
     #[error(
-        "the store of node {node} belongs to a run on {stored} nodes, and {nodes} nodes take part: start with {stored} nodes, or {TO_CHECKPOINT}"
+        "the store of node {node} belongs to a run on {stored} node(s), and {nodes} take part: start with {stored}, or {TO_CHECKPOINT}"
     )]
     Nodes {
         /// The node.
@@ -77,7 +77,7 @@ pub enum Disagreement {
     },
     /// A node has the store of another node.
     #[error(
-        "node {node} has the store of node {stored}: start the nodes in the order of the first start, or set the devices of node {node}"
+        "node {node} has the store of node {stored}: number the nodes as at the run's first start, or set the devices of node {node} to its own"
     )]
     Node {
         /// The node.
@@ -87,7 +87,7 @@ pub enum Disagreement {
     },
     /// Nodes lack a generation that was confirmed, so that it was durable on them.
     #[error(
-        "{} lost generation {generation}, which {} confirmed ({}): the drives were emptied or restored from an older copy; bring back the newest content, or {TO_CHECKPOINT}", name(.lacking), name(.confirmed_by), tell(.held)
+        "{} lost generation {generation}, which {} confirmed; {}: the drives were emptied or restored from an older copy; bring back the newest content, or {TO_CHECKPOINT}", name(.lacking), name(.confirmed_by), tell(.lacking, .held)
     )]
     Lost {
         /// The newest confirmed generation.
@@ -274,15 +274,15 @@ fn name(nodes: &[u32]) -> String {
 }
 
 /// Returns the generations that each of the lacking nodes holds.
-fn tell(held: &[Vec<Generation>]) -> String {
-    let told = held.iter().map(|numbers| {
+fn tell(lacking: &[u32], held: &[Vec<Generation>]) -> String {
+    let told = lacking.iter().zip(held).map(|(node, numbers)| {
         let numbers: Vec<String> = numbers.iter().map(Generation::to_string).collect();
         match numbers.is_empty() {
-            true => "holds none".to_owned(),
-            false => format!("holds {}", numbers.join(" and ")),
+            true => format!("node {node} holds none"),
+            false => format!("node {node} holds {}", numbers.join(" and ")),
         }
     });
-    told.collect::<Vec<_>>().join("; ")
+    told.collect::<Vec<_>>().join(", ")
 }
 
 #[cfg(test)]
@@ -356,9 +356,9 @@ mod tests {
         assert_eq!(resumed([&[three, first], &[three, second]]), 3);
         let confirmed = generation(4, 2, true);
         let told = refusal([&[three, first], &[confirmed]]);
-        assert!(
-            told.starts_with("node 0 lost generation 4, which node 1 confirmed (holds 3 and 4)")
-        );
+        assert!(told.starts_with(
+            "node 0 lost generation 4, which node 1 confirmed; node 0 holds 3 and 4:"
+        ));
     }
 
     #[test]
@@ -370,7 +370,9 @@ mod tests {
             &[confirmed(7), prepared(8)],
         ]);
         assert!(
-            told.starts_with("node 1 lost generation 7, which nodes 0, 2 confirmed (holds 5)"),
+            told.starts_with(
+                "node 1 lost generation 7, which nodes 0, 2 confirmed; node 1 holds 5:"
+            ),
             "{told}"
         );
         assert!(told.contains("--resume-from STEP"), "{told}");
@@ -378,7 +380,7 @@ mod tests {
         let told = refusal([&[], &[confirmed(1)], &[]]);
         assert!(
             told.starts_with(
-                "nodes 0, 2 lost generation 1, which node 1 confirmed (holds none; holds none)"
+                "nodes 0, 2 lost generation 1, which node 1 confirmed; node 0 holds none, node 2 holds none:"
             ),
             "{told}"
         );
@@ -388,7 +390,7 @@ mod tests {
     fn a_prepared_generation_proves_that_the_one_before_was_confirmed() {
         let told = refusal([&[prepared(3), prepared(4)], &[prepared(2)]]);
         assert!(
-            told.starts_with("node 1 lost generation 3, which node 0 confirmed (holds 2)"),
+            told.starts_with("node 1 lost generation 3, which node 0 confirmed; node 1 holds 2:"),
             "{told}"
         );
     }
@@ -408,9 +410,7 @@ mod tests {
         held.pop();
         let told = resume_from(&held).unwrap_err().to_string();
         assert!(
-            told.starts_with(
-                "the store of node 0 belongs to a run on 3 nodes, and 2 nodes take part"
-            ),
+            told.starts_with("the store of node 0 belongs to a run on 3 node(s), and 2 take part"),
             "{told}"
         );
     }

@@ -22,6 +22,10 @@ use crate::SwapperError;
 /// Bytes before each blob of a commit: the number of the start that committed it.
 const START_BYTES: usize = 8;
 
+/// Purposes of messages, for errors.
+const COMPARING: &str = "comparing the nodes' stores";
+const CONFIRMING: &str = "confirming a commit";
+
 /// Messages between the ranks of all nodes.
 pub trait Exchange: Send + Sync {
     /// Gives `own` to all ranks and returns each rank's message, in the order of ranks. One thread at a time calls it, in the
@@ -83,13 +87,13 @@ impl Nodes {
         let own_start = RandomState::new().build_hasher().finish();
         let mut own = own_start.to_le_bytes().to_vec();
         own.extend(held.to_bytes());
-        let all = self.tell("comparing the nodes' stores", &own)?;
+        let all = self.tell(COMPARING, &own)?;
         let told = |rank: u32| {
             let (start, held) = all.get(rank as usize)?.split_first_chunk()?;
             Some((u64::from_le_bytes(*start), Held::from_bytes(held)?))
         };
         let told: Option<Vec<_>> = self.first_ranks.iter().map(|&rank| told(rank)).collect();
-        let told = told.ok_or_else(foreign_message)?;
+        let told = told.ok_or_else(|| foreign_message(COMPARING))?;
         let start = told[0].0;
         let held: Vec<Held> = told.into_iter().map(|(_, held)| held).collect();
         let generation = resume_from(&held)?;
@@ -98,13 +102,14 @@ impl Nodes {
 
     /// Tells the other ranks that `generation` is prepared here. Returns the generation that all nodes may confirm.
     fn confirmable(&self, generation: Generation) -> Result<Generation, SwapperError> {
-        let all = self.tell("confirming a commit", &generation.0.to_le_bytes())?;
+        let all = self.tell(CONFIRMING, &generation.0.to_le_bytes())?;
         let number = |message: &Vec<u8>| {
             let bytes = message[..].try_into().ok()?;
             Some(Generation(u64::from_le_bytes(bytes)))
         };
         let prepared: Option<Vec<Generation>> = all.iter().map(number).collect();
-        Ok(confirmable(&prepared.ok_or_else(foreign_message)?))
+        let prepared = prepared.ok_or_else(|| foreign_message(CONFIRMING))?;
+        Ok(confirmable(&prepared))
     }
 
     fn tell(&self, doing: &'static str, own: &[u8]) -> Result<Vec<Vec<u8>>, SwapperError> {
@@ -113,9 +118,9 @@ impl Nodes {
     }
 }
 
-fn foreign_message() -> SwapperError {
+fn foreign_message(doing: &'static str) -> SwapperError {
     SwapperError::OtherNodes {
-        doing: "comparing the nodes' stores",
+        doing,
         source: "a rank sent a message that does not fit this program's version: start the same program on all nodes".into(),
     }
 }
@@ -264,7 +269,7 @@ mod tests {
         let refused = |record: &JobRecord| nodes.agree(Some(record)).err().unwrap().to_string();
         // The same number of another start.
         assert!(refused(&record(2, &[(4, 6)])).contains("lost generation 4"));
-        assert!(refused(&record(1, &[(4, 5)])).contains("a run on 1 nodes"));
+        assert!(refused(&record(1, &[(4, 5)])).contains("a run on 1 node(s)"));
         assert!(nodes.agree(None).is_err());
     }
 

@@ -178,7 +178,7 @@ def test_what_does_not_belong_together_is_refused_by_name(tmp_path):
         assert all(isinstance(one, offloadd.Error) and any(word in str(one) for word in words) for one in told), told
 
     others.rename(tmp_path / "kept")
-    refused(["node 1 lost generation 5, which node 0 confirmed (holds none)"])
+    refused(["node 1 lost generation 5, which node 0 confirmed; node 1 holds none"])
     others.unlink()
     shutil.copy(tiles, others)
     refused(["holds run run-", "rank 1 failed"])

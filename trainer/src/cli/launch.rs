@@ -135,8 +135,9 @@ impl LaunchArgs {
         };
         if node >= nodes.max {
             bail!(
-                "--node-rank {node} is not below the number of nodes, {}",
-                nodes.max
+                "--node-rank {node} is too large: {} nodes have the numbers 0 to {}",
+                nodes.max,
+                nodes.max - 1
             );
         }
         let (host, port) = address(rendezvous)?;
@@ -165,7 +166,7 @@ impl LaunchArgs {
         let nodes = self.nnodes.unwrap_or(all);
         if nodes.max != count {
             bail!(
-                "--nnodes {nodes} does not fit {}, which names {count} hosts",
+                "--nnodes {nodes} contradicts {}, which names {count} host(s): leave --nnodes out, or give MIN:{count}",
                 path.display()
             );
         }

@@ -62,7 +62,10 @@ impl fmt::Display for Failure {
                 f,
                 "has not answered for {silent_s:.1} s: its launcher was killed or stopped, or the network between the nodes is down"
             )?,
-            How::Absent => write!(f, "did not start its ranks")?,
+            How::Absent => write!(
+                f,
+                "came to the rendezvous, but its launcher has not answered since: look at its messages"
+            )?,
             How::Left(reason) => write!(f, "failed: {reason}")?,
         }
         f.write_str(&self.others)

@@ -74,8 +74,8 @@ pub enum MeetingError {
     #[error(transparent)]
     Store(#[from] CollectiveError),
     #[error(
-        "after {waited_s} s {} {} still missing at the rendezvous {place}: start `trainer launch` there with the same --nnodes, --rendezvous and {TOKEN_VARIABLE}, or raise --rendezvous-timeout",
-        list(missing), if missing.len() == 1 { "is" } else { "are" }
+        "after {waited_s} s {} {} still missing at the rendezvous {place}: start `trainer launch` on {} with the same --nnodes, --rendezvous and {TOKEN_VARIABLE}, or raise --rendezvous-timeout",
+        list(missing), if missing.len() == 1 { "is" } else { "are" }, if missing.len() == 1 { "it" } else { "them" }
     )]
     Missing {
         missing: Vec<u32>,
@@ -83,7 +83,7 @@ pub enum MeetingError {
         place: String,
     },
     #[error(
-        "after {waited_s} s node 0 has not answered at the rendezvous {place} ({why}): check that its launcher runs, that this address is its own, that no firewall is between the nodes, and that {TOKEN_VARIABLE} is the same on all nodes"
+        "after {waited_s} s node 0 has not answered at the rendezvous {place} ({why}): check that its launcher runs, that the address is that of node 0, that no firewall is between the nodes, and that {TOKEN_VARIABLE} is the same on all nodes"
     )]
     NoAnswer {
         waited_s: u64,
@@ -91,13 +91,13 @@ pub enum MeetingError {
         why: String,
     },
     #[error(
-        "node {node} is taken at the rendezvous {place}: two launchers have --node-rank {node}"
+        "node {node} is taken at the rendezvous {place}: two launchers were started with --node-rank {node}; give each node its own number"
     )]
     Taken { node: u32, place: String },
     #[error("node 0 refused to start the run: {0}")]
     Refused(String),
     #[error(
-        "the run started without this node, which came later than the others; it can join when the others start again (--max-restarts)"
+        "the run started without this node, which came too late; with --max-restarts, it can join when the others start again"
     )]
     LeftOut,
     #[error("stopped by a signal while waiting for other nodes")]
@@ -289,11 +289,13 @@ impl Meeting {
                 };
                 let Some(member) = parsed::<Member>(&text).filter(|member| member.node == node)
                 else {
-                    return refuse(format!("node {node} runs another version of this program"));
+                    return refuse(format!(
+                        "node {node} runs another version of this program: start the same one on all nodes"
+                    ));
                 };
                 if member.options != own.options {
                     return refuse(format!(
-                        "{member} was started with {}, node 0 with {}",
+                        "{member} was started with {}, and node 0 with {}: give all nodes the same options",
                         member.options, own.options
                     ));
                 }

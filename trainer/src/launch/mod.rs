@@ -60,8 +60,11 @@ pub enum LaunchError {
         dir: std::path::PathBuf,
         source: std::io::Error,
     },
-    #[error("cannot find this program, its directory or random bytes: {source}")]
-    Own { source: std::io::Error },
+    #[error("cannot find {what}: {source}")]
+    Own {
+        what: &'static str,
+        source: std::io::Error,
+    },
     #[error("cannot start {name} ({program}): {source}")]
     Start {
         name: String,
@@ -231,7 +234,10 @@ fn run(
     args: &[OsString],
     requests: &mut Requests,
 ) -> Result<u8, LaunchError> {
-    let program = std::env::current_exe().map_err(|source| LaunchError::Own { source })?;
+    let program = std::env::current_exe().map_err(|source| LaunchError::Own {
+        what: "this program",
+        source,
+    })?;
     let mut members = Members::ranks(round.first_rank);
     for local_rank in 0..options.ranks {
         let mut command = Command::new(&program);

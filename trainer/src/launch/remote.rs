@@ -58,16 +58,16 @@ pub struct Hosts {
 /// # Errors
 /// The remote shell cannot be started; the host that failed first.
 pub fn launch_hosts(options: &Hosts, args: &[OsString]) -> Result<u8, LaunchError> {
-    let failed = |source| LaunchError::Own { source };
+    let failed = |what| move |source| LaunchError::Own { what, source };
     let mut requests = Requests::new()?;
     let token = match &options.token {
         Some(token) => token.clone(),
-        None => JobToken::random().map_err(failed)?,
+        None => JobToken::random().map_err(failed("random bytes for the job token"))?,
     };
     // Not this program, but the one that finds libtorch on its host and becomes it.
-    let program = std::env::current_exe().map_err(failed)?;
+    let program = std::env::current_exe().map_err(failed("this program"))?;
     let program = program.with_file_name("trainer");
-    let dir = std::env::current_dir().map_err(failed)?;
+    let dir = std::env::current_dir().map_err(failed("the current directory"))?;
     let names = options.hosts.iter().map(|host| host.name.clone());
     let mut members = Members::hosts(names.collect());
     let (ended, outputs) = channel::<()>();

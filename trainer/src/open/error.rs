@@ -60,7 +60,7 @@ pub enum RunError {
         copy: String,
     },
     #[error(
-        "a crash lost the state of this run, because offload.durability is \"none\". To continue from a checkpoint, start a new run with it: --resume-from CHECKPOINT_DIR --set train.run_dir=NEW_DIR (`trainer runs` lists checkpoints). To start again, which deletes them: --fresh. The store's words: {0}"
+        "a crash lost the state of this run, because offload.durability is \"none\". To continue from a checkpoint, start a new run with it: --resume-from CHECKPOINT_DIR --set train.run_dir=NEW_DIR (`trainer runs` lists checkpoints). To start again, which deletes them: --fresh. The store reported: {0}"
     )]
     InPlace(SwapperError),
     #[error(
@@ -82,7 +82,7 @@ pub enum RunError {
     )]
     NotShared { node: u32, run_dir: PathBuf },
     #[error(
-        "node {node}: the store on {devices} holds {found}, not {expected}: set zero_optimization's nvme_path to this node's own drives, or resume all nodes from a checkpoint with --resume-from STEP (`trainer runs` lists them)"
+        "node {node}: the store on {devices} holds {found}, and not {expected}: set zero_optimization's nvme_path to this node's own drives, or resume all nodes from a checkpoint with --resume-from STEP (`trainer runs` lists them)"
     )]
     OtherStore {
         node: u32,
@@ -91,7 +91,7 @@ pub enum RunError {
         expected: String,
     },
     #[error(
-        "the state of the run in {} is on {nodes} nodes: name a checkpoint with --checkpoint STEP (`trainer runs` lists them)",
+        "the state of the run in {} is divided over {nodes} nodes, and this command reads one directory: name a checkpoint with --checkpoint STEP (`trainer runs` lists them)",
         run_dir.display()
     )]
     OnNodes { run_dir: PathBuf, nodes: u32 },

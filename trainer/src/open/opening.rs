@@ -128,7 +128,7 @@ impl Prepared {
         if let Some(first) = first {
             ranks.together("filling the tiles", || run.initialize(&first))?;
             // Also removes files left by a start that was killed.
-            ranks.together("removing what it started with", || {
+            ranks.together("removing the copy of the first weights", || {
                 match ranks.is_first_of_node() {
                     true => Ok::<(), RunError>(staged.remove()?),
                     false => Ok(()),
@@ -426,7 +426,7 @@ fn bring(
     copy_weights: CopyWeights<'_>,
 ) -> Result<First, RunError> {
     let mut first =
-        ranks.together::<_, RunError>("looking for its first weights", || Ok(first?))?;
+        ranks.together::<_, RunError>("looking for the first weights", || Ok(first?))?;
     if let First::Run { from, read } = &mut first {
         // One node after the other: reading a run locks its directory, which nodes may share.
         let mut copied = None;
@@ -438,9 +438,10 @@ fn bring(
                 Ok::<(), RunError>(())
             })?;
         }
-        let step = ranks.by_first_of_node::<_, RunError>("telling their step", || {
-            Ok(copied.expect("the first rank of the node has copied them"))
-        })?;
+        let step = ranks.by_first_of_node::<_, RunError>(
+            "telling the step of the other run's weights",
+            || Ok(copied.expect("the first rank of the node has copied them")),
+        )?;
         let opened = ranks.together::<_, RunError>("opening the other run's weights", || {
             Ok(staged.open(model)?)
         });

@@ -159,7 +159,8 @@ impl Site {
             return Ok(Some(format!("node {node} has no part of the run's state")));
         };
         if earlier.nodes == INCOMPLETE {
-            let text = format!("node {node} did not take all state from a checkpoint");
+            let text =
+                format!("an earlier start did not take all state from a checkpoint on node {node}");
             return Ok(Some(text));
         }
         if earlier.nodes != now {

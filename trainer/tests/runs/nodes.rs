@@ -229,7 +229,12 @@ fn nodes_resume_what_they_committed_and_another_number_of_nodes_is_refused() {
         command
     })))
     .1;
-    assert!(err.contains("is on 2 nodes: name a checkpoint"), "{err}");
+    assert!(
+        err.contains(
+            "is divided over 2 nodes, and this command reads one directory: name a checkpoint"
+        ),
+        "{err}"
+    );
 }
 
 #[test]

@@ -109,7 +109,7 @@ class Run:
                 raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
         self.track = track
         _check_groups(optimizer, found)
-        ranks.together("check the room", plan.check)
+        ranks.together("check the free space", plan.check)
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
         for warning in plan.warnings if ranks.first_of_node else ():
@@ -234,7 +234,7 @@ class Run:
         """Gives the tiles their first content, a block at a time, and commits it. Where it is to `replace` what an earlier run
         has left, frozen units stay: they are written once."""
         engine, begun = self.engine, set()
-        self.ranks.broadcast("share what is in no unit", _rest(self.model, engine.units))
+        self.ranks.broadcast("share buffers and parameters outside of units", _rest(self.model, engine.units))
         if replace:
             self.ranks.meet("begin anew")
             self.core.begin_rewrite([unit.index for together in engine.together for unit in together if unit.trained], blob)

@@ -108,7 +108,7 @@ def _check_drives(settings: Settings, job: str, node: int) -> None:
         for file in sorted({*directory.glob(f"offloadd-{job}.tiles"), *directory.glob(f"offloadd-{job}-node[0-9]*.tiles")}):
             other = file.stem.removeprefix(f"offloadd-{job}").removeprefix("-node") or "0"
             raise Error(
-                f"node {node}: {file} is the part of node {other} of this run: start the nodes in the order of the run's first start, set "
+                f"node {node}: {file} is the part of node {other} of this run: number the nodes as at the run's first start, set "
                 f"nvme_path to this node's own drives, or {_offloadd.BEGIN_ANEW}"
             )
 

@@ -81,7 +81,7 @@ pub enum DirError {
     #[error("train.run_dir: another trainer is using {}: wait until it has ended", path.display())]
     Busy { path: PathBuf },
     #[error(
-        "node {node}: {} holds {found}, and this run is {expected}: start the nodes in the order of the run's first start, set another train.run_dir, or delete what is there with `trainer remove {}`",
+        "node {node}: {} holds {found}, and this run is {expected}: number the nodes as at the run's first start, set another train.run_dir, or delete what is there with `trainer remove {}`",
         path.display(), path.display()
     )]
     OtherRun {
