@@ -6,7 +6,7 @@ import subprocess
 
 import rows
 
-COLUMNS = ["row", "hardware", "date", "step s", "tokens/s", "TFLOPS", "read + written GB", "bound s", "share", "peer TFLOPS", "ratio",
+COLUMNS = ["row", "hardware", "date", "step s", "tokens/s", "TFLOPS", "read + written GB", "bound s", "of the bound", "peer TFLOPS", "ratio",
            "start s", "host GiB", "GPU GiB", "commit"]
 
 
@@ -20,10 +20,11 @@ def add(out, row):
 
 
 def table(found):
-    lines = ["# Results", "", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
+    intro = "Every row that `trainer/bench/table.py` measured; [benchmarks](../../docs/benchmarks.md#training) has the main ones, the model and the machine."
+    lines = ["# Training table", "", intro, "", f"| {' | '.join(COLUMNS)} |", "|" + " --- |" * len(COLUMNS)]
     lines += [f"| {' | '.join(cells(row, found))} |" for row in found]
     lines += ["", "TFLOPS: 6 x parameters x tokens / time. The bound is `trainer plan`'s, with the rates that the drives gave reading and writing at once in",
-              "the same run, and the row's own time of computing. share: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
+              "the same run, and the row's own time of computing. of the bound: bound / step. ratio: TFLOPS / the peer's of the same run. start: until the first step.",
               "host: PSS of trainer and daemon. Blank: not measured, or not kept. Devices and what a row trains:", ""]
     shown = {row["row"]: row.get("says", "") for row in found}
     lines += [f"- {name}: {says}" for name, says in shown.items()]
