@@ -3,12 +3,10 @@
 
 use std::path::{Path, PathBuf};
 
-use kernels::adamw::TileFormat;
 use serde_json::{Value, json};
-use swapper::TileVisitor;
 
 use crate::config::{self, Durability, Fraction, ResidentFraction, RunSettings, SettingsError};
-use crate::model::{Dtype, ModelConfig, UnitLayout};
+use crate::model::Dtype;
 use crate::open::{IN_PLACE, RunError, SHARED_STORE, STORE_IN_DIR};
 use crate::run_record::{RecordError, RunRecord};
 use crate::run_state_reader::RunStateReader;
@@ -16,15 +14,10 @@ use training_state::run::{CheckpointName, resolved};
 
 /// Reader of a run's tiles.
 pub(crate) struct RunReader {
-    pub(crate) model: ModelConfig,
-    pub(crate) units: Vec<UnitLayout>,
-    pub(crate) dtype: Dtype,
-    pub(crate) format: TileFormat,
-    /// Step of the state that is read.
-    pub(crate) step: u64,
     /// The run's directory without symbolic links.
     pub(crate) dir: PathBuf,
-    tiles: RunStateReader,
+    pub(crate) record: RunRecord,
+    pub(crate) tiles: RunStateReader,
 }
 
 impl RunReader {
@@ -40,32 +33,11 @@ impl RunReader {
             dir: dir.clone(),
             message: error.to_string(),
         })?;
-        let tiles = RunStateReader::open(settings, checkpoint)?;
         Ok(Self {
-            model: record.model,
-            dtype: record.dtype,
-            units: tiles.units.clone(),
-            format: tiles.format,
-            step: tiles.state.step,
+            tiles: RunStateReader::open(settings, checkpoint)?,
             dir: dir.clone(),
-            tiles,
+            record,
         })
-    }
-
-    /// Calls `see` with the parameters and optimizer state of each range, in the order of units and elements.
-    ///
-    /// # Errors
-    /// The backend fails.
-    pub(crate) fn visit(&mut self, see: &mut TileVisitor) -> Result<(), RunError> {
-        self.tiles.visit(see)
-    }
-
-    /// Closes the run.
-    ///
-    /// # Errors
-    /// The backend fails.
-    pub(crate) fn close(self) -> Result<(), RunError> {
-        self.tiles.close()
     }
 }
 

@@ -137,7 +137,7 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     }
     let mut reader = RunReader::open(&export.run_dir, export.checkpoint.clone())?;
     let partial = Partial::make(&export.out)?;
-    let numbers = export.numbers.unwrap_or(Numbers::of(reader.dtype));
+    let numbers = export.numbers.unwrap_or(Numbers::of(reader.record.dtype));
     let (files, bytes) = write_weights(
         &mut reader,
         &partial.path,
@@ -147,13 +147,13 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
     )?;
     write_rest(&reader, &partial.path, numbers.element())?;
     let done = Exported {
-        step: reader.step,
+        step: reader.tiles.state.step,
         run_dir: reader.dir.clone(),
         out: export.out.clone(),
         files,
         bytes,
     };
-    reader.close()?;
+    reader.tiles.close()?;
     reach(Point::NamingExport);
     partial.finish(&export.out)?;
     Ok(done)
@@ -172,8 +172,8 @@ pub(crate) fn copy_weights(from: &Path, to: &Path) -> Result<u64, RunError> {
     let what = "reading the other run's weights";
     write_weights(&mut reader, to, Element::Fp32, SHARD_BYTES, what)
         .map_err(|error| RunError::FirstRun(Box::new(error)))?;
-    let step = reader.step;
-    reader.close()?;
+    let step = reader.tiles.state.step;
+    reader.tiles.close()?;
     Ok(step)
 }
 
@@ -186,12 +186,17 @@ fn write_weights(
     shard_bytes: u64,
     what: &str,
 ) -> Result<(usize, u64), ExportError> {
-    let shards = Shards::new(&reader.model, &reader.units, element, shard_bytes);
+    let shards = Shards::new(
+        &reader.record.model,
+        &reader.tiles.units,
+        element,
+        shard_bytes,
+    );
     check_space(dir, shards.bytes())?;
-    let mut writer = Writer::make(dir, &shards, reader.format)?;
+    let mut writer = Writer::make(dir, &shards, reader.tiles.format)?;
     let mut work = Progress::new(what, Unit::Bytes, Audience::Person).with_total(shards.bytes());
     let mut failed = None;
-    reader.visit(&mut |range, param, state| {
+    reader.tiles.visit(&mut |range, param, state| {
         if failed.is_none() {
             failed = writer.tile(range, param, state).err();
             reach(Point::Exporting);
@@ -212,7 +217,7 @@ fn write_weights(
 fn write_rest(reader: &RunReader, dir: &Path, element: Element) -> Result<(), ExportError> {
     let kept = ModelFiles::of(&reader.dir);
     let dtype = element.torch_word();
-    let config = config_json(&reader.model, dtype, kept.config());
+    let config = config_json(&reader.record.model, dtype, kept.config());
     write_file(&dir.join("config.json"), &pretty(&json!(config)))?;
     for path in kept.others() {
         let to = dir.join(path.file_name().expect("a file has a name"));
