@@ -2,11 +2,11 @@
 //! directory, so that a run keeps it when its directory is renamed or moved.
 //!
 //! ```text
-//!   RUN/job        {"job": "demo-0123456789abcdef", "directory": "/home/a/runs/demo"}
+//!   RUN/job        {"job": "demo-0123456789abcdef", "dir": "/home/a/runs/demo"}
 //!   RUN/run.json   the same below "id": one of the two files may be lost or damaged
 //! ```
 //!
-//! `directory` distinguishes a moved run (the old directory no longer holds it) from a copied one (it still
+//! `dir` distinguishes a moved run (the old directory no longer holds it) from a copied one (it still
 //! does). A copy does not share the original's store: it gets its own job.
 
 use std::fs::{self, File};
