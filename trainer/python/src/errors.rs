@@ -8,7 +8,12 @@ use pyo3::prelude::*;
 use swapper::{ClientError, FaultKind, SwapperError, TO_CHECKPOINT, TileError};
 use training_state::store::StoreError;
 
-create_exception!(offloadd, Error, PyException, "offloadd cannot go on.");
+create_exception!(
+    offloadd,
+    Error,
+    PyException,
+    "offloadd cannot continue; the message says why, and what to do."
+);
 create_exception!(
     offloadd,
     DaemonGone,
