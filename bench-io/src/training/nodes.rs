@@ -49,18 +49,12 @@ impl Cluster {
     }
 }
 
-/// Bytes of a 16-bit gradient and of a 16-bit parameter.
-const WHOLE_COPIES_PARAM_BYTES: f64 = 4.0;
-
 /// Figures for one number of nodes.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct NodesRow {
     pub(crate) nodes: u32,
     pub(crate) gpus: u32,
     pub(crate) ours: Planned,
-    /// Time of transfers between nodes if each node held all 16-bit parameters, so that only gradients and updated parameters
-    /// were sent.
-    pub(crate) whole_copies_network_s: f64,
     /// Operations per second of one GPU, 6 for each parameter and token.
     pub(crate) gpu_tflops: f64,
 }
@@ -68,13 +62,10 @@ pub(crate) struct NodesRow {
 impl NodesRow {
     pub(crate) fn new(cluster: Cluster, ours: Planned) -> Self {
         let gpus = cluster.nodes * cluster.gpus;
-        let elsewhere = f64::from(cluster.nodes - 1) / f64::from(cluster.nodes);
-        let whole_copies_bytes = WHOLE_COPIES_PARAM_BYTES * ours.parameters * elsewhere;
         let flops = 6.0 * ours.parameters * ours.tokens / ours.step_s;
         Self {
             nodes: cluster.nodes,
             gpus,
-            whole_copies_network_s: whole_copies_bytes / cluster.network.0 as f64,
             gpu_tflops: flops / f64::from(gpus) / 1e12,
             ours,
         }
@@ -91,7 +82,7 @@ pub(crate) struct NodesReport {
 }
 
 const HEAD: &str = "\
-| nodes | GPUs | host memory of a node | on its drives | read + written a step | sent + received | tokens a step | computing | network | network, parameters on each node | step (the bound) | bottleneck | TFLOPS a GPU |
+| nodes | GPUs | host memory of a node | of it a copy of all parameters | on its drives | read + written a step | sent + received | tokens a step | computing | network | step (the bound) | bottleneck | TFLOPS a GPU |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|";
 
 impl fmt::Display for NodesReport {
@@ -102,11 +93,12 @@ impl fmt::Display for NodesReport {
             let ours = &row.ours;
             writeln!(
                 f,
-                "| {} | {} | {}{} | {} | {} + {} | {} + {} | {} | {:.2} s | {:.2} s | {:.2} s | {:.2} s | {} | {:.1} |",
+                "| {} | {} | {}{} | {} | {} | {} + {} | {} + {} | {} | {:.2} s | {:.2} s | {:.2} s | {} | {:.1} |",
                 row.nodes,
                 row.gpus,
                 bytes(ours.host_bytes),
                 if ours.fits { "" } else { ", does not fit" },
+                bytes(ours.node_copy_bytes),
                 ApproxBytes(ours.device_bytes),
                 bytes(ours.read_bytes),
                 bytes(ours.written_bytes),
@@ -115,7 +107,6 @@ impl fmt::Display for NodesReport {
                 ours.tokens,
                 ours.compute_s,
                 ours.network_s,
-                row.whole_copies_network_s,
                 ours.step_s,
                 ours.wall,
                 row.gpu_tflops

@@ -74,6 +74,8 @@ pub(crate) struct Planned {
     pub(crate) fits: bool,
     /// Host memory of a node.
     pub(crate) host_bytes: f64,
+    /// Part of it for a copy of all parameters; 0 on one node, or if they are divided over all nodes.
+    pub(crate) node_copy_bytes: f64,
     /// Bytes that a node sends to other nodes, and that it receives.
     pub(crate) network_bytes: f64,
     pub(crate) network_s: f64,
@@ -194,6 +196,7 @@ fn planned(plan: &Value) -> Result<Planned> {
             device_bytes: number(drives, "device_bytes")? as u64,
             fits: drives["fits"].as_bool().unwrap_or(true),
             host_bytes: number(drives, "host_bytes")?,
+            node_copy_bytes: number(drives, "node_copy_bytes")?,
             network_bytes: number(drives, "network_bytes")?,
             network_s: number(drives, "network_s")?,
             machine,
@@ -212,6 +215,7 @@ fn planned(plan: &Value) -> Result<Planned> {
         device_bytes: number(plan, "device_bytes")? as u64,
         fits: plan["fits"].as_bool().unwrap_or(true),
         host_bytes: number(&plan["host"], "node_bytes")?,
+        node_copy_bytes: number(&plan["host"], "node_copy_bytes")?,
         network_bytes: number(step, "network_bytes")?,
         network_s: number(bound, "network_s")?,
         machine,
@@ -225,7 +229,7 @@ mod tests {
     #[test]
     fn plans_of_runs_and_of_models_are_read_alike() {
         let run = serde_json::json!({
-            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000, "host": {"node_bytes": 800.0},
+            "parameters": 100, "tokens_per_step": 10, "gradient_accumulation_steps": 2, "device_bytes": 5000, "host": {"node_bytes": 800.0, "node_copy_bytes": 40},
             "hardware": {"cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
             "step": {"read_bytes": 1400, "written_bytes": 1200, "network_bytes": 600},
             "bound": {"s": 2.0, "wall": "device writes", "forward_s": 0.5, "backward_s": 1.0, "network_s": 0.3},
@@ -235,7 +239,7 @@ mod tests {
             "hardware": {"tflops": {"value": 4e-9}, "cores": 8, "host_memory_bytes": 900, "gpu": {"memory_bytes": 70}},
             "places": [
                 {"place": "host", "step_s": 1.0},
-                {"place": "drives", "step_s": 2.0, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "host_bytes": 800, "network_bytes": 600, "network_s": 0.3, "wall": "device writes"},
+                {"place": "drives", "step_s": 2.0, "step_read_bytes": 1400.0, "step_written_bytes": 1200.0, "device_bytes": 5000, "host_bytes": 800, "node_copy_bytes": 40, "network_bytes": 600, "network_s": 0.3, "wall": "device writes"},
             ],
         });
         let (run, model) = (planned(&run).unwrap(), planned(&model).unwrap());
