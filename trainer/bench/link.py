@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures steps of two nodes over a rate-limited link, beside the bound of `trainer plan --network`.
+"""Measures steps of two nodes over a rate-limited link, with a copy of the parameters on each node and without, beside the bound of
+`trainer plan --network`.
 
 The nodes are network namespaces joined by a veth pair, whose rate `tc` limits in each direction; so it needs root and
 iproute2, and no network. Each node has one rank on the CPU and keeps its state in host memory.
@@ -8,6 +9,7 @@ iproute2, and no network. Each node has one rank on the CPU and keeps its state 
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -68,6 +70,12 @@ class Nodes:
             rate = f"{int(bytes_per_s * 8)}bit"
             run("tc", "-n", name, "qdisc", "replace", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "128k", "limit", "16m")
 
+    def sent_bytes(self, node):
+        """Bytes that a node has sent on the link so far, headers included."""
+        link = ["ip", "-n", self.names[node], "-s", "-j", "link", "show", "dev", "eth0"]
+        told = subprocess.run(link, check=True, capture_output=True).stdout
+        return json.loads(told)[0]["stats64"]["tx"]["bytes"]
+
     def start(self, node, *command):
         command = ["ip", "netns", "exec", self.names[node], *command]
         return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | self.variables)
@@ -85,23 +93,26 @@ def bytes_per_s(text):
     raise argparse.ArgumentTypeError(f"{text}: expected a rate such as 12.5MB/s")
 
 
-def measure(nodes, options, rate, home):
-    """Returns the bound of the plan and the times of all steps but the first two."""
+def measure(nodes, options, rate, shard, home):
+    """Returns the plan, the metrics of all steps but the first two, and the bytes that a node has sent in a step."""
     text = home / "text"
     text.write_bytes(bytes(97 + i * i % 26 for i in range(100_000)))
-    file = home / f"{rate:.0f}.toml"
-    out = home / f"{rate:.0f}"
+    file = home / f"{rate:.0f}-{shard}.toml"
+    out = home / f"{rate:.0f}-{shard}"
+    shard = ["--set", f"offload.shard={shard}"]
     shape = {"hidden": options.hidden, "intermediate": 4 * options.hidden, "layers": options.layers}
     file.write_text(RUN.format(text=text, dir=out, steps=options.steps + 2, **shape))
     nodes.limit(rate)
     launch = [options.trainer, "launch", "--nnodes", "2", "--nproc", "1", "--rendezvous", "10.78.0.1:29400"]
-    started = [nodes.start(node, *launch, "--node-rank", str(node), file) for node in (1, 0)]
+    sent = nodes.sent_bytes(1)
+    started = [nodes.start(node, *launch, "--node-rank", str(node), file, *shard) for node in (1, 0)]
     if any([node.wait() for node in started]):
         raise SystemExit("a node failed")
+    sent = (nodes.sent_bytes(1) - sent) / (options.steps + 2)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()][2:]
-    plan = [options.trainer, "plan", file, "--nodes", "2", "--gpus", "1", "--network", f"{rate:.0f}B/s", "--json"]
+    plan = [options.trainer, "plan", file, *shard, "--nodes", "2", "--gpus", "1", "--network", f"{rate:.0f}B/s", "--json"]
     plan = json.loads(subprocess.run(plan, check=True, capture_output=True).stdout)
-    return plan, lines
+    return plan, lines, sent
 
 
 def main():
@@ -113,16 +124,18 @@ def main():
     parser.add_argument("--layers", type=int, default=8)
     options = parser.parse_args()
     options.trainer = options.trainer.resolve()
-    print("| link, in each direction | sent by a node in a step | bound of the network | forward and backward | update | step (median) | bound / step |")
-    print("|---|---|---|---|---|---|---|")
+    print("| link, in each direction | parameters | sent by a node in a step: planned, measured | bound | forward and backward | update | step (median) | bound / step |")
+    print("|---|---|---|---|---|---|---|---|")
     with Nodes() as nodes, tempfile.TemporaryDirectory() as home:
-        for rate in options.rate:
-            plan, lines = measure(nodes, options, rate, pathlib.Path(home))
+        for rate, shard in itertools.product(options.rate, ("auto", "all")):
+            plan, lines, measured = measure(nodes, options, rate, shard, pathlib.Path(home))
             step_s = statistics.median(line["step_s"] for line in lines)
             compute_s = statistics.median(line["forward_s"] + line["backward_s"] for line in lines)
             update_s = statistics.median(line["update_s"] for line in lines)
-            sent, bound_s = plan["step"]["network_bytes"], plan["bound"]["s"]
-            print(f"| {rate / 1e6:g} MB/s | {sent / 1e6:.1f} MB | {bound_s:.3f} s | {compute_s:.3f} s | {update_s:.3f} s | {step_s:.3f} s | {bound_s / step_s:.1%} |", flush=True)
+            planned, bound_s = plan["step"]["network_bytes"], plan["bound"]["s"]
+            held = "a copy on each node" if plan["host"]["node_copy_bytes"] else "divided over all nodes"
+            sent = f"{planned / 1e6:.1f} MB, {measured / 1e6:.1f} MB"
+            print(f"| {rate / 1e6:g} MB/s | {held} | {sent} | {bound_s:.3f} s | {compute_s:.3f} s | {update_s:.3f} s | {step_s:.3f} s | {bound_s / step_s:.1%} |", flush=True)
 
 
 if __name__ == "__main__":
