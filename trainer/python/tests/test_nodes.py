@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import offloadd  # noqa: E402
-from offloadd import _checkpoint, _nodes, _ranks  # noqa: E402
+from offloadd import _checkpoint, _engine, _nodes, _plan, _ranks, _run  # noqa: E402
 from offloadd._checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_kills import daemons_of  # noqa: E402
@@ -83,6 +83,75 @@ def test_nodes_have_the_bits_of_one_node_with_as_many_ranks(tmp_path, device, ra
     for (steps, weights), (expected, kept) in zip(found[2], found[1]):
         assert steps == expected and equal(weights, kept)
     assert (tmp_path / "2/run/nodes/1/layout.json").exists() and not (tmp_path / "2/run/nodes/0").exists()
+
+
+def with_passes(rank, ranks, path, shard, hook=lambda rank: None):
+    """Losses of steps of two passes with an evaluation after each, the weights, how many units were gathered from all ranks by then, and what
+    the run said of the copies."""
+    told, all_ranks = [], 0
+    gather = torch.distributed.all_gather_into_tensor
+    _run.say = told.append
+
+    def counted(whole, part, group=None):
+        nonlocal all_ranks
+        all_ranks += len(whole) == ranks * len(part)
+        return gather(whole, part, group=group)
+
+    _ranks.dist.all_gather_into_tensor = counted
+    hook(rank)
+    model, optimizer, run = prepared(path, rank, shard=shard)
+    with run:
+        losses = []
+        for number in range(STEPS):
+            for part in range(2):
+                loss = model(batch(2 * number + part, rank, ranks)).square().mean()
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                losses.append(model(batch(100, rank, ranks)).square().mean().item())
+        return losses, all_ranks, [line for line in told if "all parameters" in line or "divided over all nodes" in line], state(model)
+
+
+STEPS, UNITS = 3, 7
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_copies_of_nodes_change_no_bit_and_each_update_is_gathered_from_all_ranks_once(tmp_path, ranks):
+    copies, without = (on_ranks(ranks, tmp_path / f"store-{shard}", with_passes, tmp_path / shard, shard, nodes=2) for shard in ("auto", "all"))
+    for (losses, gathered, said, weights), (expected, more, _, kept) in zip(copies, without):
+        assert losses == expected and equal(weights, kept)
+        # The first step, and the evaluation after each.
+        assert gathered == UNITS * (STEPS + 1) and more > 3 * gathered, (gathered, more)
+    assert "each node keeps a copy of all parameters in host memory" in copies[0][2][0]
+    assert "the parameters are divided over all nodes (offloadd.shard)" in without[0][2][0]
+
+
+def keep_stale(rank):
+    updated = _engine.Engine.updated
+
+    def stale(engine):
+        updated(engine)
+        for unit in engine.units:
+            unit.fresh = True
+
+    _engine.Engine.updated = stale
+
+
+def no_room(rank):
+    if rank == 1:
+        _plan._ROOM = 0.0
+
+
+def test_stale_copies_give_other_losses_and_no_node_keeps_a_copy_if_one_has_no_room(tmp_path):
+    copies, stale, without = (
+        on_ranks(2, tmp_path / f"store-{number}", with_passes, tmp_path / str(number), "auto", *hook, nodes=2)[0]
+        for number, hook in enumerate(([], [keep_stale], [no_room]))
+    )
+    assert copies[0][:2] == stale[0][:2] and copies[0] != stale[0]
+    assert without[0] == copies[0] and without[1] > 3 * copies[1]
+    assert "divided over all nodes (node 1: host memory has no room for a copy of all parameters on each node" in without[2][0]
 
 
 def unbroken(rank, ranks, path):

@@ -89,6 +89,7 @@ _OWN = {
     "optimizer_device": (str, "one of auto, cpu, gpu, shared"),
     "resident_fraction": ((int, float), "a number from 0 to 1"),
     "gradients": (str, "one of auto, cpu, nvme"),
+    "shard": (str, "one of auto, all"),
     "moments": (str, "one of fp32, bf16"),
     "commit_every": (int, "a whole number of steps, at least 1"),
     "staging_bytes": (int, "a whole number of bytes"),
@@ -131,6 +132,8 @@ class Settings:
     resident_fraction: float = 0.0
     # "cpu" or "nvme": where gradients lie until the update. None: in host memory if it has room.
     gradients: Optional[str] = None
+    # "auto" or "all": whether the ranks of each of several nodes keep a copy of all parameters, as far as there is room.
+    shard: str = "auto"
     # "fp32" or "bf16": how the optimizer's moments are stored.
     moments: str = "fp32"
     commit_every: int = 1
@@ -222,6 +225,7 @@ def settings_of(config: Config) -> Settings:
         "optimizer_step": settings.optimizer_step in ("immediate", "deferred"),
         "optimizer_device": settings.optimizer_device in (None, "cpu", "gpu", "shared"),
         "gradients": settings.gradients in (None, "cpu", "nvme"),
+        "shard": settings.shard in ("auto", "all"),
         "moments": settings.moments in ("fp32", "bf16"),
         "resident_fraction": 0.0 <= settings.resident_fraction <= 1.0,
         "commit_every": settings.commit_every >= 1,

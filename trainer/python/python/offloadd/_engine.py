@@ -202,7 +202,7 @@ class Engine:
                 if not self.units[index].here:
                     self._expect(self.units[index])
         self.memory.ready(unit)
-        self.ranks.gather(unit, self._pass)
+        self.ranks.gather(unit, self._pass, changed=not unit.fresh)
         if deviates:
             self.order.waited_s += time.perf_counter() - began
         unit.expected, unit.fresh, unit.here = False, True, True

@@ -20,6 +20,9 @@ from ._units import Unit
 # Slots that tiles of all kinds pass through need at least so much.
 _STAGING_BYTES_MIN = 64 << 20
 
+# The part of the available host memory that a copy of the parameters may fill, with all else that is counted.
+_ROOM = 0.9
+
 # Bytes of parameters, moments and gradients of a trained element, to size the staging by.
 _STATE_BYTES_PER_ELEM = 16
 
@@ -39,6 +42,34 @@ class Plan:
         self.engine_plan = json.dumps(engine_plan(settings, run_dir, units, places, gpu.index if gpu is not None else None))
         self.figures: dict[str, Any] = json.loads(_offloadd.plan(self.engine_plan))
         self.host_available_bytes: Optional[int] = self.figures["host_available_bytes"]
+        self.host_bytes = self.figures["host_bytes"]
+        # This rank's part of a copy of all parameters that the ranks of each of several nodes keep, and why they keep none. None where
+        # there is nothing to keep.
+        self.copy_bytes, self.why_no_copy = 0, None
+        if places.nodes > 1 and settings.device != "none":
+            self.copy_bytes, self.why_no_copy = self._copy(units, places)
+            self.host_bytes += self.copy_bytes
+
+    def _copy(self, units: list[Unit], places: Places) -> tuple[int, str]:
+        if self.settings.shard == "all":
+            return 0, "offloadd.shard"
+        local, parts = len(places.local), []
+        for unit, shard_elems in zip(units, self.figures["shard_elems"]):
+            part, rest = divmod(shard_elems * places.count * unit.dtype.itemsize, local)
+            if rest:
+                return 0, f"{local} ranks cannot keep equal parts of {unit.name or 'what is in no block'}"
+            # PyTorch pins memory in sizes that are powers of two.
+            parts.append(part if self.gpu is None else 1 << (part - 1).bit_length())
+        available = self.host_available_bytes
+        if available is not None and local * (self.host_bytes + sum(parts)) > _ROOM * available:
+            return 0, f"host memory has no room for a copy of all parameters on each node, {bytes_text(local * sum(parts))}"
+        return sum(parts), ""
+
+    def network(self, why_no_copy: str) -> str:
+        """Where the nodes have the parameters, for people."""
+        if why_no_copy:
+            return f"the parameters are divided over all nodes ({why_no_copy})"
+        return f"each node keeps a copy of all parameters in host memory, {bytes_text(self.copy_bytes)} for each rank"
 
     @property
     def problems(self) -> list[str]:
@@ -48,7 +79,7 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Reasons why the run may fail later."""
-        host, available = self.figures["host_bytes"], self.host_available_bytes
+        host, available = self.host_bytes, self.host_available_bytes
         if available is None or host <= available:
             return []
         lower = "offloadd.resident_fraction or offloadd.staging_bytes" if self.settings.resident_fraction else "offloadd.staging_bytes"
@@ -70,11 +101,14 @@ class Plan:
         lines = [
             f"model     {self.params / 1e6:.2f} M parameters ({', '.join(self.types)}) in {self.units} units, {f['tiles']} tiles of "
             f"{f['tile_elems']} elements",
-            f"host      {bytes_text(f['host_bytes'])}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
-            f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}",
+            f"host      {bytes_text(self.host_bytes)}: resident tiles {bytes_text(f['resident_bytes'])}, staging "
+            f"{bytes_text(f['staging_bytes'])}, gradients {bytes_text(f['grad_bytes'])}"
+            + (f", part of the node's copy of the parameters {bytes_text(self.copy_bytes)}" if self.copy_bytes else ""),
         ]
         if self.host_available_bytes is not None:
             lines[-1] += f"; {bytes_text(self.host_available_bytes)} available"
+        if self.why_no_copy is not None:
+            lines.append(f"network   {self.network(self.why_no_copy)}")
         if f["device_bytes"]:
             where = ", ".join(map(str, self.settings.nvme)) or f"the store behind {self.settings.socket}"
             lines.append(f"devices   {bytes_text(f['device_bytes'])} in {where}: two copies of each tile that changes")

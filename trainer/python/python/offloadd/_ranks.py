@@ -69,6 +69,8 @@ class Ranks:
             )
         self._number = 0
         self._groups: dict[str, Any] = {}
+        # This rank's parts of the copies that the ranks of its node keep of units in host memory, by unit; None if they keep none.
+        self.copies: Optional[dict[int, torch.Tensor]] = None
         self._board: Optional[Board] = None
         self.places = Places() if self.count == 1 else _nodes.guess(self.rank, self.count)
         # The connection to other nodes, if there are several.
@@ -354,15 +356,33 @@ class Ranks:
 
     # Bulk data
 
-    def gather(self, unit: Unit, when: Callable[[], str]) -> None:
-        """Brings the other ranks' parts of a unit of which this rank's lies in its place."""
+    def gather(self, unit: Unit, when: Callable[[], str], changed: bool = True) -> None:
+        """Brings the other ranks' parts of a unit of which this rank's lies in its place. Where nodes keep copies, a unit that has not
+        `changed` since it was last brought comes from the ranks of this node alone."""
         if self.count == 1:
             return
         self.meet(f"bring {unit.name} ({when()})")
-        whole = _bytes_of(unit.flat.untyped_storage(), unit.bytes)
+        whole, copies = _bytes_of(unit.flat.untyped_storage(), unit.bytes), self.copies
+        if copies is not None and not changed and unit.index in copies:
+            copied = self._copied(whole)
+            copied.copy_(copies[unit.index], non_blocking=True)
+            with self._transfer():
+                dist.all_gather_into_tensor(whole, copied, group=self._group(whole, of_node=True))
+            return
         own = unit.bytes // self.count
         with self._transfer():
             dist.all_gather_into_tensor(whole, whole[self.rank * own : (self.rank + 1) * own], group=self._group(whole))
+        if copies is not None:
+            copied = self._copied(whole)
+            if unit.index not in copies:
+                copies[unit.index] = torch.empty(len(copied), dtype=torch.uint8, pin_memory=whole.is_cuda)
+            copies[unit.index].copy_(copied, non_blocking=True)
+
+    def _copied(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a unit's bytes that this rank keeps of the node's copy."""
+        local = self.places.local
+        part = len(whole) // len(local)
+        return whole[(self.rank - local.start) * part :][:part]
 
     def reduce(self, unit: Unit, gradients: torch.Tensor) -> None:
         """Makes this rank's part of a unit's gradients their mean over all ranks."""
@@ -387,13 +407,18 @@ class Ranks:
                 if flat.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(flat)
 
-    def _group(self, tensor: torch.Tensor) -> Any:
-        """The run's own group for tensors of a device: the script's operations keep their order beside it."""
-        kind = tensor.device.type
-        if kind not in self._groups:
-            backend = "gloo" if kind == "cpu" else "nccl"
-            self._groups[kind] = dist.new_group(backend=backend, timeout=_TRANSFER_MAX)
-        return self._groups[kind]
+    def _group(self, tensor: torch.Tensor, of_node: bool = False) -> Any:
+        """The run's own group for tensors of a device, of all ranks or those of this node: the script's operations keep their order
+        beside it."""
+        key = tensor.device.type + " of the node" * of_node
+        if key not in self._groups:
+            backend = "gloo" if tensor.device.type == "cpu" else "nccl"
+            places = self.places
+            # All ranks must make the groups of all nodes.
+            ranks = [list(places.ranks_of(node)) for node in range(places.nodes)] if of_node else [None]
+            groups = [dist.new_group(of_one, backend=backend, timeout=_TRANSFER_MAX) for of_one in ranks]
+            self._groups[key] = groups[places.node if of_node else 0]
+        return self._groups[key]
 
     @contextlib.contextmanager
     def _transfer(self) -> Iterator[None]:

@@ -149,6 +149,7 @@ class Run:
                 check_moments(run_dir, settings)
         self.core, blob = self._open(plan, resume)
         ranks.divide(found, plan.figures["shard_elems"])
+        self._agree_on_copies(plan)
         for unit in found:
             if unit.built_on_meta:
                 unit.place_meta()
@@ -229,6 +230,20 @@ class Run:
         if not ranks.first_of_node and state.get("ranks", 1) == ranks.count:
             state = from_blob(blob, own)
         return core, state
+
+    def _agree_on_copies(self, plan: Plan) -> None:
+        """Lets the ranks of each node keep a copy of all parameters if all nodes have room for it."""
+        ranks = self.ranks
+        if plan.why_no_copy is None:
+            return
+        whys = [why.decode() for why in ranks.meet("agree on copies of the parameters", plan.why_no_copy.encode())]
+        why = next(filter(None, whys), "")
+        if not why:
+            ranks.copies = {}
+        elif set(whys) != {why}:
+            why = f"node {ranks.places.node_of(whys.index(why))}: {why}"
+        if ranks.first:
+            say(f"{self.run_dir}: {plan.network(why)}")
 
     def _fill(self, weights: Optional[Weights], blob: bytes, replace: bool) -> None:
         """Gives the tiles their first content, a block at a time, and commits it. Where it is to `replace` what an earlier run
