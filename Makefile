@@ -11,7 +11,7 @@
 # make deb          builds two Debian packages in target/: offloadd, and offloadd-trainer with trainer and bench-io
 # make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place
-# make wheel        builds a wheel with the package and all programs in target/wheels, for systems with this machine's glibc or a newer one
+# make wheel        builds a wheel with the package and all programs in target/wheels, for systems with glibc 2.28 or newer
 # make wheel-in-container  builds the same with docker, for systems with glibc 2.28 or newer
 # make test-wheel   builds the wheel, installs it into an empty environment and runs it
 #
@@ -31,6 +31,9 @@ PROGRAMS := $(addprefix target/$(BUILT)/,offloadd trainer trainer-with-torch ben
 PREFIX ?= /usr/local
 INTO = $(DESTDIR)$(PREFIX)
 IN_WHEEL := trainer/python/python/offloadd
+# What the wheel's programs are linked with, and where they are built: the flags would replace what `make build` has compiled.
+OLD_GLIBC := $(CURDIR)/target/glibc-2.28
+WHEEL_TARGET := $(CURDIR)/target/wheel
 
 # CI builds everything once.
 ifdef CI
@@ -66,7 +69,11 @@ python:
 	cp target/$(BUILT)/lib_offloadd.so trainer/python/python/offloadd/_offloadd.abi3.so
 	install -D -t $(IN_WHEEL)/bin target/$(BUILT)/offloadd
 
+wheel: export CARGO_TARGET_DIR := $(WHEEL_TARGET)
+wheel: export RUSTFLAGS := $(RUSTFLAGS) -Clink-arg=-B$(OLD_GLIBC) -Clink-arg=-L$(OLD_GLIBC) -Clink-arg=-Wl,--allow-shlib-undefined
+wheel: PROGRAMS := $(PROGRAMS:target/%=$(WHEEL_TARGET)/%)
 wheel: libtorch
+	$(PYTHON) trainer/python/old_glibc/old_glibc.py $(OLD_GLIBC)
 	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p bench-io
 	install -D -s -t $(IN_WHEEL)/bin $(PROGRAMS)
 	install -D -m 644 -t trainer/python/licenses LICENSE-MIT LICENSE-APACHE

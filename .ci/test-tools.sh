@@ -9,6 +9,7 @@
 #   libamdhip64-5    a HIP runtime that has no device, and with it a hipRTC
 #   qemu, busybox, a kernel of Debian's (27 MB, into target/guest): a machine whose power is cut and whose drives are pulled out
 #   NVRTC            compiles the GPU kernels for NVIDIA (90 MB, into target/nvrtc)
+#   glibc 2.28's symbols, with which the wheel is linked (93 MB fetched, 0.5 MB kept in target/glibc-2.28)
 #   PyTorch          with transformers, pytest and hadolint, for the Python package (5 GB, into .python)
 set -u
 cd "$(dirname "$0")/.."
@@ -93,4 +94,7 @@ requirements=trainer/python/requirements-test.txt
 cmp -s $requirements .python/requirements.txt ||
     { python3 -m venv .python && .python/bin/pip install -q -r $requirements && cp $requirements .python/requirements.txt; } ||
     { rm -rf .python; echo "no PyTorch for Python: the tests of trainer/python are skipped"; }
+
+[ ! -x .python/bin/python ] || .python/bin/python trainer/python/old_glibc/old_glibc.py target/glibc-2.28 ||
+    echo "no symbols of glibc 2.28: the tests that link with them are skipped"
 exit 0

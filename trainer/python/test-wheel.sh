@@ -72,6 +72,7 @@ for version in "${@:-}"; do
     fi
     tag=$("$python" trainer/python/wheel_tag.py "$installed"/bin/* "$installed"/_offloadd*.so)
     case $WHEEL in *"-${tag}_$(uname -m).whl") ;; *) fail "$WHEEL needs the tag $tag" ;; esac
+    [ "$tag" = manylinux_2_28 ] || fail "$WHEEL does not run on every system on which PyTorch's wheels do, of glibc 2.28 and newer: $tag"
     metadata=$(echo "$installed"-*.dist-info/METADATA)
     for line in '^License-Expression: MIT OR Apache-2.0$' '^Requires-Python: >=3.9$' '^Requires-Dist: torch>=2.4$' \
         '^Description-Content-Type: text/markdown' '^Classifier: Typing :: Typed$' '^# offloadd for PyTorch$'; do

@@ -3,7 +3,7 @@
 
     wheel_tag.py FILES...          for example manylinux_2_28
 
-PEP 600: `manylinux_2_N` runs where glibc is 2.N or newer. The tag follows from the machine that links the programs.
+PEP 600: `manylinux_2_N` runs where glibc is 2.N or newer. The tag follows from what the programs were linked with: old_glibc/.
 """
 
 import pathlib

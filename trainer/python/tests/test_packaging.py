@@ -1,9 +1,10 @@
-"""The wheel's content beside the package's code: the extension's stub, the programs, the tag, the container."""
+"""The wheel's content beside the package's code: the extension's stub, the programs, the tag, the glibc that it is linked with, the container."""
 
 import ast
 import inspect
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -121,6 +122,51 @@ def test_a_wheels_tag_follows_from_the_newest_symbols(tmp_path, versions, expect
     (tmp_path / "old").write_bytes(b"\0GLIBC_2.2.5\0")
     (tmp_path / "program").write_bytes(b"\x7fELF\0" + b"\0".join(version.encode() for version in versions) + b"\0")
     assert wheel_tag.tag([tmp_path / "old", tmp_path / "program"]) == f"manylinux_2_{expected}"
+
+
+@pytest.fixture
+def old_glibc():
+    """What `make wheel` links with."""
+    directory = ROOT / "target" / "glibc-2.28"
+    if not (directory / "made-from").exists():
+        pytest.skip(f"there is no {directory}: make test-tools")
+    return directory
+
+
+@pytest.mark.parametrize("optimized", ["-O0", "-O2"])
+def test_a_program_linked_with_the_old_glibc_runs_on_systems_that_have_it(old_glibc, tmp_path, optimized):
+    program = tmp_path / "check"
+    compiled = ["c++", "-std=c++17", "-Wall", optimized, str(HERE.parent / "old_glibc" / "check.cpp"), "-pthread", "-o", str(program)]
+    linked = [f"-B{old_glibc}", f"-L{old_glibc}", "-Wl,--allow-shlib-undefined"]
+    subprocess.run(compiled + linked, check=True)
+    assert wheel_tag.tag([program]) == "manylinux_2_28"
+    subprocess.run([program], check=True)
+
+
+def symbols(files, defined):
+    """Names of dynamic symbols, each with its version. A program does without an undefined weak one."""
+    listed = subprocess.run(["objdump", "-T", *files], capture_output=True, text=True, check=True).stdout
+    lines = [line.split() for line in listed.splitlines() if re.match(r"[0-9a-f]{16} ", line)]
+    if defined:
+        return {(line[-1], line[-2].strip("()")) for line in lines if "*UND*" not in line}
+    return {(line[-1], line[-2].strip("()")) for line in lines if "*UND*" in line and line[1] != "w"}
+
+
+def test_every_symbol_that_a_wheel_needs_is_in_the_old_glibc(old_glibc):
+    """Of the programs that are built here: `make wheel` would fail where this does, or compute a newer tag."""
+    built = [ROOT / "target" / "debug" / name for name in ("offloadd", "trainer", "trainer-with-torch", "bench-io", "lib_offloadd.so")]
+    needed = symbols([file for file in built if file.exists()], defined=False)
+    assert len(needed) > 100
+    libraries = sorted(old_glibc.glob("lib*.so.[0-9]")) + [old_glibc / "ld-linux-x86-64.so.2"]
+    archives = subprocess.run(["nm", "-A", *old_glibc.glob("*.a")], capture_output=True, text=True, check=True).stdout
+    has = {name for name, _ in symbols(libraries, defined=True)} | set(re.findall(r" [TVWRB] (\S+)$", archives, re.M))
+    newer = set()
+    for name, version in needed:
+        library, _, number = version.partition("_")
+        newest = {"GLIBC": "2.28", "GLIBCXX": wheel_tag.ALLOWED[28][0], "CXXABI": wheel_tag.ALLOWED[28][1]}.get(library)
+        if newest and wheel_tag.numbers(number) > wheel_tag.numbers(newest) and name not in has:
+            newer.add(f"{name} {version}")
+    assert not newer, "define them in trainer/python/old_glibc, or do without them"
 
 
 def test_the_dockerfile_has_no_faults():
