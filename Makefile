@@ -12,7 +12,6 @@
 # make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place
 # make wheel        builds a wheel with the package and all programs in target/wheels, for systems with glibc 2.28 or newer
-# make wheel-in-container  builds the same with docker, for systems with glibc 2.28 or newer
 # make test-wheel   builds the wheel, installs it into an empty environment and runs it
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
@@ -43,7 +42,7 @@ endif
 # Seeds of both simulations: enough to find a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test docs nightly test-tools test-counts deny build install deb python wheel wheel-in-container test-wheel bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build install deb python wheel test-wheel bench libtorch clean
 
 demo: build
 	trainer/demo.sh
@@ -80,9 +79,6 @@ wheel: libtorch
 	.ci/licenses.py --cargo $(CARGO) --texts trainer/python/licenses/LICENSES-dependencies offloadd trainer bench-io offloadd-python
 	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out target/wheels \
 		--compatibility $$(trainer/python/wheel_tag.py $(PROGRAMS))
-
-wheel-in-container:
-	docker build --target wheel --output type=local,dest=target/wheels .
 
 test-wheel:
 	PYTHON=$(PYTHON) PROFILE=$(PROFILE) trainer/python/test-wheel.sh

@@ -180,5 +180,5 @@ def test_the_dockerfile_has_no_faults():
 def test_the_container_has_the_projects_compiler_and_torch():
     text = (ROOT / "Dockerfile").read_text()
     compiler = (ROOT / "rust-toolchain.toml").read_text().split('channel = "')[1].split('"')[0]
-    assert f"FROM rust:{compiler}-" in text and f"RUSTUP_TOOLCHAIN={compiler} " in text
+    assert f"FROM rust:{compiler}-" in text and f"RUSTUP_TOOLCHAIN={compiler}\n" in text
     assert f"torch=={_program.TRAINERS_TORCH}." in text
