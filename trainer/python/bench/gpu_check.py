@@ -283,7 +283,7 @@ class Checks:
         rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         on_gpu = self.device == "cuda"
         if on_gpu:
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         found = getattr(self, work)(rank, count, *words)
         (self.out / f"rank-{rank}.json").write_text(json.dumps(found))

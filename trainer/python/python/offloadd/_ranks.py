@@ -163,7 +163,7 @@ class Ranks:
                 self._look(what, late, now - began)
                 if now - told > _TELL_S:
                     told = now
-                    say(f"waiting for {_names(late)} since {now - began:.0f} s: {self._places()}", self.rank)
+                    say(f"has waited for {_names(late)} for {now - began:.0f} s: {self._places()}", self.rank)
             time.sleep(pause)
             pause = min(2 * pause, 1e-3)
         if any(board.what(rank, number) != what for rank in ranks):
@@ -221,8 +221,8 @@ class Ranks:
         return error
 
     def gone_text(self) -> str:
-        """Which rank is gone, and what to do."""
-        return f"{self._gone}; start the script again on all ranks: with device nvme it resumes after the last committed step"
+        """Which rank is gone, with its own reason or with what to do."""
+        return self._gone
 
     def _stuck(self, rank: int) -> bool:
         if rank not in self.places.local:
@@ -454,7 +454,7 @@ class Ranks:
             try:
                 handle = os.pidfd_open(process)
             except ProcessLookupError:
-                return self._lost(f"rank {rank} (process {process}) is gone", _GRACE_S)
+                return self._lost(f"rank {rank} (process {process}) is gone; {_AGAIN}", _GRACE_S)
             ranks[handle] = rank
             poll.register(handle, select.POLLIN)
         poll.register(self._woken, select.POLLIN)
@@ -463,7 +463,7 @@ class Ranks:
             lost = [ranks[handle] for handle, _ in poll.poll(1000 * min(_NOTE_S, _nodes._ROUND_S)) if handle in ranks]
             if lost:
                 self._has_ended(lost[0])
-                self._lost(f"rank {lost[0]} (process {self._processes[lost[0]]}) is gone", _GRACE_S)
+                self._lost(f"rank {lost[0]} (process {self._processes[lost[0]]}) is gone; {_AGAIN}", _GRACE_S)
                 break
             at, now = _place(sys._current_frames().get(self._main)), time.monotonic()
             if at != place:
@@ -488,7 +488,7 @@ class Ranks:
         elif any(self._has_ended(rank) for rank in range(self.count) if rank not in self.places.local):
             self._lost(self._gone, _GRACE_S)
         elif silent := link.silent():
-            self._lost(silent, _SILENT_GRACE_S)
+            self._lost(f"{silent}; {_AGAIN}", _SILENT_GRACE_S)
         return bool(self._gone)
 
     def _lost(self, gone: str, grace_s: float) -> None:
@@ -511,6 +511,7 @@ class Ranks:
         os._exit(1)
 
 
+_AGAIN = "start the script again on all ranks: with device nvme it resumes after the last committed step"
 _SAME_ORDER = "Every rank must make the same calls in the same order: as many batches, generate with synced_gpus, weights read and saved on all ranks"
 
 
