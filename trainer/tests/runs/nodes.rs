@@ -99,6 +99,12 @@ impl OnNodes<'_> {
         let places = places.flat_map(|(node, &count)| (0..count).map(move |local| (node, local)));
         let commands = (0..).zip(places).map(|(rank, (node, local))| {
             let mut command = self.run(node).command("train");
+            // Each node has GPUs of its own, if there are as many as ranks.
+            let first = self.counts[..node].iter().sum::<u32>();
+            let gpus: Vec<String> = (first..first + self.counts[node])
+                .map(|gpu| gpu.to_string())
+                .collect();
+            command.env("CUDA_VISIBLE_DEVICES", gpus.join(","));
             command.args(args).args(device_for(ranks));
             for (name, value) in [
                 ("RANK", rank),
