@@ -57,6 +57,12 @@ impl Source {
             SettingsError::all(faults)?;
         }
         apply_overrides(&mut tree, &self.sets)?;
+        if tree.get("deepspeed").is_some() {
+            return Err(SettingsError::Value {
+                key: "deepspeed",
+                message: "--set cannot name the file, because it comes before the settings that replace its own: use --deepspeed FILE".into(),
+            });
+        }
         Ok(Tree { tree, deepspeed })
     }
 

@@ -80,7 +80,7 @@ fn a_deepspeed_file_supplies_what_the_run_file_leaves_open() {
         .iter()
         .find(|note| note.contains("reduce_bucket_size"));
     assert!(unused.unwrap().contains("has no effect here"));
-    // The command line takes precedence, and the run file may name the DeepSpeed file.
+    // The command line takes precedence, and the run file may name the DeepSpeed file. --set would come too late.
     let run = files
         .read(&["gradient_clipping=2", "train.log_every=5"])
         .unwrap();
@@ -90,7 +90,7 @@ fn a_deepspeed_file_supplies_what_the_run_file_leaves_open() {
         files
             .read_as(Some("run.toml"), None, &[&named])
             .unwrap_err()
-            .contains("train_micro")
+            .contains("use --deepspeed FILE")
     );
     let text = std::fs::read_to_string(files.path("run.toml")).unwrap();
     let text = format!("deepspeed = {:?}\n{text}", files.path("ds.json"));
