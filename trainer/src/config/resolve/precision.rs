@@ -45,9 +45,16 @@ pub(super) fn precision(
         },
     };
     let from_it = model.is_some_and(|model| model.first_weights != FirstWeights::Random);
+    // Who switches the checkpoint's type off knows it.
+    let is_off = match stored {
+        Some(Dtype::Bf16) => bf16.enabled == Some(Switch::Said(false)),
+        Some(Dtype::Fp16) => fp16.enabled == Some(Switch::Said(false)),
+        _ => false,
+    };
     if let Some(stored) = stored
         && stored != dtype
         && from_it
+        && (!is_off || any_auto)
     {
         let (name, stored) = (dtype.name(), stored.name());
         let why = match dtype {

@@ -309,6 +309,9 @@ fn auto_precision_is_the_checkpoints_and_a_different_one_is_a_warning() {
         warnings.contains("the run computes in fp16, but the checkpoint is in bf16"),
         "{warnings}"
     );
+    // Who disables it in so many words knows it.
+    let (_, warnings) = read(json!({"bf16": {"enabled": false}}));
+    assert!(!warnings.contains("the checkpoint is in"), "{warnings}");
     // A type that is disabled is not chosen.
     let (dtype, warnings) = read(json!({"bf16": {"enabled": false}, "fp16": {"enabled": "auto"}}));
     assert_eq!(dtype, "fp32");
