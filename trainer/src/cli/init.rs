@@ -10,6 +10,7 @@ use serde_json::Value;
 use trainer::config::{RunSettings, check};
 use trainer::data::{Corpus, Frame, length};
 use trainer::plan::{Hardware, Overrides, Place, Plan, places, read_model};
+use trainer::weights::{WeightsError, look_for};
 use training_state::store::free_bytes;
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -93,7 +94,7 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
         seq_len: model.max_position_embeddings.min(SEQ_LEN_MAX),
         step_sequences: STEP_SEQUENCES_MAX,
         micro_batch: STEP_SEQUENCES_MAX,
-        has_weights: has_weights(dir),
+        has_weights: has_weights(dir)?,
         on_gpu: false,
         place: Place::Host,
         nvme: match args.nvme.as_slice() {
@@ -114,18 +115,24 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
     };
     let mut file = std::fs::File::create_new(&out).map_err(failed)?;
     file.write_all(text.as_bytes()).map_err(failed)?;
+    if !draft.has_weights {
+        outln!(
+            "warning: {} has no weights: the run starts with random ones (model.init)",
+            dir.display()
+        );
+    }
     outln!("wrote {}; next: trainer train {0}", out.display());
     Ok(())
 }
 
-/// Returns whether the directory has weights to start with.
-fn has_weights(dir: &Path) -> bool {
-    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
-    let mut paths = entries.map(|entry| entry.path());
-    paths.any(|path| {
-        path.extension()
-            .is_some_and(|ending| ending == "safetensors")
-    })
+/// Returns whether the directory has weights to start with. Weights that cannot be read are an error: a run that
+/// starts with random ones instead would not be the fine-tuning that was asked for.
+fn has_weights(dir: &Path) -> anyhow::Result<bool> {
+    match look_for(dir) {
+        Ok(()) => Ok(true),
+        Err(WeightsError::None { .. }) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// Returns the mount point of the NVMe drive with the most free space that this user may write to, or the current directory.

@@ -96,6 +96,11 @@ pub enum WeightsError {
     )]
     NotFound { dir: PathBuf, instead: String },
     #[error(
+        "no weights in {}: neither {SINGLE_FILE} nor {INDEX_FILE} can be opened there. It contains no weights in other formats either: name the directory with the weights; or start from random weights with model.init = \"random\"",
+        dir.display()
+    )]
+    None { dir: PathBuf },
+    #[error(
         "{}, tensor lm_head.weight: it differs from the embedding ({tensor}), although config.json has tie_word_embeddings: element {at_elem} is {value}, the embedding's is {embedding}. To train them apart, set model.tie_word_embeddings = false, as transformers 5 loads them; to train the embedding alone, as transformers 4 does, remove lm_head.weight from the file",
         path.display()
     )]

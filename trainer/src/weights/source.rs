@@ -66,8 +66,9 @@ pub fn look_for(dir: &Path) -> Result<(), WeightsError> {
             file,
         });
     } else {
-        "it contains no weights in other formats either: name the directory with the weights"
-            .to_owned()
+        return Err(WeightsError::None {
+            dir: dir.to_owned(),
+        });
     };
     Err(WeightsError::NotFound {
         dir: dir.to_owned(),

@@ -413,13 +413,10 @@ fn missing_weights_are_refused_with_what_is_there_instead() {
         refused(dir.path(), &config)
     };
     for (names, part) in [
-        (
-            &["config.json"][..],
-            "it contains no weights in other formats",
-        ),
+        (&["config.json"][..], "contains no weights in other formats"),
         (
             &["training_args.bin"],
-            "it contains no weights in other formats",
+            "contains no weights in other formats",
         ),
         (
             &["model-00001-of-00002.safetensors"],

@@ -106,6 +106,34 @@ fn a_plan_changes_nothing_and_needs_neither_text_nor_drive() {
 }
 
 #[test]
+fn init_does_not_put_random_weights_in_the_place_of_weights_that_it_cannot_read() {
+    let harness = Harness::new();
+    let model = harness.path("model");
+    std::fs::create_dir(&model).unwrap();
+    let config = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/fixtures/hf/llama/config.json"
+    );
+    std::fs::copy(config, model.join("config.json")).unwrap();
+    let init = |out: &str| {
+        let mut command = harness.run("any", &[]).program();
+        let (text, out) = (harness.path("text"), harness.path(out));
+        command.arg("init").arg(&model).arg(text).arg("--out");
+        command.arg(out);
+        command
+    };
+    let said = succeed(init("random.toml"));
+    assert!(said.contains("starts with random ones"), "{said}");
+    std::fs::write(model.join("pytorch_model.bin"), "x").unwrap();
+    let text = fail(init("other.toml"));
+    assert!(
+        text.contains("has weights in pytorch_model.bin but no safetensors"),
+        "{text}"
+    );
+    assert!(!harness.path("other.toml").exists());
+}
+
+#[test]
 fn a_plan_promises_the_bytes_that_a_step_moves() {
     let harness = Harness::new();
     let run = harness
