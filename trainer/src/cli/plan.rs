@@ -241,6 +241,13 @@ fn plan_run(
     let hardware = Hardware::new(settings, &args.machine.overrides());
     let mut plan = Plan::new(settings, hardware.clone());
     let mut warnings = settings.warnings.clone();
+    let missing = settings.placement.nvme_paths.iter();
+    warnings.extend(missing.filter(|dir| !dir.exists()).map(|dir| {
+        format!(
+            "nvme_path: {} does not exist here: training needs the directory",
+            dir.display()
+        )
+    }));
     if let Ok(plan) = &mut plan {
         plan.epochs = length.map(|length| settings.epochs(length.windows));
         let run_dir = resolved(&settings.train.run_dir);

@@ -102,6 +102,10 @@ fn a_plan_changes_nothing_and_needs_neither_text_nor_drive() {
     ] {
         assert!(text.contains(part), "{part} is not in {text}");
     }
+    assert!(
+        text.contains(&format!("warning: nvme_path: {dir} does not exist here")),
+        "{text}"
+    );
     assert!(!run.dir.exists() && harness.store_files().is_empty());
 }
 
