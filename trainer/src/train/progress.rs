@@ -1,8 +1,9 @@
 //! Console output of a running run: a line every `log_every` steps and at the first step that ends more than
-//! [`SILENCE_MAX`] after the line before, and a progress bar if stderr is a terminal.
+//! [`SILENCE_MAX`] after the line before, a line about how far a step is when nothing was printed for as long, and a
+//! progress bar if stderr is a terminal.
 
 use std::io::IsTerminal;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
@@ -24,8 +25,10 @@ pub(super) struct Progress {
     parts: bool,
     flops: Option<Flops>,
     started: Instant,
-    /// Time of the newest line.
+    /// Time of the newest line about a step that ended.
     said: Instant,
+    /// Time of the newest line about a step.
+    told: Instant,
     first_step: u64,
 }
 
@@ -67,6 +70,7 @@ impl Progress {
             flops: None,
             started: Instant::now(),
             said: Instant::now(),
+            told: Instant::now(),
             first_step: step,
         }
     }
@@ -106,7 +110,28 @@ impl Progress {
             }
             self.since = Since::default();
             self.said = Instant::now();
+            self.told = self.said;
         }
+    }
+
+    /// Prints how much of `what` in step `step` is done, if no line about a step was printed for [`SILENCE_MAX`].
+    pub(super) fn within(&mut self, step: u64, what: &str, done: f64) {
+        if let Some(line) = self.due_within(step, what, done) {
+            self.say(&line);
+            self.told = Instant::now();
+        }
+    }
+
+    fn due_within(&self, step: u64, what: &str, done: f64) -> Option<String> {
+        (self.told.elapsed() >= SILENCE_MAX).then(|| {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            format!(
+                "{}  step {step}/{}  {what}: {:.0} % done",
+                utc(now.map_or(0, |since| since.as_secs())),
+                self.steps,
+                100.0 * done
+            )
+        })
     }
 
     /// Prints `line` above the bar.
@@ -173,5 +198,25 @@ impl Drop for Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_step_says_how_far_it_is() {
+        let mut progress = Progress::new(0, 9, 1);
+        let line = |progress: &Progress| progress.due_within(3, "validation", 0.25);
+        assert_eq!(line(&progress), None);
+        progress.told = Instant::now().checked_sub(SILENCE_MAX).unwrap();
+        let said = line(&progress).unwrap();
+        assert!(
+            said.ends_with("  step 3/9  validation: 25 % done"),
+            "{said}"
+        );
+        progress.within(3, "validation", 0.25);
+        assert_eq!(line(&progress), None);
     }
 }

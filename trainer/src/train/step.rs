@@ -160,14 +160,15 @@ impl Stepper {
     }
 
     /// Runs forward and backward over this rank's samples of the step that begins with `first_sample`. Every
-    /// unit's gradients, of the loss times `scale`, are summed over the ranks and scattered.
+    /// unit's gradients, of the loss times `scale`, are summed over the ranks and scattered. Calls `done` with the
+    /// fraction of the turns that have started.
     pub(super) fn forward_backward(
         &mut self,
         tiles: &mut Tiles,
         data: &Data,
-        first_sample: u64,
-        scale: f64,
+        (first_sample, scale): (u64, f64),
         trace: &Trace,
+        done: &mut dyn FnMut(f64),
     ) -> Result<Gradients, TrainError> {
         // Ranks take the step's samples in order, as one rank would take them in more micro-batches.
         let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
@@ -189,9 +190,12 @@ impl Stepper {
         // Discards the counts of an evaluation's gathers.
         self.shards.take_exchanged();
         let mut held_bytes = 0;
-        for planned in self.training.clone().step_order() {
+        let training = self.training.clone();
+        let turns = training.step_order();
+        for (turn, planned) in turns.iter().enumerate() {
             self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
+            done((turn + 1) as f64 / turns.len() as f64);
         }
         // Read last because this waits for the GPU; nothing before it does.
         let norm = mover::norm(tiles, &self.shards)? / scale;
@@ -214,12 +218,13 @@ impl Stepper {
     }
 
     /// Returns the mean loss over the validation data, or over its first `most` micro-batches. No operation may be
-    /// pending.
+    /// pending. Calls `done` with the fraction of the micro-batches that are evaluated.
     pub(super) fn evaluate(
         &mut self,
         tiles: &mut Tiles,
         data: &Data,
         most: Option<u64>,
+        done: &mut dyn FnMut(f64),
     ) -> Result<f64, TrainError> {
         let rows = self.batch.micro_batch;
         let all = data.holdout_windows().div_ceil(rows as u64);
@@ -235,6 +240,7 @@ impl Stepper {
             let (mean, own) = self.evaluate_batches(tiles, batches)?;
             loss += mean * own;
             counted += own;
+            done(first as f64 / count as f64);
         }
         Ok(loss / f64::max(counted, 1.0))
     }

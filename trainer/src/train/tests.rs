@@ -256,9 +256,14 @@ fn steps(
     let mut steps = Vec::new();
     for step in 1..=settings.train.steps {
         let first = (step - 1) * settings.step_samples();
+        let mut done = Vec::new();
+        let trace = Trace::off();
         let found = stepper
-            .forward_backward(&mut backend, data, first, 1.0, &Trace::off())
+            .forward_backward(&mut backend, data, (first, 1.0), &trace, &mut |part| {
+                done.push(part);
+            })
             .unwrap();
+        assert!(done.is_sorted() && done.last() == Some(&1.0), "{done:?}");
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         let update = Some(hyper(settings, step, found.norm, 1.0));
         mover::finish_step(&mut backend, update, Vec::new()).unwrap();
@@ -266,7 +271,13 @@ fn steps(
     }
     backend.drain().unwrap();
     let evaluates = settings.train.eval_every != Interval::Never;
-    let evaluated = evaluates.then(|| stepper.evaluate(&mut backend, data, Some(2)).unwrap());
+    let evaluated = evaluates.then(|| {
+        let mut done = Vec::new();
+        let mut note = |part| done.push(part);
+        let loss = stepper.evaluate(&mut backend, data, Some(2), &mut note);
+        assert_eq!(done, [1.0]);
+        loss.unwrap()
+    });
     let mut fingerprint = Fingerprint::default();
     backend
         .visit(&mut |_, param, state| {

@@ -218,12 +218,13 @@ impl Training {
         let scale = overflow.scale;
         // Skipped steps count neither for the optimizer nor for its learning rate.
         let update = step - overflow.skipped;
+        let shown = &mut self.shown;
         let gradients = self.stepper.forward_backward(
             &mut self.run.backend,
             self.data.as_ref().expect("a run with steps has data"),
-            self.run.state.next_sample,
-            scale,
+            (self.run.state.next_sample, scale),
             &self.trace,
+            &mut |done| within(shown, step, "forward and backward", done),
         )?;
         let Gradients { loss, norm, .. } = gradients;
         let outcome = overflow.step(&rules, loss.is_finite() && norm.is_finite());
@@ -427,7 +428,10 @@ impl Training {
         self.run.backend.drain()?;
         let data = self.data.as_ref().expect("a run with steps has data");
         let most = self.settings.train.eval_batches;
-        let loss = self.stepper.evaluate(&mut self.run.backend, data, most)?;
+        let (shown, step) = (&mut self.shown, metrics.step);
+        let mut done = |done| within(shown, step, "validation", done);
+        let backend = &mut self.run.backend;
+        let loss = self.stepper.evaluate(backend, data, most, &mut done)?;
         metrics.eval_loss = Some(loss);
         metrics.eval_perplexity = Some(loss.exp());
         Ok(self.evaluations.add(metrics.step, loss))
@@ -549,6 +553,13 @@ fn flops(settings: &RunSettings, plan: &Plan) -> Option<Flops> {
         peak_per_s: peak * 1e12 * f64::from(settings.ranks),
         per_token: 6.0 * plan.params_count as f64,
     })
+}
+
+/// Prints on the first rank how much of a part of a step is done, if the step is long.
+fn within(shown: &mut Option<Shown>, step: u64, what: &str, done: f64) {
+    if let Some(shown) = shown {
+        shown.progress.within(step, what, done);
+    }
 }
 
 /// Prints a line on the first rank.
