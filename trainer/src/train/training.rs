@@ -497,6 +497,9 @@ impl Training {
                 self.settings.train.steps,
                 MetricsFile::path(self.run.dir.path()).display()
             ));
+            if ended == Ended::Asked {
+                say("next      the same command resumes the run at this step");
+            }
             if let (Ended::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
                 say(&format!(
                     "the validation loss was lowest at step {step} ({loss:.4}) and has not fallen for {} evaluations (train.early_stopping_patience)",

@@ -77,6 +77,11 @@ fn a_signal_ends_the_run_after_its_step_with_everything_saved() {
     let output = finish(child);
     // Like a program that the signal ended; a finished run has status 0.
     assert_eq!(output.status.code(), Some(143), "{output:?}");
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        said.contains("\nnext      the same command resumes the run"),
+        "{said}"
+    );
     let steps = run.metrics().len();
     assert!(
         run.fingerprint().starts_with(&format!("step {steps}\n")),
