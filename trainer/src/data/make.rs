@@ -263,7 +263,7 @@ impl Making<'_, '_, '_> {
                 message,
             })?;
             if piece.after.is_none() {
-                self.packer.begin(held);
+                self.packer.begin(held, piece.document.is_unanswered());
             }
             self.packer.add(&ids)?;
             if ends {

@@ -43,6 +43,7 @@ pub struct Data {
     fingerprint: u64,
     tokens: u64,
     documents: u64,
+    unanswered: u64,
     counted: u64,
     masked: bool,
     packing: Packing,
@@ -130,7 +131,10 @@ impl Data {
                     Fingerprint::of(&prints.map(u64::to_le_bytes).concat())
                 }
             },
-            tokens: headers().map(cache::Header::elems).sum(),
+            tokens: headers()
+                .map(|header| header.elems().saturating_sub(header.padding))
+                .sum(),
+            unanswered: headers().map(|header| header.unanswered).sum(),
             documents: headers().map(|header| header.documents).sum(),
             counted: headers().map(|header| header.counted).sum(),
             masked: header.counted < header.elems(),
@@ -145,7 +149,7 @@ impl Data {
         })
     }
 
-    /// Number of tokens in all files, including end-of-document tokens and padding.
+    /// Number of tokens in all files, including end-of-document tokens, without padding.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
@@ -181,6 +185,10 @@ impl Data {
         if self.divided > 0 {
             let divided = Counted(self.divided, "document");
             text += &format!("; {divided} longer than a window (cut)");
+        }
+        if self.unanswered > 0 {
+            let unanswered = Counted(self.unanswered, "document");
+            text += &format!("; {unanswered} with an empty answer, which the model learns to give");
         }
         if self.packing == Packing::Documents && self.separate {
             text += "; documents are whole, attention stays within them";

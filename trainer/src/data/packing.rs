@@ -85,9 +85,12 @@ impl<'w, 'f> Packer<'w, 'f> {
         }
     }
 
-    /// Begins a document; `held` reserves it for validation.
-    pub(super) fn begin(&mut self, held: bool) {
+    /// Begins a document; `held` reserves it for validation, and `unanswered` says that it has an empty answer.
+    pub(super) fn begin(&mut self, held: bool, unanswered: bool) {
         self.writer.document();
+        if unanswered {
+            self.writer.unanswered();
+        }
         self.held = held;
         self.begins = true;
     }
@@ -174,6 +177,7 @@ impl<'w, 'f> Packer<'w, 'f> {
 
     fn close(&mut self, held: bool, mut window: Vec<u32>) -> Result<(), DataError> {
         let filled = window.len();
+        self.writer.padding(self.window_elems - filled);
         window.resize(self.window_elems, self.padding | NOT_COUNTED);
         // Padding is a document of its own.
         if let Some(first) = window.get_mut(filled) {

@@ -6,7 +6,7 @@ use super::super::tokenize::{BEGINS, MARKS, NOT_COUNTED};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TOKENS\r\n");
-const VERSION: u64 = 2;
+const VERSION: u64 = 3;
 const WORDS: usize = 16;
 pub(super) const HEADER_BYTES: usize = WORDS * 8;
 
@@ -22,6 +22,10 @@ pub(in crate::data) struct Header {
     pub(in crate::data) documents: u64,
     pub(in crate::data) fingerprint: u64,
     pub(in crate::data) counted: u64,
+    /// Elements that fill windows up.
+    pub(in crate::data) padding: u64,
+    /// Documents with an answer that is empty.
+    pub(in crate::data) unanswered: u64,
     pub(in crate::data) table_crc: u32,
 }
 
@@ -55,8 +59,8 @@ impl Header {
             self.fingerprint,
             self.counted,
             u64::from(self.table_crc),
-            0,
-            0,
+            self.padding,
+            self.unanswered,
             0,
             0,
         ];
@@ -97,6 +101,8 @@ impl Header {
             fingerprint: words[8],
             counted: words[9],
             table_crc: words[10] as u32,
+            padding: words[11],
+            unanswered: words[12],
         };
         // A limit no real file exceeds; below it the sizes cannot overflow.
         let elems = words[5]

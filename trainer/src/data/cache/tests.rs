@@ -23,15 +23,20 @@ fn the_stored_format_has_not_changed() {
     let mut writer = Writer::new(&file, &path, header).unwrap();
     writer.document();
     writer.divided();
+    writer.unanswered();
+    writer.padding(2);
     writer.train(&[1 | BEGINS, 2 | NOT_COUNTED]).unwrap();
     writer.hold(&[16383, 5]).unwrap();
     writer.train(&[7]).unwrap();
     writer.finish(0).unwrap();
     let bytes = std::fs::read(&path).unwrap();
-    assert_eq!(&bytes[..16], b"TOKENS\r\n\x02\0\0\0\0\0\0\0");
+    assert_eq!(&bytes[..16], b"TOKENS\r\n\x03\0\0\0\0\0\0\0");
     assert_eq!(&bytes[16..24], 0x1122_3344_5566_7788u64.to_le_bytes());
     let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().unwrap());
-    assert_eq!([3, 4, 5, 6, 7, 9].map(word), [2, 1, 3, 2, 1, 4]);
+    assert_eq!(
+        [3, 4, 5, 6, 7, 9, 11, 12].map(word),
+        [2, 1, 3, 2, 1, 4, 2, 1]
+    );
     assert!(bytes[128..4096].iter().all(|byte| *byte == 0));
     let elements = [1, 0x40, 2, 0x80, 7, 0, 0xFF, 0x3F, 5, 0];
     assert_eq!(&bytes[4096..4106], elements);

@@ -90,6 +90,16 @@ impl<'a> Writer<'a> {
         self.header.documents += 1;
     }
 
+    /// Counts elements that fill a window up.
+    pub(in crate::data) fn padding(&mut self, elems: usize) {
+        self.header.padding += elems as u64;
+    }
+
+    /// Counts a document with an empty answer.
+    pub(in crate::data) fn unanswered(&mut self) {
+        self.header.unanswered += 1;
+    }
+
     /// Counts a document that was divided.
     pub(in crate::data) fn divided(&mut self) {
         self.header.divided += 1;

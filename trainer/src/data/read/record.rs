@@ -176,6 +176,28 @@ impl Document {
         }
     }
 
+    /// Returns whether a completion or a message of the assistant that counts is empty. The model would learn to
+    /// say nothing.
+    pub(in crate::data) fn is_unanswered(&self) -> bool {
+        match self {
+            Self::Completion { completion, .. } => completion.trim().is_empty(),
+            Self::Chat(chat) => chat
+                .messages
+                .iter()
+                .zip(&chat.counts)
+                .any(|(message, counts)| {
+                    let is = |name: &str, wanted: fn(&str) -> bool| {
+                        field(message, name).is_some_and(|value| value.as_str().is_some_and(wanted))
+                    };
+                    *counts
+                        && is("role", |role| role == "assistant")
+                        && is("content", |content| content.trim().is_empty())
+                        && field(message, "tool_calls").is_none_or(|calls| calls.is_none())
+                }),
+            _ => false,
+        }
+    }
+
     /// Interprets the fields of a record in the `wanted` format, or in the one that they belong to. Unknown
     /// fields are ignored.
     pub(super) fn of(
@@ -532,6 +554,24 @@ mod tests {
         ] {
             let message = of(json).unwrap_err();
             assert!(message.contains(part), "{json}: {message}");
+        }
+    }
+
+    #[test]
+    fn an_empty_answer_is_noticed() {
+        let is = |json| of(json).unwrap().is_unanswered();
+        assert!(is(r#"{"prompt": "a", "completion": " "}"#));
+        assert!(is(r#"{"instruction": "a", "output": ""}"#));
+        assert!(is(
+            r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}"#
+        ));
+        for json in [
+            r#"{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}"#,
+            r#"{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]}"#,
+            r#"{"messages": [{"role": "assistant", "content": "", "weight": 0}]}"#,
+            r#"{"text": ""}"#,
+        ] {
+            assert!(!is(json), "{json}");
         }
     }
 

@@ -302,8 +302,10 @@ fn a_hundred_short_conversations_are_enough_to_train_and_evaluate() {
     let data = harness.open().unwrap();
     assert_eq!((data.windows(), data.holdout_windows()), (2, 1));
     let said = data.describe();
+    // Padding is not counted.
+    assert_eq!(data.tokens(), 5300);
     assert!(
-        said.starts_with("1 file (messages), 100 documents, "),
+        said.starts_with("1 file (messages), 100 documents, 5300 tokens, "),
         "{said}"
     );
     let held = data.holdout(0, 1).unwrap();
@@ -314,6 +316,20 @@ fn a_hundred_short_conversations_are_enough_to_train_and_evaluate() {
     );
     // More samples than there are windows begin another epoch.
     assert_eq!(data.samples(0, 16).unwrap().inputs.len(), 16 * 4096);
+}
+
+#[test]
+fn empty_answers_are_counted() {
+    let lines =
+        ["", "b", " "].map(|answer| format!(r#"{{"prompt": "a", "completion": "{answer}"}}"#));
+    let said = Harness::new("a.jsonl", lines.join("\n"), 4)
+        .open()
+        .unwrap()
+        .describe();
+    assert!(
+        said.contains("; 2 documents with an empty answer, which the model learns to give"),
+        "{said}"
+    );
 }
 
 #[test]
