@@ -7,7 +7,7 @@ use super::read::Place;
 /// Error in a run's data.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    #[error("{key}: cannot read {}: {source}", path.display())]
+    #[error("{key}: cannot read {}: {source}{}", path.display(), hub_hint(path, source))]
     Read {
         key: &'static str,
         path: PathBuf,
@@ -100,6 +100,17 @@ pub enum DataError {
         "cannot start {count} threads for tokenizing: {message}; raise the limit of processes (ulimit -u)"
     )]
     Threads { count: usize, message: String },
+}
+
+/// Returns what to do if `path` does not exist and looks like the name of a data set on a hub, such as "owner/name".
+fn hub_hint(path: &Path, error: &std::io::Error) -> &'static str {
+    let is_name =
+        path.is_relative() && path.components().count() == 2 && path.extension().is_none();
+    if is_name && error.kind() == std::io::ErrorKind::NotFound {
+        " (the trainer downloads nothing; use `hf download NAME --repo-type dataset --local-dir DIR`)"
+    } else {
+        ""
+    }
 }
 
 impl DataError {

@@ -93,6 +93,18 @@ const RECOGNIZED: [(&str, RecordFormat); 7] = [
     ("text", RecordFormat::Text),
 ];
 
+/// Names of a question and its answer in other data.
+const PAIRS: [(&str, &str); 5] = [
+    ("question", "answer"),
+    ("query", "response"),
+    ("query", "answer"),
+    ("input", "output"),
+    ("source", "target"),
+];
+
+/// Answer to data with a preferred and a rejected answer.
+const PREFERENCES: &str = ": preferences need DPO, which TRL has (docs/pytorch.md offloads its models); to train on the preferred answers alone, rename \"chosen\" to \"completion\"";
+
 /// PyTorch's label for a token that does not count.
 const IGNORED_LABEL: i64 = -100;
 
@@ -258,6 +270,9 @@ fn completion(fields: &Fields<'_>) -> Result<Document, String> {
         field(fields.record, "completion"),
     ) {
         (Some(prompt), Some(completion)) => (prompt, completion),
+        (Some(_), None) if field(fields.record, "chosen").is_some() => {
+            return Err(format!("has \"chosen\" but no \"completion\"{PREFERENCES}"));
+        }
         (Some(_), None) => return Err("has \"prompt\" but no \"completion\"".into()),
         (None, _) => return Err("has \"completion\" but no \"prompt\"".into()),
     };
@@ -300,14 +315,23 @@ fn alpaca(fields: &Fields<'_>) -> Result<Document, String> {
 
 /// Describes which field a record with the given fields lacks.
 pub(super) fn no_columns<'a>(found: impl Iterator<Item = &'a str>) -> String {
-    let found: Vec<String> = found.take(20).map(|name| format!("\"{name}\"")).collect();
+    let names: Vec<&str> = found.take(20).collect();
+    let has = |name: &str| names.contains(&name);
+    let hint = if has("chosen") && has("rejected") {
+        PREFERENCES
+    } else if let Some((prompt, completion)) = PAIRS.iter().find(|(a, b)| has(a) && has(b)) {
+        &format!(": rename \"{prompt}\" to \"prompt\" and \"{completion}\" to \"completion\"")
+    } else {
+        ""
+    };
+    let found: Vec<String> = names.iter().map(|name| format!("\"{name}\"")).collect();
     let found = if found.is_empty() {
         "no field".into()
     } else {
         found.join(", ")
     };
     format!(
-        "has {found}, but neither \"text\" nor \"prompt\" and \"completion\" nor \"messages\" nor \"conversations\" nor \"instruction\" and \"output\" nor \"input_ids\""
+        "has {found}, but neither \"text\" nor \"prompt\" and \"completion\" nor \"messages\" nor \"conversations\" nor \"instruction\" and \"output\" nor \"input_ids\"{hint}"
     )
 }
 
@@ -401,13 +425,42 @@ fn turns(name: &str, value: &Value, counts: bool) -> Result<Vec<(Value, bool)>, 
         if field(&said, "role").is_none_or(|role| role.as_str().is_none()) {
             return Err(format!("message {number} has no \"role\""));
         }
-        // A message that calls a tool has no content.
-        if field(&said, "content").is_none() && field(&said, "tool_calls").is_none() {
-            return Err(format!("message {number} has no \"content\""));
-        }
-        Ok((said, counts && !out))
+        Ok((with_text(said, number)?, counts && !out))
     });
     each.collect()
+}
+
+/// Returns a message with the texts of its parts as its content, if that is a list of parts. Templates of models
+/// without images take text only.
+fn with_text(said: Value, number: usize) -> Result<Value, String> {
+    let known = |name| field(&said, name).filter(|value| !value.is_none());
+    let content = match known("content") {
+        Some(content) if content.kind() == ValueKind::Seq => content,
+        // A message that calls a tool has no content.
+        None if known("tool_calls").is_none() => {
+            return Err(format!("message {number} has no \"content\""));
+        }
+        _ => return Ok(said),
+    };
+    let parts = content.try_iter().into_iter().flatten();
+    let texts: Result<String, String> = parts
+        .map(|part| match field(&part, "text") {
+            Some(text) => self::text("text", &text),
+            None => Err(format!(
+                "message {number} has a part of type \"{}\" in its \"content\": the trainer reads text only",
+                field(&part, "type").unwrap_or_default()
+            )),
+        })
+        .collect();
+    let texts = Value::from(texts?);
+    let keys: Vec<Value> = said.try_iter().into_iter().flatten().collect();
+    Ok(Value::from_pairs(keys.into_iter().map(|key| {
+        let value = match key.as_str() {
+            Some("content") => texts.clone(),
+            _ => said.get_item(&key).unwrap_or_default(),
+        };
+        (key, value)
+    })))
 }
 
 /// Role of a speaker in the words of ShareGPT's data.
@@ -521,6 +574,31 @@ mod tests {
     }
 
     #[test]
+    fn parts_of_a_message_are_joined_and_its_other_fields_kept() {
+        let parts = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"}]}"#;
+        let whole = r#"{"messages": [{"role": "user", "content": "ab", "name": "n"}]}"#;
+        assert_eq!(of(parts), of(whole));
+    }
+
+    #[test]
+    fn an_empty_answer_is_noticed() {
+        let is = |json| of(json).unwrap().is_unanswered();
+        assert!(is(r#"{"prompt": "a", "completion": " "}"#));
+        assert!(is(r#"{"instruction": "a", "output": ""}"#));
+        assert!(is(
+            r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}"#
+        ));
+        for json in [
+            r#"{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}"#,
+            r#"{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]}"#,
+            r#"{"messages": [{"role": "assistant", "content": "", "weight": 0}]}"#,
+            r#"{"text": ""}"#,
+        ] {
+            assert!(!is(json), "{json}");
+        }
+    }
+
+    #[test]
     fn token_ids_may_have_labels() {
         let ids = |counts: Option<&[bool]>| Document::Ids {
             ids: vec![5, 6, 7],
@@ -558,24 +636,6 @@ mod tests {
     }
 
     #[test]
-    fn an_empty_answer_is_noticed() {
-        let is = |json| of(json).unwrap().is_unanswered();
-        assert!(is(r#"{"prompt": "a", "completion": " "}"#));
-        assert!(is(r#"{"instruction": "a", "output": ""}"#));
-        assert!(is(
-            r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}"#
-        ));
-        for json in [
-            r#"{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}"#,
-            r#"{"messages": [{"role": "assistant", "content": "", "tool_calls": [{"id": 1}]}]}"#,
-            r#"{"messages": [{"role": "assistant", "content": "", "weight": 0}]}"#,
-            r#"{"text": ""}"#,
-        ] {
-            assert!(!is(json), "{json}");
-        }
-    }
-
-    #[test]
     fn an_unknown_record_is_reported_with_its_fields() {
         for (json, part) in [
             ("{}", "has no field"),
@@ -603,6 +663,22 @@ mod tests {
             (
                 r#"{"messages": [{"role": "user"}]}"#,
                 r#"message 1 has no "content""#,
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": null, "tool_calls": null}]}"#,
+                r#"message 1 has no "content""#,
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}"#,
+                r#"message 1 has a part of type "image" in its "content": the trainer reads text only"#,
+            ),
+            (
+                r#"{"question": "a", "answer": "b"}"#,
+                r#"rename "question" to "prompt" and "answer" to "completion""#,
+            ),
+            (
+                r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#,
+                "preferences need DPO",
             ),
         ] {
             let message = of(json).unwrap_err();
