@@ -101,9 +101,9 @@ pub enum SettingsError {
     /// DeepSpeed key that asks for an unsupported feature.
     #[error("{key} is DeepSpeed's but not supported here: {instead}")]
     NotSupported { key: String, instead: &'static str },
-    /// A key of another program that asks for an experiment tracker.
+    /// A key of another program that asks for something that this one does otherwise or not at all.
     #[error("{key} is not supported: {instead}")]
-    NoTracker { key: String, instead: &'static str },
+    OtherProgram { key: String, instead: &'static str },
     /// A value of the wrong type.
     #[error("{key}: {message}")]
     Type { key: String, message: String },
@@ -123,7 +123,7 @@ impl SettingsError {
     fn key(&self) -> Option<&str> {
         match self {
             Self::UnknownKey { key, .. } | Self::NotSupported { key, .. } => Some(key),
-            Self::NoTracker { key, .. } => Some(key),
+            Self::OtherProgram { key, .. } => Some(key),
             Self::Type { key, .. } => Some(key),
             Self::Value { key, .. } | Self::Missing { key, .. } => Some(key),
             _ => None,

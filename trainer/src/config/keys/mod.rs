@@ -84,6 +84,12 @@ fn hint(path: &str, field: &Field, value: &Value) -> String {
         Value::String(_) if (field.kind.accepts)(&Value::Array(vec![value.clone()])) => {
             format!(": write [{value}]")
         }
+        Value::String(text)
+            if serde_json::from_str(text)
+                .is_ok_and(|inner: Value| (field.kind.accepts)(&inner)) =>
+        {
+            ": leave out the quotes".into()
+        }
         _ => String::new(),
     }
 }
@@ -186,13 +192,15 @@ impl Check {
     }
 
     fn unknown(&mut self, path: String, value: &Value) {
-        self.faults.push(match suggest::tracker(&path, value) {
-            Some(instead) => SettingsError::NoTracker { key: path, instead },
-            None => SettingsError::UnknownKey {
-                nearest: suggestion(&path),
-                key: path,
+        self.faults.push(
+            match suggest::tracker(&path, value).or_else(|| suggest::feature(&path)) {
+                Some(instead) => SettingsError::OtherProgram { key: path, instead },
+                None => SettingsError::UnknownKey {
+                    nearest: suggestion(&path),
+                    key: path,
+                },
             },
-        });
+        );
     }
 
     fn note(&self) -> Option<String> {

@@ -153,6 +153,53 @@ pub(super) fn tracker(path: &str, value: &Value) -> Option<&'static str> {
     }
 }
 
+const LORA: &str = "every parameter is trained: leave it out, and the state goes to host memory or drives; for LoRA use the Python package with PEFT (docs/pytorch.md)";
+const QUANTIZED: &str = "weights are not quantized: leave it out, and the state goes to host memory or drives; optimizer.moments = \"bf16\" makes it smaller";
+const KERNELS: &str = "attention and losses are fused already, and samples in one window do not see each other: leave it out";
+const STAGES: &str = "the trainer learns texts and answers (SFT, continued pretraining): leave it out for these; for DPO, rewards and RL use TRL on the Python package (docs/pytorch.md)";
+
+/// Starts of names with which axolotl, LLaMA-Factory, TRL and Hugging Face's Trainer ask for a feature, and the answer.
+const FEATURES: &[(&str, &str)] = &[
+    ("lora", LORA),
+    ("qlora", LORA),
+    ("use_dora", LORA),
+    ("use_rslora", LORA),
+    ("peft", LORA),
+    ("adapter", LORA),
+    ("finetuning_type", LORA),
+    ("freeze", LORA),
+    ("load_in_", QUANTIZED),
+    ("quantization", QUANTIZED),
+    ("bnb_", QUANTIZED),
+    ("attn_implementation", KERNELS),
+    ("flash_attn", KERNELS),
+    ("flash_attention", KERNELS),
+    ("sdp_attention", KERNELS),
+    ("xformers", KERNELS),
+    ("liger", KERNELS),
+    ("use_liger", KERNELS),
+    ("enable_liger", KERNELS),
+    ("cut_cross_entropy", KERNELS),
+    ("torch_compile", KERNELS),
+    ("rl", STAGES),
+    ("dpo", STAGES),
+    ("pref_", STAGES),
+];
+
+/// Returns what to do instead if an unknown `path` asks for a feature of another program.
+pub(super) fn feature(path: &str) -> Option<&'static str> {
+    let names = path.split('.').map(str::to_ascii_lowercase);
+    let starts = |name: &str| {
+        let found = FEATURES.iter().find(|(start, _)| {
+            let rest = name.strip_prefix(start);
+            // `rl` is no start of `rlimit`.
+            rest.is_some_and(|rest| start.len() > 3 || rest.is_empty() || rest.starts_with('_'))
+        });
+        found.map(|(_, answer)| *answer)
+    };
+    names.into_iter().find_map(|name| starts(&name))
+}
+
 /// Names that are less similar than this are considered different words.
 const ALIKE_MIN: f64 = 0.7;
 
@@ -228,6 +275,31 @@ mod tests {
             assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
         }
         assert_eq!(suggestion("train.qqq"), None);
+    }
+
+    #[test]
+    fn features_of_other_programs_are_answered_with_what_to_do() {
+        for (key, part) in [
+            ("lora_r", "Python package with PEFT"),
+            ("train.peft.lora_alpha", "Python package with PEFT"),
+            ("load_in_4bit", "not quantized"),
+            ("attn_implementation", "fused already"),
+            ("rl", "for DPO"),
+            ("rl_beta", "for DPO"),
+        ] {
+            let answer = feature(key);
+            assert!(
+                answer.is_some_and(|text| text.contains(part)),
+                "{key}: {answer:?}"
+            );
+        }
+        for key in ["rlimit", "learning_rate", "train.seq_length"] {
+            assert_eq!(feature(key), None, "{key}");
+        }
+        // No key of ours begins like one of them.
+        for used in used_keys() {
+            assert_eq!(feature(&used), None, "{used}");
+        }
     }
 
     #[test]

@@ -119,11 +119,11 @@ fn instead_of(kind: &str) -> &'static str {
     } else if kind.contains("lion") {
         "use \"Lion\", with optimizer.moments = \"bf16\" for less memory"
     } else if kind.contains("8bit") || kind.contains("paged") {
-        "use \"AdamW\"; 8-bit state saves memory, which zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" and optimizer.moments = \"bf16\" do too"
+        "use \"AdamW\" with optimizer.moments = \"bf16\", or \"Lion\", whose moments take 4 and 2 bytes a parameter in bf16 where 8-bit ones take 2; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
     } else if kind.starts_with("adamw") {
         "use \"AdamW\""
     } else {
-        "use \"AdamW\", \"Adam\" or \"Lion\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; optimizer.moments = \"bf16\" makes the state smaller"
+        "use \"AdamW\", \"Adam\" or \"Lion\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; for a smaller state use \"Lion\" and optimizer.moments = \"bf16\""
     }
 }
 

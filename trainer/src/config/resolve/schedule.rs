@@ -22,6 +22,18 @@ const LINEAR: &str = "linear";
 const COSINE: &str = "cosine";
 const CONSTANT: &str = "constant";
 
+/// Returns the schedule that is meant by another name of Hugging Face's Trainer or PyTorch, or nothing.
+fn instead_of(kind: &str) -> &'static str {
+    match kind {
+        "constant_with_warmup" => "\"constant\", which has a warm-up too, or ",
+        "cosine_with_min_lr" | "cosine_warmup_with_min_lr" => {
+            "\"WarmupCosineLR\" with scheduler.params.cos_min_ratio, or "
+        }
+        "warmup_stable_decay" | "polynomial" | "inverse_sqrt" => "\"linear\" or \"cosine\", or ",
+        _ => "",
+    }
+}
+
 /// Resolves the schedule of a run of `steps` steps with the optimizer's learning rate `lr`.
 pub(super) fn schedule(
     config: &ConfigToml,
@@ -41,7 +53,8 @@ pub(super) fn schedule(
         return Err(value(
             "scheduler.type",
             format!(
-                "\"{kind}\" is not supported: use one of {}",
+                "\"{kind}\" is not supported: use {}one of {}",
+                instead_of(kind),
                 names.join(", ")
             ),
         ));

@@ -270,6 +270,16 @@ fn values_out_of_range_name_their_key() {
             "optimizer.params.betas",
         ),
         (
+            "optimizer.params.lr",
+            json!("1e-5"),
+            "optimizer.params.lr: expected a number, got \"1e-5\": leave out the quotes",
+        ),
+        (
+            "scheduler.type",
+            json!("cosine_with_min_lr"),
+            "use \"WarmupCosineLR\" with scheduler.params.cos_min_ratio, or one of linear, cosine, constant,",
+        ),
+        (
             "scheduler.type",
             json!("StepLR"),
             "scheduler.type: \"StepLR\" is not supported: use one of linear, cosine, constant, LRRangeTest, OneCycle,",
@@ -612,7 +622,14 @@ fn other_optimizers_are_refused_by_name_with_what_to_do() {
             "need whole matrices, and tiles are parts of them",
         ),
         ("paged_lion_8bit", "use \"Lion\""),
-        ("adamw_8bit", "8-bit state saves memory"),
+        (
+            "adamw_8bit",
+            "use \"AdamW\" with optimizer.moments = \"bf16\", or \"Lion\"",
+        ),
+        (
+            "sgd",
+            "for a smaller state use \"Lion\" and optimizer.moments",
+        ),
         ("paged_adamw_32bit", "offload_optimizer.device = \"cpu\""),
         ("adamw_torch_fused", "use \"AdamW\""),
     ] {

@@ -134,7 +134,10 @@ fn architecture(
                 supported()
             )
         } else {
-            format!("supported: {}", supported())
+            format!(
+                "supported: {}; the Python package offloadd trains other PyTorch models (docs/pytorch.md)",
+                supported()
+            )
         },
     })
 }
