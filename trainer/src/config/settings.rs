@@ -12,6 +12,7 @@ use super::resolve::Unresolved;
 use super::{LrSchedule, OverflowPolicy, Reports, SettingsError, Stage};
 use crate::compute::ActivationCheckpointing;
 use crate::model::{Dropout, Dtype, ModelConfig, ParamLayout};
+use training_state::learning_rate::learning_rate;
 
 /// Passes over the data above which a run is warned about.
 const EPOCHS_USUAL: f64 = 4.0;
@@ -91,6 +92,13 @@ impl RunSettings {
                 Counted(self.train.steps, "step"),
                 Counted(self.step_samples(), "window"),
                 self.batch.seq_len
+            ));
+        }
+        let mut rates = (1..=self.train.steps).map(|step| learning_rate(&self.lr, step));
+        if self.optimizer.lr > 0.0 && self.train.steps > 0 && rates.all(|rate| rate == 0.0) {
+            self.warnings.push(format!(
+                "the run learns nothing: its warm-up takes all of {} and starts at a learning rate of 0; make more steps, or shorten the warm-up (scheduler.params)",
+                Counted(self.train.steps, "step")
             ));
         }
         let epochs = self.epochs(windows);

@@ -614,6 +614,27 @@ fn a_run_of_few_steps_is_warned_about_with_its_windows() {
 }
 
 #[test]
+fn a_run_whose_learning_rate_stays_0_is_warned_about() {
+    let warnings = |changes: &[(&str, Value)]| {
+        let length = [("train.steps", json!(null)), ("train.epochs", json!(1))];
+        let scheduler = ("scheduler.type", json!("cosine"));
+        let mut run = run_with(&[&length[..], &[scheduler], changes].concat()).unwrap();
+        run.set_windows(2).unwrap();
+        run.warnings.join("\n")
+    };
+    let warm = ("scheduler.params.warmup_ratio", json!(0.03));
+    let text = warnings(std::slice::from_ref(&warm));
+    assert!(
+        text.contains("learns nothing: its warm-up takes all of 1 step"),
+        "{text}"
+    );
+    for changes in [&[][..], &[warm, ("optimizer.params.lr", json!(0))]] {
+        let text = warnings(changes);
+        assert!(!text.contains("learns nothing"), "{text}");
+    }
+}
+
+#[test]
 fn other_optimizers_are_refused_by_name_with_what_to_do() {
     for (kind, part) in [
         ("Muon", "\"Muon\" is not supported: use \"AdamW\""),
