@@ -6,7 +6,8 @@ use std::path::Path;
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Args, Command, FromArgMatches};
+use clap::parser::ValueSource;
+use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use configparser::ini::{Ini, IniDefault};
 
 use crate::job::JobOptions;
@@ -14,7 +15,7 @@ use crate::job::JobOptions;
 /// fio's section of keys that apply to every job.
 const GLOBAL: &str = "global";
 
-/// Keys of fio that change nothing here: one job is measured at a time, by threads, for its runtime, as one group.
+/// Keys and options of fio that change nothing here: one job is measured at a time, by threads, for its runtime, as one group.
 const WITHOUT_EFFECT: [&str; 12] = [
     "description",
     "exitall",
@@ -29,6 +30,38 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "time_based",
     "wait_for_previous",
 ];
+
+/// Options of fio's command line in [`WITHOUT_EFFECT`]. They are accepted, so that a command line of fio works, and not
+/// listed.
+#[derive(Debug)]
+pub(crate) struct IdleOptions(pub(crate) Vec<String>);
+
+impl FromArgMatches for IdleOptions {
+    fn from_arg_matches(found: &ArgMatches) -> clap::error::Result<Self> {
+        let given = |key: &&str| found.value_source(key) == Some(ValueSource::CommandLine);
+        let keys = WITHOUT_EFFECT.iter().filter(|key| given(key));
+        Ok(Self(keys.map(|key| (*key).to_owned()).collect()))
+    }
+
+    fn update_from_arg_matches(&mut self, found: &ArgMatches) -> clap::error::Result<()> {
+        *self = Self::from_arg_matches(found)?;
+        Ok(())
+    }
+}
+
+impl Args for IdleOptions {
+    fn augment_args(command: Command) -> Command {
+        let option = |key| {
+            let option = Arg::new(key).long(key).hide(true);
+            option.num_args(0..=1).require_equals(true)
+        };
+        command.args(WITHOUT_EFFECT.map(option))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
 
 /// Keys whose values are lists, divided by colons.
 const LISTS: [&str; 2] = ["filename", "directory"];

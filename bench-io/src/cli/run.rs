@@ -10,7 +10,7 @@ use crate::confirm;
 use crate::fio::Fio;
 use crate::fio_compare::FioCompare;
 use crate::job::{Job, JobOptions};
-use crate::job_file;
+use crate::job_file::{self, IdleOptions};
 use crate::load::Timing;
 use crate::prepared::Prepared;
 use crate::progress::Progress;
@@ -46,6 +46,8 @@ pub(crate) struct RunArgs {
     section: Option<String>,
     #[command(flatten)]
     words: JobOptions,
+    #[command(flatten)]
+    idle: IdleOptions,
     /// Measure N times, alternating with fio on the same drives, and compare
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
     rounds: Option<u32>,
@@ -59,19 +61,21 @@ pub(crate) struct RunArgs {
 
 /// Runs the job and prints its report.
 pub(crate) fn run(args: RunArgs) -> Result<()> {
-    let (words, idle) = match &args.file {
+    let mut idle = args.idle.0;
+    let words = match &args.file {
         Some(path) => {
-            let (file, idle) = job_file::read(path, args.section.as_deref())?;
-            (args.words.over(file), idle)
+            let (file, idle_keys) = job_file::read(path, args.section.as_deref())?;
+            idle.extend(idle_keys);
+            args.words.over(file)
         }
-        None => (args.words, Vec::new()),
+        None => args.words,
     };
     let names_place = words.names_place();
     let job = words.check()?;
     let mut warnings = warnings::before();
     if !idle.is_empty() {
         warnings.push(format!(
-            "keys of the job file without effect here: {}",
+            "fio's options without effect here: {}",
             idle.join(", ")
         ));
     }

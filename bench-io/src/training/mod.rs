@@ -15,7 +15,7 @@ mod trial;
 
 use std::fmt;
 
-use offload_support::units::ApproxRate;
+use offload_support::units::{ApproxRate, Counted};
 use serde::Serialize;
 
 use self::machine::Shown;
@@ -158,10 +158,10 @@ impl fmt::Display for Flops {
 /// Describes a step's work.
 fn step_line(ours: &Planned) -> String {
     format!(
-        "{:.1} M parameters, {} tokens per step in {} micro-batches",
+        "{:.1} M parameters, {} tokens per step in {}",
         ours.parameters / 1e6,
         ours.tokens,
-        ours.micro_batches
+        Counted(ours.micro_batches, "micro-batch")
     )
 }
 

@@ -210,14 +210,22 @@ fn a_job_file_says_what_the_flags_leave_open() {
     std::fs::write(&file, text).unwrap();
     let file = file.to_str().unwrap();
     let path = dir.path().to_str().unwrap();
-    let report = json(&with(&["--directory", path, file, "--section=reads"]));
+    // Options of fio's command line that change nothing are accepted too.
+    let report = json(&with(&[
+        "--directory",
+        path,
+        file,
+        "--section=reads",
+        "--time_based",
+        "--thread=1",
+    ]));
     assert_eq!(report["settings"]["rw"], "randread");
     assert_eq!(report["settings"]["name"], "reads");
     // The option overrides the file.
     assert_eq!(report["settings"]["bs"], 65536);
     let warnings = report["warnings"].to_string();
     assert!(
-        warnings.contains("without effect here: group_reporting"),
+        warnings.contains("without effect here: thread, time_based, group_reporting"),
         "{warnings}"
     );
     let printed = refused(&["run", file]);
