@@ -3,9 +3,10 @@
 //! If a template marks that part (`{% generation %}`), the marks are used. For other templates, the
 //! assistant's part of a turn is what the turn adds: the conversation before the turn with a generation
 //! prompt must be a prefix of the conversation with the turn, and that a prefix of the whole. If the
-//! assistant speaks first, its part begins after the template's generation prompt. Templates that format a
-//! turn differently once others follow (for example by dropping its reasoning) do not satisfy this and are
-//! refused with the position of the message.
+//! assistant speaks first, its part begins after the template's generation prompt. Some templates leave out what
+//! precedes the message (Qwen3's an empty block of reasoning) once other turns follow: then the whole message and what
+//! follows it count. Templates that change the message itself once others follow (for example by dropping its
+//! reasoning) are refused with the position of the message.
 
 use std::ops::Range;
 
@@ -130,13 +131,15 @@ impl Template {
                 0 => self.before_first(&with)?,
                 _ => self.render(&messages[..turn], tools, true)?,
             };
-            if !(with.starts_with(&before) && text.starts_with(&with)) {
+            let content = message.get_attr("content").unwrap_or_default();
+            let words = content.as_str().map(str::trim).unwrap_or_default();
+            let Some(part) = part_of_turn(&text, &with, &before, words) else {
                 return Err(format!(
-                    "the template formats message {} differently once others follow, so the assistant's part cannot be found: use a template with {{% generation %}} (data.chat_template), conversations that end with their first answer, or data.loss_on = \"all\"",
+                    "the template formats message {} differently once others follow, so the assistant's part cannot be found: use a template that does not, such as data.chat_template = \"chatml\", or one with {{% generation %}}; conversations that end with their first answer; or data.loss_on = \"all\"",
                     turn + 1
                 ));
-            }
-            counted.push(before.len()..with.len());
+            };
+            counted.push(part);
         }
         Ok(Chat {
             text,
@@ -175,6 +178,19 @@ impl Template {
         dialect::render(&self.environment, values)
             .map_err(|message| format!("the chat template failed: {message}"))
     }
+}
+
+/// Returns the assistant's part of a turn in `text`: what the turn adds to `before` in `with`, the conversation that ends
+/// with it. Its start may be missing in `text` if all of `words`, the message, and what follows them are there.
+fn part_of_turn(text: &str, with: &str, before: &str, words: &str) -> Option<Range<usize>> {
+    let added = with.strip_prefix(before)?;
+    if text.starts_with(with) {
+        return Some(before.len()..with.len());
+    }
+    let rest = text.strip_prefix(before)?;
+    let mut starts = added.match_indices(words).map(|(at, _)| &added[at..]);
+    let kept = starts.find(|kept| !words.is_empty() && rest.starts_with(kept))?;
+    Some(before.len()..before.len() + kept.len())
 }
 
 fn is_assistant(message: &Value) -> bool {
@@ -290,6 +306,29 @@ mod tests {
         let all = template(MARKED).text(&conversation(), None).unwrap();
         assert_eq!(all.text, chat.text);
         assert!(!all.text.contains([BEGINS, ENDS]));
+    }
+
+    /// As Qwen3's template does with the empty reasoning of earlier turns.
+    #[test]
+    fn a_whole_message_counts_where_a_template_leaves_out_what_precedes_it() {
+        let source = "{% for m in messages %}<|{{ m.role }}|>\n{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
+        let chat = template(source).text_counted(&all(conversation())).unwrap();
+        assert_eq!(
+            said(&chat),
+            ["hello<|end|>\n", "<think>\n\n</think>\n\nbye<|end|>\n"]
+        );
+        // Words that also occur in the template's own text.
+        for words in ["think", "end", "n"] {
+            let mut messages = conversation();
+            messages[1] = context! { role => "assistant", content => words };
+            let chat = template(source).text_counted(&all(messages)).unwrap();
+            assert_eq!(said(&chat)[0], format!("{words}<|end|>\n"));
+        }
+        // Reasoning that the template drops would be lost without a word.
+        let mut messages = conversation();
+        messages[1] = context! { role => "assistant", content => "<think>why</think>hello" };
+        let error = template(source).text_counted(&all(messages)).unwrap_err();
+        assert!(error.contains("formats message 2 differently"), "{error}");
     }
 
     #[test]
