@@ -31,6 +31,7 @@ use crate::data::{Corpus, Data, Frame};
 use crate::export::{Export, SHARD_BYTES, copy_weights, export};
 use crate::open::{Found, Prepared, Site, Start, repair};
 use crate::ranks::{check_same_settings, connect, nodes_of, ranks_of};
+use evaluations::Evaluations;
 use inputs::InputPlace;
 use mover::{Memory, NodeRanks, Shards};
 use offload_support::outln;
@@ -291,8 +292,13 @@ fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), T
     let Some(out) = &settings.train.export_to else {
         return Ok(());
     };
-    let was_complete = *start == Start::GoOn
-        && MetricsFile::last_step(&settings.train.run_dir) >= settings.train.steps;
+    let (train, run_dir) = (&settings.train, &settings.train.run_dir);
+    let has_stalled = || {
+        let past = Evaluations::of(&MetricsFile::evaluations(run_dir));
+        past.has_stalled(train.early_stopping_patience)
+    };
+    let was_complete =
+        *start == Start::GoOn && (MetricsFile::last_step(run_dir) >= train.steps || has_stalled());
     if out.symlink_metadata().is_ok() && !was_complete {
         return Err(TrainError::ExportExists { out: out.clone() });
     }

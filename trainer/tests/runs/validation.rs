@@ -116,7 +116,7 @@ fn a_run_stops_when_its_validation_loss_stalls_and_exports_its_best_weights() {
     assert_eq!(weights("best"), weights("again"));
 
     // A complete run is not trained further, and its export does not stand in its way.
-    let again = harness.run("run", &RISING).with(&sets);
+    let again = harness.run("run", &RISING).with(&sets).with(&[&export]);
     assert!(again.train().contains("lowest at step"));
     assert_eq!(run.metrics().len(), evaluations.len());
     // A new run must not find the directory taken when it is complete.
