@@ -1,6 +1,7 @@
 //! Combines the sources of settings: the run's configuration file, a DeepSpeed file below it, and the command
 //! line above both.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -134,9 +135,12 @@ fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
         format,
         message,
     };
-    let is_json = path
-        .extension()
-        .is_some_and(|extension| extension == "json");
+    let extension = path.extension().and_then(OsStr::to_str);
+    if let Some("yml" | "yaml") = extension {
+        let message = "YAML is read for Accelerate's settings only (--deepspeed FILE); `trainer init MODEL DATA` writes a run file";
+        return Err(syntax("TOML", message.into()));
+    }
+    let is_json = extension == Some("json");
     let tree: Value = if is_json {
         json::parse(&text).map_err(|message| syntax("JSON", message))?
     } else {

@@ -118,6 +118,10 @@ fn toml_and_json_files_mean_the_same() {
                 .contains("unknown key `train.bad")
         );
     }
+    let yaml = dir.path().join("run.yaml");
+    std::fs::write(&yaml, "base_model: m").unwrap();
+    let text = read_file(&yaml).unwrap_err().to_string();
+    assert!(text.contains("`trainer init MODEL DATA` writes"), "{text}");
     std::fs::write(&toml, "[train").unwrap();
     std::fs::write(&json, "[1]").unwrap();
     assert!(
