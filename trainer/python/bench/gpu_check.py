@@ -445,7 +445,7 @@ class Checks:
             print("weights", digest(model), flush=True)
 
     def door(self):
-        count = torch.cuda.device_count() if self.device == "cuda" else 1
+        count = torch.cuda.device_count() if self.device == "cuda" else 2
         script = HERE.parent / "tests/scripts/hf_trainer.py"
         python = str(HERE.parent / "python")
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [python, os.environ.get("PYTHONPATH")]))}

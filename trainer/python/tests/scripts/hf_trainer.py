@@ -13,6 +13,8 @@ import torch
 import transformers
 
 torch.set_num_threads(1)
+# Ranks share it, and each word would be written for itself.
+sys.stdout.reconfigure(write_through=False, line_buffering=True)
 transformers.logging.set_verbosity_error()
 output_dir, config, says_deepspeed = sys.argv[1], json.loads(sys.argv[2]), "--deepspeed" in sys.argv
 torch.manual_seed(0)
