@@ -12,6 +12,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
 use cli::export::ExportArgs;
 use cli::init::InitArgs;
@@ -23,6 +24,7 @@ use cli::source::SourceArgs;
 use kernels_torch::collective::World;
 use offload_support::console;
 use offload_support::{errln, outln};
+use trainer::config::setting_like;
 use trainer::launch::{self, LaunchError};
 use trainer::open::Start;
 use trainer::run_fingerprint::run_fingerprint;
@@ -129,6 +131,23 @@ struct TraceArgs {
     trace_steps: u64,
 }
 
+/// Adds to an error about an option of another program, such as --learning_rate, the setting that it stands for.
+fn with_key(mut error: clap::Error) -> clap::Error {
+    let option = match error.get(ContextKind::InvalidArg) {
+        Some(ContextValue::String(option)) if error.kind() == ErrorKind::UnknownArgument => option,
+        _ => return error,
+    };
+    let key = setting_like(option.trim_start_matches('-'));
+    if let Some(key) = key.filter(|_| error.get(ContextKind::SuggestedArg).is_none()) {
+        let tip = format!("settings are keys of the run file: use --set {key}=VALUE");
+        error.insert(
+            ContextKind::Suggested,
+            ContextValue::StyledStrs(vec![tip.into()]),
+        );
+    }
+    error
+}
+
 impl TraceArgs {
     fn trace(&self, rank: u32) -> Trace {
         match &self.trace {
@@ -154,7 +173,8 @@ fn main() -> ExitCode {
         // Logging an internal error would panic when the reader of standard error is gone.
         .log_internal_errors(false)
         .init();
-    let command = Cli::parse().command;
+    let cli = Cli::try_parse().unwrap_or_else(|error| with_key(error).exit());
+    let command = cli.command;
     // Run directories contain private data and weights, so only the owner may read them. Exports are meant to
     // be shared.
     if !matches!(command, Command::Export(_)) {
@@ -229,7 +249,8 @@ fn rank_name() -> String {
 /// and not by each rank.
 fn check_train(args: &[OsString], ranks: Option<u32>) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
-    let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| error.exit());
+    let cli =
+        Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| with_key(error).exit());
     let Command::Train { run, from, .. } = cli.command else {
         unreachable!("the arguments were parsed as `train`")
     };

@@ -217,6 +217,14 @@ pub fn apply_overrides(tree: &mut Value, sets: &[String]) -> Result<(), Settings
     sets.iter().try_for_each(|set| apply(tree, set))
 }
 
+/// Returns the key of a run file that an option `name` of another program probably stands for.
+pub fn setting_like(name: &str) -> Option<String> {
+    let key = keys::suggestion(name)?;
+    // A remark may follow the key, and not each answer is a key.
+    let key = key.split(' ').next().unwrap_or_default();
+    (!key.starts_with('-')).then(|| key.to_owned())
+}
+
 /// Checks a whole tree of settings. `name` is the stem of the configuration's file name, which names the run
 /// directory if no key does. `ranks` is as in [`read`].
 ///

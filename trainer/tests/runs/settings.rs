@@ -48,6 +48,31 @@ fn settings_that_contradict_each_other_are_refused() {
 }
 
 #[test]
+fn an_option_of_another_program_is_answered_with_its_setting() {
+    let harness = Harness::new();
+    let run = harness.run("run", &[]);
+    for (option, expected) in [
+        (
+            "--learning_rate=1e-5",
+            Some("--set optimizer.params.lr=VALUE"),
+        ),
+        ("--frehs", None),
+    ] {
+        let mut command = run.command("train");
+        command.arg(option);
+        let output = finish(spawn(command));
+        assert_eq!(output.status.code(), Some(2));
+        let (_, text) = words(&output);
+        assert!(
+            text.contains(&format!("unexpected argument '{}", &option[..6])),
+            "{text}"
+        );
+        assert_eq!(text.contains("use --set "), expected.is_some(), "{text}");
+        assert!(expected.is_none_or(|part| text.contains(part)), "{text}");
+    }
+}
+
+#[test]
 fn texts_that_are_too_short_are_refused() {
     let harness = Harness::new();
     std::fs::write(harness.path("empty"), "").unwrap();
