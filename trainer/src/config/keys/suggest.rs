@@ -155,7 +155,7 @@ pub(super) fn tracker(path: &str, value: &Value) -> Option<&'static str> {
 
 const LORA: &str = "every parameter is trained: leave it out, and the state goes to host memory or drives; for LoRA use the Python package with PEFT (docs/pytorch.md)";
 const QUANTIZED: &str = "weights are not quantized: leave it out, and the state goes to host memory or drives; optimizer.moments = \"bf16\" makes it smaller";
-const KERNELS: &str = "attention and losses are fused already, and samples in one window do not see each other: leave it out";
+const KERNELS: &str = "the trainer has its own kernels for attention and the loss, and documents in one window do not see each other: leave it out";
 const STAGES: &str = "the trainer learns texts and answers (SFT, continued pretraining): leave it out for these; for DPO, rewards and RL use TRL on the Python package (docs/pytorch.md)";
 
 /// Starts of names with which axolotl, LLaMA-Factory, TRL and Hugging Face's Trainer ask for a feature, and the answer.
@@ -283,7 +283,7 @@ mod tests {
             ("lora_r", "Python package with PEFT"),
             ("train.peft.lora_alpha", "Python package with PEFT"),
             ("load_in_4bit", "not quantized"),
-            ("attn_implementation", "fused already"),
+            ("attn_implementation", "its own kernels"),
             ("rl", "for DPO"),
             ("rl_beta", "for DPO"),
         ] {
