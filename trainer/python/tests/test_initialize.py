@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import offloadd
+import offloadd._config
+import offloadd._initialize
 from test_runs import batches, config, model_of, needs_daemon
 from toy import Net, randomize
 
