@@ -191,15 +191,19 @@ impl fmt::Display for ApproxTime {
     }
 }
 
-/// A number of things: `1 session`, `3 sessions`. The noun must form its plural with an s.
+/// A number of things: `1 session`, `3 sessions`, `2 batches`. The noun must form its plural with an s, or es after ch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Counted<N>(pub N, pub &'static str);
 
 impl<N: fmt::Display + PartialEq + From<u8>> fmt::Display for Counted<N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self(count, noun) = self;
-        let s = if *count == N::from(1) { "" } else { "s" };
-        write!(f, "{count} {noun}{s}")
+        let ending = match *count == N::from(1) {
+            true => "",
+            false if noun.ends_with("ch") => "es",
+            false => "s",
+        };
+        write!(f, "{count} {noun}{ending}")
     }
 }
 
@@ -275,6 +279,8 @@ mod tests {
         assert_eq!(times, ["5s", "1m05s", "1h02m", "1d01h"]);
         let counts = [0_u64, 1, 2].map(|count| Counted(count, "tile").to_string());
         assert_eq!(counts, ["0 tiles", "1 tile", "2 tiles"]);
+        let batches = [1_u64, 2].map(|count| Counted(count, "batch").to_string());
+        assert_eq!(batches, ["1 batch", "2 batches"]);
     }
 
     const UNITS: [(&str, u64); 13] = [
