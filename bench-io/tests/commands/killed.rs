@@ -48,7 +48,7 @@ fn a_killed_run_ends_its_trainer_and_the_next_destroys_its_drives() {
         dir.path(),
         "trainer",
         r#"case $1 in
-plan) echo '{"parameters": 1, "tokens_per_step": 1, "gradient_accumulation_steps": 1, "device_bytes": 1, "hardware": {"cores": 1}, "host": {"node_bytes": 1},
+plan) echo '{"parameters": 1, "tokens_per_step": 1, "gradient_accumulation_steps": 1, "device_bytes": 1, "hardware": {"cores": 1}, "host": {"node_bytes": 1, "node_copy_bytes": 0},
     "step": {"read_bytes": 1, "written_bytes": 1, "network_bytes": 0},
     "bound": {"s": 1, "wall": "", "forward_s": 1, "backward_s": 1, "network_s": 0}}' ;;
 train) echo $$ > "$STARTED.new"; mv "$STARTED.new" "$STARTED"; exec sleep 600 ;;

@@ -130,27 +130,33 @@ fn predictions_have_the_designs_bytes_and_shrink_with_drives() {
 }
 
 #[test]
-fn several_nodes_divide_state_and_send_six_bytes_for_each_parameter() {
+fn several_nodes_divide_state_and_send_four_bytes_for_each_parameter_or_six_without_copies() {
     if trainer().is_none() {
         return;
     }
     let dir = drive();
     let file = run_file(dir.path());
-    let report = json(&[
-        "training",
-        &file,
-        "--tflops=0.05",
-        "--nodes=1,2",
-        "--network=1GB/s",
-        "--json",
-    ]);
-    let number = |row: usize, name: &str| report["rows"][row]["ours"][name].as_f64().unwrap();
-    assert_eq!(number(0, "network_bytes"), 0.0);
-    let sent = number(1, "network_bytes") / number(1, "parameters");
-    assert!((3.0..3.5).contains(&sent), "{report}");
-    assert_eq!(number(1, "tokens"), 2.0 * number(0, "tokens"));
-    let written = number(1, "written_bytes") / number(0, "written_bytes");
-    assert!((0.5..0.6).contains(&written), "{report}");
+    for (shard, sends) in [("auto", 2.0..2.4), ("all", 3.0..3.5)] {
+        let report = json(&[
+            "training",
+            &file,
+            "--set",
+            &format!("offload.shard={shard}"),
+            "--tflops=0.05",
+            "--nodes=1,2",
+            "--network=1GB/s",
+            "--json",
+        ]);
+        let number = |row: usize, name: &str| report["rows"][row]["ours"][name].as_f64().unwrap();
+        assert_eq!(number(0, "network_bytes"), 0.0);
+        assert_eq!(number(0, "node_copy_bytes"), 0.0);
+        assert_eq!(number(1, "node_copy_bytes") > 0.0, shard == "auto");
+        let sent = number(1, "network_bytes") / number(1, "parameters");
+        assert!(sends.contains(&sent), "{report}");
+        assert_eq!(number(1, "tokens"), 2.0 * number(0, "tokens"));
+        let written = number(1, "written_bytes") / number(0, "written_bytes");
+        assert!((0.5..0.6).contains(&written), "{report}");
+    }
 }
 
 #[test]
@@ -308,7 +314,7 @@ fn what_cannot_be_predicted_is_refused() {
 fn the_picture_says_of_what_it_is() {
     let dir = crate::harness::drive();
     // A plan as the trainer prints it, for any model.
-    let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "ranks": 1, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "host_bytes": 1e10, "network_bytes": 0, "network_s": 0, "wall": "device writes"}]}"#;
+    let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "ranks": 1, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "host_bytes": 1e10, "node_copy_bytes": 0, "network_bytes": 0, "network_s": 0, "wall": "device writes"}]}"#;
     let trainer = crate::harness::script(dir.path(), "trainer", &format!("echo '{plan}'"));
     let output = program()
         .args([
