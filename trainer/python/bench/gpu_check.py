@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks door speed; without names all but speed
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks door speed
+
+Without names all parts but speed, and ranks only where there are two GPUs:
 
 bits      losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
 pressure  a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
@@ -525,7 +527,8 @@ def main():
     name = torch.cuda.get_device_name() if device == "cuda" else "the processor"
     print(f"{name}, torch {torch.__version__}, {os.cpu_count()} cores", flush=True)
     failed = []
-    for part in args.parts or parts[:-1]:
+    alone = device == "cuda" and torch.cuda.device_count() < 2
+    for part in args.parts or [part for part in parts[:-1] if part != "ranks" or not alone]:
         print(f"== {part}", flush=True)
         began = time.monotonic()
         try:
