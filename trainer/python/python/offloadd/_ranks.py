@@ -75,7 +75,7 @@ class Ranks:
         self.places = Places() if self.count == 1 else _nodes.guess(self.rank, self.count)
         # The connection to other nodes, if there are several.
         self.link: Optional[Link] = None
-        # Whether this rank comes to no meeting any more, and why another one does not.
+        # Whether this rank comes to no meeting any more; and which other rank is gone, with its own reason or with what to do.
         self._ended = False
         self._gone = ""
         self._noticed = False
@@ -187,7 +187,7 @@ class Ranks:
         """Raises if one of the ranks that are late will not come, or wait for this one in vain."""
         self._raise_own()
         if any(map(self._has_ended, late)):
-            raise self._fail(RankGone(self.gone_text()))
+            raise self._fail(RankGone(self._gone))
         # Where others of its node are late, a rank of another node may have come.
         newest = self._board.number(self.rank)
         late = [rank for rank in late if self._at(rank)[0] < newest]
@@ -219,10 +219,6 @@ class Ranks:
         self._noticed = True
         self.end(str(error))
         return error
-
-    def gone_text(self) -> str:
-        """Which rank is gone, with its own reason or with what to do."""
-        return self._gone
 
     def _stuck(self, rank: int) -> bool:
         if rank not in self.places.local:
@@ -445,7 +441,7 @@ class Ranks:
             if time.monotonic() > until:
                 return error
             time.sleep(0.01)
-        return self._fail(RankGone(self.gone_text()))
+        return self._fail(RankGone(self._gone))
 
     def _watch(self) -> None:
         """Notes where this rank is, and notices when another one is gone."""
@@ -498,16 +494,16 @@ class Ranks:
         self._gone = self._gone or gone
         if self.link is not None:
             self.link.state.update(ended=self._gone, gone=self._gone)
-            self.link.exchange.fail(self.gone_text())
+            self.link.exchange.fail(self._gone)
         if self.core is not None and not self._given_up:
-            self.core.cancel(self.gone_text())
+            self.core.cancel(self._gone)
         until = time.monotonic() + grace_s
         while time.monotonic() < until:
             if self._ended or self._noticed:
                 return
             time.sleep(0.1)
         # It waits in what cannot be interrupted, as an operation on a GPU that the lost rank never joins.
-        say(f"{self.gone_text()}. This rank ends now", self.rank)
+        say(f"{self._gone}. This rank ends now", self.rank)
         os._exit(1)
 
 
