@@ -147,8 +147,9 @@ def package(args, nodes):
     read = lambda where, rank: json.loads((args.out / f"{where}-{rank}.json").read_text())
     for index, case in enumerate(PACKAGE_CASES):
         pairs = [(read("one", rank)[index], read("two", rank)[index]) for rank in (0, 1)]
-        same = all(one["results"] == two["results"] for one, two in pairs)
-        copies = "a copy on each node" if pairs[0][1]["copies"] else "no copies"
+        results = lambda run: [run[key] for key in ("losses", "norms", "digest")]
+        same = all(results(one) == results(two) for one, two in pairs)
+        copies = "a copy on each node" if pairs[0][1]["node_copies"] else "no copies"
         print(f"package, two nodes, {', '.join(case)}: {copies}, {'same bits' if same else f'OTHER BITS: {pairs}'}", flush=True)
 
 
@@ -159,27 +160,15 @@ def rank_of(args):
     import gpu_check
     import torch
 
-    import offloadd
-
     torch.use_deterministic_algorithms(True)
     rank = int(os.environ["RANK"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl")
-    checks, found = gpu_check.Checks(args.out, args.bin, "cuda"), []
-    for index, (tier, step, dtype, shard) in enumerate(PACKAGE_CASES):
-        config, run_dir = checks.shared_config(rank, tier, f"{args.rank_of}-{index}", optimizer_step=step, shard=shard)
-        model, losses = checks.llama(getattr(torch, dtype), "not reentrant"), []
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-        with offloadd.prepare(model, optimizer, config, run_dir=run_dir) as run:
-            for number in range(6):
-                for part in range(1 + number % 2):
-                    batch = checks.tokens(10 * number + part).chunk(2)[rank]
-                    loss = model(input_ids=batch, labels=batch).loss
-                    loss.backward()
-                    losses.append(loss.item())
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append({"results": [losses, gpu_check.digest(model)], "copies": run.ranks.copies is not None})
+    checks = gpu_check.Checks(args.out, args.bin, "cuda")
+    found = [
+        checks.batches(rank, 2, f"{args.rank_of}-{index}", tier, step, 0.0, dtype, halves=True, shard=shard)
+        for index, (tier, step, dtype, shard) in enumerate(PACKAGE_CASES)
+    ]
     (args.out / f"{args.rank_of}-{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

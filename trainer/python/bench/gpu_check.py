@@ -306,12 +306,13 @@ class Checks:
         """Losses, norms and weights of each case."""
         return [self.batches(rank, count, f"batches-{case[3]}-{count}-{index}", *case) for index, case in enumerate(cases)]
 
-    def batches(self, rank, count, name, tier, step, fraction, dtype, halves):
-        config, run_dir = self.shared_config(rank, tier, name, optimizer_step=step, resident_fraction=fraction)
+    def batches(self, rank, count, name, tier, step, fraction, dtype, halves, **own):
+        """Six steps of one or two micro-batches each, of which a rank has its part (`halves`) or the whole. `own` are further settings."""
+        config, run_dir = self.shared_config(rank, tier, name, optimizer_step=step, resident_fraction=fraction, **own)
         model = self.llama(getattr(torch, dtype), "not reentrant")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
         losses, norms = [], []
-        with offloadd.prepare(model, optimizer, config, run_dir=run_dir, resume=False):
+        with offloadd.prepare(model, optimizer, config, run_dir=run_dir, resume=False) as run:
             for number in range(6):
                 for part in range(1 + number % 2):
                     batch = self.tokens(10 * number + part)
@@ -323,7 +324,7 @@ class Checks:
                 norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
                 optimizer.step()
                 optimizer.zero_grad()
-            return {"losses": losses, "norms": norms, "digest": digest(model)}
+            return {"losses": losses, "norms": norms, "digest": digest(model), "node_copies": run.ranks.copies is not None}
 
     def work_killed(self, rank, count, name, kill_in):
         """Trains with dropout of each rank's own; all ranks end at once in the backward of step `kill_in`."""
