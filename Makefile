@@ -103,7 +103,7 @@ test: libtorch
 		$(CARGO) doc -j$(JOBS) --workspace --no-deps --document-private-items
 	.ci/licenses.py --cargo $(CARGO)
 	python3 .ci/test_tests.py -q
-	$(CARGO) build -j$(JOBS) --workspace --lib --bins --features test-hooks/active
+	$(CARGO) build -j$(JOBS) --workspace --lib --bins --tests
 	OFFLOADD_BUILT=1 .ci/tests.py --cargo $(CARGO) --jobs $(JOBS) --beside trainer/python/test.sh
 
 # With UPDATE_DOCS, the tests that compare pages write them.
