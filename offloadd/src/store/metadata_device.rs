@@ -99,7 +99,7 @@ pub fn settle_watched(
     if let Some(job) = withheld {
         let name = &job.entry.name;
         return Ok(MetadataMove::Failed(format!(
-            "a record of job {name} of uid {} cannot be read: `offloadd job discard-unreadable {name}` forgets it",
+            "a record of job {name} of uid {} cannot be read: `offloadd job discard-unreadable {name}` discards it",
             job.entry.uid
         )));
     }

@@ -225,7 +225,7 @@ fn an_existing_file_is_not_used_and_a_drained_device_is_warned_of_and_left_alone
     drained(&store, &mut control, &gone);
     // No other device is left to take the tiles of this one.
     let told = words(&device(&store, "drain", &store.devices[0], &[]));
-    assert!(told.contains("there is none"), "{told}");
+    assert!(told.contains("No other device has space"), "{told}");
     drop(control);
     daemon.signal(Signal::TERM);
     assert_eq!(daemon.wait(LIMIT), Some(0));

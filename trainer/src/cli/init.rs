@@ -215,7 +215,7 @@ impl Draft<'_> {
         let mut plan = Plan::new(&settings, hardware)?;
         plan.epochs = Some(settings.epochs(windows));
         let mut text = format!(
-            "# A run of {} on this machine, written by `trainer init`. Start it in the directory in which that was called.\n#\n",
+            "# A run of {} on this machine, written by `trainer init`. Its paths are relative to the directory in which `trainer init` was called.\n#\n",
             self.name
         );
         for line in plan.overview(&settings) {

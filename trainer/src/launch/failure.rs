@@ -55,7 +55,7 @@ impl fmt::Display for Failure {
             }
             How::Stayed(waited) => write!(
                 f,
-                "still ran {:.0} s after another had ended",
+                "was still running {:.0} s after another had ended",
                 waited.as_secs_f64()
             )?,
             How::Silent(silent_s) => write!(

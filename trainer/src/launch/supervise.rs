@@ -243,7 +243,7 @@ mod tests {
         let (failure, took) = run_within(limits, &["exit 0", "exec sleep 600"]);
         let failure = failure.unwrap();
         assert_eq!((number(&failure), failure.code), (1, 1));
-        assert!(failure.to_string().contains("still ran"), "{failure}");
+        assert!(failure.to_string().contains("still running"), "{failure}");
         assert!(took < Duration::from_secs(60), "{took:?}");
     }
 

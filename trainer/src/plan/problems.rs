@@ -134,7 +134,7 @@ fn gpu_memory(plan: &Plan) -> Option<Problem> {
     } else if !plan.inputs_away {
         "set offload.activations = \"auto\""
     } else {
-        "lower train_micro_batch_size_per_gpu or train.seq_len, or the micro-batches of a step"
+        "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps"
     };
     Some(Problem::new(
         ProblemKind::GpuMemory,
@@ -151,7 +151,7 @@ fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
     let needed = plan
         .host_bytes()
         .saturating_mul(u64::from(plan.local_ranks));
-    let change = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or the micro-batch";
+    let change = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or train_micro_batch_size_per_gpu";
     let too_much = |limit: u64, of: &str| {
         (limit < needed).then(|| {
             Problem::new(

@@ -197,7 +197,7 @@ fn text(program: &Path, found: &Loaded, tried: &[String]) -> String {
         let bin = program.parent().unwrap_or(program).display().to_string();
         let dirs = RUNPATH.replace("$ORIGIN", &bin).replace(':', ", ");
         say(format!(
-            "trainer needs libtorch of PyTorch {TORCH}; it is looked for in LD_LIBRARY_PATH, {dirs}, LIBTORCH and the torch of python3"
+            "trainer needs libtorch of PyTorch {TORCH}; it was looked for in LD_LIBRARY_PATH, {dirs}, LIBTORCH and the torch of python3"
         ));
         say(format!(
             "install it: pip install 'torch=={TORCH}.*' (in the environment whose python3 is first in PATH)"

@@ -178,7 +178,9 @@ impl Admin {
         match *change {
             DeviceChange::Add { call, device } => {
                 if catalog.devices.len() >= DEVICES_MAX as usize {
-                    let what = format!("the store has {DEVICES_MAX} devices, which is the limit");
+                    let what = format!(
+                        "the store has {DEVICES_MAX} devices, which is the limit: drain one first"
+                    );
                     ops.refuse(call, Fault::new(FaultKind::TooMany, what));
                     return None;
                 }

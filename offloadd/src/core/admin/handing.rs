@@ -61,7 +61,7 @@ impl Admin {
     fn check_state(&self, state: &message::State) -> Result<(), String> {
         if state.store != self.catalog.catalog.store.0 {
             return Err(format!(
-                "it belongs to another store than {}",
+                "it belongs to another store, and this one is {}",
                 self.catalog.catalog.store
             ));
         }
@@ -81,7 +81,7 @@ impl Admin {
         let mut told = state.devices.iter().enumerate();
         if told.any(|(index, number)| *number != NO_DEVICE && numbers.get(index) != Some(number)) {
             return Err(format!(
-                "it knows the devices {:?} in this order, the store has {:?}",
+                "its sessions know the devices in the order {:?}, but the store has {:?}",
                 state.devices, numbers
             ));
         }

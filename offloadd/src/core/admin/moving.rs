@@ -450,7 +450,7 @@ impl Admin {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "{} holds the store's catalog and {} bytes of its jobs' records, which need space on one other device, those of each job in one piece, and there is none: delete a job (`offloadd job delete`) or add a device first",
+                    "{} holds the store's catalog and {} bytes of its jobs' records. No other device has space for all of them, with the records of each job in one piece: delete a job (`offloadd job delete`) or add a device first",
                     self.path(self.metadata_device),
                     sizes.iter().sum::<u64>()
                 ),
@@ -491,7 +491,7 @@ impl Admin {
         Err(Fault::new(
             FaultKind::NoSpace,
             format!(
-                "{} bytes lie on {}; free: {}; delete a job (`offloadd job delete`) or add a device first",
+                "{} bytes lie on {} and do not fit on the other devices (free: {}): delete a job (`offloadd job delete`) or add a device first",
                 self.bytes_on(device),
                 self.path(device),
                 free.join(", ")

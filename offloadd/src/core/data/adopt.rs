@@ -122,7 +122,7 @@ impl CheckedJob {
             session.scratch.iter().map(|tile| KeptRoom {
                 extent: tile.extent,
                 bytes: tile.bytes(),
-                name: format!("rank {}: a tile of its own", session.rank),
+                name: format!("a scratch tile of rank {}", session.rank),
             })
         })
     }
@@ -180,7 +180,7 @@ impl Data {
             || indices.len() > job.local_ranks as usize
         {
             return Err(format!(
-                "{} sessions of {} local ranks",
+                "it has {} sessions for {} local ranks",
                 indices.len(),
                 job.local_ranks
             ));
@@ -200,15 +200,15 @@ impl Data {
         let ranks: BTreeSet<Rank> = checked.iter().map(|session| session.rank).collect();
         let tokens: HashSet<SessionToken> = checked.iter().map(|session| session.token).collect();
         if ranks.len() < checked.len() || tokens.len() < checked.len() {
-            return Err("two of its sessions have one rank or one token".into());
+            return Err("two of its sessions have the same rank or token".into());
         }
         if tokens.iter().any(|token| self.tokens.contains_key(token)) {
-            return Err("another job's session has a token of its".into());
+            return Err("another job's session has the token of one of its sessions".into());
         }
         let asked: u64 = checked.iter().map(|s| s.geometry.arena_bytes()).sum();
         if asked > self.arena_free_bytes() {
             return Err(format!(
-                "its sessions have {asked} bytes of host memory, the settings leave {}",
+                "its sessions have {asked} bytes of host memory, but the settings leave only {}",
                 self.arena_free_bytes()
             ));
         }
@@ -320,7 +320,7 @@ impl Data {
                 ),
             };
             return Err(format!(
-                "the devices have {}, it was handed over with {}",
+                "the devices have {}, but {} was handed over",
                 words(found),
                 words(job.stored)
             ));
@@ -353,7 +353,7 @@ impl Data {
             let index = tile.index as usize;
             if index >= stored.tiles.len() || last.is_some_and(|last| last >= index) {
                 return Err(format!(
-                    "its tile {index} is out of order, or it has none such"
+                    "its tile {index} is out of order or does not exist"
                 ));
             }
             last = Some(index);
@@ -368,7 +368,7 @@ impl Data {
                         || written.generation != job.working
                     {
                         return Err(format!(
-                            "what was written to its tile {index} does not lie where the devices have it"
+                            "its tile {index} was written elsewhere than the devices have it"
                         ));
                     }
                     Some(Version {
@@ -398,12 +398,12 @@ impl Data {
         };
         if session.iodepth == 0 || session.iodepth > self.limits.iodepth_max {
             return wrong(format!(
-                "{} operations in flight; the settings allow {}",
+                "it may have {} operations in flight, but the settings allow {}",
                 session.iodepth, self.limits.iodepth_max
             ));
         }
         if session.resumed && job.resumed.is_none() {
-            return wrong("it has resumed and its job has not".into());
+            return wrong("it has resumed, but its job has not".into());
         }
         let classes = session.classes.iter().map(|class| SlotClass {
             slot_bytes: class.slot_bytes,
@@ -414,7 +414,7 @@ impl Data {
             Err(error) => return wrong(error.to_string()),
         };
         if !session.scratch.is_empty() && job.stored.is_none() {
-            return wrong("tiles of its own, and its job has none".into());
+            return wrong("it has scratch tiles, but its job has no tiles".into());
         }
         let mut scratch = Vec::with_capacity(session.scratch.len());
         for tile in &session.scratch {
@@ -427,7 +427,7 @@ impl Data {
                 extent.offset.is_multiple_of(block) && u64::from(tile.bytes).is_multiple_of(block);
             if !aligned {
                 return wrong(format!(
-                    "a tile of its own of {} bytes at {} of device {} is not free",
+                    "a scratch tile of {} bytes at {} of device {} is not aligned",
                     tile.bytes, tile.offset, tile.device
                 ));
             }
@@ -440,7 +440,9 @@ impl Data {
                         which: 0,
                     })
                 }
-                Some(_) => return wrong("a tile of its own lies elsewhere".into()),
+                Some(_) => {
+                    return wrong("a scratch tile was written elsewhere than it lies".into());
+                }
             };
             scratch.push(ScratchTile::new(extent, tile.bytes, content));
         }

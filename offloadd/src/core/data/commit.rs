@@ -53,7 +53,7 @@ impl Data {
             return Err(Fault::new(
                 FaultKind::WrongGeneration,
                 format!(
-                    "rank {rank} of job {} commits generation {generation}; {}",
+                    "rank {rank} of job {} cannot commit generation {generation}: {}",
                     key.name,
                     match (resumed, job.awaiting_confirm) {
                         (false, _) => "it has not resumed".to_owned(),
@@ -73,9 +73,9 @@ impl Data {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "a blob of {} bytes of one of {} ranks: at most {BLOB_BYTES_MAX}, and job {} has room for {room_bytes} in all, {others_bytes} of them taken by the other ranks",
-                    blob.len(),
+                    "the blob of one of {} ranks has {} bytes: it may have {BLOB_BYTES_MAX}, and job {} has room for {room_bytes} in all, of which the other ranks have taken {others_bytes}",
                     job.local_ranks,
+                    blob.len(),
                     key.name
                 ),
             ));
@@ -84,7 +84,10 @@ impl Data {
         if round.running || round.calls.contains_key(&rank) {
             return Err(Fault::new(
                 FaultKind::Invalid,
-                format!("rank {rank} of job {} commits already", key.name),
+                format!(
+                    "rank {rank} of job {} has already called commit in this generation",
+                    key.name
+                ),
             ));
         }
         round.calls.insert(rank, (call, blob));

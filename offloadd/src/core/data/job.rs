@@ -303,7 +303,9 @@ impl Job {
         }
         if self.members.is_empty() {
             if self.script.is_some() {
-                return busy(format!("job {name} still ends its last commit: try again"));
+                return busy(format!(
+                    "the last commit of job {name} is still ending: try again"
+                ));
             }
             return Ok(());
         }
@@ -315,14 +317,14 @@ impl Job {
             return Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
-                    "rank {rank} of job {name} says {local_ranks} local ranks, the others said {}",
+                    "rank {rank} of job {name} was started with {local_ranks} local ranks, the others with {}",
                     self.local_ranks
                 ),
             ));
         }
         if self.members.len() >= self.local_ranks as usize {
             return busy(format!(
-                "job {name} has its {local_ranks} local ranks already"
+                "all {local_ranks} local ranks of job {name} are open already"
             ));
         }
         Ok(())

@@ -100,11 +100,11 @@ impl Data {
             return invalid("the job has no tiles yet: define them first");
         }
         if !session.scratch.is_empty() {
-            return invalid("it has some already: ask once for all of it");
+            return invalid("it exists already: ask for all of it at once");
         }
         if tile_bytes.is_empty() || tile_bytes.len() > TILES_MAX - tile_count {
             return invalid(&format!(
-                "{} tiles beside the job's {tile_count}: 1 to {TILES_MAX} in all",
+                "{} tiles in addition to the job's {tile_count}: expected 1 or more, and at most {TILES_MAX} in all",
                 tile_bytes.len()
             ));
         }

@@ -166,7 +166,7 @@ impl Data {
             return fault(
                 FaultKind::Invalid,
                 format!(
-                    "{} local ranks and iodepth {}: 1 to {LOCAL_RANKS_MAX} and at least 1",
+                    "{} local ranks with iodepth {}: expected 1 to {LOCAL_RANKS_MAX} local ranks and an iodepth of at least 1",
                     open.local_ranks, open.iodepth
                 ),
             );

@@ -81,10 +81,14 @@ const LIES: &[Lie] = &[
     }),
     ("out of order", |state| state.jobs[0].tiles.reverse()),
     ("out of order", |state| state.jobs[0].tiles[3].index = 4),
-    ("does not lie where", |state| written(state).which ^= 1),
-    ("does not lie where", |state| written(state).which = 9),
-    ("does not lie where", |state| written(state).offset += 4096),
-    ("does not lie where", |state| written(state).generation -= 1),
+    ("was written elsewhere", |state| written(state).which ^= 1),
+    ("was written elsewhere", |state| written(state).which = 9),
+    ("was written elsewhere", |state| {
+        written(state).offset += 4096
+    }),
+    ("was written elsewhere", |state| {
+        written(state).generation -= 1
+    }),
     ("no device 9", |state| written(state).device = 9),
     ("a token of 3 bytes", |state| {
         state.sessions[0].token.truncate(3)

@@ -95,7 +95,7 @@ impl HuggingFace {
             .map_or(0, |id| u64::from(id) + 1);
         if ids_end == 0 || ids_end > u64::from(BEGINS) {
             return Err(wrong(format!(
-                "has {ids_end} tokens, which is not supported"
+                "has {ids_end} tokens, but 1 to {BEGINS} are supported: use another tokenizer (data.tokenizer)"
             )));
         }
         let eos = match &special.eos {

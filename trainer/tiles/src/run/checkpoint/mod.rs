@@ -101,7 +101,7 @@ impl CheckpointError {
 /// Describes the existing checkpoints.
 fn others(has: &[u64]) -> String {
     if has.is_empty() {
-        return "the run has none. Name a step that `trainer runs` lists, or a directory with a save.json".into();
+        return "the run has none. Name a step that `trainer runs` lists, or the directory of a checkpoint".into();
     }
     let steps: Vec<String> = has.iter().map(u64::to_string).collect();
     format!("the run has checkpoints of step {}", steps.join(", "))
