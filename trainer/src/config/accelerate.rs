@@ -54,7 +54,7 @@ const READ: &[&str] = &[
 ///
 /// # Errors
 /// The file cannot be read, is not YAML, has no `deepspeed_config`, or asks for an unsupported feature:
-/// several machines, parallelism other than data parallelism, fp8.
+/// parallelism other than data parallelism, fp8.
 pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     let text = read_text(path, "the Accelerate configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
@@ -116,15 +116,26 @@ pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
             without_effect.join(", ")
         ));
     }
-    if let Some(count) = whole.get("num_processes").and_then(Value::as_u64)
-        && count > 1
-    {
-        file.notes.push(format!(
-            "num_processes is {count} in {}: `trainer launch --nproc {count}` starts that many ranks",
-            path.display()
-        ));
-    }
+    file.notes.extend(started_by(&whole, path));
     Ok(file)
+}
+
+/// Names the command that starts as many ranks as the configuration at `path` asks for, if there are several.
+fn started_by(whole: &Map<String, Value>, path: &Path) -> Option<String> {
+    let count = |key: &str| whole.get(key).and_then(Value::as_u64).unwrap_or(1);
+    // Accelerate counts the processes of all machines.
+    let (processes, machines) = (count("num_processes"), count("num_machines").max(1));
+    let named = path.display();
+    if machines > 1 {
+        let each = processes.div_ceil(machines);
+        Some(format!(
+            "num_processes is {processes} and num_machines is {machines} in {named}: `trainer launch --nnodes {machines} --node-rank R --rendezvous HOST:PORT --nproc {each}` on each machine starts that many ranks"
+        ))
+    } else {
+        (processes > 1).then(|| {
+            format!("num_processes is {processes} in {named}: `trainer launch --nproc {processes}` starts that many ranks")
+        })
+    }
 }
 
 /// Resolves a path as Accelerate does, from the working directory; if nothing is there, from the
@@ -188,15 +199,8 @@ fn fill_precision(tree: &mut Value, precision: &Value) -> Result<(), String> {
     Ok(())
 }
 
-/// Refuses several machines and any parallelism other than data parallelism.
+/// Refuses any parallelism other than data parallelism.
 fn check_parallelism(whole: &Map<String, Value>) -> Result<(), String> {
-    if whole
-        .get("num_machines")
-        .and_then(Value::as_u64)
-        .is_some_and(|count| count > 1)
-    {
-        return Err("num_machines is more than 1: a run uses one machine".into());
-    }
     let Some(Value::Object(parallel)) = whole.get("parallelism_config") else {
         return Ok(());
     };

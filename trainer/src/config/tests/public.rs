@@ -173,6 +173,15 @@ fn an_accelerate_configuration_may_name_deepspeeds_file() {
         "{:?}",
         run.notes
     );
+    let run = bench
+        .read("machines.yaml", &format!("{yaml}num_machines: 2\n"))
+        .unwrap();
+    let noted = |part: &str| run.notes.iter().any(|note| note.contains(part));
+    assert!(
+        noted("--nnodes 2") && noted("--nproc 1`"),
+        "{:?}",
+        run.notes
+    );
     // The error names the file that contains it.
     let wrong = with(&shape, json!({"zero_optimization": {"stage": 7}}));
     std::fs::write(bench.0.path().join("ds.json"), wrong.to_string()).unwrap();
