@@ -181,7 +181,7 @@ impl Driver {
             let logged = &mut self.in_trouble[index];
             match (&trouble, *logged) {
                 (Some(trouble), false) => tracing::error!("device {}: {trouble}", state.path),
-                (None, true) => tracing::info!("device {}: its trouble has ended", state.path),
+                (None, true) => tracing::info!("device {} has recovered", state.path),
                 _ => {}
             }
             *logged = trouble.is_some();
