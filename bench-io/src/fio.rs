@@ -22,7 +22,6 @@ pub(crate) struct Fio {
     pub(crate) version: String,
 }
 
-/// A job for fio.
 #[derive(Clone, Debug)]
 pub(crate) struct FioJob<'a> {
     /// fio's name of each access and the files it applies to, one job per file.

@@ -52,7 +52,6 @@ struct Part {
     next: u64,
 }
 
-/// Plan of a stream.
 #[derive(Clone, Debug)]
 pub(crate) struct StreamPlan {
     pub(crate) device: u32,

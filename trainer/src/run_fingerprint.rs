@@ -12,7 +12,6 @@ use offload_support::progress::{Audience, Progress, Unit};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::CheckpointName;
 
-/// Fingerprints of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunFingerprint {
     /// Step of the state.

@@ -19,33 +19,28 @@ pub enum Call {
     Open(OpenSession),
     /// Asks what the store knows of the session's job.
     DescribeJob {
-        /// Token of the session.
         token: SessionToken,
     },
     /// Defines the tiles of a job.
     Define {
-        /// Token of the session.
         token: SessionToken,
         /// All tiles of the job on this node.
         definition: JobDefinition,
     },
     /// Reserves tiles of one session alone.
     ReserveScratch {
-        /// Token of the session.
         token: SessionToken,
         /// Bytes of each tile.
         tile_bytes: Vec<u32>,
     },
     /// Chooses the generation to resume from.
     Resume {
-        /// Token of the session.
         token: SessionToken,
         /// Generation; 0 starts from nothing.
         generation: Generation,
     },
     /// Commits one rank's part of a generation.
     Commit {
-        /// Token of the session.
         token: SessionToken,
         /// The working generation.
         generation: Generation,
@@ -54,26 +49,22 @@ pub enum Call {
     },
     /// Confirms a generation that is prepared on every node.
     Confirm {
-        /// Token of the session.
         token: SessionToken,
         /// The prepared generation.
         generation: Generation,
     },
     /// Asks how far the session is, for a process that lost its connection.
     Reattach {
-        /// Token of the session.
         token: SessionToken,
     },
     /// Reports a tile that was read and is not what was written. Nothing is decided by it.
     ReportDamage {
-        /// Token of the session.
         token: SessionToken,
         /// Finding of the process.
         damage: Damage,
     },
     /// Ends the session in order.
     Close {
-        /// Token of the session.
         token: SessionToken,
     },
     /// Asks for the caller's jobs.
@@ -87,7 +78,6 @@ pub enum Call {
     DiscardUnreadable {
         /// Owner of the job; the server has checked that the caller may do this.
         uid: u32,
-        /// Name of the job.
         job: JobName,
     },
     /// Adds a device to the store. The driver has it already, behind the others: its index stays used even if the call is
@@ -116,7 +106,6 @@ pub struct NewDevice {
     pub id: DeviceId,
     /// Bytes of the data area, whole blocks.
     pub data_bytes: u64,
-    /// Measured rates.
     pub rates: MeasuredRates,
     /// Time of the addition.
     pub created_unix_s: u64,
@@ -208,7 +197,6 @@ pub enum Reply {
     ReportDamage {
         /// Owner of the job.
         uid: u32,
-        /// Name of the job.
         job: JobName,
     },
     /// The session's I/O has ended.
@@ -357,7 +345,6 @@ pub struct GenerationRecord {
 /// A line of the list of jobs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct JobSummary {
-    /// Name of the job.
     pub job: JobName,
     /// Owner of the job.
     pub uid: u32,

@@ -32,7 +32,6 @@ pub enum Event {
         call: CallId,
         /// Caller.
         peer: Peer,
-        /// The call.
         request: Call,
     },
     /// The arena, rings and descriptors of a session were made, or could not be made, and the open is refused.
@@ -44,7 +43,6 @@ pub enum Event {
     },
     /// The process has taken its descriptors over the second socket.
     Attached {
-        /// The session.
         session: SessionId,
     },
     /// One unchecked entry, copied out of the submission ring.
@@ -78,7 +76,6 @@ pub enum Event {
     HandOver,
     /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
     PeerGone {
-        /// The session.
         session: SessionId,
     },
 }
@@ -145,7 +142,6 @@ pub enum Action {
     },
     /// Close a device that has left the store; nothing is in flight on it.
     ForgetDevice {
-        /// The device.
         device: DeviceIndex,
     },
     /// Unmap, unregister and close the arena of a session whose I/O has ended.
@@ -155,7 +151,6 @@ pub enum Action {
     },
     /// Close the descriptor socket of a peer that broke the protocol. [`Action::DropArena`] follows when its I/O has ended.
     Evict {
-        /// The session.
         session: SessionId,
         /// Reason, for the log.
         why: Fault,

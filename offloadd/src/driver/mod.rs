@@ -124,7 +124,6 @@ pub struct Running {
     pub handle: DriverHandle,
     /// "uring", "aio" or "psync".
     pub engine: &'static str,
-    /// Reason for this engine.
     pub engine_reason: String,
     /// Reason why the store is read-only, if it is.
     pub read_only: Option<String>,

@@ -49,7 +49,6 @@ impl Traffic {
 /// Completed operations on a device, or of a job's tiles.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Reads.
     pub read: Traffic,
     /// Writes.
     pub written: Traffic,
@@ -125,9 +124,7 @@ pub struct JobView {
 /// Bytes that a measurement or a scrub moves without the queue.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MovedBeside {
-    /// Bytes read.
     pub read_bytes: u64,
-    /// Bytes written.
     pub written_bytes: u64,
 }
 

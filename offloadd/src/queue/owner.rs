@@ -19,7 +19,6 @@ pub enum Owner {
         job_weight: u32,
         /// Any number that identifies the job.
         job: u64,
-        /// The session.
         session: SessionId,
     },
 }

@@ -28,13 +28,11 @@ use crate::store::superblock::StoreId;
 pub struct About {
     /// Engine: "uring", "aio" or "psync".
     pub engine: &'static str,
-    /// Reason for this engine.
     pub engine_reason: String,
     /// Whether memory can be locked.
     pub lock: LockOutlook,
     /// Socket from which processes fetch descriptors.
     pub descriptor_socket: PathBuf,
-    /// ID of the store.
     pub store: StoreId,
     /// `sessions_max` of the settings.
     pub sessions_max: u32,

@@ -33,7 +33,6 @@ const PATH_BYTES_MAX: usize = 256;
 /// All jobs and devices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Catalog {
-    /// The store.
     pub store: StoreId,
     /// Number of catalogs written; of two sound copies the higher one is the newer.
     pub sequence: u64,

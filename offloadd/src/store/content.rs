@@ -10,7 +10,6 @@ use super::definition::{JobDefinition, JobName};
 use super::manifest::{Mark, SlotContent, Version, resumable};
 use super::recover::RecoveredJob;
 
-/// A job.
 #[derive(Clone, Debug)]
 pub struct JobContent {
     /// Owner.

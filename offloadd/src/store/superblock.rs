@@ -30,7 +30,6 @@ pub struct DeviceId(pub [u8; 16]);
 /// A device's superblock, checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// The store.
     pub store: StoreId,
     /// Number of this device in the store, never reused.
     pub number: u32,

@@ -19,7 +19,6 @@ pub(crate) const MAGIC: [u8; 8] = *b"OFFLDEF1";
 /// Place of one version of a tile; its length is the tile's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Extent {
-    /// Index of the device.
     pub device: DeviceIndex,
     /// First byte on the device.
     pub offset: u64,

@@ -44,7 +44,6 @@ pub struct Report {
 pub struct UndecidedJob {
     /// Owner.
     pub uid: u32,
-    /// Name of the job.
     pub job: JobName,
     /// Newest readable generation; 0 if there is none.
     pub generation: Generation,
@@ -52,7 +51,6 @@ pub struct UndecidedJob {
     pub differing_count: u64,
 }
 
-/// A device and its wear.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceWear {
     /// Index in the list it was opened from.
@@ -79,7 +77,6 @@ pub struct DamagedTile {
     pub offset: u64,
     /// Owner of the job.
     pub uid: u32,
-    /// Name of the job.
     pub job: JobName,
     /// Index in the job's table.
     pub tile: TileIndex,

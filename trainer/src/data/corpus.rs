@@ -36,7 +36,6 @@ pub(super) struct Part {
     pub(super) setting: &'static str,
     pub(super) entries: Vec<DataFile>,
     pub(super) found: Found,
-    /// Formats of the records.
     pub(super) records: Vec<RecordFormat>,
     /// Kind of the documents, if there are any.
     pub(super) kind: Option<Kind>,

@@ -63,7 +63,6 @@ pub struct Exported {
     pub bytes: u64,
 }
 
-/// Error of an export.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     #[error(transparent)]

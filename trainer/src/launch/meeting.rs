@@ -68,7 +68,6 @@ impl std::fmt::Display for Member {
     }
 }
 
-/// Error of a meeting.
 #[derive(Debug, thiserror::Error)]
 pub enum MeetingError {
     #[error(transparent)]

@@ -35,7 +35,6 @@ pub struct Adopted {
     pub peer: Peer,
     /// Name of the job among those of the peer's uid.
     pub job: JobName,
-    /// Token of the session.
     pub token: SessionToken,
     /// Geometry of the arena.
     pub geometry: Geometry,

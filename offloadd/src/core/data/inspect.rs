@@ -19,7 +19,6 @@ const TILES_A_LOOK: usize = 256;
 pub struct At {
     /// Owner.
     pub uid: u32,
-    /// The job.
     pub name: JobName,
     /// First tile that was not returned yet.
     pub tile: usize,
@@ -28,7 +27,6 @@ pub struct At {
 /// A committed version of a tile, and its extent.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommittedTile {
-    /// Index of the tile.
     pub tile: TileIndex,
     /// Generation of the newest record that names the version.
     pub generation: Generation,

@@ -18,7 +18,6 @@ use crate::store::definition::check_tile_bytes;
 use crate::store::manifest::Version;
 use crate::store::tile_table::Extent;
 
-/// A scratch tile.
 #[derive(Debug)]
 pub(super) struct ScratchTile {
     pub(super) extent: Extent,

@@ -32,7 +32,6 @@ pub struct JobState {
     pub reserved_bytes: u64,
     /// Weights in the drives' queues.
     pub weights: Weights,
-    /// Sessions.
     pub session_count: u64,
     /// Host memory of the sessions.
     pub arena_bytes: u64,

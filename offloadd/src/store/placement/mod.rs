@@ -54,7 +54,6 @@ pub struct Reservation {
 /// Why a job does not fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NoRoom {
-    /// Bytes needed.
     pub needed_bytes: u64,
     /// Bytes free on each device.
     pub free_bytes: Vec<u64>,

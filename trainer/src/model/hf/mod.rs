@@ -25,7 +25,6 @@ use super::{Architecture, Biases, ConfigError, Dropout, Mlp, ModelConfig, Window
 /// Contents of a `config.json`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct HfModel {
-    /// The model.
     pub config: ModelConfig,
     /// Dropout rates in training.
     pub dropout: Dropout,

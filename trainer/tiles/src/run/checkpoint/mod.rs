@@ -15,7 +15,6 @@
 //! leaves only complete checkpoints under final names. Tiles are found by unit and element, in any order: any
 //! number of ranks can read what any number wrote. A damaged file is reported before any tile of it is used.
 //! Reading a checkpoint needs nothing outside its directory.
-//! reported before any tile of it is used. A checkpoint is read without anything outside its directory.
 
 mod description;
 mod dir;
