@@ -50,7 +50,6 @@ impl Traffic {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
     pub read: Traffic,
-    /// Writes.
     pub written: Traffic,
     /// Flushes of a device; empty for a job, because a flush covers all jobs.
     pub flushed: Traffic,

@@ -2,7 +2,7 @@
 //! steps run. They become a checkpoint when all ranks' files are on their drive.
 //!
 //! ```text
-//!   begin ─▶ each rank: copies ─▶ tiles.RANK, flushed ─▶ all ranks done ─▶ first rank: save.json, rename ─▶ old ones removed
+//!   begin ─▶ each rank: copies ─▶ tiles.RANK, flushed ─▶ all ranks done ─▶ first rank: checkpoint.json, rename ─▶ old ones removed
 //!   before    while updates run        during the next steps                     during the next steps
 //!   the updates
 //! ```

@@ -1,7 +1,7 @@
 """Checkpoints: copies of a run's tiles and state in a directory of the caller's.
 
     DIR/TAG/tiles.0     parameters and optimizer state, in the native trainer's format, with a fingerprint
-    DIR/TAG/save.json   what the tiles are, and fingerprints of the other files
+    DIR/TAG/checkpoint.json   what the tiles are, and fingerprints of the other files
     DIR/TAG/state.pt    scheduler, random numbers, position in the data, and the caller's own state
     DIR/latest          the newest tag
 

@@ -2,7 +2,7 @@
 
 Processes, devices and samplers are those of Lightning's strategy `ddp`. A checkpoint is a directory:
 
-    PATH/tiles.N, save.json, state.pt   trained parameters and optimizer state: see `_checkpoint`
+    PATH/tiles.N, checkpoint.json, state.pt   trained parameters and optimizer state: see `_checkpoint`
     PATH/weights.safetensors            the model's weights, for other programs and for `test` in another process
     PATH/lightning.N.pt                 rank N's progress, callbacks, schedulers, random numbers and position in its data
 

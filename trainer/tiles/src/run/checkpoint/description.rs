@@ -1,4 +1,4 @@
-//! `save.json`: the description of a checkpoint, with a fingerprint of each of its files and of itself.
+//! `checkpoint.json`: the description of a checkpoint, with a fingerprint of each of its files and of itself.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -16,7 +16,7 @@ const VERSION: u64 = 1;
 /// Size limit of a description.
 const BYTES_MAX: u64 = 4 << 20;
 
-/// The contents of `save.json`.
+/// The contents of `checkpoint.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct CheckpointDescription {
     /// Steps done when it was made.
@@ -120,7 +120,7 @@ impl CheckpointDescription {
 }
 
 fn path(dir: &Path) -> std::path::PathBuf {
-    dir.join("save.json")
+    dir.join("checkpoint.json")
 }
 
 fn fingerprint_of(checkpoint: &Value) -> u64 {

@@ -1,11 +1,11 @@
 //! Checkpoints: copies of every tile and of the run's state after one step, each in its own directory.
 //!
 //! ```text
-//!   checkpoints/step-00000040/save.json   step, layout, the run's state, and fingerprints of the other files
-//!   checkpoints/step-00000040/tiles.0     tiles of rank 0, tiles.1 of rank 1, ...
-//!   checkpoints/step-00000050.partial     a checkpoint that is being written, or was interrupted
-//!   checkpoints/step-00000030.removed     a checkpoint that is being removed
-//!   checkpoints/aside-1/step-00000045     newer than the checkpoint that the run returned to, with a copy of metrics.jsonl
+//!   checkpoints/step-00000040/checkpoint.json   step, layout, the run's state, and fingerprints of the other files
+//!   checkpoints/step-00000040/tiles.0           tiles of rank 0, tiles.1 of rank 1, ...
+//!   checkpoints/step-00000050.partial           a checkpoint that is being written, or was interrupted
+//!   checkpoints/step-00000030.removed           a checkpoint that is being removed
+//!   checkpoints/aside-1/step-00000045           newer than the checkpoint that the run returned to, with a copy of metrics.jsonl
 //!
 //!   tiles.N    "OFFLSAV1" | tile... | u64::MAX | fingerprint u64 of all preceding bytes
 //!   a tile     unit u64 | first element u64 | param bytes u64 | state bytes u64 | param | state

@@ -185,7 +185,7 @@ fn a_changed_description_is_refused_or_equivalent() {
     let checkpoints = Checkpoints::of(dir.path());
     checkpoint(&checkpoints, 1, 2);
     let dir = checkpoints.at(1).unwrap();
-    let path = dir.join("save.json");
+    let path = dir.join("checkpoint.json");
     let good = fs::read(&path).unwrap();
     let whole = Checkpoint::open(&dir, 0).unwrap().description;
     let mut refused = 0;
@@ -199,7 +199,7 @@ fn a_changed_description_is_refused_or_equivalent() {
                 Ok(checkpoint) => assert_eq!(checkpoint.description, whole, "byte {byte}"),
                 Err(error) => {
                     let text = error.to_string();
-                    assert!(text.contains("save.json"), "byte {byte}: {text}");
+                    assert!(text.contains("checkpoint.json"), "byte {byte}: {text}");
                     refused += 1;
                 }
             }
@@ -210,7 +210,7 @@ fn a_changed_description_is_refused_or_equivalent() {
     let newer = text.replace("\n  \"version\": 1", "\n  \"version\": 7");
     fs::write(&path, newer).unwrap();
     let text = Checkpoint::open(&dir, 0).unwrap_err().to_string();
-    assert!(text.contains("save.json has format version 7"), "{text}");
+    assert!(text.contains("checkpoint.json has format version 7"), "{text}");
     let text = Checkpoint::open(dir.parent().unwrap(), 0).unwrap_err();
     assert!(
         text.to_string().contains("there is no checkpoint in "),
@@ -265,7 +265,7 @@ fn a_repeated_step_has_its_newer_checkpoint() {
     checkpoint(&checkpoints, 1, 1);
     assert_eq!(names(checkpoints.path()), ["step-00000001"]);
     let newest = checkpoints.at(1).unwrap();
-    assert_eq!(names(&newest), ["save.json", "tiles.0"]);
+    assert_eq!(names(&newest), ["checkpoint.json", "tiles.0"]);
     assert_eq!(read(&newest, 2).unwrap(), 1);
 }
 
