@@ -63,7 +63,7 @@ def test_a_script_with_deepspeeds_interface_runs_unmodified_and_what_is_missing_
     assert [float(one) for line in lines if line.startswith("losses") for one in line.split()[1:]] == pytest.approx(plain_losses(), rel=1e-6)
     refused = [line for line in lines if line.startswith("refused NotSupported deepspeed.")]
     assert len(refused) == 5 and all("is not supported by offloadd" in line for line in refused)
-    assert "pipelines are not built" in refused[0] and "pipelines are not built" in refused[4]
+    assert "pipelines are not supported" in refused[0] and "pipelines are not supported" in refused[4]
     assert not list(tmp_path.glob("offloadd-building-*"))
 
 

@@ -39,7 +39,7 @@ _LOSSY = "leave it out: it changes weights or gradients"
 _IN_ORDER = "leave it out: the data comes in the order of the script's loader"
 _NO_NETWORK = "offloadd does not use the network: set enabled = false, and upload metrics.jsonl of the run directory, or the files of tensorboard"
 
-# DeepSpeed's keys that ask for what is not built, with what to do; they are accepted when they are off.
+# DeepSpeed's keys that ask for something unsupported, with what to do; they are accepted when they are off.
 _REFUSED = {
     "torch_autocast": "use bf16.enabled = true",
     "amp": "use bf16.enabled = true",
@@ -178,7 +178,7 @@ def read(config: Config) -> Mapping[str, Any]:
 
 def settings_of(config: Config) -> Settings:
     """Reads a file or a dict. Raises `Error` for unknown keys, with the one that was probably meant, and `NotSupported` for
-    what is not built."""
+    something unsupported."""
     default_dir = Path("offloadd-run").absolute()
     if not isinstance(config, Mapping):
         default_dir = Path(config).absolute().with_name(f"offloadd-{Path(config).stem}")
@@ -325,7 +325,7 @@ def _precision(config: Mapping[str, Any]) -> Optional[str]:
 
 
 def _check(found: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Refuses what is unknown or not built; returns the keys without effect."""
+    """Refuses what is unknown or not supported; returns the keys without effect."""
     without_effect = []
     for key, value in found.items():
         path = prefix + key

@@ -29,18 +29,18 @@ _DOC = 'see "Scripts that use DeepSpeed" in docs/pytorch.md'
 
 # What to use instead of each missing name.
 _INSTEAD = {
-    "pipe": "pipelines are not built: train the model as one module",
-    "PipelineModule": "pipelines are not built: train the model as one module",
-    "moe": "expert parallelism is not built: use the experts of the model itself",
+    "pipe": "pipelines are not supported: train the model as one module",
+    "PipelineModule": "pipelines are not supported: train the model as one module",
+    "moe": "expert parallelism is not supported: use the experts of the model itself",
     "init_inference": "only training is done here: call the model itself",
     "InferenceEngine": "only training is done here: call the model itself",
-    "tp_model_init": "tensor parallelism is not built: leave tensor_parallel out of the configuration",
+    "tp_model_init": "tensor parallelism is not supported: leave tensor_parallel out of the configuration",
     "compression": "it changes weights: leave it out",
     "OnebitAdam": "gradients are not compressed: use AdamW",
     "DeepSpeedCPUAdagrad": "the engine updates with Adam or AdamW: use torch.optim.AdamW",
     "DeepSpeedCPULion": "the engine updates with Adam or AdamW: use torch.optim.AdamW",
-    "sequence_parallel": "sequence parallelism is not built: leave it out",
-    "groups": "groups of ranks for model parallelism are not built",
+    "sequence_parallel": "sequence parallelism is not supported: leave it out",
+    "groups": "groups of ranks for model parallelism are not supported",
 }
 
 

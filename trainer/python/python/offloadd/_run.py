@@ -763,7 +763,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
                 raise NotSupported(f"{type(optimizer).__name__} with {key}=True: leave it out")
         decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
-            raise NotSupported("Adam with weight_decay adds the decay to the gradient, which is not built: use torch.optim.AdamW, which decays the weight")
+            raise NotSupported("Adam with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight")
     if optimizer.state:
         raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
 
