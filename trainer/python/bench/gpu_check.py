@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks door speed
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks hf_trainer speed
 
 Without names all parts but speed, and ranks only where there are two GPUs:
 
-bits      losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
-pressure  a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
-tiers     none, cpu, nvme, immediate and deferred: equal losses and weights
-scaler    autocast with fp16 and GradScaler, the same with and without offload
-resume    a script that is killed and started again ends with the bits of an unbroken one
-ranks     two processes on two GPUs: the bits of one where their batches are equal, close to one where each has half of a batch, killed
-          and resumed, one that is lost, and orders that differ
-door      Hugging Face's Trainer with a DeepSpeed JSON below `offloadd-run --nproc N` on all GPUs, killed and resumed: the same bits
-speed     rows of trainer/bench/table.py: this package, the native trainer, FSDP2, DeepSpeed, in host memory and on drives (root)
+bits        losses, gradients and norms against plain PyTorch's on the GPU, deterministic algorithms, equal bits
+pressure    a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
+tiers       none, cpu, nvme, immediate and deferred: equal losses and weights
+scaler      autocast with fp16 and GradScaler, the same with and without offload
+resume      a script that is killed and started again ends with the bits of an unbroken one
+ranks       two processes on two GPUs: the bits of one where their batches are equal, close to one where each has half of a batch, killed
+            and resumed, one that is lost, and orders that differ
+hf_trainer  Hugging Face's Trainer with a DeepSpeed JSON below `offloadd-run --nproc N` on all GPUs, killed and resumed: the same bits
+speed       rows of trainer/bench/table.py: this package, the native trainer, FSDP2, DeepSpeed, in host memory and on drives (root)
 
 Needs torch with CUDA and transformers, the extension (`make python`), and the programs in --bin: offloadd; for speed also trainer and
 bench-io.
@@ -447,7 +447,7 @@ class Checks:
                 print("step", run.steps_done, loss.item().hex(), flush=True)
             print("weights", digest(model), flush=True)
 
-    def door(self):
+    def hf_trainer(self):
         count = torch.cuda.device_count() if self.device == "cuda" else 2
         script = HERE.parent / "tests/scripts/hf_trainer.py"
         python = str(HERE.parent / "python")
@@ -474,9 +474,9 @@ class Checks:
             check(status == (-signal.SIGKILL if kill_at else 0), f"status {status}: {sorted(found)[-5:]}")
             return found
 
-        whole = lines("door-whole")
-        lines("door-cut", "step 5")
-        resumed = lines("door-cut")
+        whole = lines("hf-trainer-whole")
+        lines("hf-trainer-cut", "step 5")
+        resumed = lines("hf-trainer-cut")
         began = [line for line in resumed if line.startswith("resumed")]
         check(began and began != ["resumed 0"], f"it did not resume: {began}")
         last = lambda found: sorted(line for line in found if line.startswith("done"))
@@ -499,7 +499,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "scaler", "resume", "ranks", "door", "speed")
+    parts = ("bits", "pressure", "tiers", "scaler", "resume", "ranks", "hf_trainer", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")

@@ -213,15 +213,15 @@ class Case:
         checkpoint = out / ("epoch_0" if self.twin else f"checkpoint-{STEPS_PER_EPOCH}")
         if resume:
             script += ["--resume_from_checkpoint", str(checkpoint)]
-        door = [sys.executable, "-m", "offloadd.launch"]
+        starter = [sys.executable, "-m", "offloadd.launch"]
         if not offloaded:
             ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.nproc)] if self.nproc > 1 else []
             command = [sys.executable, *ranks, *script, *([] if self.twin else ["--use_cpu"])]
         elif self.twin:
             launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(self.work / "zero3.yaml")]
-            command = [*door, "--", *launch, *script]
+            command = [*starter, "--", *launch, *script]
         else:
-            command = [*door, "--nproc", str(self.nproc), *script, "--deepspeed", str(self.work / "ds.json")]
+            command = [*starter, "--nproc", str(self.nproc), *script, "--deepspeed", str(self.work / "ds.json")]
         paths = [str(self.site), str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         more |= {"HF_DATASETS_CACHE": str(self.site.parent / "cache"), "TOKENIZERS_PARALLELISM": "false"}

@@ -14,7 +14,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: make test
 import forks  # noqa: E402
 from offloadd._state import random_state  # noqa: E402
 from offloadd.hf import write_random_state  # noqa: E402
-from test_doors import below_offloadd_run  # noqa: E402
+from test_entry_points import below_offloadd_run  # noqa: E402
 from test_runs import HERE, config, lines_of, needs_daemon  # noqa: E402
 
 # transformers fills in the Trainer's arguments. Without a section `optimizer`, the Trainer makes its own: no decay of biases and norms.
