@@ -121,7 +121,7 @@ def test_what_cannot_be_started_is_said_with_what_to_do(tmp_path):
         assert "torch" not in result.stderr
 
 
-def test_offloadd_run_refuses_once_the_real_one_is_imported(tmp_path):
+def test_as_deepspeed_refuses_once_the_real_one_is_imported(tmp_path):
     (tmp_path / "deepspeed.py").write_text("")
     code = "import deepspeed, offloadd.as_deepspeed"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(tmp_path)])}
