@@ -525,7 +525,7 @@ impl Training {
         self.ranks.nodes() > 1 && self.settings.placement.has_store()
     }
 
-    /// Commits or saves the last finished step.
+    /// Commits the last finished step, or writes a checkpoint of it.
     pub(super) fn keep(&mut self) -> Result<(), TrainError> {
         reach(Point::Draining);
         (self.ranks).together::<_, TrainError>("committing the last step", || {
