@@ -1,4 +1,4 @@
-//! `trainer plan`: plans a run, plans a model without a run, or prints a table of models.
+//! `trainer plan`: plans a run, or a model without a run.
 
 use std::path::{Path, PathBuf};
 
