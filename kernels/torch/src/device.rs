@@ -170,20 +170,6 @@ pub fn gpu_memory(gpu: &Gpu, reset: bool) -> Result<TorchMemory, TorchError> {
     })
 }
 
-/// Frees torch's cached device memory. Waits for the device.
-///
-/// # Errors
-/// torch's error.
-pub fn empty_gpu_cache() -> Result<(), TorchError> {
-    // SAFETY: no pointer goes in; the message is checked here and used nowhere else.
-    unsafe {
-        ffi::check(
-            "giving back the GPU's memory",
-            ffi::offload_gpu_empty_cache(),
-        )
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

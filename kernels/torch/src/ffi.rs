@@ -47,8 +47,6 @@ unsafe extern "C" {
         reset: c_int,
     ) -> *mut c_char;
 
-    pub(crate) fn offload_gpu_empty_cache() -> *mut c_char;
-
     /// Creates a tensor over device memory; freeing its storage calls `release(owner)` on any thread. After an error it
     /// is never called.
     pub(crate) fn offload_gpu_tensor(

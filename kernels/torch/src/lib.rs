@@ -37,8 +37,8 @@ mod settings;
 pub use attention::{attention_of_documents, has_attention_of_documents};
 pub use autograd::vjp;
 pub use device::{
-    CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, empty_gpu_cache,
-    gpu_memory, load_gpu_half, use_gpu,
+    CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, gpu_memory,
+    load_gpu_half, use_gpu,
 };
 pub use memory::{HostBuffer, is_shared, with_tensor_over};
 pub use settings::{set_deterministic, set_threads};

@@ -105,10 +105,6 @@ char *offload_gpu_memory(int index, uint64_t *allocated_peak, uint64_t *reserved
     });
 }
 
-char *offload_gpu_empty_cache() {
-    return guarded([&] { c10::getDeviceAllocator(c10::DeviceType::CUDA)->emptyCache(); });
-}
-
 // After an error `release` is not called: the caller still owns `owner`.
 char *offload_gpu_tensor(void *address, int scalar_type, const int64_t *sizes, const int64_t *strides, size_t dims,
                          int index, void *owner, void (*release)(void *), void **result) {
