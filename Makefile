@@ -133,7 +133,7 @@ deny:
 	$(CARGO) deny check
 
 bench: build python
-	target/release/bench-io --directory .
+	target/release/bench-io scale --directory .
 	@if [ ! -x $(PYTHON) ]; then \
 		echo "skipped: the Python package: no $(PYTHON) with torch and transformers; make test-tools installs it (5 GB)"; exit; \
 	fi; \

@@ -47,32 +47,22 @@ use anyhow::Result;
 use clap::{Parser, Subcommand};
 use offload_support::{console, errln};
 
-use crate::cli::canonical::CanonicalArgs;
 use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
 use crate::cli::testdrives::TestdrivesArgs;
 use crate::cli::training::TrainingArgs;
 
 /// Measures drives with tiles, directly and through offloadd.
-///
-/// Without a command: writes tiles in order through a private daemon, commits them, reads them back with checksums, and
-/// then moves the same bytes through the same engine without the daemon. Everything is written once before, unmeasured.
-/// Needs two and a half times SIZE of free space in the directory.
 #[derive(Parser)]
 #[command(
     version,
-    args_conflicts_with_subcommands = true,
     after_help = "Examples:
-  bench-io                                              # in the current directory, after a question
-  bench-io --directory /mnt/nvme0 --size 16GiB
-  bench-io --directory . --tile 1MiB --iodepth 64 --json
-  bench-io run --directory /mnt/nvme0 --rw randread --bs 64k"
+  bench-io scale --directory /mnt/nvme0                        # through the daemon, beside fio
+  bench-io run --directory /mnt/nvme0 --rw randread --bs 64k   # one job in fio's terms"
 )]
 struct Arguments {
     #[command(subcommand)]
-    command: Option<Command>,
-    #[command(flatten)]
-    canonical: CanonicalArgs,
+    command: Command,
 }
 
 #[derive(Subcommand)]
@@ -112,15 +102,14 @@ fn main() -> ExitCode {
 
 fn run(arguments: Arguments) -> Result<()> {
     // The other program handles its own signals.
-    if !matches!(arguments.command, Some(Command::EndWith { .. })) {
+    if !matches!(arguments.command, Command::EndWith { .. }) {
         stop::listen()?;
     }
     match arguments.command {
-        None => cli::canonical::run(&arguments.canonical),
-        Some(Command::Run(args)) => cli::run::run(args),
-        Some(Command::Scale(args)) => cli::scale::run(args),
-        Some(Command::Training(args)) => cli::training::run(&args),
-        Some(Command::Testdrives(args)) => cli::testdrives::run(args),
-        Some(Command::EndWith { parent, program }) => child::become_program(parent, &program),
+        Command::Run(args) => cli::run::run(args),
+        Command::Scale(args) => cli::scale::run(args),
+        Command::Training(args) => cli::training::run(&args),
+        Command::Testdrives(args) => cli::testdrives::run(args),
+        Command::EndWith { parent, program } => child::become_program(parent, &program),
     }
 }

@@ -1,6 +1,5 @@
 //! One module per command: its options and its output.
 
-pub(crate) mod canonical;
 pub(crate) mod run;
 pub(crate) mod scale;
 pub(crate) mod testdrives;

@@ -1,6 +1,5 @@
 //! Tests the commands of bench-io as a user calls them.
 
-mod canonical;
 mod gpu;
 mod harness;
 mod killed;
