@@ -11,7 +11,7 @@ use crate::fio::Fio;
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
 use crate::report;
-use crate::scale::{self, ScalePlan, ScaleReport, page, picture};
+use crate::scale::{self, ScalePlan, ScaleReport, picture};
 use crate::testdrives::{DrivesPlan, OwnDrives, RateLimit};
 use crate::units::{Bytes, Rate};
 
@@ -94,7 +94,7 @@ pub(crate) struct ScaleArgs {
     /// Fail when a row is further than this from the rate limit
     #[arg(long, value_name = "PERCENT")]
     tolerance: Option<f64>,
-    /// Write scale.json, scale.svg and scale.html to this directory
+    /// Write scale.json and scale.svg to this directory
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
     /// Print one JSON object
@@ -252,7 +252,6 @@ fn leave(out: &Path, report: &ScaleReport) -> Result<()> {
     for (name, text) in [
         ("scale.json", serde_json::to_string_pretty(report)?),
         ("scale.svg", picture::svg(report)),
-        ("scale.html", page::html(report)),
     ] {
         let path = out.join(name);
         std::fs::write(&path, text).with_context(|| format!("writing {}", path.display()))?;

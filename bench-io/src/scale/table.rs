@@ -11,7 +11,7 @@ impl fmt::Display for ScaleReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "{HEAD}")?;
         for row in &self.rows {
-            writeln!(f, "{}", RowText(row))?;
+            writeln!(f, "| {} |", cells(row).join(" | "))?;
         }
         if let Some(fio) = self.rows.iter().rev().find_map(|row| row.fio.as_ref()) {
             writeln!(f, "\nfio's last command: `{}`", fio.command)?;
@@ -60,32 +60,8 @@ const HEAD: &str = "\
 | drives | bs | in flight | | through offloadd | of the limit | p50, p99, p99.9, max | fio | offloadd/fio | one thread | CPU s/GB: offloadd, bench-io, fio |
 |---|---|---|---|---|---|---|---|---|---|---|";
 
-/// One row of the table.
-struct RowText<'a>(&'a Row);
-
-impl fmt::Display for RowText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "| {} |", cells(self.0).join(" | "))
-    }
-}
-
-/// Column heads.
-pub(super) const COLUMNS: [&str; 11] = [
-    "drives",
-    "bs",
-    "in flight",
-    "",
-    "through offloadd",
-    "of the limit",
-    "p50, p99, p99.9, max",
-    "fio",
-    "offloadd/fio",
-    "one thread",
-    "CPU s/GB: offloadd, bench-io, fio",
-];
-
-/// Cells of a row, shared with the HTML page.
-pub(super) fn cells(row: &Row) -> [String; 11] {
+/// Cells of a row of the table.
+fn cells(row: &Row) -> [String; 11] {
     let nothing = String::new;
     let percent = |share: f64| format!("{:.1} %", 100.0 * share);
     let ours = row.daemon_bytes_per_s();

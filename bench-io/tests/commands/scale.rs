@@ -25,7 +25,7 @@ const TWO_DRIVES: [&str; 13] = [
 ];
 
 #[test]
-fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
+fn two_rate_limited_drives_give_twice_what_was_set_and_a_picture_shows_it() {
     if cannot_make_testdrives() {
         return;
     }
@@ -69,7 +69,7 @@ fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
     // Without its limit the machine is faster, so the limit was measured above.
     assert!(rate(3, "read") > 240e6, "{report}");
     let read = |name: &str| std::fs::read_to_string(out.path().join(name)).unwrap();
-    let (svg, html) = (read("scale.svg"), read("scale.html"));
+    let svg = read("scale.svg");
     assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
     for line in [
         "limit set: 60.0 MB/s read and 30.0 MB/s written per drive",
@@ -77,8 +77,6 @@ fn two_rate_limited_drives_give_twice_what_was_set_and_one_page_shows_it() {
     ] {
         assert!(svg.contains(line), "{line}: {svg}");
     }
-    assert!(html.contains(svg.trim()) && html.contains("<td>both</td>") && html.contains("p99.9"));
-    assert!(!html.contains("<script") && !html.contains("src="));
     let stored: Value = serde_json::from_str(&read("scale.json")).unwrap();
     assert_eq!(stored["rows"].as_array().unwrap().len(), rows.len());
 }
