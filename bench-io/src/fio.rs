@@ -26,14 +26,9 @@ pub(crate) struct Fio {
 pub(crate) struct FioJob<'a> {
     /// fio's name of each access and the files it applies to, one job per file.
     pub(crate) streams: &'a [(&'static str, &'a [PathBuf])],
-    /// Percentage of reads in a mix.
-    pub(crate) read_percent: Option<u32>,
-    /// Jobs per file, each with its part of the bytes.
-    pub(crate) jobs: u32,
     pub(crate) bs: u32,
     pub(crate) iodepth: u32,
     pub(crate) size: u64,
-    pub(crate) direct: bool,
     pub(crate) ramp: Duration,
     pub(crate) runtime: Duration,
 }
@@ -136,16 +131,15 @@ impl Fio {
 }
 
 fn words(job: &FioJob) -> Vec<OsString> {
-    let blocks = job.size / u64::from(job.bs) / u64::from(job.jobs);
-    let part_bytes = blocks * u64::from(job.bs);
-    let mut words = vec![
+    let bytes = job.size / u64::from(job.bs) * u64::from(job.bs);
+    let words = vec![
         "--ioengine=io_uring".to_owned(),
-        format!("--direct={}", u8::from(job.direct)),
+        "--direct=1".into(),
         "--fixedbufs=1".into(),
         "--registerfiles=1".into(),
         format!("--bs={}", job.bs),
         format!("--iodepth={}", job.iodepth),
-        format!("--size={part_bytes}"),
+        format!("--size={bytes}"),
         "--time_based=1".into(),
         format!("--ramp_time={}ms", job.ramp.as_millis()),
         format!("--runtime={}ms", job.runtime.as_millis()),
@@ -156,13 +150,6 @@ fn words(job: &FioJob) -> Vec<OsString> {
         // Percentiles of several jobs do not add up; fio merges their histograms.
         "--group_reporting=1".into(),
     ];
-    if job.jobs > 1 {
-        words.push(format!("--numjobs={}", job.jobs));
-        words.push(format!("--offset_increment={part_bytes}"));
-    }
-    if let Some(percent) = job.read_percent {
-        words.push(format!("--rwmixread={percent}"));
-    }
     let mut words: Vec<OsString> = words.into_iter().map(OsString::from).collect();
     for (rw, files) in job.streams {
         for (index, file) in files.iter().enumerate() {
@@ -265,26 +252,21 @@ mod tests {
     }
 
     #[test]
-    fn jobs_on_one_file_have_parts_of_their_own() {
+    fn each_file_has_a_job_and_its_colons_are_escaped() {
         let file = ["/x", "/dev/disk/by-path/a:b"].map(PathBuf::from);
         let job = FioJob {
-            streams: &[("randrw", &file)],
-            read_percent: Some(70),
-            jobs: 3,
+            streams: &[("read", &file)],
             bs: 4096,
             iodepth: 8,
-            size: 40_960,
-            direct: true,
+            size: 40_961,
             ramp: Duration::ZERO,
             runtime: Duration::from_secs(1),
         };
         let words = shell::command(words(&job));
         for word in [
-            "--size=12288",
-            "--numjobs=3 --offset_increment=12288",
-            "--rwmixread=70",
-            "--rw=randrw --filename=/x",
-            "--name=randrw1 --rw=randrw '--filename=/dev/disk/by-path/a\\:b'",
+            "--size=40960",
+            "--rw=read --filename=/x",
+            "--name=read1 --rw=read '--filename=/dev/disk/by-path/a\\:b'",
         ] {
             assert!(words.contains(word), "{word}: {words}");
         }

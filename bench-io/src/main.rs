@@ -17,7 +17,6 @@ mod confirm;
 mod docs;
 mod drive;
 mod fio;
-mod fio_compare;
 mod job;
 mod job_file;
 mod load;

@@ -230,7 +230,7 @@ fn device_target(job: &Job, files: &[PathBuf]) -> TargetPlan {
 }
 
 /// Divides a job's depth among its files, at least one operation each.
-pub(crate) fn depth_of_file(job: &Job, files: usize) -> u32 {
+fn depth_of_file(job: &Job, files: usize) -> u32 {
     (job.iodepth / files as u32).max(1)
 }
 

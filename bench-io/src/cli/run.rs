@@ -7,8 +7,6 @@ use clap::Args;
 
 use crate::bench::Bench;
 use crate::confirm;
-use crate::fio::Fio;
-use crate::fio_compare::FioCompare;
 use crate::job::{Job, JobOptions};
 use crate::job_file::{self, IdleOptions};
 use crate::load::Timing;
@@ -16,14 +14,12 @@ use crate::prepared::Prepared;
 use crate::progress::Progress;
 use crate::report;
 use crate::report::{About, DeviceReport, Report, SettingsReport, warnings};
-use crate::rounds::{median, rate_of};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   bench-io run --directory /mnt/nvme0 --directory /mnt/nvme1               # through a daemon of its own, checksums on
   bench-io run --target device --directory /mnt/nvme0 --rw randread --bs 64k
   bench-io run --filename /dev/nvme1n1 --rw read --iodepth 64 --json       # a whole drive
   bench-io run --socket /run/offloadd/offloadd.sock --rw rw                # through a running daemon
-  bench-io run --directory . --rw randread --bs 1m --iodepth 1 --rounds 5  # one read at a time, alternating with fio
   bench-io run jobs.fio --section randread --bs 16m                        # options override the file
 
 A job file is fio's. Keys are the options above:
@@ -48,12 +44,6 @@ pub(crate) struct RunArgs {
     words: JobOptions,
     #[command(flatten)]
     idle: IdleOptions,
-    /// Measure N times, alternating with fio on the same drives, and compare
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100))]
-    rounds: Option<u32>,
-    /// Path of fio [default: search PATH]
-    #[arg(long, value_name = "PROGRAM", requires = "rounds")]
-    fio: Option<PathBuf>,
     /// Print one JSON object
     #[arg(long)]
     json: bool,
@@ -79,15 +69,44 @@ pub(crate) fn run(args: RunArgs) -> Result<()> {
             idle.join(", ")
         ));
     }
-    let turns = match args.rounds {
-        Some(rounds) => {
-            let fio = Fio::find(args.fio.as_deref())?;
-            Some((rounds, FioCompare::can(&job, fio)?))
-        }
-        None => None,
-    };
     if !names_place {
         let bytes = job.size.context("new files have a size")?;
         confirm::current_directory(bytes)?;
     }
-    let report = measure(&job, turns, warnings, &Progress::new())?;
+    let report = measure(&job, warnings, &Progress::new())?;
+    report::print(&report, args.json)?;
+    Ok(())
+}
+
+/// Prepares what `job` needs, runs it and cleans up.
+fn measure(job: &Job, mut warnings: Vec<String>, progress: &Progress) -> Result<Report> {
+    let prepared = Prepared::new(job, progress)?;
+    let bench = Bench::open(prepared.plan.clone())?;
+    let streams = prepared.streams(job);
+    if prepared.to_fill {
+        bench.fill(&streams, progress)?;
+    }
+    warnings.extend(prepared.too_shallow(job));
+    if !job.direct {
+        warnings.push(warnings::page_cache());
+    }
+    if job.rw.reads() {
+        let read = prepared.files.iter();
+        warnings.extend(read.filter_map(|path| warnings::never_written(path, prepared.size)));
+    }
+    let timing = Timing {
+        ramp: job.ramp,
+        runtime: job.runtime,
+    };
+    let figures = bench.run(&streams, timing, progress, job.rw.word())?;
+    warnings.extend(warnings::after_at(&job.place, &figures));
+    let devices = prepared.devices(&bench);
+    warnings.extend(warnings::of_one_drive(&devices));
+    warnings.extend(warnings::of_drives(devices.iter().map(PathBuf::as_path)));
+    let devices = devices.iter().map(|path| DeviceReport::of(path)).collect();
+    Ok(Report {
+        about: About::new(SettingsReport::new(job, &prepared), devices, warnings),
+        target: prepared.word,
+        figures,
+    })
+}

@@ -7,7 +7,6 @@ use offload_support::units::ApproxRate;
 use offload_support::{console, outln};
 use serde::Serialize;
 
-use crate::fio_compare::ComparisonReport;
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
 use crate::prepared::Prepared;
@@ -90,8 +89,6 @@ pub(crate) struct Report {
     pub(crate) target: &'static str,
     #[serde(flatten)]
     pub(crate) figures: Figures,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) comparison: Option<ComparisonReport>,
 }
 
 /// The job, in fio's terms.
@@ -247,9 +244,6 @@ impl fmt::Display for Report {
             writeln!(f, "{name}:")?;
         }
         write!(f, "{}", self.figures)?;
-        if let Some(comparison) = &self.comparison {
-            write!(f, "{comparison}")?;
-        }
         writeln!(
             f,
             "\ntarget={} {settings}; {:.2} s, engine {}",

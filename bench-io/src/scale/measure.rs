@@ -183,12 +183,9 @@ impl<'a> Measuring<'a> {
                     ("read", if load.reads() { &read } else { &[] }),
                     ("write", if load.writes() { &write } else { &[] }),
                 ],
-                read_percent: None,
-                jobs: 1,
                 bs: store.bs,
                 iodepth: plan.fio_depth(),
                 size: plan.size,
-                direct: true,
                 ramp: plan.ramp,
                 runtime: plan.runtime,
             })

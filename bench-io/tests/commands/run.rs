@@ -77,68 +77,6 @@ fn every_rw_gives_its_figures_on_both_targets_and_leaves_nothing() {
 }
 
 #[test]
-fn rounds_are_in_turns_with_fio_on_the_same_drive() {
-    let printed = refused(&with(&["--rounds=2", "--fio=none"]));
-    assert!(printed.contains("fio was not found"), "{printed}");
-    let fio = std::process::Command::new("fio").arg("--version").output();
-    if !fio.is_ok_and(|found| found.status.success()) {
-        println!("skipped: rounds_are_in_turns_with_fio_on_the_same_drive: no fio");
-        return;
-    }
-    let dir = drive();
-    let path = dir.path().to_str().unwrap();
-    for target in ["daemon", "device"] {
-        let report = json(&[
-            "run",
-            "--target",
-            target,
-            "--directory",
-            path,
-            "--rw=randrw",
-            "--bs=64k",
-            "--size=16m",
-            "--iodepth=4",
-            "--runtime=0.3",
-            "--ramp_time=0.1",
-            "--rounds=2",
-            "--json",
-        ]);
-        let comparison = &report["comparison"];
-        let command = comparison["fio_command"].as_str().unwrap();
-        for word in [
-            "--rw=randrw",
-            "--rwmixread=50",
-            "--bs=65536",
-            "--iodepth=4",
-            path,
-        ] {
-            assert!(command.contains(word), "{word}: {command}");
-        }
-        let rows = comparison["rows"].as_array().unwrap();
-        assert_eq!(
-            rows.len(),
-            6,
-            "bytes, p50 and p99 of both ways: {comparison}"
-        );
-        for row in rows {
-            for side in ["ours", "fio"] {
-                let values = row[side].as_array().unwrap();
-                assert!(
-                    values.iter().all(|value| value.as_f64() > Some(0.0)),
-                    "{row}"
-                );
-                assert_eq!(values.len(), 2);
-            }
-        }
-        assert_empty(dir.path());
-    }
-    let once = ["--runtime=0", "--size=16m", "--directory", path];
-    let printed = refused(&[&["run", "--rounds=2"], &once[..]].concat());
-    assert!(printed.contains("fio needs a time limit"), "{printed}");
-    assert_empty(dir.path());
-}
-
-#[test]
 fn a_run_once_over_moves_all_bytes() {
     let dir = drive();
     let path = dir.path().to_str().unwrap();
@@ -194,8 +132,6 @@ fn a_daemon_that_runs_already_is_measured_and_its_store_given_back() {
     for limit in ["iodepth_max in its settings", "inflight_max of your quota"] {
         assert!(printed.contains(limit), "{printed}");
     }
-    let printed = refused(&with(&["--socket", socket, "--rounds=2", "--fio=true"]));
-    assert!(printed.contains("cannot use the devices"), "{printed}");
     let printed = refused(&["run", "--socket", socket, "--size=1g", "--iodepth=2"]);
     assert!(printed.contains("free"), "{printed}");
     let printed = refused(&["run", "--socket", "/no/such/socket"]);
