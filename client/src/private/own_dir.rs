@@ -1,5 +1,6 @@
-//! Temporary directories that are removed with their process: for sockets whose configured directory has too long a path, and
-//! for files of a measurement. A directory that a killed process left is removed when the next one is created beside it.
+//! Temporary directories that are removed with their process: for sockets whose configured directory has too long a path, for
+//! the rendezvous of ranks, and for files of a measurement. A directory that a killed process left is removed when the next one
+//! is created beside it.
 
 use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, File};

@@ -19,7 +19,6 @@ mod members;
 mod node_count;
 mod outside;
 mod remote;
-mod rendezvous_dir;
 mod requests;
 mod supervise;
 
@@ -32,6 +31,7 @@ use std::time::{Duration, Instant};
 use kernels_torch::collective::{CollectiveError, DIR_VARIABLE, LauncherStore, TOKEN_VARIABLE};
 use offload_support::errln;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+use swapper::private::OwnDir;
 
 pub use failure::Failure;
 use meeting::Agreed;
@@ -40,7 +40,6 @@ use members::Members;
 pub use node_count::NodeCount;
 use outside::{ENDED_WELL, Outside};
 pub use remote::{Hosts, launch_hosts};
-use rendezvous_dir::RendezvousDir;
 use requests::Requests;
 use supervise::{Limits, supervise};
 
@@ -115,7 +114,7 @@ struct Round {
     ranks: u32,
     variables: Vec<(&'static str, OsString)>,
     nodes: Option<Agreed>,
-    _dir: Option<RendezvousDir>,
+    _dir: Option<OwnDir>,
 }
 
 /// Starts ranks as processes `trainer train ARGS...` and waits until all have ended. After a failure it starts them again, as
@@ -216,7 +215,8 @@ fn meet(
 /// The ranks of this launcher are all ranks, and meet in a directory.
 fn alone(options: &Launch, number: u32) -> Result<Round, LaunchError> {
     let base = std::env::temp_dir();
-    let dir = RendezvousDir::new(&base).map_err(|source| LaunchError::Dir { dir: base, source })?;
+    let dir = OwnDir::new(&base, "offloadd-launch-")
+        .map_err(|source| LaunchError::Dir { dir: base, source })?;
     Ok(Round {
         number,
         first_rank: 0,
