@@ -192,7 +192,9 @@ impl Buffers {
             grad: self.grad.bytes(),
             elems: TILE_ELEMS,
         };
-        step_range_with(set, &Hyper { step, ..HYPER }, tile, 0..TILE_ELEMS);
+        let grad_type = self.format.master.grad_type();
+        let hyper = Hyper { step, ..HYPER };
+        step_range_with(set, &hyper, tile, grad_type, 0..TILE_ELEMS);
     }
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //!   grad tile ──▶ reduce::sum_squares ──▶ (norm, clip) ──┐
 //!                                                        ▼
-//!   param tile, state tile ─────────────────▶ adamw::step_tile ──▶ the same tiles, one step later
+//!   param tile, state tile ─────────────────▶ adamw::step_range ─▶ the same tiles, one step later
 //! ```
 //!
 //! `gpu` has the same arithmetic on a GPU, with device memory, streams and copies.

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use kernels::adamw::{Hyper, Master, Rounding, state_tile_bytes, step_range};
+use kernels::adamw::{Hyper, Master, Rounding, Tile, state_tile_bytes, step_range};
 use safetensors::SafeTensors;
 use serde_json::Value;
 use trainer::compute::{Activation, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
@@ -172,15 +172,14 @@ impl Training {
                 },
             };
             let (state, range) = (state.bytes_mut(), param.range_elems());
-            step_range(
-                Master::Fp32.into(),
-                &hyper,
-                weights,
+            let tile = Tile {
+                format: Master::Fp32.into(),
+                param: &mut *weights,
                 state,
                 grad,
-                layout.elems,
-                range,
-            );
+                elems: layout.elems,
+            };
+            step_range(&hyper, tile, Master::Fp32.grad_type(), range);
         }
     }
 }

@@ -68,75 +68,17 @@ pub struct Hyper {
     pub rounding: Rounding,
 }
 
-/// Takes one step over a tile of `elems` elements: updates `param` and `state` in place.
+/// Takes one step over the elements of `range` of a tile: updates its parameters and state in place. Tensors of one tile that
+/// differ in weight decay or learning rate have ranges of their own.
 ///
-/// The slices may be longer than the tile needs; the rest is not touched. Panics if one is shorter or does not start at
-/// a multiple of 64 bytes, or if `hyper.step` is 0.
-pub fn step_tile(
-    format: TileFormat,
-    hyper: &Hyper,
-    param: &mut [u8],
-    state: &mut [u8],
-    grad: &[u8],
-    elems: usize,
-) {
-    step_range(format, hyper, param, state, grad, elems, 0..elems);
+/// The gradients are of `grad_type`: the master's own, or fp32 for sums that were never rounded. The tile's slices may be longer
+/// than it needs; the rest is not touched. Panics if one is shorter or does not start at a multiple of 64 bytes, if `range`
+/// reaches beyond the tile, or if `hyper.step` is 0.
+pub fn step_range(hyper: &Hyper, tile: Tile<'_>, grad_type: GradType, range: Range<usize>) {
+    step_range_with(InstructionSet::best(), hyper, tile, grad_type, range);
 }
 
-/// Like [`step_tile`] for the elements of `range` alone: for tensors of one tile that differ in weight decay or
-/// learning rate.
-///
-/// `tile_elems` is the count of the whole tile, which determines the planes' offsets. Panics if `range` reaches beyond
-/// it.
-pub fn step_range(
-    format: TileFormat,
-    hyper: &Hyper,
-    param: &mut [u8],
-    state: &mut [u8],
-    grad: &[u8],
-    tile_elems: usize,
-    range: Range<usize>,
-) {
-    let tile = Tile {
-        format,
-        param,
-        state,
-        grad,
-        elems: tile_elems,
-    };
-    step_range_with(InstructionSet::best(), hyper, tile, range);
-}
-
-/// Like [`step_range`] with fp32 gradients whatever the master, for sums that were never rounded: `grad` has four bytes an
-/// element.
-pub fn step_range_fp32_grad(
-    format: TileFormat,
-    hyper: &Hyper,
-    param: &mut [u8],
-    state: &mut [u8],
-    grad: &[u8],
-    tile_elems: usize,
-    range: Range<usize>,
-) {
-    let tile = Tile {
-        format,
-        param,
-        state,
-        grad,
-        elems: tile_elems,
-    };
-    step(InstructionSet::best(), hyper, tile, GradType::Fp32, range);
-}
-
-/// Like [`step_range`] with given instructions, for tests and measurements.
-///
-/// Panics if this machine does not support them.
-pub fn step_range_with(set: InstructionSet, hyper: &Hyper, tile: Tile<'_>, range: Range<usize>) {
-    let grad_type = tile.format.master.grad_type();
-    step(set, hyper, tile, grad_type, range);
-}
-
-/// Elements that [`step`] converts at a time: 4 KiB of each plane in fp32, which stay in the first-level cache.
+/// Elements that [`step_range`] converts at a time: 4 KiB of each plane in fp32, which stay in the first-level cache.
 const CONVERTED_ELEMS: usize = 1024;
 
 /// Planes of a part of a tile in fp32.
@@ -146,8 +88,10 @@ struct Converted {
     variance: [f32; CONVERTED_ELEMS],
 }
 
-/// Takes a step over `range`, in parts if numbers are converted on the way.
-fn step(
+/// Like [`step_range`] with given instructions, for tests and measurements. Goes in parts if numbers are converted on the way.
+///
+/// Panics if this machine does not support them.
+pub fn step_range_with(
     set: InstructionSet,
     hyper: &Hyper,
     tile: Tile<'_>,

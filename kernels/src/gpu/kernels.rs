@@ -145,8 +145,7 @@ impl Kernels {
             .collect()
     }
 
-    /// Enqueues one step over the elements `range` of a tile, like [`crate::adamw::step_range`], or like
-    /// [`crate::adamw::step_range_fp32_grad`] if its gradients are fp32.
+    /// Enqueues one step over the elements `range` of a tile, like [`crate::adamw::step_range`].
     ///
     /// Moves 26 bytes per element (split bf16), 28 (fp32, fp16); two more for fp32 gradients of a 16-bit parameter, and four
     /// less for each moment in bf16. Lion moves no variance: eight less.

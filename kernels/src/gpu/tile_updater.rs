@@ -43,8 +43,7 @@ impl TileUpdater {
     }
 
     /// Takes one step over the parts of a tile, each with its own scalars; gradients are of `grad_type`. Elements
-    /// outside all parts are unchanged. The bytes are final on return, and equal those of [`crate::adamw::step_range`]
-    /// or [`crate::adamw::step_range_fp32_grad`].
+    /// outside all parts are unchanged. The bytes are final on return, and equal those of [`crate::adamw::step_range`].
     ///
     /// The slices may be longer than the tile needs. Panics if one is shorter, the tile is too large for this updater,
     /// or a part is not within the tile.

@@ -6,10 +6,9 @@
 
 use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, available_vector_sets, formats};
 use kernels::InstructionSet;
-use kernels::adamw::{
-    Hyper, Master, Rounding, state_planes, step_range, step_range_fp32_grad, step_range_with,
-};
+use kernels::adamw::{Hyper, Master, Rounding, Tile, state_planes, step_range, step_range_with};
 use kernels::number;
+use kernels::reduce::GradType;
 use proptest::prelude::*;
 
 const HYPER: Hyper = Hyper {
@@ -29,8 +28,8 @@ const HYPER: Hyper = Hyper {
 
 fn stepped(set: InstructionSet, hyper: &Hyper, before: &OwnedTile) -> OwnedTile {
     let mut tile = before.clone();
-    let all = 0..tile.elems;
-    step_range_with(set, hyper, tile.borrow(), all);
+    let (all, grad_type) = (0..tile.elems, tile.format.master.grad_type());
+    step_range_with(set, hyper, tile.borrow(), grad_type, all);
     tile
 }
 
@@ -62,16 +61,12 @@ fn every_instruction_set_starts_a_range_anywhere() {
         for format in formats() {
             for start in 0..40 {
                 let before = OwnedTile::hard(format, 150, &mut random);
-                let range = start..start + 70;
+                let (range, grad_type) = (start..start + 70, format.master.grad_type());
                 let mut defined = before.clone();
-                step_range_with(
-                    InstructionSet::Scalar,
-                    &HYPER,
-                    defined.borrow(),
-                    range.clone(),
-                );
+                let scalar = InstructionSet::Scalar;
+                step_range_with(scalar, &HYPER, defined.borrow(), grad_type, range.clone());
                 let mut tile = before;
-                step_range_with(set, &HYPER, tile.borrow(), range.clone());
+                step_range_with(set, &HYPER, tile.borrow(), grad_type, range.clone());
                 tile.assert_same_bits(&defined, &format!("{set:?}, range {range:?}"));
             }
         }
@@ -120,8 +115,7 @@ fn a_tile_stepped_in_ranges_has_the_bits_of_one_stepped_whole() {
         let whole = stepped(InstructionSet::best(), &HYPER, &before);
         let mut tile = before;
         for range in [20_001..50_000, 0..3, 3..3, 3..20_001] {
-            let t = tile.borrow();
-            step_range(format, &HYPER, t.param, t.state, t.grad, 50_000, range);
+            step_range(&HYPER, tile.borrow(), format.master.grad_type(), range);
         }
         tile.assert_same_bits(&whole, "ranges and the whole");
     }
@@ -132,12 +126,11 @@ fn a_range_leaves_the_rest_of_its_tile_alone() {
     for format in formats() {
         let before = OwnedTile::hard(format, 1000, &mut Random(5));
         let mut tile = before.clone();
-        let t = tile.borrow();
-        step_range(format, &HYPER, t.param, t.state, t.grad, 1000, 100..900);
+        let grad_type = format.master.grad_type();
+        step_range(&HYPER, tile.borrow(), grad_type, 100..900);
         // Stepping the other elements too must give the step of the whole tile: elements that were touched would be two steps ahead.
         for range in [0..100, 900..1000] {
-            let t = tile.borrow();
-            step_range(format, &HYPER, t.param, t.state, t.grad, 1000, range);
+            step_range(&HYPER, tile.borrow(), grad_type, range);
         }
         tile.assert_same_bits(
             &stepped(InstructionSet::Scalar, &HYPER, &before),
@@ -158,8 +151,11 @@ fn fp32_gradients_that_16_bits_hold_give_the_bits_of_16_bit_gradients() {
         let grad = AlignedBytes::of(&grad);
         let mut tile = before.clone();
         for range in [0..1, 1..4097, 4097..5000] {
-            let t = tile.borrow();
-            step_range_fp32_grad(format, &HYPER, t.param, t.state, &grad, 5000, range);
+            let wide = Tile {
+                grad: &grad,
+                ..tile.borrow()
+            };
+            step_range(&HYPER, wide, GradType::Fp32, range);
         }
         tile.assert_same_bits(
             &stepped(InstructionSet::Scalar, &HYPER, &before),
@@ -182,17 +178,11 @@ fn fp32_gradients_are_not_rounded() {
     let grads = AlignedBytes::of_f32(&vec![grad; elems]);
     for master in MASTERS {
         let mut tile = OwnedTile::zeroed(master, elems);
-        let t = tile.borrow();
-        let range = 0..elems;
-        step_range_fp32_grad(
-            master.into(),
-            &hyper,
-            t.param,
-            t.state,
-            &grads,
-            elems,
-            range,
-        );
+        let wide = Tile {
+            grad: &grads,
+            ..tile.borrow()
+        };
+        step_range(&hyper, wide, GradType::Fp32, 0..elems);
         let momentum = &tile.state[state_planes(master.into(), elems)[1].clone()][..4];
         let expected = (1.0 - f64::from(hyper.beta1)) as f32 * grad;
         assert_eq!(

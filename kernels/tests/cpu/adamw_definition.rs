@@ -3,8 +3,8 @@
 //! Likely faults are a wrong formula (coupled decay, a missing correction, eps inside the root), scalars rounded too early, a parameter that is not
 //! the rounded master, or a NaN that becomes a number. The steps are compared with the formula in fp64, implemented here a second time.
 
-use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
-use kernels::adamw::{Hyper, Master, Rounding, init_tile, read_masters, step_tile};
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step_tile};
+use kernels::adamw::{Hyper, Master, Rounding, init_tile, read_masters};
 use kernels::number;
 
 const HYPER: Hyper = Hyper {

@@ -3,9 +3,9 @@
 //! Likely faults are planes that overlap or move between versions (stored tiles would be misread), padding with old bytes (equal tiles with different
 //! checksums), and masters that change when they are stored and read.
 
-use crate::common::{AlignedBytes, OwnedTile, Random, formats};
+use crate::common::{AlignedBytes, OwnedTile, Random, formats, step_tile};
 use kernels::adamw::{
-    Hyper, Master, Rounding, init_tile, read_masters, state_tile_bytes, step_range, step_tile,
+    Hyper, Master, Rounding, Tile, init_tile, read_masters, state_tile_bytes, step_range,
 };
 use kernels::number;
 
@@ -209,15 +209,14 @@ fn a_misaligned_state_is_refused() {
 #[should_panic(expected = "is not within the tile's 32 elements")]
 fn a_range_beyond_the_tile_is_refused() {
     let [mut p, mut s, g] = [4096; 3].map(AlignedBytes::zeroed);
-    step_range(
-        Master::SplitBf16.into(),
-        &HYPER,
-        &mut p,
-        &mut s,
-        &g,
-        32,
-        0..33,
-    );
+    let tile = Tile {
+        format: Master::SplitBf16.into(),
+        param: &mut p,
+        state: &mut s,
+        grad: &g,
+        elems: 32,
+    };
+    step_range(&HYPER, tile, Master::SplitBf16.grad_type(), 0..33);
 }
 
 #[test]

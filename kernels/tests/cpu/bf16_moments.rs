@@ -3,9 +3,9 @@
 //! Likely faults are a rounding to the nearest (the variance then stops far from its limit), random bits that favour a direction or are the same for both
 //! moments, a hash that counts elements from the tile's start instead of the unit's, and moments that are rounded before the parameter uses them.
 
-use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random};
+use crate::common::{AlignedBytes, MASTERS, OwnedTile, Random, step_tile};
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, TileFormat, init_tile, read_masters, state_planes, step_tile,
+    Hyper, Master, Moments, Rounding, TileFormat, init_tile, read_masters, state_planes,
 };
 use kernels::number;
 

@@ -1,6 +1,7 @@
 //! Helpers of the tests on the CPU: the instruction sets of this machine, and a pool of threads.
 
 use kernels::InstructionSet;
+use kernels::adamw::{Hyper, Tile, TileFormat, step_range};
 
 pub(crate) use crate::shared::*;
 
@@ -25,4 +26,23 @@ pub(crate) fn with_threads<T: Send>(thread_count: usize, work: impl FnOnce() -> 
         .build()
         .unwrap();
     pool.install(work)
+}
+
+/// Takes one step over a whole tile, with gradients of its master's own type.
+pub(crate) fn step_tile(
+    format: TileFormat,
+    hyper: &Hyper,
+    param: &mut [u8],
+    state: &mut [u8],
+    grad: &[u8],
+    elems: usize,
+) {
+    let tile = Tile {
+        format,
+        param,
+        state,
+        grad,
+        elems,
+    };
+    step_range(hyper, tile, format.master.grad_type(), 0..elems);
 }

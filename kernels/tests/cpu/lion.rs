@@ -3,10 +3,9 @@
 //! Likely faults are a step along the new momentum instead of the interpolated one, exchanged betas, a bias correction as in Adam, decay inside the
 //! gradient, and a step where the direction is zero. The recurrence is implemented here a second time, in fp64.
 
-use crate::common::{MASTERS, OwnedTile, Random};
+use crate::common::{MASTERS, OwnedTile, Random, step_tile};
 use kernels::adamw::{
-    Hyper, Master, Moments, Rounding, TileFormat, UpdateRule, init_tile, read_masters,
-    state_planes, step_tile,
+    Hyper, Master, Moments, Rounding, TileFormat, UpdateRule, init_tile, read_masters, state_planes,
 };
 use kernels::number;
 

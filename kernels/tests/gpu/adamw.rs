@@ -4,7 +4,7 @@
 //! another NaN, a thread that takes a wrong group at the ends of a range, and a plane at a wrong place. All bytes are compared, including those
 //! around the tile.
 
-use kernels::adamw::{Hyper, Master, step_range, step_range_fp32_grad};
+use kernels::adamw::{Hyper, Master, step_range};
 use kernels::gpu::{Gpu, Stream, TileAt};
 use kernels::reduce::GradType;
 use std::ops::Range;
@@ -14,12 +14,7 @@ use crate::shared::{OwnedTile, Random, formats};
 
 fn on_cpu(hyper: &Hyper, before: &OwnedTile, range: Range<usize>) -> OwnedTile {
     let mut tile = before.clone();
-    let step = match grad_type_of(before) == before.format.master.grad_type() {
-        true => step_range,
-        false => step_range_fp32_grad,
-    };
-    let (elems, t) = (tile.elems, tile.borrow());
-    step(t.format, hyper, t.param, t.state, t.grad, elems, range);
+    step_range(hyper, tile.borrow(), grad_type_of(before), range);
     tile
 }
 

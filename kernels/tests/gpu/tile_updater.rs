@@ -3,7 +3,7 @@
 //! Likely faults are a part of the tile that is not downloaded, or downloaded before its step, the scalars of another part, device memory shared
 //! by two updaters, and changed elements outside all parts.
 
-use kernels::adamw::{Hyper, Master, TileFormat, step_range, step_range_fp32_grad};
+use kernels::adamw::{Hyper, Master, TileFormat, step_range};
 use kernels::gpu::{Gpu, TileUpdater};
 use kernels::reduce::GradType;
 use std::ops::Range;
@@ -23,21 +23,9 @@ const OTHER: Hyper = Hyper {
 
 fn on_cpu(before: &OwnedTile, parts: Parts<'_>) -> OwnedTile {
     let mut tile = before.clone();
-    let step = match grad_type_of(before) == before.format.master.grad_type() {
-        true => step_range,
-        false => step_range_fp32_grad,
-    };
     for (range, hyper) in parts {
-        let (elems, t) = (tile.elems, tile.borrow());
-        step(
-            t.format,
-            hyper,
-            t.param,
-            t.state,
-            t.grad,
-            elems,
-            range.clone(),
-        );
+        let grad_type = grad_type_of(before);
+        step_range(hyper, tile.borrow(), grad_type, range.clone());
     }
     tile
 }

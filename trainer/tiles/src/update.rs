@@ -7,7 +7,6 @@ use std::sync::Arc;
 
 use kernels::adamw::{
     Hyper, Master, Moments, Rounding, Tile, TileFormat, UpdateRule, state_tile_bytes, step_range,
-    step_range_fp32_grad,
 };
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
@@ -180,12 +179,15 @@ impl<S, A: Scalars<S> + Send> Optimizer<S> for CpuUpdate<A> {
             parts,
         } = self.0.of_tile(range, step);
         let elems = (range.elems.end - range.elems.start) as usize;
-        let step_range = match grads {
-            GradType::Fp32 => step_range_fp32_grad,
-            GradType::Bf16 | GradType::Fp16 => step_range,
-        };
         for (part, hyper) in parts {
-            step_range(format, &hyper, param, state, grad, elems, part);
+            let tile = Tile {
+                format,
+                param,
+                state,
+                grad,
+                elems,
+            };
+            step_range(&hyper, tile, grads, part);
         }
     }
 }
