@@ -6,13 +6,13 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use kernels::adamw::{TileFormat, read_masters};
+use offload_support::aligned::AlignedBytes;
 use rustix::fs::FallocateFlags;
 use swapper::TileRange;
 
 use super::ExportError;
 use super::shards::{Shards, Target};
 use crate::model::ParamLayout;
-use training_state::aligned::AlignedBytes;
 
 /// Bytes written at a time.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -63,12 +63,13 @@ impl<'a> Writer<'a> {
         let mut masters = std::mem::take(&mut self.masters);
         masters.resize(elems.len(), 0.0);
         // Tiles may be unaligned, but reading them as masters needs alignment.
-        let [param, state] = [param, state].map(|bytes| {
-            let mut lines = AlignedBytes::new(bytes.len());
-            lines.bytes_mut().copy_from_slice(bytes);
-            lines
-        });
-        read_masters(self.format, param.bytes(), state.bytes(), &mut masters);
+        let [param, state] = [param, state].map(AlignedBytes::from_slice);
+        read_masters(
+            self.format,
+            param.as_slice(),
+            state.as_slice(),
+            &mut masters,
+        );
         let shards = self.shards;
         let params = shards.units[range.unit].params.iter();
         for (param, target) in params.zip(&shards.targets[range.unit]) {

@@ -17,7 +17,6 @@
 
 #![forbid(unsafe_code)]
 
-pub mod aligned;
 pub mod backend;
 pub mod checkpoint_tap;
 pub mod checkpointer;

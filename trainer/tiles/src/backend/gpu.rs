@@ -15,9 +15,9 @@ use std::ops::Range;
 
 use kernels::adamw::{Hyper, Master, TileFormat, state_planes, state_tile_bytes};
 use kernels::gpu::{DeviceBuffer, Gpu, GpuError, Stream, TileAt};
+use offload_support::aligned::AlignedBytes;
 use swapper::{Kind, Layout, SwapperError, TileRange, TileVisitor, UninitTile};
 
-use crate::aligned::AlignedBytes;
 use crate::update::ParamGroups;
 
 /// Host memory for initial contents and reads.
@@ -96,8 +96,8 @@ impl GpuBackend {
                     let [param_bytes, state_bytes] = self.content_bytes(range);
                     UninitTile {
                         range: &self.layout.ranges()[range as usize],
-                        param: &mut param.bytes_mut()[..param_bytes],
-                        state: &mut state.bytes_mut()[..state_bytes],
+                        param: &mut param.as_mut_slice()[..param_bytes],
+                        state: &mut state.as_mut_slice()[..state_bytes],
                     }
                 })
                 .collect();
@@ -151,8 +151,8 @@ impl GpuBackend {
         for (number, range) in self.layout.ranges().iter().enumerate() {
             let unit = &self.units[range.unit];
             let [param_bytes, state_bytes] = self.content_bytes(number as u32);
-            let param = &mut param.bytes_mut()[..param_bytes];
-            let state = &mut state.bytes_mut()[..state_bytes];
+            let param = &mut param.as_mut_slice()[..param_bytes];
+            let state = &mut state.as_mut_slice()[..state_bytes];
             let param_at = unit.param_at(self.format.master, range);
             self.gpu
                 .download(&self.stream, &unit.param, &mut [(param_at, param)])?;
@@ -180,7 +180,7 @@ impl GpuBackend {
 
     /// Host memory for the parameters and the state of each range of `batch`.
     fn staging(&self, batch: Option<&Range<u32>>) -> Vec<[AlignedBytes; 2]> {
-        let slot = |kind| AlignedBytes::new(self.layout.slot_bytes(kind) as usize);
+        let slot = |kind| AlignedBytes::zeroed(self.layout.slot_bytes(kind) as usize);
         batch.map_or(Vec::new(), |ranges| {
             ranges.clone().map(|_| Kind::STORED.map(slot)).collect()
         })
