@@ -12,7 +12,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use kernels_torch::collective::{
-    CollectiveError, JobToken, LauncherHeartbeat, LauncherStore, TOKEN_VARIABLE,
+    CollectiveError, Heartbeat, JobToken, LauncherStore, TOKEN_VARIABLE,
 };
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
@@ -111,7 +111,7 @@ pub(super) struct Agreed {
     pub(super) members: Vec<Member>,
     /// This node among `members`.
     pub(super) own: usize,
-    pub(super) heartbeat: LauncherHeartbeat,
+    pub(super) heartbeat: Heartbeat,
 }
 
 impl Agreed {

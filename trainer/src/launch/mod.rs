@@ -273,7 +273,7 @@ fn close(round: &Round) {
     };
     nodes.heartbeat.end(ENDED_WELL);
     let until = Instant::now() + Limits::default().close;
-    let is_gone = || match nodes.heartbeat.gone() {
+    let is_gone = || match nodes.heartbeat.verdict("launching") {
         None | Some(CollectiveError::Left { .. }) => false,
         Some(_) => true,
     };

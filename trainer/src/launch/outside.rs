@@ -43,7 +43,7 @@ impl Outside<'_> {
             let node = waited.then(|| nodes.heartbeat.absent())?.first().copied()?;
             Some(News::Failed(node as usize, How::Absent))
         };
-        let Some(gone) = nodes.heartbeat.gone() else {
+        let Some(gone) = nodes.heartbeat.verdict("launching") else {
             return absent();
         };
         Some(match gone {

@@ -102,7 +102,7 @@ impl LauncherStore {
     }
 
     /// Starts heartbeats as launcher `node` of `nodes`, over a connection of their own. `round` separates them from
-    /// those before a restart.
+    /// those before a restart. Errors give launchers' numbers as ranks.
     ///
     /// # Errors
     /// Another launcher has this number; the store is gone.
@@ -112,7 +112,7 @@ impl LauncherStore {
         nodes: u32,
         round: u32,
         timeout: Duration,
-    ) -> Result<LauncherHeartbeat, CollectiveError> {
+    ) -> Result<Heartbeat, CollectiveError> {
         let prefix = format!("{}/{round}", self.prefix);
         let own = Store::over_tcp(&self.host, self.port, None, &prefix, timeout)?;
         let world = World {
@@ -123,40 +123,13 @@ impl LauncherStore {
         };
         let place = format!("{}:{}", self.host, self.port);
         let heartbeat_store = Box::new(TcpHeartbeatStore::open(own, node)?);
-        let heartbeat =
-            Heartbeat::start(world, Timeouts::default(), heartbeat_store, Some(0), place);
-        Ok(LauncherHeartbeat { heartbeat })
-    }
-}
-
-/// Heartbeats of this launcher, and its view of the others. Errors give launchers' numbers as ranks.
-pub struct LauncherHeartbeat {
-    heartbeat: Heartbeat,
-}
-
-impl LauncherHeartbeat {
-    /// The error of a launcher that is gone or has ended; `None` while none is known.
-    pub fn gone(&self) -> Option<CollectiveError> {
-        self.heartbeat.verdict("launching")
-    }
-
-    /// Launchers that have not sent a heartbeat yet.
-    pub fn absent(&self) -> Vec<u32> {
-        self.heartbeat.absent()
-    }
-
-    /// Tells the other launchers that this one ends, and why.
-    pub fn end(&self, reason: &str) {
-        self.heartbeat.end(reason);
-    }
-
-    /// Whether all other launchers have said that they end.
-    pub fn others_ended(&self) -> bool {
-        self.heartbeat.others_ended()
-    }
-
-    /// Waits until all other launchers have ended, for at most some heartbeats.
-    pub fn wait_for_ends(&self) {
-        self.heartbeat.wait_for_ends();
+        let timeouts = Timeouts::default();
+        Ok(Heartbeat::start(
+            world,
+            timeouts,
+            heartbeat_store,
+            Some(0),
+            place,
+        ))
     }
 }

@@ -33,8 +33,9 @@ mod world;
 
 pub use comm::Comm;
 pub use error::CollectiveError;
+pub use heartbeat::Heartbeat;
 pub use job_token::{JobToken, TOKEN_VARIABLE};
-pub use launchers::{LauncherHeartbeat, LauncherStore};
+pub use launchers::LauncherStore;
 pub use nccl::GpuComm;
 pub use pending::Pending;
 pub use rendezvous::{DIR_VARIABLE, Rendezvous};

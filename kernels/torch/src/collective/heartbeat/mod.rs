@@ -32,7 +32,7 @@ const SUSPECT_ROUNDS: u64 = 4;
 const END_ROUNDS: u64 = 2;
 
 /// This rank's heartbeat and its view of the others.
-pub(super) struct Heartbeat {
+pub struct Heartbeat {
     shared: Arc<Shared>,
     thread: Option<JoinHandle<()>>,
 }
@@ -111,7 +111,7 @@ impl Heartbeat {
     }
 
     /// Ranks that have not come to the rendezvous, as far as known.
-    pub(super) fn absent(&self) -> Vec<u32> {
+    pub fn absent(&self) -> Vec<u32> {
         let state = self.shared.lock();
         self.shared
             .peers()
@@ -120,7 +120,7 @@ impl Heartbeat {
     }
 
     /// Whether all other ranks have ended, as far as known.
-    pub(super) fn others_ended(&self) -> bool {
+    pub fn others_ended(&self) -> bool {
         let state = self.shared.lock();
         let ended = |rank: u32| state.peers[rank as usize].beat.end.is_some();
         self.shared.peers().all(ended)
@@ -143,12 +143,12 @@ impl Heartbeat {
     }
 
     /// The error of a dead rank, for a caller in `op`; `None` while none is known.
-    pub(super) fn verdict(&self, op: &str) -> Option<CollectiveError> {
+    pub fn verdict(&self, op: &str) -> Option<CollectiveError> {
         self.shared.verdict(op)
     }
 
     /// Tells the other ranks that this rank ends, and why. Returns when that is written, or after two heartbeats.
-    pub(super) fn end(&self, reason: &str) {
+    pub fn end(&self, reason: &str) {
         let mut state = self.shared.lock();
         if state.own.end.is_some() {
             return;
@@ -171,7 +171,7 @@ impl Heartbeat {
     }
 
     /// Waits until all other ranks have ended, or for the rounds that they need to notice that this rank has.
-    pub(super) fn wait_for_ends(&self) {
+    pub fn wait_for_ends(&self) {
         let state = self.shared.lock();
         let enough = state.round + END_ROUNDS + 2;
         let bound = (END_ROUNDS as u32 + 4) * self.shared.timeouts.beat;
