@@ -224,7 +224,7 @@ fn run(command: Command) -> anyhow::Result<u8> {
         Command::Init(args) => cli::init::run(&args)?,
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
-        Command::Remove(args) => cli::remove::run(&args)?,
+        Command::Remove(args) => return cli::remove::run(&args),
         Command::ConfigReference => console::out(format_args!("{}", trainer::config::listing())),
         Command::Export(args) => cli::export::run(args)?,
         Command::Fingerprint { run, checkpoint } => {

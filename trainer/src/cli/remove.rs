@@ -23,16 +23,16 @@ pub(crate) struct RemoveArgs {
     yes: bool,
 }
 
-/// Deletes a run after asking for confirmation.
+/// Deletes a run after asking for confirmation. Returns the exit status: 1 if the answer was no.
 ///
 /// # Errors
 /// The removal fails, or there is no terminal to ask on.
-pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<u8> {
     let removal = Removal::of(&args.run)?;
     outln!("this permanently deletes:\n{removal}");
     if !args.yes && !agreed()? {
         outln!("nothing was deleted");
-        return Ok(());
+        return Ok(1);
     }
     match removal.remove()? {
         None => outln!("deleted"),
@@ -41,7 +41,7 @@ pub(crate) fn run(args: &RemoveArgs) -> anyhow::Result<()> {
             dir.display()
         ),
     }
-    Ok(())
+    Ok(0)
 }
 
 fn agreed() -> anyhow::Result<bool> {

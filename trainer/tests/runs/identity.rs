@@ -5,7 +5,9 @@
 //! its store; a copied directory overwrites the store of the original; a damaged record ends a run whose
 //! weights are intact; the store of a deleted run stays for ever; a live run is deleted.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 use crate::harness::{Harness, Run, fail, finish, spawn, succeed, until, words};
 
@@ -85,6 +87,36 @@ fn a_copied_run_does_not_use_the_store_of_the_original() {
     assert_eq!(first.fingerprint(), fingerprint);
     succeed(verb(&copy, "remove", &[&copy.dir, Path::new("--yes")]));
     assert_eq!(first.fingerprint(), fingerprint);
+}
+
+#[test]
+fn an_answer_of_no_deletes_nothing_and_says_so_in_the_exit_status() {
+    if Command::new("script").arg("--version").output().is_err() {
+        println!("skipped: no `script`, which makes a terminal: the question of remove");
+        return;
+    }
+    let harness = Harness::new();
+    let store = harness.path("offloadd-gone-1.tiles");
+    std::fs::write(&store, "").unwrap();
+    let remove = format!(
+        "{} remove {}",
+        env!("CARGO_BIN_EXE_trainer"),
+        store.display()
+    );
+    for (answer, status) in [("n", 1), ("y", 0)] {
+        let mut command = Command::new("script");
+        command
+            .args(["--quiet", "--return", "--command", &remove, "/dev/null"])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut stdin = child.stdin.take().unwrap();
+        writeln!(stdin, "{answer}").unwrap();
+        let output = child.wait_with_output().unwrap();
+        assert_eq!(output.status.code(), Some(status), "{output:?}");
+        assert_eq!(store.exists(), answer == "n", "{output:?}");
+    }
 }
 
 #[test]
