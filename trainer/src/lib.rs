@@ -18,6 +18,7 @@ mod accelerator;
 pub mod compute;
 pub mod config;
 pub mod data;
+mod evaluations;
 pub mod export;
 pub mod launch;
 pub mod model;

@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use offload_support::units::{ApproxBytes, Counted};
 use serde::Serialize;
 
+use crate::evaluations::Evaluations;
 use crate::model::ModelConfig;
 use training_state::metrics::MetricsFile;
 use training_state::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
@@ -64,6 +65,8 @@ pub struct RunEntry {
     pub step: u64,
     /// Steps of the whole run, as the newest start had them.
     pub steps: Option<u64>,
+    /// Whether early stopping ended the run before its last step.
+    pub early_stopped: bool,
     /// Whether a trainer is working in the directory.
     pub running: bool,
     /// Bytes of the run directory and of the private store.
@@ -220,6 +223,7 @@ impl RunEntry {
             dtype: None,
             step: 0,
             steps: None,
+            early_stopped: false,
             running: false,
             bytes: dir_bytes(dir, DEPTH_MAX),
             loss: None,
@@ -241,6 +245,8 @@ impl RunEntry {
             checkpoints.into_iter().map(CheckpointEntry::of).collect()
         };
         let job = RunId::kept(dir).map(|id| id.job);
+        let settings = fs::read_to_string(dir.join(SETTINGS_FILE)).unwrap_or_default();
+        let patience = setting(&settings, "train.early_stopping_patience").unwrap_or(0);
         Self {
             dir: dir.to_owned(),
             part: part_of(job.as_deref()),
@@ -254,7 +260,8 @@ impl RunEntry {
             hidden_size: layout["model"]["hidden_size"].as_u64(),
             dtype: layout["dtype"].as_str().map(str::to_owned),
             step: last.as_ref().map_or(0, |last| last.step),
-            steps: planned_steps(dir),
+            steps: setting(&settings, "train.steps"),
+            early_stopped: Evaluations::of(&MetricsFile::evaluations(dir)).has_stalled(patience),
             running: RunDir::is_used(dir),
             bytes: {
                 let outside = files.iter().filter(|file| !file.starts_with(dir));
@@ -270,11 +277,12 @@ impl RunEntry {
         }
     }
 
-    /// State of the run as a word.
+    /// State of the run in words.
     fn status(&self) -> &'static str {
         match self.steps {
             _ if self.running => "running",
             Some(steps) if self.step >= steps => "finished",
+            _ if self.early_stopped => "finished (early stopping)",
             _ => "stopped",
         }
     }
@@ -286,11 +294,11 @@ fn part_of(job: Option<&str>) -> Option<String> {
     Some(RunId::describe_job(job))
 }
 
-/// Number of steps in the run's settings.toml.
-fn planned_steps(dir: &Path) -> Option<u64> {
-    let text = fs::read_to_string(dir.join(SETTINGS_FILE)).ok()?;
-    let mut lines = text.lines();
-    lines.find_map(|line| line.strip_prefix("train.steps = ")?.parse().ok())
+/// Number with which `key` is set in `settings`, the text of a settings.toml.
+fn setting(settings: &str, key: &str) -> Option<u64> {
+    let mut lines = settings.lines().filter_map(|line| line.split_once(" = "));
+    let (_, value) = lines.find(|(found, _)| *found == key)?;
+    value.parse().ok()
 }
 
 /// Bytes of the files in `dir` and in `depth` levels of directories below it.

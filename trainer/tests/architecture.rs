@@ -67,7 +67,7 @@ const UNSAFE_PLACES: &[&str] = &[
 
 /// Layers inside `trainer`, the lowest first. A module imports from lower layers only.
 const TRAINER_LAYERS: &[&[&str]] = &[
-    &["launch", "model", "starter"],
+    &["evaluations", "launch", "model", "starter"],
     &["compute", "run_record"],
     &["weights"],
     &["config", "runs"],

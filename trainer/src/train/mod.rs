@@ -3,7 +3,6 @@
 
 mod clock;
 mod error;
-mod evaluations;
 mod gpu_timeline;
 mod inputs;
 mod mover;
@@ -28,10 +27,10 @@ pub use error::TrainError;
 use crate::compute::{self, Engine};
 use crate::config::RunSettings;
 use crate::data::{Corpus, Data, Frame};
+use crate::evaluations::Evaluations;
 use crate::export::{Export, SHARD_BYTES, copy_weights, export};
 use crate::open::{Found, Prepared, Site, Start, repair};
 use crate::ranks::{check_same_settings, connect, nodes_of, ranks_of};
-use evaluations::Evaluations;
 use inputs::InputPlace;
 use mover::{Memory, NodeRanks, Shards};
 use offload_support::outln;

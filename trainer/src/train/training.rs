@@ -8,7 +8,6 @@ use swapper::{Bound, StepIo, StepRates, bound};
 use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
-use super::evaluations::Evaluations;
 use super::mover::{self, InGpu, WithSwapper};
 use super::progress::{Flops, Progress};
 use super::show;
@@ -16,6 +15,7 @@ use super::step::{self, Gradients, Stepper};
 use super::stop::Stop;
 use crate::config::{Interval, OverflowPolicy, RunSettings};
 use crate::data::Data;
+use crate::evaluations::Evaluations;
 use crate::model::Dtype;
 use crate::open::OpenRun;
 use crate::plan::{Plan, peak_tflops};
@@ -481,7 +481,8 @@ impl Training {
             let say = |line: &str| shown.progress.say(line);
             let why = match ended {
                 Ended::Asked => "stopped as asked",
-                Ended::Done | Ended::Stalled => "done",
+                Ended::Done => "done",
+                Ended::Stalled => "finished (early stopping)",
             };
             let step = self.run.state.step;
             let kept = match (

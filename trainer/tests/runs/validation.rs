@@ -103,6 +103,12 @@ fn a_run_stops_when_its_validation_loss_stalls_and_exports_its_best_weights() {
     let (_, best) = losses.min_by(|a, b| a.0.total_cmp(&b.0)).unwrap();
     assert_eq!(evaluations.len() as u64, best + 3, "{evaluations:?}");
     assert!(said.contains(&format!("lowest at step {best} ")), "{said}");
+    let ended = format!("finished (early stopping): at step {} of 30", best + 3);
+    assert!(said.contains(&ended), "{said}");
+    let mut command = run.program();
+    command.arg("runs").arg(&run.dir);
+    let said = succeed(command);
+    assert!(said.contains("\n  finished (early stopping), "), "{said}");
     assert_eq!(checkpoints(&run), [best, best + 3]);
 
     let mut command = run.program();

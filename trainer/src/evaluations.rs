@@ -4,7 +4,7 @@
 
 /// Evaluations up to the current step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Evaluations {
+pub(crate) struct Evaluations {
     /// Step and loss of the evaluation with the lowest loss.
     lowest: Option<(u64, f64)>,
     /// Evaluations after that one.
@@ -13,7 +13,7 @@ pub(super) struct Evaluations {
 
 impl Evaluations {
     /// Makes the state after `evaluations`, each a step and a loss.
-    pub(super) fn of(evaluations: &[(u64, f64)]) -> Self {
+    pub(crate) fn of(evaluations: &[(u64, f64)]) -> Self {
         let mut found = Self::default();
         for (step, loss) in evaluations {
             found.add(*step, *loss);
@@ -23,7 +23,7 @@ impl Evaluations {
 
     /// Adds an evaluation. Returns whether its loss is the lowest so far. A loss that is not finite is left out,
     /// because metrics do not keep it.
-    pub(super) fn add(&mut self, step: u64, loss: f64) -> bool {
+    pub(crate) fn add(&mut self, step: u64, loss: f64) -> bool {
         if !loss.is_finite() {
             return false;
         }
@@ -37,12 +37,12 @@ impl Evaluations {
         is_lowest
     }
 
-    pub(super) fn lowest(&self) -> Option<(u64, f64)> {
+    pub(crate) fn lowest(&self) -> Option<(u64, f64)> {
         self.lowest
     }
 
     /// Returns whether the last `patience` evaluations had no new lowest loss; 0: never.
-    pub(super) fn has_stalled(&self, patience: u64) -> bool {
+    pub(crate) fn has_stalled(&self, patience: u64) -> bool {
         patience > 0 && self.since_lowest >= patience
     }
 }
