@@ -1,10 +1,13 @@
 //! The connection of this process to the other ranks of its run.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::error::Error;
 use std::sync::Arc;
 
+use crate::config::RunSettings;
 use kernels_torch::collective::{CollectiveError, Comm, Rendezvous, Timeouts, World};
 use offload_support::errln;
+use serde::{Deserialize, Serialize};
 use swapper::{Exchange, Nodes};
 use training_state::ranks::{Group, GroupError, RankError, Ranks};
 
@@ -15,6 +18,12 @@ pub enum ConnectError {
     Collective(#[from] CollectiveError),
     #[error(transparent)]
     Ranks(#[from] RankError),
+    #[error("the ranks have different settings: {differences}: {advice}")]
+    Settings {
+        /// Keys with the values of two ranks.
+        differences: String,
+        advice: &'static str,
+    },
 }
 
 /// Connects to the ranks given in the environment; without them the run is one process.
@@ -65,8 +74,9 @@ pub(crate) fn nodes_of(
     }))
 }
 
-/// Settings that describe a machine, so that the nodes of a run may have different ones.
-const OF_A_NODE: [&str; 7] = [
+/// Settings that describe a machine, so that the nodes of a run may have different ones; as resolved, and as written in a
+/// run file.
+const OF_A_NODE: [&str; 9] = [
     "data.cache",
     "offload.engine",
     "offload.host_memory_bytes",
@@ -74,27 +84,99 @@ const OF_A_NODE: [&str; 7] = [
     "offload.socket",
     "placement.nvme_paths",
     "train.threads",
+    "zero_optimization.offload_optimizer.nvme_path",
+    "zero_optimization.offload_param.nvme_path",
 ];
+
+/// Settings that an error about differences names.
+const DIFFERENCES_MAX: usize = 4;
+
+/// Settings of a rank as lines `key = value`.
+#[derive(Serialize, Deserialize)]
+struct RankSettings {
+    resolved: Vec<String>,
+    /// Under the keys of a run file.
+    written: Vec<String>,
+}
 
 /// Refuses ranks whose settings differ from those of the first rank.
 ///
 /// # Errors
-/// Names the difference; a rank is gone.
+/// Names the differences; a rank is gone.
 pub(crate) fn check_same_settings(
     comm: &Comm,
     ranks: &Ranks,
-    settings: &[String],
-) -> Result<(), CollectiveError> {
-    let same = |what: &str, value: &str| comm.same_everywhere(what, value);
-    same("the program", env!("CARGO_PKG_VERSION"))?;
-    let counts = |line: &&String| {
-        let key = line.split(" = ").next().unwrap_or_default();
-        ranks.nodes() == 1 || !OF_A_NODE.contains(&key)
+    settings: &RunSettings,
+) -> Result<(), ConnectError> {
+    comm.same_everywhere("the version of the trainer", env!("CARGO_PKG_VERSION"))?;
+    let own = RankSettings {
+        resolved: settings.lines(),
+        written: settings.written(),
     };
-    let settings: Vec<&String> = settings.iter().filter(counts).collect();
-    // Every rank must make the same number of calls.
-    same("the number of settings", &settings.len().to_string())?;
-    settings.iter().try_for_each(|line| same("a setting", line))
+    let all = ranks.messages(serde_json::to_vec(&own).expect("plain data"))?;
+    let of_rank = |bytes: &Vec<u8>| -> RankSettings {
+        serde_json::from_slice(bytes).expect("the same program on every rank")
+    };
+    let first = of_rank(&all[0]);
+    let on_nodes = ranks.nodes() > 1;
+    for (rank, bytes) in (1..).zip(&all[1..]) {
+        let name = match on_nodes {
+            true => format!("rank {rank} (node {})", ranks.node_of(rank)),
+            false => format!("rank {rank}"),
+        };
+        check_same(&first, &of_rank(bytes), &name, on_nodes)?;
+    }
+    Ok(())
+}
+
+/// Refuses the settings of the rank called `name` if they differ from those of the `first`.
+fn check_same(
+    first: &RankSettings,
+    other: &RankSettings,
+    name: &str,
+    on_nodes: bool,
+) -> Result<(), ConnectError> {
+    let differing = |first: &[String], other: &[String]| -> Vec<String> {
+        let (first, other) = (by_key(first), by_key(other));
+        let keys: BTreeSet<&str> = first.keys().chain(other.keys()).copied().collect();
+        let counts =
+            |key: &&str| first.get(key) != other.get(key) && !(on_nodes && OF_A_NODE.contains(key));
+        let value =
+            |of: &BTreeMap<&str, &str>, key| of.get(key).map_or("not set", |v| *v).to_owned();
+        let text = |key| {
+            let (first, other) = (value(&first, key), value(&other, key));
+            format!("{key} is {first} on rank 0 and {other} on {name}")
+        };
+        keys.into_iter().filter(counts).map(text).collect()
+    };
+    let resolved = differing(&first.resolved, &other.resolved);
+    if resolved.is_empty() {
+        return Ok(());
+    }
+    let written = differing(&first.written, &other.written);
+    let (found, advice) = match written.is_empty() {
+        false => (
+            written,
+            "start all ranks with the same run file and the same options",
+        ),
+        true => (
+            resolved,
+            "their run files are the same, so the files that these name differ (model.path): copy them from one machine to the other",
+        ),
+    };
+    let shown = &found[..found.len().min(DIFFERENCES_MAX)];
+    Err(ConnectError::Settings {
+        differences: shown.join("; "),
+        advice,
+    })
+}
+
+/// Values of lines `key = value`.
+fn by_key(lines: &[String]) -> BTreeMap<&str, &str> {
+    lines
+        .iter()
+        .filter_map(|line| line.split_once(" = "))
+        .collect()
 }
 
 struct CommGroup(Arc<Comm>);
@@ -127,5 +209,63 @@ impl Exchange for SideRanks {
 
     fn give_up(&self, reason: &str) {
         self.comm.give_up(reason);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(resolved: &[&str], written: &[&str]) -> RankSettings {
+        let lines = |lines: &[&str]| lines.iter().map(|&line| line.to_owned()).collect();
+        RankSettings {
+            resolved: lines(resolved),
+            written: lines(written),
+        }
+    }
+
+    #[test]
+    fn different_settings_are_named_as_they_are_written() {
+        let paths = |path: &str| {
+            settings(
+                &[
+                    "data.shuffle = true",
+                    &format!("placement.nvme_paths = [{path}]"),
+                ],
+                &[&format!(
+                    "zero_optimization.offload_param.nvme_path = {path}"
+                )],
+            )
+        };
+        let (first, other) = (paths("\"/a\""), paths("\"/b\""));
+        let error = check_same(&first, &other, "rank 1", false).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the ranks have different settings: zero_optimization.offload_param.nvme_path is \"/a\" on rank 0 and \"/b\" on rank 1: start all ranks with the same run file and the same options"
+        );
+        // Machines differ.
+        assert!(check_same(&first, &other, "rank 1 (node 1)", true).is_ok());
+        let shuffled = |shuffle: &str| {
+            let resolved = format!("data.shuffle = {shuffle}");
+            settings(&[&resolved], &[])
+        };
+        let error = check_same(
+            &shuffled("true"),
+            &shuffled("false"),
+            "rank 1 (node 1)",
+            true,
+        );
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("data.shuffle is true on rank 0 and false on rank 1 (node 1)"),
+            "{error}"
+        );
+        assert!(error.contains("(model.path): copy them"), "{error}");
+        let error = check_same(&shuffled("true"), &settings(&[], &[]), "rank 1", false);
+        let error = error.unwrap_err().to_string();
+        assert!(
+            error.contains("true on rank 0 and not set on rank 1"),
+            "{error}"
+        );
     }
 }

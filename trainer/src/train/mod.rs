@@ -90,7 +90,7 @@ fn as_rank(
     comm: &Arc<Comm>,
 ) -> Result<u8, TrainError> {
     let ranks = ranks_of(comm)?;
-    check_same_settings(comm, &ranks, &settings.lines())?;
+    check_same_settings(comm, &ranks, &settings)?;
     let whole_dir = resolved(&settings.train.run_dir);
     settings.train.run_dir = node_dir(&whole_dir, ranks.node());
     settings.local_ranks = ranks.local().len() as u32;
