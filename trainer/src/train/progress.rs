@@ -1,8 +1,11 @@
-//! Console output of a running run: a line every `log_every` steps and at the first step that ends more than
-//! [`SILENCE_MAX`] after the line before, a line about how far a step is when nothing was printed for as long, and a
+//! Console output of a running run: a line every `log_every` steps, and before [`SILENCE_MAX`] has passed since the
+//! line before if steps are shorter; a line about how far a step is whenever nothing was printed for as long; and a
 //! progress bar if stderr is a terminal.
 
 use std::io::IsTerminal;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -12,7 +15,7 @@ use offload_support::outln;
 use offload_support::units::ApproxTime;
 use training_state::metrics::StepMetrics;
 
-/// Time after which a step prints a line even if none is due.
+/// Longest time without a line while the run takes steps.
 const SILENCE_MAX: Duration = Duration::from_secs(30);
 
 /// Prints lines on stdout and a bar on stderr if that is a terminal.
@@ -27,9 +30,19 @@ pub(super) struct Progress {
     started: Instant,
     /// Time of the newest line about a step that ended.
     said: Instant,
+    first_step: u64,
+    activity: Arc<Mutex<Activity>>,
+    _reporter: Reporter,
+}
+
+/// What the run is doing now.
+struct Activity {
     /// Time of the newest line about a step.
     told: Instant,
-    first_step: u64,
+    /// Words for the present part of a step; `None` outside of steps.
+    part: Option<String>,
+    /// Start of the present step or evaluation.
+    since: Instant,
 }
 
 /// Operations by which the use of a GPU is measured.
@@ -61,6 +74,15 @@ impl Progress {
             bar.set_position(step);
             bar
         });
+        let activity = Arc::new(Mutex::new(Activity {
+            told: Instant::now(),
+            part: None,
+            since: Instant::now(),
+        }));
+        let reporter = Reporter::start(activity.clone(), SILENCE_MAX, {
+            let bar = bar.clone();
+            move |line| say(bar.as_ref(), line)
+        });
         Self {
             bar,
             steps,
@@ -70,8 +92,9 @@ impl Progress {
             flops: None,
             started: Instant::now(),
             said: Instant::now(),
-            told: Instant::now(),
             first_step: step,
+            activity,
+            _reporter: reporter,
         }
     }
 
@@ -102,7 +125,8 @@ impl Progress {
         }
         let last = metrics.step == self.steps;
         let is_due = metrics.step.is_multiple_of(self.log_every) || last;
-        if is_due || metrics.eval_loss.is_some() || self.said.elapsed() >= SILENCE_MAX {
+        let next = Duration::from_secs_f64(metrics.step_s);
+        if is_due || metrics.eval_loss.is_some() || self.said.elapsed() + next >= SILENCE_MAX {
             let line = self.line(metrics, bottleneck);
             self.say(&line);
             if self.parts {
@@ -110,36 +134,28 @@ impl Progress {
             }
             self.since = Since::default();
             self.said = Instant::now();
-            self.told = self.said;
+            lock(&self.activity).told = self.said;
         }
     }
 
-    /// Prints how much of `what` in step `step` is done, if no line about a step was printed for [`SILENCE_MAX`].
-    pub(super) fn within(&mut self, step: u64, what: &str, done: f64) {
-        if let Some(line) = self.due_within(step, what, done) {
-            self.say(&line);
-            self.told = Instant::now();
-        }
+    /// Begins a step or an evaluation after it.
+    pub(super) fn begin(&self) {
+        lock(&self.activity).since = Instant::now();
     }
 
-    fn due_within(&self, step: u64, what: &str, done: f64) -> Option<String> {
-        (self.told.elapsed() >= SILENCE_MAX).then(|| {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH);
-            format!(
-                "{}  step {step}/{}  {what}: {:.0} % done",
-                utc(now.map_or(0, |since| since.as_secs())),
-                self.steps,
-                100.0 * done
-            )
-        })
+    /// Says which part of step `step` comes next. A line shows it once nothing was printed for [`SILENCE_MAX`].
+    pub(super) fn now(&self, step: u64, part: &str) {
+        lock(&self.activity).part = Some(format!("step {step}/{}  {part}", self.steps));
+    }
+
+    /// Ends the lines about what the run is doing.
+    pub(super) fn end(&self) {
+        lock(&self.activity).part = None;
     }
 
     /// Prints `line` above the bar.
     pub(super) fn say(&self, line: &str) {
-        match &self.bar {
-            Some(bar) => bar.suspend(|| outln!("{line}")),
-            None => outln!("{line}"),
-        }
+        say(self.bar.as_ref(), line);
     }
 
     fn line(&self, metrics: &StepMetrics, bottleneck: &str) -> String {
@@ -201,22 +217,131 @@ impl Drop for Progress {
     }
 }
 
+/// Prints `line` above `bar`.
+fn say(bar: Option<&ProgressBar>, line: &str) {
+    match bar {
+        Some(bar) => bar.suspend(|| outln!("{line}")),
+        None => outln!("{line}"),
+    }
+}
+
+/// Locks plain data, which no panic leaves half changed.
+fn lock(activity: &Mutex<Activity>) -> MutexGuard<'_, Activity> {
+    activity.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Thread that says what the run is doing when nothing else was printed for some time.
+struct Reporter {
+    stop: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Reporter {
+    fn start(
+        activity: Arc<Mutex<Activity>>,
+        silence_max: Duration,
+        say: impl Fn(&str) + Send + 'static,
+    ) -> Self {
+        let (stop, stopped) = channel();
+        Self {
+            stop: Some(stop),
+            thread: Some(std::thread::spawn(move || {
+                report(&activity, silence_max, &stopped, say);
+            })),
+        }
+    }
+}
+
+impl Drop for Reporter {
+    fn drop(&mut self) {
+        drop(self.stop.take());
+        if let Some(thread) = self.thread.take() {
+            // The thread holds no state, and it has printed its own panic.
+            let _ = thread.join();
+        }
+    }
+}
+
+fn report(
+    activity: &Mutex<Activity>,
+    silence_max: Duration,
+    stopped: &Receiver<()>,
+    say: impl Fn(&str),
+) {
+    let mut wait = silence_max;
+    while stopped.recv_timeout(wait) == Err(RecvTimeoutError::Timeout) {
+        let mut now = lock(activity);
+        let line = (now.part.as_ref()).filter(|_| now.told.elapsed() >= silence_max);
+        let line = line.map(|part| {
+            let unix = SystemTime::now().duration_since(UNIX_EPOCH);
+            format!(
+                "{}  {part}, {:.0} s so far",
+                utc(unix.map_or(0, |since| since.as_secs())),
+                now.since.elapsed().as_secs_f64()
+            )
+        });
+        if line.is_some() {
+            now.told = Instant::now();
+        }
+        // Without anything to say, the thread looks again after a while.
+        wait = match silence_max.saturating_sub(now.told.elapsed()) {
+            Duration::ZERO => silence_max / 30,
+            left => left,
+        };
+        drop(now);
+        if let Some(line) = line {
+            say(&line);
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::sync::mpsc::TryRecvError;
+
     use super::*;
 
     #[test]
-    fn a_long_step_says_how_far_it_is() {
-        let mut progress = Progress::new(0, 9, 1);
-        let line = |progress: &Progress| progress.due_within(3, "validation", 0.25);
-        assert_eq!(line(&progress), None);
-        progress.told = Instant::now().checked_sub(SILENCE_MAX).unwrap();
-        let said = line(&progress).unwrap();
-        assert!(
-            said.ends_with("  step 3/9  validation: 25 % done"),
-            "{said}"
-        );
-        progress.within(3, "validation", 0.25);
-        assert_eq!(line(&progress), None);
+    fn a_long_unit_says_again_and_again_what_is_computed() {
+        let activity = Arc::new(Mutex::new(Activity {
+            told: Instant::now(),
+            part: None,
+            since: Instant::now(),
+        }));
+        let (sender, lines) = channel();
+        let silence_max = Duration::from_millis(20);
+        let reporter = Reporter::start(activity.clone(), silence_max, move |line| {
+            sender.send(line.to_owned()).unwrap();
+        });
+        // Outside of a step nothing is said.
+        assert!(lines.recv_timeout(4 * silence_max).is_err());
+        lock(&activity).part = Some("step 3/9  forward, unit 4 of 26".into());
+        for _ in 0..2 {
+            let line = lines.recv().unwrap();
+            assert!(
+                line.contains("  step 3/9  forward, unit 4 of 26, ") && line.ends_with(" s so far"),
+                "{line}"
+            );
+        }
+        // Waits for the end of the thread, which says no more.
+        drop(reporter);
+        lines.try_iter().for_each(drop);
+        assert_eq!(lines.try_recv(), Err(TryRecvError::Disconnected));
+    }
+
+    #[test]
+    fn a_line_of_a_step_puts_off_the_next_one() {
+        let silence_max = Duration::from_millis(50);
+        let activity = Arc::new(Mutex::new(Activity {
+            told: Instant::now() + Duration::from_secs(3600),
+            part: Some("step 3/9  forward, unit 4 of 26".into()),
+            since: Instant::now(),
+        }));
+        let (sender, lines) = channel();
+        let reporter = Reporter::start(activity, silence_max, move |line| {
+            sender.send(line.to_owned()).unwrap();
+        });
+        assert!(lines.recv_timeout(4 * silence_max).is_err());
+        drop(reporter);
     }
 }

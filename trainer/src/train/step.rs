@@ -160,15 +160,15 @@ impl Stepper {
     }
 
     /// Runs forward and backward over this rank's samples of the step that begins with `first_sample`. Every
-    /// unit's gradients, of the loss times `scale`, are summed over the ranks and scattered. Calls `done` with the
-    /// fraction of the turns that have started.
+    /// unit's gradients, of the loss times `scale`, are summed over the ranks and scattered. Calls `begins` before
+    /// each part with words for it.
     pub(super) fn forward_backward(
         &mut self,
         tiles: &mut Tiles,
         data: &Data,
         (first_sample, scale): (u64, f64),
         trace: &Trace,
-        done: &mut dyn FnMut(f64),
+        begins: &mut dyn FnMut(&str),
     ) -> Result<Gradients, TrainError> {
         // Ranks take the step's samples in order, as one rank would take them in more micro-batches.
         let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
@@ -191,12 +191,12 @@ impl Stepper {
         self.shards.take_exchanged();
         let mut held_bytes = 0;
         let training = self.training.clone();
-        let turns = training.step_order();
-        for (turn, planned) in turns.iter().enumerate() {
+        for planned in training.step_order() {
+            begins(&planned.turn.words(head));
             self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
-            done((turn + 1) as f64 / turns.len() as f64);
         }
+        begins("norm of the gradients");
         // Read last because this waits for the GPU; nothing before it does.
         let norm = mover::norm(tiles, &self.shards)? / scale;
         // This rank's part of the step's mean loss, weighted by its tokens.
@@ -218,13 +218,13 @@ impl Stepper {
     }
 
     /// Returns the mean loss over the validation data, or over its first `most` micro-batches. No operation may be
-    /// pending. Calls `done` with the fraction of the micro-batches that are evaluated.
+    /// pending. Calls `begins` before each part with words for it.
     pub(super) fn evaluate(
         &mut self,
         tiles: &mut Tiles,
         data: &Data,
         most: Option<u64>,
-        done: &mut dyn FnMut(f64),
+        begins: &mut dyn FnMut(&str),
     ) -> Result<f64, TrainError> {
         let rows = self.batch.micro_batch;
         let all = data.holdout_windows().div_ceil(rows as u64);
@@ -236,11 +236,15 @@ impl Stepper {
             let batches = (first..count.min(first + EVALUATION_BATCHES))
                 .map(|batch| self.held_out(data, batch * rows as u64))
                 .collect::<Result<Vec<_>, _>>()?;
-            first += batches.len() as u64;
-            let (mean, own) = self.evaluate_batches(tiles, batches)?;
+            let last = first + batches.len() as u64;
+            let words = format!(
+                "validation, micro-batches {} to {last} of {count}",
+                first + 1
+            );
+            first = last;
+            let (mean, own) = self.evaluate_batches(tiles, batches, &words, begins)?;
             loss += mean * own;
             counted += own;
-            done(first as f64 / count as f64);
         }
         Ok(loss / f64::max(counted, 1.0))
     }
@@ -254,11 +258,13 @@ impl Stepper {
         self.tokens(&windows, None)
     }
 
-    /// Returns the mean loss over `batches`, and the number of tokens that it is over.
+    /// Returns the mean loss over `batches`, and the number of tokens that it is over. `words` describe them.
     fn evaluate_batches(
         &mut self,
         tiles: &mut Tiles,
         batches: Vec<MicroBatch>,
+        words: &str,
+        begins: &mut dyn FnMut(&str),
     ) -> Result<(f64, f64), TrainError> {
         let head = self.engine.units().len() - 1;
         // All ranks evaluate the same batches.
@@ -274,8 +280,10 @@ impl Stepper {
         let keep = self.engine.set_checkpointing(ActivationCheckpointing::Full);
         let trace = Trace::off();
         let mut watch = Watch::new(&trace, self.gpu.clone().as_ref());
-        let done = (self.evaluation.clone().step_order().iter())
-            .try_for_each(|planned| self.planned(planned, tiles, &mut pass, &mut watch, &trace));
+        let done = (self.evaluation.clone().step_order().iter()).try_for_each(|planned| {
+            begins(&format!("{words}: {}", planned.turn.words(head)));
+            self.planned(planned, tiles, &mut pass, &mut watch, &trace)
+        });
         self.engine.set_checkpointing(keep);
         done?;
         let loss = mean(&pass)?;

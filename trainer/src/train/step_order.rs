@@ -69,6 +69,18 @@ impl Turn {
         self == Self::Gather(unit) || self == Self::GatherCopy(unit)
     }
 
+    /// Describes the turn for a person; `head` is the last unit.
+    pub(super) fn words(self, head: usize) -> String {
+        let (what, unit) = match self {
+            Self::Gather(unit) | Self::GatherCopy(unit) => ("weights", unit),
+            Self::Forward(unit) => ("forward", unit),
+            Self::Head => ("loss", head),
+            Self::Backward(unit) => ("backward", unit),
+            Self::Reduce(unit) | Self::Scatter(unit) => ("gradients", unit),
+        };
+        format!("{what}, unit {} of {}", unit + 1, head + 1)
+    }
+
     /// Returns the units whose gathered weights the turn computes with; `head` is the last unit.
     pub(super) fn weights(self, head: usize) -> Vec<usize> {
         match self {

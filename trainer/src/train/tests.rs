@@ -256,14 +256,15 @@ fn steps(
     let mut steps = Vec::new();
     for step in 1..=settings.train.steps {
         let first = (step - 1) * settings.step_samples();
-        let mut done = Vec::new();
+        let mut parts = Vec::new();
         let trace = Trace::off();
         let found = stepper
             .forward_backward(&mut backend, data, (first, 1.0), &trace, &mut |part| {
-                done.push(part);
+                parts.push(part.to_owned());
             })
             .unwrap();
-        assert!(done.is_sorted() && done.last() == Some(&1.0), "{done:?}");
+        let backward = format!("backward, unit 1 of {}", settings.model.layers + 2);
+        assert!(parts.contains(&backward), "{parts:?}");
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         let update = Some(hyper(settings, step, found.norm, 1.0));
         mover::finish_step(&mut backend, update, Vec::new()).unwrap();
@@ -272,10 +273,14 @@ fn steps(
     backend.drain().unwrap();
     let evaluates = settings.train.eval_every != Interval::Never;
     let evaluated = evaluates.then(|| {
-        let mut done = Vec::new();
-        let mut note = |part| done.push(part);
-        let loss = stepper.evaluate(&mut backend, data, Some(2), &mut note);
-        assert_eq!(done, [1.0]);
+        let mut parts = Vec::new();
+        let mut begins = |part: &str| parts.push(part.to_owned());
+        let loss = stepper.evaluate(&mut backend, data, Some(2), &mut begins);
+        let forward = "validation, micro-batches 1 to 2 of 2: forward, unit 1 of ";
+        assert!(
+            parts.iter().any(|part| part.starts_with(forward)),
+            "{parts:?}"
+        );
         loss.unwrap()
     });
     let mut fingerprint = Fingerprint::default();

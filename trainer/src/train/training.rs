@@ -218,13 +218,16 @@ impl Training {
         let scale = overflow.scale;
         // Skipped steps count neither for the optimizer nor for its learning rate.
         let update = step - overflow.skipped;
-        let shown = &mut self.shown;
+        let shown = &self.shown;
+        if let Some(shown) = shown {
+            shown.progress.begin();
+        }
         let gradients = self.stepper.forward_backward(
             &mut self.run.backend,
             self.data.as_ref().expect("a run with steps has data"),
             (self.run.state.next_sample, scale),
             &self.trace,
-            &mut |done| within(shown, step, "forward and backward", done),
+            &mut |part| now(shown, step, part),
         )?;
         let Gradients { loss, norm, .. } = gradients;
         let outcome = overflow.step(&rules, loss.is_finite() && norm.is_finite());
@@ -267,6 +270,7 @@ impl Training {
         };
         let hyper =
             (outcome == Outcome::Updates).then(|| step::hyper(&self.settings, update, norm, scale));
+        now(&self.shown, step, "update");
         let io = mover::finish_step(&mut self.run.backend, hyper, blob)?;
         (self.trace).finish_step(step, started, self.run.backend.take_spans());
         if self.trace.has_ended() {
@@ -425,13 +429,17 @@ impl Training {
         if !self.evaluation_is_due() {
             return Ok(false);
         }
+        now(&self.shown, metrics.step, "commit before the validation");
         self.run.backend.drain()?;
         let data = self.data.as_ref().expect("a run with steps has data");
         let most = self.settings.train.eval_batches;
-        let (shown, step) = (&mut self.shown, metrics.step);
-        let mut done = |done| within(shown, step, "validation", done);
+        let (shown, step) = (&self.shown, metrics.step);
+        if let Some(shown) = shown {
+            shown.progress.begin();
+        }
+        let mut begins = |part: &str| now(shown, step, part);
         let backend = &mut self.run.backend;
-        let loss = self.stepper.evaluate(backend, data, most, &mut done)?;
+        let loss = self.stepper.evaluate(backend, data, most, &mut begins)?;
         metrics.eval_loss = Some(loss);
         metrics.eval_perplexity = Some(loss.exp());
         Ok(self.evaluations.add(metrics.step, loss))
@@ -452,6 +460,7 @@ impl Training {
 
     fn settle_checkpoints(&mut self) -> Result<(), TrainError> {
         let shown = &self.shown;
+        now(shown, self.run.state.step, "checkpoint");
         Ok(self.checkpointer.settle(&|line| say(shown, line))?)
     }
 
@@ -478,6 +487,7 @@ impl Training {
             tracing::warn!("cannot store the measurements for later plans: {error}");
         }
         if let Some(shown) = &self.shown {
+            shown.progress.end();
             let say = |line: &str| shown.progress.say(line);
             let why = match ended {
                 Ended::Asked => "stopped as asked",
@@ -529,6 +539,10 @@ impl Training {
     /// Commits the last finished step, or writes a checkpoint of it.
     pub(super) fn keep(&mut self) -> Result<(), TrainError> {
         reach(Point::Draining);
+        if let Some(shown) = &self.shown {
+            shown.progress.begin();
+        }
+        now(&self.shown, self.run.state.step, "commit");
         (self.ranks).together::<_, TrainError>("committing the last step", || {
             Ok(self.run.backend.drain()?)
         })?;
@@ -559,10 +573,10 @@ fn flops(settings: &RunSettings, plan: &Plan) -> Option<Flops> {
     })
 }
 
-/// Prints on the first rank how much of a part of a step is done, if the step is long.
-fn within(shown: &mut Option<Shown>, step: u64, what: &str, done: f64) {
+/// Says on the first rank which part of a step begins.
+fn now(shown: &Option<Shown>, step: u64, part: &str) {
     if let Some(shown) = shown {
-        shown.progress.within(step, what, done);
+        shown.progress.now(step, part);
     }
 }
 
