@@ -45,12 +45,15 @@ impl Clock {
         Ok(result)
     }
 
-    /// Returns the seconds of all timed calls. GPU work must have ended.
+    /// Returns the seconds of all timed calls. Waits until their GPU work has ended.
     ///
     /// # Errors
     /// The GPU fails.
     pub(super) fn seconds(&self) -> Result<f64, TrainError> {
         let mut seconds = self.seconds;
+        if let Some((_, last)) = self.spans.last() {
+            last.synchronize()?;
+        }
         for (start, end) in &self.spans {
             seconds += f64::from(end.elapsed_ms_since(start)?) * 1e-3;
         }

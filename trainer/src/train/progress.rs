@@ -197,13 +197,14 @@ impl Progress {
 /// Formats the parts of a step's time. The optimizer runs in parallel, so its time is not part of the sum.
 fn parts(metrics: &StepMetrics) -> String {
     let ms = |seconds: f64| format!("{:.2} ms", seconds * 1e3);
-    let named = metrics.forward_s + metrics.backward_s + metrics.waited_s;
+    let named = metrics.forward_s + metrics.backward_s + metrics.waited_s + metrics.exchange_s;
     format!(
-        "  time (step {})  forward {}  backward {}  waiting {}  other {}  in parallel: updates {}",
+        "  time (step {})  forward {}  backward {}  waiting {}  other ranks {}  other {}  in parallel: updates {}",
         metrics.step,
         ms(metrics.forward_s),
         ms(metrics.backward_s),
         ms(metrics.waited_s),
+        ms(metrics.exchange_s),
         ms((metrics.step_s - named).max(0.0)),
         ms(metrics.update_s),
     )

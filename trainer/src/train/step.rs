@@ -54,6 +54,8 @@ pub(super) struct Gradients {
     /// Computing time in seconds, without waiting for weights.
     pub(super) forward_s: f64,
     pub(super) backward_s: f64,
+    /// Seconds in which computing waited for weights and sums of other ranks.
+    pub(super) exchange_s: f64,
     /// Bytes exchanged with the other ranks.
     pub(super) exchanged: Exchanged,
     /// Highest number of bytes of unit gradients held whole at the same time.
@@ -94,6 +96,8 @@ struct Pass {
     losses: Vec<LossHandle>,
     forward: Clock,
     backward: Clock,
+    /// Waiting for weights and sums of other ranks.
+    exchange: Clock,
 }
 
 impl Pass {
@@ -108,6 +112,7 @@ impl Pass {
             losses: Vec::new(),
             forward: Clock::new(gpu),
             backward: Clock::new(gpu),
+            exchange: Clock::new(gpu),
         }
     }
 
@@ -212,6 +217,7 @@ impl Stepper {
             norm,
             forward_s: pass.forward.seconds()?,
             backward_s: pass.backward.seconds()?,
+            exchange_s: pass.exchange.seconds()?,
             exchanged: self.shards.take_exchanged(),
             held_bytes,
         })
@@ -301,7 +307,7 @@ impl Stepper {
         trace: &Trace,
     ) -> Result<(), TrainError> {
         for &unit in &planned.uses {
-            mover::ready(tiles, unit, trace)?;
+            (pass.exchange).of(|| mover::ready(tiles, unit, trace))?;
         }
         watch.of(planned.turn, || self.turn(planned.turn, tiles, pass, trace))?;
         let mut units = planned.gives_back.iter();
@@ -390,7 +396,10 @@ impl Stepper {
                 let complete = grads[unit].take().expect("its backward turn came before");
                 mover::reduce(tiles, unit, complete, trace)?;
             }
-            Turn::Scatter(unit) => mover::scatter(tiles, unit, trace)?,
+            Turn::Scatter(unit) => {
+                (pass.exchange).of(|| mover::summed(tiles, unit, trace))?;
+                mover::scatter(tiles, unit, trace)?;
+            }
         }
         Ok(())
     }

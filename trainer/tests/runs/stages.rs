@@ -50,6 +50,8 @@ fn two_ranks_learn_the_same_in_every_stage_and_move_and_hold_what_it_says() {
         let run = run.with(&[stage(number)]);
         succeed(run.launch(2));
         assert_close(&run, &alone, &format!("stage {number}"));
+        let waited = numbers(&run, "exchange_s");
+        assert!(waited.iter().all(|seconds| *seconds > 0.0), "{waited:?}");
         let first = |key| numbers(&run, key)[0] as u64;
         let exchanged = [first("gathered_bytes"), first("reduced_bytes")];
         (exchanged, first("grads_held_bytes"))

@@ -58,6 +58,9 @@ pub struct StepMetrics {
     /// Seconds of `step_s` in which the trainer waited for tiles, updates and commits.
     #[serde(default)]
     pub waited_s: f64,
+    /// Seconds of `step_s` in which computing waited for weights and sums of gradients of other ranks.
+    #[serde(default)]
+    pub exchange_s: f64,
     /// Seconds that the optimizer ran, in parallel to the others.
     #[serde(default)]
     pub update_s: f64,

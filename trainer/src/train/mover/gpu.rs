@@ -377,15 +377,20 @@ impl GpuBuffers {
     }
 
     /// Makes later work on the compute stream wait until `unit`'s gradients are complete, so that it may
-    /// overwrite them. Returns the event of their completion.
-    pub(in crate::train) fn grads_copied(&mut self, unit: usize) -> Result<Event, TrainError> {
-        let complete = self.buffers.complete[unit].take();
-        let complete = complete.expect("gradients are complete before they leave");
+    /// overwrite them.
+    pub(in crate::train) fn summed(&self, unit: usize) -> Result<(), TrainError> {
         if self.sums.shards.count() > 1 {
+            let complete = self.buffers.complete[unit].as_ref();
             // Backward writes the next gradients into this buffer; an update on the GPU reads its own copy.
-            self.sums.compute.wait(&complete)?;
+            (self.sums.compute).wait(complete.expect("gradients were reduced"))?;
         }
-        Ok(complete)
+        Ok(())
+    }
+
+    /// Returns the event of the completion of `unit`'s gradients.
+    pub(in crate::train) fn take_complete(&mut self, unit: usize) -> Event {
+        let complete = self.buffers.complete[unit].take();
+        complete.expect("gradients are complete before they leave")
     }
 
     pub(in crate::train) fn scatter_to_swapper(
@@ -394,7 +399,7 @@ impl GpuBuffers {
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let complete = self.grads_copied(unit)?;
+        let complete = self.take_complete(unit);
         let (gpu, down, elem_bytes) = (&self.sums.gpu, &self.buffers.down, self.elem_bytes);
         down.wait(&complete)?;
         let from = self.buffers.grads_of(unit);

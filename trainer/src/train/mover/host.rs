@@ -245,10 +245,9 @@ impl HostBuffers {
         self.sum_squares[unit] = sum_squares(grad_type, own);
     }
 
-    /// Hands a unit's gradients to the swapper.
-    pub(in crate::train) fn scatter(
+    /// Waits until a unit's gradients are summed over the ranks.
+    pub(in crate::train) fn summed(
         &mut self,
-        swapper: &mut Swapper<Hyper>,
         unit: usize,
         trace: &Trace,
     ) -> Result<(), TrainError> {
@@ -261,6 +260,15 @@ impl HostBuffers {
             self.buffer(unit).put_host(summed);
             self.add_squares(unit);
         }
+        Ok(())
+    }
+
+    /// Hands a unit's summed gradients to the swapper.
+    pub(in crate::train) fn scatter(
+        &mut self,
+        swapper: &mut Swapper<Hyper>,
+        unit: usize,
+    ) -> Result<(), TrainError> {
         let elem_bytes = self.elem_bytes;
         let buffer = self.buffer(unit).bytes_mut();
         swapper.scatter(unit, |parts| {

@@ -235,19 +235,33 @@ pub(super) fn reduce(
     }
 }
 
-/// Hands a unit's gradients to the backend that holds its tiles.
+/// Returns when a unit's gradients are summed over the ranks: the host waits, a GPU's stream waits on the device.
+///
+/// # Errors
+/// A rank is gone; the GPU fails.
+pub(super) fn summed(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.summed(unit, trace),
+        TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.summed(unit),
+        TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
+    }
+}
+
+/// Hands a unit's summed gradients to the backend that holds its tiles.
 ///
 /// # Errors
 /// The backend or the GPU fails.
 pub(super) fn scatter(tiles: &mut Tiles, unit: usize, trace: &Trace) -> Result<(), TrainError> {
     match tiles {
-        TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => {
-            buffers.scatter(swapper, unit, trace)
-        }
+        TileBackend::Swapper(swapper, WithSwapper::Host(buffers)) => buffers.scatter(swapper, unit),
         TileBackend::Swapper(swapper, WithSwapper::Gpu(buffers)) => {
             buffers.scatter_to_swapper(swapper, unit, trace)
         }
-        TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.grads_copied(unit).map(drop),
+        TileBackend::Gpu(_, InGpu::Buffers(buffers)) => {
+            buffers.take_complete(unit);
+            Ok(())
+        }
         // The update reads them in place.
         TileBackend::Gpu(_, InGpu::InPlace(_)) => Ok(()),
     }
