@@ -248,7 +248,7 @@ impl Making<'_, '_, '_> {
         let batch = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
         let corpus = self.corpus;
-        let encoded: Vec<Result<Vec<u32>, String>> = self.pool.install(|| {
+        let encoded: Vec<Result<Vec<Vec<u32>>, String>> = self.pool.install(|| {
             let pieces = batch.par_iter().map(|Whole { piece, ends, .. }| {
                 let Piece {
                     document, after, ..
@@ -262,10 +262,20 @@ impl Making<'_, '_, '_> {
                 place: piece.place,
                 message,
             })?;
-            if piece.after.is_none() {
-                self.packer.begin(held, piece.document.is_unanswered());
+            let (last, earlier) = ids.split_last().expect("at least one document");
+            for ids in earlier {
+                self.packer.begin(held);
+                self.packer.writer().repeated();
+                self.packer.add(ids)?;
+                self.packer.end()?;
             }
-            self.packer.add(&ids)?;
+            if piece.after.is_none() {
+                self.packer.begin(held);
+                if piece.document.is_unanswered() {
+                    self.packer.writer().unanswered();
+                }
+            }
+            self.packer.add(last)?;
             if ends {
                 self.packer.end()?;
             }

@@ -44,6 +44,8 @@ pub struct Data {
     tokens: u64,
     documents: u64,
     unanswered: u64,
+    /// Documents that repeat the beginning of a conversation for an answer that the chat template changes later.
+    repeated: u64,
     counted: u64,
     masked: bool,
     packing: Packing,
@@ -135,6 +137,7 @@ impl Data {
                 .map(|header| header.elems().saturating_sub(header.padding))
                 .sum(),
             unanswered: headers().map(|header| header.unanswered).sum(),
+            repeated: headers().map(|header| header.repeated).sum(),
             documents: headers().map(|header| header.documents).sum(),
             counted: headers().map(|header| header.counted).sum(),
             masked: header.counted < header.elems(),
@@ -181,6 +184,12 @@ impl Data {
         text += &format!(", {windows} of {} tokens", self.seq_len);
         if self.holdout_windows() > 0 {
             text += &format!(" and {} more for validation", self.holdout_windows());
+        }
+        if self.repeated > 0 {
+            let repeated = Counted(self.repeated, "document");
+            text += &format!(
+                "; {repeated} for earlier answers, which the chat template changes once others follow"
+            );
         }
         if self.divided > 0 {
             let divided = Counted(self.divided, "document");

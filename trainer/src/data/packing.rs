@@ -85,12 +85,13 @@ impl<'w, 'f> Packer<'w, 'f> {
         }
     }
 
-    /// Begins a document; `held` reserves it for validation, and `unanswered` says that it has an empty answer.
-    pub(super) fn begin(&mut self, held: bool, unanswered: bool) {
+    pub(super) fn writer(&mut self) -> &mut Writer<'f> {
+        self.writer
+    }
+
+    /// Begins a document; `held` reserves it for validation.
+    pub(super) fn begin(&mut self, held: bool) {
         self.writer.document();
-        if unanswered {
-            self.writer.unanswered();
-        }
         self.held = held;
         self.begins = true;
     }

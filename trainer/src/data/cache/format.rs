@@ -26,6 +26,8 @@ pub(in crate::data) struct Header {
     pub(in crate::data) padding: u64,
     /// Documents with an answer that is empty.
     pub(in crate::data) unanswered: u64,
+    /// Documents that repeat the beginning of a conversation for an answer that the chat template changes later.
+    pub(in crate::data) repeated: u64,
     pub(in crate::data) table_crc: u32,
 }
 
@@ -61,7 +63,7 @@ impl Header {
             u64::from(self.table_crc),
             self.padding,
             self.unanswered,
-            0,
+            self.repeated,
             0,
         ];
         let mut bytes = [0; HEADER_BYTES];
@@ -103,6 +105,7 @@ impl Header {
             table_crc: words[10] as u32,
             padding: words[11],
             unanswered: words[12],
+            repeated: words[13],
         };
         // A limit no real file exceeds; below it the sizes cannot overflow.
         let elems = words[5]

@@ -100,6 +100,11 @@ impl<'a> Writer<'a> {
         self.header.unanswered += 1;
     }
 
+    /// Counts a document that repeats the beginning of a conversation.
+    pub(in crate::data) fn repeated(&mut self) {
+        self.header.repeated += 1;
+    }
+
     /// Counts a document that was divided.
     pub(in crate::data) fn divided(&mut self) {
         self.header.divided += 1;

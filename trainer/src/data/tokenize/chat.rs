@@ -1,12 +1,20 @@
 //! Formats conversations with the tokenizer's template, and finds the assistant's part in the text.
 //!
 //! If a template marks that part (`{% generation %}`), the marks are used. For other templates, the
-//! assistant's part of a turn is what the turn adds: the conversation before the turn with a generation
-//! prompt must be a prefix of the conversation with the turn, and that a prefix of the whole. If the
-//! assistant speaks first, its part begins after the template's generation prompt. Some templates leave out what
-//! precedes the message (Qwen3's an empty block of reasoning) once other turns follow: then the whole message and what
-//! follows it count. Templates that change the message itself once others follow (for example by dropping its
-//! reasoning) are refused with the position of the message.
+//! assistant's part of a turn is what the turn adds to the conversation before it with a generation prompt. If the
+//! assistant speaks first, its part begins after the template's generation prompt.
+//!
+//! ```text
+//!   the conversation up to the turn is ...              the turn counts ...
+//!   a prefix of the whole conversation                  in the whole conversation
+//!   the same without the token that ends it (Phi-3's)   there too, without that token
+//!   the same but for what precedes the message          there too: the message and what follows it
+//!     (Qwen3's empty block of reasoning)
+//!   another text (Qwen3's drops earlier reasoning)      in a text of its own: the conversation up to the turn
+//! ```
+//!
+//! A template with which a turn does not continue the conversation before it, even if it is the last one, is refused
+//! with the position of the message.
 
 use std::ops::Range;
 
@@ -27,7 +35,7 @@ pub(super) struct Template {
 }
 
 /// Conversation as text.
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(super) struct Chat {
     pub(super) text: String,
     /// Bytes that count in the loss; `None`: all.
@@ -66,12 +74,17 @@ impl Template {
         })
     }
 
-    /// Formats the whole conversation; only the assistant's part counts.
-    pub(super) fn text_counted(&self, conversation: &Conversation) -> Result<Chat, String> {
-        let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
-        if !self.marks {
-            return self.by_turns(messages, tools, &conversation.counts);
+    /// Formats the conversation; only the assistant's part counts. Returns the whole conversation last, and before it the
+    /// conversation up to each turn that the template changes once others follow.
+    pub(super) fn texts_counted(&self, conversation: &Conversation) -> Result<Vec<Chat>, String> {
+        match self.marks {
+            true => Ok(vec![self.by_marks(conversation)?]),
+            false => self.by_turns(conversation),
         }
+    }
+
+    fn by_marks(&self, conversation: &Conversation) -> Result<Chat, String> {
+        let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
         let marked = self.render(messages, tools, false)?;
         let mut text = String::with_capacity(marked.len());
         let mut counted: Vec<Range<usize>> = Vec::new();
@@ -111,40 +124,91 @@ impl Template {
         })
     }
 
-    fn by_turns(
+    fn by_turns(&self, conversation: &Conversation) -> Result<Vec<Chat>, String> {
+        let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
+        let counts = |turn: &usize| conversation.counts[*turn] && is_assistant(&messages[*turn]);
+        let mut turns: Vec<usize> = (0..messages.len()).filter(counts).collect();
+        let mut end = messages.len();
+        let mut chats = Vec::new();
+        loop {
+            let text = self.render(&messages[..end], tools, false)?;
+            let mut counted = Vec::new();
+            let mut changed = Vec::new();
+            for turn in turns {
+                match self.part_of_turn(&text, &messages[..=turn], tools)? {
+                    Some(part) => counted.push(part),
+                    None if turn + 1 == end => {
+                        return Err(format!(
+                            "the template does not format message {} as the text that follows its generation prompt, so the assistant's part cannot be found: use another template, such as data.chat_template = \"chatml\", or one with {{% generation %}}; or set data.loss_on = \"all\"",
+                            turn + 1
+                        ));
+                    }
+                    None => changed.push(turn),
+                }
+            }
+            let last = changed.last().copied();
+            // Without a turn that counts, the text would teach nothing that the others do not.
+            if !counted.is_empty() || last.is_none() {
+                chats.push(Chat {
+                    text,
+                    counted: Some(counted),
+                });
+            }
+            let Some(last) = last else { break };
+            end = last + 1;
+            turns = changed;
+        }
+        chats.reverse();
+        Ok(chats)
+    }
+
+    /// Returns the assistant's part of the last of `messages` in `text`, the conversation that begins with them; `None` if
+    /// the text has another form of it.
+    fn part_of_turn(
         &self,
+        text: &str,
         messages: &[Value],
         tools: Option<&Value>,
-        counts: &[bool],
-    ) -> Result<Chat, String> {
-        let text = self.render(messages, tools, false)?;
-        let mut counted = Vec::new();
-        for (turn, message) in messages.iter().enumerate() {
-            if !(counts[turn] && is_assistant(message)) {
-                continue;
-            }
-            let with = match turn + 1 == messages.len() {
-                true => text.clone(),
-                false => self.render(&messages[..=turn], tools, false)?,
-            };
-            let before = match turn {
-                0 => self.before_first(&with)?,
-                _ => self.render(&messages[..turn], tools, true)?,
-            };
-            let content = message.get_attr("content").unwrap_or_default();
-            let words = content.as_str().map(str::trim).unwrap_or_default();
-            let Some(part) = part_of_turn(&text, &with, &before, words) else {
-                return Err(format!(
-                    "the template formats message {} differently once others follow, so the assistant's part cannot be found: use a template that does not, such as data.chat_template = \"chatml\", or one with {{% generation %}}; conversations that end with their first answer; or data.loss_on = \"all\"",
-                    turn + 1
-                ));
-            };
-            counted.push(part);
+    ) -> Result<Option<Range<usize>>, String> {
+        let (message, earlier) = messages.split_last().expect("a turn is a message");
+        let with = self.render(messages, tools, false)?;
+        let before = match earlier {
+            [] => self.before_first(&with)?,
+            _ => self.render(earlier, tools, true)?,
+        };
+        let Some(added) = with.strip_prefix(&before) else {
+            return Ok(None);
+        };
+        if text.starts_with(&with) {
+            return Ok(Some(before.len()..with.len()));
         }
-        Ok(Chat {
-            text,
-            counted: Some(counted),
-        })
+        // The token that ends a conversation comes after the last message only.
+        let eos = self.tokens.get_attr("eos_token").unwrap_or_default();
+        let open = eos.as_str().and_then(|eos| added.strip_suffix(eos));
+        if let Some(open) = open.filter(|open| !open.is_empty()) {
+            let end = before.len() + open.len();
+            if text.starts_with(&with[..end]) {
+                return Ok(Some(before.len()..end));
+            }
+        }
+        // What precedes the message may be missing if all of the message and what follows it are there.
+        let Some(rest) = text.strip_prefix(&before) else {
+            return Ok(None);
+        };
+        let words = words(message, "content");
+        let mut starts = added
+            .match_indices(&words)
+            .map(|(at, _)| added.split_at(at));
+        let found = starts.find(|(missing, kept)| {
+            let is_said = |key: &Value| {
+                let words = key.as_str().map(|key| self::words(message, key));
+                words.is_some_and(|words| !words.is_empty() && missing.contains(&words))
+            };
+            // Such as "reasoning_content".
+            let mut keys = message.try_iter().into_iter().flatten();
+            !words.is_empty() && rest.starts_with(kept) && !keys.any(|key| is_said(&key))
+        });
+        Ok(found.map(|(_, kept)| before.len()..before.len() + kept.len()))
     }
 
     /// Returns the text before the assistant's words in `turn`, which begins a conversation: the template's
@@ -180,17 +244,10 @@ impl Template {
     }
 }
 
-/// Returns the assistant's part of a turn in `text`: what the turn adds to `before` in `with`, the conversation that ends
-/// with it. Its start may be missing in `text` if all of `words`, the message, and what follows them are there.
-fn part_of_turn(text: &str, with: &str, before: &str, words: &str) -> Option<Range<usize>> {
-    let added = with.strip_prefix(before)?;
-    if text.starts_with(with) {
-        return Some(before.len()..with.len());
-    }
-    let rest = text.strip_prefix(before)?;
-    let mut starts = added.match_indices(words).map(|(at, _)| &added[at..]);
-    let kept = starts.find(|kept| !words.is_empty() && rest.starts_with(kept))?;
-    Some(before.len()..before.len() + kept.len())
+/// Text in a field of a message, without white space around it; empty if it is no text.
+fn words(message: &Value, key: &str) -> String {
+    let value = message.get_attr(key).unwrap_or_default();
+    value.as_str().map(str::trim).unwrap_or_default().to_owned()
 }
 
 fn is_assistant(message: &Value) -> bool {
@@ -233,18 +290,24 @@ mod tests {
     fn messages_may_be_left_out_of_the_loss() {
         let mut some = all(conversation());
         some.counts[1] = false;
-        let by_turns = template(CHATML).text_counted(&some).unwrap();
+        let by_turns = only(template(CHATML), &some);
         assert_eq!(said(&by_turns), ["bye<|end|>\n"]);
-        let marked = template(MARKED).text_counted(&some).unwrap();
+        let marked = only(template(MARKED), &some);
         assert_eq!(said(&marked), ["bye<|end|>"]);
         // Marks around several messages do not show where one of them is.
         let once =
             "{% generation %}{% for m in messages %}{{ m.content }}{% endfor %}{% endgeneration %}";
-        let error = template(once).text_counted(&some).unwrap_err();
+        let error = template(once).texts_counted(&some).unwrap_err();
         assert!(
             error.contains("marks 1 parts of the assistant's 2 messages"),
             "{error}"
         );
+    }
+
+    fn only(template: Template, conversation: &Conversation) -> Chat {
+        let mut chats = template.texts_counted(conversation).unwrap();
+        assert_eq!(chats.len(), 1, "{chats:?}");
+        chats.remove(0)
     }
 
     fn said(chat: &Chat) -> Vec<&str> {
@@ -254,7 +317,7 @@ mod tests {
 
     #[test]
     fn each_turn_is_the_text_that_it_adds() {
-        let chat = template(CHATML).text_counted(&all(conversation())).unwrap();
+        let chat = only(template(CHATML), &all(conversation()));
         assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
         let all = template(CHATML).text(&conversation(), None).unwrap();
         assert_eq!((all.text, all.counted), (chat.text, None));
@@ -268,19 +331,15 @@ mod tests {
             "{{% if messages[0].role != 'system' %}}<|system|>\nBe brief.<|end|>\n{{% endif %}}{CHATML}"
         );
         for source in [CHATML, &source] {
-            let chat = template(source)
-                .text_counted(&all(greeting.clone()))
-                .unwrap();
+            let chat = only(template(source), &all(greeting.clone()));
             assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n"]);
-            let alone = template(source)
-                .text_counted(&all(greeting[..1].to_vec()))
-                .unwrap();
+            let alone = only(template(source), &all(greeting[..1].to_vec()));
             assert_eq!(said(&alone), ["hello<|end|>\n"]);
         }
         // Without a generation prompt, the start of the assistant's part is unknown.
         let bare = "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}";
         let error = template(bare)
-            .text_counted(&all(greeting.clone()))
+            .texts_counted(&all(greeting.clone()))
             .unwrap_err();
         assert!(error.contains("the assistant speaks first"), "{error}");
     }
@@ -301,7 +360,7 @@ mod tests {
 
     #[test]
     fn generation_marks_of_a_template_are_used() {
-        let chat = template(MARKED).text_counted(&all(conversation())).unwrap();
+        let chat = only(template(MARKED), &all(conversation()));
         assert_eq!(said(&chat), ["hello<|end|>", "bye<|end|>"]);
         let all = template(MARKED).text(&conversation(), None).unwrap();
         assert_eq!(all.text, chat.text);
@@ -312,7 +371,7 @@ mod tests {
     #[test]
     fn a_whole_message_counts_where_a_template_leaves_out_what_precedes_it() {
         let source = "{% for m in messages %}<|{{ m.role }}|>\n{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
-        let chat = template(source).text_counted(&all(conversation())).unwrap();
+        let chat = only(template(source), &all(conversation()));
         assert_eq!(
             said(&chat),
             ["hello<|end|>\n", "<think>\n\n</think>\n\nbye<|end|>\n"]
@@ -321,33 +380,74 @@ mod tests {
         for words in ["think", "end", "n"] {
             let mut messages = conversation();
             messages[1] = context! { role => "assistant", content => words };
-            let chat = template(source).text_counted(&all(messages)).unwrap();
+            let chat = only(template(source), &all(messages));
             assert_eq!(said(&chat)[0], format!("{words}<|end|>\n"));
         }
-        // Reasoning that the template drops would be lost without a word.
-        let mut messages = conversation();
-        messages[1] = context! { role => "assistant", content => "<think>why</think>hello" };
-        let error = template(source).text_counted(&all(messages)).unwrap_err();
-        assert!(error.contains("formats message 2 differently"), "{error}");
+    }
+
+    /// As Qwen3's does with the reasoning of earlier answers.
+    #[test]
+    fn an_answer_that_a_template_changes_later_is_in_a_text_of_its_own() {
+        let source = "{% for m in messages %}<|{{ m.role }}|>\n{% if loop.last and m.why %}<think>{{ m.why }}</think>{% endif %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
+        let inside = context! { role => "assistant", content => "<think>so</think>hello" };
+        let apart = context! { role => "assistant", content => "hello", why => "so" };
+        for answer in [inside, apart] {
+            let mut messages = conversation();
+            messages[1] = answer;
+            let mut conversation = all(messages.clone());
+            let chats = template(source).texts_counted(&conversation).unwrap();
+            let [first, whole] = &chats[..] else {
+                panic!("{chats:?}")
+            };
+            let asked = "<|user|>\nhi<|end|>\n<|assistant|>\n";
+            assert_eq!(
+                first.text,
+                format!("{asked}<think>so</think>hello<|end|>\n")
+            );
+            assert_eq!(said(first), ["<think>so</think>hello<|end|>\n"]);
+            assert_eq!(
+                whole.text,
+                template(source).text(&messages, None).unwrap().text
+            );
+            assert_eq!(said(whole), ["bye<|end|>\n"]);
+            // A whole conversation in which nothing counts is left out.
+            conversation.counts[3] = false;
+            let chats = template(source).texts_counted(&conversation).unwrap();
+            assert_eq!(chats, [first.clone()]);
+            conversation.counts[1] = false;
+            let none = only(template(source), &conversation);
+            assert_eq!(said(&none), [""; 0]);
+        }
+    }
+
+    /// As Phi-3's.
+    #[test]
+    fn a_token_that_ends_a_conversation_counts_after_its_last_message_only() {
+        let mut special = Special::default();
+        (special.tokens).insert("eos_token".into(), "<|endoftext|>".into());
+        let source = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}");
+        let template = Template::new(&source, &special).unwrap();
+        let chat = only(template, &all(conversation()));
+        assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n<|endoftext|>"]);
     }
 
     #[test]
-    fn a_template_that_rewrites_turns_is_refused() {
+    fn a_template_whose_answers_do_not_follow_its_generation_prompt_is_refused() {
         let source = "{% for m in messages %}{% if loop.last %}<think>{% endif %}{{ m.content }};{% endfor %}";
         let error = template(source)
-            .text_counted(&all(conversation()))
+            .texts_counted(&all(conversation()))
             .unwrap_err();
-        assert!(error.contains("formats message 2 differently"), "{error}");
+        assert!(error.contains("does not format message 4 as"), "{error}");
         let first: Vec<Value> = conversation().into_iter().take(2).collect();
-        let error = template(source).text_counted(&all(first)).unwrap_err();
-        assert!(error.contains("message 2"), "{error}");
+        let error = template(source).texts_counted(&all(first)).unwrap_err();
+        assert!(error.contains("does not format message 2 as"), "{error}");
     }
 
     #[test]
     fn marks_in_a_conversation_are_refused() {
         let message = context! { role => "user", content => "a\u{FDD0}b" };
         let error = template(MARKED)
-            .text_counted(&all(vec![message]))
+            .texts_counted(&all(vec![message]))
             .unwrap_err();
         assert!(error.contains("U+FDD0"), "{error}");
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use super::chat::Template;
+use super::chat::{Chat, Template};
 use super::special::{Special, read_bounded};
 use super::templates;
 use super::{BEGINS, Encoding, NOT_COUNTED};
@@ -175,7 +175,7 @@ impl HuggingFace {
         after: Option<&str>,
         ends: bool,
         encoding: Encoding,
-    ) -> Result<Vec<u32>, String> {
+    ) -> Result<Vec<Vec<u32>>, String> {
         match document {
             Document::Bytes(_) => {
                 unreachable!("text files are read as text if there is a tokenizer")
@@ -189,7 +189,7 @@ impl HuggingFace {
                 if ends {
                     self.end(&mut ids);
                 }
-                Ok(ids)
+                Ok(vec![ids])
             }
             Document::Completion { prompt, completion } => {
                 let text = format!("{prompt}{completion}");
@@ -202,18 +202,19 @@ impl HuggingFace {
                 let not_counted = counted.map_or(0, |_| NOT_COUNTED);
                 ids.splice(0..0, self.before.iter().map(|id| id | not_counted));
                 self.end(&mut ids);
-                Ok(ids)
+                Ok(vec![ids])
             }
             Document::Chat(chat) => {
                 let template = self
                     .template
                     .as_ref()
                     .expect("check_chat has found a template");
-                let chat = match encoding.loss_on {
-                    LossOn::All => template.text(&chat.messages, chat.tools.as_ref())?,
-                    LossOn::Completions => template.text_counted(chat)?,
+                let chats = match encoding.loss_on {
+                    LossOn::All => vec![template.text(&chat.messages, chat.tools.as_ref())?],
+                    LossOn::Completions => template.texts_counted(chat)?,
                 };
-                self.ids_counted(&chat.text, chat.counted.as_deref())
+                let ids = |chat: &Chat| self.ids_counted(&chat.text, chat.counted.as_deref());
+                chats.iter().map(ids).collect()
             }
         }
     }

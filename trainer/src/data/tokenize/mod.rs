@@ -5,6 +5,7 @@
 //!   text                  bos of the tokenizer, text, eos
 //!   prompt, completion    bos of the tokenizer, prompt and completion as one text, eos       counts: the completion, and eos
 //!   messages              the template's output, nothing else                                counts: the assistant's part
+//!                         (several outputs if the template changes earlier answers)
 //! ```
 //!
 //! Bytes have no special tokens: a record ends with a line end, and files follow one another directly. Token
@@ -194,7 +195,7 @@ impl Tokenizer {
         }
     }
 
-    /// Tokenizes a document or a piece of one. A piece that continues a document gets the end of the
+    /// Tokenizes a document or a piece of one. A conversation may become several documents. A piece that continues a document gets the end of the
     /// preceding text in `after`; `ends` says that it is the document's last.
     ///
     /// # Errors
@@ -205,10 +206,12 @@ impl Tokenizer {
         after: Option<&str>,
         ends: bool,
         encoding: Encoding,
-    ) -> Result<Vec<u32>, String> {
+    ) -> Result<Vec<Vec<u32>>, String> {
         match (document, self) {
-            (Document::Ids { ids, counts }, _) => given(ids, counts.as_deref(), encoding),
-            (_, Self::Bytes) => Ok(bytes(document, encoding)),
+            (Document::Ids { ids, counts }, _) => {
+                Ok(vec![given(ids, counts.as_deref(), encoding)?])
+            }
+            (_, Self::Bytes) => Ok(vec![bytes(document, encoding)]),
             (_, Self::HuggingFace(found)) => found.encode(document, after, ends, encoding),
             (_, Self::Ids(_)) => unreachable!("this tokenizer is only chosen for token ids"),
         }

@@ -193,7 +193,7 @@ mod tests {
                 messages: messages.clone(),
                 tools: None,
             };
-            let chat = template.text_counted(&conversation).unwrap();
+            let chat = template.texts_counted(&conversation).unwrap().remove(0);
             assert_eq!(chat.text, text, "{name}");
             let counted = chat.counted.unwrap();
             let found: Vec<&str> = counted

@@ -51,6 +51,13 @@ fn split(elements: &[u32]) -> (Vec<u32>, Vec<u32>) {
     (ids.collect(), counts.collect())
 }
 
+/// Returns the only document that an encoding made.
+fn only(found: Result<Vec<Vec<u32>>, String>) -> Vec<u32> {
+    let mut found = found.unwrap();
+    assert_eq!(found.len(), 1);
+    found.remove(0)
+}
+
 fn conversation(chat: &Value) -> Document {
     chat_of(&chat["messages"].to_string())
 }
@@ -72,7 +79,7 @@ fn texts_have_the_tokens_of_transformers() {
         for case in expected[name]["texts"].as_array().unwrap() {
             let text = case["text"].as_str().unwrap();
             let document = Document::Text(text.into());
-            let found = tokenizer.encode(&document, None, true, ALL).unwrap();
+            let found = only(tokenizer.encode(&document, None, true, ALL));
             let mut ids = numbers(&case["ids"]);
             if ids.last() != Some(&eos) {
                 ids.push(eos);
@@ -90,11 +97,9 @@ fn chats_have_the_tokens_of_transformers() {
         tokenizer.check(Kind::Chat, COMPLETIONS).unwrap();
         for chat in expected[name]["chats"].as_array().unwrap() {
             let document = conversation(chat);
-            let all = tokenizer.encode(&document, None, true, ALL).unwrap();
+            let all = only(tokenizer.encode(&document, None, true, ALL));
             assert_eq!(all, numbers(&chat["ids"]), "{name}");
-            let some = tokenizer
-                .encode(&document, None, true, COMPLETIONS)
-                .unwrap();
+            let some = only(tokenizer.encode(&document, None, true, COMPLETIONS));
             let (ids, said) = split(&some);
             assert_eq!((ids, said), (all, numbers(&chat["said"])), "{name}");
         }
@@ -109,10 +114,40 @@ fn generation_marks_of_an_own_template_determine_what_counts() {
     assert_ne!(tokenizer.fingerprint(), plain.fingerprint());
     for chat in expected()["qwen"]["chats"].as_array().unwrap() {
         let some = tokenizer.encode(&conversation(chat), None, true, COMPLETIONS);
-        let (ids, said) = split(&some.unwrap());
+        let (ids, said) = split(&only(some));
         assert_eq!(ids, numbers(&chat["marked_ids"]));
         assert_eq!(said, numbers(&chat["marked_said"]));
     }
+}
+
+/// A template that changes earlier answers gives each its own text; one that only ends the conversation does not.
+#[test]
+fn every_answer_counts_as_a_template_would_generate_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let encode = |name: &str| {
+        let case = &expected()["apart"][name];
+        let template = dir.path().join(name);
+        std::fs::write(&template, case["template"].as_str().unwrap()).unwrap();
+        let tokenizer = open(&fixtures().join("qwen"), Some(&template), 512).unwrap();
+        let found = tokenizer.encode(&conversation(case), None, true, COMPLETIONS);
+        let found: Vec<_> = found.unwrap().iter().map(|ids| split(ids)).collect();
+        let turns = case["turns"].as_array().unwrap().iter();
+        let turns = turns.map(|turn| (numbers(&turn["ids"]), numbers(&turn["said"])));
+        (found, turns.collect::<Vec<_>>())
+    };
+    let (found, turns) = encode("reasoned");
+    assert_eq!(found, turns);
+    let (found, turns) = encode("ended");
+    let [(ids, said)] = &found[..] else {
+        panic!("{found:?}")
+    };
+    assert_eq!(*ids, turns[1].0);
+    // The token that ends the first conversation is not in the second.
+    let (first_ids, first_said) = &turns[0];
+    let open = first_ids.len() - 1;
+    assert_eq!(ids[..open], first_ids[..open]);
+    assert_eq!(said[..open], first_said[..open]);
+    assert_eq!(said[open..], turns[1].1[open..]);
 }
 
 #[test]
@@ -159,12 +194,10 @@ fn a_completion_counts_from_the_token_that_holds_its_first_byte() {
             completion: completion.into(),
         };
         let whole = Document::Text(format!("{prompt}{completion}"));
-        let found = tokenizer
-            .encode(&document, None, true, COMPLETIONS)
-            .unwrap();
+        let found = only(tokenizer.encode(&document, None, true, COMPLETIONS));
         let (ids, counts) = split(&found);
-        assert_eq!(ids, tokenizer.encode(&whole, None, true, ALL).unwrap());
-        assert_eq!(tokenizer.encode(&document, None, true, ALL).unwrap(), ids);
+        assert_eq!(ids, only(tokenizer.encode(&whole, None, true, ALL)));
+        assert_eq!(only(tokenizer.encode(&document, None, true, ALL)), ids);
         assert_eq!((counts[0], counts[ids.len() - 1]), (0, 1), "bos and eos");
         // Tokens that count are at the end, and cover at least the completion.
         let first = counts.iter().position(|count| *count == 1).unwrap();
@@ -185,7 +218,7 @@ fn pieces_of_a_text_share_one_beginning_and_one_end() {
     let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
     let piece = |text: &str, after, ends| {
         let document = Document::Text(text.into());
-        tokenizer.encode(&document, after, ends, ALL).unwrap()
+        only(tokenizer.encode(&document, after, ends, ALL))
     };
     let (first, last) = (
         piece("one\n", None, false),
@@ -275,7 +308,7 @@ fn a_long_record_is_tokenized_in_pieces_that_lose_nothing() {
     let tokenizer = open(&fixtures().join("qwen"), None, 512).unwrap();
     let text = "東京".repeat(crate::data::read::PIECE_BYTES / 4) + "\nend";
     let document = Document::Text(text.clone());
-    let ids = tokenizer.encode(&document, None, true, ALL).unwrap();
+    let ids = only(tokenizer.encode(&document, None, true, ALL));
     assert_eq!(tokenizer.decode(&ids), text + "<|im_end|>");
     let document = Document::Completion {
         prompt: "x".repeat(17 << 20),
@@ -343,7 +376,7 @@ fn the_end_of_document_token_is_found_where_models_name_it() {
     let ends = || {
         let tokenizer = open(dir.path(), None, 512).unwrap();
         let document = Document::Text("a".into());
-        let ids = tokenizer.encode(&document, None, true, ALL).unwrap();
+        let ids = only(tokenizer.encode(&document, None, true, ALL));
         (ids.len() > 1).then(|| ids[ids.len() - 1])
     };
     assert_eq!(ends(), None);
