@@ -57,19 +57,36 @@ const OTHERS: &[(&str, &str)] = &[
     ("output_dir", "train.run_dir"),
     ("save_steps", "train.checkpoint_every"),
     ("save_interval", "train.checkpoint_every"),
+    ("save_strategy", "train.checkpoint_every"),
+    ("saves_per_epoch", "train.checkpoint_every (in steps)"),
     ("save_total_limit", "train.checkpoints_kept"),
     ("load_best_model_at_end", "train.checkpoint_best"),
+    (
+        "metric_for_best_model",
+        "train.checkpoint_best (by the validation loss)",
+    ),
+    ("overwrite_output_dir", "--fresh of the command line"),
+    ("run_name", "train.run_dir"),
     ("early_stopping", "train.early_stopping_patience"),
     ("patience", "train.early_stopping_patience"),
     ("logging_steps", "train.log_every"),
     ("log_interval", "train.log_every"),
+    ("logging_strategy", "train.log_every"),
     ("eval_steps", "train.eval_every"),
     ("eval_interval", "train.eval_every"),
     ("eval_strategy", "train.eval_every"),
     ("evaluation_strategy", "train.eval_every"),
+    (
+        "evals_per_epoch",
+        "train.eval_every (a number of steps, or \"epoch\")",
+    ),
     ("random_seed", "train.seed"),
     ("data_seed", "train.seed"),
     ("num_threads", "train.threads"),
+    ("preprocessing_num_workers", "train.threads"),
+    ("dataset_num_proc", "train.threads"),
+    ("dataset_processes", "train.threads"),
+    ("fsdp", "zero_optimization.stage"),
     ("block_size", "train.seq_len"),
     ("max_seq_length", "train.seq_len"),
     ("max_seq_len", "train.seq_len"),
@@ -93,9 +110,13 @@ const OTHERS: &[(&str, &str)] = &[
     ("train_file", "data.files"),
     ("train_files", "data.files"),
     ("validation_file", "data.eval_files"),
+    ("test_datasets", "data.eval_files"),
+    ("eval_dataset", "data.eval_files"),
+    ("dataset_prepared_path", "data.cache"),
     ("tokenizer_name", "data.tokenizer"),
     ("tokenizer_name_or_path", "data.tokenizer"),
     ("val_set_size", "data.validation_fraction"),
+    ("val_size", "data.validation_fraction"),
     (
         "validation_split_percentage",
         "data.validation_fraction (a fraction, not percent)",
@@ -103,12 +124,22 @@ const OTHERS: &[(&str, &str)] = &[
     ("completion_only_loss", "data.loss_on"),
     ("assistant_only_loss", "data.loss_on"),
     ("train_on_inputs", "data.loss_on"),
+    ("roles_to_train", "data.loss_on"),
     ("sample_packing", "data.packing"),
+    ("eval_sample_packing", "data.packing"),
+    ("pad_to_sequence_len", "data.packing"),
+    ("group_by_length", "data.packing"),
+    ("shuffle_merged_datasets", "data.shuffle"),
     ("neat_packing", "data.cross_document_attention"),
     ("interleave_probs", "data.files (the weight of an entry)"),
     ("max_train_samples", "data.max_samples"),
     ("dataset_format", "data.format"),
     ("template", "data.chat_template"),
+    ("tokenizer_type", "data.tokenizer"),
+    (
+        "special_tokens",
+        "data.tokenizer (special tokens come from its files)",
+    ),
     ("torch_dtype", "bf16.enabled"),
     ("dtype", "bf16.enabled"),
     ("mixed_precision", "bf16.enabled"),
@@ -156,6 +187,11 @@ pub(super) fn tracker(path: &str, value: &Value) -> Option<&'static str> {
 const LORA: &str = "every parameter is trained: leave it out, and the state goes to host memory or drives; for LoRA use the Python package with PEFT (docs/pytorch.md)";
 const QUANTIZED: &str = "weights are not quantized: leave it out, and the state goes to host memory or drives; optimizer.moments = \"bf16\" makes it smaller";
 const KERNELS: &str = "the trainer has its own kernels for attention and the loss, and documents in one window do not see each other: leave it out";
+const LOSS: &str = "the loss is the mean cross-entropy of the tokens that count, without noise or smoothing: leave it out";
+const HUB: &str = "the trainer does not use the network: leave it out, and upload the exported directory with `hf upload`";
+const STATE: &str = "the whole state is kept in host memory or on drives: leave it out; optimizer.type = \"Lion\" and optimizer.moments = \"bf16\" make it smaller";
+const STREAMING: &str =
+    "data is read from files and tokenized once, without being in memory as a whole: leave it out";
 const STAGES: &str = "the trainer learns texts and answers (SFT, continued pretraining): leave it out for these; for DPO, rewards and RL use TRL on the Python package (docs/pytorch.md)";
 
 /// Starts of names with which axolotl, LLaMA-Factory, TRL and Hugging Face's Trainer ask for a feature, and the answer.
@@ -181,6 +217,14 @@ const FEATURES: &[(&str, &str)] = &[
     ("enable_liger", KERNELS),
     ("cut_cross_entropy", KERNELS),
     ("torch_compile", KERNELS),
+    ("neftune", LOSS),
+    ("label_smoothing", LOSS),
+    ("push_to_hub", HUB),
+    ("hub_", HUB),
+    ("use_galore", STATE),
+    ("use_badam", STATE),
+    ("use_apollo", STATE),
+    ("streaming", STREAMING),
     ("rl", STAGES),
     ("dpo", STAGES),
     ("pref_", STAGES),
@@ -286,6 +330,8 @@ mod tests {
             ("attn_implementation", "its own kernels"),
             ("rl", "for DPO"),
             ("rl_beta", "for DPO"),
+            ("neftune_noise_alpha", "without noise"),
+            ("hub_model_id", "`hf upload`"),
         ] {
             let answer = feature(key);
             assert!(
