@@ -43,6 +43,7 @@ use std::ffi::OsString;
 use std::process::ExitCode;
 
 use anyhow::Result;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 use offload_support::{console, errln};
 
@@ -88,7 +89,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
+    let arguments = Arguments::try_parse().unwrap_or_else(|error| with_command(error).exit());
     // Lost output fails a command that succeeded otherwise.
     match run(arguments).and_then(|()| Ok(console::finish()?)) {
         Ok(()) => ExitCode::SUCCESS,
@@ -97,6 +98,24 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Adds to an error about an option or a job file of fio without a command the command that takes them.
+fn with_command(mut error: clap::Error) -> clap::Error {
+    let first = std::env::args().nth(1).unwrap_or_default();
+    let is_fio = match error.kind() {
+        ErrorKind::UnknownArgument => first.starts_with('-'),
+        ErrorKind::InvalidSubcommand => std::path::Path::new(&first).is_file(),
+        _ => false,
+    };
+    if is_fio {
+        let tip = "fio's options and job files follow `bench-io run`";
+        error.insert(
+            ContextKind::Suggested,
+            ContextValue::StyledStrs(vec![tip.into()]),
+        );
+    }
+    error
 }
 
 fn run(arguments: Arguments) -> Result<()> {

@@ -299,6 +299,11 @@ fn wrong_words_are_refused_before_anything_is_made() {
         assert!(printed.contains(words), "{args:?}: {printed}");
         assert_empty(dir.path());
     }
+    let without_command = refused(&["--name=job", "--rw=read"]);
+    assert!(
+        without_command.contains("follow `bench-io run`"),
+        "{without_command}"
+    );
     let many = ["--bs=64m", "--size=64g", "--iodepth=1024", "--numjobs=64"];
     let printed = refused(&[&["run", "--directory", path], &many[..]].concat());
     assert!(printed.contains("are available"), "{printed}");
