@@ -18,9 +18,7 @@ pub enum Call {
     /// Opens a session: host memory for one process of a job.
     Open(OpenSession),
     /// Asks what the store knows of the session's job.
-    DescribeJob {
-        token: SessionToken,
-    },
+    DescribeJob { token: SessionToken },
     /// Defines the tiles of a job.
     Define {
         token: SessionToken,
@@ -54,9 +52,7 @@ pub enum Call {
         generation: Generation,
     },
     /// Asks how far the session is, for a process that lost its connection.
-    Reattach {
-        token: SessionToken,
-    },
+    Reattach { token: SessionToken },
     /// Reports a tile that was read and is not what was written. Nothing is decided by it.
     ReportDamage {
         token: SessionToken,
@@ -64,9 +60,7 @@ pub enum Call {
         damage: Damage,
     },
     /// Ends the session in order.
-    Close {
-        token: SessionToken,
-    },
+    Close { token: SessionToken },
     /// Asks for the caller's jobs.
     ListJobs,
     /// Deletes a job and frees its space.

@@ -42,9 +42,7 @@ pub enum Event {
         result: Result<(), Fault>,
     },
     /// The process has taken its descriptors over the second socket.
-    Attached {
-        session: SessionId,
-    },
+    Attached { session: SessionId },
     /// One unchecked entry, copied out of the submission ring.
     Submission {
         /// Session of the ring.
@@ -75,9 +73,7 @@ pub enum Event {
     /// No operation is in flight any more, and sessions will be handed over: flush what they wrote.
     HandOver,
     /// The process died, closed its descriptor socket, did not attach in time, or broke the ring.
-    PeerGone {
-        session: SessionId,
-    },
+    PeerGone { session: SessionId },
 }
 
 /// An action for the driver. Actions are performed in order.
@@ -141,9 +137,7 @@ pub enum Action {
         iodepth: u32,
     },
     /// Close a device that has left the store; nothing is in flight on it.
-    ForgetDevice {
-        device: DeviceIndex,
-    },
+    ForgetDevice { device: DeviceIndex },
     /// Unmap, unregister and close the arena of a session whose I/O has ended.
     DropArena {
         /// The session, which does not exist after this.

@@ -120,7 +120,9 @@ fn the_newest_checkpoints_are_kept_and_the_others_removed() {
     let on_store = on_store.with(&harness.nvme());
     on_store.train();
     assert_eq!(names(&on_store, ""), ["step-00000004", "step-00000008"]);
-    let checkpoint = on_store.dir.join("checkpoints/step-00000008/checkpoint.json");
+    let checkpoint = on_store
+        .dir
+        .join("checkpoints/step-00000008/checkpoint.json");
     let checkpoint: serde_json::Value =
         serde_json::from_slice(&std::fs::read(checkpoint).unwrap()).expect("JSON");
     let loss = &on_store.metrics()[7]["loss"];

@@ -210,7 +210,10 @@ fn a_changed_description_is_refused_or_equivalent() {
     let newer = text.replace("\n  \"version\": 1", "\n  \"version\": 7");
     fs::write(&path, newer).unwrap();
     let text = Checkpoint::open(&dir, 0).unwrap_err().to_string();
-    assert!(text.contains("checkpoint.json has format version 7"), "{text}");
+    assert!(
+        text.contains("checkpoint.json has format version 7"),
+        "{text}"
+    );
     let text = Checkpoint::open(dir.parent().unwrap(), 0).unwrap_err();
     assert!(
         text.to_string().contains("there is no checkpoint in "),
