@@ -270,6 +270,7 @@ mod tests {
             forward_s: 0.1,
             backward_s: 0.2,
             waited_s: 0.2,
+            exchange_s: 0.1,
             update_s: 0.3,
             device_read_bytes: 1,
             device_written_bytes: 2,

@@ -7,6 +7,7 @@ mod inputs;
 
 use std::path::{Path, PathBuf};
 
+use super::show::{Marks, show};
 use super::*;
 use crate::config::{DataFile, DataSettings, Fraction, LossOn};
 
@@ -316,6 +317,34 @@ fn a_hundred_short_conversations_are_enough_to_train_and_evaluate() {
     );
     // More samples than there are windows begin another epoch.
     assert_eq!(data.samples(0, 16).unwrap().inputs.len(), 16 * 4096);
+}
+
+#[test]
+fn earlier_answers_that_a_template_changes_are_documents_of_their_own() {
+    let line = r#"{"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "a!b"}, {"role": "user", "content": "and"}, {"role": "assistant", "content": "c!d"}]}"#;
+    let mut harness = Harness::new("a.jsonl", line, 256);
+    let template = harness.dir.path().join("late.jinja");
+    let source = "{% for m in messages %}{{ m.role[0] + '\\n' }}{{ m.content if loop.last else m.content.split('!')[-1] }};{% endfor %}{% if add_generation_prompt %}{{ 'a\\n' }}{% endif %}";
+    std::fs::write(&template, source).unwrap();
+    harness = harness.with(|settings| {
+        settings.tokenizer = Some(fixture("qwen"));
+        settings.chat_template = Some(template);
+        settings.packing = Some(Packing::Documents);
+        settings.cross_document_attention = false;
+        settings.loss_on = LossOn::Completions;
+    });
+    harness.vocab_size = 360;
+    let corpus = harness.corpus().unwrap();
+    let data = harness.open().unwrap();
+    let said = data.describe();
+    assert!(
+        said.contains("2 documents") && said.contains("; 1 document for earlier answers, "),
+        "{said}"
+    );
+    let shown = show(&corpus, &data, 1, Marks::Brackets).unwrap();
+    let first = "u\nwhy;a\n\u{27E6}a!b;\u{27E7}\n[next document]\n";
+    let whole = "u\nwhy;a\nb;u\nand;a\n\u{27E6}c!d;\u{27E7}";
+    assert!(shown.contains(&format!("{first}{whole}")), "{shown}");
 }
 
 #[test]

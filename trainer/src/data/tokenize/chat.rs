@@ -200,13 +200,15 @@ impl Template {
             .match_indices(&words)
             .map(|(at, _)| added.split_at(at));
         let found = starts.find(|(missing, kept)| {
-            let is_said = |key: &Value| {
-                let words = key.as_str().map(|key| self::words(message, key));
-                words.is_some_and(|words| !words.is_empty() && missing.contains(&words))
+            // Fields such as "reasoning_content" are part of the message.
+            let keys = message.try_iter().into_iter().flatten();
+            let keys = keys.filter_map(|key| key.as_str().map(str::to_owned));
+            let mut others = keys.filter(|key| key != "role" && key != "content");
+            let is_missing = |key: String| {
+                let said = self::words(message, &key);
+                !said.is_empty() && missing.contains(&said)
             };
-            // Such as "reasoning_content".
-            let mut keys = message.try_iter().into_iter().flatten();
-            !words.is_empty() && rest.starts_with(kept) && !keys.any(|key| is_said(&key))
+            !words.is_empty() && rest.starts_with(kept) && !others.any(is_missing)
         });
         Ok(found.map(|(_, kept)| before.len()..before.len() + kept.len()))
     }
