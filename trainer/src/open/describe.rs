@@ -51,6 +51,7 @@ pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
         first_weights: Value::Null,
         id: None,
         nodes: 1,
+        begun_unix_ms: 0,
     }
 }
 

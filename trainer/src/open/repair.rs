@@ -62,6 +62,7 @@ pub(crate) fn repair(settings: &RunSettings, say: &mut dyn FnMut(String)) -> Res
         first_weights: first::NOT_KNOWN.into(),
         id: Some(id),
         nodes,
+        begun_unix_ms: 0,
     })?;
     say(format!(
         "{} {what}; it was rebuilt from {source}",

@@ -173,6 +173,14 @@ impl Ranks {
         Ok(all.iter().any(|told| told[0] != 0))
     }
 
+    /// Returns every rank's bytes in the order of ranks. All ranks must pass the same number of bytes.
+    ///
+    /// # Errors
+    /// A rank is gone.
+    pub fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, RankError> {
+        Ok(self.group.gather(own)?)
+    }
+
     /// Returns every rank's numbers in the order of ranks.
     ///
     /// # Errors
@@ -358,7 +366,7 @@ impl Drop for Progress<'_> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use std::sync::{Barrier, Mutex};
 
     use super::*;
@@ -389,7 +397,7 @@ mod tests {
         }
     }
 
-    fn on_ranks<T: Send>(count: usize, work: impl Fn(Ranks) -> T + Sync) -> Vec<T> {
+    pub(crate) fn on_ranks<T: Send>(count: usize, work: impl Fn(Ranks) -> T + Sync) -> Vec<T> {
         let shared = Arc::new((Barrier::new(count), Mutex::new(vec![Vec::new(); count])));
         std::thread::scope(|scope| {
             let threads: Vec<_> = (0..count as u32)

@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::Checkpoints;
+use super::copies::received;
 use super::identity::{self, Origin, RunId};
 use crate::metrics::MetricsFile;
 
@@ -40,9 +41,13 @@ pub struct RunDescription {
     /// Number of nodes that hold the state together, or [`INCOMPLETE`].
     #[serde(default = "one_node", skip_serializing_if = "is_one_node")]
     pub nodes: u32,
+    /// Milliseconds since 1970 when the run last took its state from initial weights or from a checkpoint. A node with a smaller
+    /// number than another one did not take part then.
+    #[serde(default)]
+    pub begun_unix_ms: u64,
 }
 
-/// Number of nodes while they take their state from a checkpoint: no node's part can be resumed.
+/// Number of nodes while they take their state from a checkpoint, and in a copy on another node: no node's part can be resumed.
 pub const INCOMPLETE: u32 = 0;
 
 fn one_node() -> u32 {
@@ -98,6 +103,11 @@ pub enum DirError {
     #[error("{} is damaged ({message}): `trainer train` with the run's configuration rebuilds it", path.display())]
     Damaged { path: PathBuf, message: String },
     #[error(
+        "node {node}: the state in {} is older than the run, which has since begun anew or resumed from a checkpoint without this node: resume with --resume-from newest",
+        path.display()
+    )]
+    Outdated { node: u32, path: PathBuf },
+    #[error(
         "{} holds another run: its {} was {was} and is now {now}. Use another train.run_dir, or start again with --fresh",
         path.display(), what
     )]
@@ -111,7 +121,10 @@ pub enum DirError {
 
 fn kept_on(was: u32, now: u32) -> String {
     match was {
-        INCOMPLETE => "was interrupted while it took its state from a checkpoint".to_owned(),
+        INCOMPLETE => {
+            "was interrupted while it took its state from a checkpoint, or was copied from another node"
+                .to_owned()
+        }
         _ => format!("keeps its state on {was} node(s), and this start has {now}"),
     }
 }
@@ -200,6 +213,21 @@ impl RunDir {
         }
     }
 
+    /// Waits until no trainer has locked the directory. One that was just killed leaves its lock for a while.
+    ///
+    /// # Errors
+    /// Another trainer is using it.
+    pub fn wait_until_unused(path: &Path) -> Result<(), DirError> {
+        let deadline = Instant::now() + LOCK_WAIT;
+        while Self::is_used(path) {
+            if Instant::now() > deadline {
+                return Err(DirError::Busy { path: path.into() });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
     /// Returns whether a trainer has locked the directory. Changes nothing.
     pub fn is_used(path: &Path) -> bool {
         // A shared lock, so that two listings at the same time do not take each other for a trainer.
@@ -267,8 +295,9 @@ impl RunDir {
             remove(&path, fs::remove_dir_all(&path))?;
         }
         for name in FILES {
-            let path = self.path.join(name);
-            remove(&path, fs::remove_file(&path))?;
+            for path in [self.path.join(name), received(&self.path.join(name))] {
+                remove(&path, fs::remove_file(&path))?;
+            }
         }
         // Fails if the directory contains other files.
         let _ = fs::remove_dir(&self.path);
@@ -368,11 +397,12 @@ const DIRS: [&str; 5] = [
 ];
 
 /// Files removed by [`RunDir::remove`] in addition to those of [`RunDir::forget`].
-const FILES: [&str; 6] = [
+const FILES: [&str; 7] = [
     "measured.json",
-    "settings.toml",
+    SETTINGS,
     "run.json.damaged",
-    "run.json.new",
+    "run.json",
+    "metrics.jsonl",
     identity::NAME,
     ".lock",
 ];
@@ -393,7 +423,10 @@ pub fn first_weights_dir(run_dir: &Path) -> PathBuf {
     run_dir.join("first-weights")
 }
 
-fn description_path(run_dir: &Path) -> PathBuf {
+/// Name of the file with all settings of the newest start.
+pub(super) const SETTINGS: &str = "settings.toml";
+
+pub(super) fn description_path(run_dir: &Path) -> PathBuf {
     run_dir.join("run.json")
 }
 
@@ -543,6 +576,7 @@ mod tests {
             first_weights: Value::Null,
             id: None,
             nodes: 1,
+            begun_unix_ms: 0,
         };
         let check = |hidden| RunDir::check(dir.path(), &with(hidden));
         assert!(!check(64).unwrap());

@@ -1,8 +1,10 @@
 //! A run's directory: `job` (its identity), `run.json` (its description), `metrics.jsonl`, `checkpoints/`,
-//! and `model/` with files that its model came with.
+//! and `model/` with files that its model came with. `copies` copies files between nodes that share no directory.
 
 mod checkpoint;
+mod copies;
 mod dir;
+mod each_node;
 mod identity;
 mod model_files;
 mod state;
@@ -16,6 +18,7 @@ pub use dir::{
     Difference, daemon_dir, differences, first_weights_dir, make_dir, resolved, tokens_dir,
 };
 pub use dir::{DirError, INCOMPLETE, RunDescription, RunDir};
+pub use each_node::{Held, HeldByNodes, NodeDirs};
 pub use identity::{Origin, RunId, node_dir, node_job, nodes_dir};
 pub use model_files::ModelFiles;
 pub use state::{RunState, StateError};

@@ -13,6 +13,9 @@ use crate::fingerprint::Fingerprint;
 
 const VERSION: u64 = 1;
 
+/// Name of the description in a checkpoint's directory.
+pub(in crate::run) const DESCRIPTION: &str = "checkpoint.json";
+
 /// Size limit of a description.
 const BYTES_MAX: u64 = 4 << 20;
 
@@ -120,7 +123,7 @@ impl CheckpointDescription {
 }
 
 fn path(dir: &Path) -> std::path::PathBuf {
-    dir.join("checkpoint.json")
+    dir.join(DESCRIPTION)
 }
 
 fn fingerprint_of(checkpoint: &Value) -> u64 {

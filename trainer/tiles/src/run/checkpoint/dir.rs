@@ -159,9 +159,16 @@ impl Checkpoints {
     /// # Errors
     /// The drive is full or fails; an earlier checkpoint is kept.
     pub fn finish(&self, description: &CheckpointDescription) -> Result<PathBuf, CheckpointError> {
-        let (partial, step) = (self.partial(description.step), description.step);
-        let path = self.dir.join(step_name(step));
-        description.write(&partial)?;
+        description.write(&self.partial(description.step))?;
+        self.name(description.step)
+    }
+
+    /// Completes a checkpoint of which all files are on the drive, like [`Self::finish`].
+    ///
+    /// # Errors
+    /// Same as [`Self::finish`].
+    pub(in crate::run) fn name(&self, step: u64) -> Result<PathBuf, CheckpointError> {
+        let (partial, path) = (self.partial(step), self.dir.join(step_name(step)));
         flush(&partial)?;
         if path.exists() {
             // The step was repeated; a checkpoint of it exists at every moment.
@@ -334,7 +341,8 @@ fn exchange(one: &Path, other: &Path) -> std::io::Result<()> {
     Ok(renameat_with(CWD, one, CWD, other, RenameFlags::EXCHANGE)?)
 }
 
-fn flush(dir: &Path) -> Result<(), CheckpointError> {
+/// Syncs a directory, so that the names in it survive a power loss.
+pub(in crate::run) fn flush(dir: &Path) -> Result<(), CheckpointError> {
     File::open(dir)
         .and_then(|dir| dir.sync_all())
         .map_err(CheckpointError::io("sync the directory", dir))

@@ -24,9 +24,14 @@ mod write;
 use offload_support::units::ApproxBytes;
 use std::path::{Path, PathBuf};
 
+use super::dir::DirError;
+use crate::ranks::RankError;
+pub(super) use description::DESCRIPTION;
 pub use description::{CheckpointDescription, SavedFile};
+pub(super) use dir::flush;
 pub use dir::{CheckpointDir, CheckpointName, Checkpoints, SLACK_BYTES, bytes_in};
 pub use read::Checkpoint;
+pub(super) use read::FINGERPRINT_BYTES;
 pub use write::TileWriter;
 
 const MAGIC: &[u8; 8] = b"OFFLSAV1";
@@ -80,16 +85,22 @@ pub enum CheckpointError {
     Missing { path: PathBuf, has: Vec<u64> },
     #[error("the checkpoint {} was abandoned: {why}", path.display())]
     Abandoned { path: PathBuf, why: String },
+    #[error("node {node}: {message}")]
+    OtherNode { node: u32, message: String },
+    #[error(transparent)]
+    Rank(#[from] RankError),
+    #[error(transparent)]
+    Dir(#[from] DirError),
 }
 
 impl CheckpointError {
     /// Returns a conversion for `map_err` for the operation `verb` on `path`.
-    fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
+    pub(super) fn io(verb: &'static str, path: &Path) -> impl FnOnce(std::io::Error) -> Self {
         let path = path.to_path_buf();
         move |source| Self::Io { verb, path, source }
     }
 
-    fn damaged(path: &Path, message: impl Into<String>) -> Self {
+    pub(super) fn damaged(path: &Path, message: impl Into<String>) -> Self {
         Self::Damaged {
             path: path.to_owned(),
             message: message.into(),

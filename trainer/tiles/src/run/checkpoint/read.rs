@@ -14,7 +14,7 @@ use crate::fingerprint::Fingerprint;
 use crate::run::dir::{Difference, differences};
 
 /// Length of the fingerprint at a file's end.
-const FINGERPRINT_BYTES: u64 = 8;
+pub(in crate::run) const FINGERPRINT_BYTES: u64 = 8;
 
 /// Unit and first element of a range.
 type Key = (u64, u64);
