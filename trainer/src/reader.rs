@@ -29,10 +29,11 @@ impl RunReader {
     pub(crate) fn open(dir: &Path, checkpoint: Option<CheckpointName>) -> Result<Self, RunError> {
         let dir = &resolved(dir);
         let record = RunRecord::read(dir)?;
-        let settings = settings(dir, &record).map_err(|error| RecordError::Unknown {
-            dir: dir.clone(),
-            message: error.to_string(),
-        })?;
+        let settings =
+            settings(dir, &record, checkpoint.is_none()).map_err(|error| RecordError::Unknown {
+                dir: dir.clone(),
+                message: error.to_string(),
+            })?;
         Ok(Self {
             tiles: RunStateReader::open(settings, checkpoint)?,
             dir: dir.clone(),
@@ -41,11 +42,16 @@ impl RunReader {
     }
 }
 
-/// Reconstructs the settings of a run from its record, as far as reading tiles needs them.
-fn settings(dir: &Path, record: &RunRecord) -> Result<RunSettings, SettingsError> {
+/// Reconstructs the settings of a run from its record, as far as reading tiles needs them: from its store, or from a checkpoint, which
+/// another machine than that of the store may have.
+fn settings(
+    dir: &Path,
+    record: &RunRecord,
+    reads_store: bool,
+) -> Result<RunSettings, SettingsError> {
     let description = &record.description;
-    let in_dir = description.store == STORE_IN_DIR;
-    let shared = description.store.starts_with(SHARED_STORE);
+    let in_dir = !reads_store || description.store == STORE_IN_DIR;
+    let shared = !in_dir && description.store.starts_with(SHARED_STORE);
     let nvme = if shared {
         json!({"device": "nvme"})
     } else {
@@ -81,7 +87,7 @@ fn settings(dir: &Path, record: &RunRecord) -> Result<RunSettings, SettingsError
     settings.model = record.model.clone();
     // Tiles pass through; none stay in memory.
     settings.placement.resident_fraction = ResidentFraction::Fixed(Fraction::NONE);
-    if description.store.ends_with(IN_PLACE) {
+    if !in_dir && description.store.ends_with(IN_PLACE) {
         settings.offload.durability = Durability::None;
     }
     Ok(settings)
