@@ -74,6 +74,18 @@ pub(crate) fn nodes_of(
     }))
 }
 
+/// Connects the first ranks of the nodes, as ranks that are numbered like their nodes. The other ranks of a node are alone.
+///
+/// # Errors
+/// A rank is gone.
+pub(crate) fn first_ranks_of(comm: &Comm, ranks: &Ranks) -> Result<Ranks, ConnectError> {
+    if !ranks.is_first_of_node() {
+        return Ok(Ranks::alone());
+    }
+    let first_ranks = comm.connect_first_ranks(ranks.node(), ranks.nodes())?;
+    Ok(Ranks::new(Arc::new(CommGroup(Arc::new(first_ranks)))))
+}
+
 /// Settings that describe a machine, so that the nodes of a run may have different ones; as resolved, and as written in a
 /// run file.
 const OF_A_NODE: [&str; 9] = [

@@ -254,7 +254,7 @@ fn plan_run(
         // A path of another machine says nothing about this machine's root file system.
         let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();
         if run_dir.ancestors().any(is_here) {
-            warnings.extend(plan.check_space(settings, Beginning::found(&run_dir))?);
+            warnings.extend(plan.check_space(settings, &run_dir, Beginning::found(&run_dir))?);
         }
     }
     if args.json {

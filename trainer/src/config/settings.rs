@@ -458,6 +458,8 @@ pub struct TrainSettings {
     pub checkpoint_every: u64,
     /// Number of newest checkpoints to keep; 0: all.
     pub checkpoints_kept: u64,
+    /// Whether every node that does not share `run_dir` with the others keeps every checkpoint whole.
+    pub checkpoints_on_each_node: bool,
     pub run_dir: PathBuf,
     /// Computing threads.
     pub threads: usize,

@@ -453,6 +453,11 @@ keys! {
         #[default("2")]
         #[example("3")]
         pub checkpoints_kept: Option<u64>,
+        /// Whether every node of a run on several nodes keeps every checkpoint whole, in its own directory, so that the nodes need to
+        /// share none. One node, and nodes that share train.run_dir, write each checkpoint once.
+        #[default("false")]
+        #[example("true")]
+        pub checkpoints_on_each_node: Option<bool>,
         /// Whether each evaluation with a new lowest loss makes a checkpoint. The one with the lowest is kept in
         /// addition to train.checkpoints_kept.
         #[default("false")]

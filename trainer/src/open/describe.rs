@@ -1,14 +1,11 @@
 //! Builds the record of what stays fixed for the life of a run, and of the settings that may change between
 //! starts.
 
-use std::path::Path;
-
 use serde_json::{Value, json};
 
-use super::RunError;
 use crate::config::{Durability, OptimizerKind, RunSettings};
 use crate::plan::Plan;
-use training_state::run::{RunDescription, RunDir, resolved};
+use training_state::run::{RunDescription, resolved};
 
 /// Version of the job layout that the store keeps beside a job.
 const LAYOUT_VERSION: u32 = 1;
@@ -21,12 +18,6 @@ pub(crate) const STORE_IN_DIR: &str = "in the run directory";
 
 /// Suffix of the `store` value in `run.json` for a store without durability.
 pub(crate) const IN_PLACE: &str = ", written in place";
-
-/// Returns the tile size in elements of the run in `run_dir`, or `None` if there is no run.
-pub(super) fn tile_elems_of(run_dir: &Path) -> Result<Option<u64>, RunError> {
-    let earlier = RunDir::described(run_dir)?;
-    Ok(earlier.and_then(|earlier| earlier.layout["tile_elems"].as_u64()))
-}
 
 /// Builds the description of a run.
 pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {

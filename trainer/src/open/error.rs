@@ -77,10 +77,15 @@ pub enum RunError {
     )]
     StoreMissing { run_dir: PathBuf, files: String },
     #[error(
-        "node {node} does not see the run's directory {} as the first node does, and checkpoints are written there by all nodes: set train.run_dir to a shared directory, or keep the state on nvme and make no checkpoints (train.checkpoint_every = 0, no train.checkpoint_best, no train.export_to)",
+        "node {node} does not see the run's directory {} as the first node does, and checkpoints are written there by all nodes: set train.run_dir to a shared directory, set train.checkpoints_on_each_node = true so that every node keeps every checkpoint, or keep the state on nvme and make no checkpoints (train.checkpoint_every = 0, no train.checkpoint_best, no train.export_to)",
         run_dir.display()
     )]
     NotShared { node: u32, run_dir: PathBuf },
+    #[error(
+        "train.checkpoints_on_each_node: nodes {sharing} see the same {} as other nodes, but not all nodes do: let all share it, or give each a directory of its own",
+        run_dir.display()
+    )]
+    PartlyShared { run_dir: PathBuf, sharing: String },
     #[error(
         "node {node}: the store on {devices} holds {found}, and not {expected}: set zero_optimization's nvme_path to this node's own drives, or resume all nodes from a checkpoint with --resume-from STEP (`trainer runs` lists them)"
     )]

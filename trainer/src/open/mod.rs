@@ -3,6 +3,7 @@
 
 pub(crate) mod backend;
 mod describe;
+mod each_node;
 mod error;
 mod first;
 mod opening;
@@ -17,6 +18,7 @@ use kernels::gpu::Gpu;
 use serde_json::Value;
 use swapper::{Backing, Daemon};
 
+pub(crate) use each_node::EachNode;
 pub use error::RunError;
 pub(crate) use repair::repair;
 pub(crate) use run::OpenRun;
@@ -239,13 +241,14 @@ impl Prepared {
             (None, false) => Beginning::Fresh,
         };
         let mut settings = self.settings.clone();
-        if !self.ranks.is_first() {
+        let has_checkpoints = self.site.manages_checkpoints();
+        if !has_checkpoints {
             // Checkpoints are in the first node's directory.
             settings.train.checkpoint_every = 0;
             settings.train.checkpoint_best = false;
         }
-        if (self.ranks.is_first() || settings.placement.has_store())
-            && let Some(warning) = plan.check_space(&settings, beginning)?
+        if (has_checkpoints || settings.placement.has_store())
+            && let Some(warning) = plan.check_space(&settings, &self.site.whole_dir, beginning)?
         {
             tracing::warn!("{warning}");
         }

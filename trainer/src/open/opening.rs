@@ -1,6 +1,7 @@
 //! Opens a run that was prepared: to train it, or only to read it.
 
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -51,7 +52,7 @@ impl Prepared {
         say: &mut dyn FnMut(String),
     ) -> Result<(OpenRun, bool), RunError> {
         let ranks = self.ranks.clone();
-        if ranks.nodes() > 1 && self.makes_checkpoints() {
+        if ranks.nodes() > 1 && self.site.each_node.is_none() && self.makes_checkpoints() {
             self.site.check_shared()?;
         }
         if self.renews_store {
@@ -65,9 +66,10 @@ impl Prepared {
                 Ok::<_, RunError>(started)
             })?;
         // The first node has the run's metrics and checkpoints.
-        let (steps, newest) = ranks
-            .by_first::<_, RunError>("looking for the newest state", || {
-                Ok(kept.as_ref().expect("the first rank has started").2)
+        let ((steps, newest), now_unix_ms) =
+            ranks.by_first::<_, RunError>("looking for the newest state", || {
+                let found = kept.as_ref().expect("the first rank has started").2;
+                Ok((found, after(self.site.found.begun_unix_ms)))
             })?;
         let newest = newest
             .map(|step| self.site.checkpoints().at(step))
@@ -81,6 +83,10 @@ impl Prepared {
             self.open_at(dir, daemon, socket)
         })?;
         let resumed = committed.is_some() || checkpoint.is_some();
+        let begun_unix_ms = match (&checkpoint, &committed) {
+            (None, Some(_)) => run.dir.earlier().map_or(0, |earlier| earlier.begun_unix_ms),
+            _ => now_unix_ms,
+        };
         if !resumed && steps > 0 && self.settings.placement.has_store() {
             let devices = run.opened.devices.iter();
             return Err(self.lost(steps, devices.map(|device| device.path.clone()).collect()));
@@ -114,10 +120,14 @@ impl Prepared {
             Some(bring(self.first, &staged, model, &ranks, copy_weights)?)
         };
         let lost_steps = if resumed { 0 } else { steps };
+        let description = RunDescription {
+            begun_unix_ms,
+            ..self.description
+        };
         ranks.together("describing the run", || match ranks.is_first_of_node() {
             true => record(
                 &run.dir,
-                self.description,
+                description,
                 ranks.is_first().then_some(&self.settings),
                 first.as_ref(),
                 lost_steps,
@@ -125,6 +135,7 @@ impl Prepared {
             ),
             false => Ok(()),
         })?;
+        self.site.share_files()?;
         if let Some(first) = first {
             ranks.together("filling the tiles", || run.initialize(&first))?;
             // Also removes files left by a start that was killed.
@@ -146,7 +157,7 @@ impl Prepared {
         checkpoint: &Path,
         notes: &mut Vec<String>,
     ) -> Result<(), RunError> {
-        if !matches!(start, Start::Checkpoint(_)) {
+        if !matches!(start, Start::Checkpoint(_)) || !self.site.manages_checkpoints() {
             return Ok(());
         }
         let step = Checkpoint::open(checkpoint, 0)?.description.step;
@@ -182,9 +193,13 @@ impl Prepared {
         let dir = RunDir::open(&self.run_dir, &self.id)?;
         if matches!(start, Start::Fresh) {
             self.forget(&dir, say)?;
+            if self.site.each_node.is_some() && !self.ranks.is_first() {
+                // The copies on this node.
+                RunDir::joined(&self.site.whole_dir, &self.site.found.id).forget()?;
+            }
         }
         let mut newest = None;
-        if self.ranks.is_first() {
+        if self.site.manages_checkpoints() {
             let checkpoints = self.site.checkpoints();
             checkpoints.clean()?;
             if self.from.is_none() && !self.settings.placement.has_store() {
@@ -377,6 +392,7 @@ impl Prepared {
             layout: self.description.layout.clone(),
             dir,
             checkpoints: self.site.checkpoints(),
+            node_dirs: (self.site.each_node.as_ref()).map(|each_node| each_node.dirs.clone()),
             _daemon: daemon,
             ranks: self.ranks.clone(),
         };
@@ -415,6 +431,13 @@ impl Prepared {
         )?;
         Ok(Some(daemon))
     }
+}
+
+/// Returns the time in milliseconds since 1970, but more than `before` also where this machine's clock is slow.
+fn after(before: Option<u64>) -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now_unix_ms = since.map_or(0, |since| since.as_millis() as u64);
+    before.map_or(now_unix_ms, |before| now_unix_ms.max(before + 1))
 }
 
 /// Returns the initial weights of a fresh run; reads them first if they are another run's.

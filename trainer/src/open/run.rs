@@ -17,7 +17,7 @@ use offload_support::progress::{Audience, Progress, Unit};
 use training_state::backend::TileBackend;
 use training_state::checkpoint_tap::CheckpointTap;
 use training_state::ranks::Ranks;
-use training_state::run::{Checkpoint, Checkpoints, RunDir, RunState};
+use training_state::run::{Checkpoint, Checkpoints, NodeDirs, RunDir, RunState};
 
 /// Open run. Fields are dropped in order: the swapper before the daemon it talks to.
 ///
@@ -39,14 +39,15 @@ pub(crate) struct OpenRun<S = (), G = ()> {
     pub(crate) dir: RunDir,
     /// The run's checkpoints.
     pub(crate) checkpoints: Checkpoints,
+    /// The nodes' directories, if every node keeps the checkpoints in its own.
+    pub(crate) node_dirs: Option<NodeDirs>,
     /// Private daemon; only the first rank of a node holds one, for all its ranks.
     pub(super) _daemon: Option<PrivateDaemon>,
     pub(super) ranks: Ranks,
 }
 
 impl OpenRun {
-    /// Restores the checkpoint in `dir`. Verifies all of it before any tile changes; the first rank calls
-    /// `on_checked` in between.
+    /// Restores the checkpoint in `dir`. Verifies all of it before any tile changes, and calls `on_checked` in between.
     ///
     /// # Errors
     /// The checkpoint cannot be read or is damaged; the backend fails.
@@ -64,10 +65,7 @@ impl OpenRun {
             checkpoint.check(layout.ranges(), &mut |bytes| work.add(bytes))?;
             Ok(checkpoint)
         })?;
-        ranks.together("going back to the checkpoint", || match ranks.is_first() {
-            true => on_checked(),
-            false => Ok(()),
-        })?;
+        ranks.together("going back to the checkpoint", on_checked)?;
         ranks.together("filling the tiles", || {
             let blob = serde_json::to_vec(&checkpoint.description.state).expect("plain data");
             self.state = resume(&self.state, &blob, say)?;
@@ -139,6 +137,7 @@ impl OpenRun {
             layout: self.layout,
             dir: self.dir,
             checkpoints: self.checkpoints,
+            node_dirs: self.node_dirs,
             _daemon: self._daemon,
             ranks: self.ranks,
         }

@@ -7,19 +7,24 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use swapper::Nodes;
 
-use super::describe::tile_elems_of;
+use super::each_node::EachNode;
 use super::{RunError, Start};
 use crate::config::RunSettings;
 use training_state::metrics::MetricsFile;
 use training_state::ranks::Ranks;
 use training_state::run::{
-    CheckpointName, Checkpoints, DirError, INCOMPLETE, Origin, RunDir, RunId, make_dir, resolved,
+    CheckpointName, Checkpoints, DirError, INCOMPLETE, Origin, RunDescription, RunDir, RunId,
+    make_dir, resolved,
 };
 use training_state::store::StoreFiles;
 
 /// Time in which a file that the first node wrote appears on the others. Network file systems keep what they
 /// have read of a directory for some seconds.
 const PROBE_WAIT: Duration = Duration::from_secs(5);
+
+/// The same where directories that the nodes do not share are expected, so that each start waits for it: a network file system asks
+/// its server for a name that it has never read.
+pub(super) const PROBE_WAIT_SEPARATE: Duration = Duration::from_secs(1);
 
 /// The place of this process's part of a run.
 #[derive(Clone)]
@@ -29,6 +34,8 @@ pub(crate) struct Site {
     pub(crate) whole_dir: PathBuf,
     /// Connection of the nodes, if there are several.
     pub(crate) nodes: Option<Nodes>,
+    /// The nodes' directories, if every node keeps the checkpoints in its own.
+    pub(crate) each_node: Option<EachNode>,
     pub(crate) found: Found,
 }
 
@@ -41,6 +48,8 @@ pub(crate) struct Found {
     pub(super) copy_of: Option<PathBuf>,
     /// Tile size of the run, if it exists.
     pub(super) tile_elems: Option<u64>,
+    /// When the run last took its state from initial weights or a checkpoint, if it exists.
+    pub(super) begun_unix_ms: Option<u64>,
 }
 
 impl Found {
@@ -50,17 +59,21 @@ impl Found {
     /// `run.json` cannot be read.
     pub(crate) fn look(dir: &Path, is_fresh: bool) -> Result<Self, RunError> {
         let (id, origin) = RunId::of(dir);
-        let tile_elems = match is_fresh {
-            true => None,
-            false => tile_elems_of(dir)?,
+        let earlier = match RunDir::described(dir) {
+            // It is removed.
+            Err(_) if is_fresh => None,
+            described => described?,
         };
+        let begun_unix_ms = earlier.as_ref().map(|run| run.begun_unix_ms);
+        let earlier = earlier.filter(|_| !is_fresh);
         Ok(Self {
             id,
             copy_of: match origin {
                 Origin::CopyOf(of) => Some(of),
                 _ => None,
             },
-            tile_elems,
+            tile_elems: earlier.and_then(|run| run.layout["tile_elems"].as_u64()),
+            begun_unix_ms,
         })
     }
 
@@ -80,12 +93,43 @@ impl Site {
             ranks: Ranks::alone(),
             whole_dir: dir.to_owned(),
             nodes: None,
+            each_node: None,
             found: Found::look(dir, false)?,
         })
     }
 
     pub(crate) fn checkpoints(&self) -> Checkpoints {
         Checkpoints::of(&self.whole_dir)
+    }
+
+    /// Whether this rank manages a directory with checkpoints: the first rank, or the first one of each node.
+    pub(super) fn manages_checkpoints(&self) -> bool {
+        match self.each_node {
+            Some(_) => self.ranks.is_first_of_node(),
+            None => self.ranks.is_first(),
+        }
+    }
+
+    /// Copies the files that describe the run from the first node, if every node keeps the checkpoints. All ranks must call it.
+    ///
+    /// # Errors
+    /// A file cannot be read or written; a rank is gone.
+    pub(super) fn share_files(&self) -> Result<(), RunError> {
+        let Some(each_node) = &self.each_node else {
+            return Ok(());
+        };
+        let what = "copying the run's files to all nodes";
+        self.ranks
+            .together(what, || match self.ranks.is_first_of_node() {
+                true => Ok(each_node.dirs.share(0)?),
+                false => Ok(()),
+            })
+    }
+
+    /// Returns whether the node's part of the run, which `earlier` describes, is older than the run.
+    fn is_outdated(&self, earlier: &RunDescription) -> bool {
+        let begun = self.found.begun_unix_ms;
+        self.each_node.is_some() && begun.is_some_and(|begun| begun != earlier.begun_unix_ms)
     }
 
     /// Checks that what is in this node's directories belongs to the run, and that it was kept on as many nodes.
@@ -103,6 +147,11 @@ impl Site {
                 path: run_dir.to_owned(),
                 was: earlier.nodes,
                 now,
+            }
+            .into()),
+            Some(earlier) if resumes && self.is_outdated(&earlier) => Err(DirError::Outdated {
+                node: self.ranks.node(),
+                path: run_dir.to_owned(),
             }
             .into()),
             _ => Ok(()),
@@ -132,17 +181,21 @@ impl Site {
         };
         let mut note = None;
         let step = ranks.by_first::<_, RunError>("looking for the newest checkpoint", || {
-            let Some(newest) = self.checkpoints().list()?.pop() else {
+            let newest = match &self.each_node {
+                Some(each_node) => each_node.newest(),
+                None => self.checkpoints().list()?.pop().map(|newest| newest.step),
+            };
+            let Some(newest) = newest else {
                 return Ok(None);
             };
             let steps = MetricsFile::last_step(&self.whole_dir);
             note = Some(format!(
                 "note: {}: resuming from the newest checkpoint, of step {}; {} step(s) are repeated",
                 String::from_utf8_lossy(&problem),
-                newest.step,
-                steps.saturating_sub(newest.step)
+                newest,
+                steps.saturating_sub(newest)
             ));
-            Ok(Some(newest.step))
+            Ok(Some(newest))
         })?;
         // Without a checkpoint the run is new, or refused with the problem.
         let start = step.map_or(Start::GoOn, |step| {
@@ -169,6 +222,11 @@ impl Site {
                 "the run's state is divided over {was} node(s), and this start has {now}"
             )));
         }
+        if self.is_outdated(&earlier) {
+            return Ok(Some(format!(
+                "the state of node {node} is older than the run"
+            )));
+        }
         if settings.offload.socket.is_some() {
             return Ok(None);
         }
@@ -184,39 +242,58 @@ impl Site {
     /// # Errors
     /// A node does not see it; a rank is gone.
     pub(super) fn check_shared(&self) -> Result<(), RunError> {
-        let ranks = &self.ranks;
-        let dir = &self.whole_dir;
-        let name = ranks.by_first::<_, RunError>("writing into the run's directory", || {
-            // RandomState is seeded by the kernel's random number generator.
-            let number = RandomState::new().build_hasher().finish();
-            let name = format!(".seen-by-all-{number:016x}");
-            let path = dir.join(&name);
-            let written = make_dir(dir).and_then(|()| std::fs::write(&path, []));
-            written.map_err(|source| DirError::Io {
-                verb: "write",
-                path,
-                source,
-            })?;
-            Ok(name)
-        })?;
-        let path = dir.join(name);
-        let deadline = Instant::now() + PROBE_WAIT;
-        let seen = ranks.together("looking for the run's directory", || {
-            while ranks.is_first_of_node() && !path.exists() {
-                if Instant::now() > deadline {
-                    return Err(RunError::NotShared {
-                        node: ranks.node(),
-                        run_dir: dir.clone(),
-                    });
-                }
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            Ok(())
-        });
-        if ranks.is_first() {
-            // A file that stays does no harm.
-            let _ = std::fs::remove_file(&path);
-        }
-        seen
+        let (ranks, dir) = (&self.ranks, &self.whole_dir);
+        let seen = seen(ranks, dir, PROBE_WAIT)?;
+        ranks.together("looking for the run's directory", || match seen.first() {
+            Some(false) => Err(RunError::NotShared {
+                node: ranks.node(),
+                run_dir: dir.clone(),
+            }),
+            _ => Ok(()),
+        })
     }
+}
+
+/// Returns which nodes' files this node sees in `dir` after at most `wait`, by node: its own, and those of nodes that share the
+/// directory. Ranks that are not the first of their node get an empty list. All ranks must call it.
+///
+/// # Errors
+/// A node cannot write there; a rank is gone.
+pub(super) fn seen(ranks: &Ranks, dir: &Path, wait: Duration) -> Result<Vec<bool>, RunError> {
+    let name = ranks.together::<_, RunError>("writing into the run's directory", || {
+        if !ranks.is_first_of_node() {
+            return Ok(String::new());
+        }
+        // RandomState is seeded by the kernel's random number generator.
+        let number = RandomState::new().build_hasher().finish();
+        let name = format!(".seen-by-all-{number:016x}");
+        let path = dir.join(&name);
+        let written = make_dir(dir).and_then(|()| std::fs::write(&path, []));
+        written.map_err(|source| DirError::Io {
+            verb: "write",
+            path,
+            source,
+        })?;
+        Ok(name)
+    })?;
+    let names = ranks.messages(name.clone().into_bytes())?;
+    let firsts = ranks.first_ranks().iter();
+    let paths = firsts.map(|&first| dir.join(&*String::from_utf8_lossy(&names[first as usize])));
+    let paths: Vec<PathBuf> = paths.collect();
+    let deadline = Instant::now() + wait;
+    let seen = ranks.together::<_, RunError>("looking for the nodes' files", || {
+        while ranks.is_first_of_node() {
+            let seen: Vec<bool> = paths.iter().map(|path| path.exists()).collect();
+            if seen.iter().all(|seen| *seen) || Instant::now() > deadline {
+                return Ok(seen);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(Vec::new())
+    })?;
+    if ranks.is_first_of_node() {
+        // A file that stays does no harm.
+        let _ = std::fs::remove_file(dir.join(name));
+    }
+    Ok(seen)
 }

@@ -19,6 +19,8 @@ pub struct CheckpointsPlan {
     pub best: bool,
     /// Number of checkpoints kept; 0: all.
     pub kept: u64,
+    /// Whether each of several nodes keeps them, unless the nodes share the run directory.
+    pub on_each_node: bool,
     /// Bytes of one checkpoint: every tile once.
     pub checkpoint_bytes: u64,
     /// Bytes of all checkpoints that are kept.
@@ -43,6 +45,7 @@ impl Plan {
             checkpoints_kept,
             stop_after,
             checkpoint_best,
+            checkpoints_on_each_node,
             ..
         } = settings.train;
         let at_end = !settings.placement.has_store();
@@ -66,6 +69,7 @@ impl Plan {
             every,
             best: checkpoint_best,
             kept: checkpoints_kept,
+            on_each_node: checkpoints_on_each_node && self.nodes() > 1,
             checkpoint_bytes,
             kept_bytes: checkpoint_bytes.saturating_mul(kept),
             room_bytes: checkpoint_bytes.saturating_mul(kept.saturating_add(1)),
@@ -88,6 +92,9 @@ impl fmt::Display for CheckpointsPlan {
             "checkpoints     {} each",
             ApproxBytes(self.checkpoint_bytes)
         )?;
+        if self.on_each_node {
+            write!(f, " on each node")?;
+        }
         match (self.every, self.best) {
             (0, true) => write!(f, ", one for each lowest validation loss")?,
             (0, false) => write!(f, ", one at the end")?,
@@ -119,6 +126,7 @@ mod tests {
             every: 100,
             best: false,
             kept: 2,
+            on_each_node: false,
             checkpoint_bytes: 6 << 30,
             kept_bytes: 12 << 30,
             room_bytes: 18 << 30,
@@ -135,6 +143,11 @@ mod tests {
             "checkpoints     6.0 GiB each, every 100 steps, 12.0 GiB kept, 18.0 GiB while one is made; 2.00 s to write one at 3.20 GB/s (assumed): at most 20.0 ms a step"
         );
         checkpoints.every = 0;
-        assert!(checkpoints.to_string().contains(", one at the end, "));
+        checkpoints.on_each_node = true;
+        let text = checkpoints.to_string();
+        assert!(
+            text.contains("6.0 GiB each on each node, one at the end, "),
+            "{text}"
+        );
     }
 }

@@ -75,22 +75,26 @@ impl fmt::Display for FileSystem {
 impl Plan {
     /// Compares what a start writes with the free space of the file systems, and adds what does not fit to the
     /// problems. Returns a warning when there is room for one checkpoint but not for all: whether the others
-    /// fit depends on what else the drive holds by then.
+    /// fit depends on what else the drive holds by then. `whole_dir` is the directory with the run's checkpoints, which is not
+    /// `train.run_dir` on a node other than the first.
     ///
     /// # Errors
     /// The run directory cannot be examined.
     pub fn check_space(
         &mut self,
         settings: &RunSettings,
+        whole_dir: &Path,
         beginning: Beginning,
     ) -> Result<Option<String>, PlanError> {
         let run_dir = resolved(&settings.train.run_dir);
         let free_bytes = |dir: &Path| free_bytes(dir).map_err(unreadable(dir));
-        let wanted = Wanted::of(self, settings, &run_dir, beginning)?;
+        let wanted = Wanted::of(self, settings, whole_dir, beginning)?;
         let number = file_system(&run_dir).map_err(unreadable(&run_dir))?;
         let mut there = FileSystem {
             dir: run_dir.clone(),
-            free_bytes: free_bytes(&run_dir)?.saturating_add(removed_bytes(&run_dir, beginning)?),
+            free_bytes: free_bytes(&run_dir)?
+                .saturating_add(removed_bytes(whole_dir, beginning)?)
+                .saturating_add(bytes_in(&[first_weights_dir(&run_dir)])),
             store_bytes: 0,
             weights_bytes: self.copied_weights_bytes(settings, beginning),
             checkpoint_bytes: wanted.all_bytes(),
@@ -145,14 +149,14 @@ fn unreadable(dir: &Path) -> impl FnOnce(std::io::Error) -> DirError {
     }
 }
 
-/// Bytes that a start removes from the run directory before it writes there.
+/// Bytes of checkpoints that a start removes from the run directory before it writes there.
 fn removed_bytes(run_dir: &Path, beginning: Beginning) -> Result<u64, CheckpointError> {
     let checkpoints = Checkpoints::of(run_dir);
     let earlier = match beginning {
         Beginning::Fresh => checkpoints.bytes()?,
         Beginning::Resumed | Beginning::Checkpoint => 0,
     };
-    Ok(checkpoints.leftover_bytes()? + bytes_in(&[first_weights_dir(run_dir)]) + earlier)
+    Ok(checkpoints.leftover_bytes()? + earlier)
 }
 
 impl FileSystem {

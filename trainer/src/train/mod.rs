@@ -29,8 +29,8 @@ use crate::config::RunSettings;
 use crate::data::{Corpus, Data, Frame};
 use crate::evaluations::Evaluations;
 use crate::export::{Export, SHARD_BYTES, copy_weights, export};
-use crate::open::{Found, Prepared, Site, Start, repair};
-use crate::ranks::{check_same_settings, connect, nodes_of, ranks_of};
+use crate::open::{EachNode, Found, Prepared, Site, Start, repair};
+use crate::ranks::{check_same_settings, connect, first_ranks_of, nodes_of, ranks_of};
 use inputs::InputPlace;
 use mover::{Memory, NodeRanks, Shards};
 use offload_support::outln;
@@ -100,11 +100,16 @@ fn as_rank(
             Ok(repair(&settings, &mut |note| outln!("note: {note}"))?)
         })?;
     }
+    let each_node = match settings.train.checkpoints_on_each_node && ranks.nodes() > 1 {
+        true => EachNode::open(&ranks, first_ranks_of(comm, &ranks)?, &whole_dir, &settings)?,
+        false => None,
+    };
     let found = ranks.by_first("looking for the run", || Found::look(&whole_dir, is_fresh))?;
     let site = Site {
         nodes: nodes_of(comm, &ranks, found.run())?,
         ranks,
         whole_dir,
+        each_node,
         found,
     };
     let (start, note) = match start {
@@ -113,6 +118,9 @@ fn as_rank(
     };
     if let Some(note) = note {
         outln!("{note}");
+    }
+    if let Some(each_node) = &site.each_node {
+        each_node.bring(&site.ranks, &start, settings.train.checkpoint_best)?;
     }
     let result = run_to_its_end(settings.clone(), &start, trace, verbose, stop, comm, &site);
     result.map_err(|error| error.of_run(&settings))

@@ -128,6 +128,7 @@ impl Training {
             })?;
         let parts = CheckpointerParts {
             checkpoints,
+            node_dirs: run.node_dirs.clone(),
             checkpoint_tap: run.checkpoint_tap.clone(),
             every: train.checkpoint_every,
             kept: train.checkpoints_kept,

@@ -13,6 +13,7 @@ mod data;
 mod deepspeed;
 mod divergence;
 mod documents;
+mod each_node;
 mod export;
 mod figures;
 mod harness;

@@ -35,7 +35,7 @@ fn model(harness: &Harness) -> [String; 3] {
 }
 
 /// The same training on one node.
-fn on_one_node(harness: &Harness, name: &str) -> Run {
+pub(crate) fn on_one_node(harness: &Harness, name: &str) -> Run {
     harness
         .run(name, &[])
         .with(&harness.nvme())
@@ -167,7 +167,7 @@ pub(crate) fn on_nodes<'a>(harness: &'a Harness, name: &'a str, counts: &[u32]) 
     }
 }
 
-fn assert_same_steps(found: &Run, expected: &Run, what: &str) {
+pub(crate) fn assert_same_steps(found: &Run, expected: &Run, what: &str) {
     for key in ["loss", "grad_norm", "lr", "tokens"] {
         assert_eq!(found.bits(key), expected.bits(key), "{key}, {what}");
     }
@@ -383,7 +383,8 @@ fn checkpoints_in_a_directory_that_not_all_nodes_see_are_refused() {
     let first = spawn(commands.pop().unwrap());
     let err = words(&finish(spawn(hidden))).1;
     assert!(
-        err.contains("node 1 does not see the run's directory"),
+        err.contains("node 1 does not see the run's directory")
+            && err.contains("set train.checkpoints_on_each_node = true"),
         "{err}"
     );
     let err = words(&finish(first)).1;

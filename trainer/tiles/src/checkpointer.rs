@@ -7,6 +7,10 @@
 //!   the updates
 //! ```
 //!
+//! If the nodes share no directory and every node keeps the checkpoints ([`NodeDirs`]), the ranks of a node write into the node's
+//! directory. When all have written, the first rank of each node sends their files to the other nodes, receives those of the others, and
+//! names the node's checkpoint.
+//!
 //! While a checkpoint is being made, ranks exchange their progress at the end of each step. A failure on one
 //! rank ends the checkpoint on all ranks; it is logged and counted, and training continues. Tiles that the
 //! host does not update (all in a GPU's memory, or after the last step) are read separately.
@@ -23,7 +27,7 @@ use crate::backend::{BackendError, TileBackend};
 use crate::checkpoint_tap::{CheckpointTap, Taken};
 use crate::ranks::{RankError, Ranks};
 use crate::run::{
-    CheckpointDescription, CheckpointError, Checkpoints, RunState, SavedFile, TileWriter,
+    CheckpointDescription, CheckpointError, Checkpoints, NodeDirs, RunState, SavedFile, TileWriter,
 };
 
 /// Checkpoints of one run, and the one being made.
@@ -41,7 +45,10 @@ pub struct Checkpointer {
 
 /// Parameters of a [`Checkpointer`].
 pub struct CheckpointerParts {
+    /// Those in the directory that all nodes share, or in that of this node.
     pub checkpoints: Checkpoints,
+    /// The nodes' directories, if every node keeps the checkpoints in its own. Used by the first rank of each node.
+    pub node_dirs: Option<NodeDirs>,
     pub checkpoint_tap: CheckpointTap,
     /// Steps between checkpoints; 0: none are due.
     pub every: u64,
@@ -77,7 +84,7 @@ struct UnderWay {
 enum Work {
     Writing(JoinHandle<Result<SavedFile, CheckpointError>>),
     Written,
-    /// The first rank completes the checkpoint after all ranks have written.
+    /// A rank that manages the directory completes the checkpoint after all ranks have written.
     Finishing(JoinHandle<Result<PathBuf, CheckpointError>>),
     Finished(PathBuf),
     Failed(CheckpointError),
@@ -136,12 +143,21 @@ impl Checkpointer {
     pub fn begin(&mut self, step: u64, say: &dyn Fn(&str)) -> Result<bool, RankError> {
         self.settle(say)?;
         let began = Instant::now();
-        let refused = self.ranks.by_first("making room for a checkpoint", || {
-            let begun = self.parts.checkpoints.begin(step, self.parts.tile_bytes);
+        let refused = (self.ranks).together("making room for a checkpoint", || {
+            let begun = match self.manages(self.ranks.rank()) {
+                true => self.parts.checkpoints.begin(step, self.parts.tile_bytes),
+                false => Ok(()),
+            };
             Ok::<_, RankError>(begun.err().map(|error| error.to_string()))
         })?;
-        if let Some(why) = refused {
-            self.failed(&why);
+        let refused = self.ranks.messages(refused.unwrap_or_default().into())?;
+        if let Some((rank, why)) = (0..).zip(refused).find(|(_, why)| !why.is_empty()) {
+            let why = String::from_utf8_lossy(&why);
+            match self.parts.node_dirs {
+                Some(_) => self.failed(&format!("node {}: {why}", self.ranks.node_of(rank))),
+                None => self.failed(&why),
+            }
+            self.remove(step);
             return Ok(false);
         }
         let work = match self.parts.ranges {
@@ -249,17 +265,22 @@ impl Checkpointer {
         if let Some(rank) = all.iter().position(is(FAILED)) {
             return self.abandon(rank);
         }
-        let Some(checkpoint) = &mut self.under_way else {
+        let Some(checkpoint) = &self.under_way else {
             return;
         };
-        if is(FINISHED)(&all[0]) {
+        let mut managing = (0..).zip(all).filter(|(rank, _)| self.manages(*rank));
+        if managing.all(|(_, told)| is(FINISHED)(told)) {
             let seconds = checkpoint.began.elapsed().as_secs_f64();
             let bytes: u64 = all.iter().map(|told| told[1]).sum();
             self.rate = Some(bytes as f64 / seconds.max(1e-9));
             if let Work::Finished(path) = &checkpoint.work {
                 let (step, path) = (checkpoint.step, path.display());
+                let copies = self.parts.node_dirs.as_ref();
+                let copies = copies.map_or(String::new(), |dirs| {
+                    format!(" on each of {} nodes", dirs.count())
+                });
                 say(&format!(
-                    "checkpoint of step {step} in {path}: {}, {seconds:.1} s",
+                    "checkpoint of step {step} in {path}{copies}: {}, {seconds:.1} s",
                     ApproxBytes(bytes)
                 ));
             }
@@ -270,30 +291,58 @@ impl Checkpointer {
         let (Work::Written, Some(state), true) = (
             &checkpoint.work,
             &checkpoint.state,
-            self.ranks.is_first() && all.iter().all(is(WRITTEN)),
+            self.manages(self.ranks.rank()) && all.iter().all(is(WRITTEN)),
         ) else {
             return;
         };
+        let step = checkpoint.step;
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let files = all.iter().zip(0..).filter(|(told, _)| told[1] > 0);
-        let description = CheckpointDescription {
-            step: checkpoint.step,
+        let files = files.map(|(told, rank)| (rank, SavedFile::of_rank(rank, told[1], told[2])));
+        let (own, others): (Vec<_>, Vec<_>) =
+            files.partition(|(rank, _)| self.ranks.local().contains(rank));
+        let own: Vec<SavedFile> = own.into_iter().map(|(_, file)| file).collect();
+        let others = others.into_iter().map(|(_, file)| file);
+        let description = self.ranks.is_first().then(|| CheckpointDescription {
+            step,
             unix_s: since.map_or(0, |since| since.as_secs()),
             layout: self.parts.layout.clone(),
             state: serde_json::to_value(state).expect("plain data"),
-            files: files
-                .map(|(told, rank)| SavedFile::of_rank(rank, told[1], told[2]))
-                .collect(),
-        };
+            files: own.iter().cloned().chain(others).collect(),
+        });
         let (checkpoints, kept) = (self.parts.checkpoints.clone(), self.parts.kept);
-        let spared = self.spared;
-        checkpoint.work = Work::Finishing(std::thread::spawn(move || {
-            reach(Point::NamingCheckpoint);
-            let path = checkpoints.finish(&description)?;
+        let (node_dirs, spared) = (self.parts.node_dirs.clone(), self.spared);
+        let finish = move || {
+            let path = match (&node_dirs, &description) {
+                (Some(dirs), description) => dirs.finish(step, description.as_ref(), &own)?,
+                (None, Some(description)) => {
+                    reach(Point::NamingCheckpoint);
+                    checkpoints.finish(description)?
+                }
+                (None, None) => unreachable!("the first rank finishes a shared checkpoint"),
+            };
             reach(Point::CheckpointNamed);
-            checkpoints.keep(kept, description.step, spared)?;
+            checkpoints.keep(kept, step, spared)?;
             Ok(path)
-        }));
+        };
+        if let Some(checkpoint) = &mut self.under_way {
+            checkpoint.work = Work::Finishing(std::thread::spawn(finish));
+        }
+    }
+
+    /// Returns whether `rank` manages a directory with the checkpoint: the first rank, or the first one of each node.
+    fn manages(&self, rank: u32) -> bool {
+        match self.parts.node_dirs {
+            Some(_) => self.ranks.first_ranks().contains(&rank),
+            None => rank == 0,
+        }
+    }
+
+    /// Removes the unfinished checkpoint of `step`.
+    fn remove(&self, step: u64) {
+        if self.manages(self.ranks.rank()) {
+            self.parts.checkpoints.abandon(step);
+        }
     }
 
     /// Ends the checkpoint being made, which failed on `rank`, and removes its files.
@@ -311,9 +360,7 @@ impl Checkpointer {
                 checkpoint.step
             )),
         }
-        if self.ranks.is_first() {
-            self.parts.checkpoints.abandon(checkpoint.step);
-        }
+        self.remove(checkpoint.step);
     }
 
     /// Logs the failure at once, because the run may continue for days.

@@ -62,6 +62,21 @@ impl Comm {
         self.side(self.world.of_node(), &format!("node{first}"))
     }
 
+    /// Connects the first ranks of `nodes` nodes in a group of their own, in which they are numbered like their nodes; this rank is the
+    /// first one of `node`. All of them must call it, and no others; otherwise like [`Comm::connect_side`].
+    ///
+    /// # Errors
+    /// A rank is gone; an error of torch or Gloo.
+    pub fn connect_first_ranks(&self, node: u32, nodes: u32) -> Result<Comm, CollectiveError> {
+        let world = World {
+            rank: node,
+            ranks: nodes,
+            local_rank: 0,
+            local_ranks: 1,
+        };
+        self.side(world, "first-ranks")
+    }
+
     /// Connects the ranks of `world` in the group called `name`.
     fn side(&self, world: World, name: &str) -> Result<Comm, CollectiveError> {
         let link = self.link.as_ref().filter(|_| world.ranks > 1);

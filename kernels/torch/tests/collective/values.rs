@@ -305,6 +305,13 @@ fn the_ranks_of_each_node_have_a_group_of_their_own() {
     let all = node.all_gather_bytes(&own).unwrap().concat();
     let first = own[0] - local_rank as u8;
     assert_eq!(all, Vec::from_iter(first..first + local_ranks as u8));
+    // The first ranks of the nodes have one too.
+    if local_rank == 0 {
+        let node = [0, 2, 3].iter().position(|&first| first == world.rank);
+        let firsts = comm.connect_first_ranks(node.unwrap() as u32, 3).unwrap();
+        let all = firsts.all_gather_bytes(&own).unwrap().concat();
+        assert_eq!(all, [0, 2, 3]);
+    }
     assert_eq!(
         comm.all_gather_bytes(&own).unwrap().concat(),
         [0, 1, 2, 3, 4]

@@ -60,6 +60,8 @@ const OTHERS: &[(&str, &str)] = &[
     ("save_strategy", "train.checkpoint_every"),
     ("saves_per_epoch", "train.checkpoint_every (in steps)"),
     ("save_total_limit", "train.checkpoints_kept"),
+    ("checkpoint.partner", "train.checkpoints_on_each_node"),
+    ("save_on_each_node", "train.checkpoints_on_each_node"),
     ("load_best_model_at_end", "train.checkpoint_best"),
     (
         "metric_for_best_model",

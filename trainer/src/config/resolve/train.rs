@@ -109,6 +109,7 @@ pub(super) fn train(
         log_every,
         checkpoint_every: train.checkpoint_every.unwrap_or(0),
         checkpoints_kept: train.checkpoints_kept.unwrap_or(CHECKPOINTS_KEPT),
+        checkpoints_on_each_node: train.checkpoints_on_each_node.unwrap_or(false),
         run_dir,
         threads: threads as usize,
         device: device?,
