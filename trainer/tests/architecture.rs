@@ -83,7 +83,6 @@ const TRAINER_LAYERS: &[&[&str]] = &[
 /// The layers inside `training-state`.
 const TRAINING_STATE_LAYERS: &[&[&str]] = &[
     &[
-        "aligned",
         "checkpoint_tap",
         "fingerprint",
         "learning_rate",
