@@ -415,7 +415,7 @@ mod tests {
             // A whole conversation in which nothing counts is left out.
             conversation.counts[3] = false;
             let chats = template(source).texts_counted(&conversation).unwrap();
-            assert_eq!(chats, [first.clone()]);
+            assert_eq!(chats, std::slice::from_ref(first));
             conversation.counts[1] = false;
             let none = only(template(source), &conversation);
             assert_eq!(said(&none), [""; 0]);
