@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains on two nodes that are network namespaces of one machine with two GPUs, and compares with one node that has both, bit for bit.
 
-    nodes_gpu.py [--bin DIR] [--out DIR] [--rate 1GB/s]...
+    nodes_gpu.py [--bin DIR] [--out DIR] [--rate 1GB/s]... [--accumulate N] [--layers N] [PART...]      parts: package native
 
 Each node has one GPU, and NCCL connects them over sockets as it does two machines. The native trainer runs with its state in host memory
 and on drives, with a copy of the parameters on each node and without, and with the link limited to each --rate beside the bound; the
@@ -25,7 +25,7 @@ PACKAGE = HERE.parent / "python"
 
 RUN = """
 train_micro_batch_size_per_gpu = 4
-gradient_accumulation_steps = 2
+gradient_accumulation_steps = {accumulate}
 gradient_clipping = 1.0
 optimizer = {{ type = "AdamW", params = {{ lr = 1e-3 }} }}
 bf16.enabled = true
@@ -33,7 +33,7 @@ offload.shard = "{shard}"
 [model]
 hidden_size = 1024
 intermediate_size = 2816
-num_hidden_layers = 8
+num_hidden_layers = {layers}
 num_attention_heads = 8
 num_key_value_heads = 8
 [data]
@@ -83,7 +83,7 @@ class Native:
     """Runs of the native trainer in one directory."""
 
     def __init__(self, args):
-        self.trainer, self.out = args.bin / "trainer", args.out
+        self.trainer, self.out, self.shape = args.bin / "trainer", args.out, {"accumulate": args.accumulate, "layers": args.layers}
         self.text = args.out / "text"
         self.text.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("src/**/*.rs"))))
 
@@ -97,7 +97,7 @@ class Native:
             drive.mkdir()
             device = f'device = "{tier}"' + (f', nvme_path = "{drive}"' if tier == "nvme" else "")
             file = directory / f"{of}.toml"
-            file.write_text(RUN.format(text=self.text, dir=directory, device=device, shard=shard))
+            file.write_text(RUN.format(text=self.text, dir=directory, device=device, shard=shard, **self.shape))
             return file
 
         if nodes is None:
@@ -178,16 +178,22 @@ def main():
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer and offloadd are")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/nodes-gpu"), help="where runs and logs go; it is emptied")
     parser.add_argument("--rate", type=link.bytes_per_s, action="append", default=[], help="of the link in each direction, for example 1GB/s")
+    parser.add_argument("--accumulate", type=int, default=2, metavar="N", help="micro-batches of a step of the native trainer (default: %(default)s)")
+    parser.add_argument("--layers", type=int, default=8, metavar="N", help="blocks of its model (default: %(default)s)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="package, native; both if none is named")
     parser.add_argument("--rank-of", choices=["one", "two"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.bin, args.out = args.bin.resolve(), args.out.resolve()
     if args.rank_of:
         return rank_of(args)
+    parts = {"package": package, "native": native}
+    if unknown := set(args.parts) - set(parts):
+        parser.error(f"no such part: {', '.join(unknown)}")
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     with link.Nodes() as nodes:
-        package(args, nodes)
-        native(args, nodes)
+        for name in args.parts or parts:
+            parts[name](args, nodes)
 
 
 if __name__ == "__main__":
