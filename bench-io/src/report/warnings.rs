@@ -263,7 +263,7 @@ mod tests {
         }
         let busy = after(&figures(1e9, [1.5e9, 0.0])).join("; ");
         assert!(
-            busy.contains("other processes moved 500.0 MB/s on these drives at the same time"),
+            busy.contains("other processes moved 400.0 MB/s on these drives at the same time"),
             "{busy}"
         );
         let cached = after(&figures(1e9, [0.2e9, 0.0])).join("; ");
