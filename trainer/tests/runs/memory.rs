@@ -124,6 +124,7 @@ fn evaluation_appears_and_changes_nothing() {
             "device_read_bytes",
             "device_written_bytes",
             "epoch",
+            "exchange_s",
             "forward_s",
             "gathered_bytes",
             "grad_norm",
