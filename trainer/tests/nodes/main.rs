@@ -215,7 +215,8 @@ fn a_launcher_listens_at_its_address_only_and_a_process_without_the_token_is_kep
     };
     let harness = Harness::new();
     let run = harness.run("run", &[&LONG[..], &none()].concat());
-    let options = ["--nnodes", "2", "--rendezvous-timeout", "3"];
+    // Longer than the two launchers below take, on a slow machine too.
+    let options = ["--nnodes", "2", "--rendezvous-timeout", "15"];
     let zero = spawn(launcher(&network, &run, 0, &options));
     // In the kernel's table: addresses in hexadecimal of the machine's byte order, and state 0A for a listener.
     let listeners = || -> Vec<String> {
@@ -249,7 +250,7 @@ fn a_launcher_listens_at_its_address_only_and_a_process_without_the_token_is_kep
     }
     let output = finish(zero);
     let err = words(&output).1;
-    assert!(err.contains("after 3 s node 1 is still missing"), "{err}");
+    assert!(err.contains("after 15 s node 1 is still missing"), "{err}");
     assert!(!err.contains(TOKEN), "{err}");
     assert!(!run.dir.exists(), "nothing was created");
 }
