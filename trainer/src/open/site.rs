@@ -22,8 +22,8 @@ use training_state::store::StoreFiles;
 /// have read of a directory for some seconds.
 const PROBE_WAIT: Duration = Duration::from_secs(5);
 
-/// The same where directories that the nodes do not share are expected, so that each start waits for it: a network file system asks
-/// its server for a name that it has never read.
+/// Time for a file to be seen by another node if the nodes probably share no directory. Every start of such a run waits this long, so it
+/// is short; a network file system asks its server at once for a name that it has never read.
 pub(super) const PROBE_WAIT_SEPARATE: Duration = Duration::from_secs(1);
 
 /// The place of this process's part of a run.
@@ -60,7 +60,7 @@ impl Found {
     pub(crate) fn look(dir: &Path, is_fresh: bool) -> Result<Self, RunError> {
         let (id, origin) = RunId::of(dir);
         let earlier = match RunDir::described(dir) {
-            // It is removed.
+            // A fresh start removes the file, so it need not be readable.
             Err(_) if is_fresh => None,
             described => described?,
         };

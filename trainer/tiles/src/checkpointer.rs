@@ -313,13 +313,13 @@ impl Checkpointer {
         let (checkpoints, kept) = (self.parts.checkpoints.clone(), self.parts.kept);
         let (node_dirs, spared) = (self.parts.node_dirs.clone(), self.spared);
         let finish = move || {
-            let path = match (&node_dirs, &description) {
-                (Some(dirs), description) => dirs.finish(step, description.as_ref(), &own)?,
-                (None, Some(description)) => {
+            let path = match node_dirs {
+                Some(dirs) => dirs.finish(step, description.as_ref(), &own)?,
+                None => {
+                    let description = description.expect("the first rank manages the directory");
                     reach(Point::NamingCheckpoint);
-                    checkpoints.finish(description)?
+                    checkpoints.finish(&description)?
                 }
-                (None, None) => unreachable!("the first rank finishes a shared checkpoint"),
             };
             reach(Point::CheckpointNamed);
             checkpoints.keep(kept, step, spared)?;
