@@ -25,6 +25,7 @@ mod host_stash;
 mod kernels;
 pub mod library;
 mod module;
+mod nccl_buffer;
 mod pinned;
 mod runtime;
 mod stream;
@@ -41,6 +42,7 @@ pub use host_copies::HostCopies;
 pub use host_stash::HostStash;
 pub use kernels::{Kernels, TileAt, sum_squares_scratch_bytes};
 pub use module::{Arg, Function, FunctionUse, Module};
+pub use nccl_buffer::nccl_buffer;
 pub use stream::{Event, Stream};
 pub use tile_updater::TileUpdater;
 

@@ -28,6 +28,7 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use kernels::gpu::nccl_buffer;
 use kernels_torch::collective::{CollectiveError, DIR_VARIABLE, LauncherStore, TOKEN_VARIABLE};
 use offload_support::errln;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
@@ -243,15 +244,8 @@ fn run(
         let mut command = Command::new(&program);
         command.arg("train").args(args).stdin(Stdio::null());
         command.env_remove(DIR_VARIABLE);
-        for (name, number) in [
-            ("RANK", round.first_rank + local_rank),
-            ("LOCAL_RANK", local_rank),
-            ("WORLD_SIZE", round.ranks),
-            ("LOCAL_WORLD_SIZE", options.ranks),
-        ] {
-            command.env(name, number.to_string());
-        }
         command
+            .envs(variables(options.ranks, round, local_rank))
             .envs(round.variables.iter().map(|(name, value)| (name, value)))
             .env(LAUNCHER_VARIABLE, getpid().to_string())
             .process_group(0);
@@ -263,6 +257,21 @@ fn run(
         since: Instant::now(),
     };
     supervise(members, Limits::default(), &mut outside)
+}
+
+/// Variables of rank `local_rank` among the `local_ranks` of this node: its numbers, as torchrun sets them, and what libraries read when
+/// they are loaded.
+fn variables(local_ranks: u32, round: &Round, local_rank: u32) -> Vec<(&'static str, String)> {
+    let numbers = [
+        ("RANK", round.first_rank + local_rank),
+        ("LOCAL_RANK", local_rank),
+        ("WORLD_SIZE", round.ranks),
+        ("LOCAL_WORLD_SIZE", local_ranks),
+    ];
+    let numbers = numbers.map(|(name, number)| (name, number.to_string()));
+    let buffer = nccl_buffer(round.ranks > local_ranks);
+    let buffer = buffer.map(|(name, bytes)| (name, bytes.to_owned()));
+    numbers.into_iter().chain(buffer).collect()
 }
 
 /// Tells the other launchers that this node's ranks ended well. Node 0 runs the store and waits for them.
@@ -301,5 +310,27 @@ pub fn end_with_launcher() -> Result<(), LaunchError> {
         Ok(())
     } else {
         Err(LaunchError::LauncherGone(launcher))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_on_several_nodes_get_the_size_of_buffers_for_sockets() {
+        let round = Round {
+            number: 0,
+            first_rank: 2,
+            ranks: 4,
+            variables: Vec::new(),
+            nodes: None,
+            _dir: None,
+        };
+        let of = |local_ranks| variables(local_ranks, &round, 1);
+        let has = |local_ranks, name: &str| of(local_ranks).iter().any(|(set, _)| *set == name);
+        assert_eq!(of(2)[0], ("RANK", "3".to_owned()));
+        let expected = kernels::gpu::nccl_buffer(true).map(|(name, _)| name);
+        assert!(expected.is_none_or(|name| has(2, name) && !has(4, name)));
     }
 }

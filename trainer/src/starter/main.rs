@@ -17,7 +17,7 @@ use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, ExitCode};
 
-use kernels::gpu::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
+use kernels::gpu::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, nccl_buffer};
 
 /// The program that trains.
 const PROGRAM: &str = "trainer-with-torch";
@@ -26,6 +26,15 @@ const PROGRAM: &str = "trainer-with-torch";
 /// with an optimizer thread, a daemon or another run on the same cores, steps took 2.5 times as long (4
 /// threads on 4 cores). With this value they did not, and on idle cores there was no difference.
 const SPIN_COUNT: &str = "20000";
+
+/// Variables with the number of a run's processes and of those on this node, as torchrun and Open MPI set them.
+const PROCESSES: [[&str; 2]; 2] = [
+    ["WORLD_SIZE", "LOCAL_WORLD_SIZE"],
+    ["OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+];
+
+/// Variable with the number of nodes, as Slurm sets it.
+const NODES: &str = "SLURM_STEP_NUM_NODES";
 
 fn main() -> ExitCode {
     let error = start();
@@ -70,5 +79,37 @@ fn settings() -> Vec<(&'static str, &'static str)> {
     if missing(CUBLAS_WORKSPACE) {
         settings.push((CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0]));
     }
+    let get = |name: &str| std::env::var(name).ok();
+    settings.extend(nccl_buffer(on_several_nodes(&get)));
     settings
+}
+
+/// Whether a launcher's variables say that this process belongs to a run on several nodes. `trainer launch` sets up its processes itself.
+fn on_several_nodes(get: &dyn Fn(&str) -> Option<String>) -> bool {
+    let has_others = |[all, local]: [&str; 2]| get(all).is_some() && get(all) != get(local);
+    PROCESSES.into_iter().any(has_others) || get(NODES).is_some_and(|nodes| nodes != "1")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn several_nodes_are_told_by_each_launcher() {
+        let ompi = PROCESSES[1];
+        for (variables, expected) in [
+            (&[][..], false),
+            (&[("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")], false),
+            (&[("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "2")], true),
+            (&[(ompi[0], "2"), (ompi[1], "1")], true),
+            (&[("SLURM_STEP_NUM_NODES", "1")], false),
+            (&[("SLURM_STEP_NUM_NODES", "2")], true),
+        ] {
+            let get = |name: &str| {
+                let found = variables.iter().find(|(known, _)| *known == name);
+                found.map(|(_, value)| (*value).to_owned())
+            };
+            assert_eq!(on_several_nodes(&get), expected, "{variables:?}");
+        }
+    }
 }
