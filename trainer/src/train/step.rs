@@ -37,10 +37,12 @@ pub(super) struct Stepper {
     inputs: InputPlace,
     training: Arc<step_order::Pass>,
     evaluation: Arc<step_order::Pass>,
+    /// First sample and micro-batches of the next step, which were read while gradients left.
+    pub(super) next: Option<(u64, Vec<MicroBatch>)>,
 }
 
 /// Micro-batch in the form that the engine takes.
-struct MicroBatch {
+pub(super) struct MicroBatch {
     inputs: Tokens,
     targets: Tokens,
 }
@@ -152,6 +154,7 @@ impl Stepper {
                 shards.keeps_copies(),
             )),
             evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
+            next: None,
             shards,
             engine,
             batch,
@@ -177,7 +180,10 @@ impl Stepper {
     ) -> Result<Gradients, TrainError> {
         // Ranks take the step's samples in order, as one rank would take them in more micro-batches.
         let own_sample = first_sample + u64::from(self.shards.rank()) * self.batch.samples();
-        let batches = self.micro_batches(data, own_sample)?;
+        let batches = match self.next.take() {
+            Some((first, batches)) if first == own_sample => batches,
+            _ => self.micro_batches(data, own_sample)?,
+        };
         let head = self.engine.units().len() - 1;
         let own = counted(&batches);
         let all = if data.masked() {
@@ -200,21 +206,28 @@ impl Stepper {
             begins(&planned.turn.words(head));
             self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
             held_bytes = held_bytes.max(pass.held_bytes());
+            if planned.turn == Turn::Reduce(EMBEDDING) {
+                // Nothing is left to compute, so the GPU and the network would wait for the next step's tokens later. That step
+                // reads them again and reports the error if they cannot be read.
+                let next = own_sample + self.batch.samples() * self.shards.count() as u64;
+                let batches = self.micro_batches(data, next);
+                self.next = batches.ok().map(|batches| (next, batches));
+            }
         }
         begins("norm of the gradients");
         // Read last because this waits for the GPU; nothing before it does.
-        let norm = mover::norm(tiles, &self.shards)? / scale;
+        let squares = mover::sum_squares(tiles)?;
         // This rank's part of the step's mean loss, weighted by its tokens.
-        let mut loss = [match own {
+        let loss = match own {
             0.0 => 0.0,
             own => mean(&pass)? / (all / own),
-        }];
-        self.shards.sum(&mut loss)?;
+        };
+        let (norm, loss) = self.shards.norm_and_loss(squares, loss)?;
         watch.end()?;
         mover::tell(tiles, trace)?;
         Ok(Gradients {
-            loss: loss[0],
-            norm,
+            loss,
+            norm: norm / scale,
             forward_s: pass.forward.seconds()?,
             backward_s: pass.backward.seconds()?,
             exchange_s: pass.exchange.seconds()?,

@@ -264,6 +264,9 @@ fn steps(
         let backward = format!("backward, unit 1 of {}", settings.model.layers + 2);
         assert!(parts.contains(&backward), "{parts:?}");
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
+        let own = u64::from(world.rank) * batch.samples();
+        let next = stepper.next.as_ref().map(|(sample, _)| sample - own);
+        assert_eq!(next, Some(step * settings.step_samples()), "read ahead");
         let update = Some(hyper(settings, step, found.norm, 1.0));
         mover::finish_step(&mut backend, update, Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);

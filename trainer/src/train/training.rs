@@ -196,6 +196,7 @@ impl Training {
         }
         let train = &self.settings.train;
         let (stop_after, patience) = (train.stop_after, train.early_stopping_patience);
+        let mut asked = self.ranks.any(stop.asked())?;
         loop {
             if self.run.state.step >= stop_after {
                 return Ok(Ended::Done);
@@ -203,15 +204,15 @@ impl Training {
             if self.evaluations.has_stalled(patience) {
                 return Ok(Ended::Stalled);
             }
-            if self.ranks.any(stop.asked())? {
+            if asked {
                 return Ok(Ended::Asked);
             }
-            self.step()?;
+            asked = self.step(stop)?;
         }
     }
 
-    /// Runs one step, writes its metrics, and does what is due after it.
-    fn step(&mut self) -> Result<(), TrainError> {
+    /// Runs one step, writes its metrics, and does what is due after it. Returns whether any rank was asked to stop.
+    fn step(&mut self, stop: &Stop) -> Result<bool, TrainError> {
         let started = Instant::now();
         let step = self.run.state.step + 1;
         let rules = self.settings.overflow;
@@ -278,11 +279,12 @@ impl Training {
             self.run.backend.record_spans(false)?;
         }
         metrics.step_s = started.elapsed().as_secs_f64();
-        self.count_io(&mut metrics, &io)?;
+        let asked = self.count_io(&mut metrics, &io, stop)?;
         let bound = self.bound(&gradients, io.update_ns);
         metrics.bound_s = bound.s;
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
         let is_best = self.evaluate_if_due(&mut metrics)?;
+        let evaluated = metrics.eval_loss.is_some();
         self.show_step(&metrics, &overflow, &bound);
         // The tap sees only tiles that the host updates; the checkpointer reads all others itself.
         let visited = metrics.skipped || !self.run.backend.updates_on_host();
@@ -301,7 +303,10 @@ impl Training {
             self.settle_checkpoints()?;
         }
         let shown = &self.shown;
-        Ok(self.checkpointer.look(&|line| say(shown, line))?)
+        self.checkpointer.look(&|line| say(shown, line))?;
+        // An evaluation may take longer than a step.
+        let asks_again = evaluated && !asked;
+        Ok(asked || asks_again && self.ranks.any(stop.asked())?)
     }
 
     /// Returns the metrics of the current step as far as they are known before its update; the rest comes
@@ -340,8 +345,14 @@ impl Training {
         }
     }
 
-    /// Adds the step's transfers, summed over all ranks; times are this rank's.
-    fn count_io(&self, metrics: &mut StepMetrics, io: &StepIo) -> Result<(), TrainError> {
+    /// Adds the step's transfers, summed over all ranks; times are this rank's. Returns whether any rank was asked to stop, which the
+    /// ranks tell each other in the same message.
+    fn count_io(
+        &self,
+        metrics: &mut StepMetrics,
+        io: &StepIo,
+        stop: &Stop,
+    ) -> Result<bool, TrainError> {
         metrics.generation = io.generation;
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
@@ -350,15 +361,17 @@ impl Training {
             io.written_bytes as f64,
             io.grad_read_bytes as f64,
             io.grad_written_bytes as f64,
+            f64::from(u8::from(stop.asked())),
         ];
         self.comm.all_reduce_sum_f64(&mut moved)?;
+        let [moved @ .., asked] = moved;
         [
             metrics.device_read_bytes,
             metrics.device_written_bytes,
             metrics.device_grad_read_bytes,
             metrics.device_grad_written_bytes,
         ] = moved.map(|bytes| bytes as u64);
-        Ok(())
+        Ok(asked > 0.0)
     }
 
     /// Writes the step's line to the metrics, the monitors and the terminal, on the first rank.

@@ -282,19 +282,15 @@ pub(super) fn tell(tiles: &mut Tiles, trace: &Trace) -> Result<(), TrainError> {
     }
 }
 
-/// Returns the global norm of the step's gradients before clipping. Waits for the GPU and for all ranks.
+/// Returns the sum of squares of each unit's gradients in this step, of this rank's shards. Waits for the GPU and for other ranks.
 ///
 /// # Errors
 /// The GPU fails; a rank is gone.
-pub(super) fn norm(tiles: &Tiles, shards: &Shards) -> Result<f64, TrainError> {
-    let mut squares = match tiles {
-        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => buffers.sum_squares().to_vec(),
+pub(super) fn sum_squares(tiles: &Tiles) -> Result<Vec<f64>, TrainError> {
+    match tiles {
+        TileBackend::Swapper(_, WithSwapper::Host(buffers)) => Ok(buffers.sum_squares().to_vec()),
         TileBackend::Swapper(_, WithSwapper::Gpu(buffers))
-        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.sum_squares()?,
-        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.sum_squares()?,
-    };
-    shards.sum_of_shards(&mut squares)?;
-    // Summed in the order of units, so that the result does not depend on the order in which gradients
-    // arrived.
-    Ok(squares.iter().sum::<f64>().sqrt())
+        | TileBackend::Gpu(_, InGpu::Buffers(buffers)) => buffers.sum_squares(),
+        TileBackend::Gpu(_, InGpu::InPlace(units)) => units.sum_squares(),
+    }
 }

@@ -329,19 +329,28 @@ impl Shards {
         self.gpus.as_ref().expect("several ranks compute on GPUs")
     }
 
-    /// Sums over the ranks what each rank computed for its shards; does nothing if each rank holds
-    /// everything.
+    /// Returns the global norm of the step's gradients before clipping, and the step's loss. `squares` are the sums of squares of
+    /// this rank's shards of each unit, and `loss` is its part of the loss.
     ///
     /// # Errors
     /// A rank is gone.
-    pub(in crate::train) fn sum_of_shards(
+    pub(in crate::train) fn norm_and_loss(
         &self,
-        values: &mut [f64],
-    ) -> Result<(), CollectiveError> {
+        mut squares: Vec<f64>,
+        loss: f64,
+    ) -> Result<(f64, f64), CollectiveError> {
+        let mut loss = [loss];
         if self.divided {
-            self.sum(values)?;
+            // In one message, because ranks wait for it on their way to the update.
+            squares.push(loss[0]);
+            self.sum(&mut squares)?;
+            loss[0] = squares.pop().expect("the loss was pushed");
+        } else {
+            self.sum(&mut loss)?;
         }
-        Ok(())
+        // Summed in the order of units, so that the result does not depend on the order in which gradients arrived.
+        let norm = squares.iter().sum::<f64>().sqrt();
+        Ok((norm, loss[0]))
     }
 
     /// Sums `values` over the ranks in rank order, so that every rank gets the same bits.
