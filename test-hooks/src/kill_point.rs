@@ -38,6 +38,8 @@ pub enum Point {
     Telling,
     /// A tile of a checkpoint was written.
     Checkpointing,
+    /// A node has received bytes of the other nodes' files, and none of the files has its name.
+    CopyingFiles,
     /// The tiles of a checkpoint are written, and it is not yet renamed to its final name.
     NamingCheckpoint,
     /// A checkpoint has its final name; older ones are not yet deleted.
@@ -54,7 +56,7 @@ pub enum Point {
 
 impl Point {
     /// All points, in the order in which a process reaches them.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Tokens,
         Self::Opening,
         Self::Describing,
@@ -70,6 +72,7 @@ impl Point {
         Self::Committed,
         Self::Telling,
         Self::Checkpointing,
+        Self::CopyingFiles,
         Self::NamingCheckpoint,
         Self::CheckpointNamed,
         Self::Draining,
@@ -96,6 +99,7 @@ impl Point {
             Self::Committed => "committed",
             Self::Telling => "telling",
             Self::Checkpointing => "saving",
+            Self::CopyingFiles => "copying-files",
             Self::NamingCheckpoint => "naming-checkpoint",
             Self::CheckpointNamed => "checkpoint-named",
             Self::Draining => "draining",

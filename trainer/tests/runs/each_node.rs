@@ -360,33 +360,45 @@ fn a_new_first_node_gets_the_checkpoint_with_the_lowest_loss() {
 }
 
 #[test]
-fn a_checkpoint_that_only_one_node_has_named_is_completed_on_the_other() {
+fn a_checkpoint_whose_exchange_or_naming_was_cut_is_made_again_or_completed() {
     let harness = Harness::new();
     let Some(machines) = Machines::new(&harness, true) else {
         return;
     };
-    for (killed, number, step) in [(1, 2, 4), (0, 1, 6)] {
+    // At a start the nodes copy the run's files once; then each checkpoint is copied and named once. A kill in the middle of copying
+    // leaves the checkpoint on no node, and one between the names on one.
+    for (killed, kill, step, named) in [
+        (1, "copying-files@3", 4, false),
+        (0, "copying-files@2", 4, false),
+        (1, "naming-checkpoint@1", 4, true),
+        (0, "naming-checkpoint@1", 6, true),
+    ] {
         let mut commands = machines.commands(&[0, 1], &[]);
-        commands[killed].env("OFFLOADD_KILL", format!("naming-checkpoint@{number}"));
+        commands[killed].env("OFFLOADD_KILL", kill);
         let outputs = machines.ended(commands);
         assert!(
             outputs.iter().all(|output| !output.status.success()),
-            "{outputs:?}"
+            "{kill}: {outputs:?}"
         );
-        assert!(!machines.checkpoint(killed, step).exists(), "{step}");
-        assert!(machines.checkpoint(1 - killed, step).exists(), "{step}");
-        let said = machines.train(&[0, 1], step, &[]);
-        let copied = format!(" from node {} to node {killed}\n", 1 - killed);
-        assert!(said.contains(&copied), "{said}");
-        assert!(said.contains(&format!("resumed at step {step}")), "{said}");
-        machines.same(&[0, 1], step);
+        assert!(!machines.checkpoint(killed, step).exists(), "{kill}");
+        let other = machines.checkpoint(1 - killed, step);
+        assert_eq!(other.exists(), named, "{kill}");
+        let until = if named { step } else { step - 2 };
+        let said = machines.train(&[0, 1], until, &[]);
+        if named {
+            let copied = format!(" from node {} to node {killed}\n", 1 - killed);
+            assert!(said.contains(&copied), "{kill}: {said}");
+        }
+        let resumed = format!("resumed at step {until}");
+        assert!(said.contains(&resumed), "{kill}: {said}");
+        machines.same(&[0, 1], until);
     }
     machines.train(&[0, 1], STEPS, &[]);
     let alone = machines.uninterrupted(2, None);
     assert_same_steps(
         &machines.seen_on(0),
         &alone,
-        "after kills between two names",
+        "after kills while copying and between two names",
     );
     machines.same(&[0, 1], STEPS);
 }

@@ -41,10 +41,11 @@ impl Killed {
         let mut run = self.run(number);
         let mut seen = Seen::default();
         let mut kills = 0;
-        // Only runs on several nodes wait between `Prepared` and `Confirming`.
+        // Only runs on several nodes wait between `Prepared` and `Confirming`, and copy files.
         let elsewhere = [
             Point::Exporting,
             Point::NamingExport,
+            Point::CopyingFiles,
             Point::Prepared,
             Point::Confirming,
         ];

@@ -62,7 +62,7 @@ fn situations() -> (Vec<Situation>, Vec<Situation>) {
     for point in Point::ALL {
         let ranks = match point {
             // Not reached by runs on one node.
-            Point::Prepared | Point::Confirming => continue,
+            Point::Prepared | Point::Confirming | Point::CopyingFiles => continue,
             Point::Exporting | Point::NamingExport => continue,
             // Points that only the first rank reaches.
             Point::Tokens

@@ -17,6 +17,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Component, Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+use test_hooks::kill_point::{Point, reach};
 
 use super::CheckpointError;
 use super::checkpoint::flush;
@@ -158,6 +159,7 @@ pub(super) fn copy(
                 failure = streams[node].receive(dir, &message[1..]).err();
             }
         }
+        reach(Point::CopyingFiles);
     }
     // Syncing may take longer than any other operation between nodes.
     nodes.together::<_, RankError>("syncing copied files", || {
