@@ -7,7 +7,7 @@
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
-# make install      installs the programs, their manual pages and completions, and libtorch below PREFIX (/usr/local)
+# make install      installs the programs, offloadd's manual pages and completions, and libtorch below PREFIX (/usr/local)
 # make deb          builds two Debian packages in target/: offloadd, and offloadd-trainer with trainer and bench-io
 # make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place

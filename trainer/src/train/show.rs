@@ -1,4 +1,4 @@
-//! Prints what a run will do before it starts, what was opened, and why a step changed nothing.
+//! Words about a run: what it will do before it starts, what was opened, why a step changed nothing, and what limited it.
 
 use std::path::Path;
 
@@ -8,6 +8,7 @@ use crate::open::OpenRun;
 use crate::plan::Plan;
 use crate::runs::{SETTINGS_FILE, utc};
 use offload_support::outln;
+use swapper::Bound;
 use training_state::metrics::StepMetrics;
 use training_state::overflow::OverflowState;
 
@@ -24,6 +25,20 @@ pub(super) fn skipped(metrics: &StepMetrics, next: &OverflowState) -> String {
         }
     };
     format!("step {step:>5} skipped: its gradients are not finite; {next}")
+}
+
+/// Names what limited a step of `step_s` seconds. The rates of the bus and the network are not measured, but `exchange_s`
+/// is: the time that computing waited for other ranks.
+pub(super) fn bottleneck((exchange_s, step_s): (f64, f64), bound: &Bound, nodes: u32) -> String {
+    if exchange_s <= bound.s {
+        return bound.wall.word().into();
+    }
+    let (what, whom) = match nodes {
+        1 => ("other ranks", "them"),
+        _ => ("network", "other nodes"),
+    };
+    let waited = 100.0 * exchange_s / step_s;
+    format!("{what} (waited {waited:.0} % of the step for {whom})")
 }
 
 /// Describes an evaluation after a step.
@@ -151,5 +166,28 @@ pub(super) fn opened(run: &OpenRun, resumed: bool, verbose: bool) {
         outln!("resumed at step {}", run.state.step);
     } else {
         outln!("started with {}", run.started_with);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use swapper::Wall;
+
+    use super::*;
+
+    #[test]
+    fn a_step_that_mostly_waited_for_other_ranks_says_so() {
+        let bound = Bound {
+            s: 1.0,
+            wall: Wall::Compute,
+            terms: Vec::new(),
+        };
+        let of = |exchange_s, nodes| bottleneck((exchange_s, 4.0), &bound, nodes);
+        assert_eq!(of(0.9, 2), "compute");
+        assert_eq!(
+            of(2.5, 2),
+            "network (waited 62 % of the step for other nodes)"
+        );
+        assert_eq!(of(2.0, 1), "other ranks (waited 50 % of the step for them)");
     }
 }

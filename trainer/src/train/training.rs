@@ -386,7 +386,7 @@ impl Training {
             shown.progress.say(&show::skipped(metrics, overflow));
         }
         let times = (metrics.exchange_s, metrics.step_s);
-        let bottleneck = bottleneck(times, bound, self.ranks.nodes());
+        let bottleneck = show::bottleneck(times, bound, self.ranks.nodes());
         (shown.progress).step(metrics, self.settings.step_tokens(), &bottleneck);
         if let Some(loss) = metrics.eval_loss {
             let is_lowest =
@@ -590,20 +590,6 @@ fn flops(settings: &RunSettings, plan: &Plan) -> Option<Flops> {
     })
 }
 
-/// Names what limited a step of `step_s` seconds. The rates of the bus and the network are not measured, but `exchange_s`
-/// is: the time that computing waited for other ranks.
-fn bottleneck((exchange_s, step_s): (f64, f64), bound: &Bound, nodes: u32) -> String {
-    if exchange_s <= bound.s {
-        return bound.wall.word().into();
-    }
-    let (what, whom) = match nodes {
-        1 => ("other ranks", "them"),
-        _ => ("network", "other nodes"),
-    };
-    let waited = 100.0 * exchange_s / step_s;
-    format!("{what} (waited {waited:.0} % of the step for {whom})")
-}
-
 /// Says on the first rank which part of a step begins.
 fn now(shown: &Option<Shown>, step: u64, part: &str) {
     if let Some(shown) = shown {
@@ -615,28 +601,5 @@ fn now(shown: &Option<Shown>, step: u64, part: &str) {
 fn say(shown: &Option<Shown>, line: &str) {
     if let Some(shown) = shown {
         shown.progress.say(line);
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use swapper::Wall;
-
-    use super::*;
-
-    #[test]
-    fn a_step_that_mostly_waited_for_other_ranks_says_so() {
-        let bound = Bound {
-            s: 1.0,
-            wall: Wall::Compute,
-            terms: Vec::new(),
-        };
-        let of = |exchange_s, nodes| bottleneck((exchange_s, 4.0), &bound, nodes);
-        assert_eq!(of(0.9, 2), "compute");
-        assert_eq!(
-            of(2.5, 2),
-            "network (waited 62 % of the step for other nodes)"
-        );
-        assert_eq!(of(2.0, 1), "other ranks (waited 50 % of the step for them)");
     }
 }
