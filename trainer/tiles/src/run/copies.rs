@@ -19,9 +19,9 @@ use std::path::{Component, Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use test_hooks::kill_point::{Point, reach};
 
-use super::CheckpointError;
-use super::checkpoint::flush;
+use super::checkpoint::{FINGERPRINT_BYTES, flush};
 use super::dir::make_dir;
+use super::{CheckpointError, SavedFile};
 use crate::fingerprint::Fingerprint;
 use crate::ranks::{RankError, Ranks};
 
@@ -30,32 +30,51 @@ const PART_BYTES: usize = 4 << 20;
 
 /// A file that a node sends.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct Sent {
+pub struct Sent {
     /// Path below the directory of the copying.
-    pub(super) name: PathBuf,
-    pub(super) bytes: u64,
+    pub name: PathBuf,
+    pub bytes: u64,
     /// Leading bytes that `fingerprint` covers.
-    pub(super) covered_bytes: u64,
-    pub(super) fingerprint: u64,
+    pub covered_bytes: u64,
+    pub fingerprint: u64,
     /// Where the sender reads it.
     #[serde(skip)]
-    pub(super) from: From,
+    pub source: Source,
 }
 
 /// Source of a file's bytes.
 #[derive(Debug)]
-pub(super) enum From {
+pub enum Source {
     File(PathBuf),
     Bytes(Vec<u8>),
 }
 
-impl Default for From {
+impl Default for Source {
     fn default() -> Self {
         Self::Bytes(Vec::new())
     }
 }
 
 impl Sent {
+    /// The file `file` of a checkpoint in `dir`, whose tiles end with their fingerprint.
+    pub fn of_tiles(dir: &Path, file: &SavedFile) -> Self {
+        Self {
+            covered_bytes: file.bytes.saturating_sub(FINGERPRINT_BYTES),
+            ..Self::of_file(dir, file)
+        }
+    }
+
+    /// The file `file` in `dir`, whose fingerprint covers all of it.
+    pub fn of_file(dir: &Path, file: &SavedFile) -> Self {
+        Self {
+            name: PathBuf::from(&file.name),
+            bytes: file.bytes,
+            covered_bytes: file.bytes,
+            fingerprint: file.fingerprint,
+            source: Source::File(dir.join(&file.name)),
+        }
+    }
+
     /// A file with these contents.
     pub(super) fn of(name: PathBuf, contents: Vec<u8>) -> Self {
         let bytes = contents.len() as u64;
@@ -64,7 +83,7 @@ impl Sent {
             bytes,
             covered_bytes: bytes,
             fingerprint: Fingerprint::of(&contents),
-            from: From::Bytes(contents),
+            source: Source::Bytes(contents),
         }
     }
 
@@ -100,7 +119,7 @@ impl Sent {
 ///
 /// # Errors
 /// This node's error, or that of another node with its number; a node is gone.
-pub(super) fn copy(
+pub fn copy(
     nodes: &Ranks,
     dir: &Path,
     own: Result<Vec<Sent>, CheckpointError>,
@@ -231,9 +250,9 @@ impl Stream {
         while let Some((file, _)) = self.files.front() {
             let (at, count) = (self.done_bytes, part.len().min(self.first_left()));
             let (now, rest) = part.split_at_mut(count);
-            match &file.from {
-                From::Bytes(bytes) => now.copy_from_slice(&bytes[at as usize..][..count]),
-                From::File(path) => File::open(path)
+            match &file.source {
+                Source::Bytes(bytes) => now.copy_from_slice(&bytes[at as usize..][..count]),
+                Source::File(path) => File::open(path)
                     .and_then(|file| file.read_exact_at(now, at))
                     .map_err(CheckpointError::io("read", path))?,
             }

@@ -17,15 +17,14 @@ use offload_support::units::ApproxBytes;
 use serde::{Deserialize, Serialize};
 use test_hooks::kill_point::{Point, reach};
 
-use super::checkpoint::{DESCRIPTION, FINGERPRINT_BYTES};
-use super::copies::{From, Sent, agree, copy};
+use super::checkpoint::DESCRIPTION;
+use super::copies::{Sent, agree, copy};
 use super::dir::{self, INCOMPLETE};
 use super::identity;
 use super::{
     Checkpoint, CheckpointDescription, CheckpointError, Checkpoints, ModelFiles, RunDir, RunId,
     SavedFile,
 };
-use crate::fingerprint::Fingerprint;
 use crate::metrics::MetricsFile;
 use crate::ranks::Ranks;
 
@@ -64,13 +63,11 @@ impl Held {
         let described = RunDir::described(run_dir).ok().flatten();
         let checkpoints = Checkpoints::of(run_dir).list()?.into_iter();
         let checkpoints = checkpoints.filter_map(|found| {
-            let text = fs::read(found.path.join(DESCRIPTION)).ok()?;
-            let opened = Checkpoint::open(&found.path, 0).ok()?;
-            opened.check_sizes().ok()?;
+            let (opened, fingerprint) = Checkpoint::whole(&found.path)?;
             Some(HeldCheckpoint {
                 step: found.step,
                 bytes: opened.description.bytes(),
-                fingerprint: Fingerprint::of(&text),
+                fingerprint,
             })
         });
         Ok(Self {
@@ -297,10 +294,7 @@ impl NodeDirs {
         let below = below.expect("checkpoints are in the run's directory");
         let sent = files.iter().map(|file| Sent {
             name: below.join(&file.name),
-            bytes: file.bytes,
-            covered_bytes: file.bytes.saturating_sub(FINGERPRINT_BYTES),
-            fingerprint: file.fingerprint,
-            from: From::File(dir.join(&file.name)),
+            ..Sent::of_tiles(dir, file)
         });
         let mut sent: Vec<Sent> = sent.collect();
         if is_described {

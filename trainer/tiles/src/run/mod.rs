@@ -14,6 +14,7 @@ pub use checkpoint::{
     SavedFile, TileWriter,
 };
 pub use checkpoint::{SLACK_BYTES, bytes_in};
+pub use copies::{Sent, Source, copy as copy_files};
 pub use dir::{
     Difference, daemon_dir, differences, first_weights_dir, make_dir, resolved, tokens_dir,
 };

@@ -1,14 +1,14 @@
 //! `checkpoint.json`: the description of a checkpoint, with a fingerprint of each of its files and of itself.
 
 use std::fs::{self, File};
-use std::io::Write;
+use std::io::{Read, Write};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
-use super::CheckpointError;
 use super::write::file_name;
+use super::{BUFFER_BYTES, CheckpointError};
 use crate::fingerprint::Fingerprint;
 
 const VERSION: u64 = 1;
@@ -50,6 +50,31 @@ impl SavedFile {
             bytes,
             fingerprint,
         }
+    }
+
+    /// Reads and describes the file `name` in `dir`.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn of_file(dir: &Path, name: &str) -> std::io::Result<Self> {
+        let mut file = File::open(dir.join(name))?;
+        let mut described = Self {
+            name: name.to_owned(),
+            bytes: 0,
+            fingerprint: 0,
+        };
+        let (mut hash, mut buffer) = (Fingerprint::default(), vec![0; BUFFER_BYTES]);
+        loop {
+            match file.read(&mut buffer)? {
+                0 => break,
+                count => {
+                    hash.add(&buffer[..count]);
+                    described.bytes += count as u64;
+                }
+            }
+        }
+        described.fingerprint = hash.finish();
+        Ok(described)
     }
 }
 

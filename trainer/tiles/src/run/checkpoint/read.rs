@@ -9,7 +9,9 @@ use serde_json::{Value, json};
 use swapper::{Kind, Layout, TileRange, TileVisitor};
 
 use super::write::file_name;
-use super::{BUFFER_BYTES, CheckpointDescription, CheckpointError, END, MAGIC, SavedFile};
+use super::{
+    BUFFER_BYTES, CheckpointDescription, CheckpointError, DESCRIPTION, END, MAGIC, SavedFile,
+};
 use crate::fingerprint::Fingerprint;
 use crate::run::dir::{Difference, differences};
 
@@ -87,6 +89,15 @@ impl Checkpoint {
             files: Vec::new(),
             tiles: HashMap::new(),
         })
+    }
+
+    /// Opens the checkpoint in `dir` and returns it with the fingerprint of its description, which has those of its other files.
+    /// `None` if a file with tiles is missing or has another length.
+    pub fn whole(dir: &Path) -> Option<(Self, u64)> {
+        let text = std::fs::read(dir.join(DESCRIPTION)).ok()?;
+        let opened = Self::open(dir, 0).ok()?;
+        opened.check_sizes().ok()?;
+        Some((opened, Fingerprint::of(&text)))
     }
 
     pub fn path(&self) -> &Path {

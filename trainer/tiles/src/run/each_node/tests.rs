@@ -5,6 +5,7 @@
 
 use super::*;
 use crate::ranks::tests::on_ranks;
+use crate::run::copies::Source;
 use crate::run::{RunDescription, RunState, TileWriter};
 use serde_json::json;
 use swapper::TileRange;
@@ -237,7 +238,7 @@ fn a_failure_in_the_middle_ends_the_copying_on_all_nodes_and_is_named() {
         let mut own = Vec::new();
         if node == 0 {
             let mut sent = of_bytes("long", &vec![1; 3 * LONG]);
-            sent.from = From::File(short.clone());
+            sent.source = Source::File(short.clone());
             own.push(sent);
         }
         copy(&dirs.nodes, &dirs.run_dir, Ok(own), true)
