@@ -1,18 +1,24 @@
 //! Checkpoints: copies of what is trained in a directory of the caller's, in the native trainer's format. Frozen tiles never
 //! change: a checkpoint has only their fingerprint.
+//!
+//! Python names the files of a checkpoint by JSON lists of [`SavedFile`]: *tiles* end with their fingerprint, that of *other* files
+//! covers all of them.
 
-use std::path::Path;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use pyo3::PyResult;
+use pyo3::prelude::*;
 use serde_json::{Value, json};
 use swapper::{Kind, Swapper, SwapperError, SwapperSettings, TileRange, UninitTile};
 use training_state::fingerprint::Fingerprint;
+use training_state::ranks::{RankError, Ranks};
 use training_state::run::{
-    Checkpoint, CheckpointDescription, CheckpointError, SavedFile, TileWriter,
+    Checkpoint, CheckpointDescription, CheckpointError, SavedFile, Sent, TileWriter, copy_files,
 };
 
 use crate::errors::{Damaged, Error, LayoutChanged, NoSpace};
+use crate::nodes::FirstRanks;
 use crate::open::{Plan, UnitPlan, swapper_settings};
 use crate::update::StepHyper;
 
@@ -44,7 +50,11 @@ pub(crate) fn exception(error: CheckpointError) -> pyo3::PyErr {
             "the checkpoint {} is damaged: {message}; load another tag",
             path.display()
         )),
-        CheckpointError::TooLittleSpace { .. } => NoSpace::new_err(text),
+        CheckpointError::Io { source, .. } | CheckpointError::Write { source, .. }
+            if source.kind() == ErrorKind::StorageFull =>
+        {
+            NoSpace::new_err(text)
+        }
         CheckpointError::Other { .. } => LayoutChanged::new_err(text),
         _ => Error::new_err(text),
     }
@@ -129,6 +139,72 @@ pub(crate) fn describe(
         files,
     };
     description.write(dir)
+}
+
+fn read_files(files: &str) -> PyResult<Vec<SavedFile>> {
+    serde_json::from_str(files).map_err(|error| Error::new_err(error.to_string()))
+}
+
+/// Describes the file `name` in `dir`, which is not one with tiles.
+#[pyfunction]
+pub(crate) fn describe_file(py: Python<'_>, dir: PathBuf, name: &str) -> PyResult<String> {
+    let file = py.detach(|| SavedFile::of_file(&dir, name))?;
+    Ok(serde_json::to_string(&file).expect("plain data"))
+}
+
+/// What the checkpoint in `dir` is, as JSON; None if there is none with all its tiles.
+#[pyfunction]
+pub(crate) fn held_checkpoint(dir: PathBuf) -> Option<String> {
+    let (checkpoint, fingerprint) = Checkpoint::whole(&dir)?;
+    let CheckpointDescription {
+        step,
+        unix_s,
+        state,
+        files,
+        ..
+    } = checkpoint.description;
+    let held = json!({
+        "step": step, "unix_s": unix_s, "fingerprint": format!("{fingerprint:016x}"), "tiles": files, "others": state["others"],
+    });
+    Some(held.to_string())
+}
+
+/// Copies files between the first ranks of the nodes, of which this is number `node` of `count`: sends `tiles` and `others` of the
+/// directory `source`, and writes below `dir` those of other nodes that it lacks, if it `receives`. A node that has `failed` before
+/// says so and sends nothing. `gather` brings the bytes of every node, of equal length. Another node's failure ends the copying, and
+/// is not raised here.
+#[pyfunction]
+#[allow(clippy::too_many_arguments, reason = "one place calls it")]
+pub(crate) fn copy_between_nodes(
+    py: Python<'_>,
+    gather: Py<PyAny>,
+    node: u32,
+    count: u32,
+    dir: PathBuf,
+    source: PathBuf,
+    tiles: &str,
+    others: &str,
+    receives: bool,
+    failed: Option<String>,
+) -> PyResult<()> {
+    let (tiles, others) = (read_files(tiles)?, read_files(others)?);
+    let own = match failed {
+        Some(why) => Err(CheckpointError::Abandoned {
+            path: dir.clone(),
+            why,
+        }),
+        None => {
+            let tiles = tiles.iter().map(|file| Sent::of_tiles(&source, file));
+            let others = others.iter().map(|file| Sent::of_file(&source, file));
+            Ok(tiles.chain(others).collect())
+        }
+    };
+    let nodes = Ranks::new(FirstRanks::new(node, count, gather));
+    match py.detach(|| copy_files(&nodes, &dir, own, receives)) {
+        Ok(()) | Err(CheckpointError::OtherNode { .. }) => Ok(()),
+        Err(CheckpointError::Rank(RankError::Group(error))) => Err(FirstRanks::exception(error)),
+        Err(error) => Err(exception(error)),
+    }
 }
 
 /// The state that was saved with the checkpoint in `dir`.

@@ -1,7 +1,7 @@
 //! The extension module `offloadd._offloadd`: one object that moves units between a PyTorch program's memory and tiles.
 //!
-//! Python passes numbers and addresses, and no call holds the interpreter's lock while it waits. Rust calls Python for one thing:
-//! to let it look at signals every 100 ms of a wait, so that Ctrl-C ends it.
+//! Python passes numbers and addresses, and no call holds the interpreter's lock while it waits. Rust calls Python for two things:
+//! to let it look at signals every 100 ms of a wait, so that Ctrl-C ends it, and to exchange parts of files with other nodes.
 //!
 //! ```text
 //!   offloadd (Python)                 _offloadd (this crate)                  swapper
@@ -439,7 +439,7 @@ impl Core {
         })
     }
 
-    /// Completes the checkpoint in `dir`, which has the files of all ranks, with `state` (JSON) of the run at `step`. `frozen` is
+    /// Completes the checkpoint in `dir`, which has the `files` (JSON) of all ranks, with `state` (JSON) of the run at `step`. `frozen` is
     /// the sum of all ranks' fingerprints.
     fn describe(
         &self,
@@ -447,13 +447,12 @@ impl Core {
         dir: PathBuf,
         step: u64,
         state: &str,
-        files: Vec<String>,
+        files: &str,
         frozen: u64,
     ) -> PyResult<()> {
         let broken = |e: serde_json::Error| Error::new_err(e.to_string());
         let state = serde_json::from_str(state).map_err(broken)?;
-        let files = files.iter().map(|file| serde_json::from_str(file));
-        let files = files.collect::<Result<_, _>>().map_err(broken)?;
+        let files = serde_json::from_str(files).map_err(broken)?;
         self.with_any(py, |held| {
             checkpoint::describe(&held.plan, &dir, step, state, files, frozen)
                 .map_err(checkpoint::exception)
@@ -508,6 +507,9 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(plan::of_run, module)?)?;
     module.add_function(wrap_pyfunction!(plan::host_available_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint_state, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::describe_file, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::held_checkpoint, module)?)?;
+    module.add_function(wrap_pyfunction!(checkpoint::copy_between_nodes, module)?)?;
     module.add_function(wrap_pyfunction!(open::remove_files, module)?)?;
     module.add_function(wrap_pyfunction!(nodes::first_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(nodes::node_part, module)?)?;

@@ -1,18 +1,21 @@
-//! Several nodes: where each one's part of a run is, and the messages that commits need between them.
+//! Several nodes: where each one's part of a run is, the messages that commits need between them, and the process group through
+//! which they copy checkpoints.
 //!
 //! ```text
 //!   swapper's thread ── exchange ──▶ Mailbox ◀── next, answer ── a Python thread ◀──▶ torch.distributed's store
 //! ```
 //!
-//! Rust never calls Python for this, and both threads wait without the interpreter's lock.
+//! Rust never calls Python for commits, and both threads wait without the interpreter's lock. Copying calls Python for each part of
+//! at most 4 MiB.
 
 use std::error::Error as StdError;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
 use pyo3::prelude::*;
+use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
-use training_state::ranks;
+use training_state::ranks::{self, Group, GroupError};
 use training_state::run::{node_dir, node_job};
 
 use crate::errors::Error;
@@ -27,6 +30,49 @@ pub(crate) fn first_ranks(places: Vec<[u64; 2]>) -> PyResult<Vec<u32>> {
 #[pyfunction]
 pub(crate) fn node_part(run_dir: PathBuf, job: &str, node: u32) -> (PathBuf, String) {
     (node_dir(&run_dir, node), node_job(job, node))
+}
+
+/// The first ranks of the nodes. A function of Python's gathers for them.
+pub(crate) struct FirstRanks {
+    node: u32,
+    count: u32,
+    gather: Py<PyAny>,
+}
+
+impl FirstRanks {
+    /// Node number `node` of `count`. `gather` takes bytes and returns those of every node, in a list.
+    pub(crate) fn new(node: u32, count: u32, gather: Py<PyAny>) -> Arc<Self> {
+        Arc::new(Self {
+            node,
+            count,
+            gather,
+        })
+    }
+
+    /// The exception that `gather` raised.
+    pub(crate) fn exception(error: GroupError) -> PyErr {
+        let raised = error.0.downcast::<PyErr>();
+        raised.map_or_else(|error| Error::new_err(error.to_string()), |raised| *raised)
+    }
+}
+
+impl Group for FirstRanks {
+    fn rank(&self) -> u32 {
+        self.node
+    }
+
+    fn ranks(&self) -> u32 {
+        self.count
+    }
+
+    fn gather(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, GroupError> {
+        let all = Python::attach(|py| {
+            let all = self.gather.call1(py, (PyBytes::new(py, own),))?;
+            let all = all.extract::<Vec<PyBackedBytes>>(py)?;
+            Ok(all.iter().map(|bytes| bytes.to_vec()).collect())
+        });
+        all.map_err(|error: PyErr| GroupError(Box::new(error)))
+    }
 }
 
 /// Holds one message to the other ranks, and their answers.

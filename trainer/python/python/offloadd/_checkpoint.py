@@ -6,11 +6,13 @@
     DIR/latest          the newest tag
 
 A checkpoint is named when it is whole and on the drive. It is loaded into a model of the same units and type.
+
+Several nodes write into one directory that all see, or each has its own (checkpoint.use_node_local_storage). Every node then keeps
+whole checkpoints: nodes copy each other's files before any of them names a checkpoint, and before one is loaded that a node lacks.
 """
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import os
@@ -22,36 +24,80 @@ from typing import Any, Callable, Optional
 import torch
 
 from . import _offloadd
-from ._errors import Damaged, Error, NotSupported
+from ._config import Settings
+from ._console import say
+from ._each_node import SETTING, Files, copy, described, on_files, separate
+from ._errors import Damaged, Error, NoSpace, NotSupported
+from ._plan import bytes_text
+from ._ranks import Ranks
 from ._state import flush_dir, write_flushed
 
 LATEST = "latest"
-_STATE = "state.pt"
+_STATE, _DESCRIPTION = "state.pt", "checkpoint.json"
 
 # Time in which a directory that the first node made appears on the others.
 _SEEN_S = 5.0
 
+# Space that a checkpoint needs beside its files.
+_SLACK_BYTES = 1 << 20
+
+
+def is_separate(settings: Settings, ranks: Ranks, directory: Path) -> bool:
+    """Whether each node keeps whole checkpoints in its own `directory`. All ranks must call it."""
+    return settings.use_node_local_storage and ranks.places.nodes > 1 and separate(ranks, directory)
+
 
 def save_checkpoint(
-    run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool, add: Optional[Callable[[Path], None]] = None
+    run: Any,
+    directory: Path,
+    tag: str,
+    client_state: dict[str, Any],
+    save_latest: bool,
+    add: Optional[Callable[[Path], str]] = None,
+    weights: Optional[str] = None,
 ) -> None:
-    """Writes a checkpoint of `run` after its last step; one of the same tag is replaced. On each rank `add` writes further files into its
-    directory."""
+    """Writes a checkpoint of `run` after its last step; one of the same tag is replaced. On each rank `add` writes a further file into
+    its directory and returns its name; `weights` names a file with the model's. Where a rank fails, all raise the error, no checkpoint is
+    made, and the run goes on."""
     if Path(tag).name != tag or tag == LATEST:
         raise Error(f"checkpoint tag {tag!r}: must be the name of a directory other than {LATEST!r}")
     partial, ranks = directory / f"{tag}.partial", run.ranks
     run.drain()
-    ranks.together("begin a checkpoint", lambda: _begin(partial) if ranks.first else None)
-    if ranks.places.nodes > 1:
-        ranks.together("look for a checkpoint's directory", lambda: _check_shared(partial, ranks.places.node))
-    file, frozen = ranks.together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
-    run.engine.order.forget_rest()
-    frozen = ranks.total("add up frozen parameters", frozen)
-    if add is not None:
-        add(partial)
-    files = [one.decode() for one in ranks.meet("name a checkpoint's files", file.encode())]
-    finish = lambda: _finish(run, directory, tag, client_state, save_latest, files, frozen) if ranks.first else None
-    ranks.together("complete a checkpoint", finish)
+    separately = is_separate(run.settings, ranks, directory)
+    # The ranks that make a directory and name it.
+    keeps = ranks.first_of_node if separately else ranks.first
+
+    def together(what: str, work: Callable[[], Any]) -> Any:
+        return ranks.together(what, lambda: on_files(partial, work), ends=False)
+
+    try:
+        together("begin a checkpoint", lambda: _begin(partial) if keeps else None)
+        if ranks.places.nodes > 1 and not separately:
+            together("look for a checkpoint's directory", lambda: _check_shared(partial, ranks.places.node))
+        tiles, frozen = together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
+        run.engine.order.forget_rest()
+        frozen = ranks.total("add up frozen parameters", frozen)
+        others = [] if add is None else [together("write a checkpoint's further files", lambda: described(partial, add(partial)))]
+        if weights is not None:
+            others += _save_weights(run, partial, weights, together)
+        told = [json.loads(files) for files in ranks.meet("tell a checkpoint's files", json.dumps([json.loads(tiles), others]).encode())]
+        files = Files(partial, [of_one[0] for of_one in told], [other for of_one in told for other in of_one[1]])
+
+        def complete() -> Files:
+            """Describes the checkpoint on the first rank. Returns this node's files."""
+            here = [told[rank] for rank in ranks.places.local]
+            own = Files(partial, [of_one[0] for of_one in here], [other for of_one in here for other in of_one[1]])
+            return own if not ranks.first else own._replace(others=own.others + _describe(run, files, client_state, frozen))
+
+        if separately:
+            copy(ranks, "complete a checkpoint", partial, lambda: on_files(partial, complete))
+        else:
+            together("complete a checkpoint", lambda: complete() if ranks.first else None)
+        together("name a checkpoint", lambda: _name(directory, tag, save_latest) if keeps else None)
+    except Error:
+        if keeps:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def _begin(partial: Path) -> None:
@@ -68,15 +114,30 @@ def _check_shared(partial: Path, node: int) -> None:
         if time.monotonic() > until:
             raise Error(
                 f"node {node} does not see {partial} as the first node does, and all nodes write checkpoints there: name a directory that "
-                "all nodes share"
+                f"all nodes share, or set {SETTING} = true, so that every node keeps every checkpoint in a directory of its own"
             )
         time.sleep(0.02)
 
 
-def _finish(run: Any, directory: Path, tag: str, client_state: dict[str, Any], save_latest: bool, files: list[str], frozen: int) -> None:
-    """Describes a checkpoint whose tiles are written, and names it."""
-    partial = directory / f"{tag}.partial"
-    buffer = io.BytesIO()
+def _save_weights(run: Any, partial: Path, name: str, together: Callable) -> list[dict[str, Any]]:
+    """Writes the model's weights on the first rank, and describes their file there."""
+    failed: list[OSError] = []
+    try:
+        run.save_weights(partial / name)
+    except OSError as error:
+        failed.append(error)
+
+    def written() -> list[dict[str, Any]]:
+        if failed:
+            raise failed[0]
+        return [described(partial, name)] if run.ranks.first else []
+
+    return together("write a checkpoint's weights", written)
+
+
+def _describe(run: Any, files: Files, client_state: dict[str, Any], frozen: int) -> list[dict[str, Any]]:
+    """Writes the state and the description of a checkpoint with `files` of all ranks. Returns what it has written."""
+    partial, buffer = files.directory, io.BytesIO()
     torch.save({"run": run.state(), "client": client_state}, buffer)
     state = buffer.getvalue()
     try:
@@ -86,10 +147,16 @@ def _finish(run: Any, directory: Path, tag: str, client_state: dict[str, Any], s
             f"client_state: a checkpoint holds plain data (numbers, texts, tensors, lists, dicts): {error}"
         ) from None
     write_flushed(partial / _STATE, state)
-    described = {"file": _STATE, "sha256": hashlib.sha256(state).hexdigest(), "layout": run.layout}
-    run.core.describe(str(partial), run.steps_done, json.dumps(described), files, frozen)
+    kept = described(partial, _STATE)
+    state_json = json.dumps({"layout": run.layout, "others": [*files.others, kept]})
+    run.core.describe(str(partial), run.steps_done, state_json, json.dumps(files.tiles), frozen)
+    return [kept, described(partial, _DESCRIPTION)]
+
+
+def _name(directory: Path, tag: str, save_latest: bool) -> None:
+    """Gives a checkpoint whose files are on the drive its name."""
+    partial, path = directory / f"{tag}.partial", directory / tag
     flush_dir(partial)
-    path = directory / tag
     if path.exists():
         replaced = directory / f"{tag}.removed"
         shutil.rmtree(replaced, ignore_errors=True)
@@ -103,22 +170,112 @@ def _finish(run: Any, directory: Path, tag: str, client_state: dict[str, Any], s
         write_flushed(directory / LATEST, tag.encode())
 
 
+def _latest(directory: Path) -> Optional[str]:
+    try:
+        return (directory / LATEST).read_text().strip()
+    except FileNotFoundError:
+        return None
+
+
 def load_checkpoint(run: Any, directory: Path, tag: Optional[str]) -> tuple[Optional[str], Optional[dict[str, Any]]]:
     """Brings `run` to a checkpoint and commits it. Returns (None, None) where the directory has no newest one."""
+    tag = bring(run.settings, run.ranks, directory, tag)
     if tag is None:
-        try:
-            tag = (directory / LATEST).read_text().strip()
-        except FileNotFoundError:
-            return None, None
+        return None, None
     path = directory / tag
-    described = json.loads(_offloadd.checkpoint_state(str(path)))
-    run.check_layout(described["layout"], f"the checkpoint {path}")
     try:
-        data = (path / described["file"]).read_bytes()
+        kept = json.loads(_offloadd.checkpoint_state(str(path)))
+        run.check_layout(kept["layout"], f"the checkpoint {path}")
+        state = torch.load(io.BytesIO(read_file(path, kept, _STATE)), weights_only=True)
+        run.restore(path, state["run"])
+    except Damaged as error:
+        if run.settings.use_node_local_storage and run.ranks.places.nodes > 1:
+            raise Damaged(f"node {run.ranks.places.node}: {error}, or delete {path} on this node: the next load copies another node's") from None
+        raise
+    return str(path), state["client"]
+
+
+def read_file(path: Path, kept: dict[str, Any], name: str) -> bytes:
+    """The contents of a file of the checkpoint in `path` that was saved with the state `kept`."""
+    try:
+        found, data = described(path, name), (path / name).read_bytes()
     except OSError as error:
         raise Error(f"the checkpoint {path} cannot be read: {error}") from None
-    if hashlib.sha256(data).hexdigest() != described["sha256"]:
-        raise Damaged(f"the checkpoint {path} is damaged: {described['file']} differs from what was written; load another tag")
-    state = torch.load(io.BytesIO(data), weights_only=True)
-    run.restore(path, state["run"])
-    return str(path), state["client"]
+    if found not in kept["others"]:
+        raise Damaged(f"the checkpoint {path} is damaged: {name} differs from what was written; load another tag")
+    return data
+
+
+def bring(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str]) -> Optional[str]:
+    """The tag of the checkpoint to load: `tag`, or the newest one that `latest` names; None where there is none. Where each node keeps
+    checkpoints, those that lack it have it then. All ranks must call it."""
+    if not settings.use_node_local_storage or ranks.places.nodes == 1:
+        return _latest(directory) if tag is None else tag
+    stale, firsts = False, ranks.places.first_ranks
+    if tag is None:
+        latest = _latest(directory)
+        told = [json.loads(data) for data in ranks.meet("compare the newest checkpoints", json.dumps([latest, _age(directory, latest)]).encode())]
+        told = [told[first] for first in firsts]
+        tag = max(told, key=lambda one: (one[0] is not None, one[1]))[0]
+        if tag is None:
+            return None
+        stale = any(latest != tag for latest, _ in told)
+    path = directory / tag
+    held = _held(path)
+    sums = held and [[held["unix_s"], held["step"]], held["fingerprint"], Files(path, held["tiles"], held["others"]).total_bytes()]
+    told = [json.loads(data) for data in ranks.meet("compare checkpoints", json.dumps(sums).encode())]
+    told = [told[first] for first in firsts]
+    # Of several the newest counts, then that of the first node.
+    source = max(range(len(told)), key=lambda node: (told[node] is not None, told[node] and told[node][0], -node))
+    if told[source] is None:
+        # Loading it says why.
+        return tag
+    _, fingerprint, size = told[source]
+    lacking = [node for node, one in enumerate(told) if one is None or one[1] != fingerprint]
+    if lacking and separate(ranks, directory):
+        say(f"copying the checkpoint {path}, {bytes_text(size)}, from node {source} to node {', '.join(map(str, lacking))}")
+        _copy(ranks, path, held, source, lacking, size)
+    if stale and separate(ranks, directory):
+        # A node that trains alone later begins there too.
+        renew = lambda: write_flushed(directory / LATEST, tag.encode()) if ranks.first_of_node and _latest(directory) != tag else None
+        ranks.together("name the newest checkpoint", lambda: on_files(directory / LATEST, renew), ends=False)
+    return tag
+
+
+def _copy(ranks: Ranks, path: Path, held: Optional[dict[str, Any]], source: int, lacking: list[int], size: int) -> None:
+    """Copies a checkpoint from a node to those that lack it, or have another one of this name."""
+    node, partial = ranks.places.node, path.with_name(f"{path.name}.partial")
+    lacks = node in lacking and ranks.first_of_node
+
+    def begin() -> None:
+        free = shutil.disk_usage(path.parent).free
+        if free < size + _SLACK_BYTES:
+            raise NoSpace(f"the checkpoint {path} takes {bytes_text(size)}, but the file system has {bytes_text(free)} free: free some space")
+        _begin(partial)
+
+    def work() -> Files:
+        if node != source:
+            return Files(partial, [], [])
+        return Files(path, held["tiles"], [*held["others"], described(path, _DESCRIPTION)])
+
+    try:
+        ranks.together("make room for a checkpoint", lambda: on_files(partial, begin) if lacks else None, ends=False)
+        copy(ranks, "copy a checkpoint", partial, work, receives=lacks)
+        name = lambda: _name(path.parent, path.name, save_latest=False) if lacks else None
+        ranks.together("name a checkpoint", lambda: on_files(partial, name), ends=False)
+    except Error:
+        if lacks:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _held(path: Path) -> Optional[dict[str, Any]]:
+    """What the checkpoint in `path` is, if all its tiles are there."""
+    found = _offloadd.held_checkpoint(str(path))
+    return None if found is None else json.loads(found)
+
+
+def _age(directory: Path, tag: Optional[str]) -> list[int]:
+    """Time and step of a checkpoint, to be compared with those of others; less than any where there is none."""
+    held = None if tag is None else _held(directory / tag)
+    return [-1, -1] if held is None else [held["unix_s"], held["step"]]

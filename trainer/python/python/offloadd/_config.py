@@ -23,14 +23,14 @@ _READ = {
     "zero_optimization.offload_param.device", "zero_optimization.offload_param.nvme_path",
     "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.nvme_path",
     "tensorboard.enabled", "tensorboard.output_path", "tensorboard.job_name",
-    "csv_monitor.enabled", "csv_monitor.output_path", "csv_monitor.job_name", "offloadd",
+    "csv_monitor.enabled", "csv_monitor.output_path", "csv_monitor.job_name", "checkpoint.use_node_local_storage", "offloadd",
 }  # fmt: skip
 
 # DeepSpeed's keys without effect at the top level: how bytes move and when is this library's business. In the tables above,
 # every key that is not read has none.
 _WITHOUT_EFFECT = {
     "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "dump_state", "memory_breakdown", "log_level",
-    "flops_profiler", "comms_logger", "timers", "activation_checkpointing", "checkpoint", "communication_data_type",
+    "flops_profiler", "comms_logger", "timers", "activation_checkpointing", "communication_data_type",
     "prescale_gradients", "gradient_predivide_factor", "dataloader_drop_last", "disable_python_gc",
 }  # fmt: skip
 
@@ -122,6 +122,8 @@ class Settings:
     # "bfloat16" or "float16" where the configuration switches one on.
     precision: Optional[str] = None
     run_dir: Optional[Path] = None
+    # Whether every node keeps whole checkpoints, if nodes share no directory.
+    use_node_local_storage: bool = False
     # The whole configuration, for what only `initialize` reads.
     json: Mapping[str, Any] = field(default_factory=dict)
     # DeepSpeed's keys in it that have no effect here.
@@ -212,6 +214,7 @@ def settings_of(config: Config) -> Settings:
         steps_per_print=_number(config, "steps_per_print", None),
         wall_clock_breakdown=bool(config.get("wall_clock_breakdown", False)),
         precision=_precision(config),
+        use_node_local_storage=_use_node_local_storage(config),
         run_dir=Path(own.pop("run_dir", default_dir)).absolute(),
         json=config,
         without_effect=tuple(without_effect),
@@ -322,6 +325,13 @@ def _precision(config: Mapping[str, Any]) -> Optional[str]:
     if len(on) == 2:
         raise Error("bf16.enabled and fp16.enabled: only one of them can be true")
     return {"bf16": "bfloat16", "fp16": "float16"}[on[0]] if on else None
+
+
+def _use_node_local_storage(config: Mapping[str, Any]) -> bool:
+    value = _given(config.get("checkpoint") or {}, "use_node_local_storage", False)
+    if not isinstance(value, bool):
+        raise Error(f"checkpoint.use_node_local_storage = {value!r}: must be true or false")
+    return value
 
 
 def _check(found: Mapping[str, Any], prefix: str = "") -> list[str]:

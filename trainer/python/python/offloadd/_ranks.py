@@ -73,6 +73,8 @@ class Ranks:
         self.copies: Optional[dict[int, torch.Tensor]] = None
         self._board: Optional[Board] = None
         self.places = Places() if self.count == 1 else _nodes.guess(self.rank, self.count)
+        # Whether nodes have separate directories on the file system with a device number of this machine, as far as it is known.
+        self.separate: dict[int, bool] = {}
         # The connection to other nodes, if there are several.
         self.link: Optional[Link] = None
         # Whether this rank comes to no meeting any more; and which other rank is gone, with its own reason or with what to do.
@@ -286,8 +288,8 @@ class Ranks:
 
     # Together
 
-    def together(self, what: str, work: Callable[[], T]) -> T:
-        """Does `work` on every rank, which meets nobody. Fails on all of them if it fails on one."""
+    def together(self, what: str, work: Callable[[], T], ends: bool = True) -> T:
+        """Does `work` on every rank, which meets nobody. Fails on all of them if it fails on one, and the run `ends` then."""
         result, failed = None, None
         try:
             result = work()
@@ -297,12 +299,17 @@ class Ranks:
             raise failed
         told = self.meet(what, str(failed or "").encode()[:_DATA_BYTES])
         if failed is not None:
-            self.end(str(failed))
-            raise failed
+            if ends:
+                self.end(str(failed))
+                raise failed
+            self._noticed = False
+            raise failed if self.places.nodes == 1 else type(failed)(f"node {self.places.node}: {failed}") from failed
         for rank, text in enumerate(told):
             if text:
-                self.end(f"rank {rank} failed")
-                raise Error(f"{what}: rank {rank} failed: {text.decode(errors='replace')}")
+                if ends:
+                    self.end(f"rank {rank} failed")
+                node = f" (node {self.places.node_of(rank)})" if self.places.nodes > 1 else ""
+                raise Error(f"{what}: rank {rank}{node} failed: {text.decode(errors='replace')}")
         return result
 
     def first_bytes(self, what: str, data: bytes) -> bytes:
@@ -402,6 +409,23 @@ class Ranks:
                 dist.broadcast(flat.reshape(-1).view(torch.uint8), src=0, group=self._group(flat))
                 if flat.data_ptr() != tensor.data_ptr():
                     tensor.detach().copy_(flat)
+
+    def open_nodes(self) -> None:
+        """Prepares `gather_nodes`. All ranks must call it."""
+        if "nodes" not in self._groups:
+            self.meet("open the group of the nodes")
+            self._groups["nodes"] = dist.new_group(list(self.places.first_ranks), backend="gloo", timeout=_TRANSFER_MAX)
+
+    def gather_nodes(self, own: bytes) -> list[bytes]:
+        """The bytes of all nodes, of equal length. The first ranks of the nodes call it."""
+        size, nodes = len(own), self.places.nodes
+        if not size:
+            return [own] * nodes
+        whole = bytearray(size * nodes)
+        with self._transfer():
+            given, brought = (torch.frombuffer(data, dtype=torch.uint8) for data in (bytearray(own), whole))
+            dist.all_gather_into_tensor(brought, given, group=self._groups["nodes"])
+        return [bytes(memoryview(whole)[size * node : size * (node + 1)]) for node in range(nodes)]
 
     def _group(self, tensor: torch.Tensor, of_node: bool = False) -> Any:
         """The run's own group for tensors of a device, of all ranks or those of this node: the script's operations keep their order

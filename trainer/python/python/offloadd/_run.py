@@ -203,7 +203,7 @@ class Run:
         that of the first rank of its node, which starts the daemon that the ranks of a node use."""
         ranks, own = self.ranks, self._state_dir
         same, of_node = described(plan.engine_plan)
-        ranks.compare(json.dumps([self.layout, same]), of_node)
+        ranks.compare(json.dumps([self.layout, same, self.settings.use_node_local_storage]), of_node)
         if ranks.first_of_node:
             ranks.together("look for the run", lambda: begin_part(plan, ranks.places, resume))
         else:

@@ -153,14 +153,14 @@ class Strategy(DDPStrategy):
         rest = {name: value for name, value in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         rest["offloadd"] = {"positions": positions, "random": random_state()}
 
-        def add(directory: Path) -> None:
-            data = io.BytesIO()
+        def add(directory: Path) -> str:
+            data, name = io.BytesIO(), f"lightning.{run.ranks.rank}.pt"
             torch.save(rest, data)
-            write_flushed(directory / f"lightning.{run.ranks.rank}.pt", data.getvalue())
-            run.save_weights(directory / _WEIGHTS)
+            write_flushed(directory / name, data.getvalue())
+            return name
 
         path = Path(filepath)
-        save_checkpoint(run, path.parent, path.name, {"ranks": run.ranks.count}, save_latest=False, add=add)
+        save_checkpoint(run, path.parent, path.name, {"ranks": run.ranks.count}, save_latest=False, add=add, weights=_WEIGHTS)
 
     def load_checkpoint(self, checkpoint_path: Union[str, os.PathLike], weights_only: Optional[bool] = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
