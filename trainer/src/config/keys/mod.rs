@@ -157,15 +157,19 @@ impl Check {
         }
     }
 
-    /// Checks a table that is not read itself: each key in it must be known.
+    /// Checks a table that is not read itself: each key in it must be known, and none may ask for what is refused.
     fn check_below(&mut self, path: &str, value: &Value) {
         let Value::Object(table) = value else { return };
         for (name, value) in table {
             let path = join(path, name);
-            if entry(&path).is_some() {
-                self.check_below(&path, value);
-            } else {
-                self.unknown(path, value);
+            match entry(&path) {
+                Some(key)
+                    if key.path == path && key.support == KeySupport::Refused && !is_off(value) =>
+                {
+                    self.meet(key, path, value);
+                }
+                Some(_) => self.check_below(&path, value),
+                None => self.unknown(path, value),
             }
         }
     }
@@ -390,6 +394,10 @@ mod tests {
                 json!({"elasticity": {"enabled": true}}),
                 "any number of ranks",
             ),
+            (
+                json!({"checkpoint": {"use_node_local_storage": true, "tag_validation": "Warn"}}),
+                "set train.checkpoints_on_each_node = true",
+            ),
         ] {
             let faults = check(&file).faults;
             assert_eq!(faults.len(), 1, "{faults:?}");
@@ -398,9 +406,10 @@ mod tests {
         }
         let off = json!({
             "gradient_allreduce_op": "mean", "amp": {"enabled": false}, "elasticity": {},
-            "zero_optimization": {"zero_hpz_partition_size": 1, "cpu_offload": false, "mics_shard_size": -1}
+            "zero_optimization": {"zero_hpz_partition_size": 1, "cpu_offload": false, "mics_shard_size": -1},
+            "checkpoint": {"use_node_local_storage": false}
         });
-        assert_eq!(without_effect(off), 6);
+        assert_eq!(without_effect(off), 7);
     }
 
     #[test]

@@ -254,7 +254,8 @@ const REPORTS: &[Key] = &[
 
 #[rustfmt::skip]
 const OTHERS: &[Key] = &[
-    table("checkpoint", "tag_validation load_universal use_node_local_storage parallel_write.pipeline_stage checkpoint_serialization writer.type writer.io_buffer_size writer.io_buffer_double writer.io_multiplier writer.data_parallel writer.show_statistics writer.decoupled", Unused, "the trainer's commits replace DeepSpeed's checkpoints"),
+    key("checkpoint.use_node_local_storage", Refused, "leave it out and set train.checkpoints_on_each_node = true: every node then keeps every checkpoint whole"),
+    table("checkpoint", "tag_validation load_universal parallel_write.pipeline_stage checkpoint_serialization writer.type writer.io_buffer_size writer.io_buffer_double writer.io_multiplier writer.data_parallel writer.show_statistics writer.decoupled", Unused, "the trainer's commits replace DeepSpeed's checkpoints"),
     table("nebula", "*", Refused, "leave it out: the trainer's commits replace DeepSpeed's checkpoints"),
     table("datastates_ckpt", "host_cache_size", Refused, "leave it out: the trainer's commits replace DeepSpeed's checkpoints"),
     key("communication_data_type", Unused, "ranks exchange the model's type"),
