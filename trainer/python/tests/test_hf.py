@@ -85,6 +85,23 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
 
 
 @needs_daemon
+@pytest.mark.parametrize("device, last_line, resumed", [("cpu", "evaluates 6", 4), ("nvme", "resumed 0", 0)])
+def test_a_run_without_a_committed_step_resumes_from_the_newest_checkpoint(tmp_path, plain, device, last_line, resumed):
+    settings = {**config(device, tmp_path), **DEEPSPEED}
+    killed = start("deepspeed", tmp_path / "out", settings)
+    for line in killed.stdout:
+        if line == last_line + "\n":
+            killed.kill()
+            break
+    assert killed.wait() == -9
+    end = lines_of(start("deepspeed", tmp_path / "out", settings))
+    found, expected = numbers(end, "loss"), numbers(plain[0], "loss")
+    assert f"resumed {resumed}" in end and len(found) == 12 - resumed
+    for step, values in found.items():
+        assert values == pytest.approx(expected[step], rel=1e-5), step
+
+
+@needs_daemon
 def test_a_second_train_goes_on_with_the_weights_and_moments_of_the_first(tmp_path):
     expected = lines_of(start("attach", tmp_path / "plain", None, "--twice"))
     found = lines_of(start("deepspeed", tmp_path / "ours", {**config("nvme", tmp_path), **DEEPSPEED}, "--twice"))

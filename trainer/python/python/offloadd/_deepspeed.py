@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterable, Mapping, Optional
 import torch
 
 from . import _finder
-from ._config import settings_of
+from ._config import Settings, settings_of
 from ._console import say
 from ._errors import NotSupported
 from ._initialize import ReadingEngine, TrainingEngine, initialize as _initialize
@@ -109,8 +109,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         return engine, engine.optimizer, None, engine.renew_schedule(given.get("lr_scheduler"))
     config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
     if given.get("optimizer") is None and config is not None and given.get("model") is not None:
-        # trl writes some keys as paths at the top level, where DeepSpeed does not see them.
-        settings = settings_of({key: value for key, value in config.items() if "." not in key} if isinstance(config, Mapping) else config)
+        settings = settings_in(config)
         if not settings.json.get("optimizer"):
             if settings.precision is not None:
                 given["model"].to(getattr(torch, settings.precision))
@@ -121,6 +120,12 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     made = _initialize(**how)
     _mark(made[0].module)
     return made
+
+
+def settings_in(config: Any) -> Settings:
+    """The settings in a configuration as scripts pass it."""
+    # trl writes some keys as paths at the top level, where DeepSpeed does not see them.
+    return settings_of({key: value for key, value in config.items() if "." not in key} if isinstance(config, Mapping) else config)
 
 
 class ZeroParamStatus(enum.Enum):

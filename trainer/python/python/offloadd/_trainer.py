@@ -32,8 +32,9 @@ def patch_trainer(module: Any) -> None:
         own = own_keys(plugin.hf_ds_config.config)
         run_dir = Path(own.get("run_dir") or Path(self.args.output_dir) / "offloadd")
         kept = TrainerProgress(self)
-        # A checkpoint that is named is loaded by `load_checkpoint`.
-        resumes = resume_from_checkpoint is True and has_run(run_dir) and hasattr(self, "_init_training_state")
+        settings = _deepspeed.settings_in(plugin.hf_ds_config.config)
+        # A checkpoint that is named is loaded by `load_checkpoint`; without drives it is all that is left of a run.
+        resumes = resume_from_checkpoint is True and settings.device == "nvme" and has_run(run_dir) and hasattr(self, "_init_training_state")
         if open_engine is not None:
             _deepspeed.beginning.update(engine=open_engine)
         else:
@@ -91,8 +92,9 @@ def _reopened(trainer: Any, resume_from_checkpoint: Any) -> Any:
 def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -> Path:
     """Lets `trainer.train` resume from `directory`, where the last committed step is written as soon as the run is open."""
     directory.mkdir(exist_ok=True)
-    # Each rank writes the same.
-    module.TrainerState().save_to_json(str(directory / "trainer_state.json"))
+    # For a run without a committed step. Each rank writes the same.
+    begun = module.TrainerState(train_batch_size=trainer.args.train_batch_size, stateful_callbacks=kept.callbacks())
+    begun.save_to_json(str(directory / "trainer_state.json"))
     initialize, prepare = trainer._init_training_state, trainer._prepare_for_training
     prepared: list[Any] = []
 
@@ -107,6 +109,9 @@ def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -
             trainer.lr_scheduler.load_state_dict(kept.loaded["scheduler"])
             run.restore_groups()
         else:
+            # Each rank writes the same.
+            begun.compute_steps(trainer.args, max_steps)
+            begun.save_to_json(str(directory / "trainer_state.json"))
             write_random_state(directory, random_state(), run.ranks, trainer.args)
         return initialize(max_steps, *others)
 

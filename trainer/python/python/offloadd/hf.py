@@ -90,7 +90,7 @@ class TrainerProgress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self.trainer
         progress = dataclasses.asdict(trainer.state)
-        progress["stateful_callbacks"] = self._callbacks()
+        progress["stateful_callbacks"] = self.callbacks()
         loss = getattr(trainer, "_tr_loss", None)
         return {
             "state": json.dumps(progress, default=float),
@@ -105,7 +105,7 @@ class TrainerProgress:
         if state["scheduler"] is not None:
             self.loaded = state
 
-    def _callbacks(self) -> dict[str, Any]:
+    def callbacks(self) -> dict[str, Any]:
         """States of the callbacks that have one, as the Trainer's checkpoints have them."""
         from transformers.trainer_callback import ExportableState, TrainerState
 
