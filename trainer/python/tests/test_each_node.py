@@ -80,9 +80,9 @@ class Machines:
     def dir(self, machine):
         return self.path / f"machine-{machine}"
 
-    def told(self, machines, tag, steps, *more, work=carry):
+    def told(self, machines, *args, work=carry, **start):
         ranks = len(machines)
-        return on_ranks(ranks, self.path / f"store-{next(self._starts)}", work, self.path, machines, tag, steps, *more, nodes=ranks)
+        return on_ranks(ranks, self.path / f"store-{next(self._starts)}", work, self.path, machines, *args, nodes=ranks, **start)
 
     def start(self, machines, tag, steps, *more):
         """What `carry` returns on all ranks."""

@@ -170,7 +170,8 @@ def _name(directory: Path, tag: str, save_latest: bool) -> None:
         write_flushed(directory / LATEST, tag.encode())
 
 
-def _latest(directory: Path) -> Optional[str]:
+def latest_tag(directory: Path) -> Optional[str]:
+    """The tag that `latest` in a directory names."""
     try:
         return (directory / LATEST).read_text().strip()
     except FileNotFoundError:
@@ -210,11 +211,11 @@ def bring(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str])
     """The tag of the checkpoint to load: `tag`, or the newest one that `latest` names; None where there is none. Where each node keeps
     checkpoints, those that lack it have it then. All ranks must call it."""
     if not settings.use_node_local_storage or ranks.places.nodes == 1:
-        return _latest(directory) if tag is None else tag
+        return latest_tag(directory) if tag is None else tag
     stale, firsts = False, ranks.places.first_ranks
     if tag is None:
-        latest = _latest(directory)
-        told = [json.loads(data) for data in ranks.meet("compare the newest checkpoints", json.dumps([latest, _age(directory, latest)]).encode())]
+        latest = latest_tag(directory)
+        told = [json.loads(data) for data in ranks.meet("compare the newest checkpoints", json.dumps([latest, age(directory, latest)]).encode())]
         told = [told[first] for first in firsts]
         tag = max(told, key=lambda one: (one[0] is not None, one[1]))[0]
         if tag is None:
@@ -237,7 +238,7 @@ def bring(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str])
         _copy(ranks, path, held, source, lacking, size)
     if stale and separate(ranks, directory):
         # A node that trains alone later begins there too.
-        renew = lambda: write_flushed(directory / LATEST, tag.encode()) if ranks.first_of_node and _latest(directory) != tag else None
+        renew = lambda: write_flushed(directory / LATEST, tag.encode()) if ranks.first_of_node and latest_tag(directory) != tag else None
         ranks.together("name the newest checkpoint", lambda: on_files(directory / LATEST, renew), ends=False)
     return tag
 
@@ -248,9 +249,7 @@ def _copy(ranks: Ranks, path: Path, held: Optional[dict[str, Any]], source: int,
     lacks = node in lacking and ranks.first_of_node
 
     def begin() -> None:
-        free = shutil.disk_usage(path.parent).free
-        if free < size + _SLACK_BYTES:
-            raise NoSpace(f"the checkpoint {path} takes {bytes_text(size)}, but the file system has {bytes_text(free)} free: free some space")
+        check_room(path, size)
         _begin(partial)
 
     def work() -> Files:
@@ -269,13 +268,20 @@ def _copy(ranks: Ranks, path: Path, held: Optional[dict[str, Any]], source: int,
         raise
 
 
+def check_room(path: Path, size: int) -> None:
+    """Refuses to copy a checkpoint of `size` bytes to where it has no room."""
+    free = shutil.disk_usage(path.parent).free
+    if free < size + _SLACK_BYTES:
+        raise NoSpace(f"the checkpoint {path} takes {bytes_text(size)}, but the file system has {bytes_text(free)} free: free some space")
+
+
 def _held(path: Path) -> Optional[dict[str, Any]]:
     """What the checkpoint in `path` is, if all its tiles are there."""
     found = _offloadd.held_checkpoint(str(path))
     return None if found is None else json.loads(found)
 
 
-def _age(directory: Path, tag: Optional[str]) -> list[int]:
+def age(directory: Path, tag: Optional[str]) -> list[int]:
     """Time and step of a checkpoint, to be compared with those of others; less than any where there is none."""
     held = None if tag is None else _held(directory / tag)
     return [-1, -1] if held is None else [held["unix_s"], held["step"]]

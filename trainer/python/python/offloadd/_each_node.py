@@ -28,6 +28,9 @@ SETTING = "checkpoint.use_node_local_storage"
 # a name that it has never read.
 _SEEN_S = 1.0
 
+# The answers of `separate`, by the device number of the directory's file system.
+_separate: dict[int, bool] = {}
+
 
 class Files(NamedTuple):
     """Files in a directory, as `_offloadd.describe_file` and `_offloadd.held_checkpoint` describe them."""
@@ -56,7 +59,7 @@ def separate(ranks: Ranks, directory: Path) -> bool:
             device = os.stat(directory).st_dev
 
     ranks.together("make a checkpoint's directory", lambda: on_files(directory, look), ends=False)
-    known = ranks.meet("compare what is known of the nodes' directories", json.dumps(ranks.separate.get(device)).encode())
+    known = ranks.meet("compare what is known of the nodes' directories", json.dumps(_separate.get(device)).encode())
     answers = {json.loads(known[first]) for first in firsts}
     if answers in ({True}, {False}):
         return answers.pop()
@@ -83,7 +86,7 @@ def separate(ranks: Ranks, directory: Path) -> bool:
         )
     if sharing:
         say(f"note: {SETTING}: all nodes see the same {directory}, so each checkpoint is written once")
-    ranks.separate[device] = not sharing
+    _separate[device] = not sharing
     return not sharing
 
 

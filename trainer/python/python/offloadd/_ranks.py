@@ -73,8 +73,6 @@ class Ranks:
         self.copies: Optional[dict[int, torch.Tensor]] = None
         self._board: Optional[Board] = None
         self.places = Places() if self.count == 1 else _nodes.guess(self.rank, self.count)
-        # Whether nodes have separate directories on the file system with a device number of this machine, as far as it is known.
-        self.separate: dict[int, bool] = {}
         # The connection to other nodes, if there are several.
         self.link: Optional[Link] = None
         # Whether this rank comes to no meeting any more; and which other rank is gone, with its own reason or with what to do.

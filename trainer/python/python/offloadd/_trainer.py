@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from . import _deepspeed
-from ._config import own_keys
+from . import _deepspeed, _trainer_nodes
+from ._config import own_keys, processes
 from ._errors import NotSupported
 from ._initialize import TrainingEngine
 from ._run_dir import has_run
@@ -35,6 +35,8 @@ def patch_trainer(module: Any) -> None:
         settings = _deepspeed.settings_in(plugin.hf_ds_config.config)
         # A checkpoint that is named is loaded by `load_checkpoint`; without drives it is all that is left of a run.
         resumes = resume_from_checkpoint is True and settings.device == "nvme" and has_run(run_dir) and hasattr(self, "_init_training_state")
+        if open_engine is None and settings.use_node_local_storage and processes() > 1:
+            resumes, resume_from_checkpoint = _trainer_nodes.prepare(self, settings, resumes, resume_from_checkpoint)
         if open_engine is not None:
             _deepspeed.beginning.update(engine=open_engine)
         else:
