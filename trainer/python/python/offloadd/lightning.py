@@ -7,6 +7,8 @@ Processes, devices and samplers are those of Lightning's strategy `ddp`. A check
     PATH/lightning.N.pt                 rank N's progress, callbacks, schedulers, random numbers and position in its data
 
 A checkpoint of weights only (`save_weights_only=True`) is Lightning's own file.
+
+On several nodes that share no directory, each keeps all of these directories (checkpoint.use_node_local_storage).
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ._checkpoint import load_checkpoint, save_checkpoint
+from ._checkpoint import bring, is_separate, load_checkpoint, save_checkpoint
 from ._config import own_keys, read
-from ._errors import NotSupported
+from ._errors import Error, NotSupported
 from ._run import Run, prepare
 from ._state import random_state, set_random_state, write_flushed
 from ._weights import Blocks
@@ -162,8 +164,20 @@ class Strategy(DDPStrategy):
         path = Path(filepath)
         save_checkpoint(run, path.parent, path.name, {"ranks": run.ranks.count}, save_latest=False, add=add, weights=_WEIGHTS)
 
+    def remove_checkpoint(self, filepath: Union[str, os.PathLike]) -> None:
+        run, path = self._run, Path(filepath)
+        if not self._is_open() or not is_separate(run.settings, run.ranks, path.parent):
+            super().remove_checkpoint(filepath)
+        elif run.ranks.first_of_node and path.exists():
+            self.checkpoint_io.remove_checkpoint(filepath)
+
     def load_checkpoint(self, checkpoint_path: Union[str, os.PathLike], weights_only: Optional[bool] = None) -> dict[str, Any]:
         path = Path(checkpoint_path)
+        if self._is_open() and self._run.settings.use_node_local_storage:
+            paths = [told.decode() for told in self._run.ranks.meet("compare ckpt_path", os.fsencode(path))]
+            if len(set(paths)) > 1:
+                raise Error(f"ckpt_path is {' and '.join(sorted(set(paths)))} on different nodes: name the path, and nodes that lack it get a copy")
+            bring(self._run.settings, self._run.ranks, path.parent, path.name)
         if not path.is_dir():
             if self._is_open():
                 raise NotSupported(f"{path}: fit resumes from a checkpoint of offloadd.lightning.Strategy, a directory; load the weights of another one into the model before fit")
