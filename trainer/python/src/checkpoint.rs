@@ -6,7 +6,6 @@
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use pyo3::prelude::*;
 use serde_json::{Value, json};
@@ -126,14 +125,14 @@ pub(crate) fn describe(
     plan: &Plan,
     dir: &Path,
     step: u64,
+    unix_s: u64,
     state: Value,
     files: Vec<SavedFile>,
     frozen: u64,
 ) -> Result<(), CheckpointError> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let description = CheckpointDescription {
         step,
-        unix_s: now.unwrap_or_default().as_secs(),
+        unix_s,
         layout: layout(plan, frozen),
         state,
         files,

@@ -441,11 +441,13 @@ impl Core {
 
     /// Completes the checkpoint in `dir`, which has the `files` (JSON) of all ranks, with `state` (JSON) of the run at `step`. `frozen` is
     /// the sum of all ranks' fingerprints.
+    #[allow(clippy::too_many_arguments, reason = "one value a field")]
     fn describe(
         &self,
         py: Python<'_>,
         dir: PathBuf,
         step: u64,
+        unix_s: u64,
         state: &str,
         files: &str,
         frozen: u64,
@@ -454,7 +456,7 @@ impl Core {
         let state = serde_json::from_str(state).map_err(broken)?;
         let files = serde_json::from_str(files).map_err(broken)?;
         self.with_any(py, |held| {
-            checkpoint::describe(&held.plan, &dir, step, state, files, frozen)
+            checkpoint::describe(&held.plan, &dir, step, unix_s, state, files, frozen)
                 .map_err(checkpoint::exception)
         })
     }

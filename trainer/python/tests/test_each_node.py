@@ -27,9 +27,12 @@ from test_runs import config, needs_daemon  # noqa: E402
 
 pytestmark = needs_daemon
 
-needs_mounts = pytest.mark.skipif(
-    subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0, reason="mounting needs root"
-)
+
+@pytest.fixture(scope="session")
+def mounts():
+    """Skips tests whose nodes mount directories where that is not allowed."""
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode != 0:
+        pytest.skip("mounting needs root")
 
 
 def mount(what, where, size=None):
@@ -114,20 +117,25 @@ def test_any_node_may_be_lost_with_all_that_it_has(tmp_path):
     assert done == 4 and equal(found, expected)
 
 
+def behind(rank, directory):
+    """A machine whose clock is wrong."""
+    time.time = lambda: 1000.0
+
+
 @pytest.mark.parametrize("again", ["b", "a"])
 def test_a_node_that_was_away_does_not_count_and_the_number_of_nodes_may_change(tmp_path, again):
     machines = Machines(tmp_path)
     machines.start([0, 1], "a", 1)
     shutil.copytree(machines.dir(1), tmp_path / "unbroken/machine-1")
     # One node goes on; the other one has an older checkpoint, of the same tag too.
-    loaded, done, at_two = machines.start([1], again, 1)
+    loaded, done, at_two = machines.start([1], again, 1, None, behind)
     assert (loaded, done) == ("a", 2)
-    loaded, done, found = machines.start([0, 1, 2], "c" if again == "b" else None, 0)
+    loaded, done, found = machines.start([0, 1, 2], "c" if again == "a" else None, 0)
     assert (loaded, done) == (again, 2) and equal(found, at_two)
     machines.same([0, 1, 2], again)
-    # Moments too came through three nodes, and the node that was away can go on alone.
+    # The node that was away can go on alone, with the same moments.
     loaded, done, found = machines.start([0], None, 1)
-    assert (loaded, done) == ("c" if again == "b" else "a", 3)
+    assert (loaded, done) == ("c" if again == "a" else "b", 3)
     assert equal(found, Machines(tmp_path / "unbroken").start([1], None, 2)[2])
 
 
@@ -169,8 +177,7 @@ def full(rank, ranks, path, machines, tag, steps):
         return str(failed.value), sorted(path.name for path in directory.iterdir()), run.steps_done, state(model)
 
 
-@needs_mounts
-def test_a_full_node_is_named_no_node_has_the_checkpoint_and_training_goes_on(tmp_path):
+def test_a_full_node_is_named_no_node_has_the_checkpoint_and_training_goes_on(tmp_path, mounts):
     told = Machines(tmp_path).told([0, 1], "a", 0, work=full)
     expected = Machines(tmp_path / "unbroken").start([0, 1], None, 2)[2]
     for text, files, done, found in told:
@@ -184,8 +191,7 @@ def small(rank, directory):
         mount(None, directory, size=19 << 20)
 
 
-@needs_mounts
-def test_a_node_with_too_little_room_is_named_before_anything_is_copied(tmp_path):
+def test_a_node_with_too_little_room_is_named_before_anything_is_copied(tmp_path, mounts):
     machines = Machines(tmp_path)
     machines.start([0], "a", 1)
     for told in machines.told([0, 1], None, 0, None, small):
@@ -224,6 +230,23 @@ def test_a_node_that_is_killed_leaves_no_half_of_a_checkpoint(tmp_path):
     assert (machines.dir(0) / "c").exists() and not (machines.dir(1) / "c").exists()
     assert machines.start([0, 1], None, 0)[:2] == ("c", 2)
     machines.same([0, 1], "c")
+
+
+def slow_network(rank, directory):
+    """Each node waits in an operation of torch.distributed for longer than one that would be stuck."""
+    _ranks._STUCK_S, _ranks._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
+    names = {"plain": _ranks.Ranks.gather_nodes, "sleep": time.sleep, "calls": iter(range(1000))}
+    text = "def gather_nodes(ranks, own):\n    sleep(4 if next(calls) == 3 else 0)\n    return plain(ranks, own)"
+    exec(compile(text, torch.distributed.__file__, "exec"), names)
+    _ranks.Ranks.gather_nodes = names["gather_nodes"]
+
+
+def test_ranks_that_wait_for_a_slow_copy_do_not_take_it_for_a_wrong_order(tmp_path):
+    # The second node has two ranks, of which one waits.
+    (tmp_path / "machine-1").mkdir()
+    told = on_ranks(3, tmp_path / "store", carry, tmp_path, [0, 1, 1], "a", 1, None, slow_network, nodes=2)
+    assert [one[:2] for one in told] == [(None, 1)] * 3
+    Machines(tmp_path).same([0, 1], "a")
 
 
 def told_by(rank, ranks, path, machines, tag, steps):

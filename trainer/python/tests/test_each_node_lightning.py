@@ -10,7 +10,7 @@ from torch import nn
 
 pl = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: make test-tools")
 
-from test_each_node import Machines, mount, needs_mounts  # noqa: E402
+from test_each_node import Machines, mount, mounts  # noqa: E402, F401
 from test_nodes import drives, equal  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
 from toy import randomize  # noqa: E402
@@ -55,8 +55,7 @@ def fit(rank, ranks, path, machines, stop_at, resumes):
     return sorted(one.name for one in (path / "out").iterdir()), weights
 
 
-@needs_mounts
-def test_fit_resumes_with_the_same_bits_after_any_node_was_lost_and_old_checkpoints_are_removed_on_all_nodes(tmp_path):
+def test_fit_resumes_with_the_same_bits_after_any_node_was_lost_and_old_checkpoints_are_removed_on_all_nodes(tmp_path, mounts):
     def train(machines, stop_at, resumes):
         told = machines.told([0, 1], stop_at, resumes, work=fit)
         assert not any(isinstance(one, Exception) for one in told), told

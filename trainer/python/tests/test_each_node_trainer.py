@@ -11,7 +11,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed: make test
 import transformers.models.gpt2.modeling_gpt2  # noqa: E402
 import transformers.trainer  # noqa: E402
 
-from test_each_node import Machines, mount, needs_mounts  # noqa: E402
+from test_each_node import Machines, mount, mounts  # noqa: E402, F401
 from test_hf import DEEPSPEED, server  # noqa: E402
 from test_nodes import drives, equal, state  # noqa: E402
 from test_runs import config, needs_daemon  # noqa: E402
@@ -51,9 +51,8 @@ def with_trainer(rank, ranks, path, machines, device, stop_at):
     return log, kept, found
 
 
-@needs_mounts
 @pytest.mark.parametrize("device, starts", [("cpu", [(1, 2), (0, 4), (None, 6)]), ("nvme", [(0, 2), (None, 6)])])
-def test_the_trainer_resumes_with_the_same_bits_after_any_node_was_lost(tmp_path, device, starts):
+def test_the_trainer_resumes_with_the_same_bits_after_any_node_was_lost(tmp_path, device, starts, mounts):
     def train(machines, stop_at):
         told = machines.told([0, 1], device, stop_at, work=with_trainer, start=server("deepspeed").start)
         assert not any(isinstance(one, Exception) for one in told), told

@@ -149,7 +149,9 @@ def _describe(run: Any, files: Files, client_state: dict[str, Any], frozen: int)
     write_flushed(partial / _STATE, state)
     kept = described(partial, _STATE)
     state_json = json.dumps({"layout": run.layout, "others": [*files.others, kept]})
-    run.core.describe(str(partial), run.steps_done, state_json, json.dumps(files.tiles), frozen)
+    # Larger than that of the checkpoint before, so that the clock of another first node does not make this one older.
+    run.saved_unix_s = max(int(time.time()), run.saved_unix_s + 1)
+    run.core.describe(str(partial), run.steps_done, run.saved_unix_s, state_json, json.dumps(files.tiles), frozen)
     return [kept, described(partial, _DESCRIPTION)]
 
 
@@ -189,6 +191,7 @@ def load_checkpoint(run: Any, directory: Path, tag: Optional[str]) -> tuple[Opti
         run.check_layout(kept["layout"], f"the checkpoint {path}")
         state = torch.load(io.BytesIO(read_file(path, kept, _STATE)), weights_only=True)
         run.restore(path, state["run"])
+        run.saved_unix_s = max(run.saved_unix_s, age(directory, tag)[0])
     except Damaged as error:
         if run.settings.use_node_local_storage and run.ranks.places.nodes > 1:
             raise Damaged(f"node {run.ranks.places.node}: {error}, or delete {path} on this node: the next load copies another node's") from None

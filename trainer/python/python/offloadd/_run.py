@@ -131,6 +131,8 @@ class Run:
         # The last step's state, and the same until it is committed.
         self._noted: dict[str, Any] = {}
         self._to_seal: Optional[dict[str, Any]] = None
+        # The time of the last checkpoint that was saved or loaded.
+        self.saved_unix_s = 0
         self.closed = False
         self._process = os.getpid()
         # Where this rank's state lies if it is large.
