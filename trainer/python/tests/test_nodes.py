@@ -291,9 +291,9 @@ def test_a_checkpoint_is_resumed_by_any_number_of_nodes(tmp_path):
 
 def test_a_checkpoints_directory_that_a_node_does_not_see_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(_checkpoint, "_SEEN_S", 0.0)
-    _checkpoint._check_shared(tmp_path, 1)
-    with pytest.raises(offloadd.Error, match=f"node 1 does not see {tmp_path}/tag.partial as the first node does"):
-        _checkpoint._check_shared(tmp_path / "tag.partial", 1)
+    _checkpoint._check_shared(tmp_path)
+    with pytest.raises(offloadd.Error, match=f"this node does not see {tmp_path}/tag.partial as the first node does"):
+        _checkpoint._check_shared(tmp_path / "tag.partial")
 
 
 def diverge(rank, ranks, path, what):

@@ -73,7 +73,7 @@ def save_checkpoint(
     try:
         together("begin a checkpoint", lambda: _begin(partial) if keeps else None)
         if ranks.places.nodes > 1 and not separately:
-            together("look for a checkpoint's directory", lambda: _check_shared(partial, ranks.places.node))
+            together("look for a checkpoint's directory", lambda: _check_shared(partial))
         tiles, frozen = together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
         run.engine.order.forget_rest()
         frozen = ranks.total("add up frozen parameters", frozen)
@@ -107,13 +107,13 @@ def _begin(partial: Path) -> None:
     partial.mkdir()
 
 
-def _check_shared(partial: Path, node: int) -> None:
+def _check_shared(partial: Path) -> None:
     """Waits until this node sees what the first one has made. Network file systems keep what they have read of a directory for seconds."""
     until = time.monotonic() + _SEEN_S
     while not partial.exists():
         if time.monotonic() > until:
             raise Error(
-                f"node {node} does not see {partial} as the first node does, and all nodes write checkpoints there: name a directory that "
+                f"this node does not see {partial} as the first node does, and all nodes write checkpoints there: name a directory that "
                 f"all nodes share, or set {SETTING} = true, so that every node keeps every checkpoint in a directory of its own"
             )
         time.sleep(0.02)
@@ -121,10 +121,10 @@ def _check_shared(partial: Path, node: int) -> None:
 
 def _save_weights(run: Any, partial: Path, name: str, together: Callable) -> list[dict[str, Any]]:
     """Writes the model's weights on the first rank, and describes their file there."""
-    failed: list[OSError] = []
+    failed: list[Exception] = []
     try:
         run.save_weights(partial / name)
-    except OSError as error:
+    except (Error, OSError) as error:
         failed.append(error)
 
     def written() -> list[dict[str, Any]]:
@@ -189,7 +189,7 @@ def load_checkpoint(run: Any, directory: Path, tag: Optional[str]) -> tuple[Opti
     try:
         kept = json.loads(_offloadd.checkpoint_state(str(path)))
         run.check_layout(kept["layout"], f"the checkpoint {path}")
-        state = torch.load(io.BytesIO(read_file(path, kept, _STATE)), weights_only=True)
+        state = torch.load(io.BytesIO(read_file(path, _STATE)), weights_only=True)
         run.restore(path, state["run"])
         run.saved_unix_s = max(run.saved_unix_s, age(directory, tag)[0])
     except Damaged as error:
@@ -199,8 +199,9 @@ def load_checkpoint(run: Any, directory: Path, tag: Optional[str]) -> tuple[Opti
     return str(path), state["client"]
 
 
-def read_file(path: Path, kept: dict[str, Any], name: str) -> bytes:
-    """The contents of a file of the checkpoint in `path` that was saved with the state `kept`."""
+def read_file(path: Path, name: str) -> bytes:
+    """The contents of a file of the checkpoint in `path` that has no tiles. Raises `Damaged` if they are not what was saved."""
+    kept = json.loads(_offloadd.checkpoint_state(str(path)))
     try:
         found, data = described(path, name), (path / name).read_bytes()
     except OSError as error:

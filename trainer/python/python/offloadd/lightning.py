@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from ._checkpoint import bring, is_separate, load_checkpoint, save_checkpoint
+from ._checkpoint import bring, is_separate, load_checkpoint, read_file, save_checkpoint
 from ._config import own_keys, read
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
@@ -186,7 +186,7 @@ class Strategy(DDPStrategy):
         if self._is_open():
             _, kept = load_checkpoint(self._run, path.parent, path.name)
             rank = self._run.ranks.rank if kept["ranks"] == self._run.ranks.count else 0
-        checkpoint = torch.load(path / f"lightning.{rank}.pt", weights_only=bool(weights_only))
+        checkpoint = torch.load(io.BytesIO(read_file(path, f"lightning.{rank}.pt")), weights_only=bool(weights_only))
         where = checkpoint.pop("offloadd")
         if self._is_open():
             self._positions = where["positions"]
