@@ -228,7 +228,7 @@ impl Layout {
         }
         if layout.table.is_empty() {
             return refuse(format!(
-                "tile_elems = {tile_elems} leaves no tile to ranks {local:?} of {ranks}: use fewer elements a tile, or fewer nodes"
+                "the model is too small for {ranks} ranks on several nodes: tiles of {tile_elems} elements leave none to ranks {local:?}: use fewer nodes, or smaller tiles (the trainer's offload.tile_elems)"
             ));
         }
         Ok(layout)
@@ -517,7 +517,10 @@ mod tests {
             assert_eq!(found, all.table(), "{nodes:?}");
         }
         let error = Layout::of_node(&shapes(&[8192]), 8192, 1, 2, 1..2).unwrap_err();
-        assert!(error.to_string().contains("leaves no tile"), "{error}");
+        assert!(
+            error.to_string().contains("the model is too small"),
+            "{error}"
+        );
     }
 
     #[test]
