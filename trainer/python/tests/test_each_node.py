@@ -281,6 +281,8 @@ def without(rank, ranks, path, machines, tag, steps):
 
 
 def test_without_the_setting_separate_directories_are_refused_and_it_is_named(tmp_path):
+    # The second node has what an earlier save has left.
+    (tmp_path / "machine-1/a.partial").mkdir(parents=True)
     for told in Machines(tmp_path).told([0, 1], None, 0, work=without):
         assert isinstance(told, offloadd.Error) and "node 1" in str(told) and "does not see" in str(told), told
         assert "checkpoint.use_node_local_storage = true" in str(told), told

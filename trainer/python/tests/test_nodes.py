@@ -293,7 +293,7 @@ def test_a_checkpoints_directory_that_a_node_does_not_see_is_refused(tmp_path, m
     monkeypatch.setattr(_checkpoint, "_SEEN_S", 0.0)
     _checkpoint._check_shared(tmp_path)
     with pytest.raises(offloadd.Error, match=f"this node does not see {tmp_path}/tag.partial as the first node does"):
-        _checkpoint._check_shared(tmp_path / "tag.partial")
+        _checkpoint._check_shared(tmp_path / "tag.partial/mark")
 
 
 def diverge(rank, ranks, path, what):

@@ -183,6 +183,13 @@ impl Found {
     }
 }
 
+/// Checks that the tokens of the step after `step` were read.
+fn assert_read_ahead(stepper: &Stepper, settings: &RunSettings, rank: u32, step: u64) {
+    let own = u64::from(rank) * settings.batch.samples();
+    let next = stepper.next.as_ref().map(|(sample, _)| *sample);
+    assert_eq!(next, Some(step * settings.step_samples() + own));
+}
+
 /// Runs all steps of `settings` from weights given by `first_weights`.
 fn steps(
     settings: &RunSettings,
@@ -264,9 +271,7 @@ fn steps(
         let backward = format!("backward, unit 1 of {}", settings.model.layers + 2);
         assert!(parts.contains(&backward), "{parts:?}");
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
-        let own = u64::from(world.rank) * batch.samples();
-        let next = stepper.next.as_ref().map(|(sample, _)| sample - own);
-        assert_eq!(next, Some(step * settings.step_samples()), "read ahead");
+        assert_read_ahead(&stepper, settings, world.rank, step);
         let update = Some(hyper(settings, step, found.norm, 1.0));
         mover::finish_step(&mut backend, update, Vec::new()).unwrap();
         steps.push([found.loss, found.norm]);

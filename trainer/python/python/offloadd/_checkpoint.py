@@ -73,7 +73,11 @@ def save_checkpoint(
     try:
         together("begin a checkpoint", lambda: _begin(partial) if keeps else None)
         if ranks.places.nodes > 1 and not separately:
-            together("look for a checkpoint's directory", lambda: _check_shared(partial))
+            # A name of its own: an earlier save may have left a directory of this name on the node.
+            mark = partial / ranks.first_bytes("mark a checkpoint's directory", f".{os.urandom(8).hex()}".encode()).decode()
+            together("mark a checkpoint's directory", lambda: mark.touch() if keeps else None)
+            together("look for a checkpoint's directory", lambda: _check_shared(mark))
+            together("remove the mark of a checkpoint's directory", lambda: mark.unlink() if keeps else None)
         tiles, frozen = together("write a checkpoint's tiles", lambda: run.core.save(str(partial)))
         run.engine.order.forget_rest()
         frozen = ranks.total("add up frozen parameters", frozen)
@@ -107,13 +111,14 @@ def _begin(partial: Path) -> None:
     partial.mkdir()
 
 
-def _check_shared(partial: Path) -> None:
-    """Waits until this node sees what the first one has made. Network file systems keep what they have read of a directory for seconds."""
+def _check_shared(mark: Path) -> None:
+    """Waits until this node sees the file `mark` of the first one. Network file systems keep what they have read of a directory for
+    seconds."""
     until = time.monotonic() + _SEEN_S
-    while not partial.exists():
+    while not mark.exists():
         if time.monotonic() > until:
             raise Error(
-                f"this node does not see {partial} as the first node does, and all nodes write checkpoints there: name a directory that "
+                f"this node does not see {mark.parent} as the first node does, and all nodes write checkpoints there: name a directory that "
                 f"all nodes share, or set {SETTING} = true, so that every node keeps every checkpoint in a directory of its own"
             )
         time.sleep(0.02)

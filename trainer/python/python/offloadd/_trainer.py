@@ -36,7 +36,7 @@ def patch_trainer(module: Any) -> None:
         # A checkpoint that is named is loaded by `load_checkpoint`; without drives it is all that is left of a run.
         resumes = resume_from_checkpoint is True and settings.device == "nvme" and has_run(run_dir) and hasattr(self, "_init_training_state")
         if open_engine is None and settings.use_node_local_storage and processes() > 1:
-            resumes, resume_from_checkpoint = _trainer_nodes.prepare(self, settings, resumes, resume_from_checkpoint)
+            resumes, resume_from_checkpoint = _trainer_nodes.bring_checkpoints(self, settings, resumes, resume_from_checkpoint)
         if open_engine is not None:
             _deepspeed.beginning.update(engine=open_engine)
         else:

@@ -21,9 +21,9 @@ from ._ranks import Ranks
 _STATE = "trainer_state.json"
 
 
-def prepare(trainer: Any, settings: Settings, resumes: bool, checkpoint: Union[str, bool, None]) -> tuple[bool, Union[str, bool, None]]:
-    """Lets `trainer` keep checkpoints on each node, and copies those from which it resumes. Whether all nodes have the run to resume, where
-    this one `resumes`, and the checkpoint to load otherwise. All ranks must call it."""
+def bring_checkpoints(trainer: Any, settings: Settings, resumes: bool, checkpoint: Union[str, bool, None]) -> tuple[bool, Union[str, bool, None]]:
+    """Lets `trainer` keep checkpoints on each node, and copies those from which it resumes to nodes that lack them. `resumes`: this node has
+    its part of the run. Returns whether all nodes have theirs, and otherwise the checkpoint to load. All ranks must call it."""
     ranks = Ranks()
     ranks.open(0)
     try:

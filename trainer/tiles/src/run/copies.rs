@@ -139,7 +139,9 @@ pub fn copy(
     // The others' lists do not say where they read.
     lists[me] = own;
     if let Some(file) = lists.iter().flatten().find(|file| !file.is_below()) {
-        failure.get_or_insert_with(|| CheckpointError::damaged(&file.name, "it is not a name"));
+        failure.get_or_insert_with(|| {
+            CheckpointError::damaged(&file.name, "its name leads out of the directory")
+        });
     }
     let lacking = lists.iter().enumerate().flat_map(|(node, list)| {
         let is_received = receives && node != me;
@@ -286,7 +288,7 @@ impl Stream {
                     if found != file.fingerprint {
                         let (node, expected) = (self.node, file.fingerprint);
                         let message = format!(
-                            "node {node} sent bytes with fingerprint {found:016x}, expected {expected:016x}: its file is damaged"
+                            "on node {node} it has fingerprint {found:016x}, expected {expected:016x}; without the checkpoint there, another node's is copied"
                         );
                         return Err(CheckpointError::damaged(&path, message));
                     }
