@@ -288,7 +288,7 @@ impl Stream {
                     if found != file.fingerprint {
                         let (node, expected) = (self.node, file.fingerprint);
                         let message = format!(
-                            "on node {node} it has fingerprint {found:016x}, expected {expected:016x}; without the checkpoint there, another node's is copied"
+                            "node {node} sent bytes with fingerprint {found:016x}, expected {expected:016x}: its file is damaged"
                         );
                         return Err(CheckpointError::damaged(&path, message));
                     }
