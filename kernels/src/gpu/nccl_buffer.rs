@@ -13,8 +13,8 @@ const BYTES: &str = "1048576";
 /// Directory in which Linux lists network devices that NCCL prefers to sockets.
 const INFINIBAND: &str = "/sys/class/infiniband";
 
-/// Returns the variable and its value for a process with other ones on `several_nodes`; `None` if the environment has it already, or if
-/// no sockets connect the nodes.
+/// Returns the variable to set and its value for a process of a run on `several_nodes`; `None` on one node, if it is set already, or if
+/// NCCL connects the nodes by something else than sockets.
 pub fn nccl_buffer(several_nodes: bool) -> Option<(&'static str, &'static str)> {
     let get = |name: &str| std::env::var_os(name);
     let is_wanted = several_nodes && get(VARIABLE).is_none();

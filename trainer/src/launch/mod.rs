@@ -327,10 +327,17 @@ mod tests {
             nodes: None,
             _dir: None,
         };
-        let of = |local_ranks| variables(local_ranks, &round, 1);
-        let has = |local_ranks, name: &str| of(local_ranks).iter().any(|(set, _)| *set == name);
-        assert_eq!(of(2)[0], ("RANK", "3".to_owned()));
-        let expected = kernels::gpu::nccl_buffer(true).map(|(name, _)| name);
-        assert!(expected.is_none_or(|name| has(2, name) && !has(4, name)));
+        let numbers = [
+            ("RANK", "3".to_owned()),
+            ("LOCAL_RANK", "1".to_owned()),
+            ("WORLD_SIZE", "4".to_owned()),
+        ];
+        for local_ranks in [2, 4] {
+            let mut expected = numbers.to_vec();
+            expected.push(("LOCAL_WORLD_SIZE", local_ranks.to_string()));
+            let buffer = nccl_buffer(local_ranks < 4);
+            expected.extend(buffer.map(|(name, bytes)| (name, bytes.to_owned())));
+            assert_eq!(variables(local_ranks, &round, 1), expected);
+        }
     }
 }
