@@ -304,9 +304,8 @@ impl Training {
         }
         let shown = &self.shown;
         self.checkpointer.look(&|line| say(shown, line))?;
-        // An evaluation may take longer than a step.
-        let asks_again = evaluated && !asked;
-        Ok(asked || asks_again && self.ranks.any(stop.asked())?)
+        // An evaluation may take longer than a step. All ranks have the same `asked` and `evaluated`.
+        Ok(asked || evaluated && self.ranks.any(stop.asked())?)
     }
 
     /// Returns the metrics of the current step as far as they are known before its update; the rest comes

@@ -221,11 +221,10 @@ def bring(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str])
     checkpoints, those that lack it have it then. All ranks must call it."""
     if not settings.use_node_local_storage or ranks.places.nodes == 1:
         return latest_tag(directory) if tag is None else tag
-    stale, firsts = False, ranks.places.first_ranks
+    stale = False
     if tag is None:
         latest = latest_tag(directory)
-        told = [json.loads(data) for data in ranks.meet("compare the newest checkpoints", json.dumps([latest, age(directory, latest)]).encode())]
-        told = [told[first] for first in firsts]
+        told = ranks.by_node("compare the newest checkpoints", [latest, age(directory, latest)])
         tag = max(told, key=lambda one: (one[0] is not None, one[1]))[0]
         if tag is None:
             return None
@@ -233,8 +232,7 @@ def bring(settings: Settings, ranks: Ranks, directory: Path, tag: Optional[str])
     path = directory / tag
     held = _held(path)
     sums = held and [[held["unix_s"], held["step"]], held["fingerprint"], Files(path, held["tiles"], held["others"]).total_bytes()]
-    told = [json.loads(data) for data in ranks.meet("compare checkpoints", json.dumps(sums).encode())]
-    told = [told[first] for first in firsts]
+    told = ranks.by_node("compare checkpoints", sums)
     # Of several the newest counts, then that of the first node.
     source = max(range(len(told)), key=lambda node: (told[node] is not None, told[node] and told[node][0], -node))
     if told[source] is None:

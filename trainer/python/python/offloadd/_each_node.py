@@ -50,7 +50,7 @@ def described(directory: Path, name: str) -> dict[str, Any]:
 
 def separate(ranks: Ranks, directory: Path) -> bool:
     """Whether the directory, which is made if it is missing, is another one on each node. All ranks must call it."""
-    firsts, device = ranks.places.first_ranks, 0
+    device = 0
 
     def look() -> None:
         nonlocal device
@@ -59,25 +59,22 @@ def separate(ranks: Ranks, directory: Path) -> bool:
             device = os.stat(directory).st_dev
 
     ranks.together("make a checkpoint's directory", lambda: on_files(directory, look), ends=False)
-    known = ranks.meet("compare what is known of the nodes' directories", json.dumps(_separate.get(device)).encode())
-    answers = {json.loads(known[first]) for first in firsts}
+    answers = set(ranks.by_node("compare what is known of the nodes' directories", _separate.get(device)))
     if answers in ({True}, {False}):
         return answers.pop()
 
     name = f".seen-by-all-{os.urandom(8).hex()}"
     touch = lambda: (directory / name).touch() if ranks.first_of_node else None
     ranks.together("write into a checkpoint's directory", lambda: on_files(directory, touch), ends=False)
-    names = ranks.meet("look for the nodes' files", name.encode())
-    paths, until = [directory / names[first].decode() for first in firsts], time.monotonic() + _SEEN_S
+    names, until = ranks.by_node("look for the nodes' files", name), time.monotonic() + _SEEN_S
     while True:
-        seen = [path.exists() for path in paths]
+        seen = [(directory / one).exists() for one in names]
         if all(seen) or not ranks.first_of_node or time.monotonic() > until:
             break
         time.sleep(0.02)
-    told = ranks.meet("tell whose files are seen", bytes(seen))
+    seen_by = ranks.by_node("tell whose files are seen", seen)
     if ranks.first_of_node:
         (directory / name).unlink(missing_ok=True)
-    seen_by = [told[first] for first in firsts]
     sharing = [str(node) for node, seen in enumerate(seen_by) if sum(seen) > 1]
     if sharing and not all(map(all, seen_by)):
         raise Error(

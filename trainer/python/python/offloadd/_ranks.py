@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import json
 import operator
 import os
 import select
@@ -313,6 +314,11 @@ class Ranks:
     def first_bytes(self, what: str, data: bytes) -> bytes:
         """The first rank's data, on all ranks."""
         return self.meet(what, data)[0]
+
+    def by_node(self, what: str, value: Any) -> list[Any]:
+        """What the first rank of each node tells, in the order of nodes: values of JSON. All ranks must call it."""
+        told = self.meet(what, json.dumps(value).encode())
+        return [json.loads(told[first]) for first in self.places.first_ranks]
 
     def first_of_node_bytes(self, what: str, data: bytes) -> bytes:
         """The data of the first rank of this rank's node."""

@@ -74,8 +74,7 @@ def _newest(ranks: Ranks, output_dir: Path) -> Optional[Path]:
     """The newest checkpoint that any node has whole."""
     ages = {path.parent.name: age(path.parent, latest_tag(path.parent)) for path in output_dir.glob(f"checkpoint-*/{_STATE}")}
     newest = max(ages, key=lambda name: ages[name], default=None)
-    told = [json.loads(data) for data in ranks.meet("compare the newest checkpoints", json.dumps([newest, ages.get(newest)]).encode())]
-    told = [told[first] for first in ranks.places.first_ranks if told[first][0] is not None]
+    told = [one for one in ranks.by_node("compare the newest checkpoints", [newest, ages.get(newest)]) if one[0] is not None]
     return output_dir / max(told, key=lambda one: one[1])[0] if told else None
 
 
@@ -85,8 +84,7 @@ def _bring(ranks: Ranks, settings: Settings, path: Path) -> None:
     listed = [[name, (path / name).stat().st_size] for name in names]
     digest = hashlib.sha256(json.dumps(listed).encode()).hexdigest()
     own = [age(path, latest_tag(path)), _STATE in names, digest, sum(size for _, size in listed)]
-    told = [json.loads(data) for data in ranks.meet("compare the Trainer's checkpoints", json.dumps(own).encode())]
-    told = [told[first] for first in ranks.places.first_ranks]
+    told = ranks.by_node("compare the Trainer's checkpoints", own)
     source = max(range(len(told)), key=lambda node: (told[node][:2], -node))
     bring(settings, ranks, path, None)
     if all(one[0] == told[source][0] and one[2] == told[source][2] for one in told):
