@@ -114,6 +114,19 @@ class Tests(unittest.TestCase):
         self.assertEqual(code, 1, out)
         self.assertIn("offloadd/simulation ran 0 tests", out)
 
+    def test_two_programs_of_a_package_are_told_apart(self):
+        programs = [{"package_id": "path+file:///r/offloadd#0.1.0", "target": {"kind": ["bin"], "name": name}, "executable": f"/r/target/debug/deps/{name}-5"} for name in ("a", "b")]
+        first, second = (f"unittests src/{name}.rs (target/debug/deps/{name}-5)" for name in ("a", "b"))
+        counts = "offloadd/bin:a 2\noffloadd/bin:b 1\n"
+        with unittest.mock.patch(f"{__name__}.BUILT", [*BUILT, *programs]):
+            for lines in ([*target(first, "x", "y"), *target(second, "x")], [*target(second, "x"), *target(first, "x", "y")]):
+                code, out, calls = self.outcome(lines, counts=counts)
+                self.assertEqual(code, 0, out)
+                self.assertFalse(any("--test bin" in call for call in calls), calls)
+            code, out, _ = self.outcome([*target(first, "x", "y"), *target(second)], counts=counts)
+            self.assertEqual(code, 1, out)
+            self.assertIn("offloadd/bin:b ran 0 tests", out)
+
     def test_more_tests_than_recorded_are_a_note(self):
         code, out, _ = self.outcome([*target(API, "a", "b"), *target(SIMULATION, "a")], counts="offload-api/lib 1\nswapper/simulation 1\n")
         self.assertEqual(code, 0, out)

@@ -150,7 +150,8 @@ def test_binaries(cargo):
             place, _, version = message["package_id"].partition("#")
             package = version.partition("@")[0] if "@" in version else place.rpartition("/")[2]
             kind, name = message["target"]["kind"][0], message["target"]["name"]
-            target = name if kind == "test" else kind if kind == "bin" else "lib"
+            # A package may have several programs; no name of cargo's has a colon.
+            target = {"test": name, "bin": f"bin:{name}"}.get(kind, "lib")
             names[os.path.basename(message["executable"])] = f"{package}/{target}"
     return names if done.returncode == 0 else None
 
@@ -199,7 +200,7 @@ class Lane(threading.Thread):
 
 def lanes(cargo, names, beside):
     """Commands that run all tests: those that run alone, and two lanes."""
-    tests = sorted({target for name in names.values() if (target := name.rpartition("/")[2]) not in ("lib", "bin")})
+    tests = sorted({target for name in names.values() if (target := name.rpartition("/")[2]) != "lib" and not target.startswith("bin:")})
 
     def command(*which):
         return [*cargo, "--no-fail-fast", *which, "--", "--show-output"]
