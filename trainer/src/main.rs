@@ -10,7 +10,6 @@ mod docs;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
-use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, Parser, Subcommand};
@@ -30,6 +29,9 @@ use trainer::open::Start;
 use trainer::run_fingerprint::run_fingerprint;
 use training_state::run::CheckpointName;
 use training_state::trace::{STEPS_DEFAULT, Trace};
+
+/// Exit status after an error.
+const FAILURE: u8 = 1;
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]
@@ -148,6 +150,14 @@ fn with_key(mut error: clap::Error) -> clap::Error {
     error
 }
 
+/// Prints why arguments were refused, or the help that they asked for, and ends the process.
+fn refuse(error: clap::Error) -> ! {
+    let error = with_key(error);
+    let _ = error.print();
+    let _ = console::finish();
+    kernels_torch::exit(u8::try_from(error.exit_code()).unwrap_or(FAILURE))
+}
+
 impl TraceArgs {
     fn trace(&self, rank: u32) -> Trace {
         match &self.trace {
@@ -157,10 +167,15 @@ impl TraceArgs {
     }
 }
 
-fn main() -> ExitCode {
+fn main() -> ! {
+    kernels_torch::exit(outcome())
+}
+
+/// Runs the command that the arguments name and returns the exit status.
+fn outcome() -> u8 {
     if let Err(error) = launch::end_with_launcher() {
         errln!("trainer: {error}");
-        return ExitCode::FAILURE;
+        return FAILURE;
     }
     // The name in `top` and for `pkill -x`. It only fails without /proc.
     let _ = rustix::thread::set_name(c"trainer");
@@ -173,8 +188,7 @@ fn main() -> ExitCode {
         // Logging an internal error would panic when the reader of standard error is gone.
         .log_internal_errors(false)
         .init();
-    let cli = Cli::try_parse().unwrap_or_else(|error| with_key(error).exit());
-    let command = cli.command;
+    let command = Cli::try_parse().unwrap_or_else(|error| refuse(error)).command;
     // Run directories contain private data and weights, so only the owner may read them. Exports are meant to
     // be shared.
     if !matches!(command, Command::Export(_)) {
@@ -186,13 +200,13 @@ fn main() -> ExitCode {
         Ok(status)
     });
     match result {
-        Ok(status) => status.into(),
+        Ok(status) => status,
         Err(error) => {
             // Each message includes its cause, so printing the chain would repeat it.
             errln!("trainer: {}{error}", rank_name());
             match error.downcast_ref() {
-                Some(error) => LaunchError::code(error).into(),
-                None => ExitCode::FAILURE,
+                Some(error) => LaunchError::code(error),
+                None => FAILURE,
             }
         }
     }
@@ -249,8 +263,7 @@ fn rank_name() -> String {
 /// and not by each rank.
 fn check_train(args: &[OsString], ranks: Option<u32>) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
-    let cli =
-        Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| with_key(error).exit());
+    let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| refuse(error));
     let Command::Train { run, from, .. } = cli.command else {
         unreachable!("the arguments were parsed as `train`")
     };

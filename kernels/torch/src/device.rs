@@ -4,7 +4,7 @@
 //! GPU half is loaded, so that must happen before the first question about a GPU: [`use_gpu`] does both in this order.
 
 use std::ffi::c_void;
-use std::sync::Mutex;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tch::{Device, Kind, Tensor};
 
@@ -57,16 +57,19 @@ pub fn device_of(gpu: &Gpu) -> Device {
 /// # Errors
 /// The library or one of its dependencies is missing; the error names each place tried.
 pub fn load_gpu_half() -> Result<(), TorchError> {
-    static LOADED: Mutex<bool> = Mutex::new(false);
-    let mut loaded = LOADED
-        .lock()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let mut loaded = gpu_half_loaded();
     if !*loaded {
         open_first(&GPU_HALVES, &dirs_of_loaded("libtorch_cpu.so"))
             .map_err(|tried| TorchError::NoGpuHalf { tried })?;
         *loaded = true;
     }
     Ok(())
+}
+
+/// Whether torch's GPU half is open.
+pub(crate) fn gpu_half_loaded() -> MutexGuard<'static, bool> {
+    static LOADED: Mutex<bool> = Mutex::new(false);
+    LOADED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Creates a contiguous tensor over `shape` elements of `kind` of a buffer, from element `offset_elems`. It does not

@@ -36,6 +36,9 @@ unsafe extern "C" {
 
     pub(crate) fn offload_set_threads(count: c_int) -> *mut c_char;
 
+    /// Flushes C's buffers and ends the process without static destructors and `atexit` functions.
+    pub(crate) fn offload_exit(status: c_int) -> !;
+
     /// Makes GPU number `index` current on the calling thread, and sets torch to plain IEEE products on it.
     pub(crate) fn offload_use_gpu(index: c_int) -> *mut c_char;
 

@@ -6,7 +6,7 @@
 //! autograd.rs  vjp()                gradients for given output gradients, by shim.cpp
 //! memory.rs    HostBuffer           torch's own memory, seen as bytes
 //!              with_tensor_over()   foreign bytes, seen as a tensor while a closure runs
-//! settings.rs  set_threads(), set_deterministic()
+//! settings.rs  set_threads(), set_deterministic(), exit()
 //! device.rs    use_gpu()            the GPU half, opened at run time
 //!              device_view()        memory of ours on a GPU, seen as a tensor
 //! collective/  Comm, GpuComm        several processes as one, through Gloo, NCCL or RCCL
@@ -41,7 +41,7 @@ pub use device::{
     load_gpu_half, use_gpu,
 };
 pub use memory::{HostBuffer, is_shared, with_tensor_over};
-pub use settings::{set_deterministic, set_threads};
+pub use settings::{exit, set_deterministic, set_threads};
 
 /// Errors of torch and of this crate's GPU calls.
 #[derive(Debug, thiserror::Error)]

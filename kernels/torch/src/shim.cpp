@@ -1,7 +1,8 @@
-// Functions that tch lacks, as plain C functions. Each catches every C++ exception and returns its text, or NULL after
-// success; free the text with offload_free_message.
+// Functions that tch lacks, as plain C functions. Each that may fail catches every C++ exception and returns its text, or NULL
+// after success; free the text with offload_free_message.
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <exception>
@@ -80,6 +81,11 @@ char *offload_set_deterministic(int on) {
 
 char *offload_set_threads(int count) {
     return guarded([&] { at::set_num_threads(count); });
+}
+
+[[noreturn]] void offload_exit(int status) {
+    std::fflush(nullptr);
+    std::_Exit(status);
 }
 
 // torch treats a HIP device as a CUDA device, so there is one kind of device here.
