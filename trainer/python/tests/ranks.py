@@ -16,14 +16,15 @@ class Ended(Exception):
 
 def on_ranks(count, store, work, *args, nodes=1, start=forks.start):
     """The results of `work(rank, count, *args)` on each of `count` ranks, or the exception it raised, or `Ended`. `store` is a file by which
-    they find each other. `work` is a function of a module of tests; `start` starts this file. All but the last of several `nodes` have one
-    rank."""
+    they find each other. `work` is a function of a module of tests; `start` starts this file. `nodes` has the ranks of each node, or is
+    their number: all but the last have one rank then."""
+    sizes = nodes if isinstance(nodes, tuple) else (*(1,) * (nodes - 1), count - nodes + 1)
     result_of = [pathlib.Path(f"{store}.{rank}") for rank in range(count)]
     call = pickle.dumps((work, args)).hex()
     scripts = [
         start(
             __file__, store, result, call,
-            environment=_place(rank, count, nodes),
+            environment=_place(rank, sizes),
             imports=("ranks", work.__module__),
         )
         for rank, result in enumerate(result_of)
@@ -31,9 +32,13 @@ def on_ranks(count, store, work, *args, nodes=1, start=forks.start):
     return [_result(script, result) for script, result in zip(scripts, result_of)]
 
 
-def _place(rank, count, nodes):
-    local = (0, 1) if rank < nodes - 1 else (rank - nodes + 1, count - nodes + 1)
-    values = {"RANK": rank, "LOCAL_RANK": local[0], "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local[1]}
+def _place(rank, sizes):
+    local = rank
+    for size in sizes:
+        if local < size:
+            break
+        local -= size
+    values = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": sum(sizes), "LOCAL_WORLD_SIZE": size}
     return {name: str(value) for name, value in values.items()}
 
 

@@ -1,5 +1,6 @@
 """Several nodes, of which each is a process or two of this machine: the bits of one node, whatever ends, and refusals by name."""
 
+import ctypes
 import os
 import pathlib
 import shutil
@@ -209,6 +210,23 @@ def test_killed_ranks_and_daemons_end_all_nodes_by_name_and_repeat_at_most_one_s
             else:
                 assert isinstance(error, offloadd.RankGone) and f"rank {victim} " in str(error) and seconds < 10, (number, error, seconds)
         expected = (done, done + 1)
+
+
+def hold(rank, ranks, path):
+    """A step for each rank, which keeps the interpreter's lock longer in it than a silent rank is waited for."""
+    _nodes._ROUND_S, _nodes._SILENT_S = 0.1, 1.0
+    model, optimizer, run = prepared(path, rank, "cpu")
+    with run:
+        for number in range(ranks):
+            if rank == number:
+                ctypes.PyDLL(None).usleep(2_500_000)
+            one_step(model, optimizer, rank, ranks, number)
+        return run.steps_done
+
+
+def test_a_call_that_holds_the_interpreters_lock_is_no_failure(tmp_path):
+    # The first node has two ranks.
+    assert on_ranks(3, tmp_path / "store", hold, tmp_path, nodes=(2, 1)) == [3, 3, 3]
 
 
 def lose(rank, ranks, path):

@@ -1,7 +1,7 @@
 """The nodes of a run: which ranks are where, and what nodes tell each other through torch.distributed's store.
 
     meetings    the first rank of a node tells what its ranks bring, once all of them have come
-    states      each rank tells twice a second where it is; one that is silent for too long is gone
+    states      each rank tells twice a second where it is; one that is silent for too long, and not connected with rank 0, is gone
     commits     each rank tells which generation its node has prepared
 
 Each has a client of the store of its own: a call blocks others on the same client, and for good where the network fails. The rules by
@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any, Callable, Optional
 
 from . import _offloadd
+from ._connections import Connections
 
-# Time between two states of a rank, and time without one after which the rank is gone. A call that holds the interpreter's lock for
-# longer looks the same, so this is as long as the 10 s in which others must end allow.
-_ROUND_S, _SILENT_S = 0.5, 5.0
+# Time between two states of a rank, and time without one after which the rank is gone. While a connection says that its process is there, a
+# call holds the interpreter's lock, and it has as long as torch.distributed's operations.
+_ROUND_S, _SILENT_S, _SILENT_CONNECTED_S = 0.5, 5.0, 1800.0
 
 # Longest pause between two looks for messages of other nodes.
 _PAUSE_S = 0.01
@@ -112,13 +113,16 @@ class Link:
         self._store = store
         self._meetings, self._states, self._commits = (store.clone() for _ in range(3))
         self._others = [rank for rank in range(places.count) if rank not in places.local]
+        # Rank 0 tells which others are connected.
+        self._heeded = sorted({*self._others, 0} - {places.rank})
+        self._connections = Connections(store, key, places.rank, set(range(places.count)) - set(places.ranks_of(0)))
         self._sent = 0
         # What this rank tells the others of itself. Several threads update it.
         self.state: dict[str, Any] = {}
-        self._told: dict[int, dict[str, Any]] = {rank: {} for rank in self._others}
+        self._told: dict[int, dict[str, Any]] = {rank: {} for rank in self._heeded}
         # The time that `tick` counts, when the store and each rank were heard last, and rounds so far.
         self._now = self._heard = 0.0
-        self._seen = dict.fromkeys(self._others, 0.0)
+        self._seen = dict.fromkeys(self._heeded, 0.0)
         self._rounds, self._lost = 0, False
         self._leaves = threading.Event()
         self.exchange = _offloadd.Exchange()
@@ -137,16 +141,19 @@ class Link:
         for thread in self._threads:
             # One that waits for a node that is gone is left behind.
             thread.join(_LEAVE_S if in_order else 2 * _ROUND_S)
-        if self._lost or self._threads[0].is_alive():
+        if not self._lost and not self._threads[0].is_alive():
+            with contextlib.suppress(RuntimeError):
+                self._leave(_LEAVE_S if in_order else _LEAVE_FAILED_S)
+        self._connections.close()
+
+    def _leave(self, within_s: float) -> None:
+        if self._places.rank > 0:
+            self._states.set(f"{self._key}/left/{self._places.rank}", "")
             return
-        until = time.monotonic() + (_LEAVE_S if in_order else _LEAVE_FAILED_S)
-        with contextlib.suppress(RuntimeError):
-            if self._places.rank > 0:
-                self._states.set(f"{self._key}/left/{self._places.rank}", "")
-                return
-            left = [f"{self._key}/left/{rank}" for rank in range(1, self._places.count) if rank not in self._silent()]
-            while left and time.monotonic() < until and not self._states.check(left):
-                time.sleep(_PAUSE_S)
+        until = time.monotonic() + within_s
+        left = [f"{self._key}/left/{rank}" for rank in range(1, self._places.count) if rank not in self._silent()]
+        while left and time.monotonic() < until and not self._states.check(left):
+            time.sleep(_PAUSE_S)
 
     # Meetings
 
@@ -180,6 +187,9 @@ class Link:
 
     def silent(self) -> str:
         """Which rank of another node has not been heard for too long; empty if none."""
+        self._connections.look()
+        if self._places.rank == 0:
+            self.state.update(connected=[*self._places.local, *self._connections.ranks])
         store = f"rank 0 on {self._places.hosts[0]}, or the launcher that keeps torch.distributed's store for it,"
         if self._lost:
             return f"{store} is gone"
@@ -189,10 +199,17 @@ class Link:
         if not silent:
             return ""
         rank = silent[0]
-        return f"rank {rank} (node {self._places.node_of(rank)}, {self._places.hosts[rank]}) has not answered for {_SILENT_S:.0f} s"
+        since = f"has not answered for {self._heard - self._seen[rank]:.0f} s"
+        return f"rank {rank} (node {self._places.node_of(rank)}, {self._places.hosts[rank]}) {since}"
 
     def _silent(self) -> list[int]:
-        return [rank for rank in self._others if self._heard - self._seen[rank] > _SILENT_S and not self._told[rank].get("left")]
+        return [rank for rank in self._others if self._heard - self._seen[rank] > self._allowed_s(rank) and not self._told[rank].get("left")]
+
+    def _allowed_s(self, rank: int) -> float:
+        """Time for which a rank of another node may be silent."""
+        first = 0 in (rank, self._places.rank)
+        connected = self._connections.ranks if first else self._told[0].get("connected", ())
+        return _SILENT_CONNECTED_S if rank in connected else _SILENT_S
 
     def _tell(self) -> None:
         while not self._leaves.wait(_ROUND_S):
@@ -213,7 +230,7 @@ class Link:
 
     def _hear(self) -> None:
         now = self._now
-        for rank, text in zip(self._others, self._states.multi_get([f"{self._key}/state/{rank}" for rank in self._others])):
+        for rank, text in zip(self._heeded, self._states.multi_get([f"{self._key}/state/{rank}" for rank in self._heeded])):
             state = json.loads(text)
             if state["round"] != self._told[rank].get("round"):
                 self._told[rank], self._seen[rank] = state, now

@@ -2,8 +2,8 @@
 
 Before anything that needs all ranks they *meet*: each writes on the board what it is about to do, and continues when all have written the
 same. Nobody therefore waits in a collective operation that another rank does not enter, and ranks whose order differs are told where
-each of them is. A rank that has ended is noticed by the end of its process, and one of another node by its silence (`_nodes`). One
-process is a group of one, which meets nobody.
+each of them is. A rank that has ended is noticed by the end of its process, and one of another node by its silence (`_nodes`) while no
+connection says that it is there (`_connections`). One process is a group of one, which meets nobody.
 """
 
 from __future__ import annotations
