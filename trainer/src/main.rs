@@ -188,7 +188,9 @@ fn outcome() -> u8 {
         // Logging an internal error would panic when the reader of standard error is gone.
         .log_internal_errors(false)
         .init();
-    let command = Cli::try_parse().unwrap_or_else(|error| refuse(error)).command;
+    let command = Cli::try_parse()
+        .unwrap_or_else(|error| refuse(error))
+        .command;
     // Run directories contain private data and weights, so only the owner may read them. Exports are meant to
     // be shared.
     if !matches!(command, Command::Export(_)) {
