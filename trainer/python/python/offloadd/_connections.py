@@ -158,6 +158,8 @@ def _watched(made: socket.socket) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, _IDLE_S), (socket.TCP_KEEPINTVL, _AGAIN_S), (socket.TCP_KEEPCNT, _ASKED)):
         made.setsockopt(socket.IPPROTO_TCP, option, value)
+    # It does not ask while it waits for the other one to acknowledge what was sent.
+    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE_S + _ASKED * _AGAIN_S))
     return made
 
 
