@@ -163,16 +163,17 @@ def main():
         return rank_main(options.home, options.rank)
     if os.geteuid() != 0 or shutil.which("ip") is None:
         raise SystemExit("network namespaces need root and iproute2")
-    steps, choose, count = 20 * options.count, random.Random(options.seed), options.count
+    steps, choose, count = 20 * options.count, random.Random(options.seed), 0
     with Nodes() as nodes, tempfile.TemporaryDirectory() as work:
         home = pathlib.Path(work) / "broken"
         home.mkdir()
         found, done, repeated = [{}, {}], 0, 0
-        for _ in range(count):
+        for _ in range(options.count):
             kind = choose.choice(["partition", "partition", "kill of rank 0", "kill of rank 1"])
             told = broken(nodes, home, steps, kind, choose.uniform(0, 3))
             if told is None:
                 break
+            count += 1
             repeated += judge(told, found, done)
             done = min(max(losses, default=resumed) for resumed, losses in told)
         steps = done + 3

@@ -121,7 +121,7 @@ class Connections:
         return number if (number := _RANK.unpack(rank)[0]) in self._awaited else None
 
     def _without(self, why: str) -> None:
-        say(f"{why}. A call that holds Python's interpreter lock for 5 s is taken for the end of its rank therefore", self._rank)
+        say(f"{why}. Therefore a call that holds Python's interpreter lock for 5 s is taken for the end of its rank", self._rank)
 
     def close(self) -> None:
         """Ends all of them."""

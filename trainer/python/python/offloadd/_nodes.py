@@ -24,8 +24,8 @@ from typing import Any, Callable, Optional
 from . import _offloadd
 from ._connections import Connections
 
-# Time between two states of a rank, and time without one after which the rank is gone. While a connection says that its process is there, a
-# call holds the interpreter's lock, and it has as long as torch.distributed's operations.
+# Time between two states of a rank, and time without one after which the rank is gone. A rank that is connected has longer: as long as an
+# operation of torch.distributed may take by default.
 _ROUND_S, _SILENT_S, _SILENT_CONNECTED_S = 0.5, 5.0, 1800.0
 
 # Longest pause between two looks for messages of other nodes.
