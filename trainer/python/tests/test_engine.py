@@ -1,5 +1,6 @@
 """Gathering, releasing and handing over around forward and backward, in cases models of one family do not meet."""
 
+import contextlib
 import copy
 import pickle
 
@@ -451,6 +452,22 @@ def test_the_roots_weights_are_seen_between_forward_and_backward():
         losses.append(loss.detach())
     assert torch.equal(*losses)
     assert not same_gradients(plain, ours.take_gradients())
+
+
+def test_pinned_units_come_once_for_many_forwards_and_again_after_a_step():
+    plain, ours = pair()
+    with torch.no_grad(), contextlib.ExitStack() as pins:
+        for unit in ours.engine.units:
+            pins.enter_context(ours.engine.pinned(unit))
+        came = len(ours.core.done)
+        for batch in torch.randn(3, 4, 8):
+            both(plain, ours, batch)
+        assert len(ours.core.done) == came and len(ours.live()) == len(ours.engine.units)
+        ours.core.params[0] += 1
+        ours.engine.stale()
+        ours.model(batch)
+        assert len(ours.core.done) == came + len(ours.engine.units) and torch.equal(ours.engine.units[0].flat, ours.core.params[0])
+    assert not ours.live()
 
 
 def test_a_gradient_that_comes_before_any_unit():

@@ -1,4 +1,4 @@
-"""trl's own scripts, unmodified: the losses and weights they have without this library, after a kill too."""
+"""trl's own scripts, unmodified, and a trainer that generates: the losses and weights they have without this library, after a kill too."""
 
 import json
 import pathlib
@@ -14,7 +14,7 @@ tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not install
 safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed: make test-tools")
 
 from test_hf import DEEPSPEED, server  # noqa: E402
-from test_runs import config, lines_of, needs_daemon  # noqa: E402
+from test_runs import HERE, config, lines_of, needs_daemon  # noqa: E402
 
 SCRIPTS = pathlib.Path(trl.__file__).parent / "scripts"
 SPECIAL = {"pad_token": "[PAD]", "unk_token": "[UNK]", "bos_token": "[BOS]", "eos_token": "[EOS]"}
@@ -42,33 +42,37 @@ def make_model_and_data(into):
         (into / name / "train.json").write_text("\n".join(rows))
 
 
-def losses(out):
-    history = json.loads((out / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())["log_history"]
-    return {entry["step"]: entry["loss"] for entry in history if "loss" in entry}
+def losses(out, steps=STEPS, names=("loss",)):
+    history = json.loads((out / f"checkpoint-{steps}" / "trainer_state.json").read_text())["log_history"]
+    return {(entry["step"], name): entry[name] for entry in history if "loss" in entry for name in names}
+
+
+def start(out, command, *more):
+    imports = ["datasets", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "trl.trainer.grpo_trainer", "transformers.models.llama.modeling_llama"]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(out.parent / "cache"), "TOKENIZERS_PARALLELISM": "false"}
+    return server("deepspeed").start(*command, "--output_dir", out, *more, environment=offline, imports=imports)
+
+
+def plain_and_killed(tmp_path, command):
+    """Runs a script in `plain`, and in `ours` with a kill after its first checkpoint and again from it."""
+    (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **DEEPSPEED}))
+    lines_of(start(tmp_path / "plain", command, "--use_cpu"))
+    deepspeed = ["--deepspeed", tmp_path / "ds.json"]
+    killed, first = start(tmp_path / "ours", command, *deepspeed), tmp_path / "ours" / "checkpoint-2"
+    while not killed.has_ended() and not (first / "trainer_state.json").exists():
+        time.sleep(0.005)
+    killed.kill()
+    assert killed.wait() == -9, killed.communicate()
+    lines_of(start(tmp_path / "ours", command, *deepspeed, "--resume_from_checkpoint", first))
 
 
 @needs_daemon
 @pytest.mark.parametrize("name, lora", [("sft", False), ("dpo", True)])
 def test_a_script_that_is_killed_and_resumed_has_the_losses_and_weights_of_plain_pytorch(tmp_path, name, lora):
     make_model_and_data(tmp_path)
-    (tmp_path / "ds.json").write_text(json.dumps({**config("nvme", tmp_path), **DEEPSPEED}))
     adapters = "--use_peft --lora_r 4 --lora_target_modules q_proj v_proj".split() if lora else []
-    common = [*COMMON.split(), *adapters, "--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / name]
-    imports = ["datasets", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "transformers.models.llama.modeling_llama"]
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache"), "TOKENIZERS_PARALLELISM": "false"}
-
-    def start(out, *more):
-        command = [SCRIPTS / f"{name}.py", *common, "--output_dir", out, *more]
-        return server("deepspeed").start(*command, environment=offline, imports=imports)
-
-    lines_of(start(tmp_path / "plain", "--use_cpu"))
-    deepspeed = ["--deepspeed", tmp_path / "ds.json"]
-    killed, first = start(tmp_path / "ours", *deepspeed), tmp_path / "ours" / "checkpoint-2"
-    while not killed.has_ended() and not (first / "trainer_state.json").exists():
-        time.sleep(0.005)
-    killed.kill()
-    assert killed.wait() == -9, killed.communicate()
-    lines_of(start(tmp_path / "ours", *deepspeed, "--resume_from_checkpoint", first))
+    data = ["--model_name_or_path", tmp_path / "model", "--dataset_name", tmp_path / name]
+    plain_and_killed(tmp_path, [SCRIPTS / f"{name}.py", *COMMON.split(), *adapters, *data])
 
     expected = losses(tmp_path / "plain")
     assert len(expected) == STEPS and losses(tmp_path / "ours") == pytest.approx(expected, rel=1e-6)
@@ -80,3 +84,11 @@ def test_a_script_that_is_killed_and_resumed_has_the_losses_and_weights_of_plain
     if not lora:
         loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
         assert all(torch.equal(loaded[key], value) for key, value in ours.items())
+
+
+@needs_daemon
+def test_a_trainer_that_generates_with_its_defaults_has_the_completions_and_losses_of_plain_pytorch(tmp_path):
+    plain_and_killed(tmp_path, [HERE / "scripts" / "trl_trainers.py", "grpo", tmp_path / "models"])
+    names = ("loss", "grad_norm", "reward", "completions/mean_length", "num_tokens")
+    expected = losses(tmp_path / "plain", 4, names)
+    assert len(expected) == 4 * len(names) and losses(tmp_path / "ours", 4, names) == pytest.approx(expected, rel=1e-5, abs=1e-6)

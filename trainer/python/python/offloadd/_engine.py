@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import sys
 import time
 from typing import Any, Iterator, Mapping, Optional
@@ -35,6 +36,13 @@ _LEADS = "save weights"
 
 # Within it released parameters are plain tensors, whose gradients are reached without a detour through Python.
 _AS_TENSORS = torch._C.DisableTorchFunctionSubclass
+
+# What torch.compile(fullgraph=True) tells of the hooks.
+_NO_FULL_GRAPH = "offloadd brings and releases parameters here: leave fullgraph=True out, or compile forwards of blocks, as in "
+_NO_FULL_GRAPH += "block.forward = torch.compile(block.forward, fullgraph=True) before offloadd.prepare"
+# Older versions of torch take no reason.
+_REASON = {"reason": _NO_FULL_GRAPH} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
+_outside_of_graphs = functools.partial(torch.compiler.disable, **_REASON)
 
 # Attributes that a released parameter answers by itself.
 _METADATA = {
@@ -239,8 +247,8 @@ class Engine:
         return deviates
 
     def release(self, unit: Unit) -> None:
-        """Gives the unit's memory back."""
-        if not self.keep and (unit.here or unit.expected):
+        """Gives the unit's memory back, unless it is pinned and not stale."""
+        if not self.keep and (unit.here or unit.expected) and not (unit.pins and unit.fresh):
             self.take_away(unit)
 
     def take_away(self, unit: Unit) -> None:
@@ -276,6 +284,16 @@ class Engine:
         finally:
             if absent and not self._stack:
                 self.release(unit)
+
+    @contextlib.contextmanager
+    def pinned(self, unit: Unit) -> Iterator[None]:
+        """The unit's parameters, which stay in memory through passes of the model until they change."""
+        with self.gathered(unit):
+            unit.pins += 1
+            try:
+                yield
+            finally:
+                unit.pins -= 1
 
     def units_with(self, params: list[_Tensor]) -> list[Unit]:
         """The units that have some of `params`."""
@@ -339,8 +357,8 @@ class Engine:
 
     def _hook(self, module: nn.Module, units: list[Unit]) -> None:
         root = module is self.model
-        before = torch.compiler.disable(functools.partial(self._before_forward, units, root))
-        after = torch.compiler.disable(functools.partial(self._after_forward, units, root))
+        before = _outside_of_graphs(functools.partial(self._before_forward, units, root))
+        after = _outside_of_graphs(functools.partial(self._after_forward, units, root))
         module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         module.register_forward_hook(after, with_kwargs=True, always_call=True)
 
@@ -374,7 +392,8 @@ class Engine:
         self.core.phase(FORWARD)
         self.release_all()
         self.before_pass()
-        kind = self._kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first)
+        pinned = any(unit.pins for unit in self.units)
+        kind = self._kind = ("train" if torch.is_grad_enabled() else "read", self.model.training, first, pinned)
         self.order.begin(kind)
         self.needs.begin(kind)
 
@@ -608,10 +627,10 @@ class Engine:
 
     def stale(self) -> None:
         """Drops the units in memory, which no longer equal the tiles."""
-        self.release_all()
-        self.order.forget_rest()
         for unit in self.units:
             unit.fresh = False
+        self.release_all()
+        self.order.forget_rest()
         if self.keep:
             self.refresh()
 

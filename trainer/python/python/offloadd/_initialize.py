@@ -211,6 +211,12 @@ class TrainingEngine:
     def eval(self) -> "TrainingEngine":
         return self.train(False)
 
+    def compile(self, backend: Any = "inductor", compile_kwargs: Optional[dict[str, Any]] = None, **others: Any) -> None:
+        """Compiles the model in place, as `torch.compile` does."""
+        if others:
+            raise NotSupported(f"compile: {', '.join(others)}: DeepSpeed's own passes over the graph are not supported; leave them out")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
+
     # Figures
 
     def get_global_grad_norm(self) -> Optional[float]:
@@ -390,11 +396,18 @@ class ReadingEngine(TrainingEngine):
         """Does nothing: the model is in memory."""
 
 
+class _WithoutParameters(nn.Module):
+    """What scripts find where DeepSpeed has the model: no parameter has DeepSpeed's attributes."""
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+
 class _ParameterOffload:
     """The part of DeepSpeed's optimizers whose hooks scripts take away while they generate. Hooks stay here: they bring weights."""
 
     def __init__(self) -> None:
-        self.module = nn.Module()
+        self.module = _WithoutParameters()
         self.forward_hooks: list = []
         self.backward_hooks: list = []
 

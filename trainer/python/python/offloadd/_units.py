@@ -43,6 +43,8 @@ class Unit:
     room_elems: int = 0
     flat: Optional[torch.Tensor] = None
     here: bool = True
+    # How many wish that it stays until they say otherwise.
+    pins: int = 0
     # Whether it is on its way.
     expected: bool = False
     # Whether its parameters are of the class that notices their use.

@@ -112,9 +112,9 @@ def GatheredParameters(
     fwd_module: Optional[nn.Module] = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Keeps the values of parameters in memory. With `modifier_rank=0`, the first rank's changes are committed at its end; without
-    it they are lost. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks have the first one's at its
-    end."""
+    """Keeps the values of parameters in memory, through forwards of the model too. With `modifier_rank=0`, the first rank's changes are
+    committed at its end; without it they are lost. Parameters that no engine has are in memory anyway; with `modifier_rank=0`, all ranks
+    have the first one's at its end."""
     if modifier_rank not in (None, 0):
         raise NotSupported(f"GatheredParameters: modifier_rank={modifier_rank}: only changes of rank 0 can be kept; pass modifier_rank=0")
     wanted = [params] if isinstance(params, torch.Tensor) else list(params)
@@ -122,7 +122,7 @@ def GatheredParameters(
         found = [(run, run.engine.units_with(wanted)) for run in list(_runs) if enabled and not run.closed]
         for run, units in found:
             for unit in units:
-                stack.enter_context(run.engine.gathered(unit))
+                stack.enter_context(run.engine.pinned(unit))
         yield
         if modifier_rank is not None:
             for run, units in found:
