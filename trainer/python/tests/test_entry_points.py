@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -119,6 +120,39 @@ def test_what_cannot_be_started_is_said_with_what_to_do(tmp_path):
         result = offloadd_run(*arguments)
         assert result.returncode == 2 and message in result.stderr, result.stderr
         assert "torch" not in result.stderr
+
+
+def test_an_error_of_offloadds_ends_in_one_message_and_the_exit_status_says_whose_error_it_was(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import sys\nif sys.argv[1] == 'ours':\n    import offloadd\n    raise offloadd.NotSupported('not here: do that')\nraise ValueError('own')\n")
+    ours = offloadd_run("--nproc", 2, script, "ours")
+    assert ours.returncode == 3 and "Traceback" not in ours.stderr, ours.stderr
+    # torchrun ends the other rank, which may have said it, too.
+    assert f"offloadd: not here: do that\n  in {script}, line 4\n" in ours.stderr, ours.stderr
+    own = offloadd_run(script, "own")
+    assert own.returncode == 1 and "Traceback" in own.stderr and own.stderr.endswith("ValueError: own\n"), own.stderr
+
+
+def test_a_launcher_ends_like_the_processes_it_started():
+    from offloadd import _ending
+
+    def ended(error, module):
+        """Whether a launcher's `error`, raised in a function of `module`, says that all processes ended with errors of offloadd's."""
+        launcher = {"__name__": module, "error": error}
+        exec("def launch():\n    raise error", launcher)
+        try:
+            launcher["launch"]()
+        except BaseException as caught:
+            return _ending._ended_below(caught, caught.__traceback__)
+
+    class ChildFailedError(Exception):
+        def __init__(self, *codes):
+            self.failures = dict(enumerate(types.SimpleNamespace(exitcode=code) for code in codes))
+
+    of_command = lambda status: subprocess.CalledProcessError(status, ["python"])
+    assert ended(ChildFailedError(3, -15), "torch.distributed.run") and not ended(ChildFailedError(-15), "torch.distributed.run") and not ended(ChildFailedError(3, 1), "torch.distributed.run")
+    assert ended(of_command(3), "accelerate.commands.launch")
+    assert not ended(of_command(1), "accelerate.commands.launch") and not ended(of_command(3), "__main__")
 
 
 def test_as_deepspeed_refuses_once_the_real_one_is_imported(tmp_path):

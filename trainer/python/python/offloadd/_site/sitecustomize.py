@@ -1,4 +1,5 @@
-"""Runs at the start of each interpreter below `offloadd-run`: `import deepspeed` is answered by offloadd there.
+"""Runs at the start of each interpreter below `offloadd-run`: `import deepspeed` is answered by offloadd there, and an error of offloadd's
+ends in one message.
 
 It is found because `offloadd-run` puts this directory first in PYTHONPATH. Another sitecustomize runs after it.
 """
@@ -30,4 +31,5 @@ def _others():
 _finder = _load("offloadd._finder", os.path.join(os.path.dirname(_here), "_finder.py"))
 if os.environ.get(_finder.VARIABLE) == "1":
     _finder.install()
+    _load("offloadd._ending", os.path.join(os.path.dirname(_here), "_ending.py")).install()
 _others()
