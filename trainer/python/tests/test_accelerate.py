@@ -1,10 +1,13 @@
 """Accelerate, PEFT and Hugging Face's Trainer: final weights are those of the same script without offload."""
 
+import contextlib
+
 import pytest
 import torch
+from torch import nn
 
 import offloadd
-from test_runs import config, needs_daemon
+from test_runs import batches, config, needs_daemon
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: make test-tools")
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make test-tools")
@@ -93,6 +96,78 @@ def with_accelerate(lora, settings, run_dir):
 @pytest.mark.parametrize("lora", [False, True])
 def test_accelerates_loop_ends_with_the_same_weights(tmp_path, lora):
     everywhere(lambda settings, run_dir: with_accelerate(lora, settings, run_dir), tmp_path)
+
+
+def accelerated(ours, way, tmp_path, **given):
+    """Losses, the type that blocks compute in, and whether anything was compiled."""
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(1)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **given)
+    model = nn.Sequential(nn.Linear(8, 16), *(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)), nn.Linear(16, 5))
+    types = set()
+    model[2].register_forward_hook(lambda module, args, output: types.add(output.dtype))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
+    take_over = lambda: offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run") if ours else contextlib.nullcontext()
+    with take_over() if way != "after" else contextlib.nullcontext():
+        losses, autocast = [], contextlib.nullcontext
+        if way == "alone":
+            model, optimizer = accelerator.prepare(model), accelerator.prepare(optimizer)
+        elif way == "prepare_model":
+            model, optimizer = accelerator.prepare_model(model), accelerator.prepare_optimizer(optimizer)
+        elif way == "autocast":
+            optimizer, autocast = accelerator.prepare(optimizer), accelerator.autocast
+        else:
+            model, optimizer = accelerator.prepare(model, optimizer)
+        with take_over() if way == "after" else contextlib.nullcontext():
+            for number, x in enumerate(batches(8)):
+                if way == "unwrapped" and number == 4:
+                    model = accelerator.unwrap_model(model, keep_torch_compile=False)
+                with accelerator.accumulate(model), autocast():
+                    loss = torch.nn.functional.cross_entropy(model(x), torch.arange(4))
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            with torch.no_grad():
+                losses.append(float(accelerator.gather_for_metrics(model(x)).float().sum()))
+    return losses, types, torch._dynamo.utils.counters["frames"]["ok"] > 0
+
+
+@pytest.mark.parametrize(
+    "way, compiles",
+    [*((way, False) for way in ("before", "after", "alone", "prepare_model", "autocast", "unwrapped")), ("before", True), ("after", True)],
+)
+def test_mixed_precision_and_compilation_are_accelerates_in_every_way_in(tmp_path, way, compiles):
+    given = {"mixed_precision": "bf16", **({"dynamo_backend": "eager"} if compiles else {})}
+    expected, types, compiled = accelerated(False, way, tmp_path, **given)
+    losses, *others = accelerated(True, way, tmp_path, **given)
+    # Before the first step the bits are the same; later, weights that differ in their last bit may be rounded another way.
+    assert losses[:2] == expected[:2] and losses == pytest.approx(expected, rel=1e-3) and others == [types, compiled]
+    assert torch.bfloat16 in types and compiled == compiles
+
+
+def test_what_accelerate_would_do_to_parameters_in_tiles_is_refused_by_name(tmp_path, monkeypatch):
+    accelerate.state.AcceleratorState._reset_state(True)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator = accelerate.Accelerator(cpu=True)
+    with offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run"):
+        for name in ("FSDP", "MEGATRON_LM", "DEEPSPEED"):
+            monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType[name])
+            with pytest.raises(offloadd.NotSupported, match=f"Accelerate's {'DeepSpeed plugin' if name == 'DEEPSPEED' else name} around a prepared model"):
+                accelerator.prepare(model, optimizer)
+        monkeypatch.setattr(accelerator.state, "distributed_type", accelerate.DistributedType.NO)
+        monkeypatch.setattr(accelerate.Accelerator, "mixed_precision", "fp8")
+        with pytest.raises(offloadd.NotSupported, match='mixed_precision="fp8" replaces layers'):
+            accelerator.prepare(nn.Sequential(model))
+    # Closed: it is a model like others.
+    monkeypatch.undo()
+    assert accelerator.prepare(optimizer).optimizer is optimizer
 
 
 @needs_daemon

@@ -340,20 +340,6 @@ def test_a_start_says_whether_the_run_begins_resumes_or_is_replaced(tmp_path, ca
     ]
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "SGD: offloadd updates with Adam or AdamW"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "use torch.optim.AdamW"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True: leave it out"),
-    ],
-)
-def test_optimizers_it_does_not_have_are_refused_with_what_to_use(tmp_path, make, message):
-    model = model_of()
-    with pytest.raises(offloadd.NotSupported, match=message):
-        offloadd.prepare(model, make(model.parameters()), {}, run_dir=tmp_path / "run")
-
-
 def test_gradients_in_tiles_are_scaled_and_refuse_the_rest(tmp_path):
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

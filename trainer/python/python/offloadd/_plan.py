@@ -217,7 +217,7 @@ def part_of(run_dir: Path, node: int) -> tuple[Path, str]:
 
 def job_of(run_dir: Path) -> str:
     """The job's name in a store: the directory's, told apart by its path."""
-    name = "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in run_dir.name)[:40]
+    name = "".join(letter if letter.isascii() and letter.isalnum() or letter in "-_" else "-" for letter in run_dir.name)[:40]
     return f"{name}-{hashlib.sha256(os.fsencode(run_dir)).hexdigest()[:8]}"
 
 

@@ -24,13 +24,15 @@ from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
 from ._held import Held
 from ._memory import GpuMemory, gpu_of
+from ._optimizers import check_optimizer
 from ._plan import Plan, bytes_text, described
 from ._progress import Progress
 from ._ranks import Ranks
-from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_place, lock
+from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_name, check_place, claim, disclaim, lock, writable
 from ._state import from_blob, random_state, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
+from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
 
 
 def prepare(
@@ -59,10 +61,13 @@ def prepare(
     Raises `Error` for settings that cannot work, `NotSupported` for what this library does not do, `NoSpace` for drives
     that are too small, `LayoutChanged` for a run that was begun with other parameters. Nothing is changed then.
     """
+    watch()
+    model, given, optimizer = bare_model(model), optimizer, bare_optimizer(optimizer)
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
     settings = settings_of(config)
     directory = Path(run_dir or settings.run_dir).absolute()
+    check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = settings.device != "none" or on_meta
     found, modules = units_of(model, units or settings.units or None, frozen, settings.fp32_gradients)
@@ -77,11 +82,18 @@ def prepare(
     ranks.open(sum(len(unit.params) for unit in found))
     try:
         plan = ranks.together("plan the run", lambda: Plan(settings, directory, found, ranks.places, gpu))
-        return Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, ranks, resume)
+        claim(plan.run_dir, type(model).__name__)
+        try:
+            run = Run(model, optimizer, plan, found, modules, list(track), Weights(weights) if weights is not None else None, ranks, resume)
+        except BaseException:
+            disclaim(plan.run_dir)
+            raise
     except BaseException as error:
         ranks.end(f"{type(error).__name__}: {error}")
         ranks.close()
         raise
+    renew(given)
+    return run
 
 
 class Run:
@@ -100,7 +112,9 @@ class Run:
         resume: bool,
     ) -> None:
         self.ranks = ranks
-        _check_optimizer(optimizer)
+        check_optimizer(optimizer)
+        if optimizer.state:
+            raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
         settings, run_dir = plan.settings, plan.run_dir
         self.settings, self.run_dir = settings, run_dir
         self.model, self.optimizer = model, optimizer
@@ -137,14 +151,15 @@ class Run:
         self._process = os.getpid()
         # Where this rank's state lies if it is large.
         self._state_dir = run_dir if ranks.first_of_node else run_dir / f"rank-{ranks.rank}"
-        self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            self._lock = lock(run_dir)
+            with writable():
+                self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._lock = lock(run_dir)
         except InUse:
             raise Error(f"{run_dir} is being deleted: start again when that is done, or name another run_dir") from None
         check_place(run_dir)
-        # Names and shapes of the units' parameters.
-        self.layout = [[[self._names[id(param)][0], list(param.shape)] for param in unit.params] for unit in found]
+        # Names, shapes and kinds of the units' parameters.
+        self.layout = [[[self._names[id(param)][0], list(param.shape), _kind_of(unit)] for param in unit.params] for unit in found]
         if (run_dir / LAYOUT).exists():
             self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
             if settings.device == "nvme":
@@ -196,8 +211,9 @@ class Run:
             how += f" anew and replaces an earlier run of {blob['steps_done']} steps"
         say(f"{run_dir}: the run {how}; {self.describe()}")
         model._offloadd_run = self
-        # Accelerate then leaves the model where it is.
-        model._is_accelerate_prepared = True
+        self._protected = [model, *{modules[unit.index]: None for unit in found}]
+        protect(self._protected)
+        remember(self)
         atexit.register(self._close_at_exit)
 
     def _open(self, plan: Plan, resume: bool) -> tuple[Any, Optional[dict[str, Any]]]:
@@ -411,7 +427,7 @@ class Run:
         if os.getpid() != self._process:
             return
         self.model._offloadd_run = None
-        self.model._is_accelerate_prepared = False
+        unprotect(self._protected)
         for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained", "generate"):
             self.model.__dict__.pop(name, None)
         ranks = self.ranks
@@ -434,6 +450,7 @@ class Run:
                 ranks.meet("leave the run")
             ranks.close()
             self._lock.close()
+            disclaim(self.run_dir)
 
     def __enter__(self) -> "Run":
         return self
@@ -702,10 +719,19 @@ class Run:
             group.update(kept)
 
     def check_layout(self, kept: list, where: Any) -> None:
-        """Refuses the units `kept` of another model: parameters of other names or shapes, or other groups of them."""
-        before = [(name, tuple(shape)) for unit in kept for name, shape in unit]
-        now = [(name, tuple(shape)) for unit in self.layout for name, shape in unit]
-        for (old_name, old_shape), (name, shape) in zip(before, now):
+        """Refuses the units `kept` of another model: parameters of other names, shapes or types, others that are frozen, or other groups
+        of them."""
+        before = [(name, tuple(shape), kind) for unit in kept for name, shape, kind in unit]
+        now = [(name, tuple(shape), kind) for unit in self.layout for name, shape, kind in unit]
+        kinds = {(name, shape): kind for name, shape, kind in now}
+        for name, shape, old_kind in before:
+            kind = kinds.get((name, shape), old_kind)
+            if kind != old_kind:
+                raise LayoutChanged(
+                    f"{where}: it was begun with {name} {old_kind}, and the model has it {kind}; freeze the parameters that were frozen then, in the same "
+                    "types, or name another run_dir (for Hugging Face's Trainer another output_dir)"
+                )
+        for (old_name, old_shape, _), (name, shape, _) in zip(before, now):
             if (old_name, old_shape) != (name, shape):
                 raise LayoutChanged(
                     f"{where}: it was begun with {old_name} {old_shape} where the model has {name} {shape}; use the model "
@@ -728,6 +754,10 @@ class _Position:
         # Samples of a batch, if the loader says so.
         self.batch_size: Optional[int] = None
         self.random: Optional[dict[str, Any]] = None
+
+
+def _kind_of(unit: Unit) -> str:
+    return ("trained in " if unit.trained else "frozen in ") + str(unit.dtype).removeprefix("torch.")
 
 
 def _plain(value: Any) -> Any:
@@ -754,20 +784,6 @@ def _rest(model: nn.Module, units: list[Unit]) -> list[torch.Tensor]:
     """The tensors in no unit: buffers, and parameters that stay in memory."""
     managed = {id(param) for unit in units for param in unit.params}
     return [one for one in (*model.parameters(), *model.buffers()) if id(one) not in managed]
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        raise NotSupported(f"{type(optimizer).__name__}: offloadd updates with Adam or AdamW; use torch.optim.AdamW")
-    for group in optimizer.param_groups:
-        for key in ("amsgrad", "maximize", "differentiable"):
-            if group.get(key):
-                raise NotSupported(f"{type(optimizer).__name__} with {key}=True: leave it out")
-        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
-        if group["weight_decay"] and not decoupled:
-            raise NotSupported("Adam with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight")
-    if optimizer.state:
-        raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, units: list[Unit]) -> None:

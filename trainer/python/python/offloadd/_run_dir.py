@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Iterator, TextIO
 
 from . import _offloadd
 from ._config import Settings
@@ -29,8 +29,45 @@ _OF_RUN = (LAYOUT, STORE, "measured.json", "metrics.jsonl", "metrics.jsonl.old",
 _OF_RUN += ("trainer-resume", "tensorboard", "csv_monitor", "nodes")
 
 
+# Directories of the runs that this process has open, with what is trained in each.
+_open: dict[Path, str] = {}
+
+
 class InUse(Exception):
     """Another process has the run."""
+
+
+def check_name(run_dir: Path) -> None:
+    """Refuses a path that is no text: files and other programs name it."""
+    try:
+        os.fsencode(run_dir).decode()
+    except UnicodeDecodeError:
+        raise Error(f"run_dir {os.fsencode(run_dir)!r} is not UTF-8: name another run_dir") from None
+
+
+def claim(run_dir: Path, model: str) -> None:
+    """Notes that this process trains `model` in the directory. Refuses a directory in which it trains another model."""
+    path = run_dir.resolve()
+    if path in _open:
+        raise Error(
+            f"{run_dir} has the run of another model of this process ({_open[path]}): give each run its own directory, by the argument run_dir or the "
+            "key offloadd.run_dir; or call close() of the other run first"
+        )
+    _open[path] = model
+
+
+def disclaim(run_dir: Path) -> None:
+    """Lets this process open another run in the directory."""
+    _open.pop(run_dir.resolve(), None)
+
+
+@contextlib.contextmanager
+def writable() -> Iterator[None]:
+    """Turns the system's error about a directory into one that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise Error(f"{error.filename} cannot be written: {error.strerror}; name another run_dir (for Hugging Face's Trainer another output_dir)") from None
 
 
 def lock(run_dir: Path, exclusive: bool = False) -> TextIO:

@@ -34,13 +34,16 @@ def attach(
     the Trainer writes hold the weights, and no moments.
     """
     kept = TrainerProgress(trainer)
-    trainer.create_optimizer()
+    optimizer = trainer.create_optimizer()
+    # Trainers with optimizers of their own make another one at each call, and some return none.
+    optimizer = trainer.optimizer = optimizer if optimizer is not None else trainer.optimizer
     config = read(config)
     directory = Path(run_dir or own_keys(config).get("run_dir") or Path(trainer.args.output_dir) / "offloadd")
     if config.get("gradient_accumulation_steps") in (None, "auto"):
         # With one pass a step, gradients of 16-bit parameters need no fp32.
         config = {**config, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
-    run = prepare(trainer.model, trainer.optimizer, config, run_dir=directory, track=[kept])
+    run = prepare(trainer.model, optimizer, config, run_dir=directory, track=[kept])
+    trainer.create_optimizer = lambda *_, **__: optimizer
     names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
     original = {name: getattr(trainer, name) for name in names}
     resume_dir = run.run_dir / RESUME_DIR

@@ -1,0 +1,104 @@
+"""Which optimizers are taken, and what the user of another one is told."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import offloadd
+from offloadd._optimizers import check_optimizer
+
+PARAMS = [nn.Parameter(torch.zeros(4, 4))]
+
+# Every optimizer that torch has, with the arguments that it needs.
+TORCHS = {
+    name: one
+    for name, one in vars(torch.optim).items()
+    if inspect.isclass(one) and issubclass(one, torch.optim.Optimizer) and one is not torch.optim.Optimizer
+}
+TAKEN = [("Adam", {}), ("AdamW", {}), ("AdamW", {"fused": True}), ("AdamW", {"foreach": True, "weight_decay": 0.3}), ("AdamW", {"lr": torch.tensor(1e-3)})]
+OPTIONS = [
+    ("AdamW", {"amsgrad": True}, "torch.optim.AdamW with amsgrad=True: leave it out"),
+    ("AdamW", {"maximize": True}, "torch.optim.AdamW with maximize=True: leave it out"),
+    ("AdamW", {"differentiable": True}, "torch.optim.AdamW with differentiable=True: leave it out"),
+    ("Adam", {"weight_decay": 0.1}, "torch.optim.Adam with weight_decay adds the decay to the gradient, .*use torch.optim.AdamW"),
+]
+
+ADAMW = r'use torch.optim.AdamW \(a Trainer makes it with optim="adamw_torch"\)'
+# Those are not installed: classes with the modules and names of the real ones.
+OTHERS = {
+    **dict.fromkeys(
+        [
+            "bitsandbytes.optim.adamw.AdamW8bit",
+            "bitsandbytes.optim.adamw.PagedAdamW",
+            "bitsandbytes.optim.adamw.PagedAdamW8bit",
+            "bitsandbytes.optim.lion.Lion8bit",
+            "torchao.optim.adam.AdamW4bit",
+            "torchao.optim.adam.AdamW8bit",
+            "torchao.optim.adam.AdamWFp8",
+            "torchao.optim.cpu_offload.CPUOffloadOptimizer",
+            "galore_torch.adamw.AdamW",
+            "galore_torch.adamw8bit.AdamW8bit",
+            "apollo_torch.apollo.AdamW",
+            "lomo_optim.adalomo.AdaLomo",
+            "transformers.trainer_pt_utils.LayerWiseDummyOptimizer",
+            "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
+        ],
+        ADAMW + ", whose moments are in host memory or on drives and take no GPU memory",
+    ),
+    **dict.fromkeys(["lion_pytorch.lion_pytorch.Lion", "bitsandbytes.optim.lion.Lion"], ADAMW + ", or Lion in the native trainer"),
+    **dict.fromkeys(
+        [
+            "bitsandbytes.optim.adamw.AdamW",
+            "bitsandbytes.optim.ademamix.AdEMAMix",
+            "transformers.optimization.Adafactor",
+            "apex.optimizers.fused_adam.FusedAdam",
+            "schedulefree.adamw_schedulefree.AdamWScheduleFree",
+            "grokadamw.grokadamw.GrokAdamW",
+            "optimi.stableadamw.StableAdamW",
+            "prodigyopt.prodigy.Prodigy",
+            "dadaptation.dadapt_adam.DAdaptAdam",
+            "heavyball.foreach_soap.ForeachSOAP",
+            "pytorch_optimizer.optimizer.sam.SAM",
+        ],
+        ADAMW + "$",
+    ),
+}
+
+
+def test_every_optimizer_of_torch_is_taken_or_refused_by_its_name():
+    for name, options in TAKEN:
+        check_optimizer(TORCHS[name](PARAMS, **options))
+    for name, options, message in OPTIONS:
+        with pytest.raises(offloadd.NotSupported, match=message):
+            check_optimizer(TORCHS[name](PARAMS, **options))
+    others = sorted(set(TORCHS) - {"Adam", "AdamW"})
+    assert len(others) > 10
+    for name in others:
+        with pytest.raises(offloadd.NotSupported, match=f"the optimizer is torch.optim.{name}, and offloadd updates .* only: {ADAMW}"):
+            check_optimizer(TORCHS[name](PARAMS))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_optimizer_of_another_package_is_named_with_its_module_and_what_to_use(name):
+    module, _, kind = name.rpartition(".")
+    made = type(kind, (torch.optim.Optimizer,), {"__module__": module})(PARAMS, {})
+    with pytest.raises(offloadd.NotSupported, match=f"the optimizer is {name}, and offloadd .*{OTHERS[name]}"):
+        check_optimizer(made)
+
+
+def test_what_is_no_optimizer_or_has_a_step_of_its_own_is_named():
+    class Own(torch.optim.AdamW):
+        pass
+
+    with pytest.raises(offloadd.NotSupported, match=r"test_optimizers\.\S+Own, .* use torch.optim.AdamW itself, since a subclass's own step would not be called"):
+        check_optimizer(Own(PARAMS))
+    with pytest.raises(offloadd.Error, match="the optimizer is a builtins.list, which is no torch.optim.Optimizer"):
+        check_optimizer([])
+
+
+def test_prepare_asks_before_it_makes_anything(tmp_path):
+    with pytest.raises(offloadd.NotSupported, match="the optimizer is torch.optim.SGD"):
+        offloadd.prepare(nn.Linear(4, 4), torch.optim.SGD(PARAMS), {}, run_dir=tmp_path / "run")
+    assert not list(tmp_path.iterdir())
