@@ -1,0 +1,611 @@
+"""Whole programs: several models, errors and interrupts, notebooks, processes and threads."""
+
+import concurrent.futures
+import contextlib
+import copy
+import gc
+import multiprocessing
+import os
+import threading
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import offloadd
+from table import CLASSES, Block, Net, Theme, adamw, net, randomized
+
+BOTH = ("cpu", "nvme")
+
+several = Theme("several models")
+
+
+@several.equal("two prepared models side by side", devices=BOTH)
+def _(s):
+    models = [s.begin(net(seed)) for seed in (0, 1)]
+    for number in range(3):
+        for model, optimizer in s.trained:
+            loss = s.loss(number, model)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            s.note(loss)
+    return [s.weights(model) for model in models]
+
+
+@several.equal("one loss over two prepared models", devices=BOTH)
+def _(s):
+    models = [s.begin(net(seed)) for seed in (0, 1)]
+    for number in range(3):
+        loss = sum(s.loss(number, model) for model in models)
+        loss.backward()
+        for _, optimizer in s.trained:
+            optimizer.step()
+            optimizer.zero_grad()
+        s.note(loss)
+
+
+@several.equal("a prepared model that feeds another one")
+def _(s):
+    first, second = s.begin(net(0)), s.begin(net(1))
+    for number in range(3):
+        x, y = s.batch(number)
+        loss = F.cross_entropy(second(F.pad(first(x), (0, 3))), y)
+        loss.backward()
+        for _, optimizer in s.trained:
+            optimizer.step()
+            optimizer.zero_grad()
+        s.note(loss)
+
+
+@several.equal("a teacher that is not prepared")
+def _(s):
+    teacher = net(7).eval().requires_grad_(False)
+    s.loss_of = lambda m, x, y: F.cross_entropy(m(x), y) + F.kl_div(m(x).log_softmax(-1), teacher(x).softmax(-1), reduction="batchmean")
+    s.step(0, 1)
+
+
+@several.equal("a student that learns from a prepared teacher")
+def _(s):
+    teacher = s.begin(net(7))
+    student = s.begin(net(1))
+    for number in range(2):
+        x, _ = s.batch(number)
+        with torch.no_grad():
+            target = teacher(x)
+        loss = F.mse_loss(student(x), target)
+        loss.backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+        s.note(loss)
+
+
+@several.equal("a target network made before, with soft updates")
+def _(s):
+    model = net()
+    target = copy.deepcopy(model)
+    s.begin(model)
+    for number in range(3):
+        x, _ = s.batch(number)
+        with torch.no_grad():
+            goal = target(x).max(1).values
+        loss = F.mse_loss(model(x)[:, 0], goal)
+        loss.backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+        for a, b in zip(target.parameters(), model.parameters()):
+            a.data.copy_(0.1 * b.data + 0.9 * a.data)
+        s.note(loss)
+    return s.weights(target)
+
+
+@several.equal("a momentum encoder and a queue")
+def _(s):
+    model, queue = net(), torch.zeros(5, 6)
+    key = copy.deepcopy(model).requires_grad_(False)
+    s.begin(model)
+    for number in range(3):
+        x, _ = s.batch(number)
+        with torch.no_grad():
+            for a, b in zip(key.parameters(), model.parameters()):
+                a.data = a.data * 0.9 + b.data * 0.1
+            keys = F.normalize(key(x), dim=1)
+        loss = F.cross_entropy(F.normalize(model(x), dim=1) @ queue, torch.zeros(4, dtype=torch.long))
+        loss.backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+        queue[:, number : number + 4] = keys.t()[:, : queue[:, number : number + 4].shape[1]]
+        s.note(loss)
+
+
+@several.equal("a model within a module that is not prepared")
+def _(s):
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.extra = inner, nn.Linear(CLASSES, CLASSES)
+
+        def forward(self, x):
+            return self.extra(self.inner(x))
+
+    inner = net()
+    torch.manual_seed(8)
+    around = Around(inner)
+    s.begin(inner)
+    other = adamw(around.extra.parameters())
+    for number in range(3):
+        loss = s.loss(number, around)
+        loss.backward()
+        s.optimizer.step()
+        other.step()
+        around.zero_grad()
+        s.note(loss)
+    return [s.weights(around), list(around.state_dict())]
+
+
+@several.equal("a module shared with a model that is not prepared")
+def _(s):
+    model = net()
+    other = nn.Sequential(model.blocks[0], model.blocks[1], nn.Linear(16, 2))
+    s.begin(model)
+    s.step(0)
+    s.note(other(torch.ones(1, 16)))
+    s.step(1)
+    return other(torch.ones(1, 16))
+
+
+@several.equal("twins: one model on two inputs")
+def _(s):
+    s.loss_of = lambda m, x, y: F.cosine_embedding_loss(m(x), m(x.flip(0)), torch.ones(4))
+    s.step(0, 1)
+
+
+@several.equal("several heads and losses, weighted")
+def _(s):
+    class Heads(Net):
+        def __init__(self):
+            super().__init__()
+            self.more = nn.ModuleList(nn.Linear(16, CLASSES) for _ in range(3))
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.last(x) + sum(head(x) for head in self.more)
+
+    s.begin(randomized(Heads()))
+    s.step(0, 1)
+
+
+@several.equal("a meta learner that updates a copy by functional_call")
+def _(s):
+    model = s.begin(net(dropout=0.0))
+    params = {name: param.detach().clone().requires_grad_() for name, param in model.named_parameters()}
+    loss = F.cross_entropy(torch.func.functional_call(model, params, (s.x(),)), s.batch()[1])
+    grads = torch.autograd.grad(loss, list(params.values()))
+    moved = {name: param - 0.1 * grad for (name, param), grad in zip(params.items(), grads)}
+    return torch.func.functional_call(model, moved, (s.x(1),))
+
+
+@several.refused("one optimizer of two models", "not the model's")
+def _(s):
+    one, other = net(0), net(1)
+    s.continues = False
+    s.begin(one, adamw([*one.parameters(), *other.parameters()]))
+
+
+failing = Theme("errors and interrupts")
+
+
+class Fails(Block):
+    """A block that raises an error when it is told to."""
+
+    error = None
+
+    def forward(self, x):
+        x = super().forward(x)
+        if Fails.error is not None:
+            error, Fails.error = Fails.error, None
+            raise error
+        return x
+
+
+def _fails(s, error, within=contextlib.nullcontext):
+    """Trains, meets an error in the first block's forward, and goes on."""
+    s.begin(net(block=Fails))
+    s.step(0)
+    Fails.error = error
+    try:
+        with within():
+            s.loss(1)
+    except type(error) as caught:
+        s.note(str(caught))
+    s.step(2, 3)
+
+
+failing.equal("an error in a block's forward", lambda s: _fails(s, RuntimeError("out of memory")), devices=BOTH)
+failing.equal("KeyboardInterrupt in a block's forward", lambda s: _fails(s, KeyboardInterrupt()), devices=BOTH)
+failing.equal("an error in evaluation", lambda s: _fails(s, ValueError("bad"), torch.no_grad))
+failing.equal("StopIteration in a block's forward", lambda s: _fails(s, StopIteration("end")))
+
+
+@failing.equal("an error in forward in the middle of an accumulation")
+def _(s):
+    s.begin(net(block=Fails))
+    s.backward(0)
+    Fails.error = RuntimeError("bad batch")
+    with contextlib.suppress(RuntimeError):
+        s.loss(1)
+    s.backward(2)
+    s.optimizer.step()
+
+
+@failing.equal("an input of another shape")
+def _(s):
+    s.step(0)
+    with contextlib.suppress(RuntimeError):
+        s.model(torch.ones(4, 3))
+    s.step(1)
+
+
+@failing.equal("an error in a hook of a gradient, then `zero_grad`", devices=BOTH)
+def _(s):
+    told = [RuntimeError("in backward")]
+
+    def hook(grad):
+        if told:
+            raise told.pop()
+
+    s.w.register_hook(hook)
+    with contextlib.suppress(RuntimeError):
+        s.backward(0)
+    s.optimizer.zero_grad()
+    s.step(1, 2)
+
+
+@failing.refused("a step after a backward that failed", "did not end")
+def _(s):
+    s.step(0)
+    handle = s.w.register_hook(lambda grad: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        s.backward(1)
+    handle.remove()
+    s.optimizer.step()
+
+
+@failing.equal("KeyboardInterrupt in backward, then `zero_grad`")
+def _(s):
+    told = [KeyboardInterrupt()]
+
+    def hook(grad):
+        if told:
+            raise told.pop()
+
+    s.model.blocks[3].down.weight.register_hook(hook)
+    with contextlib.suppress(KeyboardInterrupt):
+        s.backward(0)
+    s.optimizer.zero_grad()
+    s.step(1, 2)
+
+
+@failing.equal("an error in a module's backward hook")
+def _(s):
+    told = [ValueError("hook")]
+
+    def hook(module, grads, outs):
+        if told:
+            raise told.pop()
+
+    s.model.blocks[2].register_full_backward_hook(hook)
+    with contextlib.suppress(ValueError):
+        s.backward(0)
+    s.optimizer.zero_grad()
+    s.step(1)
+
+
+@failing.equal("an error in a module's forward hook")
+def _(s):
+    handle = s.model.blocks[2].register_forward_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        s.backward(0)
+    handle.remove()
+    s.step(1)
+
+
+@failing.equal("an error in a closure")
+def _(s):
+    def closure():
+        s.loss(0).backward()
+        raise ValueError("closure")
+
+    s.model
+    with contextlib.suppress(ValueError):
+        s.optimizer.step(closure)
+    s.optimizer.zero_grad()
+    s.step(1)
+
+
+@failing.equal("an error in a step post-hook")
+def _(s):
+    handle = s.optimizer.register_step_post_hook(lambda *_: 1 / 0)
+    s.backward(0)
+    with contextlib.suppress(ZeroDivisionError):
+        s.optimizer.step()
+    handle.remove()
+    s.optimizer.zero_grad()
+    s.step(1)
+
+
+@failing.equal("an error in a recomputation")
+def _(s):
+    from torch.utils.checkpoint import checkpoint
+
+    s.begin(net(block=Fails))
+    x = s.model.first(s.x())
+    for block in s.model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    Fails.error = RuntimeError("again")
+    with contextlib.suppress(RuntimeError):
+        s.model.last(x).sum().backward()
+    s.optimizer.zero_grad()
+    s.step(1)
+
+
+@failing.equal("an error in `saved_tensors_hooks`")
+def _(s):
+    with contextlib.suppress(ZeroDivisionError), torch.autograd.graph.saved_tensors_hooks(lambda one: 1 / 0, lambda one: one):
+        s.loss(0)
+    s.step(1)
+
+
+@failing.equal("batches that fail are skipped")
+def _(s):
+    s.begin(net(block=Fails))
+    for number in range(4):
+        Fails.error = RuntimeError("bad") if number % 2 else None
+        try:
+            s.step(number)
+        except RuntimeError:
+            s.optimizer.zero_grad()
+
+
+@failing.equal("a read that fails")
+def _(s):
+    return s.w[99]
+
+
+@failing.equal("operands of other shapes")
+def _(s):
+    return s.w @ s.w
+
+
+@failing.equal("an attribute that is not there")
+def _(s):
+    return s.w.no_such_name
+
+
+@failing.equal("a backward of something without a gradient")
+def _(s):
+    s.w.detach().sum().backward()
+
+
+@failing.equal("a backward of a matrix")
+def _(s):
+    s.model(s.x()).backward()
+
+
+@failing.equal("`bool` of a matrix, `float` of a matrix")
+def _(s):
+    return bool(s.w)
+
+
+notebooks = Theme("notebooks")
+
+
+@notebooks.refused("`prepare` twice", "prepared already")
+def _(s):
+    s.step(0)
+    if s.device:
+        offloadd.prepare(s.model, s.optimizer, s.config(), run_dir=s.dir / "again")
+
+
+def _closed(name, do, devices=BOTH):
+    """A line in which a run is closed after two steps."""
+
+    @notebooks.equal(name, devices=devices)
+    def _(s):
+        s.step(0, 1)
+        if s.run:
+            s.run.close()
+        return do(s)
+
+
+def _ended(do):
+    """What `do` does, with nothing trained after it."""
+
+    def script(s):
+        s.continues = False
+        return do(s)
+
+    return script
+
+
+_closed("`close` twice", _ended(lambda s: s.run.close() if s.run else None))
+
+
+@notebooks.equal("a `with` block")
+def _(s):
+    s.begin()
+    with s.run or contextlib.nullcontext():
+        s.step(0, 1)
+        weights = s.weights()
+    s.continues = False
+    return weights
+
+
+@notebooks.equal("a cell run twice, with a new model and another directory", devices=BOTH)
+def _(s):
+    for _ in range(2):
+        s.begin()
+        s.step(0, 1)
+
+
+@notebooks.equal("a cell run twice, with the run's directory, after `close`", devices=("cpu",))
+def _(s):
+    for _ in range(2):
+        s.begin(run_dir=s.dir / "run")
+        s.step(0, 1)
+        s.continues = False
+        if s.run:
+            s.run.close()
+
+
+@notebooks.equal("`repr` of a run, `print` of a model")
+def _(s):
+    s.begin()
+    repr(s.run)
+    return str(s.model)
+
+
+@notebooks.equal("`plan_only` changes nothing")
+def _(s):
+    model = net()
+    optimizer = adamw(model.parameters())
+    if s.device:
+        offloadd.prepare(model, optimizer, s.config(), run_dir=s.dir / "plan", plan_only=True)
+    return [model(s.x()), copy.deepcopy(model)(s.x())]
+
+
+@notebooks.equal("`drain` between steps", devices=BOTH)
+def _(s):
+    s.step(0)
+    if s.run:
+        s.run.drain()
+    s.step(1)
+
+
+@notebooks.equal("an interactive loop: a step, a look, a step", devices=BOTH)
+def _(s):
+    for number in range(3):
+        s.step(number)
+        s.note([s.w.norm(), s.b.mean(), s.root[0]])
+        with torch.no_grad():
+            s.note(s.model(s.x(9)))
+
+
+processes = Theme("processes and threads")
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return torch.full((8,), float(index)), index % CLASSES
+
+
+@processes.equal("a DataLoader with two workers", devices=BOTH)
+def _(s):
+    s.step(0)
+    for x, y in torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=2):
+        loss = F.cross_entropy(s.model(x), y)
+        loss.backward()
+        s.optimizer.step()
+        s.optimizer.zero_grad()
+        s.note(loss)
+
+
+@processes.equal("a DataLoader with persistent workers made before")
+def _(s):
+    loader = torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=1, persistent_workers=True)
+    next(iter(loader))
+    s.begin()
+    for _ in range(2):
+        for x, y in loader:
+            s.note(F.cross_entropy(s.model(x), y))
+    s.step(0)
+
+
+def _in_fork(do):
+    """What a forked process makes of `do`: a number, or how it ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = f"{do():.4f}"
+        except BaseException as error:
+            said = type(error).__name__
+        os.write(writer, said.encode())
+        os._exit(0)
+    os.close(writer)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(reader) as pipe:
+        return [status, pipe.read()]
+
+
+@processes.equal("a fork that ends, and the parent goes on", devices=BOTH)
+def _(s):
+    s.step(0)
+    s.note(_in_fork(lambda: 1.0))
+    s.step(1)
+
+
+@processes.equal("a fork that ends in order, with `atexit` and `gc`", devices=BOTH)
+def _(s):
+    s.step(0)
+    process = multiprocessing.get_context("fork").Process(target=gc.collect)
+    process.start()
+    process.join()
+    s.note(process.exitcode)
+    s.step(1)
+
+
+@processes.equal("threads that read weights one after another")
+def _(s):
+    s.step(0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        s.note(pool.submit(lambda: s.w.norm()).result())
+    s.step(1)
+
+
+@processes.equal("an evaluation in another thread, one after another")
+def _(s):
+    s.step(0)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        s.note(pool.submit(lambda: s.model.eval()(s.x(1)).detach()).result())
+    s.model.train()
+    s.step(1)
+
+
+@processes.equal("training in another thread")
+def _(s):
+    s.begin()
+    thread = threading.Thread(target=lambda: s.step(0, 1))
+    thread.start()
+    thread.join()
+    s.step(2)
+
+
+@processes.equal("`prepare` in another thread")
+def _(s):
+    thread = threading.Thread(target=lambda: s.begin())
+    thread.start()
+    thread.join()
+    s.step(0, 1)
+
+
+@processes.equal("a backward in another thread")
+def _(s):
+    loss = s.loss(0)
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    s.optimizer.step()
+
+
+processes.refused("`model.share_memory()`", "offloadd.prepare", lambda s: s.model.share_memory())
+
+
+processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: s.w.share_memory_())
+
+

@@ -1,0 +1,692 @@
+"""Training: gradients, steps, optimizers, schedulers, precision, and what is saved and loaded."""
+
+import copy
+import io
+import pickle
+import tempfile
+
+import torch
+import torch.distributed.checkpoint
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from table import Block, Net, Theme, adamw, net, randomized
+
+BOTH = ("cpu", "nvme")
+
+stepped = Theme("steps")
+
+stepped.equal("one step after another", lambda s: s.step(0, 1, 2, 3), devices=BOTH)
+stepped.equal(
+    "`zero_grad` before backward instead of after the step",
+    lambda s: [(s.optimizer.zero_grad(), s.step(n, zero=False)) for n in range(3)],
+)
+stepped.equal("`model.zero_grad()`", lambda s: [(s.step(n, zero=False), s.model.zero_grad()) for n in range(3)])
+stepped.equal("`zero_grad(set_to_none=False)`", lambda s: [(s.step(n, zero=False), s.optimizer.zero_grad(set_to_none=False)) for n in range(2)])
+stepped.equal(
+    "gradients of several batches",
+    lambda s: [s.backward(0, 1, 2), s.optimizer.step(), s.optimizer.zero_grad(), s.step(3)],
+    devices=BOTH,
+)
+stepped.equal("gradients dropped between batches", lambda s: [s.backward(0), s.model.zero_grad(), s.backward(1), s.optimizer.step()])
+stepped.equal("`p.grad = None` of all", lambda s: [_each(s, lambda p: setattr(p, "grad", None)), s.step(1)])
+stepped.equal("`p.grad = None` of some", lambda s: [s.backward(0), setattr(s.w, "grad", None), s.optimizer.step(), s.optimizer.zero_grad()])
+stepped.equal("a loss divided by its batches", lambda s: [(s.loss(0) / 2).backward(), (s.loss(1) / 2).backward(), s.optimizer.step()])
+stepped.equal("`loss.backward(gradient)`", lambda s: [s.loss(0).backward(torch.tensor(0.5)), s.optimizer.step()])
+stepped.equal("`torch.autograd.backward` of two losses", lambda s: [torch.autograd.backward([s.loss(0), s.loss(1)]), s.optimizer.step()])
+stepped.equal(
+    "`retain_graph` and a second backward",
+    lambda s: [(loss := s.loss()).backward(retain_graph=True), loss.backward(), s.optimizer.step()],
+    devices=BOTH,
+)
+stepped.equal("a second backward without `retain_graph`", lambda s: [(loss := s.loss()).backward(), loss.backward()])
+stepped.equal("a graph of before a step", lambda s: [old := s.loss(), s.step(1), old.backward()])
+stepped.equal("two forwards, one backward", lambda s: [(s.loss(0) + s.loss(1)).backward(), s.optimizer.step()])
+stepped.equal("an evaluation between forward and backward", lambda s: _evaluates_between(s))
+stepped.equal("a forward whose result is dropped", lambda s: [s.loss(0), s.step(1)])
+stepped.equal("`autograd.grad` over all weights", lambda s: torch.autograd.grad(s.loss(), list(s.model.parameters())))
+stepped.equal("`autograd.grad` over one weight", lambda s: torch.autograd.grad(s.loss(), s.w)[0])
+stepped.equal("`autograd.grad` over the input", lambda s: (lambda x: torch.autograd.grad(s.model(x).sum(), x)[0])(s.x().requires_grad_()))
+stepped.equal(
+    "`autograd.grad` with `allow_unused`",
+    lambda s: torch.autograd.grad(s.model.first(s.x()).sum(), [s.w, s.model.first.weight], allow_unused=True),
+)
+stepped.equal(
+    "gradients of an activation",
+    lambda s: (lambda h: torch.autograd.grad(s.model.last(s.model.blocks[1](h)).sum(), h)[0])(s.model.first(s.x())),
+)
+stepped.equal("a closure", lambda s: [s.optimizer.step(lambda: _closure(s, n)) for n in range(2)], devices=BOTH)
+stepped.equal(
+    "some blocks unused",
+    lambda s: [setattr(s, "loss_of", lambda m, x, y: F.cross_entropy(m.last(m.blocks[0](m.first(x))), y)), s.step(0, 1)],
+)
+stepped.equal("other blocks in each step", lambda s: _other_blocks(s))
+stepped.equal(
+    "a block used three times",
+    lambda s: [setattr(s, "loss_of", lambda m, x, y: F.cross_entropy(m.last(m.blocks[0](m.blocks[0](m.blocks[0](m.first(x))))), y)), s.step(0, 1)],
+)
+stepped.equal("a loss that needs no gradient", lambda s: torch.zeros(()).backward())
+stepped.equal("`detect_anomaly`", lambda s: _with_anomalies(s))
+stepped.equal(
+    "gradients under `set_grad_enabled`",
+    lambda s: [torch.set_grad_enabled(False), s.loss().requires_grad, torch.set_grad_enabled(True), s.step()][1],
+)
+stepped.equal("`checkpoint(use_reentrant=False)`", lambda s: _checkpointed(s, use_reentrant=False), devices=BOTH)
+stepped.equal("`checkpoint(use_reentrant=True)`", lambda s: _checkpointed(s, use_reentrant=True), devices=BOTH)
+stepped.equal("`checkpoint_sequential`", lambda s: _checkpointed_sequence(s))
+stepped.equal("`checkpoint` within a block", lambda s: _checkpointed_parts(s))
+stepped.equal("a loss that is not a number", lambda s: _not_finite(s))
+
+
+def _with_anomalies(s):
+    with torch.autograd.detect_anomaly():
+        s.step(0, 1)
+
+
+def _each(s, do):
+    s.backward(0)
+    for param in s.model.parameters():
+        do(param)
+
+
+def _closure(s, number):
+    s.optimizer.zero_grad()
+    loss = s.loss(number)
+    loss.backward()
+    return loss
+
+
+def _evaluates_between(s):
+    loss = s.loss(0)
+    s.model.eval()
+    with torch.no_grad():
+        s.note(s.loss(1))
+    s.model.train()
+    loss.backward()
+    s.optimizer.step()
+
+
+def _other_blocks(s):
+    def loss(model, x, y):
+        x = model.first(x)
+        for block in model.blocks[: 1 + len(s.notes) % 4]:
+            x = block(x)
+        return F.cross_entropy(model.last(x), y)
+
+    s.loss_of = loss
+    s.step(0, 1, 2, 3, 4)
+
+
+def _checkpointed(s, **how):
+    def loss(model, x, y):
+        x = model.first(x)
+        for block in model.blocks:
+            x = checkpoint(block, x, **how)
+        return F.cross_entropy(model.last(x), y)
+
+    s.loss_of = loss
+    s.step(0, 1)
+
+
+def _checkpointed_sequence(s):
+    s.loss_of = lambda m, x, y: F.cross_entropy(m.last(checkpoint_sequential(nn.Sequential(*m.blocks), 3, m.first(x), use_reentrant=False)), y)
+    s.step(0, 1)
+
+
+def _checkpointed_parts(s):
+    class Parts(Block):
+        def forward(self, x):
+            return x + checkpoint(lambda x: self.down(F.gelu(self.up(self.norm(x)))), x, use_reentrant=False)
+
+    s.begin(net(block=Parts))
+    s.step(0, 1)
+
+
+def _not_finite(s):
+    s.step(0)
+    loss = s.loss(1) * float("nan")
+    if torch.isfinite(loss):
+        loss.backward()
+        s.optimizer.step()
+    s.step(2)
+
+
+grads = Theme("gradients after backward")
+
+grads.equal("`p.grad` is None before", lambda s: s.w.grad is None)
+grads.equal("`p.grad` of a parameter that was not used", lambda s: [s.model.first(s.x()).sum().backward(), s.w.grad][1])
+grads.equal("`p.grad` after `zero_grad`", lambda s: [s.step(), s.w.grad][1])
+grads.equal("`p.grad.norm()`", lambda s: [s.backward(), s.note(s.w.grad.norm(), exact=False)])
+grads.equal("`p.grad.detach().data.norm(2)`", lambda s: [s.backward(), s.note(s.w.grad.detach().data.norm(2), exact=False)])
+grads.equal(
+    "the norm of all by hand",
+    lambda s: [s.backward(), s.note(sum(p.grad.norm(2) ** 2 for p in s.model.parameters()) ** 0.5, exact=False)],
+)
+grads.equal(
+    "`p.grad.shape`, `dtype`, `device`, `is_leaf`",
+    lambda s: [s.backward(), list(s.w.grad.shape), str(s.w.grad.dtype), str(s.w.grad.device), s.w.grad.is_leaf][1:],
+)
+grads.equal("`p.grad.mul_`", lambda s: [_each(s, lambda p: p.grad.mul_(0.5)), s.optimizer.step()])
+grads.equal("`p.grad.div_`", lambda s: [_each(s, lambda p: p.grad.div_(4)), s.optimizer.step()])
+grads.equal("`p.grad *= 0.5`", lambda s: [_each(s, lambda p: p.grad.__imul__(0.5)), s.optimizer.step()])
+grads.equal("`p.grad.data.mul_`", lambda s: [_each(s, lambda p: p.grad.data.mul_(0.5)), s.optimizer.step()])
+grads.equal("`p.grad = torch.zeros_like(p)` before backward", lambda s: [setattr(s.w, "grad", torch.zeros_like(s.w)), s.step()])
+grads.equal(
+    "`_foreach_mul_` of gradients",
+    lambda s: _scaled_together(s),
+)
+grads.equal(
+    "`clip_grad_norm_`",
+    lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1), exact=False), s.optimizer.step()],
+    devices=BOTH,
+)
+grads.equal(
+    "`clip_grad_norm_` that changes nothing",
+    lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 1e9), exact=False), s.optimizer.step()],
+)
+grads.equal(
+    "`clip_grad_norm_` of groups",
+    lambda s: [s.backward(), s.note([nn.utils.clip_grad_norm_(b.parameters(), 0.05) for b in s.model.blocks], exact=False), s.optimizer.step()],
+)
+grads.equal(
+    "`clip_grad_norm_(foreach=False)`",
+    lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, foreach=False), exact=False), s.optimizer.step()],
+)
+grads.equal(
+    "`clip_grad_norm_(error_if_nonfinite=True)`",
+    lambda s: [(s.loss() * float("inf")).backward(), nn.utils.clip_grad_norm_(s.model.parameters(), 1.0, error_if_nonfinite=True)],
+)
+grads.equal(
+    "`get_total_norm`, `clip_grads_with_norm_`",
+    lambda s: _clipped_in_two(s),
+)
+grads.equal(
+    "gradients averaged over a count by hand",
+    lambda s: [s.backward(1, 2), _each(s, lambda p: p.grad.div_(3)), s.optimizer.step()],
+)
+
+
+def _scaled_together(s):
+    s.backward()
+    torch._foreach_mul_([param.grad for param in s.model.parameters()], 0.5)
+    s.optimizer.step()
+
+
+def _clipped_in_two(s):
+    s.backward()
+    norm = nn.utils.get_total_norm([param.grad for param in s.model.parameters()])
+    s.note(norm, exact=False)
+    nn.utils.clip_grads_with_norm_(s.model.parameters(), 0.1, norm)
+    s.optimizer.step()
+
+
+optimizers = Theme("optimizers")
+
+
+def _with(name, make, devices=("cpu",)):
+    """A line in which an optimizer of the model's parameters makes three steps."""
+
+    @optimizers.equal(name, devices=devices)
+    def _(s):
+        model = net()
+        s.begin(model, make(model))
+        s.step(0, 1, 2)
+
+
+def _refused(name, phrase, make):
+    @optimizers.refused(name, phrase)
+    def _(s):
+        model = net()
+        optimizer = make(model)
+        s.continues = False
+        s.begin(model, optimizer)
+
+
+def _groups(model):
+    """Groups for weights with decay and for the rest without."""
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() < 2]
+    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 3e-3, "betas": (0.8, 0.99)}]
+
+
+_with("AdamW with weight decay", lambda m: adamw(m.parameters(), weight_decay=0.1), devices=BOTH)
+_with("Adam", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4), devices=BOTH)
+_with("groups with their own settings", lambda m: adamw(_groups(m)), devices=BOTH)
+_with("a group of each parameter", lambda m: adamw([{"params": [p], "lr": 1e-2 / (i + 1)} for i, p in enumerate(m.parameters())]))
+_with("named parameters", lambda m: adamw(m.named_parameters()))
+_with("`foreach=True`", lambda m: adamw(m.parameters(), foreach=True))
+_with("`foreach=False`", lambda m: adamw(m.parameters(), foreach=False))
+_with("`fused=True`", lambda m: adamw(m.parameters(), fused=True))
+_with("a learning rate that is a tensor", lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), eps=1e-4))
+_with("a learning rate of zero", lambda m: adamw(m.parameters(), lr=0.0))
+_with("frozen parameters among them", lambda m: [m.blocks[2].requires_grad_(False), adamw(m.parameters())][1], devices=BOTH)
+_with("a frozen base and a head", lambda m: [m.blocks.requires_grad_(False), adamw(p for p in m.parameters() if p.requires_grad)][1], devices=BOTH)
+_with(
+    "only biases",
+    lambda m: [[p.requires_grad_(n.endswith("bias")) for n, p in m.named_parameters()], adamw(p for p in m.parameters() if p.requires_grad)][1],
+)
+
+_refused("SGD", "use torch.optim.AdamW", lambda m: torch.optim.SGD(m.parameters(), lr=0.1))
+_refused("Adagrad", "use torch.optim.AdamW", lambda m: torch.optim.Adagrad(m.parameters()))
+_refused("RMSprop", "use torch.optim.AdamW", lambda m: torch.optim.RMSprop(m.parameters()))
+_refused("NAdam", "use torch.optim.AdamW", lambda m: torch.optim.NAdam(m.parameters()))
+_refused("RAdam", "use torch.optim.AdamW", lambda m: torch.optim.RAdam(m.parameters()))
+_refused("Adamax", "use torch.optim.AdamW", lambda m: torch.optim.Adamax(m.parameters()))
+_refused("Adafactor", "use torch.optim.AdamW", lambda m: torch.optim.Adafactor(m.parameters()))
+_refused("Muon", "use torch.optim.AdamW", lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2]))
+_refused("LBFGS", "use torch.optim.AdamW", lambda m: torch.optim.LBFGS(m.parameters()))
+_refused("SparseAdam", "use torch.optim.AdamW", lambda m: torch.optim.SparseAdam(list(m.parameters())))
+_refused("an AdamW of a script's own", "use torch.optim.AdamW", lambda m: type("MyAdamW", (torch.optim.AdamW,), {})(m.parameters()))
+_refused(
+    "another library's class named AdamW",
+    "torch.optim.AdamW",
+    lambda m: type("AdamW", (torch.optim.Optimizer,), {"__module__": "bitsandbytes.optim"})(m.parameters(), {"lr": 0.1}),
+)
+_refused("`amsgrad`", "amsgrad=True: leave it out", lambda m: adamw(m.parameters(), amsgrad=True))
+_refused("`maximize`", "maximize=True: leave it out", lambda m: adamw(m.parameters(), maximize=True))
+_refused("`differentiable`", "differentiable=True: leave it out", lambda m: torch.optim.AdamW(m.parameters(), differentiable=True))
+_refused(
+    "`amsgrad` in one group",
+    "amsgrad=True: leave it out",
+    lambda m: adamw([{"params": m.blocks.parameters()}, {"params": m.last.parameters(), "amsgrad": True}]),
+)
+_refused("Adam with weight decay", "use torch.optim.AdamW", lambda m: torch.optim.Adam(m.parameters(), weight_decay=0.1))
+_refused("a parameter of another model", "not the model's", lambda m: adamw([*m.parameters(), nn.Parameter(torch.zeros(2))]))
+
+
+@optimizers.equal("a parameter frozen after `prepare`")
+def _(s):
+    s.step(0)
+    s.model.blocks[1].requires_grad_(False)
+    s.step(1)
+    s.model.blocks[1].requires_grad_(True)
+    s.step(2)
+
+
+def _settings(name, change):
+    """A line in which settings of the optimizer change between steps."""
+
+    @optimizers.equal(name)
+    def _(s):
+        s.step(0)
+        change(s.optimizer.param_groups[0])
+        s.step(1, 2)
+
+
+_settings("another `lr` in the group", lambda group: group.update(lr=1e-3))
+_settings("other `betas`", lambda group: group.update(betas=(0.5, 0.9)))
+_settings("another `eps`, `weight_decay`", lambda group: group.update(eps=1e-3, weight_decay=0.5))
+_settings("a parameter taken out of the group", lambda group: group["params"].pop(3))
+_settings("settings of a script's own", lambda group: group.update(name="all"))
+
+
+schedulers = Theme("schedulers")
+
+
+def _scheduled(name, make, devices=("cpu",), **more):
+    @schedulers.equal(name, devices=devices)
+    def _(s):
+        model = net()
+        optimizer = adamw(model.parameters())
+        scheduler = make(optimizer)
+        s.begin(model, optimizer, track=[scheduler])
+        for number in range(4):
+            s.step(number)
+            scheduler.step(*[0.5] * (type(scheduler).__name__ == "ReduceLROnPlateau"))
+        return [scheduler.get_last_lr(), s.optimizer.param_groups[0]["lr"]]
+
+
+from torch.optim import lr_scheduler  # noqa: E402
+
+_scheduled("StepLR", lambda o: lr_scheduler.StepLR(o, 2, 0.1))
+_scheduled("CosineAnnealingLR", lambda o: lr_scheduler.CosineAnnealingLR(o, 4), devices=BOTH)
+_scheduled("OneCycleLR, which changes the betas", lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=8))
+_scheduled("CyclicLR", lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2, cycle_momentum=False))
+_scheduled("LambdaLR", lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / 3)))
+_scheduled("SequentialLR", lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o, 0.1), lr_scheduler.ExponentialLR(o, 0.5)], [2]))
+_scheduled("ReduceLROnPlateau", lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0))
+_scheduled("CosineAnnealingWarmRestarts", lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 2))
+_scheduled("SWALR", lambda o: torch.optim.swa_utils.SWALR(o, swa_lr=1e-3, anneal_epochs=2))
+
+
+@schedulers.equal("a scheduler made after `prepare`")
+def _(s):
+    s.model
+    scheduler = lr_scheduler.ExponentialLR(s.optimizer, 0.5)
+    for number in range(3):
+        s.step(number)
+        scheduler.step()
+    return scheduler.state_dict()
+
+
+@schedulers.equal("a scheduler that is loaded")
+def _(s):
+    scheduler = lr_scheduler.StepLR(s.begin() and s.optimizer, 1, 0.5)
+    s.step(0)
+    scheduler.step()
+    again = lr_scheduler.StepLR(s.optimizer, 1, 0.5)
+    again.load_state_dict(scheduler.state_dict())
+    again.step()
+    s.step(1)
+    return [s.optimizer.param_groups[0]["lr"], again.get_last_lr()]
+
+
+@schedulers.equal("a warning about the order of steps")
+def _(s):
+    import warnings
+
+    scheduler = lr_scheduler.StepLR(s.begin() and s.optimizer, 1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        s.step(0)
+        scheduler.step()
+    return [str(one.message)[:60] for one in told if "lr_scheduler" in str(one.message)]
+
+
+precision = Theme("precision")
+
+
+@precision.equal("`autocast` with bfloat16", devices=BOTH)
+def _(s):
+    s.loss_of = lambda m, x, y: torch.autocast("cpu", torch.bfloat16)(lambda: F.cross_entropy(m(x), y))()
+    s.step(0, 1)
+
+
+@precision.equal("`autocast` and the types of activations")
+def _(s):
+    kinds = []
+    s.model.blocks[1].up.register_forward_hook(lambda module, args, out: kinds.append(str(out.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        s.loss(0).backward()
+    s.optimizer.step()
+    return kinds
+
+
+@precision.equal("`autocast` with two forwards, its cache")
+def _(s):
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = s.loss(0) + s.loss(1)
+    loss.backward()
+    s.optimizer.step()
+
+
+@precision.equal("`autocast` and `checkpoint`")
+def _(s):
+    with torch.autocast("cpu", torch.bfloat16):
+        _checkpointed_loss(s).backward()
+    s.optimizer.step()
+
+
+def _checkpointed_loss(s):
+    model, (x, y) = s.model, s.batch()
+    x = model.first(x)
+    for block in model.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return F.cross_entropy(model.last(x), y)
+
+
+@precision.equal("`autocast` in evaluation, then in training")
+def _(s):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        s.note(s.loss(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        s.step(1)
+
+
+@precision.equal("`autocast` nested and switched off")
+def _(s):
+    class Off(Block):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x.float())
+
+    s.begin(net(block=Off))
+    with torch.autocast("cpu", torch.bfloat16):
+        s.step(0, 1)
+
+
+@precision.equal("`autocast` as a decorator of forward")
+def _(s):
+    class Cast(Net):
+        @torch.autocast("cpu", torch.bfloat16)
+        def forward(self, x):
+            return super().forward(x)
+
+    s.begin(randomized(Cast()))
+    s.step(0, 1)
+
+
+def _scaled(s, unscale=False, factor=1.0):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for number in range(3):
+        scaler.scale(s.loss(number) * (float("inf") if number == 1 and factor != 1.0 else 1.0)).backward()
+        if unscale:
+            scaler.unscale_(s.optimizer)
+            s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1))
+        scaler.step(s.optimizer)
+        scaler.update()
+        s.optimizer.zero_grad()
+    return [scaler.get_scale(), scaler.state_dict()]
+
+
+def _scaled_sum(s, scaler):
+    for number in range(2):
+        scaler.scale(s.loss(number)).backward()
+    scaler.step(s.optimizer)
+    scaler.update()
+
+
+precision.equal("`GradScaler`", lambda s: _scaled(s), devices=BOTH)
+precision.equal("`GradScaler` and `unscale_`, then clipping", lambda s: _scaled(s, unscale=True))
+precision.equal("`GradScaler` that skips a step", lambda s: _scaled(s, factor=float("inf")))
+precision.equal(
+    "`GradScaler(enabled=False)`",
+    lambda s: _scaled_sum(s, torch.amp.GradScaler("cpu", enabled=False)),
+)
+precision.equal(
+    "`GradScaler` over several batches",
+    lambda s: _scaled_sum(s, torch.amp.GradScaler("cpu", init_scale=64.0)),
+)
+precision.refused(
+    "a model in double precision",
+    "float32, bfloat16 or float16",
+    lambda s: [setattr(s, "continues", False), s.begin(net().double())],
+)
+precision.equal(
+    "`set_default_dtype` while the model is made",
+    lambda s: [torch.set_default_dtype(torch.float64), torch.set_default_dtype(torch.float32), s.step()],
+)
+precision.equal("bfloat16 weights, their losses before a step", lambda s: _sixteen(s, torch.bfloat16))
+precision.equal("float16 weights, their gradients", lambda s: _sixteen(s, torch.float16))
+
+
+def _sixteen(s, dtype):
+    model = net(dropout=0.0).to(dtype)
+    s.continues = False
+    s.begin(model)
+    loss = F.cross_entropy(model(s.x().to(dtype)).float(), s.batch()[1])
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+saved = Theme("saved", devices=BOTH)
+
+
+def _through(value, **more):
+    """The value written by `torch.save` and read again."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **more)
+
+
+def _after(s, do):
+    """What `do` returns after two steps."""
+    s.step(0, 1)
+    return do()
+
+
+saved.equal("`model.state_dict()`", lambda s: _after(s, lambda: s.model.state_dict()))
+saved.equal(
+    "`state_dict` of a block, with a prefix, with `keep_vars`",
+    lambda s: _after(s, lambda: [s.model.blocks[1].state_dict(), s.model.state_dict(prefix="m."), s.model.state_dict(keep_vars=True)]),
+)
+saved.equal(
+    "`state_dict` in the middle of an accumulation",
+    lambda s: [s.backward(0), s.note(s.model.state_dict()), s.backward(1), s.optimizer.step()],
+    devices=("cpu",),
+)
+saved.equal("`state_dict` kept over a step", lambda s: [state := copy.deepcopy(s.model.state_dict()), s.step(0), state][2], devices=("cpu",))
+saved.differs(
+    "a `state_dict` after a step",
+    "its tensors are copies and keep their values",
+    lambda s: [state := s.model.state_dict(), before := state["last.weight"].clone(), s.step(0), not torch.equal(before, state["last.weight"])][3],
+    devices=("cpu",),
+)
+saved.equal(
+    "`state_dict` has its `_metadata`, order and class",
+    lambda s: [list(s.model.state_dict()._metadata), list(s.model.state_dict()), type(s.model.state_dict()).__name__],
+    devices=("cpu",),
+)
+saved.equal("`torch.save` of the state", lambda s: _after(s, lambda: _through(s.model.state_dict())))
+saved.equal("`torch.save` of a list of weights", lambda s: _after(s, lambda: _through([p.detach() for p in s.model.parameters()])), devices=("cpu",))
+saved.equal(
+    "`torch.save` of `dict(named_parameters())`",
+    lambda s: _after(s, lambda: _through({n: p.data for n, p in s.model.named_parameters()})),
+    devices=("cpu",),
+)
+saved.equal("`torch.save` of `w.detach()`", lambda s: _after(s, lambda: _through(s.w.detach())), devices=("cpu",))
+saved.refused("`torch.save` of a parameter", "state_dict", lambda s: _after(s, lambda: _through(s.w, weights_only=False)), devices=("cpu",))
+saved.refused("`pickle` of the optimizer", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.optimizer)), devices=("cpu",))
+saved.refused("`copy.deepcopy(model)`", "before offloadd.prepare", lambda s: _after(s, lambda: copy.deepcopy(s.model)), devices=("cpu",))
+saved.refused(
+    "`copy.deepcopy` of a block",
+    "before offloadd.prepare",
+    lambda s: _after(s, lambda: copy.deepcopy(s.model.blocks[0])),
+    devices=("cpu",),
+)
+saved.equal(
+    "`copy.deepcopy` of `w.detach()`, of `w.data`",
+    lambda s: _after(s, lambda: [copy.deepcopy(s.w.detach()), copy.deepcopy(s.w.data)]),
+    devices=("cpu",),
+)
+saved.refused("`copy.copy(model)`", "save its state_dict", lambda s: _after(s, lambda: copy.copy(s.model)(s.x(3))), devices=("cpu",))
+saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(net(5), s.model.state_dict())(s.x(3))), devices=("cpu",))
+saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_model(s.model)), devices=("cpu",))
+saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s), devices=("cpu",))
+saved.equal("`get_model_state_dict`", lambda s: _after(s, lambda: get_model_state_dict(s.model)), devices=("cpu",))
+saved.equal(
+    "`scheduler.state_dict()` of a scheduler beside it",
+    lambda s: _after(s, lambda: lr_scheduler.StepLR(s.optimizer, 2).state_dict()),
+    devices=("cpu",),
+)
+
+
+def _loaded(model, state):
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def _safetensors(state):
+    from safetensors.torch import load, save
+
+    return dict(sorted(load(save(state)).items()))
+
+
+def _save_model(model):
+    from safetensors.torch import load_file, save_model
+
+    with tempfile.TemporaryDirectory() as dir:
+        save_model(model, f"{dir}/model.safetensors")
+        return dict(sorted(load_file(f"{dir}/model.safetensors").items()))
+
+
+class Tied(Net):
+    """The first layer's weight is the head's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(16, 8)
+        self.first.weight = nn.Parameter(self.mix.weight.t().detach().clone())
+        self.back = nn.Linear(8, 16)
+        self.back.weight = self.first.weight
+
+    def forward(self, x):
+        x = super().forward(self.mix(self.back(x)))
+        return x
+
+
+def _tied_state(s):
+    s.begin(randomized(Tied()))
+    s.step(0, 1)
+    state = s.model.state_dict()
+    return [state, state["first.weight"].data_ptr() == state["back.weight"].data_ptr()]
+
+
+loaded = Theme("loaded", devices=BOTH)
+
+
+def _trained_state():
+    """The state of a plain model and its optimizer after two steps."""
+    model = net(3)
+    optimizer = adamw(model.parameters(), lr=3e-3)
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict(), optimizer.state_dict()
+
+
+loaded.equal("`model.load_state_dict` after `prepare`", lambda s: [s.model.load_state_dict(_trained_state()[0]), s.step(0, 1)])
+loaded.equal("`model.load_state_dict` after steps", lambda s: [s.step(0), s.model.load_state_dict(_trained_state()[0]), s.step(1)])
+loaded.equal("what `load_state_dict` returns", lambda s: str(s.model.load_state_dict(_trained_state()[0])), devices=("cpu",))
+loaded.equal("its own `state_dict`", lambda s: [s.step(0), s.model.load_state_dict(s.model.state_dict()), s.step(1)], devices=("cpu",))
+loaded.equal(
+    "`strict=False` with missing and unexpected keys",
+    lambda s: [str(s.model.load_state_dict({"last.weight": torch.ones(5, 16), "other": torch.ones(1)}, strict=False)), s.step()][0],
+    devices=("cpu",),
+)
+loaded.equal(
+    "weights of another type",
+    lambda s: [s.model.load_state_dict({k: v.double() for k, v in net(3).state_dict().items()}), s.step()],
+    devices=("cpu",),
+)
+loaded.refused("`assign=True`", "leave assign out", lambda s: s.model.load_state_dict(net(3).state_dict(), assign=True), devices=("cpu",))
+loaded.equal("a state with frozen weights in it", lambda s: _loaded_frozen(s), devices=("cpu",))
+loaded.refused(
+    "`load_state_dict` in the middle of an accumulation",
+    "between backward and step",
+    lambda s: [s.backward(), s.model.load_state_dict(net(3).state_dict())],
+    devices=("cpu",),
+)
+loaded.equal(
+    "`optimizer.load_state_dict` of its own state",
+    lambda s: [s.step(0, 1), s.optimizer.load_state_dict(s.optimizer.state_dict()), s.step(0, 1)],
+    devices=("cpu",),
+)
+loaded.equal("`set_model_state_dict`", lambda s: [set_model_state_dict(s.model, net(3).state_dict()), s.step()], devices=("cpu",))
+loaded.equal("weights loaded before `prepare`", lambda s: [s.begin(_loaded(net(), net(3).state_dict()).train()), s.step()], devices=("cpu",))
+loaded.equal("a state from `safetensors`", lambda s: [s.model.load_state_dict(_safetensors(net(3).state_dict())), s.step()], devices=("cpu",))
+loaded.equal("a buffer in the state", lambda s: _loaded_buffer(s), devices=("cpu",))
+
+
+def _loaded_frozen(s):
+    model = net()
+    model.blocks[1].requires_grad_(False)
+    state = {name: value * (1 if name.startswith("blocks.1.") else 0.9) for name, value in model.state_dict().items()}
+    s.begin(model)
+    s.model.load_state_dict(state)
+    s.step(0)
+
+
+def _loaded_buffer(s):
+    def made(seed):
+        model = net(seed)
+        model.register_buffer("scale", torch.full((), float(seed)))
+        return model
+
+    s.begin(made(1))
+    s.model.load_state_dict(made(2).state_dict())
+    return s.model.scale

@@ -1,0 +1,528 @@
+"""Writes: weights that a script or a module changes itself, averages of weights, and hooks."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import init
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
+
+from table import Block, Theme, net
+
+
+written = Theme("written outside of forward")
+
+
+# Where a script finds what to do instead.
+BEFORE = "before offloadd.prepare"
+
+
+def _writes(name, write):
+    written.refused(name, BEFORE, lambda s: _write(s, write))
+
+
+def _write(s, write):
+    """Writes to a weight before the first step and after it."""
+    with torch.no_grad():
+        write(s.w)
+    s.step(0)
+    with torch.no_grad():
+        write(s.w)
+    s.step(1)
+    return [s.w, s.b, s.root]
+
+
+_writes("`w.add_`", lambda w: w.add_(0.1))
+_writes("`w.mul_`", lambda w: w.mul_(0.9))
+_writes("`w += 1`", lambda w: w.__iadd__(0.1))
+_writes("`w.copy_`", lambda w: w.copy_(torch.full_like(w, 0.1)))
+_writes("`w.fill_`, `w.zero_`", lambda w: [w.fill_(2.0), w.zero_()])
+_writes("`w[0] = 0`", lambda w: w.__setitem__(0, 0.0))
+_writes("`w[mask] = 0`", lambda w: w.__setitem__(w > 0.2, 0.0))
+_writes("`w.clamp_`, `w.renorm_`", lambda w: [w.clamp_(-0.1, 0.1), w.renorm_(2, 0, 0.5)])
+_writes("`w.normal_`, `w.uniform_`", lambda w: [w.normal_(), w.uniform_(-0.1, 0.1)])
+_writes("`w.index_fill_`, `w.masked_fill_`", lambda w: [w.index_fill_(0, torch.tensor([1]), 0.0), w.masked_fill_(w > 0.3, 0.0)])
+_writes("`w.data.add_`", lambda w: w.data.add_(0.1))
+_writes("`w.data.clamp_`", lambda w: w.data.clamp_(-0.1, 0.1))
+_writes("`w.data.copy_`", lambda w: w.data.copy_(torch.full_like(w, 0.1)))
+_writes("`w.data[0] = 0`", lambda w: w.data.__setitem__(0, 0.0))
+_writes("`w.data *= 2`", lambda w: w.data.__imul__(2.0))
+_writes("`w.data = x`", lambda w: setattr(w, "data", torch.full_like(w, 0.1)))
+_writes("`w.data = w.data * 2`", lambda w: setattr(w, "data", w.data * 2))
+_writes("`init.xavier_uniform_`", lambda w: init.xavier_uniform_(w))
+_writes("`init.normal_`, `init.trunc_normal_`", lambda w: [init.normal_(w), init.trunc_normal_(w, std=0.1)])
+_writes("`init.kaiming_normal_`, `init.orthogonal_`", lambda w: [init.kaiming_normal_(w), init.orthogonal_(w)])
+_writes("`init.zeros_`, `init.constant_`, `init.eye_`", lambda w: [init.zeros_(w), init.constant_(w, 0.1), init.eye_(w)])
+_writes("`_foreach_mul_`", lambda w: torch._foreach_mul_([w], 0.9))
+_writes("`_foreach_copy_` into a parameter", lambda w: torch._foreach_copy_([w], [torch.full_like(w, 0.1)]))
+_writes("`w.swap` through a temporary", lambda w: w.copy_(w.flip(0).clone()))
+
+written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
+written.refused("`p.data` of all parameters", BEFORE, lambda s: _all(s, lambda p: p.data.sub_(p.data.mean())))
+written.refused("`model.apply(init)`", BEFORE, lambda s: [s.step(), s.model.apply(_init), s.step(1)])
+written.refused("`reset_parameters()`", BEFORE, lambda s: [s.step(), s.model.blocks[2].up.reset_parameters(), s.step(1)])
+written.refused("`vector_to_parameters`", BEFORE, lambda s: _vector(s))
+written.refused("`_foreach_lerp_` of all parameters", BEFORE, lambda s: _foreach_all(s))
+written.refused("weights in no block", BEFORE, lambda s: _write_root(s))
+written.refused(
+    "a write between backward and step",
+    BEFORE,
+    lambda s: [s.backward(), torch.no_grad()(lambda: s.w.mul_(0.9))(), s.optimizer.step(), s.weights()][3],
+)
+written.refused("a frozen parameter", BEFORE, lambda s: _write_frozen(s))
+written.refused("weights stored, replaced and restored", BEFORE, lambda s: _swapped(s))
+written.refused("noise added and taken away", BEFORE, lambda s: _noise(s))
+written.refused("a projection after each step", BEFORE, lambda s: _projected(s))
+written.refused("a weight of another model copied into it", BEFORE, lambda s: _copied(s))
+
+
+def _init(module):
+    if isinstance(module, nn.Linear):
+        init.constant_(module.weight, 0.03)
+        init.zeros_(module.bias)
+
+
+def _all(s, write):
+    s.step(0)
+    with torch.no_grad():
+        for param in s.model.parameters():
+            write(param)
+    s.step(1)
+
+
+def _vector(s):
+    s.step(0)
+    vector = nn.utils.parameters_to_vector(s.model.parameters())
+    nn.utils.vector_to_parameters(vector * 0.9, s.model.parameters())
+    s.step(1)
+
+
+def _foreach_all(s):
+    s.step(0)
+    other = [torch.ones_like(param) for param in s.model.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(list(s.model.parameters()), other, 0.1)
+    s.step(1)
+
+
+def _write_root(s):
+    s.step(0)
+    with torch.no_grad():
+        s.root.mul_(0.5)
+        s.model.first.bias.data.zero_()
+    s.step(1)
+
+
+def _write_frozen(s):
+    model = net()
+    model.blocks[3].requires_grad_(False)
+    s.begin(model)
+    s.step(0)
+    with torch.no_grad():
+        model.blocks[3].up.weight.mul_(0.5)
+    s.step(1)
+
+
+def _swapped(s):
+    s.step(0)
+    kept = [param.detach().clone() for param in s.model.parameters()]
+    with torch.no_grad():
+        for param in s.model.parameters():
+            param.copy_(torch.zeros_like(param) + 0.02)
+    s.note(s.loss())
+    with torch.no_grad():
+        for param, value in zip(s.model.parameters(), kept):
+            param.copy_(value)
+    s.step(1)
+
+
+def _noise(s):
+    s.step(0)
+    with torch.no_grad():
+        noise = [torch.randn_like(param) for param in s.model.parameters()]
+        torch._foreach_add_(list(s.model.parameters()), noise)
+        s.note(s.loss())
+        torch._foreach_sub_(list(s.model.parameters()), noise)
+    s.step(1)
+
+
+def _projected(s):
+    for number in range(3):
+        s.step(number)
+        with torch.no_grad():
+            for block in s.model.blocks:
+                block.up.weight.div_(block.up.weight.norm(dim=1, keepdim=True))
+
+
+def _copied(s):
+    other = net(3)
+    s.step(0)
+    with torch.no_grad():
+        for ours, theirs in zip(s.model.blocks[0].parameters(), other.blocks[0].parameters()):
+            ours.data.copy_(theirs.data)
+    s.step(1)
+
+
+averaged = Theme("averages of weights")
+
+
+def _averages(name, update, devices=("cpu",)):
+    """A line in which a copy of the model, made before, follows it."""
+
+    @averaged.equal(name, devices=devices)
+    def _(s):
+        model = net()
+        ema = copy.deepcopy(model).requires_grad_(False)
+        s.begin(model)
+        for number in range(3):
+            s.step(number)
+            with torch.no_grad():
+                update(list(ema.parameters()), list(model.parameters()))
+        return [s.weights(ema), s.loss(3, ema)]
+
+
+_averages("`ema.sub_((ema - p) * 0.1)`", lambda e, p: [a.sub_((a - b) * 0.1) for a, b in zip(e, p)])
+_averages("`ema.data.copy_(p.data)`", lambda e, p: [a.data.copy_(b.data) for a, b in zip(e, p)])
+_averages("`ema[0] = p[0]`", lambda e, p: [a.__setitem__(0, b[0]) for a, b in zip(e, p)])
+_averages("`torch.lerp(ema, p, 0.1, out=ema)`", lambda e, p: [torch.lerp(a, b, 0.1, out=a) for a, b in zip(e, p)])
+_averages("`ema.data = p.data.clone()`", lambda e, p: [setattr(a, "data", b.data.clone()) for a, b in zip(e, p)])
+
+
+@averaged.equal("a dictionary of shadows by name")
+def _(s):
+    shadow = {name: param.detach().clone() for name, param in s.model.named_parameters()}
+    for number in range(2):
+        s.step(number)
+        for name, param in s.model.named_parameters():
+            shadow[name] -= 0.1 * (shadow[name] - param.data)
+    return shadow
+
+
+@averaged.refused("an average evaluated in the model's place", BEFORE)
+def _(s):
+    shadow = {name: param.detach().clone() for name, param in s.model.named_parameters()}
+    s.step(0)
+    kept = {name: param.detach().clone() for name, param in s.model.named_parameters()}
+    for name, param in s.model.named_parameters():
+        param.data.copy_(shadow[name].lerp(kept[name], 0.5))
+    s.model.eval()
+    with torch.no_grad():
+        s.note(s.loss(1))
+    s.model.train()
+    for name, param in s.model.named_parameters():
+        param.data.copy_(kept[name])
+    s.step(1)
+
+
+@averaged.equal("`AveragedModel` made before")
+def _(s):
+    model = net()
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    s.begin(model)
+    for number in range(3):
+        s.step(number)
+        averaged.update_parameters(model)
+    return [s.weights(averaged), averaged.module(s.x())]
+
+
+@averaged.equal("`AveragedModel` with the mean, made before")
+def _(s):
+    model = net()
+    averaged = AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn(), use_buffers=True)
+    s.begin(model)
+    for number in range(3):
+        s.step(number)
+        averaged.update_parameters(model)
+    return s.weights(averaged)
+
+
+@averaged.equal("`AveragedModel` with a function of a script's own")
+def _(s):
+    model = net()
+    averaged = AveragedModel(model, avg_fn=lambda a, p, n: a * 0.5 + p * 0.5)
+    s.begin(model)
+    for number in range(2):
+        s.step(number)
+        averaged.update_parameters(model)
+    return s.weights(averaged)
+
+
+@averaged.equal("`update_bn` of an average")
+def _(s):
+    class Normed(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(16)
+
+    model = net(block=Normed)
+    averaged = AveragedModel(model)
+    s.begin(model)
+    s.step(0, 1)
+    averaged.update_parameters(model)
+    update_bn([s.x(2), s.x(3)], averaged)
+    return s.weights(averaged)
+
+
+@averaged.refused("`AveragedModel` made after `prepare`", "copy it before offloadd.prepare")
+def _(s):
+    s.step(0)
+    AveragedModel(s.model)
+
+
+@averaged.equal("a target network that follows by `load_state_dict`")
+def _(s):
+    model, target = net(), net(1).requires_grad_(False)
+    s.begin(model)
+    for number in range(2):
+        s.step(number)
+        target.load_state_dict(model.state_dict())
+    return s.weights(target)
+
+
+@averaged.equal("a target network that follows by a mixed state dict")
+def _(s):
+    model, target = net(), net(1).requires_grad_(False)
+    s.begin(model)
+    s.step(0)
+    ours, theirs = model.state_dict(), target.state_dict()
+    target.load_state_dict({name: 0.1 * ours[name] + 0.9 * theirs[name] for name in ours})
+    return s.weights(target)
+
+
+in_forward = Theme("written in forward", changes=False)
+
+# What an error says of weights that were written while they were in memory.
+IN_PLACE = "was changed in place while it was in memory"
+
+
+@in_forward.equal("a codebook in a buffer that follows its inputs")
+def _(s):
+    class Codes(Block):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.randn(7, 16))
+
+        def forward(self, x):
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            if self.training:
+                self.codes[nearest] = self.codes[nearest].lerp(x.detach(), 0.1)
+            return super().forward(x) + self.codes[nearest]
+
+    s.begin(net(block=Codes))
+    s.step(0, 1, 2)
+    return s.model.state_dict()
+
+
+hooked = Theme("hooks")
+
+
+@hooked.equal("`register_hook` before `prepare` sees gradients", devices=("cpu", "nvme"))
+def _(s):
+    model, seen = net(), []
+    model.blocks[1].up.weight.register_hook(lambda grad: seen.append(grad.clone()))
+    s.begin(model)
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("`register_hook` before `prepare` changes gradients")
+def _(s):
+    model = net()
+    for param in model.parameters():
+        param.register_hook(lambda grad: grad * 0.5 + 0.01)
+    s.begin(model)
+    s.step(0, 1)
+
+
+@hooked.equal("`register_hook` after `prepare` sees gradients")
+def _(s):
+    seen = []
+    s.w.register_hook(lambda grad: seen.append(grad.clone()))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("`register_hook` after `prepare` changes gradients")
+def _(s):
+    for param in s.model.parameters():
+        param.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+    s.step(0, 1)
+
+
+@hooked.equal("a hook that is removed")
+def _(s):
+    seen = []
+    handle = s.w.register_hook(lambda grad: seen.append(grad.clone()))
+    s.step(0)
+    handle.remove()
+    s.step(1)
+    return seen
+
+
+@hooked.equal("`register_post_accumulate_grad_hook` before `prepare`")
+def _(s):
+    model, seen = net(), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.norm()))
+    s.begin(model)
+    s.step(0, 1)
+    return sorted(map(float, seen))
+
+
+@hooked.equal("a post-accumulate hook that clips the gradient by value")
+def _(s):
+    model = net()
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: [param.grad.clamp_(-0.01, 0.01)] and None)
+    s.begin(model)
+    s.step(0, 1)
+
+
+@hooked.equal("hooks of both kinds, before and after, in their order")
+def _(s):
+    model, order = net(), []
+    w = model.blocks[1].up.weight
+    w.register_hook(lambda grad: order.append("hook before"))
+    w.register_post_accumulate_grad_hook(lambda param: order.append("accumulated before"))
+    s.begin(model)
+    w.register_hook(lambda grad: order.append("hook after"))
+    w.register_post_accumulate_grad_hook(lambda param: order.append("accumulated after"))
+    s.step(0)
+    return order
+
+
+@hooked.equal("a post-accumulate hook that steps an optimizer of each parameter")
+def _(s):
+    model = net()
+    seen = []
+    model.last.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.abs().sum()))
+    s.begin(model)
+    s.step(0)
+    return seen
+
+
+@hooked.equal("forward pre-hooks and forward hooks of modules")
+def _(s):
+    seen = []
+    s.model.blocks[1].register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+    s.model.blocks[1].register_forward_hook(lambda module, args, out: seen.append(out.detach().clone()))
+    s.model.blocks[2].register_forward_hook(lambda module, args, out: out * 0.5)
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("forward hooks that read weights")
+def _(s):
+    seen = []
+    for block in s.model.blocks:
+        block.up.register_forward_hook(lambda module, args, out: seen.append(module.weight.norm()))
+        block.register_forward_hook(lambda module, args, out: seen.append(module.down.weight.norm()))
+    s.model.register_forward_hook(lambda module, args, out: seen.append(module.last.weight.norm()))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("`register_full_backward_hook`")
+def _(s):
+    seen = []
+    for block in s.model.blocks:
+        block.up.register_full_backward_hook(lambda module, grads, outs: seen.append([outs[0].clone(), module.weight.norm()]))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("`register_full_backward_hook` of blocks and the model")
+def _(s):
+    seen = []
+    for module in [*s.model.blocks, s.model]:
+        module.register_full_backward_hook(lambda module, grads, outs: seen.append(outs[0].clone()))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("`register_full_backward_pre_hook` changes gradients")
+def _(s):
+    s.model.blocks[1].register_full_backward_pre_hook(lambda module, outs: (outs[0] * 0.5,))
+    s.step(0, 1)
+
+
+@hooked.equal("global hooks of modules")
+def _(s):
+    seen = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(type(module).__name__))
+    s.step(0)
+    handle.remove()
+    return seen
+
+
+@hooked.equal("hooks of activations, `retain_grad`")
+def _(s):
+    kept = []
+    s.model.blocks[1].register_forward_hook(lambda module, args, out: [out.retain_grad(), kept.append(out)] and None)
+    s.backward(0)
+    return kept[0].grad
+
+
+@hooked.equal("`saved_tensors_hooks`")
+def _(s):
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one.clone(), lambda one: one):
+        s.step(0, 1)
+
+
+@hooked.equal("`save_on_cpu`")
+def _(s):
+    with torch.autograd.graph.save_on_cpu():
+        s.step(0, 1)
+
+
+@hooked.equal("hooks of all optimizers")
+def _(s):
+    seen = []
+    handles = [
+        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
+        torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: seen.append("post")),
+    ]
+    s.step(0, 1)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@hooked.equal("hooks of the model's `state_dict`")
+def _(s):
+    def add(module, state, prefix, metadata):
+        state["added"] = torch.ones(1)
+
+    s.model.register_state_dict_post_hook(add)
+    s.model.register_state_dict_pre_hook(lambda module, prefix, keep: setattr(module, "asked", True))
+    s.step(0)
+    return [s.model.state_dict(), s.model.asked]
+
+
+@hooked.equal("hooks of a block's `state_dict`")
+def _(s):
+    def rename(module, state, prefix, metadata):
+        state[prefix + "renamed"] = state.pop(prefix + "weight")
+
+    s.model.blocks[1].up.register_state_dict_post_hook(rename)
+    return s.model.state_dict()
+
+
+@hooked.equal("hooks of the model's `load_state_dict`")
+def _(s):
+    seen = []
+    s.model.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(len(state)))
+    s.model.register_load_state_dict_post_hook(lambda module, keys: seen.append(len(keys.missing_keys)))
+    s.model.load_state_dict(net(3).state_dict())
+    s.step(0)
+    return seen
+
+
+@hooked.equal("hooks of a script's own class around `__call__`")
+def _(s):
+    class Wrapped(Block):
+        def __call__(self, *args):
+            return super().__call__(*args) * 1.5
+
+    s.begin(net(block=Wrapped))
+    s.step(0, 1)
