@@ -457,18 +457,29 @@ impl<H: Clone + Send + 'static> Swapper<H> {
     /// Drains, then calls `visitor` with `param` and `state` of each range, ordered by unit and element.
     pub fn visit(&mut self, visitor: &mut TileVisitor) -> Result<(), SwapperError> {
         self.drain()?;
-        if !self.initialized {
-            return Err(SwapperError::NotInitialized);
-        }
+        let units: Vec<usize> = (0..self.layout.units().len()).collect();
+        self.visit_units(&units, visitor)
+    }
+
+    /// Applies pending updates, and calls `visitor` with `param` and `state` of each range of `units`. Commits nothing, so that a
+    /// step that is not sealed yet stays so.
+    pub fn visit_units(
+        &mut self,
+        units: &[usize],
+        visitor: &mut TileVisitor,
+    ) -> Result<(), SwapperError> {
+        self.check_initialized()?;
+        let updates = schedule::immediate(&self.pending, false, &StepProgram::default());
+        self.settle(updates, None)?;
+        self.pending.clear();
         let layout = self.layout.clone();
-        let units = 0..layout.units().len();
-        let ops = units.clone().map(|unit| Op::Visit { unit }).collect();
+        let ops = units.iter().map(|&unit| Op::Visit { unit }).collect();
         self.send(Message::Plan {
             ops,
             keep: true,
             blob: None,
         })?;
-        for unit in units {
+        for &unit in units {
             self.serve(Op::Visit { unit }, |lent| {
                 for lent in lent {
                     let [Some(param), state, _] = &lent.slots else {

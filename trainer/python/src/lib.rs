@@ -19,10 +19,12 @@ mod progress;
 mod schedule;
 mod update;
 
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
+use kernels::reduce::GradType;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use swapper::private::PrivateDaemon;
@@ -31,7 +33,7 @@ use swapper::{ArenaMemory, Canceller, Op, StepIo, StepProgram, Swapper, SwapperE
 use crate::errors::{Error, Signals, failed};
 use crate::gpu::{GpuMover, MoverCell, gpu_name};
 use crate::nodes::Exchange;
-use crate::open::{Format, ParamPlan, Plan, open, start_daemon};
+use crate::open::{Format, ParamPlan, Plan, Updated, open, start_daemon};
 use crate::progress::{Clock, Reporter, Step, StepFacts};
 use crate::update::StepHyper;
 
@@ -67,6 +69,40 @@ impl Held {
             }
             Ok(())
         })
+    }
+
+    /// Passes `unit`'s gradients of this step to `change`, with their type and elements. Returns the sum of squares of each
+    /// parameter's gradients in this rank's tiles.
+    fn gradients(
+        &mut self,
+        unit: usize,
+        mut change: impl FnMut(GradType, &Range<u64>, &mut [u8]),
+    ) -> Result<Vec<f64>, SwapperError> {
+        let Some(Updated { grads, .. }) = self.formats[unit].update else {
+            return Err(SwapperError::Program {
+                what: format!("unit {unit} is not trained and takes no gradients"),
+            });
+        };
+        let params = &self.plan.units[unit].params;
+        let mut squares = vec![0.0; params.len()];
+        self.swapper.scatter(unit, |parts| {
+            for (elems, sum) in parts {
+                change(grads, elems, sum);
+                update::squares(grads, params, elems, sum, &mut squares);
+            }
+            Ok::<(), SwapperError>(())
+        })?;
+        Ok(squares)
+    }
+
+    /// The elements of some of `unit`'s parameters, by their numbers within it.
+    fn whole_params(&self, unit: usize, params: &[usize]) -> Vec<(Range<u64>, usize)> {
+        let all = &self.plan.units[unit].params;
+        let whole = |&index: &usize| {
+            let ParamPlan { offset, elems } = all[index];
+            (offset..offset + elems, index)
+        };
+        params.iter().map(whole).collect()
     }
 }
 
@@ -274,15 +310,36 @@ impl Core {
         params: Vec<usize>,
     ) -> PyResult<()> {
         self.with(py, |held| {
-            let format = held.formats[unit];
-            let all = &held.plan.units[unit].params;
-            let whole = |&index: &usize| {
-                let ParamPlan { offset, elems } = all[index];
-                (offset..offset + elems, index)
-            };
-            let params: Vec<_> = params.iter().map(whole).collect();
+            let (format, params) = (held.formats[unit], held.whole_params(unit, &params));
             held.write(unit, address, |from, tile| {
                 update::rewrite(&format, &params, from, tile);
+            })
+        })
+    }
+
+    /// Writes momentum and variance of some of `unit`'s parameters to its tiles, and the masters of those in `with_master`. Each lies in
+    /// fp32 at one of the three `addresses`, for the whole unit. Others stay. In place of `rewrite`.
+    fn rewrite_state(
+        &self,
+        py: Python<'_>,
+        unit: usize,
+        addresses: [usize; 3],
+        params: Vec<usize>,
+        with_master: Vec<usize>,
+    ) -> PyResult<()> {
+        self.with(py, |held| {
+            let format = held.formats[unit];
+            let [params, with_master] =
+                [params, with_master].map(|params| held.whole_params(unit, &params));
+            held.swapper.fill(unit, |tiles: &mut [UninitTile<'_>]| {
+                for tile in tiles {
+                    let elems = &tile.range.elems;
+                    let [master, moments @ ..] =
+                        addresses.map(|address| memory::elements(address, elems, size_of::<f32>()));
+                    update::rewrite_masters(&format, &with_master, master, tile);
+                    update::rewrite_moments(&format, &params, moments, tile);
+                }
+                Ok(())
             })
         })
     }
@@ -327,26 +384,55 @@ impl Core {
     fn scatter(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<Vec<f64>> {
         self.with(py, |held| {
             let add = held.swapper.has_gradients(unit);
-            let params = &held.plan.units[unit].params;
-            let mut squares = vec![0.0; params.len()];
-            let format = held.formats[unit];
-            let Some(updated) = format.update else {
-                return Err(SwapperError::Program {
-                    what: format!("unit {unit} is not trained and takes no gradients"),
-                });
-            };
-            held.swapper.scatter(unit, |parts| {
-                for (elems, sum) in parts {
-                    let grad = memory::elements(address, elems, updated.grads.elem_bytes());
-                    match add {
-                        true => update::add(updated.grads, grad, sum),
-                        false => sum.copy_from_slice(grad),
-                    }
-                    update::squares(updated.grads, params, elems, sum, &mut squares);
+            held.gradients(unit, |grads, elems, sum| {
+                let grad = memory::elements(address, elems, grads.elem_bytes());
+                match add {
+                    true => update::add(grads, grad, sum),
+                    false => sum.copy_from_slice(grad),
                 }
-                Ok::<(), SwapperError>(())
-            })?;
-            Ok(squares)
+            })
+        })
+    }
+
+    /// Copies the gradients of this step that `unit` has to `address`, as far as this rank has its tiles. An announced scatter
+    /// that changes nothing.
+    fn read_gradients(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<()> {
+        self.with(py, |held| {
+            held.gradients(unit, |grads, elems, sum| {
+                memory::write(address, elems, grads.elem_bytes(), sum);
+            })
+            .map(drop)
+        })
+    }
+
+    /// Gives `unit` the gradients at `address` in place of those of this step that it has. Returns what `scatter` does.
+    fn write_gradients(&self, py: Python<'_>, unit: usize, address: usize) -> PyResult<Vec<f64>> {
+        self.with(py, |held| {
+            held.gradients(unit, |grads, elems, sum| {
+                sum.copy_from_slice(memory::elements(address, elems, grads.elem_bytes()));
+            })
+        })
+    }
+
+    /// Copies fp32 masters, momentum and variance of trained `units`, each with three addresses of fp32 numbers for the
+    /// whole unit, as far as this rank has its tiles. Commits nothing.
+    fn read_state(&self, py: Python<'_>, units: Vec<(usize, [usize; 3])>) -> PyResult<()> {
+        self.with(py, |held| {
+            let formats = &held.formats;
+            let mut left = units.iter();
+            let mut now = left.next();
+            let numbers: Vec<usize> = units.iter().map(|(unit, _)| *unit).collect();
+            held.swapper
+                .visit_units(&numbers, &mut |range, param, state| {
+                    while now.is_some_and(|(unit, _)| *unit != range.unit) {
+                        now = left.next();
+                    }
+                    let (_, addresses) = now.expect("tiles come in the order of the units");
+                    let planes = update::read_state(&formats[range.unit], param, state);
+                    for (address, plane) in addresses.iter().zip(planes) {
+                        memory::write(*address, &range.elems, size_of::<f32>(), &plane);
+                    }
+                })
         })
     }
 

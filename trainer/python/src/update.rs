@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use half::{bf16, f16};
 use kernels::adamw::{
-    Hyper, Master, Rounding, init_tile, read_masters, state_planes, state_tile_bytes,
+    Hyper, Master, Moments, Rounding, init_tile, read_masters, state_planes, state_tile_bytes,
 };
 use kernels::gpu::TileUpdater;
 use kernels::reduce::GradType;
@@ -101,17 +101,85 @@ pub(crate) fn rewrite(
     from: &[u8],
     tile: &mut UninitTile<'_>,
 ) {
+    let updated = format.update.expect("only trained units are rewritten");
+    let new: Vec<u8> = (masters(updated.format.master, from).into_iter())
+        .flat_map(f32::to_ne_bytes)
+        .collect();
+    rewrite_masters(format, params, &new, tile);
+}
+
+/// The fp32 masters, momentum and variance of a tile of a trained unit, as bytes.
+pub(crate) fn read_state(format: &Format, param: &[u8], state: &[u8]) -> [Vec<u8>; 3] {
+    let param_bytes = format.param_bytes;
+    let Updated { format, .. } = format.update.expect("only trained units have state");
+    let mut whole = vec![0.0; param.len() / param_bytes];
+    read_masters(format, param, state, &mut whole);
+    let [_, momentum, variance] = state_planes(format, whole.len());
+    let moments = |plane: Range<usize>| -> Vec<u8> {
+        match format.moments {
+            Moments::Fp32 => state[plane].to_vec(),
+            Moments::Bf16 => (state[plane].chunks_exact(2))
+                .flat_map(|b| bf16_of(b).to_f32().to_ne_bytes())
+                .collect(),
+        }
+    };
+    let whole = whole.into_iter().flat_map(f32::to_ne_bytes).collect();
+    [whole, moments(momentum), moments(variance)]
+}
+
+/// Gives `params`, whole parameters of a tile's unit, the fp32 masters `new` of the tile. Other parameters and all moments stay.
+pub(crate) fn rewrite_masters(
+    format: &Format,
+    params: &[(Range<u64>, usize)],
+    new: &[u8],
+    tile: &mut UninitTile<'_>,
+) {
+    let elems = tile.param.len() / format.param_bytes;
     let Updated { format, .. } = format.update.expect("only trained units are rewritten");
-    let new = masters(format.master, from);
-    let mut kept = vec![0.0; new.len()];
+    let mut kept = vec![0.0; elems];
     read_masters(format, tile.param, tile.state, &mut kept);
     for (within, _) in parts(&tile.range.elems, params) {
-        kept[within.clone()].copy_from_slice(&new[within]);
+        let new = new[bytes_of(&within, 4)].chunks_exact(4);
+        for (kept, new) in kept[within].iter_mut().zip(new) {
+            *kept = f32_of(new);
+        }
     }
-    let moments = state_planes(format, kept.len())[1].start..state_tile_bytes(format, kept.len());
+    let moments = state_planes(format, elems)[1].start..state_tile_bytes(format, elems);
     let before = tile.state[moments.clone()].to_vec();
     init_tile(format, &kept, tile.param, tile.state);
     tile.state[moments].copy_from_slice(&before);
+}
+
+/// Gives `params`, whole parameters of a tile's unit, the fp32 momentum and variance `new` of the tile. Other parameters stay.
+pub(crate) fn rewrite_moments(
+    format: &Format,
+    params: &[(Range<u64>, usize)],
+    new: [&[u8]; 2],
+    tile: &mut UninitTile<'_>,
+) {
+    let elems = tile.param.len() / format.param_bytes;
+    let Updated { format, .. } = format.update.expect("only trained units are rewritten");
+    let [_, momentum, variance] = state_planes(format, elems);
+    for (plane, new) in [momentum, variance].into_iter().zip(new) {
+        let plane = &mut tile.state[plane];
+        for (within, _) in parts(&tile.range.elems, params) {
+            let new = &new[bytes_of(&within, 4)];
+            match format.moments {
+                Moments::Fp32 => plane[bytes_of(&within, 4)].copy_from_slice(new),
+                Moments::Bf16 => {
+                    let rounded = new.chunks_exact(4).map(|b| bf16::from_f32(f32_of(b)));
+                    let plane = plane[bytes_of(&within, 2)].chunks_exact_mut(2);
+                    for (to, from) in plane.zip(rounded) {
+                        to.copy_from_slice(&from.to_ne_bytes());
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn bytes_of(elems: &Range<usize>, elem_bytes: usize) -> Range<usize> {
+    elems.start * elem_bytes..elems.end * elem_bytes
 }
 
 /// The fp32 masters of `params`, which are numbers of the master's parameter type.

@@ -20,6 +20,7 @@ import test_runs
 from offloadd import _engine
 from offloadd._engine import Engine
 from offloadd._order import Order
+from offloadd._released import Watch
 from test_runs import lines_of
 
 
@@ -59,16 +60,23 @@ def returned_weights(patch):
 
 
 def outside_uses(patch):
-    """A tensor made of a weight outside of any forward brings no unit to its backward."""
-    original = Engine.read_released
+    """A released parameter that is used outside of any forward is used itself, and not a copy of it."""
+    patch.setattr(_engine, "on_copies", lambda engine, params, func, args, kwargs: func(*args, **kwargs))
 
-    def read_released(self, *args):
-        with pytest.MonkeyPatch.context() as inner:
-            if not self._stack:
-                inner.setattr(Engine, "_hook_made", lambda *_: None)
-            return original(self, *args)
 
-    patch.setattr(Engine, "read_released", read_released)
+def writes(patch):
+    """Nobody compares versions of parameters when they are released."""
+    patch.setattr(Engine, "_note_written", lambda self, unit: unit.watch.end() and None)
+
+
+def data_of_writes(patch):
+    """What `param.data` gives while a parameter is in memory is forgotten."""
+    patch.setattr(Watch, "gave", lambda self, param, data: None)
+
+
+def values_of_gradients(patch):
+    """Gradients that a script has changed in place stay as they were."""
+    patch.setattr(Engine, "settle_changes", lambda self, given: None)
 
 
 def guarded_root(patch):
@@ -162,14 +170,14 @@ def stale_units(patch):
 
 def order_of_sums(patch):
     """Gradients of one backward are summed before they are added to those of the step."""
-    original = Engine._gradient_came
+    original = Engine._take
 
-    def gradient_came(self, unit, param):
+    def take(self, unit, param):
         kept, self._summed = self._summed, set()
         original(self, unit, param)
         self._summed = kept | self._summed
 
-    patch.setattr(Engine, "_gradient_came", gradient_came)
+    patch.setattr(Engine, "_take", take)
 
 
 def versions(patch):
@@ -179,13 +187,18 @@ def versions(patch):
 
 def handles_before_sums(patch):
     """Handles of earlier gradients are taken away when a unit comes, not when its gradient does."""
-    original = nn.Parameter.register_hook
-    patch.setattr(nn.Parameter, "register_hook", lambda self, hook: None if hook.__name__ == "_start_backward" else original(self, hook))
+    patch.setattr(Engine, "_before_gradient", Engine._take)
 
 
 def dropped(patch):
     """Nobody looks whether the script has dropped gradients."""
-    patch.setattr(Engine, "dropped", lambda self: set())
+    original = Engine.looked_at
+    patch.setattr(Engine, "looked_at", lambda self: (set(), original(self)[1]))
+
+
+def stale_gradients(patch):
+    """Gradients that a step has used count as gone before the script drops them."""
+    patch.setattr(Engine, "applied", property(lambda self: False, lambda self, value: None), raising=False)
 
 
 def half_backward(patch):
@@ -201,7 +214,11 @@ def interrupts(patch):
 CHECKS = [
     (companions, named(test_engine.test_a_weight_used_by_another_block_is_gathered_for_it_and_for_its_backward)),
     (returned_weights, random_models(0, 20)),
-    (outside_uses, named(test_engine.test_parts_of_a_model_called_by_themselves_have_plain_pytorchs_bits)),
+    (outside_uses, lambda _: test_engine.test_what_an_operation_returns_outlives_the_parameters_memory(test_engine.READS["chunk"])),
+    (writes, lambda _: test_engine.test_a_weight_that_is_changed_in_forward_is_named(test_engine.WRITES["in place"])),
+    (data_of_writes, lambda _: test_engine.test_a_weight_that_is_changed_in_forward_is_named(test_engine.WRITES["by data"])),
+    (values_of_gradients, named(test_engine.test_gradients_can_be_changed_in_place)),
+    (stale_gradients, named(test_engine.test_gradients_of_the_last_step_are_not_added_to)),
     (guarded_root, named(test_engine.test_the_roots_weights_are_seen_between_forward_and_backward)),
     (origin, named(test_engine.test_few_units_are_here_at_once_and_each_comes_twice)),
     (outputs, random_models(0, 20)),

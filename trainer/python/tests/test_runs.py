@@ -340,12 +340,11 @@ def test_a_start_says_whether_the_run_begins_resumes_or_is_replaced(tmp_path, ca
     ]
 
 
-def test_gradients_in_tiles_are_scaled_and_refuse_the_rest(tmp_path):
+def test_gradients_in_tiles_are_scaled_and_read(tmp_path):
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with offloadd.prepare(model, optimizer, config("cpu", tmp_path), run_dir=tmp_path / "run"):
-        with pytest.raises(offloadd.Error, match="without gradients"):
-            optimizer.step()
+        optimizer.step()
         model(batches(1)[0]).backward()
         grad = model.head.weight.grad
         assert grad.shape == model.head.weight.shape and "norm=" in repr(grad)
@@ -353,12 +352,10 @@ def test_gradients_in_tiles_are_scaled_and_refuse_the_rest(tmp_path):
         grad.div_(2)
         grad.mul_(0.5)
         assert norm > 0 and grad.norm() == norm / 4
-        with pytest.raises(offloadd.NotSupported, match="lie in tiles"):
-            grad.mean()
+        assert grad.clone().norm() == pytest.approx(float(norm) / 4)
         optimizer.zero_grad()
         assert model.head.weight.grad is None
-        with pytest.raises(offloadd.Error, match="without gradients"):
-            optimizer.step()
+        optimizer.step()
 
 
 def test_a_prepared_model_is_not_prepared_twice(tmp_path):

@@ -54,6 +54,18 @@ class FakeCore:
         came = tensor_at(address, self.units[unit].elems, self.params[unit].dtype).clone()
         before = self.gradients.get(unit)
         self.gradients[unit] = came if before is None else before + came
+        return self._square_sums(unit)
+
+    def read_gradients(self, unit, address):
+        self._next((True, unit))
+        tensor_at(address, self.units[unit].elems, self.params[unit].dtype).copy_(self.gradients[unit])
+
+    def write_gradients(self, unit, address):
+        self._next((True, unit))
+        self.gradients[unit] = tensor_at(address, self.units[unit].elems, self.params[unit].dtype).clone()
+        return self._square_sums(unit)
+
+    def _square_sums(self, unit):
         parts = zip(self.units[unit].params, self.units[unit].offsets)
         return [float(self.gradients[unit][at : at + param.numel()].double().square().sum()) for param, at in parts]
 
@@ -81,6 +93,7 @@ class Offloaded:
                 found[self.names[id(param)]] = unit.view_of(flat, param, at).clone() if came else None
         self.core.begin_step()
         self.engine.updated()
+        self.engine.forget_gradients()
         return found
 
     def live(self):

@@ -13,17 +13,18 @@ import functools
 import inspect
 import sys
 import time
+import weakref
 from typing import Any, Iterator, Mapping, Optional
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
 from ._errors import Error, NotSupported
 from ._held import Held, Together
 from ._memory import HostMemory, Memory
 from ._order import Order
 from ._ranks import Ranks
+from ._released import AS_TENSORS, Released, by_other_optimizer, in_transform, on_copies, outside_transforms, unwatch, watch
 from ._units import Unit
 
 _Tensor = torch.Tensor
@@ -34,96 +35,12 @@ ELSEWHERE, FORWARD, BACKWARD = 0, 1, 2
 # Action of several ranks while one of them reads or writes weights.
 _LEADS = "save weights"
 
-# Within it released parameters are plain tensors, whose gradients are reached without a detour through Python.
-_AS_TENSORS = torch._C.DisableTorchFunctionSubclass
-
 # What torch.compile(fullgraph=True) tells of the hooks.
 _NO_FULL_GRAPH = "offloadd brings and releases parameters here: leave fullgraph=True out, or compile forwards of blocks, as in "
 _NO_FULL_GRAPH += "block.forward = torch.compile(block.forward, fullgraph=True) before offloadd.prepare"
 # Older versions of torch take no reason.
 _REASON = {"reason": _NO_FULL_GRAPH} if "reason" in inspect.signature(torch.compiler.disable).parameters else {}
 _outside_of_graphs = functools.partial(torch.compiler.disable, **_REASON)
-
-# Attributes that a released parameter answers by itself.
-_METADATA = {
-    getattr(_Tensor, name).__get__
-    for name in (
-        *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names"),
-        *("is_sparse", "is_cuda", "is_meta", "is_quantized", "itemsize", "is_cpu", "is_mps", "is_xpu"),
-        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version"),
-    )
-    if hasattr(getattr(_Tensor, name, None), "__get__")
-} | {
-    _Tensor.requires_grad.__set__,
-    _Tensor.requires_grad_,
-    _Tensor.grad.__set__,
-    _Tensor.size,
-    _Tensor.numel,
-    _Tensor.dim,
-    _Tensor.__hash__,
-    _Tensor.is_floating_point,
-    _Tensor.is_complex,
-    _Tensor.stride,
-    _Tensor.is_contiguous,
-    _Tensor.element_size,
-    _Tensor.nelement,
-    _Tensor.storage_offset,
-    _Tensor.register_hook,
-    _Tensor.register_post_accumulate_grad_hook,
-    _Tensor.__len__,
-}
-
-
-class Released(nn.Parameter):
-    """A parameter whose values are in tiles. Its metadata answers at once; anything else gathers its unit."""
-
-    engine: "Engine"
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        away = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Released)]
-        if not away:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        return away[0].engine.read_released(away, func, args, kwargs)
-
-    def __deepcopy__(self, memo):
-        raise NotSupported("a prepared model cannot be copied: copy it before offloadd.prepare, or save and load its state_dict")
-
-    def __reduce_ex__(self, protocol):
-        raise NotSupported("a prepared model cannot be pickled: save its state_dict")
-
-    def __repr__(self, *, tensor_contents=None) -> str:
-        return f"Parameter in tiles: {tuple(self.shape)}, {self.dtype}"
-
-
-class Copied(_Tensor):
-    """Stands for `param.data` of a released parameter: its values, to read. Changing them would change nothing."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if _in_place(func) and args and isinstance(args[0], Copied):
-            raise NotSupported(f"{func.__name__} on the data of a parameter whose values are in tiles: it is a copy; {_BEFORE}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def __deepcopy__(self, memo):
-        return self.as_subclass(_Tensor).clone()
-
-    def __reduce_ex__(self, protocol):
-        return self.as_subclass(_Tensor).__reduce_ex__(protocol)
-
-
-_BEFORE = "change parameters before offloadd.prepare, or load weights with the load_state_dict of the whole model"
-
-
-def _in_place(func) -> bool:
-    name = getattr(func, "__name__", str(func))
-    return name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__iadd__", "__isub__", "__imul__", "__itruediv__")
 
 
 def tensors_in(value: Any, depth: int = 8) -> Iterator[_Tensor]:
@@ -177,15 +94,29 @@ class Engine:
         self.held: dict[int, Held] = {}
         # Views of the buffers that gradients leave from, by unit and buffer.
         self._gradient_views: dict[tuple[Unit, int], dict[int, _Tensor]] = {}
-        self._released = type("Released", (Released,), {"engine": self})
+        # Whether step() has used the gradients that `param.grad` still shows.
+        self.applied = False
+        # Parameters whose gradients a script has made zero: where none come, the step is one with zeros.
+        self._zeroed: set[int] = set()
+        # Parameters whose gradients lack what plain PyTorch would still have of an earlier step.
+        self._partial: set[int] = set()
+        # Times that weights were replaced, by a step or otherwise.
+        self.steps = 0
+        # The unit whose gradients were read last, and these.
+        self._read: Optional[tuple[Unit, _Tensor]] = None
+        # A parameter that a script has written while it was in memory.
+        self._written: Optional[nn.Parameter] = None
+        self._released = type("Released", (Released,), {"engine_ref": weakref.ref(self)})
+        self.read_released = torch.compiler.disable(self.read_released)
+        self._handles: list[Any] = []
         self.before_pass = lambda: None
         of_module: dict[nn.Module, list[Unit]] = {model: []}
         for unit in units:
             of_module.setdefault(modules[unit.index], []).append(unit)
-            for param in unit.params if unit.trained else ():
+            unit.watch = watch(unit)
+            for index, param in enumerate(unit.params if unit.trained else ()):
                 # Before the gradient is accumulated: by then no handle may be there to add to.
-                param.register_hook(self._start_backward)
-                param.register_post_accumulate_grad_hook(functools.partial(self._gradient_came, unit))
+                self._handles.append(param.register_hook(functools.partial(_before_gradient, weakref.ref(self), unit.index, index)))
         for module, together in of_module.items():
             self._hook(module, together)
         # Units by the module with which they come and go, in the units' order.
@@ -199,7 +130,12 @@ class Engine:
         if unit.here and (unit.fresh or not self.keep):
             self._open(unit)
             return
+        if in_transform():
+            with outside_transforms():
+                return self.gather(unit, record)
         began = time.perf_counter()
+        if unit.here:
+            self._note_written(unit)
         if self.leads:
             self.ranks.first_bytes(_LEADS, unit.index.to_bytes(4, "little"))
         if record:
@@ -215,6 +151,7 @@ class Engine:
             self.order.waited_s += time.perf_counter() - began
         unit.expected, unit.fresh, unit.here = False, True, True
         self._open(unit)
+        unit.watch.begin()
 
     def _pass(self) -> str:
         """The position of the program, for people."""
@@ -229,6 +166,11 @@ class Engine:
             for param in unit.params:
                 param.__class__ = nn.Parameter
             unit.guarded = False
+
+    def open_for_good(self, unit: Unit) -> None:
+        """Makes the parameters of a unit plain ones, whose memory is not the engine's any more."""
+        self._open(unit)
+        unit.here = True
 
     def _guard(self, unit: Unit) -> None:
         """Sees to it that uses of the unit's parameters are noticed."""
@@ -249,10 +191,12 @@ class Engine:
     def release(self, unit: Unit) -> None:
         """Gives the unit's memory back, unless it is pinned and not stale."""
         if not self.keep and (unit.here or unit.expected) and not (unit.pins and unit.fresh):
+            self._note_written(unit)
             self.take_away(unit)
 
     def take_away(self, unit: Unit) -> None:
-        """Gives the unit's memory back, whatever is kept."""
+        """Gives the unit's memory back, whatever is kept and whatever was written there."""
+        unit.watch.end()
         self.memory.release(unit)
         self._guard(unit)
         unit.here = unit.expected = False
@@ -321,37 +265,74 @@ class Engine:
         for unit in self.units:
             self.release(unit)
 
+    # What scripts read and write
+
+    def name(self, param: _Tensor) -> str:
+        """The name of a parameter in the model."""
+        return next((name for name, one in self.model.named_parameters() if one is param), f"a parameter of shape {tuple(param.shape)}")
+
     def read_released(self, params: list[nn.Parameter], func, args, kwargs):
         """Calls `func`, which takes released parameters."""
-        units = self.units_with(params)
-        if _in_place(func) and not (torch.is_grad_enabled() and self._stack):
-            raise NotSupported(f"{func.__name__} on a parameter whose values are in tiles: {_BEFORE}")
-        gathered = [unit for unit in units if not unit.here]
-        for unit in gathered:
+        absent = [unit for unit in self.units_with(params) if not unit.here]
+        task = torch._C._current_graph_task_id()
+        if not self._stack and task == -1:
+            with contextlib.ExitStack() as gathered:
+                for unit in absent:
+                    gathered.enter_context(self.gathered(unit))
+                with AS_TENSORS():
+                    return on_copies(self, params, func, args, kwargs)
+        for unit in absent:
             self.gather(unit, record=bool(self._stack))
         if self._stack:
             # Released with the module that used them, and gathered again for that module's backward.
-            self._stack[-1][1].extend(gathered)
-        number = torch.autograd._get_sequence_nr()
+            self._stack[-1][1].extend(absent)
         try:
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-                if self._stack:
-                    return result
-                ours = {unit.flat.untyped_storage().data_ptr() for unit in units}
-                if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() in ours:
-                    result = result.clone()
-                if torch.is_grad_enabled():
-                    self._hook_made(result, number, units, 0)
-            return result.as_subclass(Copied) if func == _Tensor.data.__get__ else result
+            with AS_TENSORS():
+                return func(*args, **kwargs)
         finally:
-            task = torch._C._current_graph_task_id()
-            for unit in gathered if not self._stack else ():
-                if task == -1:
-                    self.release(unit)
-                else:
-                    # Computed again for this backward, which may need the values.
-                    self._active.setdefault(unit, []).append((task, 0))
+            for unit in absent if not self._stack else ():
+                # Computed again for this backward, which may need the values.
+                self._active.setdefault(unit, []).append((task, 0))
+
+    def is_same(self, param: nn.Parameter, value: _Tensor) -> bool:
+        """Whether a released parameter has this value, type and device already."""
+        with AS_TENSORS():
+            like = lambda one: (one.shape, one.dtype, one.device, one.stride())
+            if like(param) != like(value):
+                return False
+            with self.gathered(self.unit_of[id(param)]):
+                return torch.equal(param, value)
+
+    def check_trainable(self, param: nn.Parameter, requires_grad: bool = True) -> None:
+        """Refuses to train what was frozen when the model was prepared: its tiles have no gradients and no moments."""
+        if requires_grad and not self.unit_of[id(param)].trained:
+            raise NotSupported(
+                f"{self.name(param)} was frozen when the model was prepared, so its tiles have no moments: let it require gradients before "
+                "offloadd.prepare, and give it a learning rate of 0 until it is to be trained; or close() the run and prepare the model again"
+            )
+
+    def _note_written(self, unit: Unit) -> None:
+        found = unit.watch.end()
+        if found is not None:
+            self._written = found
+
+    def refuse_writes(self) -> None:
+        """Raises an error if a script has written to parameters while they were in memory: the tiles do not have it."""
+        for unit in self.units:
+            if unit.here:
+                self._note_written(unit)
+                unit.watch.begin()
+        self._refuse_noted()
+
+    def _refuse_noted(self) -> None:
+        if self._written is None:
+            return
+        param, self._written = self._written, None
+        raise NotSupported(
+            f"{self.name(param)} was changed in place while it was in memory, in a forward or a hook, and its tiles do not have the change: only "
+            "optimizer.step() changes weights. Compute with a changed copy in forward; or replace weights between steps: "
+            "run.load_state_dict({name: value}, strict=False)"
+        )
 
     # Hooks
 
@@ -359,8 +340,16 @@ class Engine:
         root = module is self.model
         before = _outside_of_graphs(functools.partial(self._before_forward, units, root))
         after = _outside_of_graphs(functools.partial(self._after_forward, units, root))
-        module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        module.register_forward_hook(after, with_kwargs=True, always_call=True)
+        self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+        self._handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+
+    def detach(self) -> None:
+        """Takes the engine's hooks from the model, whose units are in memory or have none any more."""
+        for handle in self._handles:
+            handle.remove()
+        for unit in self.units:
+            unwatch(unit)
+        self._drop_grads()
 
     def _before_forward(self, units: list[Unit], root: bool, module, args, kwargs):
         if root and self._stack and not self._within_itself():
@@ -390,6 +379,7 @@ class Engine:
             self._drop_half()
             self.broken = True
         self.core.phase(FORWARD)
+        self.refuse_writes()
         self.release_all()
         self.before_pass()
         pinned = any(unit.pins for unit in self.units)
@@ -414,6 +404,9 @@ class Engine:
 
     def _after_forward(self, units: list[Unit], root: bool, module, args, kwargs, output):
         _, companions, number = self._stack.pop()
+        if in_transform():
+            # Its backward is its own, and asks nobody for units: they stay until the next pass.
+            return output
         with_grad = torch.is_grad_enabled()
         if not self._stack and not with_grad:
             self.core.phase(ELSEWHERE)
@@ -429,6 +422,7 @@ class Engine:
                 self.release(unit)
             elif not self._stack:
                 self._guard(unit)
+        self._refuse_noted()
         return output
 
     @staticmethod
@@ -461,7 +455,7 @@ class Engine:
             if (task, first) not in uses:
                 uses.append((task, first))
 
-    def _start_backward(self, grad=None) -> None:
+    def _start_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self.core.phase(BACKWARD)
@@ -471,50 +465,84 @@ class Engine:
     def _put_away(self) -> None:
         """Takes handles away: autograd would add to them."""
         if not self.held:
+            self.applied = False
             return
-        dropped = self.dropped()
-        if len(dropped) == len(self.held):
-            # Another way to write zero_grad().
+        dropped, given = self.looked_at()
+        zeros = {key for key, held in self.held.items() if held.zero} - dropped
+        # Zeros to which nothing has come change nothing.
+        changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.held.values())
+        self._partial -= dropped | zeros
+        if len(dropped | zeros) == len(self.held) and not given:
+            # Other ways to write zero_grad().
             self.forget_sums()
-        elif dropped:
-            raise NotSupported("some gradients were set to None and more came: drop all of them, as optimizer.zero_grad() does")
+        elif self.applied:
+            # An error when somebody uses them, and none where zero_grad() comes first: a critic's gradients of the generator's loss.
+            self._partial |= (self.held.keys() | given.keys()) - dropped - zeros
+            self.forget_sums()
+        elif changed:
+            raise NotSupported(
+                "some gradients were dropped or changed and more came: drop all of them, as optimizer.zero_grad() does, or change them after the last "
+                "backward of a step"
+            )
         elif any(held.scaled and float(held.scale) != 1.0 for held in self.held.values()):
             raise NotSupported("gradients were clipped or scaled and more came: clip after the last backward of a step")
+        self._zeroed = zeros
         self._drop_grads()
         self.held.clear()
 
     def _drop_grads(self) -> None:
-        with _AS_TENSORS():
+        with AS_TENSORS():
             for param in self.params:
                 param.grad = None
 
-    def dropped(self) -> set[int]:
-        """Parameters whose gradients the script has dropped since they came."""
-        found = set()
-        with _AS_TENSORS():
+    def looked_at(self) -> tuple[set[int], dict[int, _Tensor]]:
+        """Parameters whose gradients the script has dropped since they came, and those to which it has given others."""
+        dropped, given = set(), {}
+        with AS_TENSORS():
             for param in self.params:
                 held, grad = self.held.get(id(param)), param.grad
-                if held is not None and grad is None:
-                    found.add(id(param))
+                if grad is None:
+                    if held is not None:
+                        dropped.add(id(param))
                 elif grad is not held:
-                    raise NotSupported("param.grad was set by the script: gradients lie in tiles, and can be scaled, clipped or set to None")
-        return found
+                    given[id(param)] = grad
+        return dropped, given
 
-    def _gradient_came(self, unit: Unit, param: nn.Parameter) -> None:
-        if param.grad is None:
-            return
+    def _before_gradient(self, unit: Unit, param: nn.Parameter) -> None:
+        """A gradient is about to be accumulated: takes what came before it in this backward."""
+        self._start_backward()
+        self._take(unit, param)
+
+    def _take(self, unit: Unit, param: nn.Parameter) -> None:
+        """Takes what autograd, and hooks after it, have left in `param.grad`."""
+        with AS_TENSORS():
+            grad = param.grad
+            if grad is None or type(grad) is Held:
+                return
+            param.grad = None
+            hooks = param._post_accumulate_grad_hooks
+        if hooks and id(param) in self._summed:
+            raise NotSupported(
+                f"{self.name(param)} has a hook that runs after gradients were accumulated, and this is not the first pass of the step: it would see "
+                "the sum in plain PyTorch, and sees the last part here. Use param.register_hook, or one pass a step"
+            )
         before = unit.gradients.get(id(param))
         if before is not None and id(param) in self._summed and self.ranks.count == 1:
             # In the order autograd accumulates: each is added to the sum of the step.
             self._hand_over(unit)
             before = None
-        unit.gradients[id(param)] = param.grad if before is None else before + param.grad
-        param.grad = None
+        unit.gradients[id(param)] = grad if before is None else before + grad
+
+    def _take_all(self, unit: Unit) -> None:
+        for param in unit.params:
+            self._take(unit, param)
 
     def _settle(self, unit: Unit) -> None:
         """The unit's part of the backward is over."""
         self._active.pop(unit, None)
         self.release(unit)
+        if unit.trained:
+            self._take_all(unit)
         if unit.trained and self._has_all(unit):
             self._hand_over(unit)
 
@@ -534,6 +562,9 @@ class Engine:
 
     def _backward_ended(self) -> None:
         # 1: gradients are left; 2: some came after the unit's part of the backward was over.
+        for unit in self.units:
+            if unit.trained:
+                self._take_all(unit)
         left = lambda unit: (len(unit.gradients) > 0) + 2 * (len(unit.gradients) > self._had.get(unit, 0))
         for unit, flags in zip(self.units, self.ranks.any("end the backward", bytes(map(left, self.units)))):
             if flags:
@@ -545,6 +576,13 @@ class Engine:
         self._times.clear()
         self._had.clear()
         self._in_backward = False
+        self._collect_sums()
+        self.core.phase(ELSEWHERE)
+        self._show()
+        self._refuse_noted()
+
+    def _collect_sums(self) -> None:
+        """Adds up the squares of the gradients that were handed over, on all ranks."""
         square_sums = self.memory.square_sums() if self._handed_over else {}
         came = [(param, sum) for unit in self.units if unit in self._handed_over for param, sum in zip(unit.params, square_sums[unit.index])]
         used = self.ranks.any("end the backward", bytes(id(param) in self._summed for param, _ in came))
@@ -554,16 +592,70 @@ class Engine:
                 self._summed.add(id(param))
                 self.square_sums[id(param)] = square_sum
         self._handed_over.clear()
-        self.core.phase(ELSEWHERE)
-        together = Together()
-        with _AS_TENSORS():
+
+    def _show(self) -> None:
+        """Gives `param.grad` what stands for gradients that have come, or that a script has made zero."""
+        together, self.applied = Together(self.read_gradient), False
+        with AS_TENSORS():
             for param in self.params:
                 square_sum = self.square_sums.get(id(param))
-                if square_sum is not None:
-                    param.grad = self.held[id(param)] = Held(param, square_sum, together)
+                if square_sum is None and id(param) not in self._zeroed:
+                    continue
+                param.grad = self.held[id(param)] = held = Held(param, square_sum or 0.0, together)
+                held.zero, held.partial = square_sum is None, id(param) in self._partial
+
+    def read_gradient(self, param: nn.Parameter) -> _Tensor:
+        """The values of a parameter's gradient of this step before anything was scaled, on the parameter's device and in its type."""
+        if self.applied:
+            raise by_other_optimizer(self.name(param)) or NotSupported(f"the gradient of {self.name(param)} after optimizer.step(): its values are gone with the step; read them before")
+        unit = self.unit_of[id(param)]
+        flat = self._gradients_of(unit)
+        found = Unit.view_of(flat, param, unit.offsets[_index(unit, param)])
+        return found.to(device=param.device, dtype=param.dtype, copy=True)
+
+    def _gradients_of(self, unit: Unit) -> _Tensor:
+        """A copy of all gradients of a unit, in host memory."""
+        if self._read is None or self._read[0] is not unit:
+            flat = torch.zeros(unit.room_elems, dtype=unit.gradient_dtype, device="cpu")
+            self.order.outside((True, unit.index))
+            self.core.read_gradients(unit.index, flat.data_ptr())
+            self.ranks.complete(f"read the gradients of {unit.name}", flat)
+            self._read = unit, flat
+        return self._read[1]
+
+    def settle_changes(self, given: Mapping[int, _Tensor]) -> None:
+        """Takes gradients to their tiles that a script has `given`, or changed in place, and zeros where it made them zero."""
+        changed = dict(given)
+        for key, held in self.held.items():
+            if key not in given and (held.value is not None or held.zero):
+                changed[key] = held.value
+        if given and self.ranks.count > 1:
+            raise NotSupported("param.grad was set by the script: with several ranks each has a part of it; change the gradient that came in place, or scale the loss")
+        for unit in self.units_with([param for param in self.params if id(param) in changed]):
+            if not unit.trained:
+                raise NotSupported(f"param.grad of {unit.name}, which was frozen when the model was prepared")
+            has_some = any(id(param) in self._summed for param in unit.params)
+            flat = self._gradients_of(unit).clone() if has_some else torch.zeros(unit.room_elems, dtype=unit.gradient_dtype, device="cpu")
+            for param, offset in zip(unit.params, unit.offsets):
+                if id(param) in changed:
+                    value, view = changed[id(param)], Unit.view_of(flat, param, offset)
+                    view.zero_() if value is None else view.copy_(value)
+            self._read = None
+            self.order.outside((True, unit.index))
+            squares = self.ranks.sum(f"change the gradients of {unit.name}", list(self.core.write_gradients(unit.index, flat.data_ptr())))
+            together = Together(self.read_gradient)
+            for param, square_sum in zip(unit.params, squares):
+                if id(param) in changed:
+                    self._summed.add(id(param))
+                    self.square_sums[id(param)] = square_sum
+                    self.held[id(param)] = held = Held(param, square_sum, together)
+                    held.zero = changed[id(param)] is None
+                    if id(param) not in given:
+                        param.grad = held
 
     def _hand_over(self, unit: Unit) -> None:
         """Takes the unit's gradients to its tiles, adding to those of earlier passes of the step."""
+        self._read = None
         buffer = self.memory.gradient_buffer(unit)
         buffer.zero_()
         key = (unit, buffer.data_ptr())
@@ -583,15 +675,22 @@ class Engine:
         unit.gradients.clear()
         self._had[unit] = 0
 
-    def forget_gradients(self) -> None:
-        """Drops this step's gradients."""
+    def forget_gradients(self, zero: bool = False, of: Optional[set[int]] = None) -> None:
+        """Drops this step's gradients, or makes them `zero`: a parameter that gets none is then updated with zeros. Where they are to be those `of`
+        some parameters alone, the others' lack something from now on."""
         self._stack.clear()
+        left = set(self.held) - self.looked_at()[0]
         if self.half_backward:
             self._drop_half()
             self.release_all()
             self.broken = True
         self.forget_sums()
         self._drop_grads()
+        self._partial = self._partial | left if of is not None else set()
+        self._partial -= of or set()
+        if zero and left:
+            self._zeroed = left if of is None else left & of
+            self._show()
 
     def forget_sums(self) -> None:
         """Drops the gradients that were handed over in this step."""
@@ -602,23 +701,31 @@ class Engine:
         self.broken = False
 
     def _clear_sums(self) -> None:
+        self._forget_what_came()
+        self.held.clear()
+        self.applied = False
+
+    def _forget_what_came(self) -> None:
         self.square_sums.clear()
         self._summed.clear()
         self._handed_over.clear()
-        self.held.clear()
+        self._zeroed.clear()
+        self._read = None
 
     def updated(self) -> None:
-        """The step's update was ordered: parameters that are here are stale."""
+        """The step's update was ordered: parameters that are here are stale. Handles of the gradients stay until they are dropped."""
         self._stack.clear()
         for unit in self.units:
+            unit.watch.end()
             unit.fresh = unit.fresh and not unit.trained
-        with _AS_TENSORS():
+        with AS_TENSORS():
             for param in self.params:
                 if param.grad is not None:
                     # Autograd then refuses graphs that saved the weight of before. Older versions of torch take no list here.
                     torch.autograd.graph.increment_version(param)
-        self._drop_grads()
-        self._clear_sums()
+        self._forget_what_came()
+        self.applied = True
+        self.steps += 1
         self.order.forget_rest()
         if self.keep:
             self.refresh()
@@ -627,6 +734,7 @@ class Engine:
 
     def stale(self) -> None:
         """Drops the units in memory, which no longer equal the tiles."""
+        self.steps += 1
         for unit in self.units:
             unit.fresh = False
         self.release_all()
@@ -638,3 +746,14 @@ class Engine:
         """Brings every unit up to date, where nothing is released and a script may look at any parameter."""
         for unit in self.units:
             self.gather(unit, record=False)
+
+
+def _before_gradient(engine: "weakref.ref[Engine]", unit: int, param: int, grad: _Tensor) -> None:
+    """The hook of a parameter. It holds neither engine nor parameter: the collector of cycles does not see what hooks hold."""
+    found = engine()
+    if found is not None:
+        found._before_gradient(found.units[unit], found.units[unit].params[param])
+
+
+def _index(unit: Unit, param: nn.Parameter) -> int:
+    return next(index for index, one in enumerate(unit.params) if one is param)

@@ -1,14 +1,16 @@
-"""Gradients that lie in tiles: `param.grad` shows their shape, norm and scale, which is what clipping and scaling need."""
+"""Gradients that lie in tiles: `param.grad` shows their shape, norm and scale, which is what clipping and scaling need. Values are read
+from the tile when somebody asks for them, and go back there if they were changed."""
 
 from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
-from ._errors import NotSupported
+from ._errors import Error
 
 aten = torch.ops.aten
 
@@ -19,22 +21,22 @@ UNSCALED = torch.ones(())
 class Together:
     """The gradients of one backward. What they share is computed once, since each computation on a GPU is waited for."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Optional[Callable[[torch.Tensor], torch.Tensor]] = None) -> None:
+        # Reads the unscaled values of a parameter's gradient. Weak, as the gradient's parameter is: the collector of cycles does not see what
+        # `param.grad` holds.
+        self.read = weakref.WeakMethod(read) if read is not None else lambda: None
         # Weak, so that each goes with its last user and not with the next collection of cycles.
         self.handles: list[weakref.ref[Held]] = []
         self._product: tuple = (None, None, None, None)
 
     def product(self, scale: torch.Tensor, factor: Any) -> torch.Tensor:
-        """A scale times a factor, the same tensor as long as both are the same."""
+        """A scale times a factor of one value, the same tensor as long as both are the same."""
         # Tensors of inference mode do not count their changes.
         counts = not (isinstance(factor, torch.Tensor) and factor.is_inference())
         version = getattr(factor, "_version", None) if counts else None
         before, by, its_version, product = self._product
         if before is not scale or by is not factor or its_version != version or not counts:
-            product = scale * factor
-            if product.numel() != 1:
-                raise NotSupported("a gradient times a tensor of several values: gradients lie in tiles; scale each with one number")
-            product = product.reshape(())
+            product = (scale * factor).reshape(())
             self._product = (scale, factor, version, product)
         return product
 
@@ -45,6 +47,7 @@ class Held(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     together: Together
+    param: "weakref.ref[torch.Tensor]"
     # Computed with those of the others, for the next who asks.
     found_norm: Optional[torch.Tensor]
     square_sum: float
@@ -52,55 +55,116 @@ class Held(torch.Tensor):
     scaled: bool
     # The part of `scale` that a loss scaler set.
     unscaled: float
+    # The values, scaled, once a script has changed them.
+    value: Optional[torch.Tensor]
+    # Whether a script has made it zero.
+    zero: bool
+    # Whether plain PyTorch would have added it to a gradient that is gone.
+    partial: bool
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, square_sum: float, together: Together) -> "Held":
         held = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
         together.handles.append(weakref.ref(held))
-        held.together, held.found_norm = together, None
+        held.together, held.param, held.found_norm = together, weakref.ref(param), None
         held.square_sum = square_sum
         held.scale = UNSCALED
         held.scaled = False
         held.unscaled = 1.0
+        held.value, held.zero, held.partial = None, False, False
         return held
 
-    def __repr__(self) -> str:
-        return f"Held({tuple(self.shape)}, norm={math.sqrt(self.square_sum) * float(self.scale):.6g})"
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Held({tuple(self.shape)}, partial)" if self.partial else f"Held({tuple(self.shape)}, norm={float(_norms([self])[0]):.6g})"
+
+    # What asks for memory below PyTorch's dispatcher.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.clone().numpy(force=force)
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.clone().__array__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return self.clone().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is aten._foreach_norm.Scalar and _order(args, kwargs) == 2:
-            return _norms(args[0])
-        if func is aten.linalg_vector_norm.default and _order(args, kwargs) == 2:
-            return _norm(args[0])
-        if func in (aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar):
-            _scale(args[0], args[1])
-            return None
-        if func in (aten.mul_.Tensor, aten.mul_.Scalar):
-            _scale(args[:1], args[1])
-            return args[0]
-        if func in (aten.div_.Tensor, aten.div_.Scalar):
-            _scale(args[:1], 1.0 / args[1])
-            return args[0]
-        if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
-            grads, found_inf, inverse_scale = args
-            if not all(math.isfinite(one.square_sum) for one in grads):
-                found_inf.fill_(1.0)
-            _scale(grads, inverse_scale)
-            unscaled = float(inverse_scale)
-            for one in grads:
-                one.unscaled *= unscaled
-            return None
         if func is aten.detach.default:
             return args[0]
-        raise NotSupported(
-            f"{func} on a gradient: gradients lie in tiles after backward, and only clip_grad_norm_ (2-norm), scaling, "
-            "GradScaler and zero_grad reach them; to look at one, register a hook on the parameter before prepare"
-        )
+        if func not in _MAKES_ZERO and any(isinstance(one, Held) and one.partial for one in tree_flatten((args, kwargs))[0]):
+            raise Error(PARTIAL)
+        found = _KNOWN[func](args, kwargs) if func in _KNOWN else _BY_VALUES
+        return _on_values(func, args, kwargs) if found is _BY_VALUES else found
 
 
-def _norm(one: Held) -> torch.Tensor:
+PARTIAL = (
+    "a gradient is to be used that plain PyTorch would have added to that of an earlier step, which is gone with its step: call zero_grad() of the model or "
+    "the optimizer after each optimizer.step()"
+)
+
+_MAKES_ZERO = (aten.zero_.default, aten._foreach_zero_.default)
+
+# What the functions of `_KNOWN` return where an operation needs values all the same.
+_BY_VALUES = object()
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls `func` with the values of gradients in their place. Keeps those that it changes, and those of which it returns views, through
+    which they may be changed."""
+    found: dict[int, tuple[Held, torch.Tensor]] = {}
+
+    def values(one: Any) -> Any:
+        if not isinstance(one, Held):
+            return one
+        if id(one) not in found:
+            found[id(one)] = one, _values(one)
+        return found[id(one)][1]
+
+    result = func(*tree_map(values, args), **tree_map(values, kwargs))
+    changed = {id(one) for one in tree_flatten(_written(func, args, kwargs))[0]}
+    returned = {one.untyped_storage().data_ptr() for one in tree_flatten(result)[0] if isinstance(one, torch.Tensor) and one.layout is torch.strided}
+    for held, value in found.values():
+        if id(held) in changed or value.untyped_storage().data_ptr() in returned:
+            held.value, held.found_norm, held.zero = value, None, False
+    handle_of = {id(value): held for held, value in found.values()}
+    return tree_map(lambda one: handle_of.get(id(one), one), result)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation writes to. Below autograd no version counter tells."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _values(held: Held) -> torch.Tensor:
+    if held.value is not None:
+        return held.value
+    read, param = held.together.read(), held.param()
+    if held.zero or read is None or param is None:
+        return torch.zeros(held.shape, dtype=held.dtype, device=held.device)
+    value = read(param)
+    return value if held.scale is UNSCALED else value.mul_(held.scale.to(value.device))
+
+
+def _norm_of_several(args: Any, kwargs: Any) -> Any:
+    return _norms(args[0]) if _order(args, kwargs) == 2 else _BY_VALUES
+
+
+def _norm_of_one(args: Any, kwargs: Any) -> Any:
+    one = args[0]
+    if _order(args, kwargs) != 2 or len(args) > 2 or kwargs.keys() - {"ord"}:
+        return _BY_VALUES
     if one.found_norm is None:
         handles = [held for held in (handle() for handle in one.together.handles) if held is not None]
         for held, norm in zip(handles, _norms(handles)):
@@ -109,21 +173,71 @@ def _norm(one: Held) -> torch.Tensor:
     return norm
 
 
-def _norms(grads) -> list[torch.Tensor]:
+def _norms(grads: Any) -> list[torch.Tensor]:
     """The 2-norms, scaled, on the gradients' device: in one copy, as each would wait for it."""
     device = grads[0].device
     norms = torch.tensor([math.sqrt(one.square_sum) for one in grads], dtype=torch.float32, device=device)
     if any(one.scale is not UNSCALED for one in grads):
         norms = norms * torch.stack([one.scale.to(device) for one in grads]).abs()
-    return list(norms.unbind())
+    found = list(norms.unbind())
+    for index, one in enumerate(grads):
+        if one.value is not None or one.zero:
+            found[index] = torch.linalg.vector_norm(_values(one)).float()
+    return found
 
 
-def _scale(grads, factor) -> None:
-    """Multiplies the scales; gradients that share one share the product, so that it is read once."""
+def _scale(grads: Any, factor: Any, result: Any = None) -> Any:
+    """Multiplies the scales; gradients that share one share the product, so that it is read once. Returns `result`."""
+    if not all(isinstance(one, Held) for one in grads) or isinstance(factor, Held) or isinstance(factor, torch.Tensor) and factor.numel() != 1:
+        return _BY_VALUES
     for one in grads:
-        one.scale, one.scaled, one.found_norm = one.together.product(one.scale, factor), True, None
+        if one.value is not None:
+            one.value.mul_(factor)
+            one.found_norm = None
+        elif not one.zero:
+            one.scale, one.scaled, one.found_norm = one.together.product(one.scale, factor), True, None
+    return result
 
 
-def _order(args, kwargs) -> float:
-    order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
-    return float(order)
+def _unscale(args: Any, kwargs: Any) -> None:
+    """What a loss scaler does: looks whether all are finite, and takes the scale of the loss from them."""
+    grads, found_inf, inverse_scale = args
+    finite = all(math.isfinite(one.square_sum) if one.value is None else bool(one.value.isfinite().all()) for one in grads)
+    if not finite:
+        found_inf.fill_(1.0)
+    _scale(grads, inverse_scale)
+    unscaled = float(inverse_scale)
+    for one in grads:
+        one.unscaled *= unscaled
+
+
+def _make_zero(grads: Any, result: Any = None) -> Any:
+    if not all(isinstance(one, Held) for one in grads):
+        return _BY_VALUES
+    for one in grads:
+        one.zero, one.partial, one.value, one.found_norm = True, False, None, None
+    return result
+
+
+def _order(args: Any, kwargs: Any) -> float:
+    return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
+
+
+# Operations that need no values.
+_KNOWN = {
+    aten._foreach_norm.Scalar: _norm_of_several,
+    aten.linalg_vector_norm.default: _norm_of_one,
+    aten._foreach_mul_.Tensor: lambda args, kwargs: _scale(args[0], args[1]),
+    aten._foreach_mul_.Scalar: lambda args, kwargs: _scale(args[0], args[1]),
+    aten.mul_.Tensor: lambda args, kwargs: _scale(args[:1], args[1], args[0]),
+    aten.mul_.Scalar: lambda args, kwargs: _scale(args[:1], args[1], args[0]),
+    aten.div_.Tensor: lambda args, kwargs: _scale(args[:1], _inverse(args[1]), args[0]),
+    aten.div_.Scalar: lambda args, kwargs: _scale(args[:1], 1.0 / args[1], args[0]),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten.zero_.default: lambda args, kwargs: _make_zero(args[:1], args[0]),
+    aten._foreach_zero_.default: lambda args, kwargs: _make_zero(args[0]),
+}
+
+
+def _inverse(factor: Any) -> Any:
+    return factor if isinstance(factor, Held) else 1.0 / factor

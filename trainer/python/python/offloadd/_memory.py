@@ -74,7 +74,12 @@ class HostMemory:
         pass
 
     def release(self, unit: Unit) -> None:
-        unit.flat.untyped_storage().resize_(0)
+        storage = unit.flat.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+        else:
+            # An array of numpy's shares it and keeps it.
+            unit.leave()
 
     def gradient_buffer(self, unit: Unit) -> torch.Tensor:
         if self._buffer is None:

@@ -24,11 +24,17 @@ def check_optimizer(optimizer: Any) -> None:
         raise Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
     if kind not in _KINDS:
         raise NotSupported(f"the optimizer is {name}, and offloadd updates with torch.optim.Adam or torch.optim.AdamW only: {_instead(kind, name)}")
+    check_settings(optimizer)
+
+
+def check_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses settings of parameter groups that are not the engine's. A script may change them before each step."""
+    name = name_of(type(optimizer))
     for group in optimizer.param_groups:
         for key in _OPTIONS:
             if group.get(key):
                 raise NotSupported(f"{name} with {key}=True: leave it out")
-        decoupled = kind is torch.optim.AdamW or group.get("decoupled_weight_decay")
+        decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
         if group["weight_decay"] and not decoupled:
             raise NotSupported(f"{name} with weight_decay adds the decay to the gradient, which is not supported: use torch.optim.AdamW, which decays the weight")
 

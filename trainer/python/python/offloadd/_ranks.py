@@ -385,6 +385,15 @@ class Ranks:
                 copies[unit.index] = torch.empty(len(copied), dtype=torch.uint8, pin_memory=whole.is_cuda)
             copies[unit.index].copy_(copied, non_blocking=True)
 
+    def complete(self, what: str, whole: torch.Tensor) -> None:
+        """Brings the other ranks' parts of a tensor with a number for each element of a unit, of which this rank's lies in its place."""
+        if self.count == 1:
+            return
+        self.meet(what)
+        own = len(whole) // self.count
+        with self._transfer():
+            dist.all_gather_into_tensor(whole, whole[self.rank * own : (self.rank + 1) * own], group=self._group(whole))
+
     def _copied(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a unit's bytes that this rank keeps of the node's copy."""
         local = self.places.local

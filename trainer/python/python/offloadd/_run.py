@@ -10,7 +10,7 @@ import json
 import math
 import os
 import sys
-import types
+import weakref
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Sequence, Union
 
@@ -22,14 +22,15 @@ from ._console import say
 from ._config import Config, settings_of
 from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
-from ._held import Held
+from ._held import PARTIAL, Held
 from ._memory import GpuMemory, gpu_of
-from ._optimizers import check_optimizer
+from ._optimizer import MASTER, MOMENTS, ParamStates, States, check_room, checked, give_back, take_over
+from ._optimizers import check_optimizer, check_settings
 from ._plan import Plan, bytes_text, described
 from ._progress import Progress
 from ._ranks import Ranks
 from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_name, check_place, claim, disclaim, lock, writable
-from ._state import from_blob, random_state, set_random_state, to_blob
+from ._state import from_blob, random_state, same_random, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
 from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
@@ -113,8 +114,6 @@ class Run:
     ) -> None:
         self.ranks = ranks
         check_optimizer(optimizer)
-        if optimizer.state:
-            raise NotSupported("the optimizer has made steps already: call offloadd.prepare before the first one")
         settings, run_dir = plan.settings, plan.run_dir
         self.settings, self.run_dir = settings, run_dir
         self.model, self.optimizer = model, optimizer
@@ -140,14 +139,16 @@ class Run:
         self._position = _Position()
         self._resumed: Optional[dict[str, Any]] = None
         self._groups: list[dict[str, Any]] = []
-        # The random numbers after the step that was resumed from.
+        # The random numbers after the step that was resumed from, and those with which the first pass begins, unless somebody has set them.
         self.resumed_random: Optional[dict[str, Any]] = None
+        self._pass_random: Optional[dict[str, Any]] = None
         # The last step's state, and the same until it is committed.
         self._noted: dict[str, Any] = {}
         self._to_seal: Optional[dict[str, Any]] = None
         # The time of the last checkpoint that was saved or loaded.
         self.saved_unix_s = 0
-        self.closed = False
+        # Until it is whole.
+        self.closed = True
         self._process = os.getpid()
         # Where this rank's state lies if it is large.
         self._state_dir = run_dir if ranks.first_of_node else run_dir / f"rank-{ranks.rank}"
@@ -171,7 +172,7 @@ class Run:
             if unit.built_on_meta:
                 unit.place_meta()
         self.engine = Engine(model, found, modules, self.core, keep=settings.device == "none", ranks=ranks)
-        self.engine.before_pass = self._seal
+        self.engine.before_pass = self._before_pass
         if blob is not None and not resume:
             try:
                 self._check_frozen()
@@ -203,8 +204,12 @@ class Run:
             _move_rest(model, found, gpu.device)
         if self.engine.keep:
             self.engine.refresh()
-        self._patch_optimizer()
+        # Of steps that the script has made before.
+        states = {id(param): of_param for param, of_param in optimizer.state.items() if of_param}
+        take_over(optimizer, self)
         self._patch_model()
+        if states and (blob is None or not resume):
+            self.load_states(states)
         self._open_reports()
         how = f"resumes after step {self.steps_done}" if self.steps_done else "begins"
         if blob is not None and not resume:
@@ -214,7 +219,11 @@ class Run:
         self._protected = [model, *{modules[unit.index]: None for unit in found}]
         protect(self._protected)
         remember(self)
-        atexit.register(self._close_at_exit)
+        # Weak: a run whose model was dropped ends.
+        at_exit = weakref.WeakMethod(self._close_at_exit)
+        self._at_exit = lambda: (at_exit() or bool)()
+        atexit.register(self._at_exit)
+        self.closed = False
 
     def _open(self, plan: Plan, resume: bool) -> tuple[Any, Optional[dict[str, Any]]]:
         """Opens this rank's tiles, and returns the state of the last committed step: this rank's if as many ranks committed it, else
@@ -380,6 +389,7 @@ class Run:
         skip, size = 0, getattr(loader, "batch_size", None) or 1
         if resumed is not None:
             # Another number of ranks, or batches of another size, read other parts of the data: as many samples are skipped.
+            self._pass_random = None
             seen = resumed["batches"] * resumed["ranks"] * (resumed["batch_size"] or size)
             skip, self._resumed = seen // (self.ranks.count * size), None
             if resumed["epoch_random"] is not None:
@@ -411,19 +421,25 @@ class Run:
         self.core.drain()
         self.engine.order.forget_rest()
 
-    def close(self) -> None:
-        """Commits the last step and ends the run in order; the model's parameters are gone with it. A second call does nothing."""
-        self._close(None)
+    def close(self, keep: Optional[bool] = None) -> None:
+        """Commits the last step and ends the run in order. The model and the optimizer are plain ones again, with their values, if `keep`, or if
+        the host's memory has room for them; otherwise parameters have no values any more. A second call does nothing."""
+        self._close(None, keep)
 
     def _close_at_exit(self) -> None:
-        self._close(getattr(sys, "last_value", None))
+        self._close(getattr(sys, "last_value", None), keep=False)
 
-    def _close(self, failed: Optional[BaseException]) -> None:
+    def __del__(self) -> None:
+        # The script has dropped the model.
+        if not self.__dict__.get("closed", True):
+            self._close(None, keep=False)
+
+    def _close(self, failed: Optional[BaseException], keep: Optional[bool]) -> None:
         """Ends the run, in which the script has `failed` on this rank unless it is None."""
         if self.closed:
             return
         self.closed = True
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self._at_exit)
         if os.getpid() != self._process:
             return
         self.model._offloadd_run = None
@@ -439,6 +455,8 @@ class Run:
                 self._seal()
                 ranks.meet("end the run")
                 self.core.drain()
+                if (failed is None or ranks.count == 1) and self._has_room(keep):
+                    self._give_back()
             # The daemon ends with the part of its node's first rank.
             if ranks.first_of_node and not ranks.broken:
                 ranks.meet("leave the run")
@@ -452,11 +470,35 @@ class Run:
             self._lock.close()
             disclaim(self.run_dir)
 
+    def _has_room(self, keep: Optional[bool]) -> bool:
+        """Whether the values of model and optimizer are kept: where `keep` does not say it, if they take half of the available memory at most."""
+        if keep is None:
+            available = _offloadd.host_available_bytes() or 0
+            keep = sum(unit.bytes for unit in self.engine.units) + States(self).bytes <= available // 2
+        return any(self.ranks.any("keep the values", bytes([keep])))
+
+    def _give_back(self) -> None:
+        """Makes model and optimizer plain ones with the values that are in tiles, in host memory where parameters were released."""
+        engine, states = self.engine, {}
+        for param, state in States(self).items():
+            plain = {name: value.as_subclass(torch.Tensor) for name, value in state.items() if name != MASTER}
+            states[param] = {name: value.to(param.device, param.dtype) if name in MOMENTS else value for name, value in plain.items()}
+        for unit in engine.units:
+            engine.gather(unit, record=False)
+            if not engine.keep and unit.flat.device.type != "cpu":
+                # All of it may not fit where one block at a time did.
+                values = unit.flat.to("cpu", copy=True)
+                engine.take_away(unit)
+                unit.move(values, copy=False)
+                engine.open_for_good(unit)
+        engine.detach()
+        give_back(self.optimizer, states)
+
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: Any, error: Optional[BaseException], trace: Any) -> None:
-        self._close(error)
+        self._close(error, None)
 
     def describe(self) -> str:
         """The place of the state, for people."""
@@ -486,43 +528,76 @@ class Run:
             # The script is in the middle of its data and continues there.
             self._resumed = None
         set_random_state(state["random"])
-        self._to_seal = None
+        self._pass_random, self._to_seal = None, None
         self.engine.stale()
         self.core.begin_step()
         self._open_reports()
 
     # The optimizer
 
-    def _patch_optimizer(self) -> None:
-        run, optimizer = self, self.optimizer
-        counted = getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+    def updates_of(self, param: torch.Tensor) -> int:
+        """Updates so far of a parameter."""
+        return self._updates.get(self._index_of.get(id(param), -1), 0)
 
-        def step(self, closure=None):
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._opt_called = True
-            run._step()
-            return loss
+    def read_state(self, unit: Unit) -> list[torch.Tensor]:
+        """Masters, momentum and variance of a trained unit in fp32, in host memory. All ranks must call it."""
+        flats = [torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3)]
+        self.ranks.meet(f"read the moments of {unit.name}")
+        self.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
+        self.engine.order.forget_rest()
+        for flat in flats:
+            self.ranks.complete(f"bring the moments of {unit.name}", flat)
+        return flats
 
-        if counted:
-            step._wrapped_by_lr_sched = True
+    def load_states(self, states: ParamStates) -> None:
+        """Gives parameters, by their id, moments and masters in PyTorch's form, a unit at a time, and commits them. Others begin anew."""
+        engine = self.engine
+        checked(states, self._names, {id(param): param.shape for param in engine.params})
+        units = [unit for unit in engine.units if unit.trained]
+        self._seal()
+        self._updates = {self._index_of[key]: int(state["step"]) for key, state in states.items()}
+        self._note_step()
+        state, self._to_seal = self._to_seal, None
+        present = {}
+        for unit in units:
+            if any(MASTER in states.get(id(param), ()) for param in unit.params):
+                with engine.gathered(unit):
+                    present[unit] = unit.flat.to("cpu", copy=True)
+        self.ranks.meet("load moments")
+        self.core.begin_rewrite([unit.index for unit in units], to_blob(self._complete(state), self._state_dir))
+        engine.order.forget_rest()
+        for unit in units:
+            masters, *moments = (torch.zeros(unit.room_elems, dtype=torch.float32, device="cpu") for _ in range(3))
+            exact = []
+            for index, (param, offset) in enumerate(zip(unit.params, unit.offsets)):
+                of_param = states.get(id(param))
+                if of_param is None:
+                    continue
+                for flat, name in zip(moments, MOMENTS):
+                    Unit.view_of(flat, param, offset).copy_(of_param[name])
+                master = of_param.get(MASTER)
+                # Weights that were loaded since the state was saved have masters of their own.
+                if master is not None and torch.equal(Unit.view_of(present[unit], param, offset), master.to("cpu", param.dtype)):
+                    Unit.view_of(masters, param, offset).copy_(master)
+                    exact.append(index)
+            self.core.rewrite_state(unit.index, [flat.data_ptr() for flat in (masters, *moments)], list(range(len(unit.params))), exact)
+        self.ranks.meet("commit loaded moments")
+        self.core.end_fill()
+        self.core.begin_step()
+        engine.stale()
 
-        def zero_grad(self, set_to_none=True):
-            run.engine.forget_gradients()
+    def check_room(self, bytes_: int, what: str) -> None:
+        check_room(bytes_, what)
 
-        def state_dict(self):
-            """Settings of the parameter groups; the moments are in the run's tiles."""
-            groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
-            return {"state": {}, "param_groups": [{**group, "params": []} for group in groups]}
-
-        def load_state_dict(self, state):
-            for group, loaded in zip(self.param_groups, state["param_groups"]):
-                group.update({key: value for key, value in loaded.items() if key != "params"})
-
-        for method in (step, zero_grad, state_dict, load_state_dict):
-            setattr(optimizer, method.__name__, types.MethodType(method, optimizer))
+    def check_replaceable(self, call: str, what: str) -> None:
+        """Refuses to load what would replace a resumed run's, and what would lose gradients."""
+        if self.engine.square_sums or self.engine.broken:
+            raise Error(f"{call} between backward and step(): call optimizer.step() or zero_grad() first")
+        if self._resumed_at == self.steps_done > 0:
+            raise Error(
+                f"this run was resumed after step {self.steps_done}, and {call} would replace its {what}: load them only if run.steps_done == 0, or begin "
+                "the run anew with resume=False"
+            )
 
     def _patch_model(self) -> None:
         plain = self.model.zero_grad
@@ -531,7 +606,11 @@ class Run:
             self.engine.forget_gradients()
             plain(set_to_none)
 
+        def refuse(protocol: int) -> Any:
+            raise NotSupported("a prepared model cannot be copied or pickled: copy it before offloadd.prepare, or save and load its state_dict()")
+
         self.model.zero_grad = zero_grad
+        self.model.__reduce_ex__ = refuse
         tied = [of_one for of_one in self._names.values() if len(of_one) > 1]
         whole = self.model.state_dict
 
@@ -579,10 +658,25 @@ class Run:
         engine = self.engine
         if engine.broken or engine.half_backward:
             raise Error("the last backward did not end, so some gradients are missing: call zero_grad() and continue with the next batch")
-        if not engine.square_sums:
-            raise Error("optimizer.step() without gradients: call backward first")
-        dropped = engine.dropped()
+        engine.refuse_writes()
+        dropped, given = engine.looked_at()
+        if not given and len(dropped) == len(engine.held):
+            # As plain PyTorch: parameters without gradients stay as they are.
+            engine.forget_sums()
+            return
+        if engine.applied:
+            raise Error("optimizer.step() twice for one backward: the gradients are gone with the first step; call backward again")
+        check_settings(self.optimizer)
+        groups, group_of = [], {}
+        for index, group in enumerate(self.optimizer.param_groups):
+            beta1, beta2 = group["betas"]
+            groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
+            for param in group["params"]:
+                group_of[id(param)] = index
+        engine.settle_changes(given)
         came = {key: held for key, held in engine.held.items() if key not in dropped}
+        if any(held.partial for key, held in came.items() if key in group_of):
+            raise Error(PARTIAL)
         scales = self._scales(came)
         norm = math.sqrt(sum(held.square_sum * held.unscaled**2 for held in came.values())) / (self.loss_scale or 1.0)
         self.ranks.meet(f"make step {self.steps_done + 1}")
@@ -591,12 +685,6 @@ class Run:
         if not self.gradients_are_finite():
             # As torch.optim would, the update makes every parameter nan; a scaler never calls step then.
             say(f"warning: step {self.steps_done + 1}: a gradient is not finite, so parameters become nan, as with torch.optim")
-        groups, group_of = [], {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            beta1, beta2 = group["betas"]
-            groups.append(tuple(float(one) for one in (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])))
-            for param in group["params"]:
-                group_of[id(param)] = index
         of_params = []
         for key, index in self._index_of.items():
             if key in scales and key in group_of:
@@ -678,11 +766,28 @@ class Run:
             "ranks": self.ranks.count,
         }
 
+    def take_random(self) -> Optional[dict[str, Any]]:
+        """The random numbers after the step that was resumed from, for a caller that sets them itself."""
+        self._pass_random = None
+        return self.resumed_random
+
+    def _before_pass(self) -> None:
+        self._seal()
+        if self._pass_random is not None and torch.is_grad_enabled():
+            # A script that skipped batches by itself goes on where the last step ended.
+            set_random_state(self._pass_random)
+            self._pass_random = None
+
     def _seal(self) -> None:
         """Orders the last step's commit: called when the next forward begins, by when schedulers have moved on."""
         if self._to_seal is None:
             return
-        blob = to_blob(self._complete(self._to_seal), self._state_dir)
+        state = self._complete(self._to_seal)
+        now = random_state()
+        if not same_random(now, state["random"]):
+            # The script has drawn since the step.
+            state = {**state, "pass_random": now}
+        blob = to_blob(state, self._state_dir)
         self.ranks.meet(f"commit step {self._to_seal['steps_done']}")
         self.core.seal(blob)
         self._to_seal = None
@@ -701,6 +806,7 @@ class Run:
         self._noted = state
         self._updates = dict(state["updates"])
         self.resumed_random = state["random"]
+        self._pass_random = state.get("pass_random") or state["random"]
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
         self._resumed.update(ranks=state.get("ranks", 1), batch_size=state.get("batch_size"))
         if "groups" in state:

@@ -51,6 +51,13 @@ def set_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
 
 
+def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two random states draw the same numbers."""
+    alike = lambda a, b: len(a) == len(b) and all(map(torch.equal, a, b))
+    same = all(one.get(key) == other.get(key) for key in ("python", "numpy"))
+    return same and torch.equal(one["torch"], other["torch"]) and alike(one.get("cuda", ()), other.get("cuda", ()))
+
+
 def _numpy():
     try:
         import numpy

@@ -105,7 +105,7 @@ def _resume(module: Any, trainer: Any, kept: TrainerProgress, directory: Path) -
         prepared.append(model)
         run = model.run
         if kept.loaded is not None:
-            kept.write(directory, run.resumed_random, run.ranks)
+            kept.write(directory, run.take_random(), run.ranks)
             kept.catch_up(run, directory)
             # The scheduler that the Trainer made; one that the engine made is there already.
             trainer.lr_scheduler.load_state_dict(kept.loaded["scheduler"])

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import fnmatch
 from dataclasses import dataclass, field
-from typing import Iterable, Optional, Sequence
+from typing import Any, Iterable, Optional, Sequence
 
 import torch
 from torch import nn
 
 from ._errors import Error, NotSupported
+
+# Reached here without what a prepared model makes of `param.data`.
+_DATA = torch.Tensor.data
 
 # Parameters start at multiples of so many elements: whole cache lines of every type.
 ALIGN_ELEMS = 64
@@ -55,6 +58,8 @@ class Unit:
     start: int = 0
     # Gradients of this backward that are not handed over yet.
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Notices writes to the parameters while they are in memory: a `Watch` of _released.py.
+    watch: Any = None
 
     def __post_init__(self) -> None:
         for param in self.params:
@@ -85,9 +90,14 @@ class Unit:
             for param, offset in zip(self.params, self.offsets):
                 view = self.view_of(flat, param, offset)
                 if copy:
-                    view.copy_(param.data)
-                param.data = view
+                    view.copy_(param)
+                _DATA.__set__(param, view)
         self.flat = flat
+
+    def leave(self) -> None:
+        """Leaves the memory to somebody who holds it, and makes the parameters views of a flat tensor without memory."""
+        self.move(torch.empty(self.room_elems, dtype=self.dtype, device=self.flat.device), copy=False)
+        self.flat.untyped_storage().resize_(0)
 
     def place_meta(self) -> None:
         """Gives parameters of the meta device a place in a flat tensor that has no memory yet. They stay the same objects."""
@@ -210,6 +220,8 @@ def _check(params: list[nn.Parameter]) -> None:
     if len(devices) > 1:
         raise NotSupported(f"parameters are on {devices[0]} and on {devices[1]}: move the model to one device")
     for param in params:
+        if type(param).__name__ == "Released":
+            raise Error("a parameter of the model belongs to a model that is prepared already: call close() of that run first")
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
         if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):

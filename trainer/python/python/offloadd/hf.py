@@ -51,7 +51,7 @@ def attach(
     def train(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         resumes = kept.loaded is not None
         if resumes:
-            kept.write(resume_dir, run.resumed_random, run.ranks)
+            kept.write(resume_dir, run.take_random(), run.ranks)
             kept.catch_up(run, resume_dir)
         result = original["train"](str(resume_dir) if resumes else None, *args, **kwargs)
         run.drain()
