@@ -27,9 +27,9 @@ from offloadd import _engine, _held, _memory, _order, _run  # noqa: E402
 PARTS = {
     "forward: hooks": (_engine.Engine, ("_before_forward", "_after_forward", "_hook_made", "_returned", "_begin_pass")),
     "backward: hooks": (_engine.Engine, ("_before_backward", "_start_backward", "_settle")),
-    "backward: gradients": (_engine.Engine, ("_gradient_came", "_hand_over")),
-    "backward: end": (_engine.Engine, ("_backward_ended", "_put_away", "dropped")),
-    "gather and release": (_engine.Engine, ("gather", "release", "take_away", "_expect", "_open", "_guard")),
+    "backward: gradients": (_engine.Engine, ("_before_gradient", "_take", "_take_all", "_hand_over")),
+    "backward: end": (_engine.Engine, ("_backward_ended", "_put_away", "looked_at", "_collect_sums", "_show")),
+    "gather and release": (_engine.Engine, ("gather", "release", "take_away", "_expect", "_open", "_guard", "_note_written", "refuse_writes")),
     "order": (_order.Order, ("begin", "next", "gathers", "outside", "_learn", "forget_rest")),
     "memory": (_memory.HostMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),
     "memory, GPU": (_memory.GpuMemory, ("expect", "ready", "release", "gradient_buffer", "hand_over", "square_sums")),

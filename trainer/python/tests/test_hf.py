@@ -85,16 +85,16 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
 
 
 @needs_daemon
-@pytest.mark.parametrize("device, last_line, resumed", [("cpu", "evaluates 6", 4), ("nvme", "resumed 0", 0)])
-def test_a_run_without_a_committed_step_resumes_from_the_newest_checkpoint(tmp_path, plain, device, last_line, resumed):
-    settings = {**config(device, tmp_path), **DEEPSPEED}
-    killed = start("deepspeed", tmp_path / "out", settings)
+@pytest.mark.parametrize("way, device, last_line, resumed", [("deepspeed", "cpu", "evaluates 6", 4), ("attach", "cpu", "evaluates 6", 4), ("deepspeed", "nvme", "resumed 0", 0)])
+def test_a_run_without_a_committed_step_resumes_from_the_newest_checkpoint(tmp_path, plain, way, device, last_line, resumed):
+    settings = {**config(device, tmp_path), **(DEEPSPEED if way == "deepspeed" else {})}
+    killed = start(way, tmp_path / "out", settings)
     for line in killed.stdout:
         if line == last_line + "\n":
             killed.kill()
             break
     assert killed.wait() == -9
-    end = lines_of(start("deepspeed", tmp_path / "out", settings))
+    end = lines_of(start(way, tmp_path / "out", settings))
     found, expected = numbers(end, "loss"), numbers(plain[0], "loss")
     assert f"resumed {resumed}" in end and len(found) == 12 - resumed
     for step, values in found.items():

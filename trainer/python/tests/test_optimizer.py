@@ -92,6 +92,10 @@ def test_the_state_of_a_plain_optimizer_is_taken_over(tmp_path):
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
     assert train(model, optimizer, batches()[4:]) == pytest.approx(losses[4:], rel=1e-5)
+    run.save_checkpoint(tmp_path / "saved", client_state={"epoch": 3})
+    again = train(model, optimizer, batches()[:2])
+    assert run.load_checkpoint(tmp_path / "saved") == {"epoch": 3} and run.steps_done == 6
+    assert train(model, optimizer, batches()[:2]) == again
     wrong = {**saved[1], "state": {0: {"step": 1, "sum": torch.zeros(3)}}}
     with pytest.raises(offloadd.NotSupported, match="has step, sum, and AdamW's has"):
         optimizer.load_state_dict(wrong)

@@ -17,7 +17,7 @@ _DIVIDE = ("FSDP", "MEGATRON_LM", "XLA")
 def patch(module: Any) -> None:
     """Changes `accelerate.Accelerator`, whose module was just imported."""
     kind = module.Accelerator
-    prepare_plain, prepare_model_plain = kind.prepare, kind.prepare_model
+    prepare_plain, prepare_model_plain, prepare_optimizer_plain = kind.prepare, kind.prepare_model, kind.prepare_optimizer
 
     @functools.wraps(prepare_plain)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -34,7 +34,12 @@ def patch(module: Any) -> None:
             device_placement, evaluation_mode = False, True
         return prepare_model_plain(self, model, device_placement, evaluation_mode)
 
-    kind.prepare, kind.prepare_model = prepare, prepare_model
+    @functools.wraps(prepare_optimizer_plain)
+    def prepare_optimizer(self: Any, optimizer: Any, device_placement: Optional[bool] = None) -> Any:
+        # It would read all moments and load them again.
+        return prepare_optimizer_plain(self, optimizer, False if hasattr(optimizer, "_offloadd_run") else device_placement)
+
+    kind.prepare, kind.prepare_model, kind.prepare_optimizer = prepare, prepare_model, prepare_optimizer
 
 
 def _check(accelerator: Any, model: nn.Module) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from . import _offloadd
+from ._checkpoint import load_checkpoint, save_checkpoint
 from ._console import say
 from ._config import Config, settings_of
 from ._engine import Engine
@@ -512,6 +513,15 @@ class Run:
     def gradients_are_finite(self) -> bool:
         """Whether the gradients that have come since the last step are."""
         return all(map(math.isfinite, self.engine.square_sums.values()))
+
+    def save_checkpoint(self, save_dir: Union[str, os.PathLike], tag: Optional[str] = None, client_state: Optional[dict[str, Any]] = None) -> None:
+        """Copies trained parameters, optimizer state and all that is committed with them into `save_dir/tag`, with `client_state` (plain data). All
+        ranks must call it."""
+        save_checkpoint(self, Path(save_dir), tag or f"step{self.steps_done}", client_state or {}, save_latest=True)
+
+    def load_checkpoint(self, load_dir: Union[str, os.PathLike], tag: Optional[str] = None) -> Optional[dict[str, Any]]:
+        """Goes back to a checkpoint of `save_checkpoint`, the newest one without `tag`. Returns its `client_state`, or None where there is none."""
+        return load_checkpoint(self, Path(load_dir), tag)[1]
 
     def state(self) -> dict[str, Any]:
         """The state that is committed with the last step beside the tiles."""

@@ -16,7 +16,7 @@ from ._errors import NotSupported
 from ._initialize import TrainingEngine
 from ._run_dir import has_run
 from ._state import random_state
-from .hf import RESUME_DIR, TrainerProgress, write_random_state
+from .hf import RESUME_DIR, TrainerProgress, has_checkpoint, write_random_state
 
 
 def patch_trainer(module: Any) -> None:
@@ -43,7 +43,7 @@ def patch_trainer(module: Any) -> None:
             _deepspeed.beginning.update(run_dir=run_dir, resume=resumes, track=[kept])
         if resumes:
             resume_from_checkpoint = str(_resume(module, self, kept, run_dir / RESUME_DIR))
-        elif resume_from_checkpoint is True and not _has_checkpoint(self.args.output_dir):
+        elif resume_from_checkpoint is True and not has_checkpoint(self.args.output_dir):
             # The first start of a script that always asks.
             resume_from_checkpoint = None
         try:
@@ -70,12 +70,6 @@ def patch_state(module: Any) -> None:
         return backend, kind
 
     module.PartialState._prepare_backend = prepare_backend
-
-
-def _has_checkpoint(output_dir: str) -> bool:
-    from transformers.trainer_utils import get_last_checkpoint
-
-    return os.path.isdir(output_dir) and get_last_checkpoint(output_dir) is not None
 
 
 def _reopened(trainer: Any, resume_from_checkpoint: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any, Mapping, Optional, Union
 
 import torch
 
+from ._checkpoint import load_checkpoint, save_checkpoint
 from ._config import own_keys, read
 from ._ranks import Ranks
 from ._run import Run, prepare
@@ -18,6 +19,9 @@ from ._state import random_state, set_random_state
 
 # Where `Trainer.train` finds the last committed step, in the form of one of its checkpoints.
 RESUME_DIR = "trainer-resume"
+
+# Moments and masters in a checkpoint of the Trainer's.
+TILES = "offloadd-tiles"
 
 # What a step still asks for when it is committed before its evaluation or its checkpoint.
 _ASKED = ("should_log", "should_evaluate", "should_save")
@@ -29,9 +33,10 @@ def attach(
     """Takes over the model and the optimizer of a `transformers.Trainer`, before `trainer.train()`.
 
     The run lies in `run_dir`, else in the key offloadd.run_dir, else in `output_dir/offloadd`. `trainer.train()` continues after the
-    last committed step, whatever `resume_from_checkpoint` says: it is newer than any checkpoint. An evaluation or a checkpoint that
+    last committed step, whatever `resume_from_checkpoint` says: it is newer than any checkpoint. Without a committed step, as with state in
+    host memory, it resumes from the checkpoint that is named. An evaluation or a checkpoint that
     was due after that step is made again. The Trainer's number of micro-batches counts where `config` names none. Checkpoints that
-    the Trainer writes hold the weights, and no moments.
+    the Trainer writes hold the run's tiles in place of `optimizer.pt`, since its moments need not fit into memory.
     """
     kept = TrainerProgress(trainer)
     optimizer = trainer.create_optimizer()
@@ -44,7 +49,7 @@ def attach(
         config = {**config, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
     run = prepare(trainer.model, optimizer, config, run_dir=directory, track=[kept])
     trainer.create_optimizer = lambda *_, **__: optimizer
-    names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model")
+    names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_save_optimizer_and_scheduler")
     original = {name: getattr(trainer, name) for name in names}
     resume_dir = run.run_dir / RESUME_DIR
 
@@ -53,7 +58,10 @@ def attach(
         if resumes:
             kept.write(resume_dir, run.take_random(), run.ranks)
             kept.catch_up(run, resume_dir)
-        result = original["train"](str(resume_dir) if resumes else None, *args, **kwargs)
+        elif resume_from_checkpoint is True and not has_checkpoint(trainer.args.output_dir):
+            # The first start of a script that always asks.
+            resume_from_checkpoint = None
+        result = original["train"](str(resume_dir) if resumes else resume_from_checkpoint, *args, **kwargs)
         run.drain()
         return result
 
@@ -64,9 +72,21 @@ def attach(
         if Path(checkpoint) != resume_dir:
             original["_load_from_checkpoint"](checkpoint, model)
 
+    def save_optimizer_and_scheduler(output_dir: str) -> None:
+        save_checkpoint(run, Path(output_dir), TILES, {}, save_latest=False)
+        if trainer.args.should_save:
+            torch.save(trainer.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
     def load_optimizer_and_scheduler(checkpoint: Optional[str]) -> None:
         if checkpoint is not None and Path(checkpoint) == resume_dir:
             trainer.lr_scheduler.load_state_dict(kept.loaded["scheduler"])
+            run.restore_groups()
+        elif checkpoint is not None and (Path(checkpoint) / TILES).exists():
+            before = kept.loaded
+            load_checkpoint(run, Path(checkpoint), TILES)
+            # The Trainer reads its own state itself.
+            kept.loaded = before
+            trainer.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
             run.restore_groups()
         else:
             original["_load_optimizer_and_scheduler"](checkpoint)
@@ -80,7 +100,15 @@ def attach(
     trainer._load_best_model = load_best_model
     trainer._load_from_checkpoint = load_model
     trainer._load_optimizer_and_scheduler = load_optimizer_and_scheduler
+    trainer._save_optimizer_and_scheduler = save_optimizer_and_scheduler
     return run
+
+
+def has_checkpoint(output_dir: str) -> bool:
+    """Whether a Trainer has written a checkpoint into `output_dir`."""
+    from transformers.trainer_utils import get_last_checkpoint
+
+    return os.path.isdir(output_dir) and get_last_checkpoint(output_dir) is not None
 
 
 class TrainerProgress:
