@@ -7,6 +7,7 @@ from typing import Any, Optional
 
 from torch import nn
 
+from . import _deepspeed
 from ._errors import NotSupported
 from ._wrappers import is_prepared
 
@@ -45,7 +46,8 @@ def patch(module: Any) -> None:
 def _check(accelerator: Any, model: nn.Module) -> None:
     """Refuses what Accelerate would do to the parameters of a model that is prepared, or that its DeepSpeed plugin prepares here."""
     prepared, how = is_prepared(model.parameters()), accelerator.distributed_type.value
-    if prepared and how == "DEEPSPEED":
+    # A second `train` of a Trainer goes on with the engine of the first.
+    if prepared and how == "DEEPSPEED" and "engine" not in _deepspeed.beginning:
         raise NotSupported("Accelerate's DeepSpeed plugin around a prepared model: leave out the plugin, or offloadd.prepare: the plugin calls it below offloadd-run")
     if prepared and how in _DIVIDE:
         raise NotSupported(f"Accelerate's {how} around a prepared model: offloadd divides the model among the ranks itself; leave {how} out of Accelerate's configuration")

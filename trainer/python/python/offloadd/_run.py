@@ -816,7 +816,8 @@ class Run:
         self._noted = state
         self._updates = dict(state["updates"])
         self.resumed_random = state["random"]
-        self._pass_random = state.get("pass_random") or state["random"]
+        # Before the first step there is nothing to go on from.
+        self._pass_random = (state.get("pass_random") or state["random"]) if self.steps_done else None
         self._resumed = {key: state[key] for key in ("epoch", "batches", "epoch_random", "random")}
         self._resumed.update(ranks=state.get("ranks", 1), batch_size=state.get("batch_size"))
         if "groups" in state:
