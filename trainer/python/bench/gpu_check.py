@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks the Python package on a machine with a GPU, in one command, and leaves a log.
 
-    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler resume ranks hf_trainer speed
+    gpu_check.py [--out DIR] [--bin DIR] [PART...]       parts: bits pressure tiers scaler habits accelerate resume ranks hf_trainer speed
 
 Without names all parts but speed, and ranks only where there are two GPUs:
 
@@ -9,6 +9,9 @@ bits        losses, gradients and norms against plain PyTorch's on the GPU, dete
 pressure    a GPU that lags behind the host, orders that change: memory that is used again too early shows as other bits
 tiers       none, cpu, nvme, immediate and deferred: equal losses and weights
 scaler      autocast with fp16 and GradScaler, the same with and without offload
+habits      weights and gradients that a script reads and changes, the optimizer's state saved and loaded, random numbers of a loop that skips
+            by itself, a model that is given back
+accelerate  Accelerate's bf16 and fp16 with a prepared model: the losses, and the time and memory, of Accelerate without
 resume      a script that is killed and started again ends with the bits of an unbroken one
 ranks       two processes on two GPUs: the bits of one where their batches are equal, close to one where each has half of a batch, killed
             and resumed, one that is lost, and orders that differ
@@ -21,8 +24,10 @@ bench-io.
 
 import argparse
 import copy
+import gc
 import hashlib
 import json
+import math
 import os
 import pathlib
 import random
@@ -224,6 +229,128 @@ class Checks:
                 print(f"  {where}: two ranks have the bits of one; halves {apart:.1e} apart", flush=True)
         self.ranks_resume()
         self.ranks_apart()
+
+    def habits(self):
+        def close(found, expected, what):
+            check(torch.allclose(found.float(), expected.float(), rtol=1e-4, atol=1e-6), f"{what}: {(found - expected).abs().max()} apart")
+
+        reads = (lambda w: w.chunk(2)[1], lambda w: list(w)[3], lambda w: w.t() @ w, lambda w: w.detach().cpu(), lambda w: torch.sort(w)[0])
+        plain, ours = self.llama(torch.float32), self.llama(torch.float32)
+        theirs, optimizer = (torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3) for model in (plain, ours))
+        run = self.prepare(ours, optimizer, "cpu")
+        for step in range(4):
+            for model in (plain, ours):
+                batch = self.tokens(step)
+                model(input_ids=batch, labels=batch).loss.backward()
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+                model.lm_head.weight.grad[5:9].mul_(0.5)
+            for name, param in plain.named_parameters():
+                close(ours.get_parameter(name).grad.clone(), param.grad, f"gradient of {name}")
+            for one in (theirs, optimizer):
+                one.step()
+                one.zero_grad()
+            weights = [model.model.layers[3].mlp.up_proj.weight for model in (plain, ours)]
+            for number, read in enumerate(reads):
+                close(*(read(weight) for weight in reversed(weights)), f"reading {number}")
+        for param, state in theirs.state.items():
+            name = next(name for name, one in plain.named_parameters() if one is param)
+            close(optimizer.state[ours.get_parameter(name)]["exp_avg_sq"].to(self.device), state["exp_avg_sq"], f"variance of {name}")
+        saved = [ours.state_dict(), optimizer.state_dict()]
+        batch = self.tokens(9)
+
+        def losses(model, optimizer):
+            found = []
+            for _ in range(3):
+                loss = model(input_ids=batch, labels=batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+        expected = losses(ours, optimizer)
+        again = self.llama(torch.float32)
+        loaded = torch.optim.AdamW(again.parameters(), lr=1e-3, eps=1e-3)
+        with self.prepare(again, loaded, "nvme") as other:
+            again.load_state_dict(saved[0])
+            loaded.load_state_dict(saved[1])
+            check(losses(again, loaded) == expected, "a state that was saved and loaded goes on with other losses")
+            other.close(keep=False)
+        run.close()
+        check(all(type(param) is nn.Parameter for param in ours.parameters()), "a closed run leaves its parameters")
+        moved = ours.to(self.device)
+        for state in optimizer.state.values():
+            state.update({name: value.to(self.device) for name, value in state.items() if name != "step"})
+        check(all(map(math.isfinite, losses(moved, optimizer))), "a model that was given back")
+        torch.func.grad(lambda x: plain(inputs_embeds=x).logits.sum())(plain.get_input_embeddings()(batch).detach())
+        self.skipping()
+
+    def skipping(self):
+        """A loop that skips by `run.steps_done`, with dropout on the GPU."""
+
+        def train(run_dir, config, until):
+            torch.manual_seed(1)
+            model = self.llama(torch.float32, dropout=0.1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+            found = []
+            with offloadd.prepare(model, optimizer, config, run_dir=run_dir) as run:
+                for number in range(run.steps_done, until):
+                    batch = self.tokens(number)
+                    loss = model(input_ids=batch, labels=batch).loss
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    found.append(loss.item())
+                run.close(keep=False)
+            return found
+
+        whole = train(*reversed(self.config("nvme")), 6)
+        config, run_dir = self.config("nvme")
+        began = train(run_dir, config, 3)
+        torch.rand(99, device=self.device)
+        check(began + train(run_dir, config, 6) == whole, "a loop that skips by itself draws other numbers")
+
+    def accelerate(self):
+        from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        wide = self.device == "cuda"
+        config = LlamaConfig(vocab_size=8192 if wide else 64, hidden_size=2048 if wide else 32, intermediate_size=5504 if wide else 64,
+                             num_hidden_layers=8 if wide else 3, num_attention_heads=16 if wide else 4, use_cache=False)
+        for precision in ("bf16", "fp16"):
+            rows = {}
+            for offload in (False, True):
+                AcceleratorState._reset_state(True)
+                torch.manual_seed(0)
+                accelerator = Accelerator(mixed_precision=precision, cpu=not wide)
+                model = LlamaForCausalLM(config).to(self.device)
+                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, eps=1e-5)
+                run = self.prepare(model, optimizer, "cpu") if offload else None
+                wrapped, stepping = accelerator.prepare(model, optimizer)
+                found, times = [], []
+                for number in range(8):
+                    batch = torch.randint(0, config.vocab_size, (8, 1024 if wide else 16), generator=torch.Generator().manual_seed(number)).to(self.device)
+                    began = time.perf_counter()
+                    loss = wrapped(input_ids=batch, labels=batch).loss
+                    accelerator.backward(loss)
+                    stepping.step()
+                    stepping.zero_grad()
+                    found.append(loss.item())
+                    times.append(time.perf_counter() - began)
+                memory = torch.cuda.max_memory_allocated() / 2**30 if wide else 0.0
+                rows[offload] = found, sorted(times)[len(times) // 2], memory
+                if run is not None:
+                    run.close(keep=False)
+                del model, wrapped, stepping, optimizer, accelerator, run
+                gc.collect()
+                if wide:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+            apart = max(abs(a - b) / abs(b) for a, b in zip(rows[True][0], rows[False][0]))
+            told = ", ".join(f"{name} {rows[key][1]:.3f} s a step, {rows[key][2]:.1f} GiB" for key, name in ((False, "plain"), (True, "offloaded")))
+            check(apart < 5e-3, f"{precision}: losses are {apart:.1e} apart: {rows[True][0]} and {rows[False][0]}")
+            print(f"  {precision}: {told}; losses {apart:.1e} apart", flush=True)
 
     def ranks_apart(self):
         """A rank that is lost, and orders that differ."""
@@ -499,7 +626,7 @@ def digest(model):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("bits", "pressure", "tiers", "scaler", "resume", "ranks", "hf_trainer", "speed")
+    parts = ("bits", "pressure", "tiers", "scaler", "habits", "accelerate", "resume", "ranks", "hf_trainer", "speed")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(parts))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/gpu-check"), help="where files and the log go")
     parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[2] / "target/debug", help="where the programs are")
