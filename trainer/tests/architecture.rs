@@ -33,6 +33,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "trainer",
         &[
+            "chat-template",
             "swapper",
             "kernels",
             "kernels-torch",
