@@ -23,6 +23,7 @@ const ARROWS: &[(&str, &[&str])] = &[
         "offloadd-python",
         &["kernels", "offload-support", "swapper", "training-state"],
     ),
+    ("chat-template", &[]),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (
@@ -32,6 +33,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "trainer",
         &[
+            "chat-template",
             "swapper",
             "kernels",
             "kernels-torch",

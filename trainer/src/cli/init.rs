@@ -8,7 +8,7 @@ use offload_support::outln;
 use offload_support::units::Counted;
 use serde_json::Value;
 use trainer::config::{RunSettings, check};
-use trainer::data::{Corpus, Frame, length};
+use trainer::data::{Corpus, DataError, Frame, length};
 use trainer::plan::{Hardware, Overrides, Place, Plan, places, read_model};
 use trainer::weights::{WeightsError, look_for};
 use training_state::store::free_bytes;
@@ -16,7 +16,11 @@ use training_state::store::free_bytes;
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer init Qwen3-8B chats.jsonl                       # writes Qwen3-8B.toml
   trainer init Qwen3-8B chats.jsonl more/ --out run.toml
-  trainer init Qwen3-8B chats.jsonl --nvme /mnt/nvme0 --nvme /mnt/nvme1";
+  trainer init Qwen3-8B chats.jsonl --nvme /mnt/nvme0 --nvme /mnt/nvme1
+  trainer init Qwen3-8B-Base chats.jsonl --set data.chat_template=chatml   # for a tokenizer without a chat template";
+
+/// Template with which a run is planned if the tokenizer has none.
+const PLANNED_TEMPLATE: &str = "chatml";
 
 /// Longest sequence that is proposed; models accept longer ones, which take more memory.
 const SEQ_LEN_MAX: usize = 4096;
@@ -53,6 +57,9 @@ pub(crate) struct InitArgs {
     /// the most free space, or this directory.
     #[arg(long, value_name = "DIR")]
     nvme: Vec<PathBuf>,
+    /// Set a key of the run file. The value is TOML; other text is a string.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
 }
 
 /// A run file that is being tried.
@@ -71,6 +78,8 @@ struct Draft<'a> {
     epoch_steps: u64,
     /// Whether prompts can be left out of the loss.
     has_completions: bool,
+    /// Names of chat templates, if the data needs one and the tokenizer has none.
+    templates: Option<String>,
 }
 
 /// Writes the run file with the largest micro-batch that fits, in the fastest place where one does.
@@ -104,6 +113,7 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
         validation_fraction: 0.0,
         epoch_steps: 1,
         has_completions: false,
+        templates: None,
     };
     let text = draft.choose()?;
     let failed = |error: std::io::Error| match error.kind() {
@@ -120,6 +130,17 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
             "warning: {} has no weights: the run starts with random ones (model.init)",
             dir.display()
         );
+    }
+    if let Some(names) = &draft.templates {
+        outln!(
+            "warning: the tokenizer has no chat template, which conversations need: set data.chat_template in {} to {names}, or to a file",
+            out.display()
+        );
+        outln!(
+            "wrote {}; next: set data.chat_template there, then trainer train {0}",
+            out.display()
+        );
+        return Ok(());
     }
     outln!("wrote {}; next: trainer train {0}", out.display());
     Ok(())
@@ -155,7 +176,14 @@ impl Draft<'_> {
         let hardware = Hardware::new(&self.settings()?, &Overrides::default());
         self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
-        let mut windows = length(&settings)?.windows;
+        let mut windows = match length(&settings) {
+            Err(DataError::NoTemplate { names, .. }) => {
+                self.templates = Some(names);
+                settings = self.settings()?;
+                length(&settings)?.windows
+            }
+            found => found?.windows,
+        };
         while windows < EPOCH_STEPS_MIN && self.seq_len >= 2 * SEQ_LEN_MIN {
             self.seq_len /= 2;
             settings = self.settings()?;
@@ -222,15 +250,22 @@ impl Draft<'_> {
             text += &format!("# {line}\n");
         }
         text += "#\n# The length of the data is estimated. `trainer plan` shows the whole plan, docs/training.md explains the keys.\n\n";
-        Ok(text + &self.text())
+        Ok(text + &self.text(self.templates.as_ref().map(|names| {
+            format!("# chat_template = \"{PLANNED_TEMPLATE}\" # the tokenizer has none: choose {names}, or name a file\n")
+        }))?)
     }
 
     fn settings(&self) -> anyhow::Result<RunSettings> {
-        let tree: Value = toml::from_str(&self.text())?;
+        // The choice between templates hardly changes a plan.
+        let template = self.templates.is_some();
+        let template = template.then(|| format!("chat_template = \"{PLANNED_TEMPLATE}\"\n"));
+        let tree: Value = toml::from_str(&self.text(template)?)?;
         Ok(check(tree, &self.name, None)?)
     }
 
-    fn text(&self) -> String {
+    /// Returns the run file, with a line for the chat template if one must be chosen.
+    fn text(&self, template: Option<String>) -> anyhow::Result<String> {
+        let template = template.unwrap_or_default();
         let quoted = |path: &Path| Value::from(path.to_string_lossy()).to_string();
         let list = |paths: &[PathBuf]| {
             let paths: Vec<String> = paths.iter().map(|path| quoted(path)).collect();
@@ -279,7 +314,7 @@ impl Draft<'_> {
             }
             false => "",
         };
-        format!(
+        let text = format!(
             r#"train_micro_batch_size_per_gpu = {micro_batch} # sequences computed at a time
 gradient_accumulation_steps = {accumulation} # a step has the product of both
 
@@ -301,7 +336,7 @@ path = {model}
 {init}
 [data]
 files = {data}
-{loss_on}{fraction}
+{template}{loss_on}{fraction}
 [train]
 epochs = {epochs} # passes over the data, of about {epoch_steps} each
 seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
@@ -319,6 +354,64 @@ seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
             seq_len = self.seq_len,
             epoch_steps = Counted(self.epoch_steps, "step"),
             run_dir = quoted(&Path::new("runs").join(&self.name)),
-        )
+        );
+        with_sets(text, &self.args.sets)
+    }
+}
+
+/// Sets keys in a run file, whose comments stay.
+fn with_sets(text: String, sets: &[String]) -> anyhow::Result<String> {
+    if sets.is_empty() {
+        return Ok(text);
+    }
+    let mut file: toml_edit::DocumentMut = text.parse()?;
+    for set in sets {
+        let Some((key, value)) = set.split_once('=') else {
+            anyhow::bail!("--set {set}: expected KEY=VALUE");
+        };
+        let parsed = value.trim().parse::<toml_edit::Value>();
+        let value = parsed.unwrap_or_else(|_| value.trim().into());
+        let mut parts = key.trim().split('.').peekable();
+        let mut table: &mut dyn toml_edit::TableLike = file.as_table_mut();
+        while let Some(part) = parts.next() {
+            if parts.peek().is_none() {
+                table.insert(part, toml_edit::value(value));
+                break;
+            }
+            let item = table.entry(part).or_insert_with(toml_edit::table);
+            table = item
+                .as_table_like_mut()
+                .ok_or_else(|| anyhow::anyhow!("--set {set}: {part} is not a table"))?;
+        }
+    }
+    Ok(file.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_key_replaces_or_joins_those_of_the_file() {
+        let text = "a = 1 # first\n\n[data]\nfiles = [\"x\"] # which\nparams = { lr = 1.0 }\n";
+        let sets = [
+            "data.chat_template=chatml",
+            "data.params.lr=2e-5",
+            "a=[2]",
+            "new.b=true",
+        ];
+        let found = with_sets(text.into(), &sets.map(String::from)).unwrap();
+        for line in [
+            "a = [2]",
+            "chat_template = \"chatml\"",
+            "files = [\"x\"] # which",
+            "lr = 2e-5",
+            "[new]\nb = true",
+        ] {
+            assert!(found.contains(line), "{found}");
+        }
+        for wrong in ["a", "a.b=1"] {
+            assert!(with_sets(text.into(), &[wrong.into()]).is_err());
+        }
     }
 }

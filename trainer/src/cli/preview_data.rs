@@ -16,7 +16,11 @@ pub(crate) fn preview(settings: &RunSettings, samples: u64) -> anyhow::Result<()
     outln!("{}", corpus.describe());
     corpus.prepare(settings, &mut |note| outln!("{note}"))?;
     let data = corpus.open(settings)?;
-    outln!("{}\n", data.describe());
+    outln!("{}", data.describe());
+    for warning in data.warnings() {
+        outln!("warning: {warning}");
+    }
+    outln!("");
     let marks = if console::in_colour(&std::io::stdout()) {
         Marks::Colours
     } else {

@@ -326,8 +326,19 @@ pub struct DataSettings {
     /// Whether windows are shuffled by the seed, differently in each epoch; otherwise they follow the order
     /// of the files.
     pub shuffle: bool,
+    pub on_bad_record: OnBadRecord,
     /// Directory of a token cache shared with other runs; `None` for the run directory.
     pub cache: Option<PathBuf>,
+}
+
+/// What happens if a record cannot be read or does not suit the chat template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnBadRecord {
+    /// The run is refused.
+    Error,
+    /// The record is left out, counted and named.
+    Skip,
 }
 
 /// A file of data, or a directory of such files.

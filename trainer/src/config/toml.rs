@@ -404,6 +404,11 @@ keys! {
         #[default("true")]
         #[example("false")]
         pub shuffle: Option<bool>,
+        /// What happens if a record cannot be read or its conversation does not suit the chat template: "error"
+        /// refuses the run, "skip" leaves the record out; the first lines of a run count and name such records.
+        #[default("\"error\"")]
+        #[example("\"skip\"")]
+        pub on_bad_record: Option<String>,
         /// Directory of a token cache that several runs share.
         #[default("the run directory")]
         #[example("\"tokens\"")]
