@@ -78,7 +78,7 @@ const TRAINER_LAYERS: &[&[&str]] = &[
     &["open"],
     &["run_state_reader"],
     &["reader", "run_fingerprint"],
-    &["export"],
+    &["export", "relocate"],
     &["train"],
 ];
 

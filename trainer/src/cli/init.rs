@@ -9,7 +9,7 @@ use offload_support::units::Counted;
 use serde_json::Value;
 use trainer::config::{RunSettings, check};
 use trainer::data::{Corpus, DataError, Frame, length};
-use trainer::plan::{Hardware, Overrides, Place, Plan, places, read_model};
+use trainer::plan::{CheckpointsPlan, Hardware, Overrides, Place, Plan, places, read_model};
 use trainer::weights::{WeightsError, look_for};
 use training_state::store::free_bytes;
 
@@ -53,8 +53,8 @@ pub(crate) struct InitArgs {
     /// Run file to write; by default the model's name with .toml. An existing file is not changed.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Directory on a drive for state that fits nowhere else; several spread it. By default the mounted NVMe drive with
-    /// the most free space, or this directory.
+    /// Directory on a drive that keeps the state; several spread it. Without it, drives are used only if the state fits nowhere
+    /// else: the mounted NVMe drive with the most free space, or this directory.
     #[arg(long, value_name = "DIR")]
     nvme: Vec<PathBuf>,
     /// Set a key of the run file. The value is TOML; other text is a string.
@@ -80,6 +80,8 @@ struct Draft<'a> {
     has_completions: bool,
     /// Names of chat templates, if the data needs one and the tokenizer has none.
     templates: Option<String>,
+    /// Minutes between checkpoints, for a state in memory.
+    checkpoint_min: Option<u64>,
 }
 
 /// Writes the run file with the largest micro-batch that fits, in the fastest place where one does.
@@ -114,6 +116,7 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
         epoch_steps: 1,
         has_completions: false,
         templates: None,
+        checkpoint_min: None,
     };
     let text = draft.choose()?;
     let failed = |error: std::io::Error| match error.kind() {
@@ -212,12 +215,15 @@ impl Draft<'_> {
             // Of equal steps the first is taken, which is the nearest place.
             let best = (found.iter())
                 .filter(|place| place.fits && place.device_bytes <= free)
+                .filter(|place| self.args.nvme.is_empty() || place.device_bytes > 0)
                 .min_by(|a, b| a.step_s.total_cmp(&b.step_s));
             if let Some(best) = best {
                 self.place = best.place;
                 return self.with_plan(hardware, windows);
             }
-            let drives = found.iter().filter(|place| place.fits);
+            let drives = found
+                .iter()
+                .filter(|place| place.fits && place.device_bytes > 0);
             let drives = drives.map(|place| {
                 format!(
                     "drives: the state takes {}, more than is free in {}: name other directories with --nvme",
@@ -237,10 +243,13 @@ impl Draft<'_> {
     }
 
     /// Returns the run file with its plan as comments.
-    fn with_plan(&self, hardware: Hardware, windows: u64) -> anyhow::Result<String> {
+    fn with_plan(&mut self, hardware: Hardware, windows: u64) -> anyhow::Result<String> {
         let mut settings = self.settings()?;
         settings.set_windows(windows)?;
         let mut plan = Plan::new(&settings, hardware)?;
+        if !settings.placement.has_store() {
+            self.checkpoint_min = (plan.checkpoints.as_ref()).map(CheckpointsPlan::interval_min);
+        }
         plan.epochs = Some(settings.epochs(windows));
         let mut text = format!(
             "# A run of {} on this machine, written by `trainer init`. Its paths are relative to the directory in which `trainer init` was called.\n#\n",
@@ -300,6 +309,12 @@ impl Draft<'_> {
             }
             _ => "",
         };
+        let checkpoints = match self.checkpoint_min {
+            Some(minutes) => format!(
+                "checkpoint_every = \"{minutes}min\" # a crash loses what came after the last one: the state is in memory\n"
+            ),
+            None => String::new(),
+        };
         let (fraction, validation) = (self.validation_fraction, self.validation_fraction > 0.0);
         let [fraction, evaluation] = match validation {
             true => [
@@ -340,7 +355,7 @@ files = {data}
 [train]
 epochs = {epochs} # passes over the data, of about {epoch_steps} each
 seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
-{evaluation}run_dir = {run_dir}
+{checkpoints}{evaluation}run_dir = {run_dir}
 {resident}"#,
             micro_batch = self.micro_batch,
             accumulation = self.step_sequences / self.micro_batch,

@@ -8,6 +8,7 @@ use offload_support::{errln, outln};
 use serde_json::json;
 use trainer::config::RunSettings;
 use trainer::data::{self, length};
+use trainer::open::check_drives;
 use trainer::plan::{
     Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
     Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
@@ -241,6 +242,7 @@ fn plan_run(
     let hardware = Hardware::new(settings, &args.machine.overrides());
     let mut plan = Plan::new(settings, hardware.clone());
     let mut warnings = settings.warnings.clone();
+    warnings.extend(check_drives(settings).err().map(|error| error.to_string()));
     let missing = settings.placement.nvme_paths.iter();
     warnings.extend(missing.filter(|dir| !dir.exists()).map(|dir| {
         format!(
@@ -250,6 +252,7 @@ fn plan_run(
     }));
     if let Ok(plan) = &mut plan {
         plan.epochs = length.map(|length| settings.epochs(length.windows));
+        warnings.extend(plan.loss_warning(settings));
         let run_dir = resolved(&settings.train.run_dir);
         // A path of another machine says nothing about this machine's root file system.
         let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();

@@ -23,6 +23,7 @@ mod written;
 
 use std::path::PathBuf;
 
+use offload_support::paths::RelativeTo;
 use serde_json::Value;
 
 pub use keys::listing;
@@ -34,6 +35,7 @@ pub use settings::{
     TrainSettings,
 };
 pub use source::Source;
+pub(crate) use summary::summary_of_schedule;
 pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};
 pub use training_state::monitor::Reports;
 pub use training_state::overflow::{DynamicScale, OverflowPolicy};
@@ -45,7 +47,7 @@ use source::{Tree, apply};
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     /// The file cannot be read.
-    #[error("cannot read {what} {}: {source}", path.display())]
+    #[error("cannot read {what} {}{}: {source}", path.display(), RelativeTo::after(path, source))]
     Read {
         what: &'static str,
         path: PathBuf,
@@ -258,6 +260,16 @@ fn check_as(
                 fault.key().is_some() && faults.iter().any(same)
             };
             let more: Vec<_> = more.into_iter().filter(|fault| !told(fault)).collect();
+            // The parameters of an optimizer that is refused need no answer of their own.
+            if more
+                .iter()
+                .any(|fault| fault.key() == Some("optimizer.type"))
+            {
+                let is_param = |fault: &SettingsError| {
+                    (fault.key()).is_some_and(|key| key.starts_with("optimizer.params."))
+                };
+                faults.retain(|fault| !is_param(fault));
+            }
             faults.extend(more);
             Err(SettingsError::all(faults).expect_err("something was wrong"))
         }

@@ -30,7 +30,7 @@ impl RunSettings {
                 },
                 groups(&optimizer.groups)
             ),
-            format!("schedule  {}", schedule(&self.lr)),
+            format!("schedule  {}", summary_of_schedule(&self.lr)),
             format!("clipping  {}", self.clipping()),
             format!(
                 "precision {}{}",
@@ -85,7 +85,8 @@ impl fmt::Display for Rate {
     }
 }
 
-fn schedule(schedule: &LrSchedule) -> String {
+/// Describes the learning rates of a run.
+pub(crate) fn summary_of_schedule(schedule: &LrSchedule) -> String {
     match schedule {
         LrSchedule::Constant {
             lr,

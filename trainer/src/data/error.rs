@@ -2,12 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::RelativeTo;
+
 use super::read::Place;
 
 /// Error in a run's data.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    #[error("{key}: cannot read {}: {source}{}", path.display(), hub_hint(path, source))]
+    #[error("{key}: cannot read {}{}: {source}{}", path.display(), RelativeTo::after(path, source), hub_hint(path, source))]
     Read {
         key: &'static str,
         path: PathBuf,

@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   launch ──starts──▶ ranks               environment: torchrun's variables, and the rendezvous directory or address
-//!          ──SIGTERM, SIGINT──▶            each signal is forwarded: every rank ends after its step, with everything committed
+//!          ──SIGTERM, SIGINT, SIGHUP──▶    each signal is forwarded: every rank ends after its step, with everything committed
+//!          ──SIGUSR1──▶                    forwarded too: the ranks make a checkpoint after the next step
 //!          ◀──status──                     the first failure ends the others: SIGTERM, later SIGKILL. 128 plus the signal's
 //!                                          number is no failure: the rank was asked to stop, and the others end with it
 //!          ◀──heartbeats──▶ other nodes    each launcher tells the others why it ends, and notices when one is gone
@@ -53,7 +54,7 @@ const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
 /// Error of starting or ending ranks.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
+    #[error("cannot install handlers for signals: {0}")]
     Signals(std::io::Error),
     #[error("cannot create the ranks' rendezvous directory in {}: {source}", dir.display())]
     Dir {

@@ -342,6 +342,15 @@ impl Prepared {
         {
             return Ok((checkpoint.clone(), None));
         }
+        let steps = MetricsFile::last_step(&self.run_dir);
+        let has_checkpoint = self.from.is_some() || self.site.checkpoints().newest()?.is_some();
+        if !has_checkpoint && steps > 0 {
+            let run_dir = self.run_dir;
+            return Err(match RunDir::is_used(&run_dir) {
+                true => RunError::OnlyInMemory { run_dir, steps },
+                false => RunError::NothingKept { run_dir, steps },
+            });
+        }
         if self.begun {
             let dir = RunDir::open(&self.run_dir, &self.id)?;
             if let Some(checkpoint) = self.from.map_or_else(
@@ -391,7 +400,8 @@ impl Prepared {
             checkpoint_tap,
             layout: self.description.layout.clone(),
             dir,
-            checkpoints: self.site.checkpoints(),
+            checkpoints: (self.site.checkpoints())
+                .or_in(self.settings.checkpoints_elsewhere(&self.site.found.id.job)),
             node_dirs: (self.site.each_node.as_ref()).map(|each_node| each_node.dirs.clone()),
             _daemon: daemon,
             ranks: self.ranks.clone(),

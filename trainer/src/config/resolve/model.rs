@@ -12,6 +12,7 @@ use crate::config::{FirstWeights, SettingsError};
 use crate::model::{BYTE_VOCAB_SIZE, Dropout, Dtype, HfModel, ModelConfig, parse};
 use crate::run_record::RunRecord;
 use crate::weights::{self, Element};
+use offload_support::paths::RelativeTo;
 use training_state::run::{Difference, ModelFiles, differences, resolved};
 
 /// Size limit of a `config.json`, which usually has some kilobytes; a larger file is something else.
@@ -176,7 +177,7 @@ fn of_run(
             ..here
         }),
         Some(Difference { what, was, now }) => Err(wrong(format!(
-            "the run in {} has another model: its {what} is {was}, this run's is {now}. Leave out the model's keys to use that run's model",
+            "the run in {} has another model: {what} is {was} there and {now} here. Leave out the model's keys to use that run's model",
             from.display()
         ))),
     }
@@ -305,8 +306,9 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
     let shown = file_path.display();
     if !path.exists() {
         return Err(wrong(format!(
-            "{} does not exist: set a directory with a config.json (the trainer downloads nothing; use `hf download NAME --local-dir {}`)",
+            "{}{} does not exist: set a directory with a config.json (the trainer downloads nothing; use `hf download NAME --local-dir {}`)",
             path.display(),
+            RelativeTo::of(path),
             path.display()
         )));
     }
