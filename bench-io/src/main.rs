@@ -45,7 +45,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
-use offload_support::{console, errln};
+use offload_support::{console, errln, file_size_limit};
 
 use crate::cli::run::RunArgs;
 use crate::cli::scale::ScaleArgs;
@@ -89,6 +89,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    if let Err(error) = file_size_limit::fail_writes_beyond() {
+        errln!("bench-io: cannot install the handler of SIGXFSZ: {error}");
+        return ExitCode::FAILURE;
+    }
     let arguments = Arguments::try_parse().unwrap_or_else(|error| with_command(error).exit());
     // Lost output fails a command that succeeded otherwise.
     match run(arguments).and_then(|()| Ok(console::finish()?)) {
@@ -108,6 +112,20 @@ fn with_command(mut error: clap::Error) -> clap::Error {
         ErrorKind::InvalidSubcommand => std::path::Path::new(&first).is_file(),
         _ => false,
     };
+    let text = |error: &clap::Error, kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => text.trim_start_matches('-').to_owned(),
+        _ => String::new(),
+    };
+    if error.kind() == ErrorKind::UnknownArgument {
+        let key = text(&error, ContextKind::InvalidArg);
+        if !job_file::may_suggest(&key, &text(&error, ContextKind::SuggestedArg)) {
+            error.remove(ContextKind::SuggestedArg);
+        }
+        if job_file::is_verify(&key) {
+            let tip = ContextValue::StyledStrs(vec![job_file::VERIFY.into()]);
+            error.insert(ContextKind::Suggested, tip);
+        }
+    }
     if is_fio {
         let tip = "fio's options and job files follow `bench-io run`";
         error.insert(

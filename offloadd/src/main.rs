@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use offload_support::file_size_limit;
 
 use crate::cli::device::DeviceCommand;
 use crate::cli::job::JobCommand;
@@ -158,6 +159,10 @@ that one does not use goes to the others.")]
 }
 
 fn main() -> ExitCode {
+    if let Err(error) = file_size_limit::fail_writes_beyond() {
+        eprintln!("offloadd: cannot install the handler of SIGXFSZ: {error}");
+        return ExitCode::FAILURE;
+    }
     let result = match Arguments::parse().command {
         Command::Format {
             config,

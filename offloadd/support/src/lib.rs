@@ -3,6 +3,8 @@
 //! - [`units`]: one grammar for sizes, rates and counts, and their texts;
 //! - [`progress`]: a bar or lines for work that takes long, with an estimate of the remaining time;
 //! - [`console`]: output that survives a reader that closes the pipe;
+//! - [`file_size_limit`]: a write beyond `ulimit -f` as an error;
+//! - [`plain_log`]: warnings and errors for people, equal ones counted;
 //! - [`retry`]: a bounded number of attempts;
 //! - [`aligned`]: memory for direct I/O;
 //! - [`memory`]: how much memory this process may use, by the machine and its control groups.
@@ -14,7 +16,9 @@
 
 pub mod aligned;
 pub mod console;
+pub mod file_size_limit;
 pub mod memory;
+pub mod plain_log;
 pub mod progress;
 pub mod retry;
 pub mod units;
