@@ -120,6 +120,20 @@ fn with_command(mut error: clap::Error) -> clap::Error {
         ErrorKind::InvalidSubcommand => std::path::Path::new(&first).is_file(),
         _ => false,
     };
+    let text = |error: &clap::Error, kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => text.trim_start_matches('-').to_owned(),
+        _ => String::new(),
+    };
+    if error.kind() == ErrorKind::UnknownArgument {
+        let key = text(&error, ContextKind::InvalidArg);
+        if !job_file::may_suggest(&key, &text(&error, ContextKind::SuggestedArg)) {
+            error.remove(ContextKind::SuggestedArg);
+        }
+        if job_file::is_verify(&key) {
+            let tip = ContextValue::StyledStrs(vec![job_file::VERIFY.into()]);
+            error.insert(ContextKind::Suggested, tip);
+        }
+    }
     if is_fio {
         let tip = "fio's options and job files follow `bench-io run`";
         error.insert(

@@ -25,7 +25,7 @@ use kernels_torch::collective::World;
 use offload_support::console::{self, terminal_columns};
 use offload_support::documents::{self, CompletionsArgs, ManArgs, Section};
 use offload_support::signals::survive_file_size_limit;
-use offload_support::{errln, outln};
+use offload_support::{errln, outln, plain_log};
 use trainer::config::setting_like;
 use trainer::launch::{self, LaunchError};
 use trainer::open::Start;
@@ -204,15 +204,7 @@ fn outcome() -> u8 {
     survive_file_size_limit();
     // The name in `top` and for `pkill -x`. It only fails without /proc.
     let _ = rustix::thread::set_name(c"trainer");
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
-        )
-        .with_writer(std::io::stderr)
-        .with_ansi(console::in_colour(&std::io::stderr()))
-        // Logging an internal error would panic when the reader of standard error is gone.
-        .log_internal_errors(false)
-        .init();
+    plain_log::install();
     let command = Cli::try_parse()
         .unwrap_or_else(|error| refuse(error))
         .command;

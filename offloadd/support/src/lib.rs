@@ -4,6 +4,7 @@
 //! - [`progress`]: a bar or lines for work that takes long, with an estimate of the remaining time;
 //! - [`console`]: output that survives a reader that closes the pipe;
 //! - [`paths`]: what a relative path in a message is relative to;
+//! - [`plain_log`]: warnings and errors for people, equal ones counted;
 //! - [`retry`]: a bounded number of attempts;
 //! - [`aligned`]: memory for direct I/O;
 //! - `documents`: manual pages and completions of a program, with the feature of this name;
@@ -21,6 +22,7 @@ pub mod console;
 pub mod documents;
 pub mod memory;
 pub mod paths;
+pub mod plain_log;
 pub mod progress;
 pub mod retry;
 pub mod signals;

@@ -6,14 +6,16 @@ use clap::Args;
 use offload_support::console::out;
 use offload_support::{errln, outln};
 use serde_json::json;
+use swapper::Daemon;
 use trainer::config::RunSettings;
 use trainer::data::{self, length};
 use trainer::open::check_drives;
 use trainer::plan::{
-    Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
-    Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
+    Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, PlanError, Question,
+    REPORT_VERSION, Refusal, parse_count, parse_drives, parse_memory, parse_rate, places,
+    read_model,
 };
-use training_state::run::resolved;
+use training_state::run::{RunId, resolved};
 
 /// Examples shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -258,6 +260,15 @@ fn plan_run(
         let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();
         if run_dir.ancestors().any(is_here) {
             warnings.extend(plan.check_space(settings, &run_dir, Beginning::found(&run_dir))?);
+        }
+        if let Some(socket) = &settings.offload.socket {
+            let job = RunId::of(&run_dir).0.job;
+            let checked = Daemon::connect(socket)
+                .map_err(PlanError::Daemon)
+                .and_then(|daemon| plan.check_daemon(&daemon, &job));
+            warnings.extend(checked.err().map(|error| {
+                format!("{error}; so this plan does not know what offloadd lets this user have")
+            }));
         }
     }
     if args.json {

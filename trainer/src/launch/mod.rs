@@ -48,6 +48,9 @@ use supervise::{Limits, supervise};
 /// Warning about a run whose rendezvous other machines reach and that has no job token.
 pub const OPEN_RENDEZVOUS: &str = "warning: the run has no job token, so any process that reaches its rendezvous can join or disturb it: set OFFLOADD_JOB_TOKEN to the same value on all nodes (`openssl rand -hex 16` makes one)";
 
+/// torchrun's environment variable with the number of restarts so far.
+const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+
 /// Environment variable with the launcher's process id.
 const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
 
@@ -193,10 +196,7 @@ fn meet(
         ("MASTER_PORT", meeting.port.to_string().into()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
         ("TORCHELASTIC_RUN_ID", "launch".into()),
-        (
-            "TORCHELASTIC_RESTART_COUNT",
-            agreed.round.to_string().into(),
-        ),
+        (RESTART_COUNT, agreed.round.to_string().into()),
         ("TORCHELASTIC_MAX_RESTARTS", most.to_string().into()),
         ("GROUP_RANK", agreed.own.to_string().into()),
         ("GROUP_WORLD_SIZE", agreed.members.len().to_string().into()),
@@ -223,7 +223,11 @@ fn alone(options: &Launch, number: u32) -> Result<Round, LaunchError> {
         number,
         first_rank: 0,
         ranks: options.ranks,
-        variables: vec![(DIR_VARIABLE, dir.path().into())],
+        variables: vec![
+            (DIR_VARIABLE, dir.path().into()),
+            // Ranks that were started again wait for a daemon that may be starting again too.
+            (RESTART_COUNT, number.to_string().into()),
+        ],
         nodes: None,
         _dir: Some(dir),
     })

@@ -24,6 +24,7 @@ mod problems;
 mod question;
 mod rates;
 mod report;
+mod shared;
 mod space;
 mod text;
 mod tiles;

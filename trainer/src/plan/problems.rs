@@ -20,6 +20,8 @@ pub enum PlanError {
     Dir(#[from] DirError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Daemon(swapper::ClientError),
     #[error("{0}")]
     Refused(Problem),
 }

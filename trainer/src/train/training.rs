@@ -579,7 +579,10 @@ impl Training {
                 self.settings.placement.has_store(),
                 self.checkpointer.has(step),
             ) {
-                (true, _) => "all of it committed",
+                (true, _) if self.compute_s.is_some() => "all of it committed",
+                (true, _) => {
+                    "committed (its tiles were not read again: `offloadd verify` compares them with their checksums)"
+                }
                 (false, true) => "all of it in the checkpoint",
                 (false, false) => "later than the newest checkpoint",
             };
