@@ -247,14 +247,14 @@ fn beside_a_user_who_connects_without_end_others_start_within_seconds() {
     for socket in [&daemon.socket, &descriptors] {
         std::fs::set_permissions(socket, all(0o666)).unwrap();
     }
-    let (floods, connected) = (AtomicBool::new(true), AtomicU64::new(0));
+    let (floods, connected) = (&AtomicBool::new(true), &AtomicU64::new(0));
     std::thread::scope(|scope| {
         for (path, kind) in [
             (&daemon.socket, SocketType::STREAM),
             (&daemon.socket, SocketType::STREAM),
             (&descriptors, SocketType::SEQPACKET),
         ] {
-            scope.spawn(|| {
+            scope.spawn(move || {
                 let address = SocketAddrUnix::new(path.as_path()).unwrap();
                 // The queue is kept full: the next connect does not wait for the last one.
                 let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
