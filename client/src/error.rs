@@ -15,7 +15,7 @@ fn may_not(connecting: &io::Error) -> bool {
 }
 
 /// Names the log of the daemon on `socket`: the file of a private daemon, where it exists.
-pub fn log_of(socket: &Path) -> String {
+pub(crate) fn log_of(socket: &Path) -> String {
     // Beside the socket's directory, or a link to it beside the socket.
     let dirs = socket.ancestors().skip(1).take(2);
     let log = dirs.map(|dir| dir.join(LOG)).find(|log| log.is_file());
