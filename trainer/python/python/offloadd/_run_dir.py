@@ -160,8 +160,8 @@ def _remove_left(store: dict[str, Any]) -> str:
         left = [file for file in store["device_files"] if os.path.exists(file)]
         _offloadd.remove_files(left)
         return ", ".join(left)
-    # A program that is missing is missed where a run is deleted.
-    with contextlib.suppress(OSError):
+    # Whatever keeps it from being deleted is said where it is opened.
+    with contextlib.suppress(OSError, Error):
         if not _delete_job(store).returncode:
             return f"job {store['job']} of the daemon at {store['socket']}"
     return ""
