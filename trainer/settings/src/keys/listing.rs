@@ -2,13 +2,13 @@
 
 use std::fmt::Write;
 
-use super::{Typed, each_used, entry};
-use crate::config::toml::ConfigToml;
+use super::{each_used, entry};
+use crate::Reader;
 
 /// Formats each key with its type, default and description, in columns.
 pub fn listing() -> String {
     let mut rows: Vec<[String; 4]> = Vec::new();
-    each_used("", &ConfigToml::KIND, &mut |path, field| {
+    each_used(Reader::Trainer, &mut |path, field| {
         if field.kind.fields.is_some() {
             return;
         }
@@ -44,7 +44,7 @@ mod tests {
     #[test]
     fn every_key_is_listed_with_its_type_and_description() {
         let listing = listing();
-        each_used("", &ConfigToml::KIND, &mut |path, field| {
+        each_used(Reader::Trainer, &mut |path, field| {
             let line = listing
                 .lines()
                 .find(|line| line.split(' ').next() == Some(&path));
