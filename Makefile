@@ -7,11 +7,12 @@
 # make test-counts  records how many tests each target has; `make test` fails when fewer run
 # make deny         checks licenses, sources and advisories of all dependencies, with cargo-deny and the network
 # make build        builds offloadd, trainer and bench-io in target/release
-# make install      installs the programs, offloadd's manual pages and completions, and libtorch below PREFIX (/usr/local)
+# make install      installs the programs, their manual pages and completions, and libtorch below PREFIX (/usr/local)
+# make uninstall    removes what `make install` put below PREFIX
 # make deb          builds two Debian packages in target/: offloadd, and offloadd-trainer with trainer and bench-io
 # make bench        measures a drive, and the Python package beside plain PyTorch; with a GPU also beside DeepSpeed (as root)
 # make python       builds the Python package in place
-# make wheel        builds a wheel with the package and all programs in target/wheels, for systems with glibc 2.28 or newer
+# make wheel        builds a wheel with the package and all programs in target/wheels, for systems with glibc 2.28 or newer; so does `pip install .`
 # make test-wheel   builds the wheel, installs it into an empty environment and runs it
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
@@ -29,6 +30,8 @@ PROGRAMS := $(addprefix target/$(BUILT)/,offloadd trainer trainer-with-torch ben
 # Where `make install` puts programs; DESTDIR goes before it, as packagers use it.
 PREFIX ?= /usr/local
 INTO = $(DESTDIR)$(PREFIX)
+# Where `make wheel` puts the wheel.
+WHEELS ?= target/wheels
 IN_WHEEL := trainer/python/python/offloadd
 # What the wheel's programs are linked with, and where they are built: the flags would replace what `make build` has compiled.
 OLD_GLIBC := $(CURDIR)/target/glibc-2.28
@@ -42,7 +45,7 @@ endif
 # Seeds of both simulations: enough to find a broken core, few enough to wait for.
 CHECK_SEEDS ?= 0..200
 
-.PHONY: demo check test docs nightly test-tools test-counts deny build install deb python wheel test-wheel bench libtorch clean
+.PHONY: demo check test docs nightly test-tools test-counts deny build install uninstall deb python wheel test-wheel bench libtorch clean
 
 demo: build
 	trainer/demo.sh
@@ -54,14 +57,26 @@ build: libtorch
 install: libtorch
 	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p bench-io
 	install -D -s -t $(INTO)/bin $(PROGRAMS)
-	install -d $(INTO)/share/man/man8 $(INTO)/share/bash-completion/completions
+	install -d $(INTO)/share/man/man1 $(INTO)/share/man/man8 $(INTO)/share/bash-completion/completions
 	target/$(BUILT)/offloadd man $(INTO)/share/man/man8
-	target/$(BUILT)/offloadd completions bash > $(INTO)/share/bash-completion/completions/offloadd
+	target/$(BUILT)/trainer man $(INTO)/share/man/man1
+	target/$(BUILT)/bench-io man $(INTO)/share/man/man1
+	for program in offloadd trainer bench-io; do \
+		target/$(BUILT)/$$program completions bash > $(INTO)/share/bash-completion/completions/$$program; \
+	done
 	@if [ -z "$(LIBTORCH)$(LIBTORCH_USE_PYTORCH)" ]; then \
 		install -d $(INTO)/lib/libtorch/torch && cp -a .libtorch/torch/lib $(INTO)/lib/libtorch/torch && \
 		cp -a .libtorch/nvidia $(INTO)/lib/libtorch; \
 	fi
 	@echo "installed offloadd, trainer and bench-io in $(INTO)/bin"
+
+uninstall:
+	rm -f $(addprefix $(INTO)/bin/,$(notdir $(PROGRAMS))) \
+		$(addprefix $(INTO)/share/bash-completion/completions/,offloadd trainer bench-io) \
+		$(INTO)/share/man/man8/offloadd.8 $(INTO)/share/man/man8/offloadd-*.8 \
+		$(foreach program,trainer bench-io,$(INTO)/share/man/man1/$(program).1 $(INTO)/share/man/man1/$(program)-*.1)
+	rm -rf $(INTO)/lib/libtorch
+	@echo "removed offloadd, trainer and bench-io from $(INTO); settings and stores were kept"
 
 python:
 	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd-python -p offloadd
@@ -77,7 +92,7 @@ wheel: libtorch
 	install -D -s -t $(IN_WHEEL)/bin $(PROGRAMS)
 	install -D -m 644 -t trainer/python/licenses LICENSE-MIT LICENSE-APACHE
 	.ci/licenses.py --cargo $(CARGO) --texts trainer/python/licenses/LICENSES-dependencies offloadd trainer bench-io offloadd-python
-	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out target/wheels \
+	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out $(WHEELS) \
 		--compatibility $$(trainer/python/wheel_tag.py $(PROGRAMS))
 
 test-wheel:

@@ -2,7 +2,7 @@
 //!
 //! A flag overrides the file. Nothing here touches a device.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
@@ -66,6 +66,36 @@ pub(crate) enum TargetKind {
     Gpu,
 }
 
+/// fio's engines with one operation in flight, whatever `iodepth` says. (fio's psync is one too; here psync is threads, `iodepth` of them.)
+const ONE_IN_FLIGHT: [&str; 4] = ["sync", "vsync", "pvsync", "pvsync2"];
+
+/// Returns the engine that this name of offloadd or fio means, and its name in the settings.
+///
+/// # Errors
+/// There is none, with what to write.
+pub(crate) fn engine_of(word: &str, iodepth: Option<u32>) -> Result<(EngineChoice, String)> {
+    let ours = match word {
+        "io_uring" => "uring",
+        "libaio" => "aio",
+        one if ONE_IN_FLIGHT.contains(&one) => {
+            ensure!(
+                iodepth.is_none_or(|iodepth| iodepth == 1),
+                "ioengine = {word}: fio keeps one operation in flight with it, whatever iodepth says: write iodepth=1, or ioengine=psync for \
+                 iodepth threads"
+            );
+            "psync"
+        }
+        _ => word,
+    };
+    let engine = EngineChoice::from_name(ours).with_context(|| {
+        format!(
+            "ioengine = {word}: expected auto, io_uring (uring), libaio (aio), psync, or one of {}",
+            ONE_IN_FLIGHT.join(", ")
+        )
+    })?;
+    Ok((engine, ours.to_owned()))
+}
+
 /// An unchecked job. Field names are fio's.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct JobOptions {
@@ -96,7 +126,7 @@ pub(crate) struct JobOptions {
     /// Time to run before measuring [default: 500ms; 0 when runtime is 0]
     #[arg(long = "ramp_time", alias = "ramp-time", value_name = "TIME")]
     ramp_time: Option<Seconds>,
-    /// I/O engine: auto, uring, aio or psync [default: auto]
+    /// I/O engine: auto, io_uring, libaio or psync [default: auto]
     #[arg(long, value_name = "NAME")]
     ioengine: Option<String>,
     /// Bytes used of each file or device, such as 1g [default: 1g; all of an existing file]
@@ -105,7 +135,7 @@ pub(crate) struct JobOptions {
     /// 1 bypasses the page cache; 0 uses it, which measures memory [default: 1]
     #[arg(long, value_name = "0|1")]
     direct: Option<Switch>,
-    /// Existing file or block device; repeatable
+    /// Existing file or block device; with --directory, a file there, which is made for this run if it is missing; repeatable
     #[arg(long, value_name = "PATH")]
     filename: Vec<PathBuf>,
     /// Directory on a drive for temporary files; repeatable [default: the current one, after a question]
@@ -206,7 +236,10 @@ impl JobOptions {
             "bs = {bs}: must be a multiple of {BLOCK_BYTES} bytes, at most {}",
             Bytes(u64::from(TILE_BYTES_MAX))
         );
-        let iodepth = self.iodepth.unwrap_or(32);
+        let iodepth = match self.ioengine.as_deref() {
+            Some(engine) if ONE_IN_FLIGHT.contains(&engine) => self.iodepth.unwrap_or(1),
+            _ => self.iodepth.unwrap_or(32),
+        };
         ensure!(
             (1..=IODEPTH_MAX).contains(&iodepth),
             "iodepth = {iodepth}: must be 1 to {IODEPTH_MAX}"
@@ -230,19 +263,7 @@ impl JobOptions {
             !runtime.is_zero() || ramp.is_zero(),
             "ramp_time must be 0 when runtime is 0, because then every byte counts"
         );
-        let word = self.ioengine.clone().unwrap_or_else(|| "auto".into());
-        // fio's names for the same engines.
-        let word = match word.as_str() {
-            "io_uring" => "uring".to_owned(),
-            "libaio" => "aio".to_owned(),
-            _ => word,
-        };
-        let engine = EngineChoice::from_name(&word).with_context(|| {
-            format!(
-                "ioengine = {word}: expected one of {:?}",
-                offloadd::api::ENGINES
-            )
-        })?;
+        let (engine, word) = engine_of(self.ioengine.as_deref().unwrap_or("auto"), self.iodepth)?;
         let rw = self.rw.unwrap_or(Access::Read);
         let place = self.place(target, rw, &word)?;
         let size = match (self.size, &place) {
@@ -295,17 +316,27 @@ impl JobOptions {
             if self.filename.is_empty() {
                 return Ok(Place::NewFiles(dirs));
             }
-            ensure!(
-                self.directory.is_empty(),
-                "filename and directory exclude each other: name existing files, or directories for new ones"
-            );
+            let files = match &self.directory[..] {
+                [] => self.filename.clone(),
+                [dir] => {
+                    let files = in_directory(dir, &self.filename)?;
+                    if files.iter().all(|file| !file.exists()) {
+                        return Ok(Place::NewFiles(vec![dir.clone(); files.len()]));
+                    }
+                    files
+                }
+                dirs => bail!(
+                    "filename with {} directories: name one, or the files with their whole paths",
+                    dirs.len()
+                ),
+            };
             ensure!(
                 !rw.writes() || self.overwrite,
                 "rw = {} destroys the content of {}; allow that with --overwrite",
                 rw.word(),
-                self.filename[0].display()
+                files[0].display()
             );
-            return Ok(Place::Files(self.filename.clone()));
+            return Ok(Place::Files(files));
         }
         if let Some(file) = self.filename.first() {
             bail!(
@@ -330,6 +361,20 @@ impl JobOptions {
         );
         Ok(Place::Socket(socket.clone()))
     }
+}
+
+/// Returns fio's meaning of `directory` and `filename` together: the files in that directory.
+fn in_directory(dir: &Path, names: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    let file = |name: &PathBuf| {
+        ensure!(
+            name.is_relative(),
+            "filename = {} with directory = {}: the name must be relative to the directory",
+            name.display(),
+            dir.display()
+        );
+        Ok(dir.join(name))
+    };
+    names.iter().map(file).collect()
 }
 
 #[cfg(test)]
@@ -364,12 +409,27 @@ mod tests {
         for (engine, ours) in [
             ("io_uring", EngineChoice::Uring),
             ("libaio", EngineChoice::Aio),
+            ("pvsync2", EngineChoice::Psync),
         ] {
             let job = words(&format!("ioengine={engine}\nreadwrite=readwrite"));
             let job = job.check().unwrap();
             assert_eq!((job.engine, job.rw), (ours, Access::Rw));
             assert_eq!(job.engine_word, ours.name());
         }
+    }
+
+    #[test]
+    fn fios_directory_and_filename_together_are_a_file_there() {
+        let job = words("directory=.\nfilename=Cargo.toml").check().unwrap();
+        assert_eq!(job.place, Place::Files(vec!["./Cargo.toml".into()]));
+        let job = words("directory=.\nfilename=ssd.test.file\nrw=randwrite")
+            .check()
+            .unwrap();
+        assert_eq!(
+            job.place,
+            Place::NewFiles(vec![".".into()]),
+            "as in fio's ssd-test.fio"
+        );
     }
 
     #[test]
@@ -390,7 +450,14 @@ mod tests {
             ("target=device\nsocket=/x", "socket"),
             ("target=gpu\nfilename=/x", "filename"),
             ("rw=write\nfilename=/x", "--overwrite"),
-            ("filename=/x\ndirectory=/y", "filename and directory"),
+            ("filename=/x\ndirectory=/y", "relative to the directory"),
+            ("filename=x\ndirectory=/y:/z", "filename with 2 directories"),
+            ("rw=write\nfilename=Cargo.toml\ndirectory=.", "--overwrite"),
+            ("ioengine=sync\niodepth=4", "iodepth=1"),
+            ("ioengine=posixaio", "io_uring (uring), libaio (aio), psync"),
+            ("verify=crc32c", "target=daemon"),
+            ("verify_fatal=1", "target=daemon"),
+            ("overwite=1", "did you mean `overwrite`?"),
             ("socket=/x\nioengine=psync", "ioengine"),
         ] {
             let message = refused(text);

@@ -134,6 +134,19 @@ pub(crate) fn parse(text: &str, section: Option<&str>) -> Result<(JobOptions, Ve
     Ok((JobOptions::from_arg_matches(&found)?, idle))
 }
 
+/// What is verified here, for whoever asks for fio's verification.
+pub(crate) const VERIFY: &str = "with target=daemon every tile that is read is compared with its checksum, with target=device nothing is compared: leave it out";
+
+/// Whether `key` is one of fio's keys of verification.
+pub(crate) fn is_verify(key: &str) -> bool {
+    key == "do_verify" || key.starts_with("verify")
+}
+
+/// Whether to suggest the key `meant` to whoever wrote `key`. A similar word must not lead anybody to destroy data.
+pub(crate) fn may_suggest(key: &str, meant: &str) -> bool {
+    meant != "overwrite" || key.starts_with("over")
+}
+
 /// An error of the command line's reader, told of a key.
 fn in_words(error: clap::Error) -> anyhow::Error {
     let text = |kind| match error.get(kind) {
@@ -143,9 +156,16 @@ fn in_words(error: clap::Error) -> anyhow::Error {
     match (error.kind(), text(ContextKind::InvalidArg)) {
         (ErrorKind::UnknownArgument, Some(key)) => {
             let key = key.split('=').next().unwrap_or_default();
-            let meant =
-                text(ContextKind::SuggestedArg).map(|key| format!("; did you mean `{key}`?"));
-            anyhow!("unknown key `{key}`{}", meant.unwrap_or_default())
+            if is_verify(key) {
+                return anyhow!("{key}: {VERIFY}");
+            }
+            let meant = text(ContextKind::SuggestedArg)
+                .filter(|meant| may_suggest(key, meant))
+                .map(|key| format!("; did you mean `{key}`?"));
+            let meant = meant.unwrap_or_else(|| {
+                "; `bench-io run --help` lists the keys, leave this one out".into()
+            });
+            anyhow!("unknown key `{key}`{meant}")
         }
         _ => {
             let said = error.to_string();

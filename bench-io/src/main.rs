@@ -44,7 +44,9 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Parser, Subcommand};
+use clap::{CommandFactory, Parser, Subcommand};
+use offload_support::documents::{self, CompletionsArgs, ManArgs, Section};
+use offload_support::signals::survive_file_size_limit;
 use offload_support::{console, errln};
 
 use crate::cli::run::RunArgs;
@@ -79,6 +81,15 @@ enum Command {
     /// Create and destroy drives of a known speed in memory, as root
     #[command(after_help = cli::testdrives::EXAMPLES)]
     Testdrives(TestdrivesArgs),
+    /// Print a completion script for a shell
+    #[command(after_help = "Examples:
+  bench-io completions bash > ~/.local/share/bash-completion/completions/bench-io
+  bench-io completions zsh > ~/.zfunc/_bench-io")]
+    Completions(CompletionsArgs),
+    /// Write the manual pages into a directory
+    #[command(after_help = "Example:
+  bench-io man ~/.local/share/man/man1 && man bench-io")]
+    Man(ManArgs),
     /// Become PROGRAM and be killed when the parent process PARENT dies
     #[command(name = child::WORD, hide = true)]
     EndWith {
@@ -89,6 +100,7 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    survive_file_size_limit();
     let arguments = Arguments::try_parse().unwrap_or_else(|error| with_command(error).exit());
     // Lost output fails a command that succeeded otherwise.
     match run(arguments).and_then(|()| Ok(console::finish()?)) {
@@ -108,6 +120,20 @@ fn with_command(mut error: clap::Error) -> clap::Error {
         ErrorKind::InvalidSubcommand => std::path::Path::new(&first).is_file(),
         _ => false,
     };
+    let text = |error: &clap::Error, kind| match error.get(kind) {
+        Some(ContextValue::String(text)) => text.trim_start_matches('-').to_owned(),
+        _ => String::new(),
+    };
+    if error.kind() == ErrorKind::UnknownArgument {
+        let key = text(&error, ContextKind::InvalidArg);
+        if !job_file::may_suggest(&key, &text(&error, ContextKind::SuggestedArg)) {
+            error.remove(ContextKind::SuggestedArg);
+        }
+        if job_file::is_verify(&key) {
+            let tip = ContextValue::StyledStrs(vec![job_file::VERIFY.into()]);
+            error.insert(ContextKind::Suggested, tip);
+        }
+    }
     if is_fio {
         let tip = "fio's options and job files follow `bench-io run`";
         error.insert(
@@ -128,6 +154,11 @@ fn run(arguments: Arguments) -> Result<()> {
         Command::Scale(args) => cli::scale::run(args),
         Command::Training(args) => cli::training::run(&args),
         Command::Testdrives(args) => cli::testdrives::run(args),
+        Command::Completions(args) => {
+            documents::completions(&args, Arguments::command());
+            Ok(())
+        }
+        Command::Man(args) => Ok(documents::man(&args, Section::Users, Arguments::command())?),
         Command::EndWith { parent, program } => child::become_program(parent, &program),
     }
 }

@@ -19,6 +19,18 @@ use crate::signal::Waker;
 /// Time limit for connecting. A daemon accepts at once; the limit is for one that hangs.
 const CONNECT_WAIT: Duration = Duration::from_secs(10);
 
+/// How long to try to get a connection from a daemon that is there and takes none: its queue is full, or the user has too many.
+pub(crate) const BUSY_WAIT: Duration = Duration::from_secs(30);
+
+/// Time between two such attempts. The daemon empties its queue within milliseconds.
+pub(crate) const BUSY_AGAIN: Duration = Duration::from_millis(5);
+
+/// How long a process that was started again after a failure waits for a daemon that may be starting again too.
+const AGAIN_WAIT: Duration = Duration::from_secs(60);
+
+/// Time between two such attempts.
+const AGAIN_PAUSE: Duration = Duration::from_millis(100);
+
 /// Time limit of a call that touches no device.
 pub(crate) const SHORT_WAIT: Duration = Duration::from_secs(30);
 
@@ -67,13 +79,9 @@ impl Control {
                     Err(error) => return drop(started.send(Err(error))),
                 };
                 runtime.block_on(async {
-                    let connecting = tokio::time::timeout(CONNECT_WAIT, endpoint.connect());
-                    let channel = match connecting.await {
-                        Ok(Ok(channel)) => Ok(channel),
-                        Ok(Err(error)) => Err(io_error(&error)),
-                        Err(_) => Err(io::ErrorKind::TimedOut.into()),
-                    };
-                    let ready = channel.map(|c| (c, tokio::runtime::Handle::current()));
+                    let ready = connect_to(&endpoint)
+                        .await
+                        .map(|c| (c, tokio::runtime::Handle::current()));
                     if started.send(ready).is_ok() {
                         // An error means that `Control` was dropped, which also stops the thread.
                         let _ = stopped.await;
@@ -81,10 +89,17 @@ impl Control {
                 });
             })
             .map_err(connect)?;
-        let (channel, runtime) = start
-            .recv()
-            .expect("the thread answers once")
-            .map_err(connect)?;
+        let (channel, runtime) =
+            start
+                .recv()
+                .expect("the thread answers once")
+                .map_err(|source| match source.kind() {
+                    io::ErrorKind::WouldBlock => ClientError::Busy {
+                        socket: socket.to_owned(),
+                        waited: BUSY_WAIT,
+                    },
+                    _ => connect(source),
+                })?;
         Ok(Self {
             socket: socket.to_owned(),
             client: Client::new(channel)
@@ -224,6 +239,36 @@ impl<R> Pending<R> {
         ClientError::DaemonGone {
             socket: self.socket.clone(),
         }
+    }
+}
+
+/// Whether a launcher (`trainer launch`, torchrun) has started this process again after a failure, which may be that the daemon ended.
+fn is_started_again() -> bool {
+    let count = std::env::var("TORCHELASTIC_RESTART_COUNT");
+    count.is_ok_and(|count| count.parse().is_ok_and(|count: u32| count > 0))
+}
+
+/// Connects. Tries again while the daemon's queue of connections is full and, in a process that was started again, while no daemon listens.
+async fn connect_to(endpoint: &Endpoint) -> io::Result<Channel> {
+    let began = Instant::now();
+    loop {
+        let connecting = tokio::time::timeout(CONNECT_WAIT, endpoint.connect());
+        let error = match connecting.await {
+            Ok(Ok(channel)) => return Ok(channel),
+            Ok(Err(error)) => io_error(&error),
+            Err(_) => io::ErrorKind::TimedOut.into(),
+        };
+        let (wait, pause) = match error.kind() {
+            io::ErrorKind::WouldBlock => (BUSY_WAIT, BUSY_AGAIN),
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused if is_started_again() => {
+                (AGAIN_WAIT, AGAIN_PAUSE)
+            }
+            _ => return Err(error),
+        };
+        if began.elapsed() >= wait {
+            return Err(error);
+        }
+        tokio::time::sleep(pause).await;
     }
 }
 

@@ -1,7 +1,7 @@
 //! Converts between this crate's types and the messages. Everything that a daemon sends is checked here, once.
 
 use offload_api::fault::Fault;
-use offload_api::ids::{Generation, Rank};
+use offload_api::ids::{DeviceNumber, Generation, Rank};
 use offload_api::proto;
 use offload_api::tile::{Durability, Tile};
 
@@ -10,6 +10,7 @@ use crate::types::{DeviceInfo, GenerationRecord, JobDefinition, JobRecord, RankB
 
 pub(crate) fn device(device: proto::Device) -> DeviceInfo {
     DeviceInfo {
+        number: DeviceNumber(device.number),
         left: device.phase() == proto::DevicePhase::Left,
         path: device.path.into(),
         block_bytes: device.block_bytes,

@@ -1,12 +1,13 @@
 //! A connection to a daemon without a session: its description and its jobs.
 
 use std::path::Path;
+use std::time::Instant;
 
 use offload_api::PROTOCOL_VERSION;
 use offload_api::ids::{Epoch, Generation};
 use offload_api::proto;
 
-use crate::control::{Control, LONG_WAIT, SHORT_WAIT};
+use crate::control::{BUSY_AGAIN, BUSY_WAIT, Control, LONG_WAIT, SHORT_WAIT};
 use crate::types::DeviceInfo;
 use crate::{ClientError, convert};
 
@@ -31,6 +32,10 @@ pub struct DaemonInfo {
     pub devices: Vec<DeviceInfo>,
     /// Bytes of host memory that a new session may still take.
     pub arena_free_bytes: u64,
+    /// Bytes on all devices that a new job of this user may reserve.
+    pub device_free_bytes: u64,
+    /// Sessions that this user may still open.
+    pub session_free_count: u32,
     /// Whether arenas are locked in memory.
     pub memory_locked: bool,
     /// Cost of unlocked memory and how to lock it; empty when locked.
@@ -56,11 +61,25 @@ impl Daemon {
     /// Connects to the daemon on `socket`.
     ///
     /// # Errors
-    /// [`ClientError::Connect`] when nobody listens, [`ClientError::Version`] when another release does.
+    /// [`ClientError::Connect`] when nobody listens, [`ClientError::Version`] when another release does, [`ClientError::Busy`] when the
+    /// daemon takes no connection.
     pub fn connect(socket: &Path) -> Result<Self, ClientError> {
-        let control = Control::connect(socket)?;
-        let info = describe(&control)?;
-        Ok(Self { control, info })
+        let began = Instant::now();
+        loop {
+            let control = Control::connect(socket)?;
+            match describe(&control) {
+                Ok(info) => return Ok(Self { control, info }),
+                // Closed without an answer: the user has too many connections, or the daemon ended, and then the next attempt says so.
+                Err(ClientError::DaemonGone { .. }) if began.elapsed() < BUSY_WAIT => {
+                    std::thread::sleep(BUSY_AGAIN);
+                }
+                Err(ClientError::DaemonGone { socket }) => {
+                    let waited = began.elapsed();
+                    return Err(ClientError::Busy { socket, waited });
+                }
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Description of the daemon when this connection was made or last asked.
@@ -125,6 +144,8 @@ fn describe(control: &Control) -> Result<DaemonInfo, ClientError> {
         engine_reason: reply.engine_reason,
         devices: known.filter(|device| !device.left).collect(),
         arena_free_bytes: reply.arena_free_bytes,
+        device_free_bytes: reply.device_free_bytes,
+        session_free_count: reply.session_free_count,
         memory_locked: reply.memory_locked,
         memory_note: reply.memory_note,
     })

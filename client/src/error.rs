@@ -1,15 +1,31 @@
 //! Errors of this crate, by the kinds a caller branches on.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{Generation, TileIndex};
 use offload_api::ring::entry::Verb;
 
+use crate::private::LOG;
+
 fn may_not(connecting: &io::Error) -> bool {
     connecting.kind() == io::ErrorKind::PermissionDenied
+}
+
+/// Names the log of the daemon on `socket`: the file of a private daemon, where it exists.
+pub fn log_of(socket: &Path) -> String {
+    // Beside the socket's directory, or a link to it beside the socket.
+    let dirs = socket.ancestors().skip(1).take(2);
+    let log = dirs.map(|dir| dir.join(LOG)).find(|log| log.is_file());
+    match log {
+        Some(log) => {
+            let log = std::fs::read_link(&log).unwrap_or(log);
+            format!("its log {}", log.display())
+        }
+        None => "its log (of a service: `journalctl -u offloadd`)".into(),
+    }
 }
 
 /// Why a call failed.
@@ -28,6 +44,20 @@ pub enum ClientError {
         /// Error of connect(2).
         source: io::Error,
     },
+    /// The daemon listens and takes no connection.
+    #[error(
+        "offloadd on {} is busy: it has taken no connection of this user for {} s; some process connects again and again, or this user has \
+         too many connections: {} names the process",
+        socket.display(),
+        waited.as_secs(),
+        log_of(socket)
+    )]
+    Busy {
+        /// Path of the socket.
+        socket: PathBuf,
+        /// Time of the attempts.
+        waited: Duration,
+    },
     /// The daemon speaks another protocol version.
     #[error(
         "offloadd {build} speaks protocol version {theirs}, this program version {ours}: install both from one release"
@@ -45,8 +75,9 @@ pub enum ClientError {
     Refused(#[from] Fault),
     /// The session is over: operations in flight do not come back.
     #[error(
-        "the daemon on {} has ended or has closed this session; its log says why. Committed state is safe",
-        socket.display()
+        "the daemon on {} has ended or has closed this session; {} says why. Committed state is safe",
+        socket.display(),
+        log_of(socket)
     )]
     DaemonGone {
         /// Path of the socket.
@@ -54,9 +85,10 @@ pub enum ClientError {
     },
     /// The daemon is connected and does not answer.
     #[error(
-        "offloadd on {} has not answered {call} for {} s; the usual cause is a device that hangs: look at `offloadd top` and the kernel's log",
+        "offloadd on {} has not answered {call} for {} s; the usual cause is a device that hangs: look at `offloadd top`, {} and the kernel's log",
         socket.display(),
-        waited.as_secs()
+        waited.as_secs(),
+        log_of(socket)
     )]
     Timeout {
         /// Name of the call.
@@ -175,18 +207,30 @@ pub enum TileError {
         moved_bytes: u32,
     },
     /// The daemon refused before it asked a device.
-    #[error("{} tile {tile}: the daemon refused: {}", words(*.verb), refusal(*.kind))]
+    #[error("{} tile {tile}: the daemon refused: {why}", words(*.verb))]
     Refused {
         /// Direction of the transfer.
         verb: Verb,
         /// The tile.
         tile: TileIndex,
-        /// Reason of the refusal.
+        /// Kind of the refusal.
         kind: FaultKind,
+        /// Reason of the refusal; of a job that can write nothing more, the daemon's words about the first failure.
+        why: String,
     },
 }
 
 impl TileError {
+    pub(crate) fn refused(verb: Verb, tile: TileIndex, kind: FaultKind) -> Self {
+        let why = refusal(kind);
+        Self::Refused {
+            verb,
+            tile,
+            kind,
+            why,
+        }
+    }
+
     /// Kind of the error, to branch on.
     pub fn kind(&self) -> FaultKind {
         match self {
@@ -213,7 +257,7 @@ fn refusal(kind: FaultKind) -> String {
         FaultKind::NeverWritten => "the tile was never written".into(),
         FaultKind::Poisoned => {
             "after a failed flush or a dead rank the job refuses everything until it is opened again; or the store is \
-             read-only: `offloadd device list` says why"
+             read-only: the daemon's log says which"
                 .into()
         }
         FaultKind::WrongGeneration => {

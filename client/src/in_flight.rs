@@ -4,7 +4,7 @@ use std::io;
 use std::path::PathBuf;
 
 use offload_api::fault::FaultKind;
-use offload_api::ids::{DeviceIndex, Generation, SlotIndex, TicketId, TileIndex};
+use offload_api::ids::{DeviceNumber, Generation, SlotIndex, TicketId, TileIndex};
 use offload_api::ring::entry::{Cqe, Verb};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
@@ -62,7 +62,7 @@ impl InFlight {
 }
 
 /// Returns the path of a device. Called only after a failure.
-pub(crate) type NameDevice<'a> = dyn FnMut(DeviceIndex) -> PathBuf + 'a;
+pub(crate) type NameDevice<'a> = dyn FnMut(DeviceNumber) -> PathBuf + 'a;
 
 /// Next action after a completion.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ pub(crate) enum Arrived {
 #[derive(Debug)]
 pub(crate) enum Checked {
     /// Return this to the caller; the device is the one the bytes came from.
-    Done(Done, DeviceIndex),
+    Done(Done, DeviceNumber),
     /// Read this tile into this slot again, with the same ticket.
     Again(TileIndex, SlotIndex),
 }
@@ -197,13 +197,13 @@ impl InFlightTable {
                  a bit flipped in memory, on the bus or in the drive, and the device holds the right bytes; if this repeats, test \
                  memory and drive",
                 in_flight.tile,
-                name(DeviceIndex(cqe.device)).display(),
+                name(DeviceNumber(cqe.device)).display(),
                 cqe.offset,
             ),
             _ => {}
         }
         let done = self.done(ticket, slot, &cqe, found, name)?;
-        Ok(Checked::Done(done, DeviceIndex(cqe.device)))
+        Ok(Checked::Done(done, DeviceNumber(cqe.device)))
     }
 
     fn done(
@@ -235,7 +235,7 @@ fn outcome(
     found: u32,
     name: &mut NameDevice<'_>,
 ) -> Result<Result<Moved, TileError>, ClientError> {
-    let mut device = || name(DeviceIndex(cqe.device));
+    let mut device = || name(DeviceNumber(cqe.device));
     let (verb, tile, offset) = (in_flight.verb, in_flight.tile, cqe.offset);
     if cqe.fault == 0 {
         if cqe.moved_bytes != in_flight.tile_bytes {
@@ -279,7 +279,7 @@ fn outcome(
             asked_bytes: cqe.asked_bytes,
             moved_bytes: cqe.moved_bytes,
         },
-        kind => TileError::Refused { verb, tile, kind },
+        kind => TileError::refused(verb, tile, kind),
     }))
 }
 

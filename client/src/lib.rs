@@ -87,7 +87,7 @@ pub use wait_timer::WaitTimer;
 pub use offload_api::checksum::checksum;
 pub use offload_api::fault::{Fault, FaultKind};
 pub use offload_api::geometry::SlotClass;
-pub use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SlotIndex, TileIndex};
+pub use offload_api::ids::{DeviceNumber, Epoch, Generation, Rank, SlotIndex, TileIndex};
 pub use offload_api::ring::entry::Verb;
 pub use offload_api::tile::{Durability, Tile, TileKind};
 pub use offload_api::{

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Durability, Epoch, Generation, Rank, SlotClass, Tile};
+use crate::{DeviceNumber, Durability, Epoch, Generation, Rank, SlotClass, Tile};
 
 /// Request for a session.
 #[derive(Clone, Debug)]
@@ -54,6 +54,8 @@ pub struct SessionInfo {
 /// A device of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DeviceInfo {
+    /// Number in the store, which completions name.
+    pub number: DeviceNumber,
     /// Path of the file or block device.
     pub path: PathBuf,
     /// Logical block size.

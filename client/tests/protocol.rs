@@ -299,7 +299,7 @@ fn with_a_later_device(manners: Manners) -> FakeDaemon {
         answer: Some(|_, cqe| {
             Some(offload_api::ring::entry::Cqe {
                 fault: FaultKind::Io as u32,
-                device: 1,
+                device: 7,
                 ..cqe
             })
         }),
@@ -324,7 +324,7 @@ fn a_daemon_that_does_not_say_what_a_device_is_called_is_asked_once() {
     let before = asked();
     for tile in 0..3 {
         let message = message_of_a_read(&mut session, tile);
-        assert!(message.contains("device 1 of the store"), "{message}");
+        assert!(message.contains("device 7 of the store"), "{message}");
     }
     // Another thread sends the call, perhaps after the client has given up waiting for the answer.
     let began = Instant::now();
@@ -552,4 +552,41 @@ fn a_refusal_keeps_its_kind_and_words() {
         connected.jobs(),
         Err(ClientError::Protocol { .. })
     ));
+}
+
+const STARTED_AGAIN: &str = "OFFLOAD_TEST_STARTED_AGAIN";
+
+/// After a failure of a daemon, launchers may start their processes before the service manager starts the daemon.
+#[test]
+fn a_process_that_was_started_again_waits_for_a_daemon_that_is_starting_again() {
+    if let Some(socket) = std::env::var_os(STARTED_AGAIN) {
+        Daemon::connect(std::path::Path::new(&socket)).unwrap();
+        return;
+    }
+    let daemon = FakeDaemon::start(Manners::default());
+    let away = daemon.socket.with_extension("away");
+    std::fs::rename(&daemon.socket, &away).unwrap();
+    let start = |restarts: &str| {
+        let mut process = std::process::Command::new(std::env::current_exe().unwrap());
+        let test = "a_process_that_was_started_again_waits_for_a_daemon_that_is_starting_again";
+        process
+            .args(["--exact", test])
+            .env(STARTED_AGAIN, &daemon.socket);
+        process.env("TORCHELASTIC_RESTART_COUNT", restarts);
+        process
+            .stdout(std::process::Stdio::null())
+            .stderr(std::process::Stdio::null());
+        process.spawn().unwrap()
+    };
+    let began = Instant::now();
+    assert!(
+        !start("0").wait().unwrap().success(),
+        "a first start is told at once"
+    );
+    assert!(began.elapsed() < SOON);
+    let mut again = start("1");
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(again.try_wait().unwrap().is_none(), "it waits");
+    std::fs::rename(&away, &daemon.socket).unwrap();
+    assert!(again.wait().unwrap().success());
 }

@@ -59,6 +59,13 @@ offloadd-trainer)
     recommends="fio, python3-venv"
     section=science
     put "$root/kernels/fetch-libtorch.py" /usr/share/offloadd-trainer/fetch-libtorch.py 755
+    for program in trainer bench-io; do
+        "$bin/$program" man "$tree/usr/share/man/man1"
+        "$bin/$program" completions bash | write /usr/share/bash-completion/completions/$program
+        "$bin/$program" completions zsh | write /usr/share/zsh/vendor-completions/_$program
+        "$bin/$program" completions fish | write /usr/share/fish/vendor_completions.d/$program.fish
+    done
+    gzip -9 -n "$tree"/usr/share/man/man1/*.1
     description="trains language models with state in host memory and on drives
  Contains trainer, which trains models that do not fit into GPU memory, and
  bench-io, which measures drives. trainer needs libtorch of PyTorch 2.11: an

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, Piece};
 use offload_support::memory;
+use offload_support::units::ApproxBytes;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags};
@@ -38,7 +39,9 @@ pub enum LockPolicy {
 pub enum ArenaError {
     /// The machine or its control group has less memory than asked for.
     #[error(
-        "an arena of {asked_bytes} bytes does not fit: {available_bytes} bytes of memory are available; ask for less, stop other programs, or raise the memory limit of the service or container"
+        "an arena of {} does not fit: {} of memory are available; ask for less, stop other programs, or raise the memory limit of the service or container",
+        ApproxBytes(*asked_bytes),
+        ApproxBytes(*available_bytes)
     )]
     TooLarge {
         /// Size of the arena.
@@ -47,7 +50,7 @@ pub enum ArenaError {
         available_bytes: u64,
     },
     /// A system call failed.
-    #[error("an arena of {asked_bytes} bytes: {action}: {source}")]
+    #[error("an arena of {}: {action}: {source}", ApproxBytes(*asked_bytes))]
     System {
         /// Size of the arena.
         asked_bytes: u64,
@@ -57,7 +60,7 @@ pub enum ArenaError {
         source: std::io::Error,
     },
     /// The memory must be locked and cannot be.
-    #[error("an arena of {asked_bytes} bytes cannot be locked: {source}; {FIX}")]
+    #[error("an arena of {} cannot be locked: {source}; {FIX}", ApproxBytes(*asked_bytes))]
     NotLocked {
         /// Size of the arena.
         asked_bytes: u64,
@@ -95,9 +98,11 @@ pub fn lock_outlook(arena_bytes_max: u64) -> LockOutlook {
         Some(limit_bytes) if !capable && limit_bytes < arena_bytes_max => LockOutlook {
             can_lock: false,
             note: format!(
-                "arena memory cannot be locked or registered: this user may lock {limit_bytes} bytes (ulimit -l), arenas take \
-                 up to {arena_bytes_max}. The kernel may swap it out during a step, and each read or write pins its pages \
-                 again; {FIX}"
+                "arena memory cannot be locked or registered: this user may lock {} (ulimit -l), arenas take \
+                 up to {}. The kernel may swap it out during a step, and each read or write pins its pages \
+                 again; {FIX}",
+                ApproxBytes(limit_bytes),
+                ApproxBytes(arena_bytes_max)
             ),
         },
         _ => LockOutlook {

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use offload_support::memory;
+use offload_support::units::ApproxBytes;
 use rustix::fs::{Access, AtFlags, CWD, accessat};
 use rustix::io::Errno;
 
@@ -35,17 +36,23 @@ fn memory_fits(config: &Config) -> Finding {
     match (memory::total_bytes(), memory::available_bytes()) {
         (Some(total), _) if total < asked => Finding::problem(
             what,
-            format!("{asked} bytes exceed this machine's memory of {total} bytes"),
+            format!(
+                "{} exceed this machine's memory of {}",
+                ApproxBytes(asked),
+                ApproxBytes(total)
+            ),
             format!("arena_bytes_max = \"{}MiB\"", (total / 4 * 3) >> 20),
         ),
         (_, Some(available)) if available < asked => Finding::hint(
             what,
             format!(
-                "{asked} bytes, but only {available} are available now, so sessions may be refused"
+                "{}, but only {} are available now, so sessions may be refused",
+                ApproxBytes(asked),
+                ApproxBytes(available)
             ),
             format!("arena_bytes_max = \"{}MiB\"", (available / 4 * 3) >> 20),
         ),
-        _ => Finding::fine(what, format!("{asked} bytes")),
+        _ => Finding::fine(what, ApproxBytes(asked).to_string()),
     }
 }
 
@@ -167,7 +174,7 @@ fn writable(what: String, path: &Path, device: &Device) -> Finding {
                 unreserved(name),
                 "use ext4 or XFS, or the block device itself; on btrfs at least `chattr +C` on the empty directory; then format again",
             ),
-            None => Finding::fine(what, format!("{} bytes", device.bytes())),
+            None => Finding::fine(what, ApproxBytes(device.bytes()).to_string()),
         },
         Err(Errno::ROFS) => Finding::problem(
             what,

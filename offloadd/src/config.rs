@@ -41,7 +41,7 @@ const STORE_BYTES_PER_S_MIN: u64 = 1 << 20;
 struct ConfigToml {
     /// Unix socket on which the daemon answers calls. Descriptors go over a second socket beside it, with `.fds` appended to its name.
     ///
-    /// Default: `"/run/offloadd/offloadd.sock"`. Example: `"/run/user/1000/offloadd.sock"`.
+    /// Default: `"/run/offloadd/offloadd.sock"`. Example: `"/run/offloadd/offloadd.sock"`.
     #[serde(default = "socket_default")]
     socket: PathBuf,
     /// Devices of the store: files on mounted drives, or block devices, made by `offloadd format`. Absolute paths, each once.
@@ -56,17 +56,17 @@ struct ConfigToml {
     /// How the daemon does I/O: `auto` takes io_uring, or kernel AIO or threads where io_uring is forbidden; `uring`, `aio` and
     /// `psync` take just that engine.
     ///
-    /// Default: `"auto"`. Example: `"uring"`.
+    /// Default: `"auto"`. Example: `"auto"`.
     #[serde(default)]
     engine: Option<String>,
     /// Whether to refuse to start, and to refuse sessions, when memory cannot be locked. Without it the daemon warns.
     ///
-    /// Default: `false`. Example: `true`.
+    /// Default: `false`. Example: `false`.
     #[serde(default)]
     require_locked: bool,
     /// Most sessions at a time, 1 to 1024. Each training process has one session.
     ///
-    /// Default: `64`. Example: `16`.
+    /// Default: `64`. Example: `128`.
     #[serde(default)]
     sessions_max: Option<u32>,
     /// Most operations in flight of one session, 2 to 1024.

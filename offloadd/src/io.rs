@@ -24,6 +24,24 @@ pub enum IoOp {
     Flush,
 }
 
+/// Describes a failed operation on the device at `path`: what was asked, where, and the device's answer.
+pub fn failure(
+    op: IoOp,
+    path: &str,
+    [offset, bytes]: [u64; 2],
+    outcome: Result<u32, i32>,
+) -> String {
+    let why = match outcome {
+        Err(errno) => std::io::Error::from_raw_os_error(errno).to_string(),
+        Ok(moved) => format!("only {moved} bytes were moved: the drive may have been removed"),
+    };
+    match op {
+        IoOp::Flush => format!("flushing {path}: {why}"),
+        IoOp::Read => format!("reading {bytes} bytes at byte {offset} of {path}: {why}"),
+        IoOp::Write => format!("writing {bytes} bytes at byte {offset} of {path}: {why}"),
+    }
+}
+
 /// Memory of an operation.
 #[derive(Debug)]
 pub enum Buffer {

@@ -4,6 +4,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
+use offload_support::console;
+use offload_support::documents::{self, CompletionsArgs, ManArgs, Section};
+use offload_support::signals::survive_file_size_limit;
 
 use crate::cli::device::DeviceCommand;
 use crate::cli::job::JobCommand;
@@ -129,18 +132,11 @@ speed, and checks the store's own structures as well.")]
     #[command(after_help = "Examples:
   offloadd completions bash > ~/.local/share/bash-completion/completions/offloadd
   offloadd completions zsh > ~/.zfunc/_offloadd")]
-    Completions {
-        /// Shell to complete for
-        shell: clap_complete::Shell,
-    },
+    Completions(CompletionsArgs),
     /// Write the manual pages into a directory
     #[command(after_help = "Example:
   offloadd man ~/.local/share/man/man8 && man offloadd")]
-    Man {
-        /// Directory to write to; created if missing
-        #[arg(value_name = "DIR")]
-        dir: PathBuf,
-    },
+    Man(ManArgs),
     /// List, add, drain and calibrate the devices of a store
     #[command(subcommand)]
     Device(DeviceCommand),
@@ -158,6 +154,7 @@ that one does not use goes to the others.")]
 }
 
 fn main() -> ExitCode {
+    survive_file_size_limit();
     let result = match Arguments::parse().command {
         Command::Format {
             config,
@@ -176,12 +173,13 @@ fn main() -> ExitCode {
             config,
             json,
         } => cli::doctor::run(config, paths, json),
-        Command::Completions { shell } => {
-            cli::documents::completions(shell, Arguments::command()).map(|()| ExitCode::SUCCESS)
+        Command::Completions(args) => {
+            documents::completions(&args, Arguments::command());
+            (console::finish().map_err(Into::into)).map(|()| ExitCode::SUCCESS)
         }
-        Command::Man { dir } => {
-            cli::documents::man(&dir, Arguments::command()).map(|()| ExitCode::SUCCESS)
-        }
+        Command::Man(args) => documents::man(&args, Section::Administrators, Arguments::command())
+            .map_err(Into::into)
+            .map(|()| ExitCode::SUCCESS),
         Command::Job(command) => cli::job::run(command).map(|()| ExitCode::SUCCESS),
         Command::Verify(options) => cli::verify::run(&options),
         Command::Device(command) => cli::device::run(command).map(|()| ExitCode::SUCCESS),

@@ -27,6 +27,13 @@ pub struct Limits {
     pub rebalance_bytes_per_s_max: Option<u64>,
 }
 
+impl Limits {
+    /// Default limit of a user's sessions: half of all, so that one user cannot exclude the others.
+    pub fn sessions_a_user(&self) -> u32 {
+        self.sessions_max.div_ceil(2)
+    }
+}
+
 /// Quota of a user or job; `None` means no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Quota {
@@ -36,7 +43,7 @@ pub struct Quota {
     pub device_bytes_max: Option<u64>,
     /// Jobs in the store, open or not; for users only. `None`: [`JOBS_A_USER_DEFAULT`].
     pub jobs_max: Option<u32>,
-    /// Concurrent sessions.
+    /// Concurrent sessions. `None`: no limit for a job, [`Limits::sessions_a_user`] for a user.
     pub sessions_max: Option<u32>,
     /// Operations in flight of all sessions: the sum of their iodepths.
     pub inflight_max: Option<u32>,

@@ -49,7 +49,7 @@ fn more_memory_than_the_machine_has_is_refused_before_it_is_taken() {
     assert!(
         fault
             .message
-            .contains("bytes of memory are available; ask for less"),
+            .contains("of memory are available; ask for less"),
         "{fault}"
     );
 }
@@ -85,7 +85,7 @@ fn unprivileged() {
     let outlook = lock_outlook(geometry.arena_bytes());
     assert!(!outlook.can_lock);
     for words in [
-        "may lock 65536 bytes",
+        "may lock 64.0 KiB",
         "swap",
         "ulimit -l unlimited",
         "LimitMEMLOCK",

@@ -185,6 +185,15 @@ impl<H: Clone> Driver<H> {
                 Arena::Session(session) => {
                     // Completions were polled just before, so a suspended process is not mistaken for a stall.
                     self.stall.check(self.inflight.len(), Instant::now())?;
+                    let waits = !self.inflight.is_empty() || self.commit_begun.is_some();
+                    if let Some(waited) = self.stall.news().filter(|_| waits) {
+                        for trouble in session.device_trouble() {
+                            tracing::warn!(
+                                "no tile has moved for {} s: {trouble}",
+                                waited.as_secs()
+                            );
+                        }
+                    }
                     let round = self.stall.round();
                     session.wait(round).map_err(client("waiting for tiles"))?;
                 }
@@ -194,10 +203,19 @@ impl<H: Clone> Driver<H> {
 
     /// Adds the daemon's report about its devices to a stall.
     fn with_devices(&self, mut error: SwapperError) -> SwapperError {
-        if let (SwapperError::Stalled { devices, .. }, Arena::Session(session)) =
+        if let (SwapperError::Stalled { devices, log, .. }, Arena::Session(session)) =
             (&mut error, &self.arena)
         {
+            *log = session.log();
             *devices = session.device_trouble();
+            if devices.is_empty() {
+                let known = session.info().devices.iter().filter(|device| !device.left);
+                let paths: Vec<String> = known.map(|d| d.path.display().to_string()).collect();
+                devices.push(format!(
+                    "the daemon names none that hangs, the store is on {}",
+                    paths.join(", ")
+                ));
+            }
         }
         error
     }

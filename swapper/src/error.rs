@@ -88,7 +88,7 @@ pub enum SwapperError {
     },
     /// Operations were in flight and none completed within the limit.
     #[error(
-        "no device operation completed for {seconds} s with {inflight} in flight{}: check the daemon's log and the drives",
+        "no device operation completed for {seconds} s with {inflight} in flight{}: check {log} and the drives",
         devices.iter().map(|device| format!("; {device}")).collect::<String>()
     )]
     Stalled {
@@ -96,7 +96,9 @@ pub enum SwapperError {
         seconds: u64,
         /// Operations in flight.
         inflight: usize,
-        /// Devices that hang according to the daemon; empty when it does not answer.
+        /// The daemon's log, in words.
+        log: String,
+        /// Devices that hang according to the daemon; all devices of the store if it names none or does not answer.
         devices: Vec<String>,
     },
     /// The nodes' stores do not belong together.

@@ -13,12 +13,17 @@ use crate::SwapperError;
 /// [`RESTART_WAIT`].
 const LIMIT_DEFAULT: Duration = Duration::from_secs(240);
 
+/// Time without a completion after which the drives are named, once: the daemon calls a device hanging after 10 s.
+const WARN_AFTER: Duration = Duration::from_secs(20);
+
 const _: () = assert!(LIMIT_DEFAULT.as_secs() > RESTART_WAIT.as_secs());
 
 /// Measures for how long no operation has completed.
 pub(crate) struct Stall {
     limit: Duration,
     waiting: WaitTimer,
+    waited: Duration,
+    is_told: bool,
 }
 
 impl Default for Stall {
@@ -32,6 +37,8 @@ impl Stall {
         Self {
             limit,
             waiting: WaitTimer::start(Instant::now()),
+            waited: Duration::ZERO,
+            is_told: false,
         }
     }
 
@@ -42,7 +49,17 @@ impl Stall {
 
     /// Restarts the timer: an operation completed, or the first one was started.
     pub(crate) fn moved(&mut self, now: Instant) {
-        self.waiting = WaitTimer::start(now);
+        *self = Self {
+            waiting: WaitTimer::start(now),
+            ..Self::new(self.limit)
+        };
+    }
+
+    /// Returns how long nothing has completed, once a stall, when it is worth a line.
+    pub(crate) fn news(&mut self) -> Option<Duration> {
+        let due = self.waited >= WARN_AFTER && !self.is_told;
+        self.is_told |= due;
+        due.then_some(self.waited)
     }
 
     /// Judges `inflight` operations, after completions were polled. A commit is not counted: it waits for other ranks
@@ -51,10 +68,12 @@ impl Stall {
     /// # Errors
     /// [`SwapperError::Stalled`].
     pub(crate) fn check(&mut self, inflight: usize, now: Instant) -> Result<(), SwapperError> {
-        if self.waiting.waited(now) >= self.limit && inflight > 0 {
+        self.waited = self.waiting.waited(now);
+        if self.waited >= self.limit && inflight > 0 {
             return Err(SwapperError::Stalled {
                 seconds: self.limit.as_secs(),
                 inflight,
+                log: "the daemon's log".into(),
                 devices: Vec::new(),
             });
         }

@@ -26,6 +26,7 @@ pub mod open;
 pub mod plan;
 mod ranks;
 mod reader;
+pub mod relocate;
 pub mod remove;
 pub mod run_fingerprint;
 mod run_record;

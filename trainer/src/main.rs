@@ -9,20 +9,23 @@ mod cli;
 mod docs;
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 use cli::export::ExportArgs;
 use cli::init::InitArgs;
 use cli::launch::LaunchArgs;
 use cli::plan::PlanArgs;
+use cli::relocate::MoveArgs;
 use cli::remove::RemoveArgs;
 use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
 use kernels_torch::collective::World;
-use offload_support::console;
-use offload_support::{errln, outln};
+use offload_support::console::{self, terminal_columns};
+use offload_support::documents::{self, CompletionsArgs, ManArgs, Section};
+use offload_support::signals::survive_file_size_limit;
+use offload_support::{errln, outln, plain_log};
 use trainer::config::setting_like;
 use trainer::launch::{self, LaunchError};
 use trainer::open::Start;
@@ -35,7 +38,7 @@ const FAILURE: u8 = 1;
 
 /// Trains language models whose parameters and optimizer state live on NVMe drives.
 #[derive(Parser)]
-#[command(version, about)]
+#[command(name = "trainer", version, about)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -45,8 +48,8 @@ struct Cli {
 enum Command {
     /// Train a run; the same command resumes a run that was interrupted.
     ///
-    /// SIGTERM and SIGINT end the run after the current step. Nothing is lost, and the exit status is 143 or 130; status 0 means
-    /// that the run is complete.
+    /// SIGTERM, SIGINT and SIGHUP end the run after the current step. Nothing is lost, and the exit status is 143, 130 or 129;
+    /// status 0 means that the run is complete. SIGUSR1 makes a checkpoint after the next step.
     #[command(after_help = "Examples:
   trainer train RUN.toml
   trainer train RUN.toml --set train.steps=50 --set train.run_dir=runs/short
@@ -69,6 +72,9 @@ enum Command {
         /// the store, and from the newest checkpoint if drives were lost or the number of nodes has changed.
         #[arg(long, value_name = "STEP|DIR|newest", conflicts_with = "fresh")]
         resume_from: Option<Start>,
+        /// Write a checkpoint into this directory if the run directory has no room for it, as train.checkpoint_dir says.
+        #[arg(long, value_name = "DIR")]
+        checkpoint_dir: Option<PathBuf>,
         /// Print the whole plan and all settings; they are in settings.toml in the run directory too.
         #[arg(short, long)]
         verbose: bool,
@@ -77,8 +83,8 @@ enum Command {
     },
     /// Train with several processes, on this machine or on several: one per GPU, or several on the CPU.
     ///
-    /// When one process fails, the others are ended, and its exit status is the launcher's. SIGTERM and SIGINT end all
-    /// processes after the current step, with status 143 or 130. Bytes between nodes are not encrypted.
+    /// When one process fails, the others are ended, and its exit status is the launcher's. SIGTERM, SIGINT and SIGHUP end
+    /// all processes after the current step, with status 143, 130 or 129; SIGUSR1 makes a checkpoint. Bytes between nodes are not encrypted.
     #[command(after_help = cli::launch::EXAMPLES)]
     Launch(Box<LaunchArgs>),
     /// Write a commented run file for a model and data that fits this machine, with its plan.
@@ -87,10 +93,16 @@ enum Command {
     /// Show the memory and drive space a run needs and how fast it can be at best. Changes nothing; fails if the run does not fit.
     #[command(after_help = cli::plan::EXAMPLES)]
     Plan(Box<PlanArgs>),
-    /// List every key of a run file with its type, default and purpose.
+    /// List the keys of a run file with type, default and purpose.
     #[command(after_help = "Examples:
-  trainer config-reference | grep ^train")]
-    ConfigReference,
+  trainer config-reference                    # all keys
+  trainer config-reference train.epochs       # one key
+  trainer config-reference train data         # the keys of two tables")]
+    ConfigReference {
+        /// Keys or tables to show; all by default.
+        #[arg(value_name = "KEY")]
+        keys: Vec<String>,
+    },
     /// Write a run's weights as a Hugging Face model directory: safetensors, config.json and the tokenizer.
     #[command(after_help = cli::export::EXAMPLES)]
     Export(ExportArgs),
@@ -109,6 +121,9 @@ enum Command {
     /// Delete a run: its directory and its state in the store. Refuses a run that is being trained.
     #[command(after_help = cli::remove::EXAMPLES)]
     Remove(RemoveArgs),
+    /// Move the state of a run to other drives, or into a checkpoint.
+    #[command(after_help = cli::relocate::EXAMPLES)]
+    Move(MoveArgs),
     /// Print a fingerprint of weights and optimizer state for each unit, at the last committed step.
     #[command(after_help = "Examples:
   trainer fingerprint RUN.toml                     # equal lines mean equal bits, wherever runs keep their state
@@ -120,6 +135,15 @@ enum Command {
         #[arg(long, value_name = "STEP|DIR")]
         checkpoint: Option<CheckpointName>,
     },
+    /// Print a completion script for a shell.
+    #[command(after_help = "Examples:
+  trainer completions bash > ~/.local/share/bash-completion/completions/trainer
+  trainer completions zsh > ~/.zfunc/_trainer")]
+    Completions(CompletionsArgs),
+    /// Write the manual pages into a directory.
+    #[command(after_help = "Example:
+  trainer man ~/.local/share/man/man1 && man trainer")]
+    Man(ManArgs),
 }
 
 #[derive(Args)]
@@ -177,17 +201,10 @@ fn outcome() -> u8 {
         errln!("trainer: {error}");
         return FAILURE;
     }
+    survive_file_size_limit();
     // The name in `top` and for `pkill -x`. It only fails without /proc.
     let _ = rustix::thread::set_name(c"trainer");
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "warn".into()),
-        )
-        .with_writer(std::io::stderr)
-        .with_ansi(console::in_colour(&std::io::stderr()))
-        // Logging an internal error would panic when the reader of standard error is gone.
-        .log_internal_errors(false)
-        .init();
+    plain_log::install();
     let command = Cli::try_parse()
         .unwrap_or_else(|error| refuse(error))
         .command;
@@ -222,11 +239,12 @@ fn run(command: Command) -> anyhow::Result<u8> {
             from,
             fresh,
             resume_from,
+            checkpoint_dir,
             verbose,
             trace,
         } => {
             let world = World::from_env()?;
-            let settings = run.settings_from(from.as_deref(), Some(world.ranks))?;
+            let settings = run.settings_with(paths(&from, &checkpoint_dir), Some(world.ranks))?;
             let otherwise = if fresh { Start::Fresh } else { Start::GoOn };
             let start = resume_from.unwrap_or(otherwise);
             return Ok(trainer::train::train(
@@ -240,8 +258,17 @@ fn run(command: Command) -> anyhow::Result<u8> {
         Command::Init(args) => cli::init::run(&args)?,
         Command::Plan(args) => cli::plan::plan(*args)?,
         Command::Runs(args) => cli::runs::list(&args)?,
+        Command::Move(args) => cli::relocate::run(&args)?,
         Command::Remove(args) => return cli::remove::run(&args),
-        Command::ConfigReference => console::out(format_args!("{}", trainer::config::listing())),
+        Command::ConfigReference { keys } => {
+            let columns = terminal_columns(&std::io::stdout());
+            console::out(format_args!(
+                "{}",
+                trainer::config::listing(&keys, columns)?
+            ));
+        }
+        Command::Completions(args) => documents::completions(&args, Cli::command()),
+        Command::Man(args) => documents::man(&args, Section::Users, Cli::command())?,
         Command::Export(args) => cli::export::run(args)?,
         Command::Fingerprint { run, checkpoint } => {
             outln!("{}", run_fingerprint(run.settings(None)?, checkpoint)?);
@@ -251,6 +278,17 @@ fn run(command: Command) -> anyhow::Result<u8> {
         }
     }
     Ok(0)
+}
+
+/// Keys for which `train` has options, with the values of these.
+fn paths<'a>(
+    from: &'a Option<PathBuf>,
+    checkpoint_dir: &'a Option<PathBuf>,
+) -> [(&'static str, Option<&'a Path>); 2] {
+    [
+        ("model.from", from.as_deref()),
+        ("train.checkpoint_dir", checkpoint_dir.as_deref()),
+    ]
 }
 
 /// Prefix that identifies this process among those of one run in messages.
@@ -266,11 +304,17 @@ fn rank_name() -> String {
 fn check_train(args: &[OsString], ranks: Option<u32>) -> anyhow::Result<()> {
     let line = ["trainer", "train"].map(OsString::from);
     let cli = Cli::try_parse_from(line.iter().chain(args)).unwrap_or_else(|error| refuse(error));
-    let Command::Train { run, from, .. } = cli.command else {
+    let Command::Train {
+        run,
+        from,
+        checkpoint_dir,
+        ..
+    } = cli.command
+    else {
         unreachable!("the arguments were parsed as `train`")
     };
     if ranks.is_some() {
-        run.settings_from(from.as_deref(), ranks)?;
+        run.settings_with(paths(&from, &checkpoint_dir), ranks)?;
     }
     Ok(())
 }

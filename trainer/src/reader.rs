@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::config::{self, Durability, Fraction, ResidentFraction, RunSettings, SettingsError};
 use crate::model::Dtype;
-use crate::open::{IN_PLACE, RunError, SHARED_STORE, STORE_IN_DIR};
+use crate::open::{IN_PLACE, RunError, SHARED_STORE};
 use crate::run_record::{RecordError, RunRecord};
 use crate::run_state_reader::RunStateReader;
-use training_state::run::{CheckpointName, resolved};
+use training_state::run::{CheckpointName, STORE_IN_DIR, resolved};
 
 /// Reader of a run's tiles.
 pub(crate) struct RunReader {

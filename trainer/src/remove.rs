@@ -24,6 +24,8 @@ struct Run {
     parts: Vec<Removal>,
     /// Directories of other nodes' parts whose state only their nodes can delete.
     parts_elsewhere: Vec<PathBuf>,
+    /// False for a directory with nothing but tokens.
+    has_started: bool,
     dir: RunDir,
     /// Socket of the shared daemon that holds the job.
     socket: Option<PathBuf>,
@@ -59,11 +61,24 @@ impl Removal {
             return Self::of_file(&path);
         }
         let described = RunDir::described(&path);
-        if !matches!(described, Ok(Some(_))) && RunId::kept(&path).is_none() {
+        let is_run = matches!(described, Ok(Some(_))) || RunId::kept(&path).is_some();
+        if !is_run && !RunDir::has_only_tokens(&path) {
             return Err(RecordError::NoRun { dir: path }.into());
         }
         let (id, _) = RunId::of(&path);
         let dir = RunDir::open(&path, &id)?;
+        if !is_run {
+            return Ok(Self {
+                files: Vec::new(),
+                run: Some(Run {
+                    parts: Vec::new(),
+                    parts_elsewhere: Vec::new(),
+                    has_started: false,
+                    dir,
+                    socket: None,
+                }),
+            });
+        }
         // An unreadable run.json names no store; `trainer runs` lists what remains of it.
         let described = described.ok().flatten();
         let (parts, parts_elsewhere) = parts(&path)?;
@@ -82,6 +97,7 @@ impl Removal {
             run: Some(Run {
                 parts,
                 parts_elsewhere,
+                has_started: true,
                 dir,
                 socket,
             }),
@@ -172,6 +188,9 @@ impl fmt::Display for Removal {
             let job = run.dir.job_name();
             lines.push(match RunId::part(job) {
                 Some(_) => format!("{} in {dir}", RunId::describe_job(job)),
+                None if !run.has_started => {
+                    format!("the tokens in {dir}, of a run that was never started")
+                }
                 None => format!("the run in {dir}, its checkpoints included"),
             });
             if let Some(socket) = &run.socket {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
-use training_state::run::{DirError, RunDescription, RunDir};
+use training_state::run::{DirError, RunDescription, RunDir, check_text};
 
 use crate::model::{Dtype, ModelConfig};
 
@@ -49,6 +49,7 @@ impl RunRecord {
             optimizer: Option<String>,
             moments: Option<String>,
         }
+        check_text(dir)?;
         let description = RunDir::described(dir)?.ok_or_else(|| RecordError::NoRun {
             dir: dir.to_owned(),
         })?;

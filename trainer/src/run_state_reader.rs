@@ -98,6 +98,14 @@ impl RunStateReader {
         }
     }
 
+    /// Bytes of all tiles.
+    pub(crate) fn bytes(&self) -> u64 {
+        match &self.tiles {
+            Tiles::Store(run) => run.plan.memory.all_bytes,
+            Tiles::Checkpoint(saved) => saved.checkpoint.description.bytes(),
+        }
+    }
+
     /// Closes the run.
     ///
     /// # Errors

@@ -12,7 +12,9 @@ use serde::Serialize;
 use crate::evaluations::Evaluations;
 use crate::model::ModelConfig;
 use training_state::metrics::MetricsFile;
-use training_state::run::{Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId};
+use training_state::run::{
+    Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId, STORE_IN_DIR,
+};
 use training_state::store::{job_of, link_of};
 
 /// File in a run directory with all settings of the newest start.
@@ -34,8 +36,17 @@ pub struct RunsList {
     pub runs: Vec<RunEntry>,
     /// Directories in the given one that contain no run.
     pub no_runs: Vec<PathBuf>,
+    /// Directories with the tokens of runs that were never started, as `trainer preview-data` leaves them.
+    pub previews: Vec<Preview>,
     /// Files of private stores whose run is gone, in the searched directories and in those that the runs use.
     pub orphans: Vec<Orphan>,
+}
+
+/// Directory with nothing but tokens.
+#[derive(Clone, Debug, Serialize)]
+pub struct Preview {
+    pub dir: PathBuf,
+    pub bytes: u64,
 }
 
 /// File of a private store that no run uses.
@@ -72,6 +83,12 @@ pub struct RunEntry {
     /// Bytes of the run directory and of the private store.
     pub bytes: u64,
     pub loss: Option<f64>,
+    /// Newest evaluation.
+    pub evaluation: Option<Evaluation>,
+    /// Evaluation with the lowest loss.
+    pub best_evaluation: Option<Evaluation>,
+    /// Step at which a run resumes that keeps its state in checkpoints; `None` if it has none, or a store.
+    pub kept_step: Option<u64>,
     /// Place of the state.
     pub store: Option<String>,
     /// Bytes of the private store on drives.
@@ -87,6 +104,19 @@ pub struct RunEntry {
     pub aside: Vec<CheckpointEntry>,
 }
 
+/// An evaluation on the validation data.
+#[derive(Clone, Copy, Debug, Serialize)]
+pub struct Evaluation {
+    pub step: u64,
+    pub loss: f64,
+}
+
+impl Evaluation {
+    fn of((step, loss): (u64, f64)) -> Self {
+        Self { step, loss }
+    }
+}
+
 /// One checkpoint of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct CheckpointEntry {
@@ -98,6 +128,8 @@ pub struct CheckpointEntry {
     /// Creation time in seconds since 1970.
     pub unix_s: u64,
     pub loss: Option<f64>,
+    /// Loss of the evaluation after its step.
+    pub validation_loss: Option<f64>,
 }
 
 /// Lists the runs in `dir` and below it.
@@ -109,6 +141,7 @@ pub fn list(dir: &Path) -> std::io::Result<RunsList> {
         version: LIST_VERSION,
         runs: Vec::new(),
         no_runs: Vec::new(),
+        previews: Vec::new(),
         orphans: Vec::new(),
     };
     let mut left = DIRS_MAX;
@@ -131,6 +164,12 @@ pub fn list(dir: &Path) -> std::io::Result<RunsList> {
     }
     list.runs.sort_by(|a, b| a.dir.cmp(&b.dir));
     looked.extend(list.runs.iter().flat_map(|run| run.store_dirs.clone()));
+    let previews = looked.iter().filter(|dir| RunDir::has_only_tokens(dir));
+    let previews = previews.map(|dir| Preview {
+        dir: dir.clone(),
+        bytes: dir_bytes(dir, DEPTH_MAX),
+    });
+    list.previews = previews.collect();
     list.orphans = orphans(looked, &list.runs);
     Ok(list)
 }
@@ -227,6 +266,9 @@ impl RunEntry {
             running: false,
             bytes: dir_bytes(dir, DEPTH_MAX),
             loss: None,
+            evaluation: None,
+            best_evaluation: None,
+            kept_step: None,
             store: None,
             store_bytes: 0,
             store_missing: Vec::new(),
@@ -241,9 +283,14 @@ impl RunEntry {
         let last = MetricsFile::last(dir);
         let bytes_of = |file: &PathBuf| fs::metadata(file).map(|file| file.len());
         let checkpoints = Checkpoints::of(dir);
+        let evaluations = MetricsFile::evaluations(dir);
         let entries = |checkpoints: Vec<CheckpointDir>| {
-            checkpoints.into_iter().map(CheckpointEntry::of).collect()
+            let entries = checkpoints.into_iter();
+            let entries = entries.map(|found| CheckpointEntry::of(found, &evaluations));
+            entries.collect::<Vec<_>>()
         };
+        let checkpoints_made = entries(checkpoints.list().unwrap_or_default());
+        let in_dir = description.store == STORE_IN_DIR;
         let job = RunId::kept(dir).map(|id| id.job);
         let settings = fs::read_to_string(dir.join(SETTINGS_FILE)).unwrap_or_default();
         let patience = setting(&settings, "train.early_stopping_patience").unwrap_or(0);
@@ -261,7 +308,12 @@ impl RunEntry {
             dtype: layout["dtype"].as_str().map(str::to_owned),
             step: last.as_ref().map_or(0, |last| last.step),
             steps: setting(&settings, "train.steps"),
-            early_stopped: Evaluations::of(&MetricsFile::evaluations(dir)).has_stalled(patience),
+            early_stopped: Evaluations::of(&evaluations).has_stalled(patience),
+            evaluation: evaluations.last().copied().map(Evaluation::of),
+            best_evaluation: Evaluations::of(&evaluations).lowest().map(Evaluation::of),
+            kept_step: (checkpoints_made.iter().rev())
+                .find(|found| in_dir && found.damaged.is_none())
+                .map(|found| found.step),
             running: RunDir::is_used(dir),
             bytes: {
                 let outside = files.iter().filter(|file| !file.starts_with(dir));
@@ -272,7 +324,7 @@ impl RunEntry {
             store: Some(description.store.clone()),
             store_bytes: files.iter().filter_map(|file| bytes_of(file).ok()).sum(),
             store_missing: (files.iter().filter(|file| !file.exists()).cloned()).collect(),
-            checkpoints: entries(checkpoints.list().unwrap_or_default()),
+            checkpoints: checkpoints_made,
             aside: entries(checkpoints.list_aside().unwrap_or_default()),
         }
     }
@@ -313,7 +365,7 @@ fn dir_bytes(dir: &Path, depth: u32) -> u64 {
 }
 
 impl CheckpointEntry {
-    fn of(checkpoint: CheckpointDir) -> Self {
+    fn of(checkpoint: CheckpointDir, evaluations: &[(u64, f64)]) -> Self {
         let opened = Checkpoint::open(&checkpoint.path, 0);
         let opened = opened.and_then(|opened| opened.check_sizes().map(|()| opened));
         let damaged = opened.as_ref().err().map(ToString::to_string);
@@ -326,6 +378,9 @@ impl CheckpointEntry {
             bytes: said.map_or(0, |said| said.bytes()),
             unix_s: said.map_or(0, |said| said.unix_s),
             loss: said.and_then(|said| said.loss()),
+            validation_loss: (evaluations.iter())
+                .find(|(step, _)| *step == checkpoint.step)
+                .map(|(_, loss)| *loss),
         }
     }
 }
@@ -334,6 +389,9 @@ impl fmt::Display for RunsList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for run in &self.runs {
             writeln!(f, "{run}")?;
+        }
+        for preview in &self.previews {
+            writeln!(f, "{preview}")?;
         }
         for orphan in &self.orphans {
             writeln!(f, "{orphan}")?;
@@ -344,6 +402,16 @@ impl fmt::Display for RunsList {
             "{}, {} on disk",
             Counted(self.runs.len() as u64, "run"),
             ApproxBytes(bytes)
+        )
+    }
+}
+
+impl fmt::Display for Preview {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (dir, bytes) = (self.dir.display(), ApproxBytes(self.bytes));
+        write!(
+            f,
+            "tokens without a run: {dir}, {bytes}\n  the run was never started; `trainer remove {dir}` deletes them"
         )
     }
 }
@@ -378,7 +446,10 @@ impl fmt::Display for RunEntry {
             Some(part) => write!(f, "\n  {part}, {} on disk", ApproxBytes(self.bytes))?,
             None => self.progress(f)?,
         }
-        write!(f, "\n  state {}", self.store.as_deref().unwrap_or("?"))?;
+        match self.store.as_deref() {
+            Some(STORE_IN_DIR) => write!(f, "\n  kept {}", self.kept())?,
+            store => write!(f, "\n  state {}", store.unwrap_or("?"))?,
+        }
         if self.store_bytes > 0 {
             write!(f, ", {}", ApproxBytes(self.store_bytes))?;
         }
@@ -387,6 +458,10 @@ impl fmt::Display for RunEntry {
         }
         for checkpoint in &self.checkpoints {
             write!(f, "\n  checkpoint at {checkpoint}")?;
+            let best = self.best_evaluation.map(|best| best.step);
+            if best == Some(checkpoint.step) && checkpoint.damaged.is_none() {
+                write!(f, ", the best")?;
+            }
         }
         for checkpoint in &self.aside {
             write!(
@@ -420,7 +495,36 @@ impl RunEntry {
         if let Some(loss) = self.loss {
             write!(f, ", loss {loss:.4}")?;
         }
+        if let (Some(last), Some(best)) = (self.evaluation, self.best_evaluation) {
+            write!(
+                f,
+                "\n  validation loss {:.4} at step {}",
+                last.loss, last.step
+            )?;
+            match best.step == last.step {
+                true => write!(f, ", the lowest")?,
+                false => write!(f, ", lowest {:.4} at step {}", best.loss, best.step)?,
+            }
+        }
         Ok(())
+    }
+
+    /// Says what a run that keeps its state in checkpoints has kept.
+    fn kept(&self) -> String {
+        let fate = match self.running {
+            true => "only in the memory of the running trainer",
+            false => "lost",
+        };
+        let steps = |first: u64| match self.step - first {
+            0 => format!("step {first} is"),
+            _ => format!("steps {first} to {} are", self.step),
+        };
+        match self.kept_step {
+            None if self.step == 0 => "nothing yet".into(),
+            None => format!("nothing: there is no checkpoint, and {} {fate}", steps(1)),
+            Some(kept) if kept >= self.step => format!("all, in the checkpoint of step {kept}"),
+            Some(kept) => format!("the checkpoint of step {kept}; {} {fate}", steps(kept + 1)),
+        }
     }
 }
 
@@ -436,8 +540,11 @@ impl fmt::Display for CheckpointEntry {
             utc(self.unix_s),
             ApproxBytes(self.bytes)
         )?;
-        match self.loss {
-            Some(loss) => write!(f, ", loss {loss:.4}"),
+        if let Some(loss) = self.loss {
+            write!(f, ", loss {loss:.4}")?;
+        }
+        match self.validation_loss {
+            Some(loss) => write!(f, ", validation loss {loss:.4}"),
             None => Ok(()),
         }
     }

@@ -29,6 +29,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "training-state",
         ],
     ),
+    ("chat-template", &[]),
     ("kernels", &[]),
     ("kernels-torch", &["kernels"]),
     (
@@ -42,6 +43,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "trainer",
         &[
+            "chat-template",
             "swapper",
             "kernels",
             "kernels-torch",
@@ -87,7 +89,7 @@ const TRAINER_LAYERS: &[&[&str]] = &[
     &["open"],
     &["run_state_reader"],
     &["reader", "run_fingerprint"],
-    &["export"],
+    &["export", "relocate"],
     &["train"],
 ];
 

@@ -8,6 +8,7 @@ use clap::Args;
 use offloadd::api::{BLOCK_BYTES, IODEPTH_MAX, TILE_BYTES_MAX};
 
 use crate::fio::Fio;
+use crate::job::engine_of;
 use crate::place::store_file_bytes;
 use crate::progress::Progress;
 use crate::report;
@@ -85,8 +86,8 @@ pub(crate) struct ScaleArgs {
     /// Rounds to take the median of [default: 3; 1 for rate-limited drives]
     #[arg(long, value_name = "N")]
     rounds: Option<usize>,
-    /// The daemon's I/O engine: auto, uring, aio or psync
-    #[arg(long, value_name = "NAME", default_value = "auto")]
+    /// The daemon's I/O engine: auto, io_uring, libaio or psync
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = engine)]
     ioengine: String,
     /// Path of fio, or "none" [default: search PATH]
     #[arg(long, value_name = "PROGRAM")]
@@ -133,6 +134,11 @@ pub(crate) fn run(args: ScaleArgs) -> Result<()> {
         bail!("outside --tolerance: {}", outside.join("; "));
     }
     Ok(())
+}
+
+/// The settings' name of an engine.
+fn engine(word: &str) -> Result<String> {
+    engine_of(word, None).map(|(_, name)| name)
 }
 
 fn check(args: &ScaleArgs) -> Result<()> {

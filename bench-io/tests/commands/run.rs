@@ -291,9 +291,10 @@ fn wrong_words_are_refused_before_anything_is_made() {
         (vec!["--bs=5000"], "a multiple of 4096"),
         (vec!["--bs=4x"], "unknown unit"),
         (vec!["--rw=sideways"], "randread"),
-        (vec!["--ioengine=magic"], "one of [\"auto\""),
+        (vec!["--ioengine=magic"], "expected auto, io_uring"),
         (vec!["--size=1m", "--bs=1m", "--numjobs=2"], "too small"),
         (vec!["--runtime=NaN"], "expected a time of at most a day"),
+        (vec!["--verify=crc32c"], "compared with its checksum"),
     ] {
         let printed = refused(&[&["run", "--directory", path], &args[..]].concat());
         assert!(printed.contains(words), "{args:?}: {printed}");

@@ -159,6 +159,20 @@ fn fio_stands_beside_us_with_the_command_it_was_called_with() {
         "{svg}"
     );
     assert_empty(dir.path());
+    let shown = bench_io(&[
+        "scale",
+        "--directory",
+        path,
+        "--size=8m",
+        "--bs=64k",
+        "--runtime=0.1",
+        "--rounds=2",
+    ]);
+    let shown = String::from_utf8(shown.stdout).unwrap();
+    let table = shown.lines().filter(|line| line.starts_with('|'));
+    assert_eq!(table.clone().count(), 3 * (2 + 3), "{shown}");
+    let widest = table.map(|line| line.chars().count()).max().unwrap();
+    assert!(widest <= 120, "{widest} columns: {shown}");
 }
 
 #[test]

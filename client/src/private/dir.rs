@@ -12,6 +12,9 @@ use super::own_dir::OwnDir;
 use super::{PrivateSettings, failed};
 use crate::ClientError;
 
+/// Sessions of a private daemon: one for each rank on this node, and some more.
+const SESSIONS_MAX: u32 = 64;
+
 /// Chooses the path of the socket, and creates the directory for it if that is not below `dir`.
 pub(super) fn socket_place(dir: &Path) -> Result<(PathBuf, Option<OwnDir>), ClientError> {
     let dir = absolute(dir)?;
@@ -63,6 +66,10 @@ pub(super) fn config_text(
         format!("arena_bytes_max = {}", settings.arena_bytes_max),
         format!("iodepth_max = {}", settings.iodepth_max),
         format!("engine = {}", quoted(&settings.engine)),
+        // All sessions are this user's.
+        format!("sessions_max = {SESSIONS_MAX}"),
+        "[quota.default]".into(),
+        format!("sessions_max = {SESSIONS_MAX}"),
     ];
     for line in lines {
         writeln!(text, "{line}").expect("writing to a String");

@@ -30,6 +30,9 @@ use dir::{config_text, make_dir, own_file, socket_place};
 use keeper::Keeper;
 pub use own_dir::OwnDir;
 
+/// Name of a private daemon's log in its directory.
+pub(crate) const LOG: &str = "offloadd.log";
+
 /// Recovery reads a few MB; waiting for the lock of a dying predecessor takes a second.
 const START_WAIT: Duration = Duration::from_secs(60);
 
@@ -76,7 +79,7 @@ impl PrivateDaemon {
     pub fn start(settings: PrivateSettings) -> Result<Self, ClientError> {
         let program = find_program(settings.program.as_deref())?;
         make_dir(&settings.dir, false)?;
-        let log = settings.dir.join("offloadd.log");
+        let log = settings.dir.join(LOG);
         if fs::metadata(&log).is_ok_and(|found| found.len() > LOG_BYTES_MAX) {
             fs::rename(&log, settings.dir.join("offloadd.log.old"))
                 .map_err(|e| failed(format!("cannot rename {}: {e}", log.display())))?;
@@ -86,6 +89,9 @@ impl PrivateDaemon {
             finish_format(&settings.devices)?;
         }
         let (socket, short_dir) = socket_place(&settings.dir)?;
+        if let Some(dir) = &short_dir {
+            link_log(dir.path(), &log)?;
+        }
         let config = settings.dir.join("offloadd.toml");
         let text = config_text(&socket, &settings)?;
         own_file(OpenOptions::new().write(true).truncate(true), &config)
@@ -307,6 +313,13 @@ fn is_left(new: &Path) -> Result<bool, ClientError> {
 fn open_log(log: &Path) -> Result<File, ClientError> {
     own_file(OpenOptions::new().append(true), log)
         .map_err(|e| failed(format!("cannot open the log {}: {e}", log.display())))
+}
+
+/// Links to the log from the socket's directory, so that every process that knows the socket finds it.
+fn link_log(dir: &Path, log: &Path) -> Result<(), ClientError> {
+    let linked =
+        std::path::absolute(log).and_then(|log| std::os::unix::fs::symlink(log, dir.join(LOG)));
+    linked.map_err(|e| failed(format!("cannot link to the log in {}: {e}", dir.display())))
 }
 
 /// Last lines of the log, for a message.

@@ -1,13 +1,16 @@
-//! Reports damaged tiles to the daemon. This side finds the damage; administrators read the daemon's log and metrics.
+//! What a process and the daemon tell each other about failures. This side finds damaged tiles and reports them, because administrators read the
+//! daemon's log and metrics; the daemon knows the paths of devices, and why a job cannot write any more.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use offload_api::ids::DeviceIndex;
+use offload_api::fault::FaultKind;
+use offload_api::ids::DeviceNumber;
 use offload_api::proto;
 
 use super::Session;
 use crate::control::{Control, SHORT_WAIT};
+use crate::error::log_of;
 use crate::types::DeviceInfo;
 use crate::{Done, TileError, convert};
 
@@ -21,13 +24,16 @@ const ANSWER_WAIT: Duration = Duration::from_millis(500);
 /// Returns the path of a device. A device that was added after the session opened is asked for. After the daemon left a
 /// question unanswered, it is not asked again, or every failed tile would wait.
 pub(super) fn name_of(
-    device: DeviceIndex,
+    device: DeviceNumber,
     known: &mut Vec<DeviceInfo>,
     unheard: &mut bool,
     control: &Control,
 ) -> PathBuf {
-    let index = device.0 as usize;
-    if index >= known.len() && !*unheard {
+    let find = |known: &[DeviceInfo]| {
+        let found = known.iter().find(|info| info.number == device);
+        found.map(|info| info.path.clone())
+    };
+    if find(known).is_none() && !*unheard {
         let asking = control.begin("Describe", SHORT_WAIT, |mut client| async move {
             client.describe(proto::DescribeRequest {}).await
         });
@@ -37,13 +43,16 @@ pub(super) fn name_of(
             None => *unheard = true,
         }
     }
-    known.get(index).map_or_else(
-        || format!("device {index} of the store (offloadd gave no path)").into(),
-        |device| device.path.clone(),
-    )
+    find(known)
+        .unwrap_or_else(|| format!("device {device} of the store (offloadd gave no path)").into())
 }
 
 impl Session {
+    /// Names the daemon's log, for a message.
+    pub fn log(&self) -> String {
+        log_of(self.control.socket())
+    }
+
     /// Asks the daemon for devices that hang or whose file was deleted. Returns one line each; none when the daemon does not
     /// answer.
     pub fn device_trouble(&self) -> Vec<String> {
@@ -60,8 +69,33 @@ impl Session {
         troubled.collect()
     }
 
+    /// Puts the reason why the job is unusable into a refusal: a completion has no room for words. The daemon is asked once.
+    pub(super) fn explain(&mut self, done: &mut Done) {
+        let Err(TileError::Refused {
+            kind: FaultKind::Poisoned,
+            why,
+            ..
+        }) = &mut done.result
+        else {
+            return;
+        };
+        let reason = self.unusable.get_or_insert_with(|| {
+            let token = self.token.clone();
+            let asking = (self.control).begin("Reattach", SHORT_WAIT, |mut client| async move {
+                client.reattach(proto::ReattachRequest { token }).await
+            });
+            match asking.poll_for(ANSWER_WAIT) {
+                Some(Ok(reply)) => reply.unusable.map(|fault| fault.message),
+                Some(Err(_)) | None => None,
+            }
+        });
+        if let Some(reason) = reason {
+            why.clone_from(reason);
+        }
+    }
+
     /// Reports a damaged tile to the daemon. Nothing depends on the daemon receiving the report.
-    pub(super) fn report_damage(&mut self, done: &Done, device: DeviceIndex) {
+    pub(super) fn report_damage(&mut self, done: &Done, device: DeviceNumber) {
         let Err(TileError::Damaged {
             offset,
             tile,

@@ -10,6 +10,7 @@ mod swap;
 mod wait;
 
 pub use commit::Committed;
+use restart::Attempts;
 pub use restart::RESTART_WAIT;
 
 use std::os::fd::OwnedFd;
@@ -59,20 +60,33 @@ pub struct Session {
     reported_count: u32,
     /// Whether the daemon left a question for a device's path unanswered.
     names_unheard: bool,
+    /// Answer to why the job is unusable, once asked; `Some(None)`: the daemon gave no reason.
+    unusable: Option<Option<String>>,
 }
 
 impl Session {
-    /// Connects, allocates the arena and maps it. Blocks while the daemon populates the memory, which can take seconds a GiB.
+    /// Connects, allocates the arena and maps it. Blocks while the daemon populates the memory, which can take seconds a GiB, and while a
+    /// daemon that answered is replaced by another.
     ///
     /// # Errors
-    /// [`ClientError::Connect`], [`ClientError::Version`]; refusals: `Invalid`, `NoMemory`, `Busy` (this rank is open).
+    /// [`ClientError::Connect`], [`ClientError::Busy`], [`ClientError::Version`]; refusals: `Invalid`, `NoMemory`, `Busy` (this rank is open).
     pub fn open(settings: SessionSettings) -> Result<Self, ClientError> {
+        let mut attempts = Attempts::begin();
+        loop {
+            match Self::try_open(&settings) {
+                Ok(session) => return Ok(session),
+                Err(error) => attempts.again_after(error)?,
+            }
+        }
+    }
+
+    fn try_open(settings: &SessionSettings) -> Result<Self, ClientError> {
         let geometry = Geometry::new(&settings.classes)
             .map_err(|e| ClientError::refused(FaultKind::Invalid, e.to_string()))?;
         let daemon = Daemon::connect(&settings.socket)?;
         let request = proto::OpenSessionRequest {
             protocol_version: PROTOCOL_VERSION,
-            job: settings.job,
+            job: settings.job.clone(),
             rank: settings.rank.0,
             local_ranks: settings.local_ranks,
             classes: settings
@@ -140,6 +154,7 @@ impl Session {
             working: None,
             reported_count: 0,
             names_unheard: false,
+            unusable: None,
             pool: SlotPool::new(&geometry, settings.classes.len(), regions),
             memory,
             rings: ProcessRings::new(map),
@@ -272,6 +287,7 @@ fn not_handed(error: HandoffError) -> ClientError {
             socket: path,
             source,
         },
+        HandoffError::HungUp { path } => ClientError::DaemonGone { socket: path },
         other => ClientError::protocol(other.to_string()),
     }
 }

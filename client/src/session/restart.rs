@@ -4,13 +4,14 @@
 //!
 //! The session lives as long as its life line is silent. The line hangs up when no daemon will adopt the session.
 
+use std::io::ErrorKind;
 use std::time::{Duration, Instant};
 
 use offload_api::fault::FaultKind;
 use offload_api::proto;
 
 use super::Session;
-use crate::control::{Control, Pending, SHORT_WAIT};
+use crate::control::{Control, LONG_WAIT, Pending, SHORT_WAIT};
 use crate::{ClientError, WaitTimer};
 
 /// How long a session waits for the next daemon: a stop waits up to a minute for a device, and a start may have much to
@@ -22,6 +23,60 @@ pub(super) const TRY_EVERY: Duration = Duration::from_millis(20);
 
 /// A shorter wait is not logged.
 const QUIET: Duration = Duration::from_secs(1);
+
+/// How long an open waits for a daemon to listen again after one has removed its socket.
+const NEXT_WAIT: Duration = Duration::from_secs(10);
+
+/// How long an open waits where nobody listens on the socket: a daemon that has just bound it, or one that was killed.
+const LISTEN_WAIT: Duration = Duration::from_secs(1);
+
+/// Attempts to open a session. A daemon that stops, or that is being replaced, is waited for; one that was never there is not.
+#[derive(Debug)]
+pub(super) struct Attempts {
+    began: Instant,
+    /// Error with which a daemon was lost that had answered or listened, and when.
+    lost: Option<(Instant, ClientError)>,
+}
+
+impl Attempts {
+    pub(super) fn begin() -> Self {
+        Self {
+            began: Instant::now(),
+            lost: None,
+        }
+    }
+
+    /// Pauses before the next attempt, or returns the error that stands.
+    pub(super) fn again_after(&mut self, error: ClientError) -> Result<(), ClientError> {
+        let again = match &error {
+            ClientError::Refused(fault) if fault.kind == FaultKind::Queued => {
+                self.began.elapsed() < LONG_WAIT
+            }
+            ClientError::Connect { source, .. } => {
+                let limit = match source.kind() {
+                    ErrorKind::NotFound => NEXT_WAIT,
+                    ErrorKind::ConnectionRefused => LISTEN_WAIT,
+                    _ => Duration::ZERO,
+                };
+                let lost = self.lost.as_ref();
+                lost.is_some_and(|(at, _)| at.elapsed() < limit)
+            }
+            error => is_lost(error) && self.began.elapsed() < RESTART_WAIT,
+        };
+        if !again {
+            // Nobody listens because the daemon was lost.
+            return Err(match (error, self.lost.take()) {
+                (ClientError::Connect { .. }, Some((_, lost))) => lost,
+                (error, _) => error,
+            });
+        }
+        if is_lost(&error) {
+            self.lost = Some((Instant::now(), error));
+        }
+        std::thread::sleep(TRY_EVERY);
+        Ok(())
+    }
+}
 
 /// Whether a daemon that knows the session may still come after this error.
 pub(super) fn is_lost(error: &ClientError) -> bool {

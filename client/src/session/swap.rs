@@ -189,7 +189,10 @@ impl Session {
             let (known, unheard) = (&mut self.info.devices, &mut self.names_unheard);
             let mut name = |device| name_of(device, known, unheard, &self.control);
             match self.in_flight.arrived(&cqe, &mut name)? {
-                Arrived::Done(one) => done.push(one),
+                Arrived::Done(mut one) => {
+                    self.explain(&mut one);
+                    done.push(one);
+                }
                 Arrived::Unchecked(ticket, slot, bytes) => {
                     self.checksum_pool.begin(ticket, slot, bytes)
                 }

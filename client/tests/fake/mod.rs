@@ -247,16 +247,17 @@ impl Offload for Service {
         if self.manners.description_refused && before == 1 {
             return Err(Fault::new(FaultKind::Busy, "not now").into());
         }
-        let device = |path: &str, phase: proto::DevicePhase| proto::Device {
+        let device = |number, path: &str, phase: proto::DevicePhase| proto::Device {
+            number,
             path: path.into(),
             phase: phase.into(),
             ..Default::default()
         };
         Ok(Response::new(DescribeReply {
             devices: vec![
-                device(DEVICE, proto::DevicePhase::Settled),
-                device(LATER_DEVICE, proto::DevicePhase::Settled),
-                device("/mnt/left/tiles", proto::DevicePhase::Left),
+                device(0, DEVICE, proto::DevicePhase::Settled),
+                device(7, LATER_DEVICE, proto::DevicePhase::Settled),
+                device(8, "/mnt/left/tiles", proto::DevicePhase::Left),
             ],
             protocol_version: self
                 .manners
@@ -356,6 +357,7 @@ impl Offload for Service {
             working_generation: self.committed.load(Ordering::Relaxed) + 1,
             confirmed: true,
             scratch_count: 0,
+            unusable: None,
         }))
     }
 

@@ -228,6 +228,7 @@ fn a_rank_that_dies_ends_the_generation_for_the_others() {
         .result
         .unwrap_err();
     assert_eq!(error.kind(), FaultKind::Poisoned);
+    assert!(error.to_string().contains("rank 1 of job"), "{error}");
 }
 
 #[test]

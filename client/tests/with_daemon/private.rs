@@ -36,10 +36,17 @@ fn it_ends_with_its_value_and_starts_again_on_the_same_store() {
     let pid = daemon.pid();
     drop(daemon);
     assert!(!is_alive(pid));
-    assert!(matches!(
-        session.wait(LONG),
-        Err(ClientError::DaemonGone { .. })
-    ));
+    let gone = session.wait(LONG).unwrap_err();
+    assert!(matches!(gone, ClientError::DaemonGone { .. }), "{gone}");
+    // Who reads the error finds the log.
+    let log = gone
+        .to_string()
+        .split_once("its log ")
+        .unwrap()
+        .1
+        .to_owned();
+    let log = log.split_once(" says why").unwrap().0.to_owned();
+    assert!(std::fs::read_to_string(log).unwrap().contains("READY"));
     let daemon = place.start();
     assert_eq!(
         Daemon::connect(daemon.socket())

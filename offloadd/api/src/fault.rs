@@ -52,10 +52,12 @@ pub enum FaultKind {
     Stopping = 23,
     /// No such job or session.
     NotFound = 24,
+    /// The user has too many new sessions that no process has fetched yet: ask again in a moment.
+    Queued = 25,
 }
 
 impl FaultKind {
-    const ALL: [Self; 24] = [
+    const ALL: [Self; 25] = [
         Self::Io,
         Self::Short,
         Self::NoSpace,
@@ -80,6 +82,7 @@ impl FaultKind {
         Self::Unclean,
         Self::Stopping,
         Self::NotFound,
+        Self::Queued,
     ];
 
     /// Returns the kind with this number, if this version knows it.
@@ -113,7 +116,7 @@ impl From<Fault> for tonic::Status {
         use prost::Message;
         use tonic::Code;
         let code = match fault.kind {
-            FaultKind::NoSpace | FaultKind::NoMemory | FaultKind::TooMany => {
+            FaultKind::NoSpace | FaultKind::NoMemory | FaultKind::TooMany | FaultKind::Queued => {
                 Code::ResourceExhausted
             }
             FaultKind::Denied => Code::PermissionDenied,

@@ -35,7 +35,9 @@ const MAGIC: [u8; 8] = *b"OFFLHAND";
 /// Longer messages of refusals are cut.
 const WORDS_BYTES_MAX: usize = 1024;
 
-const HUNG_UP: &str = "hung up without an answer";
+/// Connections to a socket of the daemon that may wait to be accepted; the kernel's limit (`net.core.somaxconn`) is usually the same. When they
+/// are as many, connects fail with EAGAIN or wait.
+pub const BACKLOG: i32 = 4096;
 
 /// First message, sent by the process.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -114,6 +116,14 @@ pub enum HandoffError {
         /// Time waited.
         waited: Duration,
     },
+    /// The daemon hung up.
+    #[error(
+        "descriptor socket {path}: offloadd hung up without an answer: it is stopping, or another offloadd takes its place"
+    )]
+    HungUp {
+        /// Path of the socket.
+        path: PathBuf,
+    },
     /// The answer is malformed.
     #[error("descriptor socket {path}: {what}: another program seems to listen there")]
     Malformed {
@@ -128,7 +138,9 @@ impl From<HandoffError> for Fault {
     fn from(error: HandoffError) -> Self {
         let kind = match &error {
             HandoffError::Refused(fault) => return fault.clone(),
-            HandoffError::Socket { .. } | HandoffError::Timeout { .. } => FaultKind::Stopping,
+            HandoffError::Socket { .. }
+            | HandoffError::Timeout { .. }
+            | HandoffError::HungUp { .. } => FaultKind::Stopping,
             HandoffError::Malformed { .. } => FaultKind::Protocol,
         };
         Self::new(kind, error.to_string())
@@ -190,12 +202,15 @@ pub fn receive(
         what,
     };
     let mut bytes = [0u8; size_of::<Answer>() + WORDS_BYTES_MAX];
+    let hung_up = || HandoffError::HungUp {
+        path: path.to_owned(),
+    };
     let (length, flags, fds) = match receive_message(&socket, &mut bytes) {
-        Err(Errno::CONNRESET) => return Err(malformed(HUNG_UP.into())),
+        Err(Errno::CONNRESET) => return Err(hung_up()),
         received => received.map_err(failed("receive the descriptors"))?,
     };
     if length == 0 {
-        return Err(malformed(HUNG_UP.into()));
+        return Err(hung_up());
     }
     let (answer, words) = Answer::read_from_prefix(&bytes[..length])
         .map_err(|_| malformed(format!("an answer of {length} bytes")))?;
@@ -295,7 +310,7 @@ pub fn listen(path: &Path) -> io::Result<OwnedFd> {
         None,
     )?;
     rustix::net::bind(&socket, &address)?;
-    rustix::net::listen(&socket, 128)?;
+    rustix::net::listen(&socket, BACKLOG)?;
     Ok(socket)
 }
 
@@ -528,7 +543,7 @@ mod tests {
             matches!(error, Err(HandoffError::Malformed { what, .. }) if what.contains("0 descriptors"))
         );
         let error = meet("hangup", LONG, drop);
-        assert!(matches!(error, Err(HandoffError::Malformed { .. })));
+        assert!(matches!(error, Err(HandoffError::HungUp { .. })));
         let error = meet("silent", Duration::from_millis(50), |socket| {
             std::thread::sleep(Duration::from_millis(300));
             drop(socket);

@@ -23,8 +23,12 @@ number!(
     SlotIndex(u32)
 );
 number!(
-    /// Index of a device in its store.
+    /// Index of a device in the daemon. Another incarnation may give the device another index.
     DeviceIndex(u32)
+);
+number!(
+    /// Number of a device in its store. Stays with the device and is never used again, so that processes know devices by it.
+    DeviceNumber(u32)
 );
 number!(
     /// Version of all of a job's tiles. 0 means none; the first commit is 1.

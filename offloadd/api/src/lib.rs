@@ -47,7 +47,7 @@ impl proto::JobRecord {
 }
 
 /// Version of the messages, the rings and the handoff, raised with every change of meaning. Other versions are refused.
-pub const PROTOCOL_VERSION: u32 = 6;
+pub const PROTOCOL_VERSION: u32 = 7;
 
 /// Unit of tiles, slots and extents: the largest logical block that a supported drive may have.
 pub const BLOCK_BYTES: u32 = 4096;

@@ -2,9 +2,10 @@
 //! threads that move tiles. Lines that do not fit into the queue are dropped and counted in the log.
 //!
 //! Lines of INFO and above about one user (events with a field `uid`) are limited, because any user can cause thousands per second:
-//! [`BURST`] at once, then one per second, which tells how many were dropped.
+//! [`BURST`] at once, then one per second, which tells how many were dropped. So are equal warnings and errors: [`EQUAL_BURST`] at once.
 
 use std::collections::HashMap;
+use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
@@ -21,7 +22,13 @@ const WAITING_MAX: usize = 1024;
 /// Lines about one user that are written at once: the ranks of a node start and end together.
 const BURST: u64 = 16;
 
-/// Interval of further lines about that user.
+/// Equal warnings and errors that are written at once: a failed device or a full disk can cause one per operation.
+const EQUAL_BURST: u64 = 3;
+
+/// Limit of texts that are remembered; with more, the oldest is forgotten.
+const TEXTS_MAX: usize = 64;
+
+/// Interval of further lines of the same kind.
 const PERIOD: Duration = Duration::from_secs(1);
 
 /// How long the end of the program waits for the queue to drain.
@@ -40,11 +47,11 @@ pub(super) fn to_stderr() -> LastLines {
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
     let counts = Arc::new(Counts::default());
     let (sender, waiting) = sync_channel(WAITING_MAX);
-    let users = Arc::new(Users::default());
-    let (seen, of_users) = (counts.clone(), users.clone());
+    let limited = Arc::new(Limited::default());
+    let (seen, of_limited) = (counts.clone(), limited.clone());
     let writing = std::thread::Builder::new()
         .name("log".into())
-        .spawn(move || write_all(&waiting, &seen, &of_users));
+        .spawn(move || write_all(&waiting, &seen, &of_limited));
     let last_lines = LastLines(counts.clone());
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     let log = tracing_subscriber::fmt()
@@ -57,7 +64,7 @@ pub(super) fn to_stderr() -> LastLines {
                 counts: counts.clone(),
             })
             .finish()
-            .with(PerUser(users))
+            .with(Limits(limited))
             .init(),
         // Without a thread, write directly: errors are worth the wait.
         Err(_) => log.with_writer(std::io::stderr).init(),
@@ -88,28 +95,33 @@ impl Write for Line {
     }
 }
 
-fn write_all(waiting: &Receiver<Vec<u8>>, counts: &Counts, users: &Users) {
+fn write_all(waiting: &Receiver<Vec<u8>>, counts: &Counts, limited: &Limited) {
     let mut told_at = Instant::now();
     loop {
         match waiting.recv_timeout(PERIOD.saturating_sub(told_at.elapsed())) {
-            Ok(mut line) => {
-                let left_out = counts.left_out.swap(0, Ordering::Relaxed);
-                if left_out > 0 {
-                    line.extend(
-                        format!("{left_out} log lines were dropped: the reader is too slow\n")
-                            .bytes(),
-                    );
-                }
+            Ok(line) => {
                 write(&line);
                 counts.written.fetch_add(1, Ordering::Release);
+                // After the line, which has made room for this one.
+                let left_out = counts.left_out.swap(0, Ordering::Relaxed);
+                if left_out > 0 {
+                    tracing::warn!("{left_out} log lines were dropped: the reader is too slow");
+                }
             }
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => return,
         }
         if told_at.elapsed() >= PERIOD {
             told_at = Instant::now();
-            for (uid, count) in users.left_out(told_at) {
-                write(format!("{count} more log lines about uid {uid} were dropped\n").as_bytes());
+            for (kind, count) in limited.left_out(told_at) {
+                match kind {
+                    Kind::Uid(uid) => {
+                        tracing::warn!("{count} more log lines about uid {uid} were dropped");
+                    }
+                    Kind::Text(text) => {
+                        tracing::warn!("{count} more log lines were equal to: {text}");
+                    }
+                }
             }
         }
     }
@@ -127,9 +139,27 @@ fn write(mut line: &[u8]) {
     }
 }
 
-/// Lines that users may still cause, by uid. Users without recent lines are forgotten.
+/// What limited lines have in common.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Kind {
+    /// They are about this user.
+    Uid(u64),
+    /// They are equal.
+    Text(String),
+}
+
+impl Kind {
+    fn burst(&self) -> u64 {
+        match self {
+            Self::Uid(_) => BURST,
+            Self::Text(_) => EQUAL_BURST,
+        }
+    }
+}
+
+/// Lines that may still be written, by kind. Kinds without recent lines are forgotten.
 #[derive(Default)]
-struct Users(Mutex<HashMap<u64, Lines>>);
+struct Limited(Mutex<HashMap<Kind, Lines>>);
 
 struct Lines {
     left: u64,
@@ -138,16 +168,28 @@ struct Lines {
     left_out: u64,
 }
 
-impl Users {
-    /// Whether a line about `uid` may be written; counts it if not.
-    fn may_write(&self, uid: u64, now: Instant) -> bool {
-        let mut users = self.0.lock().unwrap_or_else(|e| e.into_inner());
-        let lines = users.entry(uid).or_insert(Lines {
-            left: BURST,
+impl Limited {
+    /// Whether a line of this kind may be written; counts it if not.
+    fn may_write(&self, kind: Kind, now: Instant) -> bool {
+        let mut kinds = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        let is_text = matches!(kind, Kind::Text(_));
+        if is_text && !kinds.contains_key(&kind) && kinds.len() >= TEXTS_MAX {
+            let texts = kinds
+                .iter()
+                .filter(|(other, _)| matches!(other, Kind::Text(_)));
+            let oldest = texts.min_by_key(|(_, lines)| lines.since);
+            let oldest = oldest.map(|(kind, _)| kind.clone());
+            if let Some(oldest) = oldest {
+                kinds.remove(&oldest);
+            }
+        }
+        let burst = kind.burst();
+        let lines = kinds.entry(kind).or_insert(Lines {
+            left: burst,
             since: now,
             left_out: 0,
         });
-        lines.refill(now);
+        lines.refill(burst, now);
         match lines.left {
             0 => lines.left_out += 1,
             _ => lines.left -= 1,
@@ -155,59 +197,77 @@ impl Users {
         lines.left_out == 0
     }
 
-    /// Returns the users and counts of lines dropped since the last call. The line about that is the user's line of this period.
-    fn left_out(&self, now: Instant) -> Vec<(u64, u64)> {
-        let mut users = self.0.lock().unwrap_or_else(|e| e.into_inner());
+    /// Returns the kinds and counts of lines dropped since the last call. The line about that is the kind's line of this period.
+    fn left_out(&self, now: Instant) -> Vec<(Kind, u64)> {
+        let mut kinds = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let mut left_out = Vec::new();
-        users.retain(|uid, lines| {
+        kinds.retain(|kind, lines| {
             match std::mem::take(&mut lines.left_out) {
-                0 => lines.refill(now),
+                0 => lines.refill(kind.burst(), now),
                 count => {
                     lines.since = now;
-                    left_out.push((*uid, count));
+                    left_out.push((kind.clone(), count));
                 }
             }
-            lines.left < BURST
+            lines.left < kind.burst()
         });
         left_out
     }
 }
 
 impl Lines {
-    fn refill(&mut self, now: Instant) {
+    fn refill(&mut self, burst: u64, now: Instant) {
         let periods = (now.saturating_duration_since(self.since)).as_secs() / PERIOD.as_secs();
         if periods > 0 {
-            self.left = BURST.min(self.left + periods);
+            self.left = burst.min(self.left + periods);
             self.since = now;
         }
     }
 }
 
-/// Drops lines over the limit of [`Users`].
-struct PerUser(Arc<Users>);
+/// Drops lines over the limits of [`Limited`].
+struct Limits(Arc<Limited>);
 
-impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for PerUser {
+impl<S: tracing::Subscriber> tracing_subscriber::Layer<S> for Limits {
     fn event_enabled(&self, event: &tracing::Event<'_>, _: Context<'_, S>) -> bool {
-        if *event.metadata().level() > tracing::Level::INFO {
+        let level = *event.metadata().level();
+        if level > tracing::Level::INFO {
             return true;
         }
-        let mut uid = Uid(None);
-        event.record(&mut uid);
-        uid.0
-            .is_none_or(|uid| self.0.may_write(uid, Instant::now()))
+        let mut fields = Fields::default();
+        event.record(&mut fields);
+        let kind = match fields.uid {
+            Some(uid) => Kind::Uid(uid),
+            None if level <= tracing::Level::WARN => Kind::Text(fields.text),
+            None => return true,
+        };
+        self.0.may_write(kind, Instant::now())
     }
 }
 
-struct Uid(Option<u64>);
+/// Fields of an event: the user it is about, and all as text.
+#[derive(Default)]
+struct Fields {
+    uid: Option<u64>,
+    text: String,
+}
 
-impl Visit for Uid {
+impl Visit for Fields {
     fn record_u64(&mut self, field: &Field, value: u64) {
         if field.name() == "uid" {
-            self.0 = Some(value);
+            self.uid = Some(value);
         }
+        self.record_debug(field, &value);
     }
 
-    fn record_debug(&mut self, _: &Field, _: &dyn std::fmt::Debug) {}
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        let gap = if self.text.is_empty() { "" } else { " " };
+        // Writing to a String cannot fail.
+        let _ = match field.name() {
+            "message" => write!(self.text, "{gap}{value:?}"),
+            name => write!(self.text, "{gap}{name}={value:?}"),
+        };
+    }
 }
 
 /// Waits on drop until queued lines are written.
@@ -230,18 +290,21 @@ mod tests {
 
     #[test]
     fn a_user_has_a_burst_of_lines_then_one_per_period_and_dropped_lines_are_counted() {
-        let users = Users::default();
+        let users = Limited::default();
         let start = Instant::now();
-        let written = |uid, count, now| (0..count).filter(|_| users.may_write(uid, now)).count();
+        let written = |uid, count, now| {
+            let may_write = |_: &u64| users.may_write(Kind::Uid(uid), now);
+            (0..count).filter(may_write).count()
+        };
         assert_eq!(written(7, 1000, start), BURST as usize);
         assert_eq!(written(8, 3, start), 3, "limits are per user");
         let mut now = start + PERIOD;
-        assert_eq!(users.left_out(now), [(7, 1000 - BURST)]);
+        assert_eq!(users.left_out(now), [(Kind::Uid(7), 1000 - BURST)]);
         // While it continues, the count is the one line.
         for _ in 0..5 {
             assert_eq!(written(7, 500, now + PERIOD / 2), 0);
             now += PERIOD;
-            assert_eq!(users.left_out(now), [(7, 500)]);
+            assert_eq!(users.left_out(now), [(Kind::Uid(7), 500)]);
         }
         assert_eq!(written(7, 2, now + PERIOD), 1);
         now += (BURST as u32 + 2) * PERIOD;
@@ -251,5 +314,20 @@ mod tests {
             users.0.lock().unwrap().is_empty(),
             "quiet users are forgotten"
         );
+    }
+    #[test]
+    fn equal_errors_are_counted_and_others_are_written() {
+        let lines = Limited::default();
+        let now = Instant::now();
+        let text = |text: &str| Kind::Text(text.to_owned());
+        let written = (0..38).filter(|_| lines.may_write(text("the disk is full"), now));
+        assert_eq!(written.count() as u64, EQUAL_BURST);
+        assert!(lines.may_write(text("another error"), now));
+        let counted = [(text("the disk is full"), 38 - EQUAL_BURST)];
+        assert_eq!(lines.left_out(now + PERIOD), counted);
+        for number in 0..2 * TEXTS_MAX {
+            assert!(lines.may_write(text(&number.to_string()), now));
+        }
+        assert!(lines.0.lock().unwrap().len() <= TEXTS_MAX);
     }
 }

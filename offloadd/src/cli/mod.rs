@@ -4,7 +4,6 @@ pub(crate) mod check_config;
 mod connection;
 pub(crate) mod device;
 pub(crate) mod doctor;
-pub(crate) mod documents;
 mod findings;
 pub(crate) mod format;
 pub(crate) mod job;

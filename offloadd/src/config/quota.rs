@@ -49,7 +49,7 @@ struct QuotaToml {
     jobs_max: Option<u32>,
     /// Most sessions at a time.
     ///
-    /// Default: no limit. Example: `8`.
+    /// Default: of a user, half of the daemon's `sessions_max`; of a job, no limit. Example: `8`.
     sessions_max: Option<u32>,
     /// Most operations in flight of all sessions together.
     ///

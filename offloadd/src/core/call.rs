@@ -2,8 +2,11 @@
 //!
 //! Everything here is checked input: the server turns messages into these types and refuses what does not fit.
 
+use offload_api::fault::Fault;
 use offload_api::geometry::SlotClass;
-use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken, TileIndex};
+use offload_api::ids::{
+    DeviceIndex, DeviceNumber, Epoch, Generation, Rank, SessionToken, TileIndex,
+};
 
 use crate::store::catalog::Phase;
 use crate::store::definition::{JobDefinition, JobName};
@@ -57,7 +60,7 @@ pub enum Call {
     ReportDamage {
         token: SessionToken,
         /// Finding of the process.
-        damage: Damage,
+        damage: Damage<DeviceNumber>,
     },
     /// Ends the session in order.
     Close { token: SessionToken },
@@ -109,9 +112,9 @@ pub struct NewDevice {
 
 /// A tile that a process found to be damaged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Damage {
+pub struct Damage<Device = DeviceIndex> {
     /// Device it was read from.
-    pub device: DeviceIndex,
+    pub device: Device,
     /// First byte on the device.
     pub offset: u64,
     /// Index in the job's table.
@@ -122,6 +125,28 @@ pub struct Damage {
     pub expected: u32,
     /// Checksum of the bytes that were read.
     pub found: u32,
+}
+
+impl Damage<DeviceNumber> {
+    /// Returns the finding with the index of its device.
+    pub(super) fn on(self, device: DeviceIndex) -> Damage {
+        let Self {
+            device: _,
+            offset,
+            tile,
+            generation,
+            expected,
+            found,
+        } = self;
+        Damage {
+            device,
+            offset,
+            tile,
+            generation,
+            expected,
+            found,
+        }
+    }
 }
 
 /// Request to open a session.
@@ -186,12 +211,15 @@ pub enum Reply {
         confirmed: bool,
         /// Number of its own tiles.
         scratch_count: u32,
+        /// Reason why nothing can be written or committed.
+        unusable: Option<Fault>,
     },
     /// The report fits the job, and this damage was not reported before.
     ReportDamage {
         /// Owner of the job.
         uid: u32,
         job: JobName,
+        damage: Damage,
     },
     /// The session's I/O has ended.
     Close,
@@ -230,6 +258,10 @@ pub struct DescribeReply {
     pub devices: Vec<DeviceState>,
     /// Bytes of host memory that a new session may take.
     pub arena_free_bytes: u64,
+    /// Bytes on all devices that a new job of the peer may reserve.
+    pub device_free_bytes: u64,
+    /// Sessions that the peer may still open.
+    pub session_free_count: u32,
 }
 
 /// A device of the store.

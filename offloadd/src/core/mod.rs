@@ -41,7 +41,7 @@ pub use data::{Adopted, At, CommitState, CommittedTile, CommittedTiles, JobState
 pub use event::*;
 
 use offload_api::fault::Fault;
-use offload_api::ids::{DeviceIndex, Epoch, Generation};
+use offload_api::ids::{DeviceIndex, DeviceNumber, Epoch, Generation};
 use offload_api::ring::entry::Sqe;
 
 use crate::blocks::BlockError;
@@ -80,8 +80,9 @@ pub struct Core {
 impl Core {
     /// Starts with the store as recovered and repaired. `epoch` is random for each incarnation of the daemon.
     pub fn new(store: RecoveredStore, epoch: Epoch, limits: Limits) -> Self {
-        let paths = store.devices.iter().map(|device| device.path.clone());
-        let ops = Operations::new(store.metadata_device, paths.collect());
+        let names = (store.devices.iter())
+            .map(|device| (device.path.clone(), DeviceNumber(device.superblock.number)));
+        let ops = Operations::new(store.metadata_device, names.collect());
         let data = Data::new(store.jobs, store.devices.len(), epoch, limits);
         let admin = Admin::new(
             store.devices,
@@ -107,8 +108,8 @@ impl Core {
                 let devices = admin.device_states(data);
                 data.on_arena_made(session, result, devices, ops);
             }
-            // The driver limits how long a session may stay unattached; the core decides nothing by it.
-            Event::Attached { .. } => {}
+            // The driver limits how long a session may stay unattached.
+            Event::Attached { session } => data.on_attached(session),
             Event::Submission { session, entry } => self.on_submission(session, &entry),
             Event::IoDone { io, result, read } => self.on_io_done(io, result, read),
             Event::RebalanceTick { force } => admin.move_on(force, data, ops),
@@ -209,6 +210,8 @@ impl Core {
                 epoch: data.epoch(),
                 devices: admin.device_states(data),
                 arena_free_bytes: data.arena_free_bytes_of(peer),
+                device_free_bytes: data.device_free_bytes_of(peer, admin.free_bytes()),
+                session_free_count: data.session_free_count_of(peer),
             }))),
             Call::Open(open) => data.open(call, peer, open, ops),
             Call::DescribeJob { token } => Ok(Some(data.describe_job(data.live(peer, token)?))),
@@ -240,7 +243,7 @@ impl Core {
             Call::Reattach { token } => Ok(Some(data.reattach(data.live(peer, token)?))),
             Call::ReportDamage { token, damage } => {
                 let session = data.live(peer, token)?;
-                data.hear_damage(session, damage).map(Some)
+                data.hear_damage(session, damage, ops).map(Some)
             }
             Call::Close { token } => {
                 let session = data.live(peer, token)?;
@@ -305,7 +308,7 @@ impl Core {
     /// for each job that is not adopted. `has_descriptors` tells whether a session, by its index in the state, has descriptors.
     ///
     /// # Errors
-    /// The state belongs to another store, has other devices, or another daemon has served the store since.
+    /// The state belongs to another store, or another daemon has served the store since.
     pub fn adopt(
         &mut self,
         state: &message::State,

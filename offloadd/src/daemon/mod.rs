@@ -12,13 +12,13 @@ mod reload;
 mod service_manager;
 mod serving;
 
+use std::os::unix::net::UnixListener;
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
 use offload_api::ids::Epoch;
 use offload_support::units::{ApproxBytes, Counted};
 use rustix::process::Pid;
-use tokio::net::UnixListener;
 use tokio::runtime::Runtime;
 
 use crate::arena::{LockOutlook, LockPolicy, lock_outlook};
@@ -203,7 +203,6 @@ impl Sockets {
         let page = (config.metrics_listen.as_ref())
             .map(|address| runtime.block_on(Page::bind(address)))
             .transpose()?;
-        let _guard = runtime.enter();
         let listener = server::bind(&config.socket)?;
         Ok(Self {
             place: server::Place::of(&config.socket),

@@ -43,9 +43,6 @@ pub(super) struct Signals {
 
 impl Signals {
     pub(super) fn listen() -> std::io::Result<Self> {
-        // Without a handler, a write beyond `ulimit -f` kills the process; with one, it fails with EFBIG. The handler stays
-        // installed when this value is dropped.
-        drop(signal(SignalKind::from_raw(libc::SIGXFSZ))?);
         Ok(Self {
             terminate: signal(SignalKind::terminate())?,
             interrupt: signal(SignalKind::interrupt())?,

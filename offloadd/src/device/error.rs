@@ -6,7 +6,9 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use offload_api::BLOCK_BYTES;
+use offload_support::units::ApproxBytes;
 use rustix::io::Errno;
+use rustix::process::{Resource, getrlimit};
 
 /// Why a device cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -84,7 +86,11 @@ pub enum DeviceError {
         path: PathBuf,
     },
     /// The file system has too little space.
-    #[error("device {path}: its file system has {free_bytes} bytes free, {asked_bytes} are needed")]
+    #[error(
+        "device {path}: its file system has {} free, {} are needed",
+        ApproxBytes(*free_bytes),
+        ApproxBytes(*asked_bytes)
+    )]
     NoSpace {
         /// Path in the command.
         path: PathBuf,
@@ -92,6 +98,20 @@ pub enum DeviceError {
         asked_bytes: u64,
         /// Bytes free on the file system.
         free_bytes: u64,
+    },
+    /// This process may not write a file of that size.
+    #[error(
+        "device {path}: a file of this process may have {} at most (`ulimit -f`), {} are needed: raise the limit, or give a smaller --size",
+        ApproxBytes(*limit_bytes),
+        ApproxBytes(*asked_bytes)
+    )]
+    Limited {
+        /// Path in the command.
+        path: PathBuf,
+        /// Size of the file.
+        asked_bytes: u64,
+        /// Largest file that the process may write.
+        limit_bytes: u64,
     },
     /// Another system call failed.
     #[error("device {path}: {action}: {source}")]
@@ -107,6 +127,17 @@ pub enum DeviceError {
 
 fn by_pid(pid: Option<u32>) -> String {
     pid.map_or_else(String::new, |pid| format!(" (pid {pid})"))
+}
+
+/// Returns the error for a file that is larger than this process may write, if that is why `error` came.
+pub(super) fn limited(path: &Path, error: &io::Error, asked_bytes: u64) -> Option<DeviceError> {
+    let limit_bytes = getrlimit(Resource::Fsize).current?;
+    let is_it = error.kind() == io::ErrorKind::FileTooLarge && limit_bytes < asked_bytes;
+    is_it.then(|| DeviceError::Limited {
+        path: path.to_owned(),
+        asked_bytes,
+        limit_bytes,
+    })
 }
 
 /// Returns whether it is a file or a block device; an error for anything else.

@@ -8,7 +8,7 @@ mod blocks;
 mod error;
 mod lock;
 
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
@@ -22,7 +22,7 @@ use test_hooks::safeguard::{Safeguard, is_disabled};
 
 pub use self::blocks::DeviceBlocks;
 pub use self::error::DeviceError;
-use self::error::{failed, kind_of, on_open};
+use self::error::{failed, kind_of, limited, on_open};
 use self::lock::{LOCK_RETRY, LOCK_WAIT, is_busy, lock};
 use crate::io::AlignedBytes;
 use crate::store::DATA_OFFSET;
@@ -36,6 +36,11 @@ pub struct Device {
     path: String,
     file: Arc<File>,
     bytes: u64,
+}
+
+/// Whether parts of a file have no space on its file system.
+pub fn is_sparse(file: &Metadata) -> bool {
+    file.blocks() * 512 < file.len()
 }
 
 impl Device {
@@ -277,9 +282,7 @@ impl Device {
     /// Whether parts of the file have no space on its file system yet, so that a write may find it full. A file system that
     /// compresses reports this of every file.
     pub fn has_holes(&self) -> bool {
-        self.file
-            .metadata()
-            .is_ok_and(|found| found.is_file() && found.blocks() * 512 < found.len())
+        (self.file.metadata()).is_ok_and(|found| found.is_file() && is_sparse(&found))
     }
 
     /// Returns the file system's name if it never overwrites in place, so that the file's reserved space guarantees nothing:
@@ -328,7 +331,10 @@ impl Device {
         match filled {
             Ok(()) => {}
             Err(e) if e.kind() == io::ErrorKind::StorageFull => return Err(no_space()),
-            Err(e) => return Err(failed("reserve its space")(e)),
+            Err(e) => {
+                let limited = limited(path, &e, file_bytes);
+                return Err(limited.unwrap_or_else(|| failed("reserve its space")(e)));
+            }
         }
         self.file
             .set_len(file_bytes)

@@ -3,6 +3,7 @@
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
 
 use super::Roots;
@@ -107,7 +108,7 @@ fn room(there: &Path) -> Finding {
         return Finding::fine(what, "unknown");
     };
     let free_bytes = space.f_bavail * space.f_frsize;
-    let message = format!("{} GiB free", free_bytes >> 30);
+    let message = format!("{} free", ApproxBytes(free_bytes));
     match Device::open_readonly(there) {
         Ok(device) if device.has_holes() => Finding::hint(
             what,

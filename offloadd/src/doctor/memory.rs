@@ -1,6 +1,7 @@
 //! Checks the limits of memory, locked memory and file descriptors.
 
 use offload_support::memory;
+use offload_support::units::ApproxBytes;
 use rustix::process::{Resource, getrlimit};
 
 use super::Roots;
@@ -25,15 +26,15 @@ pub(super) fn groups(roots: &Roots, config: Option<&Config>) -> Vec<Finding> {
     let mut findings: Vec<_> = (limits.iter())
         .map(|limit| {
             let finding = format!(
-                "{} of {} is {} MiB",
+                "{} of {} is {}",
                 limit.name,
                 limit.group.display(),
-                limit.bytes >> 20
+                ApproxBytes(limit.bytes)
             );
             match asked {
                 Some(asked) if asked > limit.bytes => Finding::problem(
                     what,
-                    format!("{finding}, but `arena_bytes_max` is {} MiB", asked >> 20),
+                    format!("{finding}, but `arena_bytes_max` is {}", ApproxBytes(asked)),
                     format!(
                         "arena_bytes_max = \"{}MiB\", or for the service: systemctl set-property offloadd MemoryMax={}M",
                         (limit.bytes / 4 * 3) >> 20,
@@ -117,7 +118,7 @@ mod tests {
         assert!(
             found
                 .message
-                .contains("memory.max of /slurm/job_7 is 4096 MiB"),
+                .contains("memory.max of /slurm/job_7 is 4.0 GiB"),
             "{found:?}"
         );
         assert!(

@@ -62,7 +62,8 @@ impl Driver {
                 self.spans.queued(io, &buffer, &self.sessions);
                 let (memory, owner, job) = self.memory_of(buffer, weights);
                 let now = Instant::now();
-                self.ledger.started(io, device, op, bytes, job, now);
+                let part = [offset, u64::from(bytes)];
+                self.ledger.started(io, device, op, part, job, now);
                 if let Some(span) = self.spans.operation(io) {
                     let (io, device) = (io.0, device.0);
                     tracing::debug!(parent: span, io, device, ?op, offset, bytes, "operation queued");

@@ -1,5 +1,6 @@
 //! Counts and logs of the driver: commits, damage, wear, slow drives; and snapshots for metrics.
 
+use std::fs::Metadata;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
@@ -7,20 +8,27 @@ use std::time::{Duration, Instant};
 
 use offload_api::ids::DeviceIndex;
 use offload_api::ring::entry::Priority;
+use offload_support::units::ApproxBytes;
 
 use super::{Counted, Driver, WEAR_IO, trace};
 use crate::core::{Call, Damage, Peer, Viewer};
+use crate::device::is_sparse;
 use crate::engine::{Io, Memory};
-use crate::io::{IoId, IoOp};
+use crate::io::{IoId, IoOp, failure};
+use crate::metrics::ledger::{Failed, JobPlace};
 use crate::metrics::slowness::Change;
-use crate::metrics::{DeviceView, Snapshot, ledger::JobPlace};
+use crate::metrics::{DeviceView, Snapshot};
 use crate::queue::Owner;
+use crate::store::DATA_OFFSET;
 
 /// Minimum time between two snapshots; one takes a few milliseconds with a thousand jobs.
 const SNAPSHOT_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Damaged tiles of one job that are logged; all are counted.
 const DAMAGE_LOGGED_MAX: u64 = 16;
+
+/// Failed operations on tiles of one device that are logged; all are counted.
+const FAILURES_LOGGED_MAX: u64 = 16;
 
 impl Driver {
     /// Returns what the answer to `request` will change in the ledger.
@@ -72,6 +80,31 @@ impl Driver {
         );
     }
 
+    /// Logs an operation that failed. Those of the daemon itself (flushes, records, the catalog) are few; of those on tiles, which their
+    /// processes hear of too, the first ones of each device are logged and all are counted.
+    pub(super) fn report_failure(&self, failed: Failed, outcome: Result<u32, i32>) {
+        let Failed {
+            device,
+            op,
+            offset,
+            bytes,
+            of_job,
+            tiles_failed_count,
+        } = failed;
+        let further = match (of_job, tiles_failed_count) {
+            (true, FAILURES_LOGGED_MAX) => "; further failures of tiles on it are only counted",
+            (true, count) if count > FAILURES_LOGGED_MAX => return,
+            (false, _) if op == IoOp::Flush => {
+                "; what was written to it since its last flush may be lost, so jobs that have written to it commit nothing more until they are \
+                 started again"
+            }
+            _ => "",
+        };
+        let path = &self.core.device_states()[device.0 as usize].path;
+        let what = failure(op, path, [offset, bytes.into()], outcome);
+        tracing::error!("a device failed: {what}{further}");
+    }
+
     /// Answers metrics calls, if any wait and the interval has passed. All callers with the same view get one snapshot, so that many
     /// callers do not slow down the owner thread.
     pub(super) fn answer_metrics(&mut self) {
@@ -109,15 +142,25 @@ impl Driver {
             return Some(hanging.to_string());
         }
         let file = self.files[device.0 as usize].as_ref()?;
-        let deleted = file
-            .metadata()
-            .is_ok_and(|found| found.is_file() && found.nlink() == 0);
-        deleted.then(|| {
+        let found = file.metadata().ok().filter(Metadata::is_file)?;
+        if found.nlink() == 0 {
             let descriptor = file.as_raw_fd();
-            format!(
+            return Some(format!(
                 "its file was deleted, and its data is lost when offloadd ends; stop the jobs and copy it first: cp --sparse=always \
                  /proc/{}/fd/{descriptor} NEW",
                 std::process::id()
+            ));
+        }
+        let length = DATA_OFFSET + self.core.superblock_of(device).data_bytes;
+        let cut = found.len() < length;
+        // A write after a truncation makes the file as long again; what it lost stays a hole.
+        let emptied = is_sparse(&found) && !self.had_holes[device.0 as usize];
+        (cut || emptied).then(|| {
+            format!(
+                "its file was truncated or overwritten by another program ({} of {} have space on the file system): tiles on it are lost; \
+                 `offloadd verify` names them",
+                ApproxBytes((found.blocks() * 512).min(found.len())),
+                ApproxBytes(length.max(found.len()))
             )
         })
     }

@@ -30,7 +30,7 @@ use tokio::sync::oneshot;
 use crate::arena::LockPolicy;
 use crate::blocks::BlockError;
 use crate::core::{Action, CallId, Core, Event, Viewer};
-use crate::device::Device;
+use crate::device::{Device, is_sparse};
 use crate::engine::{Engine, EngineChoice, EngineError, Io, IoDone, Memory};
 use crate::handover::HandedOver;
 use crate::io::{IoResult, SessionId};
@@ -211,6 +211,8 @@ struct Driver {
     engine: Engine,
     /// By device index; `None` if the device has left the store.
     files: Vec<Option<Arc<File>>>,
+    /// By device index: whether parts of its file had no space when it was opened.
+    had_holes: Vec<bool>,
     keeper: Keeper,
     /// Memory of ended sessions that the kernel still uses, with the user ID.
     ending: Vec<(u32, Ending)>,
@@ -256,6 +258,10 @@ struct Driver {
     report_stop_at: Option<Instant>,
 }
 
+fn has_holes(file: &File) -> bool {
+    file.metadata().is_ok_and(|found| is_sparse(&found))
+}
+
 impl Driver {
     fn new(
         parts: Parts,
@@ -295,6 +301,7 @@ impl Driver {
             core,
             queue: Queue::new(&device_limits),
             engine,
+            had_holes: devices.iter().map(|file| has_holes(file)).collect(),
             files: devices.into_iter().map(Some).collect(),
             keeper,
             ending: Vec::new(),
@@ -468,6 +475,7 @@ impl Driver {
     fn reap(&mut self) -> Result<(), DriverError> {
         self.engine.reap(&mut self.ended)?;
         let now = Instant::now();
+        let mut failures = Vec::new();
         for piece in self.ended.drain(..) {
             let Some(done) = self.queue.ended(piece, now) else {
                 continue;
@@ -487,7 +495,9 @@ impl Driver {
                 }
                 continue;
             }
-            self.ledger.ended(&done, now);
+            if let Some(failed) = self.ledger.ended(&done, now) {
+                failures.push((failed, done.outcome));
+            }
             self.events.push_back(Event::IoDone {
                 io: done.id,
                 result: IoResult {
@@ -499,6 +509,9 @@ impl Driver {
                     Memory::Arena { .. } | Memory::None => None,
                 },
             });
+        }
+        for (failed, outcome) in failures {
+            self.report_failure(failed, outcome);
         }
         Ok(())
     }

@@ -154,6 +154,7 @@ impl Driver {
             return;
         }
         let index = DeviceIndex(self.core.device_states().len() as u32);
+        self.had_holes.push(super::has_holes(&file));
         self.files.push(Some(file));
         self.queue.add(&limits);
         self.ledger

@@ -1,9 +1,6 @@
 //! The message with which a daemon hands over what its store does not contain. Unchecked: [`crate::core::Core::adopt`] checks
 //! every field.
 
-/// Stands for a device that left or was never added.
-pub const NO_DEVICE: u32 = u32::MAX;
-
 /// The whole message.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct State {
@@ -13,9 +10,6 @@ pub struct State {
     /// Epoch of the daemon; entries in the rings name it.
     #[prost(uint64, tag = "2")]
     pub epoch: u64,
-    /// Numbers of the store's devices, in the order told to sessions; [`NO_DEVICE`] for one that left or was never added.
-    #[prost(uint32, repeated, tag = "3")]
-    pub devices: Vec<u32>,
     /// Jobs in use.
     #[prost(message, repeated, tag = "4")]
     pub jobs: Vec<Job>,

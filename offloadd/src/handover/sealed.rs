@@ -20,7 +20,7 @@ use crate::arena::memory_file;
 const MAGIC: [u8; 8] = *b"OFFLNEXT";
 
 /// Version of the message, raised when a field changes its meaning.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 
 /// Largest plausible size.
 const BYTES_MAX: u64 = 4 << 30;
@@ -124,7 +124,6 @@ mod tests {
         State {
             store: vec![7; 16],
             epoch: 9,
-            devices: vec![0, 1],
             jobs: vec![Job {
                 uid: 1000,
                 name: "tried".into(),

@@ -82,6 +82,8 @@ struct Device {
     depth: u64,
     depth_max: u64,
     damaged_count: u64,
+    /// Operations on tiles that failed.
+    tiles_failed_count: u64,
     slowness: Slowness,
     of_store: bool,
     /// When its wear counters were last written, and the bytes written in this incarnation by then.
@@ -110,9 +112,27 @@ struct Job {
 struct InFlight {
     device: DeviceIndex,
     op: IoOp,
+    offset: u64,
     bytes: u32,
     job: Option<JobPlace>,
     since: Instant,
+}
+
+/// An operation that failed.
+#[derive(Clone, Copy, Debug)]
+pub struct Failed {
+    /// The device.
+    pub device: DeviceIndex,
+    /// What was asked of it.
+    pub op: IoOp,
+    /// First byte on the device.
+    pub offset: u64,
+    /// Bytes to move.
+    pub bytes: u32,
+    /// Whether it moved a tile of a job, and not a structure of the daemon.
+    pub of_job: bool,
+    /// Operations on tiles that have failed on the device, with this one.
+    pub tiles_failed_count: u64,
 }
 
 impl Ledger {
@@ -226,7 +246,7 @@ impl Ledger {
         io: IoId,
         device: DeviceIndex,
         op: IoOp,
-        bytes: u32,
+        [offset, bytes]: [u64; 2],
         job: Option<JobPlace>,
         now: Instant,
     ) {
@@ -234,29 +254,32 @@ impl Ledger {
         of.depth += 1;
         of.depth_max = of.depth_max.max(of.depth);
         match op {
-            IoOp::Read => of.slowness.started(false, u64::from(bytes), now),
-            IoOp::Write => of.slowness.started(true, u64::from(bytes), now),
+            IoOp::Read => of.slowness.started(false, bytes, now),
+            IoOp::Write => of.slowness.started(true, bytes, now),
             IoOp::Flush => of.slowness.flush_started(now),
         }
         let one = InFlight {
             device,
             op,
-            bytes,
+            offset,
+            bytes: bytes as u32,
             job,
             since: now,
         };
         self.inflight.insert(io, one);
     }
 
-    /// Counts the end of an operation.
-    pub fn ended(&mut self, done: &IoDone, now: Instant) {
+    /// Counts the end of an operation. Returns what failed, if it did.
+    pub fn ended(&mut self, done: &IoDone, now: Instant) -> Option<Failed> {
         let InFlight {
             device,
             op,
+            offset,
             bytes,
             job,
             ..
         } = (self.inflight.remove(&done.id)).expect("counted when it was started");
+        let of_job = job.is_some();
         let of = &mut self.devices[device.0 as usize];
         of.depth -= 1;
         let moved_bytes = u64::from(done.outcome.unwrap_or(0));
@@ -277,6 +300,18 @@ impl Ledger {
             traffic.retried_count += u64::from(done.retried_count);
             traffic.latencies.record(done.device_ns);
         }
+        failed.then(|| {
+            let of = &mut self.devices[device.0 as usize];
+            of.tiles_failed_count += u64::from(of_job);
+            Failed {
+                device,
+                op,
+                offset,
+                bytes,
+                of_job,
+                tiles_failed_count: of.tiles_failed_count,
+            }
+        })
     }
 
     /// Counts bytes that were moved without the queue, which are wear too. Their operations are not counted.
@@ -429,6 +464,7 @@ impl Device {
             depth: 0,
             depth_max: 0,
             damaged_count: 0,
+            tiles_failed_count: 0,
             slowness: Slowness::new(read_bytes_per_s, write_bytes_per_s, now),
             of_store: true,
             wear_kept: now,

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::{DeviceIndex, Generation, TileIndex};
+use offload_api::ids::{DeviceNumber, Generation, TileIndex};
 use offload_api::proto;
 use offload_api::{BLOB_BYTES_MAX, PROTOCOL_VERSION};
 use tokio::sync::Mutex;
@@ -89,6 +89,8 @@ impl proto::offload_server::Offload for Service {
             arena_free_bytes: reply.arena_free_bytes,
             memory_locked: about.lock.can_lock,
             memory_note: about.lock.note.clone(),
+            device_free_bytes: reply.device_free_bytes,
+            session_free_count: reply.session_free_count,
         })
     }
 
@@ -210,11 +212,12 @@ impl proto::offload_server::Offload for Service {
             })
         };
         call!(self, request, check,
-        Reply::Reattach { epoch, working, confirmed, scratch_count } => proto::ReattachReply {
+        Reply::Reattach { epoch, working, confirmed, scratch_count, unusable } => proto::ReattachReply {
             epoch: epoch.0,
             working_generation: working.map_or(0, |working| working.0),
             confirmed,
             scratch_count,
+            unusable: unusable.map(|Fault { kind, message }| proto::Fault { kind: kind as u32, message }),
         })
     }
 
@@ -288,7 +291,7 @@ impl proto::offload_server::Offload for Service {
         let peer = peer_of(&request)?;
         let message = request.into_inner();
         let damage = Damage {
-            device: DeviceIndex(message.device),
+            device: DeviceNumber(message.device),
             offset: message.offset,
             tile: TileIndex(message.tile),
             generation: Generation(message.generation),
@@ -297,7 +300,9 @@ impl proto::offload_server::Offload for Service {
         };
         let token = token(&message.token)?;
         match self.ask(peer, Call::ReportDamage { token, damage }).await? {
-            Reply::ReportDamage { uid, job } => self.driver.damaged(true, uid, job, damage)?,
+            Reply::ReportDamage { uid, job, damage } => {
+                self.driver.damaged(true, uid, job, damage)?;
+            }
             other => unreachable!("the core answered another call: {other:?}"),
         }
         Ok(Response::new(proto::ReportDamageReply {}))

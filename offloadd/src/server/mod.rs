@@ -5,16 +5,19 @@
 
 use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use tokio::net::UnixListener;
 use tokio::sync::watch;
 use tokio_stream::StreamExt;
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::UnboundedReceiverStream;
+
+use offload_api::handoff;
 
 use crate::driver::DriverHandle;
 
+mod acceptor;
 mod checked;
 mod content;
 mod grpc;
@@ -25,9 +28,10 @@ mod place;
 mod scrub;
 mod sizes;
 
+use acceptor::Acceptor;
 pub use grpc::About;
 use grpc::Service;
-use peer::Places;
+use peer::{PeerStream, Places};
 pub use place::{Place, clear_socket};
 use scrub::Scrubs;
 use sizes::Sizes;
@@ -122,32 +126,54 @@ pub fn prepare_dir(socket: &Path, private: bool) -> Result<(), SocketError> {
     Ok(())
 }
 
-/// Binds the socket for calls, with a mode according to the umask. Call [`clear_socket`] first.
+/// Binds a socket that does not block, with a mode according to the umask. Call [`clear_socket`] first.
 ///
 /// # Errors
 /// [`SocketError::System`].
 pub fn bind(path: &Path) -> Result<UnixListener, SocketError> {
-    UnixListener::bind(path).map_err(|source| SocketError::System {
+    let bound = UnixListener::bind(path).and_then(|listener| {
+        // Sets the length of the queue anew.
+        rustix::net::listen(&listener, handoff::BACKLOG)?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    });
+    bound.map_err(|source| SocketError::System {
         path: path.to_owned(),
         action: "binding it",
         source,
     })
 }
 
+/// Reason why calls are not answered any more.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The thread that accepts connections could not be started.
+    #[error("starting the thread that accepts connections: {0}")]
+    Acceptor(#[source] io::Error),
+    /// Error of the transport.
+    #[error(transparent)]
+    Transport(#[from] tonic::transport::Error),
+}
+
 /// Answers calls until `stop` is true (or its sender is dropped) and the last answers have been sent.
 ///
 /// # Errors
-/// Error of the transport.
+/// [`ServeError`].
 pub async fn serve(
     listener: UnixListener,
     driver: DriverHandle,
     about: About,
     stop: watch::Receiver<bool>,
-) -> Result<(), tonic::transport::Error> {
+) -> Result<(), ServeError> {
     let places = Places::new(about.sessions_max);
     let scrubs = Scrubs::new(about.scrub_bytes_per_s_max);
-    let incoming =
-        UnixListenerStream::new(listener).filter_map(move |accepted| places.admit(accepted));
+    let (_acceptor, admitted) = Acceptor::start(listener, places).map_err(ServeError::Acceptor)?;
+    let incoming = UnboundedReceiverStream::new(admitted).filter_map(|one| {
+        let stream = PeerStream::of(one);
+        // An error would end the server; the connection is closed.
+        let failed = |error: &io::Error| tracing::error!(%error, "cannot serve a connection");
+        stream.inspect_err(failed).ok().map(Ok::<_, io::Error>)
+    });
     let serving = tonic::transport::Server::builder()
         .concurrency_limit_per_connection(CALLS_A_CONNECTION)
         .max_concurrent_streams(CALLS_A_CONNECTION as u32)
@@ -164,7 +190,7 @@ pub async fn serve(
         tokio::time::sleep(LAST_ANSWERS).await;
     };
     tokio::select! {
-        result = serving => result,
+        result = serving => Ok(result?),
         // A peer that does not read its answer must not delay the stop.
         () = timeouts => Ok(()),
     }

@@ -58,7 +58,13 @@ impl Page {
             PageAddress::Unix(path) => {
                 prepare_dir(path, false)?;
                 clear_socket(path)?;
-                Ok(Self::Unix(bind(path)?, path.clone()))
+                let listener = UnixListener::from_std(bind(path)?);
+                let listener = listener.map_err(|source| SocketError::System {
+                    path: path.clone(),
+                    action: "listening on it",
+                    source,
+                })?;
+                Ok(Self::Unix(listener, path.clone()))
             }
             PageAddress::Loopback(at) => {
                 let listener = TcpListener::bind(at).await;

@@ -21,6 +21,7 @@ use tokio::net::UnixStream;
 use tokio::time::Interval;
 use tonic::transport::server::Connected;
 
+use super::acceptor::Admitted;
 use crate::core::Peer;
 
 /// Connections of one user beyond those of sessions, for commands and monitoring.
@@ -117,7 +118,7 @@ pub(super) struct Places {
 
 /// One of a user's permitted connections; released on drop.
 #[derive(Debug)]
-struct Place {
+pub(super) struct Place {
     places: Places,
     uid: u32,
 }
@@ -131,40 +132,20 @@ impl Places {
         }
     }
 
-    /// Admits a connection, or closes it if its user has too many.
-    pub(super) fn admit(&self, accepted: io::Result<UnixStream>) -> Option<io::Result<PeerStream>> {
-        let admitted = accepted.and_then(|stream| {
-            let cred = stream.peer_cred()?;
-            let peer = Peer {
-                uid: cred.uid(),
-                // Absent for a process of another PID namespace.
-                pid: cred.pid().map_or(0, i32::unsigned_abs),
-            };
-            Ok((stream, peer))
-        });
-        match admitted {
-            Ok((stream, peer)) => match self.take(peer.uid) {
-                Some(place) => Some(Ok(PeerStream::new(stream, peer, PATIENCE, place))),
-                None => {
-                    let (uid, pid) = (peer.uid, peer.pid);
-                    tracing::warn!(
-                        uid,
-                        pid,
-                        "closed a connection: this user already has {}, the limit ({CONNECTIONS_A_SESSION} for each of `sessions_max`, plus \
-                         {CONNECTIONS_BESIDE})",
-                        self.most
-                    );
-                    None
-                }
-            },
-            Err(error) => {
-                // Usually out of file descriptors. Returning the error would end the server; retrying at once would keep a CPU
-                // busy.
-                tracing::error!(%error, "cannot accept a connection");
-                std::thread::sleep(std::time::Duration::from_millis(10));
-                None
-            }
+    /// Admits a connection of `peer`; `None` if its user has too many.
+    pub(super) fn admit(&self, peer: Peer) -> Option<Place> {
+        let place = self.take(peer.uid);
+        if place.is_none() {
+            let (uid, pid) = (peer.uid, peer.pid);
+            tracing::warn!(
+                uid,
+                pid,
+                "closed a connection: this user already has {}, the limit ({CONNECTIONS_A_SESSION} for each of `sessions_max`, plus \
+                 {CONNECTIONS_BESIDE})",
+                self.most
+            );
         }
+        place
     }
 
     fn take(&self, uid: u32) -> Option<Place> {
@@ -193,6 +174,17 @@ impl Drop for Place {
 }
 
 impl PeerStream {
+    /// Takes a connection that was admitted. Must be called within the runtime.
+    pub(super) fn of(admitted: Admitted) -> io::Result<Self> {
+        let Admitted {
+            stream,
+            peer,
+            place,
+        } = admitted;
+        let stream = UnixStream::from_std(stream)?;
+        Ok(Self::new(stream, peer, PATIENCE, place))
+    }
+
     fn new(stream: UnixStream, peer: Peer, timeouts: Duration, place: Place) -> Self {
         Self {
             stream,

@@ -8,6 +8,7 @@
 //! not contain its own offset, so its bytes are copied unchanged. The new catalog is read back before the old one is erased.
 
 use offload_api::ids::DeviceIndex;
+use offload_support::units::ApproxBytes;
 
 use super::catalog::{Area, Phase};
 use super::manifest::SlotContent;
@@ -111,8 +112,9 @@ pub fn settle_watched(
         .sum();
     let Some((target, offsets)) = place_areas(&store.space, store.devices.len(), &sizes) else {
         return Ok(MetadataMove::Failed(format!(
-            "no other device has room for the records of {} jobs ({area_bytes} bytes)",
-            areas.len()
+            "no other device has room for the records of {} jobs ({})",
+            areas.len(),
+            ApproxBytes(area_bytes)
         )));
     };
     let [from, to] = [metadata_device, target].map(|device| store[device].position);

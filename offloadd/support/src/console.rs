@@ -1,7 +1,7 @@
 //! Output for people and for the programs behind a pipe.
 //!
 //! `println!` panics when the reader closes the pipe (`trainer train RUN.toml | head`), in the middle of a step. Here a
-//! closed reader is not an error. Any other failure, such as a full disk, is kept for [`finish`], which a program calls
+//! closed reader or terminal is not an error. Any other failure, such as a full disk, is kept for [`finish`], which a program calls
 //! once at its end.
 
 use std::fmt;
@@ -63,10 +63,26 @@ pub fn in_colour(stream: &impl IsTerminal) -> bool {
     stream.is_terminal() && !refused
 }
 
+/// Columns of the terminal that `stream` is; `None` if it is none.
+pub fn terminal_columns(stream: &impl std::os::fd::AsFd) -> Option<usize> {
+    let size = rustix::termios::tcgetwinsize(stream).ok()?;
+    Some(usize::from(size.ws_col)).filter(|columns| *columns > 0)
+}
+
+/// Whether stdout is a terminal that was closed.
+fn is_hang_up(error: &io::Error) -> bool {
+    // A closed terminal is still a character device, but no longer answers as a terminal.
+    let is_device = || {
+        let stat = rustix::fs::fstat(io::stdout()).map(|stat| stat.st_mode);
+        stat.is_ok_and(|mode| rustix::fs::FileType::from_raw_mode(mode).is_char_device())
+    };
+    error.raw_os_error() == Some(rustix::io::Errno::IO.raw_os_error()) && is_device()
+}
+
 fn note(result: io::Result<()>) {
     match result {
         Ok(()) => {}
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe || is_hang_up(&error) => {
             CLOSED.store(true, Ordering::Relaxed);
         }
         Err(error) => {

@@ -3,8 +3,12 @@
 //! - [`units`]: one grammar for sizes, rates and counts, and their texts;
 //! - [`progress`]: a bar or lines for work that takes long, with an estimate of the remaining time;
 //! - [`console`]: output that survives a reader that closes the pipe;
+//! - [`paths`]: what a relative path in a message is relative to;
+//! - [`plain_log`]: warnings and errors for people, equal ones counted;
 //! - [`retry`]: a bounded number of attempts;
 //! - [`aligned`]: memory for direct I/O;
+//! - `documents`: manual pages and completions of a program, with the feature of this name;
+//! - [`signals`]: signals that a program was started to ignore, or survives;
 //! - [`memory`]: how much memory this process may use, by the machine and its control groups.
 //!
 //! The crate depends on no other crate of the workspace and knows nothing of tiles.
@@ -14,7 +18,12 @@
 
 pub mod aligned;
 pub mod console;
+#[cfg(feature = "documents")]
+pub mod documents;
 pub mod memory;
+pub mod paths;
+pub mod plain_log;
 pub mod progress;
 pub mod retry;
+pub mod signals;
 pub mod units;

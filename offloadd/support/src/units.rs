@@ -1,9 +1,10 @@
-//! One grammar for sizes, rates and counts, wherever a person writes them: options, settings, job files.
+//! One grammar for sizes, rates, counts and times, wherever a person writes them: options, settings, job files.
 //!
 //! ```text
 //!   size   = number [unit]         4096   64GiB   1.5m   5 GB
 //!   rate   = number [unit] ["/s"]  6.2GB/s   200MiB/s   1000000    bytes a second
 //!   count  = number [factor]       2M   1.5G   7
+//!   time   = number ("s" | "min" | "h" | "d")   30min   1.5h   90 s
 //!   number = digits ["." digits]   no sign, no exponent
 //!   unit   = "B" | KB MB GB TB (powers of 1000) | KiB MiB GiB TiB | k m g t (both powers of 1024)
 //!   factor = K M G T (powers of 1000)
@@ -36,6 +37,14 @@ pub enum UnitError {
         /// Expected form.
         expected: &'static str,
     },
+    /// A number alone, where its unit is needed.
+    #[error("`{text}` has no unit; expected {expected}")]
+    NoUnit {
+        /// The whole text.
+        text: String,
+        /// Expected form.
+        expected: &'static str,
+    },
     /// The value does not fit 64 bits.
     #[error("`{text}` is more than 2^64")]
     TooLarge {
@@ -50,6 +59,7 @@ const FRACTION_DIGITS_MAX: usize = 18;
 const SIZE: &str = "a size such as 64GiB, 5GB, 1m or 4096 (KiB, MiB, GiB, TiB, k, m, g, t: powers of 1024; KB, MB, GB, TB: powers of 1000)";
 const RATE: &str = "a rate such as 200MB/s, 6.2GB/s or 500MiB/s";
 const COUNT: &str = "a count such as 2000000, 2M or 1.5G";
+const TIME: &str = "a time such as 90s, 30min, 1.5h or 1d";
 
 /// Reads a size in bytes: `64GiB`, `5GB`, `1.5m`, `4096`.
 ///
@@ -80,6 +90,21 @@ pub fn parse_count(text: &str) -> Result<u64, UnitError> {
     })
 }
 
+/// Reads a time: `30min`, `1.5h`, `90s`, `1d`. It is rounded to whole seconds.
+///
+/// # Errors
+/// See [`UnitError`].
+pub fn parse_time(text: &str) -> Result<Duration, UnitError> {
+    let seconds = parse(text, TIME, |unit| match unit {
+        "s" => Some(1),
+        "min" => Some(60),
+        "h" => Some(3600),
+        "d" => Some(86400),
+        _ => None,
+    });
+    seconds.map(Duration::from_secs)
+}
+
 fn parse(
     text: &str,
     expected: &'static str,
@@ -101,10 +126,16 @@ fn parse(
             expected,
         });
     }
-    let factor = factor(unit).ok_or_else(|| UnitError::UnknownUnit {
-        text: text.into(),
-        unit: unit.into(),
-        expected,
+    let factor = factor(unit).ok_or_else(|| match unit {
+        "" => UnitError::NoUnit {
+            text: text.into(),
+            expected,
+        },
+        unit => UnitError::UnknownUnit {
+            text: text.into(),
+            unit: unit.into(),
+            expected,
+        },
     })?;
     scaled(whole, fraction, factor).ok_or_else(|| UnitError::TooLarge { text: text.into() })
 }
@@ -244,6 +275,23 @@ mod tests {
     }
 
     #[test]
+    fn times_are_read_with_each_unit() {
+        for (text, seconds) in [
+            ("90s", 90),
+            ("30min", 1800),
+            (" 1.5 h ", 5400),
+            ("1d", 86400),
+        ] {
+            assert_eq!(parse_time(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        assert_eq!(
+            parse_time("30").unwrap_err().to_string(),
+            "`30` has no unit; expected a time such as 90s, 30min, 1.5h or 1d"
+        );
+        assert!(parse_time("30m").is_err(), "months, minutes or metres");
+    }
+
+    #[test]
     fn a_refused_text_is_named_with_what_would_be_right() {
         let refused = |text| parse_bytes(text).unwrap_err().to_string();
         for text in ["", "GiB", "-1GiB", "+1", ".5g", "1.", "1.2.3", "inf", "nan"] {
@@ -302,7 +350,7 @@ mod tests {
     proptest! {
         #[test]
         fn no_text_makes_the_parsers_panic(text in ".{0,24}|[0-9.]{0,24}[kKMGTiB/s ]{0,6}") {
-            let _ = (parse_bytes(&text), parse_rate(&text), parse_count(&text));
+            let _ = (parse_bytes(&text), parse_rate(&text), parse_count(&text), parse_time(&text));
         }
 
         #[test]

@@ -2,6 +2,7 @@
 //! writes its tiles and commits them three times. What could go wrong: an error that is not reported, an endless wait, an acknowledged generation
 //! that is gone, or one that is mixed from two.
 
+use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
@@ -176,6 +177,21 @@ fn at_every_operation(engine: &str, what: &str, plus: &str) -> u64 {
                 status.signal(),
                 Some(9),
                 "{injected_fault}: it ended by itself"
+            );
+            let mut log = String::new();
+            let mut stderr = daemon.child.stderr.take().unwrap();
+            stderr.read_to_string(&mut log).unwrap();
+            // Whatever ends a run, the log names the device and its answer.
+            let named = |line: &str| {
+                let mut devices = fresh.store.devices.iter();
+                devices.any(|device| line.contains(&device.display().to_string()))
+            };
+            let logged = log.lines().any(|line| {
+                named(line) && (line.contains("os error") || line.contains("bytes were moved"))
+            });
+            assert!(
+                logged || told.refusal.is_none() || what == "kill",
+                "{injected_fault}: {told:?}: {log}"
             );
         }
         fresh.check(&told, &injected_fault);

@@ -558,7 +558,7 @@ fn what_the_system_refuses_is_named_and_reserving_by_writing_is_as_good() {
     let full = under("fallocate:error=ENOSPC", &new, &format);
     assert!(!full.status.success());
     assert!(
-        words(&full).contains("9437184 are needed"),
+        words(&full).contains("9.0 MiB are needed"),
         "{}",
         words(&full)
     );

@@ -3,10 +3,12 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::OwnedFd;
+use std::panic::AssertUnwindSafe;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff;
@@ -164,6 +166,7 @@ fn a_user_who_is_refused_without_end_does_not_fill_the_log() {
         let lines = lines.lock().unwrap();
         let whole = lines.iter().filter(|l| l.contains("refused descriptors"));
         let counted = lines.iter().filter_map(|l| l.strip_suffix(&more));
+        let counted = counted.filter_map(|line| line.rsplit(' ').next());
         let counted: Vec<u64> = counted.map(|n| n.parse().unwrap()).collect();
         (whole.count() as u64, counted)
     };
@@ -196,4 +199,108 @@ fn a_limit_of_file_sizes_is_an_error_and_not_the_daemons_end() {
     assert_eq!(fault.kind, FaultKind::NoMemory, "{fault}");
     assert!(fault.message.contains("File too large"), "{fault}");
     control.open_session(open("small")).unwrap();
+}
+
+#[test]
+fn a_store_beyond_the_limit_of_file_sizes_is_refused_with_the_limit() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -f 8192 && exec \"$@\"", "sh"]);
+    command.arg(env!("CARGO_BIN_EXE_offloadd")).arg("format");
+    let output = command
+        .arg(dir.path().join("tiles"))
+        .args(["--size", "16MiB"])
+        .output();
+    let output = output.unwrap();
+    let words = crate::common::words(&output);
+    assert_eq!(output.status.code(), Some(1), "{words}");
+    assert!(
+        words.contains("4.0 MiB at most (`ulimit -f`), 16.0 MiB are needed"),
+        "{words}"
+    );
+    assert!(!dir.path().join("tiles").exists());
+}
+
+const BESIDE_FLOOD: &str = "OFFLOADD_TEST_BESIDE_FLOOD";
+
+/// Starts of a process of another user beside the flood.
+const STARTS: u32 = 4;
+
+/// Several threads connect to both sockets and hang up, as fast as they can.
+#[test]
+fn beside_a_user_who_connects_without_end_others_start_within_seconds() {
+    if let Some(socket) = std::env::var_os(BESIDE_FLOOD) {
+        return start_beside_flood(Path::new(&socket));
+    }
+    if !rustix::process::geteuid().is_root() {
+        println!(
+            "skipped: {}: only root can become another user",
+            std::thread::current().name().unwrap_or("a test")
+        );
+        return;
+    }
+    let store = Store::new(1, "psync");
+    let daemon = store.serve();
+    let descriptors = store.dir.path().join("run/offloadd.sock.fds");
+    let all = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
+    std::fs::set_permissions(store.dir.path(), all(0o755)).unwrap();
+    for socket in [&daemon.socket, &descriptors] {
+        std::fs::set_permissions(socket, all(0o666)).unwrap();
+    }
+    let (floods, connected) = (AtomicBool::new(true), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for (path, kind) in [
+            (&daemon.socket, SocketType::STREAM),
+            (&daemon.socket, SocketType::STREAM),
+            (&descriptors, SocketType::SEQPACKET),
+        ] {
+            scope.spawn(|| {
+                let address = SocketAddrUnix::new(path.as_path()).unwrap();
+                // The queue is kept full: the next connect does not wait for the last one.
+                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+                while floods.load(Ordering::Relaxed) {
+                    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None);
+                    if rustix::net::connect(socket.unwrap(), &address).is_ok() {
+                        connected.fetch_add(1, Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+        let mut child =
+            again("limits::beside_a_user_who_connects_without_end_others_start_within_seconds");
+        child.env(BESIDE_FLOOD, &daemon.socket);
+        let child = std::panic::catch_unwind(AssertUnwindSafe(|| expect_success(child)));
+        floods.store(false, Ordering::Relaxed);
+        if let Err(panic) = child {
+            std::panic::resume_unwind(panic);
+        }
+    });
+    let connected = connected.into_inner();
+    assert!(connected > 10_000, "{connected} connects are no flood");
+}
+
+fn start_beside_flood(socket: &Path) {
+    for number in 0..STARTS {
+        let begun = Instant::now();
+        let session = offload_client::Session::open(offload_client::SessionSettings {
+            socket: socket.to_owned(),
+            job: format!("start-{number}"),
+            rank: offload_client::Rank(0),
+            local_ranks: 1,
+            classes: vec![offload_client::SlotClass {
+                slot_bytes: 4096,
+                slot_count: 4,
+            }],
+            iodepth: 4,
+        });
+        session
+            .unwrap_or_else(|error| panic!("start {number}: {error}"))
+            .close()
+            .unwrap();
+        assert!(
+            begun.elapsed() < Duration::from_secs(5),
+            "{:?}",
+            begun.elapsed()
+        );
+    }
 }

@@ -181,7 +181,7 @@ fn report_of(session: &mut Session, tile: u32) -> proto::ReportDamageRequest {
 }
 
 #[test]
-fn a_device_file_that_is_deleted_while_it_serves_is_told_where_people_look() {
+fn a_device_file_that_is_deleted_or_truncated_while_it_serves_is_told_where_people_look() {
     let store = Store::new(2, "psync");
     let mut daemon = store.serve();
     let mut control = daemon.control();
@@ -203,6 +203,19 @@ fn a_device_file_that_is_deleted_while_it_serves_is_told_where_people_look() {
         "{}",
         words(&output)
     );
+    // Cut while it serves, and made as long again by a write behind the cut.
+    let cut = std::fs::OpenOptions::new()
+        .write(true)
+        .open(&store.devices[0])
+        .unwrap();
+    let length = cut.metadata().unwrap().len();
+    for bytes in [length / 2, length] {
+        cut.set_len(bytes).unwrap();
+        let [Some(trouble), Some(_)] = &troubles(&mut control)[..] else {
+            panic!("nothing is printed");
+        };
+        assert!(trouble.contains("its file was truncated"), "{trouble}");
+    }
     // The log has the line once, however long the state lasts.
     eventually("some seconds pass", Duration::from_secs(60), || {
         look(&mut control).uptime > Duration::from_secs(3)

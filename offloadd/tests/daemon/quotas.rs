@@ -138,7 +138,7 @@ fn room_on_devices_beyond_the_quota_is_refused_until_the_limit_is_raised() {
     let fault = control.define_tiles(define(&session, 16)).unwrap_err();
     assert_eq!(fault.kind, FaultKind::NoSpace, "{fault}");
     assert!(
-        fault.message.contains("may have 1048576 and has 0"),
+        fault.message.contains("may have 1.0 MiB and has 0 bytes"),
         "{fault}"
     );
     // The refused request reserves nothing: it is refused again in the same way, and one that fits is granted.

@@ -439,7 +439,29 @@ fn a_devices_errors_arrive_typed_and_nothing_acknowledged_is_lost() {
     // Nobody knows what a failed flush lost: a later successful one proves nothing.
     let again = commit(&mut control).unwrap_err();
     assert_eq!(again.kind, FaultKind::Poisoned, "{again}");
+    // A refusal in the ring has no words: the process asks for them.
+    session.submit(swap_out(0, 1, working, &bytes));
+    assert_eq!(session.complete().fault, FaultKind::Poisoned as u32);
+    let token = session.token.clone();
+    let found = control.reattach(proto::ReattachRequest { token }).unwrap();
+    let unusable = found.unusable.expect("it can write nothing more").message;
+    let flushing = format!("flushing {}: ", store.devices[0].display());
+    for words in [fault.message, again.message, unusable] {
+        assert!(
+            words.contains(&flushing) && words.contains("os error 5"),
+            "{words}"
+        );
+    }
     daemon.child.kill().unwrap();
+    let mut log = String::new();
+    let mut stderr = daemon.child.stderr.take().unwrap();
+    std::io::Read::read_to_string(&mut stderr, &mut log).unwrap();
+    let of_flush = log.lines().filter(|line| line.contains(&flushing));
+    assert!(
+        of_flush.clone().all(|line| line.contains("os error 5")),
+        "{log}"
+    );
+    assert!(of_flush.count() > 0, "{log}");
     daemon.child.wait().unwrap();
 
     let daemon = store.serve();

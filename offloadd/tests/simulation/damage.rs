@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::disks::SimDisks;
 use offload_api::fault::FaultKind;
-use offload_api::ids::{DeviceIndex, Generation, TileIndex};
+use offload_api::ids::{DeviceNumber, Generation, TileIndex};
 use offloadd::blocks::{BlockError, Blocks};
 use offloadd::core::{Call, Damage};
 use offloadd::io::AlignedBytes;
@@ -338,7 +338,7 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
     world.write(process, 1, 0, 7).unwrap();
     world.commit(process, 1).unwrap();
     let of_first = report_of(&mut world, process);
-    let ask = |world: &mut World, process: Process, damage: Damage| {
+    let ask = |world: &mut World, process: Process, damage: Damage<DeviceNumber>| {
         let token = process.token;
         let answer = world.ask(Call::ReportDamage { token, damage });
         answer.map(drop).map_err(|fault| fault.kind)
@@ -365,12 +365,12 @@ fn a_damaged_version_counts_once_until_its_extent_is_written_again() {
 }
 
 /// Returns the report of a process that read tile 0 and found other bytes.
-fn report_of(world: &mut World, process: Process) -> Damage {
+fn report_of(world: &mut World, process: Process) -> Damage<DeviceNumber> {
     world.submit_read(process, 0, 0);
     world.run();
     let entry = world.completion(process).unwrap();
     Damage {
-        device: DeviceIndex(entry.device),
+        device: DeviceNumber(entry.device),
         offset: entry.offset,
         tile: TileIndex(0),
         generation: Generation(entry.generation),

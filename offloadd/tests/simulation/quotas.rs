@@ -4,6 +4,7 @@
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::Generation;
 use offloadd::core::{Call, Event, OpenSession, Peer, Reply};
+use offloadd::io::SessionId;
 use offloadd::quota::{JOBS_A_USER_DEFAULT, Quota, Quotas};
 use offloadd::store::definition::Durability;
 use offloadd::store::format::{MeasuredRates, format};
@@ -12,7 +13,7 @@ use test_hooks::random::SimRandom;
 
 use crate::disks::SimDisks;
 
-use super::world::{PEER, World, definition, formatted, job};
+use super::world::{LIMITS, PEER, World, definition, formatted, job};
 
 fn with(default: Quota, job: Quota) -> World {
     let mut world = World::start(formatted(), SimRandom::new(1));
@@ -52,7 +53,7 @@ fn a_definition_that_is_being_written_counts() {
     let call = scratch(&mut world, &[8192, 4096]);
     let fault = world.replies.remove(&call).expect("at once").unwrap_err();
     assert_eq!(fault.kind, FaultKind::NoSpace);
-    for word in ["8192 are free", "second ", "first "] {
+    for word in ["8.0 KiB are free, 4.0 KiB too few", "second ", "first "] {
         assert!(fault.message.contains(word), "{word}: {fault}");
     }
     let call = scratch(&mut world, &[8192]);
@@ -265,4 +266,55 @@ fn a_user_without_a_quota_has_256_jobs_and_leaves_others_their_places() {
         assert!(fault.message.contains(word), "{word}: {fault}");
     }
     create(other, "one").unwrap();
+}
+
+/// Opens a session of `peer` whose process has not fetched the descriptors.
+fn open_unclaimed(world: &mut World, peer: Peer, name: &str) -> Result<SessionId, Fault> {
+    let request = world.open_request(&job(name), 0, 1);
+    let call = world.call_as(peer, Call::Open(request));
+    match world.answer(call)? {
+        Reply::Open(reply) => Ok(world.made[&reply.token]),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[test]
+fn a_user_has_half_of_all_sessions_and_few_that_wait_for_their_process() {
+    let mut world = with(Quota::default(), Quota::default());
+    let other = Peer { uid: 1001, pid: 2 };
+    let mut unclaimed = Vec::new();
+    let mut refused = Vec::new();
+    for number in 0..LIMITS.sessions_max {
+        match open_unclaimed(&mut world, PEER, &format!("of-one-{number}")) {
+            Ok(session) => unclaimed.push(session),
+            Err(fault) => refused.push(fault.kind),
+        }
+    }
+    assert_eq!(unclaimed.len(), 4);
+    assert!(refused.iter().all(|kind| *kind == FaultKind::Queued));
+    open_unclaimed(&mut world, other, "of-another").unwrap();
+    // One that is claimed, and one whose process has ended, make room for another each.
+    let claimed = unclaimed.pop().unwrap();
+    world.event(Event::Attached { session: claimed });
+    unclaimed.push(open_unclaimed(&mut world, PEER, "next").unwrap());
+    let session = unclaimed.pop().unwrap();
+    world.event(Event::PeerGone { session });
+    unclaimed.push(open_unclaimed(&mut world, PEER, "after-it").unwrap());
+    for session in unclaimed {
+        world.event(Event::Attached { session });
+    }
+    let mut held = 5;
+    let fault = loop {
+        match world.open(&job(&format!("claimed-{held}")), 0, 1) {
+            Ok(_) => held += 1,
+            Err(fault) => break fault,
+        }
+    };
+    assert_eq!(
+        (fault.kind, held),
+        (FaultKind::TooMany, LIMITS.sessions_max / 2)
+    );
+    let words = format!("uid 1000 may have {held} sessions and has {held}");
+    assert!(fault.message.contains(&words), "{fault}");
+    open_unclaimed(&mut world, other, "of-another-too").unwrap();
 }

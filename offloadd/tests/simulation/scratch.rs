@@ -135,7 +135,7 @@ fn what_it_cannot_be_is_refused_and_takes_nothing() {
     }
     refused(&mut world, &[4096; 1 << 20], FaultKind::Invalid);
     let no_room = refused(&mut world, &[1 << 20; 5], FaultKind::NoSpace);
-    assert!(no_room.contains("5242880 bytes"), "{no_room}");
+    assert!(no_room.contains("5.0 MiB"), "{no_room}");
     // Another user cannot reach them.
     let stranger = Peer { uid: 1001, ..PEER };
     let call = world.call_as(

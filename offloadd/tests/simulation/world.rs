@@ -30,7 +30,7 @@ use super::trouble::Trouble;
 
 pub(crate) const LIMITS: Limits = Limits {
     arena_bytes_max: 64 << 20,
-    sessions_max: 8,
+    sessions_max: 16,
     iodepth_max: 16,
     rebalance_bytes_per_s_max: None,
 };
@@ -441,6 +441,7 @@ impl World {
             panic!("another reply than asked for");
         };
         let session = self.made[&reply.token];
+        self.event(Event::Attached { session });
         let Reply::DescribeJob(job) = self.ask(Call::DescribeJob { token })? else {
             panic!("another reply than asked for");
         };

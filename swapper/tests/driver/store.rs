@@ -458,6 +458,10 @@ fn a_daemon_that_hangs_is_an_error_and_no_hang() {
     let waited = since.elapsed();
     signal("-CONT");
     assert!(matches!(error, SwapperError::Stalled { .. }), "{error}");
+    for device in devices(dir.path()) {
+        let device = device.display().to_string();
+        assert!(error.to_string().contains(&device), "{error}");
+    }
     assert!(waited < SOON, "{waited:?}");
 }
 

@@ -472,7 +472,7 @@ impl Core {
         tensorboard: Option<PathBuf>,
         csv: Option<PathBuf>,
         wall_clock_breakdown: bool,
-    ) -> PyResult<()> {
+    ) -> PyResult<Option<String>> {
         self.with_any(py, |held| {
             held.reporter.open(
                 &held.plan.run_dir,

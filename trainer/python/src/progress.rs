@@ -100,6 +100,8 @@ pub(crate) struct Reporter {
     rates: (f64, f64),
     staging_bytes: u64,
     host_bytes: u64,
+    /// Generation that the store resumed from, and its devices, until the files are opened first.
+    resumed: Option<(u64, Vec<String>)>,
     files: Option<(MetricsFile, Monitors)>,
 }
 
@@ -111,11 +113,16 @@ impl Reporter {
             rates: opened.rates().unwrap_or((f64::INFINITY, f64::INFINITY)),
             staging_bytes: opened.memory.staging_bytes(),
             host_bytes: opened.memory.host_bytes(),
+            resumed: (opened.resumed.as_ref()).map(|_| {
+                let devices = opened.devices.iter().map(|device| device.path.clone());
+                (opened.generation, devices.collect())
+            }),
             files: None,
         }
     }
 
-    /// Opens the files of a run that has done `step` steps with `samples` samples.
+    /// Opens the files of a run that has done `step` steps with `samples` samples. Returns a warning when the store that it resumes from is
+    /// older than they are.
     pub(crate) fn open(
         &mut self,
         run_dir: &Path,
@@ -124,7 +131,11 @@ impl Reporter {
         tensorboard: Option<PathBuf>,
         csv: Option<PathBuf>,
         wall_clock_breakdown: bool,
-    ) -> PyResult<()> {
+    ) -> PyResult<Option<String>> {
+        let resumed = self.resumed.take().filter(|_| step > 0);
+        let older = resumed.and_then(|(generation, devices)| {
+            MetricsFile::last(run_dir)?.of_newer_store(step, generation, &devices)
+        });
         let reports = Reports {
             wall_clock_breakdown,
             tensorboard,
@@ -135,7 +146,7 @@ impl Reporter {
         let monitors =
             Monitors::open(&reports, samples).map_err(|error| Error::new_err(error.to_string()))?;
         self.files = Some((metrics, monitors));
-        Ok(())
+        Ok(older)
     }
 
     /// Writes what is known of a step that ended, and returns it.

@@ -440,3 +440,58 @@ def test_a_run_that_does_not_resume_begins_anew_and_keeps_what_is_frozen(tmp_pat
         run(0, base=3, resume=False)
     # The refusal changed nothing.
     assert run(7)[0] == 3
+
+
+@needs_daemon
+def test_a_run_whose_directory_was_deleted_begins_anew_and_says_so(tmp_path, capsys):
+    def run(blocks):
+        torch.manual_seed(0)
+        model = randomize(Net(blocks), 0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with offloadd.prepare(model, optimizer, config("nvme", tmp_path), run_dir=tmp_path / "run") as begun:
+            return begun.steps_done, train(model, optimizer, batches(3))
+
+    first = run(6)
+    shutil.rmtree(tmp_path / "run")
+    capsys.readouterr()
+    assert run(6) == first
+    said = "".join(capsys.readouterr())
+    assert "begins anew: removed the tiles of an earlier run" in said and ".tiles" in said
+    # Another model is none of the deleted run's.
+    shutil.rmtree(tmp_path / "run")
+    assert run(5)[0] == 0
+
+
+@needs_daemon
+def test_nobody_else_can_read_the_files_of_a_run_in_a_directory_that_was_there(tmp_path):
+    run_dir = tmp_path / "part" / "run"
+    run_dir.mkdir(mode=0o755, parents=True)
+    before = os.umask(0o022)
+    try:
+        offloaded(tmp_path, "part", "nvme")
+    finally:
+        os.umask(before)
+    open_to_others = [one for one in run_dir.rglob("*") if not one.is_symlink() and one.stat().st_mode & 0o077]
+    assert (run_dir / "metrics.jsonl").exists() and open_to_others == []
+
+
+@needs_daemon
+def test_a_store_that_is_older_than_the_metrics_is_named(tmp_path, capsys):
+    def run(steps):
+        model = model_of()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with offloadd.prepare(model, optimizer, config("nvme", tmp_path), run_dir=tmp_path / "run") as begun:
+            train(model, optimizer, batches(steps))
+            return begun.steps_done
+
+    assert run(2) == 2
+    (tiles,) = tmp_path.glob("*.tiles")
+    older = tiles.read_bytes()
+    assert run(3) == 5
+    capsys.readouterr()
+    tiles.write_bytes(older)
+    assert run(1) == 3
+    said = "".join(capsys.readouterr())
+    assert "metrics.jsonl has steps up to 5" in said and f"the store on {tiles} is at step 2" in said
+    assert run(1) == 4
+    assert "metrics.jsonl has steps" not in "".join(capsys.readouterr())

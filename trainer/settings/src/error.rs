@@ -2,11 +2,13 @@
 
 use std::path::PathBuf;
 
+use offload_support::paths::RelativeTo;
+
 /// Error in a run's settings. Nothing has been created or changed when it is returned.
 #[derive(Debug, thiserror::Error)]
 pub enum SettingsError {
     /// The file cannot be read.
-    #[error("cannot read {what} {}: {source}", path.display())]
+    #[error("cannot read {what} {}{}: {source}", path.display(), RelativeTo::after(path, source))]
     Read {
         what: &'static str,
         path: PathBuf,
@@ -112,6 +114,16 @@ impl SettingsError {
             fault.key().is_some() && faults.iter().any(same)
         };
         let more: Vec<_> = more.into_iter().filter(|fault| !is_told(fault)).collect();
+        // The parameters of an optimizer that is refused need no answer of their own.
+        if more
+            .iter()
+            .any(|fault| fault.key() == Some("optimizer.type"))
+        {
+            let is_param = |fault: &Self| {
+                (fault.key()).is_some_and(|key| key.starts_with("optimizer.params."))
+            };
+            faults.retain(|fault| !is_param(fault));
+        }
         faults.extend(more);
         Self::all(faults).expect_err("something was wrong")
     }

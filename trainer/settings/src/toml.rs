@@ -489,6 +489,11 @@ keys! {
         #[default("true")]
         #[example("false")]
         pub shuffle: Option<bool>,
+        /// What happens if a record cannot be read or its conversation does not suit the chat template: "error"
+        /// refuses the run, "skip" leaves the record out; the first lines of a run count and name such records.
+        #[default("\"error\"")]
+        #[example("\"skip\"")]
+        pub on_bad_record: Option<String>,
         /// Directory of a token cache that several runs share.
         #[default("the run directory")]
         #[example("\"tokens\"")]
@@ -530,14 +535,19 @@ keys! {
         #[default("steps_per_print, or 10")]
         #[example("1")]
         pub log_every: Option<u64>,
-        /// Steps between checkpoints into the run directory; 0 for none, except at the end of a run without a store.
+        /// Steps between checkpoints into the run directory, a time such as "30min", or "epoch" for one at the end of each
+        /// epoch; 0 for none, except at the end of a run without a store.
         #[default("0")]
-        #[example("200")]
-        pub checkpoint_every: Option<u64>,
+        #[example("\"30min\"")]
+        pub checkpoint_every: Option<CheckpointInterval>,
         /// Number of newest checkpoints to keep; 0 for all.
         #[default("2")]
         #[example("3")]
         pub checkpoints_kept: Option<u64>,
+        /// Directory on another drive for checkpoints that the run directory has no room for; the run directory then has links to them.
+        #[default("none")]
+        #[example("\"/mnt/spare\"")]
+        pub checkpoint_dir: Option<PathBuf>,
         /// Whether every node of a run on several nodes keeps every checkpoint whole, in its own directory, so that the nodes need to
         /// share none. One node, and nodes that share train.run_dir, write each checkpoint once.
         #[default("false")]
@@ -654,6 +664,7 @@ typed! {
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
     Interval = "a whole number, or \"epoch\"";
+    CheckpointInterval = "a whole number of steps, a time such as \"30min\", or \"epoch\"";
     FractionOrAuto = "a fraction from 0 to 1, or \"auto\"";
     Vec<FileToml> = "a list of paths, or of tables with path, weight, max_samples and format, for example [\"a\", \"b\"]";
     Vec<ParamGroupToml> = "a list of tables with params, lr and weight_decay, for example [{params = [\"lm_head\"], lr = 1e-6}]";
@@ -724,6 +735,14 @@ impl Paths {
 pub enum Interval {
     Steps(u64),
     Epoch(Epoch),
+}
+
+/// A number of steps, or text: a time such as "30min", or "epoch".
+#[derive(Clone, Debug, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum CheckpointInterval {
+    Steps(u64),
+    Text(String),
 }
 
 /// The value "epoch".

@@ -8,15 +8,19 @@ use offload_support::outln;
 use offload_support::units::Counted;
 use serde_json::Value;
 use trainer::config::{RunSettings, check};
-use trainer::data::{Corpus, Frame, length};
-use trainer::plan::{Hardware, Overrides, Place, Plan, places, read_model};
+use trainer::data::{Corpus, DataError, Frame, length};
+use trainer::plan::{CheckpointsPlan, Hardware, Overrides, Place, Plan, places, read_model};
 use trainer::weights::{WeightsError, look_for};
 use training_state::store::free_bytes;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer init Qwen3-8B chats.jsonl                       # writes Qwen3-8B.toml
   trainer init Qwen3-8B chats.jsonl more/ --out run.toml
-  trainer init Qwen3-8B chats.jsonl --nvme /mnt/nvme0 --nvme /mnt/nvme1";
+  trainer init Qwen3-8B chats.jsonl --nvme /mnt/nvme0 --nvme /mnt/nvme1
+  trainer init Qwen3-8B-Base chats.jsonl --set data.chat_template=chatml   # for a tokenizer without a chat template";
+
+/// Template with which a run is planned if the tokenizer has none.
+const PLANNED_TEMPLATE: &str = "chatml";
 
 /// Longest sequence that is proposed; models accept longer ones, which take more memory.
 const SEQ_LEN_MAX: usize = 4096;
@@ -49,10 +53,13 @@ pub(crate) struct InitArgs {
     /// Run file to write; by default the model's name with .toml. An existing file is not changed.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
-    /// Directory on a drive for state that fits nowhere else; several spread it. By default the mounted NVMe drive with
-    /// the most free space, or this directory.
+    /// Directory on a drive that keeps the state; several spread it. Without it, drives are used only if the state fits nowhere
+    /// else: the mounted NVMe drive with the most free space, or this directory.
     #[arg(long, value_name = "DIR")]
     nvme: Vec<PathBuf>,
+    /// Set a key of the run file. The value is TOML; other text is a string.
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
 }
 
 /// A run file that is being tried.
@@ -71,6 +78,10 @@ struct Draft<'a> {
     epoch_steps: u64,
     /// Whether prompts can be left out of the loss.
     has_completions: bool,
+    /// Names of chat templates, if the data needs one and the tokenizer has none.
+    templates: Option<String>,
+    /// Minutes between checkpoints, for a state in memory.
+    checkpoint_min: Option<u64>,
 }
 
 /// Writes the run file with the largest micro-batch that fits, in the fastest place where one does.
@@ -104,6 +115,8 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
         validation_fraction: 0.0,
         epoch_steps: 1,
         has_completions: false,
+        templates: None,
+        checkpoint_min: None,
     };
     let text = draft.choose()?;
     let failed = |error: std::io::Error| match error.kind() {
@@ -120,6 +133,17 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
             "warning: {} has no weights: the run starts with random ones (model.init)",
             dir.display()
         );
+    }
+    if let Some(names) = &draft.templates {
+        outln!(
+            "warning: the tokenizer has no chat template, which conversations need: set data.chat_template in {} to {names}, or to a file",
+            out.display()
+        );
+        outln!(
+            "wrote {}; next: set data.chat_template there, then trainer train {0}",
+            out.display()
+        );
+        return Ok(());
     }
     outln!("wrote {}; next: trainer train {0}", out.display());
     Ok(())
@@ -155,7 +179,14 @@ impl Draft<'_> {
         let hardware = Hardware::new(&self.settings()?, &Overrides::default());
         self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
-        let mut windows = length(&settings)?.windows;
+        let mut windows = match length(&settings) {
+            Err(DataError::NoTemplate { names, .. }) => {
+                self.templates = Some(names);
+                settings = self.settings()?;
+                length(&settings)?.windows
+            }
+            found => found?.windows,
+        };
         while windows < EPOCH_STEPS_MIN && self.seq_len >= 2 * SEQ_LEN_MIN {
             self.seq_len /= 2;
             settings = self.settings()?;
@@ -184,12 +215,15 @@ impl Draft<'_> {
             // Of equal steps the first is taken, which is the nearest place.
             let best = (found.iter())
                 .filter(|place| place.fits && place.device_bytes <= free)
+                .filter(|place| self.args.nvme.is_empty() || place.device_bytes > 0)
                 .min_by(|a, b| a.step_s.total_cmp(&b.step_s));
             if let Some(best) = best {
                 self.place = best.place;
                 return self.with_plan(hardware, windows);
             }
-            let drives = found.iter().filter(|place| place.fits);
+            let drives = found
+                .iter()
+                .filter(|place| place.fits && place.device_bytes > 0);
             let drives = drives.map(|place| {
                 format!(
                     "drives: the state takes {}, more than is free in {}: name other directories with --nvme",
@@ -209,10 +243,13 @@ impl Draft<'_> {
     }
 
     /// Returns the run file with its plan as comments.
-    fn with_plan(&self, hardware: Hardware, windows: u64) -> anyhow::Result<String> {
+    fn with_plan(&mut self, hardware: Hardware, windows: u64) -> anyhow::Result<String> {
         let mut settings = self.settings()?;
         settings.set_windows(windows)?;
         let mut plan = Plan::new(&settings, hardware)?;
+        if !settings.placement.has_store() {
+            self.checkpoint_min = (plan.checkpoints.as_ref()).map(CheckpointsPlan::interval_min);
+        }
         plan.epochs = Some(settings.epochs(windows));
         let mut text = format!(
             "# A run of {} on this machine, written by `trainer init`. Its paths are relative to the directory in which `trainer init` was called.\n#\n",
@@ -222,15 +259,22 @@ impl Draft<'_> {
             text += &format!("# {line}\n");
         }
         text += "#\n# The length of the data is estimated. `trainer plan` shows the whole plan, docs/training.md explains the keys.\n\n";
-        Ok(text + &self.text())
+        Ok(text + &self.text(self.templates.as_ref().map(|names| {
+            format!("# chat_template = \"{PLANNED_TEMPLATE}\" # the tokenizer has none: choose {names}, or name a file\n")
+        }))?)
     }
 
     fn settings(&self) -> anyhow::Result<RunSettings> {
-        let tree: Value = toml::from_str(&self.text())?;
+        // The choice between templates hardly changes a plan.
+        let template = self.templates.is_some();
+        let template = template.then(|| format!("chat_template = \"{PLANNED_TEMPLATE}\"\n"));
+        let tree: Value = toml::from_str(&self.text(template)?)?;
         Ok(check(tree, &self.name, None)?)
     }
 
-    fn text(&self) -> String {
+    /// Returns the run file, with a line for the chat template if one must be chosen.
+    fn text(&self, template: Option<String>) -> anyhow::Result<String> {
+        let template = template.unwrap_or_default();
         let quoted = |path: &Path| Value::from(path.to_string_lossy()).to_string();
         let list = |paths: &[PathBuf]| {
             let paths: Vec<String> = paths.iter().map(|path| quoted(path)).collect();
@@ -265,6 +309,12 @@ impl Draft<'_> {
             }
             _ => "",
         };
+        let checkpoints = match self.checkpoint_min {
+            Some(minutes) => format!(
+                "checkpoint_every = \"{minutes}min\" # a crash loses what came after the last one: the state is in memory\n"
+            ),
+            None => String::new(),
+        };
         let (fraction, validation) = (self.validation_fraction, self.validation_fraction > 0.0);
         let [fraction, evaluation] = match validation {
             true => [
@@ -279,7 +329,7 @@ impl Draft<'_> {
             }
             false => "",
         };
-        format!(
+        let text = format!(
             r#"train_micro_batch_size_per_gpu = {micro_batch} # sequences computed at a time
 gradient_accumulation_steps = {accumulation} # a step has the product of both
 
@@ -301,11 +351,11 @@ path = {model}
 {init}
 [data]
 files = {data}
-{loss_on}{fraction}
+{template}{loss_on}{fraction}
 [train]
 epochs = {epochs} # passes over the data, of about {epoch_steps} each
 seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
-{evaluation}run_dir = {run_dir}
+{checkpoints}{evaluation}run_dir = {run_dir}
 {resident}"#,
             micro_batch = self.micro_batch,
             accumulation = self.step_sequences / self.micro_batch,
@@ -319,6 +369,64 @@ seq_len = {seq_len} # tokens; longer documents are cut, and a start counts them
             seq_len = self.seq_len,
             epoch_steps = Counted(self.epoch_steps, "step"),
             run_dir = quoted(&Path::new("runs").join(&self.name)),
-        )
+        );
+        with_sets(text, &self.args.sets)
+    }
+}
+
+/// Sets keys in a run file, whose comments stay.
+fn with_sets(text: String, sets: &[String]) -> anyhow::Result<String> {
+    if sets.is_empty() {
+        return Ok(text);
+    }
+    let mut file: toml_edit::DocumentMut = text.parse()?;
+    for set in sets {
+        let Some((key, value)) = set.split_once('=') else {
+            anyhow::bail!("--set {set}: expected KEY=VALUE");
+        };
+        let parsed = value.trim().parse::<toml_edit::Value>();
+        let value = parsed.unwrap_or_else(|_| value.trim().into());
+        let mut parts = key.trim().split('.').peekable();
+        let mut table: &mut dyn toml_edit::TableLike = file.as_table_mut();
+        while let Some(part) = parts.next() {
+            if parts.peek().is_none() {
+                table.insert(part, toml_edit::value(value));
+                break;
+            }
+            let item = table.entry(part).or_insert_with(toml_edit::table);
+            table = item
+                .as_table_like_mut()
+                .ok_or_else(|| anyhow::anyhow!("--set {set}: {part} is not a table"))?;
+        }
+    }
+    Ok(file.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_set_key_replaces_or_joins_those_of_the_file() {
+        let text = "a = 1 # first\n\n[data]\nfiles = [\"x\"] # which\nparams = { lr = 1.0 }\n";
+        let sets = [
+            "data.chat_template=chatml",
+            "data.params.lr=2e-5",
+            "a=[2]",
+            "new.b=true",
+        ];
+        let found = with_sets(text.into(), &sets.map(String::from)).unwrap();
+        for line in [
+            "a = [2]",
+            "chat_template = \"chatml\"",
+            "files = [\"x\"] # which",
+            "lr = 2e-5",
+            "[new]\nb = true",
+        ] {
+            assert!(found.contains(line), "{found}");
+        }
+        for wrong in ["a", "a.b=1"] {
+            assert!(with_sets(text.into(), &[wrong.into()]).is_err());
+        }
     }
 }

@@ -5,6 +5,7 @@ pub(crate) mod init;
 pub(crate) mod launch;
 pub(crate) mod plan;
 pub(crate) mod preview_data;
+pub(crate) mod relocate;
 pub(crate) mod remove;
 pub(crate) mod runs;
 pub(crate) mod source;

@@ -6,13 +6,16 @@ use clap::Args;
 use offload_support::console::out;
 use offload_support::{errln, outln};
 use serde_json::json;
+use swapper::Daemon;
 use trainer::config::RunSettings;
 use trainer::data::{self, length};
+use trainer::open::check_drives;
 use trainer::plan::{
-    Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, Question, REPORT_VERSION,
-    Refusal, parse_count, parse_drives, parse_memory, parse_rate, places, read_model,
+    Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, PlanError, Question,
+    REPORT_VERSION, Refusal, parse_count, parse_drives, parse_memory, parse_rate, places,
+    read_model,
 };
-use training_state::run::resolved;
+use training_state::run::{RunId, resolved};
 
 /// Examples shown below the options.
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -241,6 +244,7 @@ fn plan_run(
     let hardware = Hardware::new(settings, &args.machine.overrides());
     let mut plan = Plan::new(settings, hardware.clone());
     let mut warnings = settings.warnings.clone();
+    warnings.extend(check_drives(settings).err().map(|error| error.to_string()));
     let missing = settings.placement.nvme_paths.iter();
     warnings.extend(missing.filter(|dir| !dir.exists()).map(|dir| {
         format!(
@@ -250,11 +254,21 @@ fn plan_run(
     }));
     if let Ok(plan) = &mut plan {
         plan.epochs = length.map(|length| settings.epochs(length.windows));
+        warnings.extend(plan.loss_warning(settings));
         let run_dir = resolved(&settings.train.run_dir);
         // A path of another machine says nothing about this machine's root file system.
         let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();
         if run_dir.ancestors().any(is_here) {
             warnings.extend(plan.check_space(settings, &run_dir, Beginning::found(&run_dir))?);
+        }
+        if let Some(socket) = &settings.offload.socket {
+            let job = RunId::of(&run_dir).0.job;
+            let checked = Daemon::connect(socket)
+                .map_err(PlanError::Daemon)
+                .and_then(|daemon| plan.check_daemon(&daemon, &job));
+            warnings.extend(checked.err().map(|error| {
+                format!("{error}; so this plan does not know what offloadd lets this user have")
+            }));
         }
     }
     if args.json {

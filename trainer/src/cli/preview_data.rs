@@ -4,6 +4,7 @@ use offload_support::{console, outln};
 use trainer::config::RunSettings;
 use trainer::data::show::{Marks, show};
 use trainer::data::{Corpus, Frame};
+use trainer::open::check_drives;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer preview-data RUN.toml                                   # three samples; tokens outside the loss are dim
@@ -12,11 +13,16 @@ pub(crate) const EXAMPLES: &str = "Examples:
 
 /// Tokenizes the data into the cache that the run will use, and prints the first samples.
 pub(crate) fn preview(settings: &RunSettings, samples: u64) -> anyhow::Result<()> {
+    check_drives(settings)?;
     let corpus = Corpus::find(&settings.data, &Frame::of(settings))?;
     outln!("{}", corpus.describe());
     corpus.prepare(settings, &mut |note| outln!("{note}"))?;
     let data = corpus.open(settings)?;
-    outln!("{}\n", data.describe());
+    outln!("{}", data.describe());
+    for warning in data.warnings() {
+        outln!("warning: {warning}");
+    }
+    outln!("");
     let marks = if console::in_colour(&std::io::stdout()) {
         Marks::Colours
     } else {

@@ -26,16 +26,16 @@ impl SourceArgs {
         read(&self.file, &self.deepspeed, &self.sets, ranks)
     }
 
-    /// Like [`SourceArgs::settings`], for a run that starts with the weights in `from`, if given.
-    pub(crate) fn settings_from(
+    /// Like [`SourceArgs::settings`], with the paths that were given to options as values of these keys.
+    pub(crate) fn settings_with(
         &self,
-        from: Option<&Path>,
+        paths: [(&str, Option<&Path>); 2],
         ranks: Option<u32>,
     ) -> anyhow::Result<RunSettings> {
         let mut sets = self.sets.clone();
-        if let Some(from) = from {
-            let path = toml::Value::String(from.to_string_lossy().into_owned());
-            sets.push(format!("model.from={path}"));
+        for (key, path) in paths {
+            let path = path.map(|path| toml::Value::String(path.to_string_lossy().into_owned()));
+            sets.extend(path.map(|path| format!("{key}={path}")));
         }
         read(&self.file, &self.deepspeed, &sets, ranks)
     }

@@ -30,13 +30,14 @@ pub(super) fn forward(
 }
 
 /// Adds the gradients of the unit `layout` to `grads`: `grad_output` summed for each token's row and for each
-/// position's. The sum is in fp32 at least, because a frequent token's sum in bf16 would stop growing.
+/// position's, except to the row of the token `untrained`. The sum is in fp32 at least, because a frequent token's sum in bf16 would stop growing.
 pub(super) fn backward(
     layout: &UnitLayout,
     ids: &Tensor,
     documents: Option<&Documents>,
     masks: &Masks,
     grad_output: &Tensor,
+    untrained: Option<usize>,
     grads: &mut GradSink,
 ) -> Result<(), ComputeError> {
     let wide = at_least_fp32(grad_output.kind());
@@ -47,10 +48,12 @@ pub(super) fn backward(
         let param = layout.find(member)?;
         Some((param, layout.params[param].shape[0] as i64))
     };
+    // PyTorch's number for no row.
+    let untrained = untrained.map_or(-1, |id| id as i64);
     let (table, vocab_size) = rows_of(ParamRole::Embedding).expect("an embedding has a table");
     grads.add(
         table,
-        Tensor::f_embedding_dense_backward(&grad, ids, vocab_size, -1, false)?,
+        Tensor::f_embedding_dense_backward(&grad, ids, vocab_size, untrained, false)?,
     )?;
     if let Some((positions, rows)) = rows_of(ParamRole::Positions) {
         grads.add(

@@ -358,7 +358,8 @@ impl Engine {
         let masks = self.masks(0, batch.first_sample);
         let documents = batch.documents.as_deref();
         let (unit, grad) = (&self.units[0], &grad_output.tensor);
-        embedding::backward(unit, &ids, documents, &masks, grad, grads)
+        let untrained = self.config.pad_token_id;
+        embedding::backward(unit, &ids, documents, &masks, grad, untrained, grads)
     }
 
     /// Returns the operators of explicit blocks, if blocks have an explicit backward.

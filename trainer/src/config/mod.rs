@@ -13,9 +13,11 @@ use serde_json::Value;
 
 pub use settings::{
     ActivationsChoice, Batch, DataFile, DataSettings, DeviceChoice, Durability, FirstWeights,
-    GradientsChoice, Interval, LossOn, OffloadSettings, OptimizerDevice, OptimizerStep, Packing,
-    Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice, TrainSettings,
+    GradientsChoice, Interval, LossOn, OffloadSettings, OnBadRecord, OptimizerDevice,
+    OptimizerStep, Packing, Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice,
+    TrainSettings,
 };
+pub(crate) use summary::summary_of_schedule;
 pub use training_settings::keys::listing;
 pub use training_settings::{
     Decaying, DynamicScale, Fraction, LrSchedule, MomentsType, MomentumCycle, OneCycle,

@@ -1,6 +1,7 @@
 //! Checked settings of a run. A value of these types has been through `resolve/`, so no field contradicts
 //! another.
 
+use std::fmt;
 use std::path::PathBuf;
 
 use offload_support::units::Counted;
@@ -120,6 +121,25 @@ impl RunSettings {
         (self.train.steps as f64 * self.step_samples() as f64) / windows.max(1) as f64
     }
 
+    /// Whether these settings make checkpoints, during the run or at its end.
+    pub(crate) fn makes_checkpoints(&self) -> bool {
+        let train = &self.train;
+        !self.placement.has_store()
+            || train.checkpoint_every != Interval::Never
+            || train.checkpoint_best
+            || train.export_to.is_some()
+    }
+
+    /// Directory outside of the run directory that only the checkpoints of the run `job` use.
+    pub(crate) fn checkpoints_elsewhere(&self, job: &str) -> Option<PathBuf> {
+        let dir = self.train.checkpoint_dir.as_ref()?;
+        Some(
+            std::path::absolute(dir)
+                .unwrap_or_else(|_| dir.clone())
+                .join(job),
+        )
+    }
+
     /// Windows of one step, over all ranks.
     pub fn step_samples(&self) -> u64 {
         self.batch.samples() * u64::from(self.ranks)
@@ -207,8 +227,19 @@ pub struct DataSettings {
     /// Whether windows are shuffled by the seed, differently in each epoch; otherwise they follow the order
     /// of the files.
     pub shuffle: bool,
+    pub on_bad_record: OnBadRecord,
     /// Directory of a token cache shared with other runs; `None` for the run directory.
     pub cache: Option<PathBuf>,
+}
+
+/// What happens if a record cannot be read or does not suit the chat template.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OnBadRecord {
+    /// The run is refused.
+    Error,
+    /// The record is left out, counted and named.
+    Skip,
 }
 
 /// A file of data, or a directory of such files.
@@ -304,7 +335,7 @@ pub enum LossOn {
     Completions,
 }
 
-/// Times between evaluations.
+/// Times between evaluations, or between checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Interval {
@@ -312,6 +343,37 @@ pub enum Interval {
     Steps(u64),
     /// The end of each pass over the training data.
     Epoch,
+    /// The first step that ends at least this many seconds after the checkpoint before. Evaluations have no such
+    /// interval: they may end a run, so they must not depend on the machine.
+    Seconds(u64),
+}
+
+impl Interval {
+    /// The value in a run file.
+    pub(super) fn written(self) -> serde_json::Value {
+        match self {
+            Self::Never => 0.into(),
+            Self::Steps(steps) => steps.into(),
+            Self::Epoch => "epoch".into(),
+            Self::Seconds(seconds) => format!("{seconds}s").into(),
+        }
+    }
+}
+
+impl fmt::Display for Interval {
+    /// Completes "a checkpoint is made ...".
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Never => f.write_str("never"),
+            Self::Steps(1) => f.write_str("every step"),
+            Self::Steps(steps) => write!(f, "every {steps} steps"),
+            Self::Epoch => f.write_str("every epoch"),
+            Self::Seconds(seconds) if seconds.is_multiple_of(60) => {
+                write!(f, "every {} min", seconds / 60)
+            }
+            Self::Seconds(seconds) => write!(f, "every {seconds} s"),
+        }
+    }
 }
 
 /// Length, reports and directory of the run.
@@ -334,11 +396,12 @@ pub struct TrainSettings {
     /// Directory to which the finished run exports its weights.
     pub export_to: Option<PathBuf>,
     pub log_every: u64,
-    /// Steps between checkpoints; 0: none, except that a run without a store makes one at its end and on
-    /// SIGTERM.
-    pub checkpoint_every: u64,
+    /// Times of checkpoints. A run without a store also makes one at its end and when a signal ends it.
+    pub checkpoint_every: Interval,
     /// Number of newest checkpoints to keep; 0: all.
     pub checkpoints_kept: u64,
+    /// Directory for checkpoints that `run_dir` has no room for.
+    pub checkpoint_dir: Option<PathBuf>,
     /// Whether every node that does not share `run_dir` with the others keeps every checkpoint whole.
     pub checkpoints_on_each_node: bool,
     pub run_dir: PathBuf,

@@ -29,7 +29,7 @@ impl RunSettings {
                 },
                 groups(&optimizer.groups)
             ),
-            format!("schedule  {}", schedule(&self.lr)),
+            format!("schedule  {}", summary_of_schedule(&self.lr)),
             format!("clipping  {}", self.clipping()),
             format!(
                 "precision {}{}",
@@ -66,7 +66,8 @@ fn groups(groups: &[ParamGroupSettings]) -> String {
     groups.iter().map(of).collect()
 }
 
-fn schedule(schedule: &LrSchedule) -> String {
+/// Describes the learning rates of a run.
+pub(crate) fn summary_of_schedule(schedule: &LrSchedule) -> String {
     match schedule {
         LrSchedule::Constant {
             lr,

@@ -4,7 +4,7 @@ use serde_json::{Map, Value, json};
 
 use training_settings::keys::join;
 
-use super::{Interval, OptimizerKind, RunSettings};
+use super::{OptimizerKind, RunSettings};
 
 impl RunSettings {
     /// Returns lines `key = value` that make a run file with these settings: the given ones, and the defaults that
@@ -32,14 +32,11 @@ impl RunSettings {
             "offload": own["offload"],
         });
         // Written in another form above, or derived from other settings at each start.
-        for key in ["epochs", "stop_after", "eval_every"] {
+        for key in ["epochs", "stop_after"] {
             remove(&mut defaults, "train", key);
         }
-        defaults["train"]["eval_every"] = match self.train.eval_every {
-            Interval::Never => 0.into(),
-            Interval::Steps(steps) => steps.into(),
-            Interval::Epoch => "epoch".into(),
-        };
+        defaults["train"]["eval_every"] = self.train.eval_every.written();
+        defaults["train"]["checkpoint_every"] = self.train.checkpoint_every.written();
         if optimizer.kind == OptimizerKind::Lion {
             remove(&mut defaults["optimizer"], "params", "eps");
         }

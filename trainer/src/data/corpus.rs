@@ -7,12 +7,14 @@ use super::make::{are_whole, ensure};
 use super::read::{Found, Kind, find, first};
 use super::tokenize::{Encoding, Tokenizer, Wanted};
 use super::{Data, DataError};
-use crate::config::{DataFile, DataSettings, Interval, Packing, RecordFormat, RunSettings};
+use crate::config::{
+    DataFile, DataSettings, Interval, LossOn, OnBadRecord, Packing, RecordFormat, RunSettings,
+};
 use training_state::fingerprint::Fingerprint;
 use training_state::run::{resolved, tokens_dir};
 
 /// Version of the tokenization; raised when the same files would give other tokens.
-const TOKENS_VERSION: u64 = 3;
+const TOKENS_VERSION: u64 = 4;
 
 /// Data of a run before it is tokenized.
 pub struct Corpus {
@@ -22,6 +24,7 @@ pub struct Corpus {
     pub(super) seq_len: usize,
     pub(super) shuffle: bool,
     pub(super) cross_document_attention: bool,
+    pub(super) on_bad_record: OnBadRecord,
     pub(super) evaluates: bool,
     pub(super) train: Part,
     /// Files of `data.eval_files`.
@@ -118,7 +121,8 @@ impl Corpus {
             refuse_same(&found, eval)?;
         }
         // The tokenizer is not known yet; any bytes are accepted while determining the kind.
-        let kind = first(&found.sources, "data.files", true)?.map(|first| first.kind);
+        let skips = settings.on_bad_record == OnBadRecord::Skip;
+        let kind = first(&found.sources, "data.files", true, skips)?.map(|first| first.kind);
         let tokenizer = Tokenizer::open(&Wanted {
             tokenizer: settings.tokenizer.as_deref(),
             template: settings.chat_template.as_deref(),
@@ -139,6 +143,7 @@ impl Corpus {
             seq_len: frame.seq_len,
             shuffle: settings.shuffle,
             cross_document_attention: settings.cross_document_attention,
+            on_bad_record: settings.on_bad_record,
             evaluates: frame.evaluates,
             train: Part {
                 name: "training text",
@@ -168,7 +173,7 @@ impl Corpus {
         {
             let entries = 0..part.entries.len();
             for entry in entries {
-                let first = first(part.found.of(entry), part.setting, any_bytes)?;
+                let first = first(part.found.of(entry), part.setting, any_bytes, skips)?;
                 part.kind = part.kind.or(first.map(|first| first.kind));
                 let records = first.and_then(|first| first.records);
                 if let Some(records) = records.filter(|records| !part.records.contains(records)) {
@@ -185,6 +190,11 @@ impl Corpus {
             part.key = key;
         }
         Ok(corpus)
+    }
+
+    /// Returns whether some tokens of `part` may not count in the loss.
+    pub(super) fn some_count(&self, part: &Part) -> bool {
+        self.encoding.loss_on == LossOn::Completions || part.kind == Some(Kind::Ids)
     }
 
     /// Returns the upper limit (exclusive) of the token ids of `part`.
@@ -272,11 +282,12 @@ impl Corpus {
         number(self.tokenizer.fingerprint());
         number(self.encoding.loss_on as u64);
         number(self.packing as u64);
-        // Packing whole documents depends on the window's length.
+        // Packing whole documents depends on the window's length, and so does leaving windows out.
         number(match self.packing {
-            Packing::Concatenate => 0,
-            Packing::Documents => self.seq_len as u64,
+            Packing::Concatenate if !self.some_count(part) => 0,
+            Packing::Concatenate | Packing::Documents => self.seq_len as u64,
         });
+        number(self.on_bad_record as u64);
         number(u64::from(
             self.shuffle || self.packing == Packing::Concatenate,
         ));

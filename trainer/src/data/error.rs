@@ -2,12 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::RelativeTo;
+
 use super::read::Place;
 
 /// Error in a run's data.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
-    #[error("{key}: cannot read {}: {source}{}", path.display(), hub_hint(path, source))]
+    #[error("{key}: cannot read {}{}: {source}{}", path.display(), RelativeTo::after(path, source), hub_hint(path, source))]
     Read {
         key: &'static str,
         path: PathBuf,
@@ -47,6 +49,11 @@ pub enum DataError {
     /// A file whose records cannot be found.
     #[error("{} is damaged: {message}", path.display())]
     Damaged { path: PathBuf, message: String },
+    #[error(
+        "data.tokenizer: conversations need a chat template, but {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to the name of a known template ({names}) or to a file",
+        dir.display()
+    )]
+    NoTemplate { dir: PathBuf, names: String },
     #[error("{key}: {message}")]
     Setting { key: &'static str, message: String },
     #[error(
@@ -69,9 +76,13 @@ pub enum DataError {
         seq_len: usize,
     },
     #[error(
-        "data.loss_on: none of the {tokens} tokens of the {part} count in the loss: \"completions\" needs data with completions"
+        "data.loss_on: no token of the {part} counts in the loss, so there is nothing to learn: {findings}"
     )]
-    NothingCounts { part: &'static str, tokens: u64 },
+    NothingCounts {
+        part: &'static str,
+        /// What was found in the data.
+        findings: String,
+    },
     #[error("{cache}: cannot {verb} {}: {source}", path.display(), cache = "data.cache")]
     Cache {
         verb: &'static str,

@@ -4,11 +4,12 @@ use rayon::prelude::*;
 
 use super::cache::{Claim, Header, Stored, Writer, claim, elem_bytes};
 use super::corpus::{Corpus, Part};
-use super::packing::{Packer, stride, windows};
-use super::read::{self, PIECE_BYTES, Piece};
-use super::tokenize::Tokenizer;
+use super::findings::{Finding, Findings, Kind};
+use super::packing::{Order, Packer, stride, windows};
+use super::read::{self, PIECE_BYTES, Piece, Place, Reading};
+use super::tokenize::{Encoded, NOT_COUNTED, Tokenizer};
 use super::{DataError, too_short};
-use crate::config::{LossOn, Packing};
+use crate::config::{OnBadRecord, Packing};
 use offload_support::progress::{Audience, Progress, Unit};
 
 /// Text that is tokenized at a time by all threads.
@@ -110,8 +111,13 @@ fn make(
             corpus.packing,
             corpus.seq_len,
             corpus.tokenizer.padding(),
-            corpus.shuffle,
+            if corpus.shuffle {
+                Order::Any
+            } else {
+                Order::Files
+            },
             corpus.cross_document_attention,
+            corpus.some_count(part),
         ),
     };
     let total = (part.found.sources.iter())
@@ -121,6 +127,7 @@ fn make(
     let any_bytes = matches!(corpus.tokenizer, Tokenizer::Bytes);
     let mut kind = None;
     let mut before: Option<Whole> = None;
+    let mut skipped = Findings::default();
     // Number of the entry's first document.
     let mut first = 0;
     for (number, entry) in part.entries.iter().enumerate() {
@@ -132,38 +139,52 @@ fn make(
             let mut wanted = None;
             let sources = part.found.sources.iter();
             for source in sources.filter(|source| source.entry == number) {
-                let read =
-                    read::documents(source, part.setting, any_bytes, &mut kind, &mut |piece| {
-                        work.add(piece.bytes);
-                        if piece.after.is_none() {
-                            if Some(index) == entry.max_samples {
-                                return Err(DataError::Enough);
-                            }
-                            let copies = copies(index, entry.weight);
-                            let held = !part.by_tail()
-                                && is_held_out(first + used, part.validation_fraction);
-                            // Documents for validation are used once.
-                            let taken = copies > pass && (pass == 0 || !held);
-                            wanted = taken.then_some(held);
-                            index += 1;
-                            used += u64::from(copies > 0);
+                let mut bad = |place: Place, message: String| {
+                    if corpus.on_bad_record == OnBadRecord::Error {
+                        return Err(DataError::Record { place, message });
+                    }
+                    // Other passes would count it again.
+                    if pass == 0 {
+                        skipped.add(Finding::of(Kind::Records, true, message), &place);
+                    }
+                    Ok(())
+                };
+                let reading = Reading {
+                    key: part.setting,
+                    any_bytes,
+                    bad: &mut bad,
+                };
+                let read = read::documents(source, reading, &mut kind, &mut |piece| {
+                    work.add(piece.bytes);
+                    if piece.after.is_none() {
+                        if Some(index) == entry.max_samples {
+                            return Err(DataError::Enough);
                         }
-                        let Some(held) = wanted else { return Ok(()) };
-                        // The following piece shows whether this one was its document's last.
-                        let next = Whole {
-                            ends: true,
-                            piece,
-                            held,
-                        };
-                        let starts = next.piece.after.is_none();
-                        match before.replace(next) {
-                            Some(whole) => making.take(Whole {
-                                ends: starts,
-                                ..whole
-                            }),
-                            None => Ok(()),
-                        }
-                    });
+                        let copies = copies(index, entry.weight);
+                        let held =
+                            !part.by_tail() && is_held_out(first + used, part.validation_fraction);
+                        // Documents for validation are used once.
+                        let taken = copies > pass && (pass == 0 || !held);
+                        wanted = taken.then_some(held);
+                        index += 1;
+                        used += u64::from(copies > 0);
+                    }
+                    let Some(held) = wanted else { return Ok(()) };
+                    // The following piece shows whether this one was its document's last.
+                    let next = Whole {
+                        ends: true,
+                        piece,
+                        held,
+                    };
+                    let starts = next.piece.after.is_none();
+                    match before.replace(next) {
+                        Some(whole) => making.take(Whole {
+                            ends: starts,
+                            ..whole
+                        }),
+                        None => Ok(()),
+                    }
+                });
                 match read {
                     Err(DataError::Enough) => break,
                     other => other?,
@@ -177,10 +198,12 @@ fn make(
     }
     making.tokenize()?;
     making.packer.finish()?;
+    writer.findings().extend(&skipped);
     finish(corpus, part, writer)
 }
 
-fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataError> {
+fn finish(corpus: &Corpus, part: &Part, mut writer: Writer<'_>) -> Result<(), DataError> {
+    let findings = writer.findings().lines();
     let header = writer.header();
     let last_held = match part.by_tail() {
         false => 0,
@@ -209,15 +232,18 @@ fn finish(corpus: &Corpus, part: &Part, writer: Writer<'_>) -> Result<(), DataEr
             corpus.evaluates && part.validation_fraction > 0.0,
         ),
     ];
+    let documents = header.documents;
     for (name, elems, counted, needed) in held {
-        if needed && windows(corpus.packing, corpus.seq_len, elems) == 0 {
-            return Err(too_short(corpus, name, elems));
-        }
-        if needed && corpus.encoding.loss_on == LossOn::Completions && counted == 0 {
+        // What counts in the end of a text is counted with the rest.
+        let is_known = needed && (name == part.name || !part.by_tail());
+        if is_known && corpus.some_count(part) && counted == 0 && documents > 0 {
             return Err(DataError::NothingCounts {
                 part: name,
-                tokens: elems,
+                findings: findings.join("; "),
             });
+        }
+        if needed && windows(corpus.packing, corpus.seq_len, elems) == 0 {
+            return Err(too_short(corpus, name, elems));
         }
     }
     writer.finish(last_held)?;
@@ -248,7 +274,7 @@ impl Making<'_, '_, '_> {
         let batch = std::mem::take(&mut self.batch);
         self.batch_bytes = 0;
         let corpus = self.corpus;
-        let encoded: Vec<Result<Vec<Vec<u32>>, String>> = self.pool.install(|| {
+        let encoded: Vec<Result<Encoded, String>> = self.pool.install(|| {
             let pieces = batch.par_iter().map(|Whole { piece, ends, .. }| {
                 let Piece {
                     document, after, ..
@@ -257,20 +283,44 @@ impl Making<'_, '_, '_> {
             });
             pieces.collect()
         });
-        for (Whole { piece, ends, held }, ids) in batch.into_iter().zip(encoded) {
-            let ids = ids.map_err(|message| DataError::Record {
-                place: piece.place,
-                message,
-            })?;
-            let (last, earlier) = ids.split_last().expect("at least one document");
+        for (Whole { piece, ends, held }, encoded) in batch.into_iter().zip(encoded) {
+            let place = &piece.place;
+            let is_record = piece.records.is_some();
+            let Encoded {
+                documents,
+                findings,
+            } = match encoded {
+                Ok(encoded) => encoded,
+                Err(message) if is_record && corpus.on_bad_record == OnBadRecord::Skip => {
+                    let finding = Finding::of(Kind::Records, true, message);
+                    self.packer.writer().findings().add(finding, place);
+                    continue;
+                }
+                Err(message) => {
+                    return Err(DataError::Record {
+                        place: piece.place,
+                        message,
+                    });
+                }
+            };
+            let found = self.packer.writer().findings();
+            for finding in findings {
+                found.add(finding, place);
+            }
+            let (last, earlier) = documents.split_last().expect("at least one document");
+            if is_record && last.len() > 1 {
+                let is_wrong =
+                    earlier.is_empty() && last[1..].iter().all(|id| id & NOT_COUNTED != 0);
+                found.add(Finding::of(Kind::Documents, is_wrong, String::new()), place);
+            }
             for ids in earlier {
-                self.packer.begin(held);
+                self.packer.begin(held, place);
                 self.packer.writer().repeated();
                 self.packer.add(ids)?;
                 self.packer.end()?;
             }
             if piece.after.is_none() {
-                self.packer.begin(held);
+                self.packer.begin(held, place);
                 if piece.document.is_unanswered() {
                     self.packer.writer().unanswered();
                 }

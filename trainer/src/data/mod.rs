@@ -13,6 +13,7 @@
 mod cache;
 mod corpus;
 mod error;
+mod findings;
 mod length;
 mod make;
 pub mod order;
@@ -28,6 +29,7 @@ use offload_support::units::Counted;
 use crate::compute::IGNORED;
 use crate::config::Packing;
 use cache::Stored;
+use findings::Findings;
 use training_state::fingerprint::Fingerprint;
 
 pub use corpus::{Corpus, Frame};
@@ -60,6 +62,7 @@ pub struct Data {
     records: String,
     files: usize,
     passed_over: usize,
+    findings: Findings,
 }
 
 /// Range of elements in a token file.
@@ -149,6 +152,13 @@ impl Data {
             records: corpus.records(),
             files: corpus.parts().map(|part| part.found.sources.len()).sum(),
             passed_over: corpus.parts().map(|part| part.found.passed_over).sum(),
+            findings: {
+                let mut findings = train.findings().clone();
+                if let Some(eval) = &eval {
+                    findings.extend(eval.findings());
+                }
+                findings
+            },
         })
     }
 
@@ -206,6 +216,11 @@ impl Data {
             text += &format!("; {} other files skipped", self.passed_over);
         }
         text
+    }
+
+    /// Describes what a person should know before a run trains on the data, each finding in a line.
+    pub fn warnings(&self) -> Vec<String> {
+        self.findings.lines()
     }
 
     /// Fingerprint of the tokens, to detect that they changed between two starts.

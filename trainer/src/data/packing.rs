@@ -10,12 +10,17 @@
 //! With `data.shuffle = false` documents keep their order: only one window is open, and the first document
 //! that does not fit closes it.
 //!
+//! A window in which no token counts would only cost time, and a step of such windows would move the weights without a reason
+//! (weight decay, momentum). Such windows are left out.
+//!
 //! The inputs of a window are all its elements except the last, the targets all except the first. The first
 //! element of a document is marked. It does not count with "documents", and wherever attention does not cross
 //! documents, because nothing of its document precedes it.
 
 use super::DataError;
 use super::cache::Writer;
+use super::findings::{Finding, Kind};
+use super::read::Place;
 use super::tokenize::{BEGINS, NOT_COUNTED};
 use crate::config::Packing;
 
@@ -39,6 +44,19 @@ pub(super) fn windows(packing: Packing, seq_len: usize, elems: u64) -> u64 {
     }
 }
 
+/// Returns whether an element counts in the loss.
+fn counts(elements: &[u32]) -> bool {
+    elements.iter().any(|element| element & NOT_COUNTED == 0)
+}
+
+/// Order of documents.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Order {
+    /// That of the files.
+    Files,
+    Any,
+}
+
 /// Packs documents in the order in which they arrive.
 pub(super) struct Packer<'w, 'f> {
     writer: &'w mut Writer<'f>,
@@ -47,7 +65,8 @@ pub(super) struct Packer<'w, 'f> {
     padding: u32,
     /// Open windows for training and for validation.
     open: [Vec<Vec<u32>>; 2],
-    open_max: usize,
+    /// `None` keeps documents in order.
+    open_max: Option<usize>,
     /// Elements of the current document that are not in a window yet; only used for whole documents.
     part: Vec<u32>,
     held: bool,
@@ -55,6 +74,20 @@ pub(super) struct Packer<'w, 'f> {
     first_marks: u32,
     /// Whether no element of the current document has come yet.
     begins: bool,
+    /// Elements of "concatenate" that fill no window yet, for training and for validation; `None` if all windows count.
+    blocks: Option<[Block; 2]>,
+    /// Where the current document comes from.
+    source: String,
+}
+
+/// Elements of a window besides its first one, which the window before has too.
+#[derive(Default)]
+struct Block {
+    elements: Vec<u32>,
+    /// Whether the first element of all windows was written.
+    is_begun: bool,
+    /// Whether the window before was left out, so that what follows has nothing before it.
+    is_after_gap: bool,
 }
 
 impl<'w, 'f> Packer<'w, 'f> {
@@ -63,8 +96,9 @@ impl<'w, 'f> Packer<'w, 'f> {
         packing: Packing,
         seq_len: usize,
         padding: u32,
-        any_order: bool,
+        order: Order,
         cross_document_attention: bool,
+        some_count: bool,
     ) -> Self {
         let window_elems = seq_len + 1;
         let open_max = (OPEN_BYTES_MAX / (4 * window_elems)).clamp(8, OPEN_MAX);
@@ -74,7 +108,7 @@ impl<'w, 'f> Packer<'w, 'f> {
             window_elems,
             padding,
             open: [Vec::new(), Vec::new()],
-            open_max: if any_order { open_max } else { 1 },
+            open_max: (order == Order::Any).then_some(open_max),
             part: Vec::new(),
             held: false,
             first_marks: match (packing, cross_document_attention) {
@@ -82,6 +116,8 @@ impl<'w, 'f> Packer<'w, 'f> {
                 _ => BEGINS | NOT_COUNTED,
             },
             begins: false,
+            blocks: (some_count && packing == Packing::Concatenate).then(Default::default),
+            source: String::new(),
         }
     }
 
@@ -89,8 +125,9 @@ impl<'w, 'f> Packer<'w, 'f> {
         self.writer
     }
 
-    /// Begins a document; `held` reserves it for validation.
-    pub(super) fn begin(&mut self, held: bool) {
+    /// Begins a document from `place`; `held` reserves it for validation.
+    pub(super) fn begin(&mut self, held: bool, place: &Place) {
+        self.source = place.to_string();
         self.writer.document();
         self.held = held;
         self.begins = true;
@@ -137,6 +174,11 @@ impl<'w, 'f> Packer<'w, 'f> {
             for window in std::mem::take(&mut self.open[usize::from(held)]) {
                 self.close(held, window)?;
             }
+            // What fills no window is dropped by whoever reads windows.
+            if let Some(blocks) = &mut self.blocks {
+                let rest = std::mem::take(&mut blocks[usize::from(held)].elements);
+                self.put(held, &rest)?;
+            }
         }
         Ok(())
     }
@@ -158,16 +200,24 @@ impl<'w, 'f> Packer<'w, 'f> {
                 at
             }
             None => {
+                // The window before is complete, because documents keep their order.
+                if self.open_max.is_none()
+                    && let Some(before) = open.pop()
+                {
+                    self.close(held, before)?;
+                }
+                let open = &mut self.open[usize::from(held)];
                 open.push(part);
                 open.len() - 1
             }
         };
+        let open = &mut self.open[usize::from(held)];
         if open[at].len() + 2 > self.window_elems {
             let full = open.remove(at);
             return self.close(held, full);
         }
-        if open.len() > self.open_max {
-            // The new window is the last one. With the order kept, the only other window is closed.
+        if self.open_max.is_some_and(|open_max| open.len() > open_max) {
+            // The new window is the last one.
             let others = 0..open.len() - 1;
             let fullest = others.max_by_key(|&at| (open[at].len(), usize::MAX - at));
             let fullest = open.remove(fullest.expect("at least one may wait"));
@@ -177,6 +227,10 @@ impl<'w, 'f> Packer<'w, 'f> {
     }
 
     fn close(&mut self, held: bool, mut window: Vec<u32>) -> Result<(), DataError> {
+        if !counts(&window[1..]) {
+            self.leave_out();
+            return Ok(());
+        }
         let filled = window.len();
         self.writer.padding(self.window_elems - filled);
         window.resize(self.window_elems, self.padding | NOT_COUNTED);
@@ -187,7 +241,43 @@ impl<'w, 'f> Packer<'w, 'f> {
         self.write(held, &window)
     }
 
+    /// Notes that a window is left out.
+    fn leave_out(&mut self) {
+        let finding = Finding::of(Kind::Windows, true, String::new());
+        let place = format!("up to {}", self.source);
+        self.writer.findings().add(finding, &place);
+    }
+
     fn write(&mut self, held: bool, elements: &[u32]) -> Result<(), DataError> {
+        let Some(blocks) = &mut self.blocks else {
+            return self.put(held, elements);
+        };
+        let mut block = std::mem::take(&mut blocks[usize::from(held)]);
+        for &element in elements {
+            if !std::mem::replace(&mut block.is_begun, true) {
+                self.put(held, &[element])?;
+                continue;
+            }
+            let is_first = block.is_after_gap && block.elements.is_empty();
+            let marks = if is_first { BEGINS | NOT_COUNTED } else { 0 };
+            block.elements.push(element | marks);
+            if block.elements.len() + 1 < self.window_elems {
+                continue;
+            }
+            block.is_after_gap = !counts(&block.elements);
+            match block.is_after_gap {
+                true => self.leave_out(),
+                false => self.put(held, &block.elements)?,
+            }
+            block.elements.clear();
+        }
+        if let Some(blocks) = &mut self.blocks {
+            blocks[usize::from(held)] = block;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, held: bool, elements: &[u32]) -> Result<(), DataError> {
         if held {
             self.writer.hold(elements)
         } else {

@@ -10,6 +10,7 @@
 //! they arrive and not kept. `OUT` appears complete or not at all. A killed export leaves `OUT.partial`,
 //! which the next one removes.
 
+mod own;
 mod shards;
 mod write;
 
@@ -26,6 +27,7 @@ use crate::open::RunError;
 use crate::reader::RunReader;
 use crate::weights::{Element, INDEX_FILE};
 use offload_support::progress::{Audience, Progress, Unit};
+pub(crate) use own::OwnExport;
 use shards::Shards;
 use training_state::run::{CheckpointName, ModelFiles, make_dir};
 use training_state::store::free_bytes;

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use offload_support::errln;
 use rustix::process::{Pid, Signal, kill_process};
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::LaunchError;
 use super::failure::{Failure, How};
@@ -39,7 +39,7 @@ pub(super) struct Members {
 
 /// Returns the status of a rank that was asked to stop and ended in order.
 fn stopped(status: ExitStatus) -> Option<u8> {
-    let asked = [SIGINT, SIGTERM].map(|signal| 128 + signal);
+    let asked = [SIGINT, SIGTERM, SIGHUP].map(|signal| 128 + signal);
     let code = status.code().filter(|code| asked.contains(code))?;
     Some(code as u8)
 }

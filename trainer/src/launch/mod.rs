@@ -3,7 +3,8 @@
 //!
 //! ```text
 //!   launch ──starts──▶ ranks               environment: torchrun's variables, and the rendezvous directory or address
-//!          ──SIGTERM, SIGINT──▶            each signal is forwarded: every rank ends after its step, with everything committed
+//!          ──SIGTERM, SIGINT, SIGHUP──▶    each signal is forwarded: every rank ends after its step, with everything committed
+//!          ──SIGUSR1──▶                    forwarded too: the ranks make a checkpoint after the next step
 //!          ◀──status──                     the first failure ends the others: SIGTERM, later SIGKILL. 128 plus the signal's
 //!                                          number is no failure: the rank was asked to stop, and the others end with it
 //!          ◀──heartbeats──▶ other nodes    each launcher tells the others why it ends, and notices when one is gone
@@ -47,13 +48,16 @@ use supervise::{Limits, supervise};
 /// Warning about a run whose rendezvous other machines reach and that has no job token.
 pub const OPEN_RENDEZVOUS: &str = "warning: the run has no job token, so any process that reaches its rendezvous can join or disturb it: set OFFLOADD_JOB_TOKEN to the same value on all nodes (`openssl rand -hex 16` makes one)";
 
+/// torchrun's environment variable with the number of restarts so far.
+const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
+
 /// Environment variable with the launcher's process id.
 const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
 
 /// Error of starting or ending ranks.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
+    #[error("cannot install handlers for signals: {0}")]
     Signals(std::io::Error),
     #[error("cannot create the ranks' rendezvous directory in {}: {source}", dir.display())]
     Dir {
@@ -192,10 +196,7 @@ fn meet(
         ("MASTER_PORT", meeting.port.to_string().into()),
         ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
         ("TORCHELASTIC_RUN_ID", "launch".into()),
-        (
-            "TORCHELASTIC_RESTART_COUNT",
-            agreed.round.to_string().into(),
-        ),
+        (RESTART_COUNT, agreed.round.to_string().into()),
         ("TORCHELASTIC_MAX_RESTARTS", most.to_string().into()),
         ("GROUP_RANK", agreed.own.to_string().into()),
         ("GROUP_WORLD_SIZE", agreed.members.len().to_string().into()),
@@ -222,7 +223,11 @@ fn alone(options: &Launch, number: u32) -> Result<Round, LaunchError> {
         number,
         first_rank: 0,
         ranks: options.ranks,
-        variables: vec![(DIR_VARIABLE, dir.path().into())],
+        variables: vec![
+            (DIR_VARIABLE, dir.path().into()),
+            // Ranks that were started again wait for a daemon that may be starting again too.
+            (RESTART_COUNT, number.to_string().into()),
+        ],
         nodes: None,
         _dir: Some(dir),
     })

@@ -1,4 +1,4 @@
-//! Requests to end: signals, and lines from a launcher on another machine that started this one.
+//! Requests to end or to make a checkpoint: signals, and lines from a launcher on another machine that started this one.
 //!
 //! Signals do not cross a remote shell, so a remote launcher reads its standard input: the job token in the first line,
 //! then a line for each signal. The input's end means that the other launcher is gone.
@@ -7,15 +7,20 @@ use std::io::{BufRead, BufReader, Read};
 use std::sync::mpsc::{Receiver, channel};
 
 use kernels_torch::collective::{CollectiveError, JobToken};
+use offload_support::signals::is_ignored;
 use rustix::process::Signal;
-use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
 
 use super::LaunchError;
 
-/// Lines that stand for signals.
-const INTERRUPT: &str = "interrupt";
-const TERMINATE: &str = "terminate";
+/// Forwarded signals, with the lines that stand for them.
+const SIGNALS: [(i32, Signal, &str); 4] = [
+    (SIGINT, Signal::INT, "interrupt"),
+    (SIGTERM, Signal::TERM, "terminate"),
+    (SIGHUP, Signal::HUP, "hang up"),
+    (SIGUSR1, Signal::USR1, "checkpoint"),
+];
 
 /// Longest line.
 const LINE_BYTES_MAX: u64 = 256;
@@ -27,10 +32,12 @@ pub(super) struct Requests {
 }
 
 impl Requests {
-    /// Receives SIGTERM and SIGINT from now on.
+    /// Receives the signals from now on, except SIGHUP if the launcher was made to ignore it, as by nohup.
     pub(super) fn new() -> Result<Requests, LaunchError> {
+        let numbers = SIGNALS.map(|(number, ..)| number).into_iter();
+        let numbers = numbers.filter(|&number| number != SIGHUP || !is_ignored(number));
         Ok(Requests {
-            signals: Signals::new([SIGTERM, SIGINT]).map_err(LaunchError::Signals)?,
+            signals: Signals::new(numbers).map_err(LaunchError::Signals)?,
             lines: None,
         })
     }
@@ -52,11 +59,10 @@ impl Requests {
         let (sender, lines) = channel();
         std::thread::spawn(move || {
             loop {
-                let request = match line(&mut input).as_deref() {
-                    Some(INTERRUPT) => Signal::INT,
-                    Some(TERMINATE) => Signal::TERM,
-                    Some(_) => continue,
-                    None => break,
+                let Some(word) = line(&mut input) else { break };
+                let known = SIGNALS.iter().find(|(.., name)| *name == word);
+                let Some(&(_, request, _)) = known else {
+                    continue;
                 };
                 if sender.send(request).is_err() {
                     return;
@@ -71,9 +77,9 @@ impl Requests {
 
     /// Requests since the last call.
     pub(super) fn pending(&mut self) -> Vec<Signal> {
-        let signals = self.signals.pending().map(|signal| match signal {
-            SIGINT => Signal::INT,
-            _ => Signal::TERM,
+        let signals = self.signals.pending().filter_map(|number| {
+            let known = SIGNALS.iter().find(|(known, ..)| *known == number);
+            known.map(|(_, signal, _)| *signal)
         });
         let mut pending: Vec<Signal> = signals.collect();
         pending.extend(self.lines.iter().flat_map(Receiver::try_iter));
@@ -83,10 +89,7 @@ impl Requests {
 
 /// Line that asks a remote launcher for `signal`.
 pub(super) fn line(signal: Signal) -> String {
-    let name = if signal == Signal::INT {
-        INTERRUPT
-    } else {
-        TERMINATE
-    };
-    format!("{name}\n")
+    let known = SIGNALS.iter().find(|(_, known, _)| *known == signal);
+    // A host is also told to end after another one has failed.
+    format!("{}\n", known.map_or("terminate", |(.., name)| name))
 }

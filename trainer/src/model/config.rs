@@ -59,6 +59,9 @@ pub struct ModelConfig {
     /// Sliding window, if blocks do not see all previous tokens.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sliding_window: Option<Window>,
+    /// Token whose row of the embedding is not trained, as in PyTorch's `Embedding(padding_idx)`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pad_token_id: Option<usize>,
 }
 
 /// Scaling of the rotary embedding's wavelengths.
@@ -127,6 +130,7 @@ impl Default for ModelConfig {
             max_position_embeddings: default_max_position_embeddings(),
             biases: Biases::default(),
             sliding_window: None,
+            pad_token_id: None,
         }
     }
 }

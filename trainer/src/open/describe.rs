@@ -5,16 +5,13 @@ use serde_json::{Value, json};
 
 use crate::config::{Durability, OptimizerKind, RunSettings};
 use crate::plan::Plan;
-use training_state::run::{RunDescription, resolved};
+use training_state::run::{RunDescription, STORE_IN_DIR, resolved};
 
 /// Version of the job layout that the store keeps beside a job.
 const LAYOUT_VERSION: u32 = 1;
 
 /// `store` value in `run.json` for state held by a shared daemon.
 pub(crate) const SHARED_STORE: &str = "with the daemon of offload.socket";
-
-/// `store` value in `run.json` for state that is kept only in checkpoints.
-pub(crate) const STORE_IN_DIR: &str = "in the run directory";
 
 /// Suffix of the `store` value in `run.json` for a store without durability.
 pub(crate) const IN_PLACE: &str = ", written in place";

@@ -14,7 +14,7 @@ use training_state::backend::BackendError;
 use training_state::metrics::MetricsError;
 use training_state::ranks::RankError;
 use training_state::run::{CheckpointError, DirError, StateError, daemon_dir, resolved};
-use training_state::store::StoreError;
+use training_state::store::{NotMounted, StoreError};
 
 /// Error of opening, reading or closing a run.
 #[derive(Debug, thiserror::Error)]
@@ -100,8 +100,30 @@ pub enum RunError {
         run_dir.display()
     )]
     OnNodes { run_dir: PathBuf, nodes: u32 },
+    #[error(
+        "the run in {} keeps its state {was}, and these settings keep it {now}: {remedy}. Or continue from a checkpoint with --resume-from STEP (`trainer runs` lists them), or in another train.run_dir",
+        run_dir.display()
+    )]
+    Elsewhere {
+        run_dir: PathBuf,
+        was: String,
+        now: String,
+        remedy: String,
+    },
+    #[error(transparent)]
+    NotMounted(#[from] NotMounted),
     #[error("the run in {} has committed nothing yet: train it for at least one step", run_dir.display())]
     NothingCommitted { run_dir: PathBuf },
+    #[error(
+        "the run in {} has no checkpoint yet: its {steps} steps are only in the memory of the running trainer. SIGUSR1 asks that trainer for a checkpoint; train.checkpoint_every = \"30min\" makes one every half hour",
+        run_dir.display()
+    )]
+    OnlyInMemory { run_dir: PathBuf, steps: u64 },
+    #[error(
+        "the run in {} ended without a checkpoint, and its {steps} steps were only in memory, so they are lost. Train it again, with train.checkpoint_every = \"30min\"",
+        run_dir.display()
+    )]
+    NothingKept { run_dir: PathBuf, steps: u64 },
 }
 
 impl From<BackendError> for RunError {

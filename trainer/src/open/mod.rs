@@ -6,6 +6,7 @@ mod describe;
 mod each_node;
 mod error;
 mod first;
+mod moved;
 mod opening;
 mod repair;
 mod run;
@@ -25,17 +26,19 @@ pub(crate) use run::OpenRun;
 pub(crate) use site::{Found, Site};
 
 use crate::accelerator;
-use crate::config::{FirstWeights, RunSettings, SettingsError, ShardChoice};
+use crate::config::{FirstWeights, Interval, RunSettings, SettingsError, ShardChoice};
 use crate::data::Data;
 use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
-pub(crate) use describe::{IN_PLACE, SHARED_STORE, STORE_IN_DIR};
+pub(crate) use describe::{IN_PLACE, SHARED_STORE};
 use describe::{describe, trained_with};
 use first::First;
 use shared::elsewhere;
 use training_state::ranks::Ranks;
-use training_state::run::{Checkpoint, CheckpointName, RunDescription, RunDir, RunId, resolved};
-use training_state::store::{StoreError, StoreFiles};
+use training_state::run::{
+    Checkpoint, CheckpointName, RunDescription, RunDir, RunId, check_text, resolved,
+};
+use training_state::store::{StoreError, StoreFiles, check_mounted, remember_mounts};
 
 /// Point from which a start begins.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -92,6 +95,33 @@ pub(crate) struct Prepared {
     ranks: Ranks,
 }
 
+/// Directories on drives that a run writes to.
+fn drives(settings: &RunSettings) -> Vec<PathBuf> {
+    let train = &settings.train;
+    let private = match settings.offload.socket {
+        None => settings.placement.nvme_paths.as_slice(),
+        Some(_) => &[],
+    };
+    let dirs = std::iter::once(&train.run_dir).chain(&train.checkpoint_dir);
+    dirs.chain(private).map(|dir| resolved(dir)).collect()
+}
+
+/// Checks that the drives of a run's directories are mounted, and that their paths are text. Writes nothing.
+///
+/// # Errors
+/// The first directory of which that is not true.
+pub fn check_drives(settings: &RunSettings) -> Result<(), RunError> {
+    drives(settings).iter().try_for_each(|dir| {
+        check_text(dir)?;
+        Ok(check_mounted(dir)?)
+    })
+}
+
+/// Remembers where the drives of a run's directories are mounted, for [`check_drives`] of later starts.
+pub(crate) fn remember_drives(settings: &RunSettings) {
+    remember_mounts(drives(settings).iter().map(PathBuf::as_path));
+}
+
 /// Plans the part of this rank.
 fn plan_of(settings: &RunSettings, hardware: Hardware, site: &Site) -> Result<Plan, RunError> {
     let mut plan = Plan::new(settings, hardware)?;
@@ -126,10 +156,13 @@ impl Prepared {
         let fresh = matches!(start, Start::Fresh);
         let has_store = settings.placement.has_store();
         site.check_dirs(&run_dir, *start == Start::GoOn && has_store)?;
-        let from = match start {
+        let mut from = match start {
             Start::Checkpoint(name) => Some(name.find(&site.whole_dir)?),
             _ => None,
         };
+        if *start == Start::GoOn && has_store && ranks.nodes() == 1 {
+            from = moved::checkpoint_of_memory(&run_dir)?;
+        }
         let from = from
             .map(|dir| Checkpoint::open(&dir, ranks.rank()))
             .transpose()?;
@@ -152,7 +185,12 @@ impl Prepared {
         let mut description = describe(&settings, &plan);
         description.nodes = if has_store { ranks.nodes() } else { 1 };
         let begun = match &from {
-            None => !fresh && RunDir::check(&run_dir, &description)?,
+            None if fresh => false,
+            None => {
+                let begun = RunDir::check_layout(&run_dir, &description)?;
+                moved::check(&settings, &run_dir, &id.job, &description.store)?;
+                begun
+            }
             // Everything comes from the checkpoint, so only the layout must match, not where the state was kept.
             Some(checkpoint) => {
                 checkpoint.check_layout(&description.layout)?;
@@ -244,7 +282,7 @@ impl Prepared {
         let has_checkpoints = self.site.manages_checkpoints();
         if !has_checkpoints {
             // Checkpoints are in the first node's directory.
-            settings.train.checkpoint_every = 0;
+            settings.train.checkpoint_every = Interval::Never;
             settings.train.checkpoint_best = false;
         }
         if (has_checkpoints || settings.placement.has_store())
@@ -278,12 +316,7 @@ impl Prepared {
 
     /// Whether the run makes checkpoints, which all nodes write into one directory.
     fn makes_checkpoints(&self) -> bool {
-        let train = &self.settings.train;
-        !self.settings.placement.has_store()
-            || train.checkpoint_every > 0
-            || train.checkpoint_best
-            || train.export_to.is_some()
-            || self.from.is_some()
+        self.settings.makes_checkpoints() || self.from.is_some()
     }
 
     /// Reads the initial weights of a fresh run once, to reject unusable values before anything is created.

@@ -342,6 +342,15 @@ impl Prepared {
         {
             return Ok((checkpoint.clone(), None));
         }
+        let steps = MetricsFile::last_step(&self.run_dir);
+        let has_checkpoint = self.from.is_some() || self.site.checkpoints().newest()?.is_some();
+        if !has_checkpoint && steps > 0 {
+            let run_dir = self.run_dir;
+            return Err(match RunDir::is_used(&run_dir) {
+                true => RunError::OnlyInMemory { run_dir, steps },
+                false => RunError::NothingKept { run_dir, steps },
+            });
+        }
         if self.begun {
             let dir = RunDir::open(&self.run_dir, &self.id)?;
             if let Some(checkpoint) = self.from.map_or_else(
@@ -391,7 +400,8 @@ impl Prepared {
             checkpoint_tap,
             layout: self.description.layout.clone(),
             dir,
-            checkpoints: self.site.checkpoints(),
+            checkpoints: (self.site.checkpoints())
+                .or_in(self.settings.checkpoints_elsewhere(&self.site.found.id.job)),
             node_dirs: (self.site.each_node.as_ref()).map(|each_node| each_node.dirs.clone()),
             _daemon: daemon,
             ranks: self.ranks.clone(),
@@ -516,21 +526,12 @@ fn tokenizer_dir(settings: &RunSettings) -> Option<&Path> {
     }
 }
 
-/// Returns a warning when the store lacks generations that the metrics report as committed: it is an older
-/// copy, or its newest record was discarded.
+/// Returns a warning when the store is older than the metrics.
 fn older_than(last: &StepMetrics, run: &OpenRun) -> Option<String> {
-    let (step, generation) = (run.state.step, run.opened.generation);
-    (generation < last.generation).then(|| {
-        let devices = run.opened.devices.iter();
-        let devices: Vec<String> = devices.map(|device| device.path.clone()).collect();
-        format!(
-            "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
-             generation {generation}: it is an older copy, or lost its newest generation. Training resumes from step {step}, and \
-             the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
-             directory, or take a checkpoint with --resume-from STEP (`trainer runs` lists them)",
-            last.step,
-            last.generation,
-            devices.join(", "),
-        )
-    })
+    let devices = run.opened.devices.iter();
+    let devices: Vec<String> = devices.map(|device| device.path.clone()).collect();
+    let warning = last.of_newer_store(run.state.step, run.opened.generation, &devices)?;
+    Some(format!(
+        "{warning}, or take a checkpoint with --resume-from STEP (`trainer runs` lists them)"
+    ))
 }

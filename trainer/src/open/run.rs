@@ -12,12 +12,13 @@ use test_hooks::kill_point::{Point, reach};
 
 use super::RunError;
 use super::first::First;
+use crate::config::summary_of_schedule;
 use crate::plan::Plan;
 use offload_support::progress::{Audience, Progress, Unit};
 use training_state::backend::TileBackend;
 use training_state::checkpoint_tap::CheckpointTap;
 use training_state::ranks::Ranks;
-use training_state::run::{Checkpoint, Checkpoints, NodeDirs, RunDir, RunState};
+use training_state::run::{Checkpoint, Checkpoints, Difference, NodeDirs, RunDir, RunState};
 
 /// Open run. Fields are dropped in order: the swapper before the daemon it talks to.
 ///
@@ -182,7 +183,17 @@ pub(super) fn resume(
     if let Some(text @ Value::Null) = state.trained_with.get_mut("text") {
         *text = fresh.trained_with["text"].clone();
     }
-    for change in training_state::run::differences(&state.trained_with, &fresh.trained_with) {
+    let [was, now] =
+        [&state.trained_with, &fresh.trained_with].map(|with| schedule_of(&with["lr"]));
+    if was != now {
+        say(format!(
+            "note: the learning rate was {was} up to step {}, and is {now} from now on",
+            state.step
+        ));
+    }
+    let is_shown = |change: &Difference| !(change.what == "lr" || change.what.starts_with("lr."));
+    let changes = training_state::run::differences(&state.trained_with, &fresh.trained_with);
+    for change in changes.into_iter().filter(is_shown) {
         say(format!(
             "note: {} was {} up to step {} and is {} from now on",
             change.what, change.was, state.step, change.now
@@ -191,4 +202,10 @@ pub(super) fn resume(
     state.trained_with = fresh.trained_with.clone();
     state.seed = fresh.seed;
     Ok(state)
+}
+
+/// Formats a kept schedule of learning rates.
+fn schedule_of(lr: &Value) -> String {
+    let schedule = serde_json::from_value(lr.clone());
+    schedule.map_or_else(|_| lr.to_string(), |lr| summary_of_schedule(&lr))
 }

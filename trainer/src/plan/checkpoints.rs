@@ -7,14 +7,23 @@ use serde::Serialize;
 
 use super::text::{Of, Seconds};
 use super::{Figure, Plan};
-use crate::config::{RunSettings, TrainSettings};
+use crate::config::{Durability, Interval, RunSettings, TrainSettings};
 use training_state::checkpoint_tap::BUFFERS;
+
+/// Most of a run's time that checkpoints may take at an interval that is proposed.
+const SHARE_MAX: f64 = 0.02;
+
+/// Intervals that are proposed, in minutes. A crash loses no more than the longest.
+const INTERVALS_MIN: [u64; 6] = [1, 2, 5, 10, 20, 30];
 
 /// Checkpoints of a run, for all its processes together.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct CheckpointsPlan {
-    /// Steps between checkpoints; 0: one at the end of a run without a store.
+    /// Steps between checkpoints, estimated if the interval is a time or an epoch; 0: one at the end of a run without a store.
     pub every: u64,
+    /// Interval as it was set.
+    #[serde(skip)]
+    pub interval: Interval,
     /// Whether evaluations with a new lowest loss make checkpoints too.
     pub best: bool,
     /// Number of checkpoints kept; 0: all.
@@ -41,7 +50,7 @@ impl Plan {
     /// Returns the costs of the checkpoints that `settings` request; `None` if there are none.
     pub(super) fn checkpoints_of(&self, settings: &RunSettings) -> Option<CheckpointsPlan> {
         let TrainSettings {
-            checkpoint_every: every,
+            checkpoint_every: interval,
             checkpoints_kept,
             stop_after,
             checkpoint_best,
@@ -49,6 +58,17 @@ impl Plan {
             ..
         } = settings.train;
         let at_end = !settings.placement.has_store();
+        let steps = self.steps as f64;
+        let estimate = |every: f64| (every.min(steps) as u64).max(1);
+        let every = match interval {
+            Interval::Never => 0,
+            Interval::Steps(steps) => steps,
+            Interval::Epoch => {
+                estimate((settings.train.epochs).map_or(1.0, |epochs| steps / epochs))
+            }
+            // The shortest step is not known before the plan's choices.
+            Interval::Seconds(seconds) => estimate(seconds as f64 / self.bound.s),
+        };
         if every == 0 && !at_end && !checkpoint_best {
             return None;
         }
@@ -67,6 +87,7 @@ impl Plan {
         let checkpoint_s = checkpoint_bytes as f64 / write_bytes_per_s.value;
         Some(CheckpointsPlan {
             every,
+            interval,
             best: checkpoint_best,
             kept: checkpoints_kept,
             on_each_node: checkpoints_on_each_node && self.nodes() > 1,
@@ -83,6 +104,60 @@ impl Plan {
             },
         })
     }
+
+    /// Returns what a crash would lose if the run commits nothing and makes no checkpoint before its end; `None` if it does.
+    pub fn loss_warning(&self, settings: &RunSettings) -> Option<String> {
+        let (train, offload) = (&settings.train, &settings.offload);
+        if train.checkpoint_every != Interval::Never || train.steps == 0 {
+            return None;
+        }
+        let evaluates = train.eval_every != Interval::Never;
+        let (lost, why) = match settings.placement.has_store() {
+            false if train.checkpoint_best => (
+                "all steps since the last evaluation with a new lowest loss",
+                "the state is only in memory",
+            ),
+            false => (
+                "all steps of this start",
+                "the state is only in memory until the end",
+            ),
+            true if offload.durability == Durability::None => match train.checkpoint_best {
+                true => (
+                    "all steps since the last evaluation with a new lowest loss",
+                    "offload.durability is \"none\"",
+                ),
+                false => ("the whole run", "offload.durability is \"none\""),
+            },
+            true if self.swapper.commit_every == 0 && evaluates => (
+                "all steps since the last evaluation",
+                "offload.commit_every is 0",
+            ),
+            true if self.swapper.commit_every == 0 => {
+                ("all steps of this start", "offload.commit_every is 0")
+            }
+            true => return None,
+        };
+        Some(format!(
+            "a crash, `kill -9` or a power cut loses {lost}: {why}, and no checkpoints are made. Set train.checkpoint_every, for example \"30min\"{}",
+            match settings.placement.has_store() {
+                true => "",
+                false => ", or keep the state on nvme",
+            }
+        ))
+    }
+}
+
+impl CheckpointsPlan {
+    /// Shortest of some usual intervals at which checkpoints take at most [`SHARE_MAX`] of the time, in minutes; the
+    /// longest of them if none is long enough.
+    pub fn interval_min(&self) -> u64 {
+        let long_enough = |minutes: &u64| self.checkpoint_s <= SHARE_MAX * (*minutes * 60) as f64;
+        let [.., longest] = INTERVALS_MIN;
+        INTERVALS_MIN
+            .into_iter()
+            .find(long_enough)
+            .unwrap_or(longest)
+    }
 }
 
 impl fmt::Display for CheckpointsPlan {
@@ -95,10 +170,10 @@ impl fmt::Display for CheckpointsPlan {
         if self.on_each_node {
             write!(f, " on each node")?;
         }
-        match (self.every, self.best) {
-            (0, true) => write!(f, ", one for each lowest validation loss")?,
-            (0, false) => write!(f, ", one at the end")?,
-            (every, _) => write!(f, ", every {every} steps")?,
+        match (self.interval, self.best) {
+            (Interval::Never, true) => write!(f, ", one for each lowest validation loss")?,
+            (Interval::Never, false) => write!(f, ", one at the end")?,
+            (interval, _) => write!(f, ", {interval}")?,
         }
         write!(
             f,
@@ -124,6 +199,7 @@ mod tests {
     fn checkpoints_are_shown_with_their_cost() {
         let mut checkpoints = CheckpointsPlan {
             every: 100,
+            interval: Interval::Steps(100),
             best: false,
             kept: 2,
             on_each_node: false,
@@ -142,7 +218,14 @@ mod tests {
             checkpoints.to_string(),
             "checkpoints     6.0 GiB each, every 100 steps, 12.0 GiB kept, 18.0 GiB while one is made; 2.00 s to write one at 3.20 GB/s (assumed): at most 20.0 ms a step"
         );
-        checkpoints.every = 0;
+        checkpoints.interval = Interval::Seconds(1800);
+        let text = checkpoints.to_string();
+        assert!(text.contains("6.0 GiB each, every 30 min, "), "{text}");
+        for (checkpoint_s, minutes) in [(0.5, 1), (2.0, 2), (6.1, 10), (36.0, 30), (500.0, 30)] {
+            checkpoints.checkpoint_s = checkpoint_s;
+            assert_eq!(checkpoints.interval_min(), minutes, "{checkpoint_s} s");
+        }
+        (checkpoints.every, checkpoints.interval) = (0, Interval::Never);
         checkpoints.on_each_node = true;
         let text = checkpoints.to_string();
         assert!(

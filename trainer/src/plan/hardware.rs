@@ -119,8 +119,11 @@ pub struct Hardware {
     pub cores: u64,
     /// GPU of each process, if there are any.
     pub gpu: Option<GpuHardware>,
-    /// Reason why there is no GPU.
+    /// Reason why there is no GPU, in a few words.
     pub no_gpu: String,
+    /// The same with all libraries that were looked for.
+    #[serde(skip)]
+    pub no_gpu_details: String,
     /// Reason why a run does not start although there is a GPU, such as a torch without GPU support.
     pub unusable_gpu: Option<String>,
     /// Rate of forward and backward in one process, in 10^12 operations per second, 6 for each parameter and
@@ -158,6 +161,9 @@ pub struct Overrides {
     pub network_bytes_per_s: Option<f64>,
 }
 
+/// Longest reason for the lack of a GPU that a plan shows.
+const NO_GPU_CHARS_MAX: usize = 80;
+
 impl Hardware {
     /// Describes this machine with `overrides` applied. Queries the kernel, the GPU's driver and the run
     /// directory; changes nothing.
@@ -179,6 +185,14 @@ impl Hardware {
                     (None, error.to_string())
                 }
             },
+        };
+        let is_long = no_gpu.lines().count() > 1 || no_gpu.len() > NO_GPU_CHARS_MAX;
+        let (no_gpu, no_gpu_details) = match is_long {
+            true => (
+                "no driver was found (with train.device = \"gpu\" the error says where it was looked for)".into(),
+                no_gpu,
+            ),
+            false => (no_gpu.clone(), no_gpu),
         };
         let gpu = found.map(|(name, memory_bytes)| GpuHardware {
             name,
@@ -207,6 +221,7 @@ impl Hardware {
             host_memory_source,
             cores,
             no_gpu,
+            no_gpu_details,
             unusable_gpu,
             drives_count,
             drive_rating_bytes: overrides.drive_rating_bytes,

@@ -24,6 +24,7 @@ mod problems;
 mod question;
 mod rates;
 mod report;
+mod shared;
 mod space;
 mod text;
 mod tiles;
@@ -194,6 +195,7 @@ impl Plan {
         };
         plan.checkpoints = plan.checkpoints_of(settings);
         let mut plan = plan.chosen(settings, staging)?;
+        plan.checkpoints = plan.checkpoints_of(settings);
         plan.problems = problems::of(&plan, settings);
         Ok(plan)
     }

@@ -20,6 +20,8 @@ pub enum PlanError {
     Dir(#[from] DirError),
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Daemon(swapper::ClientError),
     #[error("{0}")]
     Refused(Problem),
 }
@@ -86,7 +88,7 @@ fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
             ProblemKind::NoGpu,
             format!(
                 "train.device is \"gpu\", but there is no GPU: {}",
-                plan.hardware.no_gpu
+                plan.hardware.no_gpu_details
             ),
             "install its driver and libraries, or set train.device = \"cpu\"",
         )

@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::problems::{Problem, ProblemKind};
 use super::{Plan, PlanError};
-use crate::config::{FirstWeights, RunSettings};
+use crate::config::{FirstWeights, Interval, RunSettings};
 use training_state::metrics::MetricsFile;
 use training_state::run::{
     CheckpointError, Checkpoints, DirError, RunDir, RunId, SLACK_BYTES, bytes_in,
@@ -114,10 +114,17 @@ impl Plan {
                 checkpoint_bytes: 0,
             });
         }
+        let elsewhere = settings.train.checkpoint_dir.as_deref().map(free_bytes);
+        let elsewhere_bytes = elsewhere.transpose()?.unwrap_or(0);
         // A store that does not fit is a problem already.
         let judged = match there.store_bytes > there.free_bytes {
             true => Ok(None),
-            false => there.weights_fit().and_then(|()| wanted.judge(&there)),
+            false => {
+                (there.weights_fit()).and_then(|()| match elsewhere_bytes >= wanted.one_bytes() {
+                    true => Ok(None),
+                    false => wanted.judge(&there),
+                })
+            }
         };
         self.space = others;
         self.space.push(there);
@@ -226,7 +233,12 @@ impl Wanted {
         let mut wanted = Self::new(
             plan.memory.all_bytes,
             step..train.stop_after,
-            train.checkpoint_every,
+            match train.checkpoint_every {
+                Interval::Never => 0,
+                Interval::Steps(steps) => steps,
+                // At most one after each step.
+                Interval::Epoch | Interval::Seconds(_) => 1,
+            },
             train.checkpoints_kept,
             there,
             !settings.placement.has_store(),

@@ -52,7 +52,7 @@ pub enum TrainError {
         death: CollectiveError,
         error: Box<TrainError>,
     },
-    #[error("cannot install handlers for SIGTERM and SIGINT: {0}")]
+    #[error("cannot install handlers for signals: {0}")]
     Signals(std::io::Error),
     #[error(
         "cannot start {count} threads for the optimizer: {message}; raise the limit of processes (ulimit -u)"

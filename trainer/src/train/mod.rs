@@ -28,8 +28,8 @@ use crate::compute::{self, Engine};
 use crate::config::RunSettings;
 use crate::data::{Corpus, Data, Frame};
 use crate::evaluations::Evaluations;
-use crate::export::{Export, SHARD_BYTES, copy_weights, export};
-use crate::open::{EachNode, Found, Prepared, Site, Start, repair};
+use crate::export::{Export, OwnExport, SHARD_BYTES, copy_weights, export};
+use crate::open::{EachNode, Found, Prepared, Site, Start, check_drives, remember_drives, repair};
 use crate::ranks::{check_same_settings, connect, first_ranks_of, nodes_of, ranks_of};
 use inputs::InputPlace;
 use mover::{Memory, NodeRanks, Shards};
@@ -50,7 +50,7 @@ const DEATH_WAIT: Duration = Duration::from_secs(4);
 /// Interval between checks for a dead rank.
 const DEATH_POLL: Duration = Duration::from_millis(20);
 
-/// Trains until `settings.train.stop_after`, SIGTERM or SIGINT. Returns the exit status: 0 when the run is
+/// Trains until `settings.train.stop_after`, SIGTERM, SIGINT or SIGHUP. Returns the exit status: 0 when the run is
 /// done, 128 plus the signal's number when a signal asked it to stop earlier. Prints the whole plan and all settings
 /// if `verbose`.
 ///
@@ -94,6 +94,9 @@ fn as_rank(
     let whole_dir = resolved(&settings.train.run_dir);
     settings.train.run_dir = node_dir(&whole_dir, ranks.node());
     settings.local_ranks = ranks.local().len() as u32;
+    ranks.together::<_, TrainError>("looking for the run's drives", || {
+        Ok(check_drives(&settings)?)
+    })?;
     let is_fresh = *start == Start::Fresh;
     if !is_fresh {
         ranks.by_first_of_node::<_, TrainError>("looking for the run", || {
@@ -209,6 +212,9 @@ fn run_to_its_end(
         show::opened(&run, resumed, verbose);
         show::keep_report(run.dir.path(), &report);
     }
+    if ranks.is_first_of_node() {
+        remember_drives(&settings);
+    }
     let run = run.with_backend(|backend| memory.attach(backend));
     let canceller = run.backend.canceller().filter(|_| ranks.count() > 1);
     let peer_watchdog = canceller.map(|canceller| PeerWatchdog::start(comm.clone(), canceller));
@@ -220,7 +226,7 @@ fn run_to_its_end(
         // The tiles still hold the state of the step before, which is worth keeping. All ranks have reached
         // the same decision.
         Ok(_) | Err(TrainError::Diverged { .. } | TrainError::LeastScale { .. }) => {
-            training.keep()?;
+            training.keep(stop)?;
         }
         // Reported before this rank's session and its private daemon end, so that the others do not take that
         // for the cause.
@@ -240,7 +246,7 @@ fn run_to_its_end(
             if is_complete {
                 let on_nodes = ranks.nodes() > 1 && settings.placement.has_store();
                 ranks.by_first("exporting the weights", || {
-                    export_result(&settings, exported, on_nodes)
+                    export_result(&settings, (step, exported), on_nodes)
                 })?;
             }
             Ok(if ended == Ended::Asked {
@@ -306,17 +312,18 @@ fn refuse_existing_export(settings: &RunSettings, start: &Start) -> Result<(), T
     };
     let was_complete =
         *start == Start::GoOn && (MetricsFile::last_step(run_dir) >= train.steps || has_stalled());
-    if out.symlink_metadata().is_ok() && !was_complete {
+    let is_own = OwnExport::of(run_dir).is_some_and(|own| own.is_at(out));
+    if out.symlink_metadata().is_ok() && !was_complete && !is_own {
         return Err(TrainError::ExportExists { out: out.clone() });
     }
     Ok(())
 }
 
-/// Exports the weights of a complete run to `train.export_to` if it is set and does not exist yet: those of the
-/// checkpoint of step `checkpoint`, or the last ones. With `on_nodes`, only a checkpoint can be exported. Prints what to do with the weights.
+/// Exports the weights of a run that is complete at `step` to `train.export_to` if it is set: those of the checkpoint of step
+/// `checkpoint`, or the last ones. An export that the run made at an earlier step is renamed; any other is kept. With `on_nodes`, only a checkpoint can be exported. Prints what to do with the weights.
 fn export_result(
     settings: &RunSettings,
-    checkpoint: Option<u64>,
+    (step, checkpoint): (u64, Option<u64>),
     on_nodes: bool,
 ) -> Result<(), TrainError> {
     let run_dir = &settings.train.run_dir;
@@ -332,7 +339,13 @@ fn export_result(
         );
         return Ok(());
     };
+    let failed = |error| TrainError::Export {
+        out: out.clone(),
+        error: Box::new(error),
+    };
+    OwnExport::set_aside(run_dir, out, step).map_err(failed)?;
     if out.symlink_metadata().is_err() {
+        OwnExport::keep(run_dir, out, step).map_err(failed)?;
         let exported = export(&Export {
             run_dir: run_dir.clone(),
             checkpoint: checkpoint.map(CheckpointName::Step),
@@ -340,10 +353,7 @@ fn export_result(
             numbers: None,
             shard_bytes: SHARD_BYTES,
         });
-        let exported = exported.map_err(|error| TrainError::Export {
-            out: out.clone(),
-            error: Box::new(error),
-        })?;
+        let exported = exported.map_err(failed)?;
         outln!("{exported}");
     }
     outln!(

@@ -18,6 +18,9 @@ use training_state::metrics::StepMetrics;
 /// Longest time without a line while the run takes steps.
 const SILENCE_MAX: Duration = Duration::from_secs(30);
 
+/// Columns of a terminal that a step's lines fit.
+const COLUMNS: usize = 120;
+
 /// Prints lines on stdout and a bar on stderr if that is a terminal.
 pub(super) struct Progress {
     bar: Option<ProgressBar>,
@@ -127,8 +130,9 @@ impl Progress {
         let is_due = metrics.step.is_multiple_of(self.log_every) || last;
         let next = Duration::from_secs_f64(metrics.step_s);
         if is_due || metrics.eval_loss.is_some() || self.said.elapsed() + next >= SILENCE_MAX {
-            let line = self.line(metrics, bottleneck);
-            self.say(&line);
+            for line in wrapped(&self.fields(metrics, bottleneck)) {
+                self.say(&line);
+            }
             if self.parts {
                 self.say(&parts(metrics));
             }
@@ -158,40 +162,58 @@ impl Progress {
         say(self.bar.as_ref(), line);
     }
 
-    fn line(&self, metrics: &StepMetrics, bottleneck: &str) -> String {
+    /// Formats what a step's line shows, the most important first.
+    fn fields(&self, metrics: &StepMetrics, bottleneck: &str) -> Vec<String> {
         let since = &self.since;
         let per_s = |count: f64| count / since.step_s.max(1e-9);
-        let epoch = metrics.epoch;
-        let mut line = format!(
-            "{}  step {}/{}{}  loss {:.4}  norm {:.3}  lr {:.2e}  {:.3} s/step  {:.0} tokens/s",
-            utc(metrics.unix_s as u64),
-            metrics.step,
-            self.steps,
-            epoch.map_or(String::new(), |epoch| format!("  epoch {epoch:.2}")),
-            metrics.loss,
-            metrics.grad_norm,
-            metrics.lr,
-            since.step_s / since.steps.max(1) as f64,
-            per_s(since.tokens as f64)
-        );
-        if let Some(flops) = &self.flops {
-            let used = per_s(since.tokens as f64 * flops.per_token) / flops.peak_per_s;
-            line += &format!("  MFU {:.0} %", 100.0 * used);
-        }
-        line += &format!("  bottleneck: {bottleneck}");
-        if since.read_bytes + since.written_bytes > 0 {
-            line += &format!(
-                "  read {:.2} GB/s  written {:.2} GB/s  I/O efficiency {:.0} %",
-                per_s(since.read_bytes as f64) / 1e9,
-                per_s(since.written_bytes as f64) / 1e9,
-                100.0 * per_s(since.bound_s)
-            );
-        }
         let done = metrics.step - self.first_step;
         let left = self.started.elapsed().as_secs_f64() / done.max(1) as f64
             * (self.steps - metrics.step) as f64;
-        line + &format!("  {} left", ApproxTime(Duration::from_secs_f64(left)))
+        let mut fields = vec![
+            utc(metrics.unix_s as u64),
+            format!("step {}/{}", metrics.step, self.steps),
+        ];
+        fields.extend(metrics.epoch.map(|epoch| format!("epoch {epoch:.2}")));
+        fields.extend([
+            format!("loss {:.4}", metrics.loss),
+            format!("norm {:.3}", metrics.grad_norm),
+            format!("lr {:.2e}", metrics.lr),
+            format!("{:.3} s/step", since.step_s / since.steps.max(1) as f64),
+            format!("{} left", ApproxTime(Duration::from_secs_f64(left))),
+            format!("{:.0} tokens/s", per_s(since.tokens as f64)),
+        ]);
+        if let Some(flops) = &self.flops {
+            let used = per_s(since.tokens as f64 * flops.per_token) / flops.peak_per_s;
+            fields.push(format!("MFU {:.0} %", 100.0 * used));
+        }
+        fields.push(format!("bottleneck: {bottleneck}"));
+        if since.read_bytes + since.written_bytes > 0 {
+            fields.extend([
+                format!("read {:.2} GB/s", per_s(since.read_bytes as f64) / 1e9),
+                format!(
+                    "written {:.2} GB/s",
+                    per_s(since.written_bytes as f64) / 1e9
+                ),
+                format!("I/O efficiency {:.0} %", 100.0 * per_s(since.bound_s)),
+            ]);
+        }
+        fields
     }
+}
+
+/// Joins fields to lines of at most [`COLUMNS`] characters, unless a single one is longer.
+fn wrapped(fields: &[String]) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for field in fields {
+        match lines.last_mut() {
+            Some(line) if line.chars().count() + 2 + field.chars().count() <= COLUMNS => {
+                *line += &format!("  {field}");
+            }
+            Some(_) => lines.push(format!("  {field}")),
+            None => lines.push(field.clone()),
+        }
+    }
+    lines
 }
 
 /// Formats the parts of a step's time. The optimizer runs in parallel, so its time is not part of the sum.
@@ -328,6 +350,18 @@ mod tests {
         drop(reporter);
         lines.try_iter().for_each(drop);
         assert_eq!(lines.try_recv(), Err(TryRecvError::Disconnected));
+    }
+
+    #[test]
+    fn the_lines_of_a_step_fit_a_terminal() {
+        let fields: Vec<String> = (0..9)
+            .map(|number| format!("field {number} {}", "x".repeat(19)))
+            .collect();
+        let lines = wrapped(&fields);
+        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert!(lines.iter().all(|line| line.len() <= COLUMNS), "{lines:?}");
+        assert!(lines[1].starts_with("  field 4 "), "{lines:?}");
+        assert_eq!(lines.join("").matches("field").count(), 9);
     }
 
     #[test]

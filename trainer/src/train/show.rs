@@ -83,6 +83,10 @@ pub(super) fn plan(
     });
     overview.extend(settings.summary());
     overview.extend(plan.overview(settings));
+    let mut warnings = settings.warnings.clone();
+    if let Some((_, data)) = text {
+        warnings.extend(data.warnings());
+    }
     let mut notes = settings.notes.clone();
     let placement = &settings.placement;
     let tiers = [placement.param, placement.optimizer];
@@ -91,6 +95,7 @@ pub(super) fn plan(
             "device \"none\" means host memory in this run: tiles are in GPU memory only when both devices are \"none\"".into(),
         );
     }
+    let at_risk = plan.loss_warning(settings);
     let plan = plan.to_string();
     let settings_lines = settings.written();
     for line in &overview {
@@ -108,14 +113,15 @@ pub(super) fn plan(
         let more = notes.len() - notes_shown;
         outln!("note: settings.toml in the run directory has {more} more notes");
     }
+    warnings.extend(at_risk);
     // Printed last, where they are seen.
-    for warning in &settings.warnings {
+    for warning in &warnings {
         outln!("warning: {warning}");
     }
     let remarks = overview.iter().map(String::as_str).chain(plan.lines());
     let remarks = remarks.map(str::to_owned);
     let notes = notes.iter().map(|note| format!("note: {note}"));
-    let warnings = (settings.warnings.iter()).map(|warning| format!("warning: {warning}"));
+    let warnings = (warnings.iter()).map(|warning| format!("warning: {warning}"));
     let remarks = remarks.chain(notes).chain(warnings);
     let remarks = remarks.map(|line| format!("# {}", line.replace('\n', " ")));
     let head =

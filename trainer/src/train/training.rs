@@ -1,9 +1,10 @@
 //! The training loop of an open run: steps, their metrics, evaluations and checkpoints.
 
 use std::sync::Arc;
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kernels_torch::collective::Comm;
+use offload_support::units::{ApproxBytes, Counted};
 use swapper::{Bound, StepIo, StepRates, bound};
 use test_hooks::kill_point::{Point, reach};
 
@@ -28,6 +29,14 @@ use training_state::plan::Measured;
 use training_state::ranks::Ranks;
 use training_state::trace::Trace;
 
+/// Time between attempts to write a checkpoint of a state that is only in memory.
+const RETRY_MIN: Duration = Duration::from_secs(5);
+const RETRY_MAX: Duration = Duration::from_secs(600);
+const RETRY_POLL: Duration = Duration::from_millis(200);
+
+/// Time between two lines that say so.
+const REMINDER: Duration = Duration::from_secs(600);
+
 /// State of a run in its training loop.
 pub(super) struct Training {
     settings: RunSettings,
@@ -43,9 +52,23 @@ pub(super) struct Training {
     evaluations: Evaluations,
     /// Step and validation loss of the best checkpoint, with `train.checkpoint_best`.
     best_checkpoint: Option<(u64, f64)>,
+    /// Step at which this start began.
+    first_step: u64,
+    /// When the newest checkpoint began, or this start.
+    checkpointed: Instant,
+    /// Whether the next step makes a checkpoint because its time has come, or because of SIGUSR1; the same on all ranks.
+    checkpoint_wanted: bool,
     /// Computing time of the last step in seconds.
     compute_s: Option<f64>,
     trace: Trace,
+}
+
+/// What the ranks tell each other after a step.
+struct Requests {
+    /// Any rank was asked to stop.
+    stop: bool,
+    /// The next step makes a checkpoint.
+    checkpoint: bool,
 }
 
 /// Reason why [`Training::run_steps`] returned.
@@ -92,7 +115,7 @@ impl Training {
     ) -> Result<Self, TrainError> {
         let state = &run.state;
         let (train, reports) = (&settings.train, &settings.reports);
-        let mut last_step = state.step;
+        let (mut last_step, first_step) = (state.step, state.step);
         let shown = ranks.together::<_, TrainError>("opening the metrics", || {
             if !ranks.is_first() {
                 return Ok(None);
@@ -130,7 +153,6 @@ impl Training {
             checkpoints,
             node_dirs: run.node_dirs.clone(),
             checkpoint_tap: run.checkpoint_tap.clone(),
-            every: train.checkpoint_every,
             kept: train.checkpoints_kept,
             layout: run.layout.clone(),
             ranges: run.saved_ranges()?,
@@ -152,6 +174,9 @@ impl Training {
             checkpointer,
             evaluations: Evaluations::of(&past),
             best_checkpoint,
+            first_step,
+            checkpointed: Instant::now(),
+            checkpoint_wanted: false,
             compute_s: None,
             trace: Trace::off(),
         };
@@ -184,8 +209,7 @@ impl Training {
         let lowest = self.evaluations.lowest();
         let is_best = self.settings.train.checkpoint_best
             && lowest.is_some_and(|(lowest_step, _)| lowest_step == step);
-        let wanted =
-            self.checkpointer.is_due(step) || is_best || !self.settings.placement.has_store();
+        let wanted = self.checkpoint_is_due() || is_best || !self.settings.placement.has_store();
         if step > 0 && wanted && !self.checkpointer.has(step) {
             self.checkpoint_now()?;
         }
@@ -266,8 +290,9 @@ impl Training {
             self.run.backend.record_spans(true)?;
         }
         self.checkpointer.all_came();
-        let saving = self.checkpointer.is_due(step) && {
+        let saving = (self.checkpoint_wanted || self.checkpoint_is_due()) && {
             let shown = &self.shown;
+            self.checkpointed = Instant::now();
             self.checkpointer.begin(step, &|line| say(shown, line))?
         };
         let hyper =
@@ -279,7 +304,9 @@ impl Training {
             self.run.backend.record_spans(false)?;
         }
         metrics.step_s = started.elapsed().as_secs_f64();
-        let asked = self.count_io(&mut metrics, &io, stop)?;
+        let requests = self.count_io(&mut metrics, &io, stop)?;
+        self.checkpoint_wanted = requests.checkpoint;
+        let asked = requests.stop;
         let bound = self.bound(&gradients, io.update_ns);
         metrics.bound_s = bound.s;
         self.compute_s = Some(gradients.forward_s + gradients.backward_s);
@@ -344,14 +371,27 @@ impl Training {
         }
     }
 
-    /// Adds the step's transfers, summed over all ranks; times are this rank's. Returns whether any rank was asked to stop, which the
-    /// ranks tell each other in the same message.
+    /// Adds the step's transfers, summed over all ranks; times are this rank's. Returns the requests, which the ranks tell each other in
+    /// the same message.
     fn count_io(
         &self,
         metrics: &mut StepMetrics,
         io: &StepIo,
         stop: &Stop,
-    ) -> Result<bool, TrainError> {
+    ) -> Result<Requests, TrainError> {
+        let is_time = self.ranks.is_first() && self.checkpoint_time_comes(metrics.step_s);
+        let is_asked = stop.take_checkpoint_request();
+        // Nodes that make no checkpoints need to share no directory, so there may be no place for one.
+        let has_place = self.ranks.nodes() == 1
+            || self.run.node_dirs.is_some()
+            || self.settings.makes_checkpoints();
+        if is_asked && !has_place {
+            say(
+                &self.shown,
+                "note: SIGUSR1 makes no checkpoint: the run's nodes have no directory for checkpoints (train.checkpoints_on_each_node)",
+            );
+        }
+        let checkpoint = is_asked && has_place || is_time;
         metrics.generation = io.generation;
         metrics.waited_s = io.waited_ns as f64 * 1e-9;
         metrics.update_s = io.update_ns as f64 * 1e-9;
@@ -361,16 +401,30 @@ impl Training {
             io.grad_read_bytes as f64,
             io.grad_written_bytes as f64,
             f64::from(u8::from(stop.asked())),
+            f64::from(u8::from(checkpoint)),
         ];
         self.comm.all_reduce_sum_f64(&mut moved)?;
-        let [moved @ .., asked] = moved;
+        let [moved @ .., asked, checkpoint] = moved;
         [
             metrics.device_read_bytes,
             metrics.device_written_bytes,
             metrics.device_grad_read_bytes,
             metrics.device_grad_written_bytes,
         ] = moved.map(|bytes| bytes as u64);
-        Ok(asked > 0.0)
+        Ok(Requests {
+            stop: asked > 0.0,
+            checkpoint: checkpoint > 0.0,
+        })
+    }
+
+    /// Whether the time of a checkpoint comes before the end of the next step, if it takes `step_s` seconds as the last one did.
+    fn checkpoint_time_comes(&self, step_s: f64) -> bool {
+        match self.settings.train.checkpoint_every {
+            Interval::Seconds(seconds) => {
+                self.checkpointed.elapsed().as_secs_f64() + step_s >= seconds as f64
+            }
+            Interval::Never | Interval::Steps(_) | Interval::Epoch => false,
+        }
     }
 
     /// Writes the step's line to the metrics, the monitors and the terminal, on the first rank.
@@ -429,12 +483,22 @@ impl Training {
     }
 
     fn evaluation_is_due(&self) -> bool {
+        self.is_due(self.settings.train.eval_every)
+    }
+
+    /// Whether the present step ends an interval between checkpoints. The time of one is told by [`Self::count_io`].
+    fn checkpoint_is_due(&self) -> bool {
+        self.is_due(self.settings.train.checkpoint_every)
+    }
+
+    /// Whether the present step ends an interval of steps or epochs.
+    fn is_due(&self, interval: Interval) -> bool {
         let state = &self.run.state;
-        match (self.settings.train.eval_every, &self.data) {
-            (Interval::Never, _) | (_, None) => false,
+        match (interval, &self.data) {
+            (Interval::Never | Interval::Seconds(_), _) | (_, None) => false,
             (Interval::Steps(steps), _) => state.step.is_multiple_of(steps),
             (Interval::Epoch, Some(data)) => {
-                let before = state.next_sample - self.settings.step_samples();
+                let before = (state.next_sample).saturating_sub(self.settings.step_samples());
                 state.next_sample / data.windows() > before / data.windows()
             }
         }
@@ -510,20 +574,34 @@ impl Training {
                 Ended::Done => "done",
                 Ended::Stalled => "finished (early stopping)",
             };
-            let step = self.run.state.step;
+            let (step, steps) = (self.run.state.step, self.settings.train.steps);
             let kept = match (
                 self.settings.placement.has_store(),
                 self.checkpointer.has(step),
             ) {
-                (true, _) => "all of it committed",
+                (true, _) if self.compute_s.is_some() => "all of it committed",
+                (true, _) => {
+                    "committed (its tiles were not read again: `offloadd verify` compares them with their checksums)"
+                }
                 (false, true) => "all of it in the checkpoint",
                 (false, false) => "later than the newest checkpoint",
             };
-            say(&format!(
-                "{why}: at step {step} of {}, {kept}; {}",
-                self.settings.train.steps,
-                MetricsFile::path(self.run.dir.path()).display()
-            ));
+            let metrics = MetricsFile::path(self.run.dir.path());
+            let metrics = metrics.display();
+            let is_idle = step == self.first_step && ended == Ended::Done;
+            match (is_idle, self.settings.placement.has_store()) {
+                (true, _) if step > steps => say(&format!(
+                    "done: the run is at step {step}, beyond the {} that the settings ask for, so no step was made; {metrics}",
+                    Counted(steps, "step")
+                )),
+                // Tiles that nobody read may be damaged.
+                (true, true) if step > 0 => say(&format!(
+                    "done before: at step {step} of {steps}, no step was made; the tiles were not read: `offloadd verify` checks them; {metrics}"
+                )),
+                _ => say(&format!(
+                    "{why}: at step {step} of {steps}, {kept}; {metrics}"
+                )),
+            }
             if ended == Ended::Asked {
                 say("next      the same command resumes the run at this step");
             }
@@ -552,8 +630,9 @@ impl Training {
         self.ranks.nodes() > 1 && self.settings.placement.has_store()
     }
 
-    /// Commits the last finished step, or writes a checkpoint of it.
-    pub(super) fn keep(&mut self) -> Result<(), TrainError> {
+    /// Commits the last finished step, or writes a checkpoint of it. A state that is only in memory is kept there until its checkpoint
+    /// is written, or until a signal ends the run.
+    pub(super) fn keep(&mut self, stop: &Stop) -> Result<(), TrainError> {
         reach(Point::Draining);
         if let Some(shown) = &self.shown {
             shown.progress.begin();
@@ -573,8 +652,79 @@ impl Training {
         if worth && is_only_copy && !self.checkpointer.has(step) {
             self.checkpoint_now()?;
             self.settle_checkpoints()?;
+            if !self.checkpointer.has(step) {
+                self.insist(stop)?;
+            }
         }
         Ok(())
+    }
+
+    /// Tries to write the checkpoint of the present step again and again, until it is written or SIGTERM or SIGINT ends the run.
+    fn insist(&mut self, stop: &Stop) -> Result<(), TrainError> {
+        let step = self.run.state.step;
+        let was_terminated = stop.terminated();
+        stop.take_checkpoint_request();
+        let mut wait = match self.checkpointer.turns_elsewhere() {
+            true => Duration::ZERO,
+            false => RETRY_MIN,
+        };
+        let mut told = None;
+        loop {
+            if !wait.is_zero() && told.is_none_or(|told: Instant| told.elapsed() >= REMINDER) {
+                told = Some(Instant::now());
+                self.tell_what_waits(step);
+            }
+            if !self.waits(wait, was_terminated, stop)? {
+                return Ok(());
+            }
+            let began = Instant::now();
+            self.checkpoint_now()?;
+            self.settle_checkpoints()?;
+            if self.checkpointer.has(step) {
+                return Ok(());
+            }
+            // An attempt that finds no room takes no time; one that writes until the drive is full wears it.
+            wait = (began.elapsed() * 20).clamp(RETRY_MIN, RETRY_MAX);
+        }
+    }
+
+    /// Waits until the next attempt, or until a signal asks for one. Returns false if a signal ended the run; all ranks agree.
+    fn waits(&self, wait: Duration, was_terminated: bool, stop: &Stop) -> Result<bool, TrainError> {
+        let until = Instant::now() + wait;
+        loop {
+            let retries = stop.take_checkpoint_request() || Instant::now() >= until;
+            // The second signal of a run that one has stopped ends the process.
+            let ends = stop.terminated() && !was_terminated;
+            let told = [u64::from(ends), u64::from(retries)];
+            let all = self.ranks.numbers(told)?;
+            if all.iter().any(|[ends, _]| *ends > 0) {
+                return Ok(false);
+            }
+            if all.iter().any(|[_, retries]| *retries > 0) {
+                return Ok(true);
+            }
+            std::thread::sleep(RETRY_POLL);
+        }
+    }
+
+    /// Says on the first rank that the state is in memory, and what to do.
+    fn tell_what_waits(&self, step: u64) {
+        let why = self.checkpointer.failure_of(step).unwrap_or_default();
+        let lost = match self.checkpointer.newest_kept() {
+            Some(kept) => format!("what came after step {kept}"),
+            None => "all of its steps".into(),
+        };
+        say(
+            &self.shown,
+            &format!(
+                "the state of step {step} is kept in memory, because its checkpoint could not be written: {why}. It is tried again every few \
+                 seconds, and at once after `kill -USR1 {}`: free {} there, or move {} to another drive and leave a link in its place. \
+                 SIGTERM or SIGINT ends the run and loses {lost}",
+                std::process::id(),
+                ApproxBytes(self.run.plan.memory.all_bytes),
+                self.run.checkpoints.path().display()
+            ),
+        );
     }
 }
 

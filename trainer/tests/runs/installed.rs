@@ -67,8 +67,15 @@ pub(crate) fn link_program(bin: &Path, lib: &Path) {
             library.as_ref(),
         ],
     );
-    let source =
-        "#include <stdio.h>\nint main(int n, char **a) { printf(\"%s got %s\\n\", a[0], a[1]); }";
+    // `man DIR` writes a page.
+    let source = r#"#include <stdio.h>
+        #include <stdlib.h>
+        int main(int n, char **a) {
+            char line[9000];
+            if (n != 3) return printf("%s got %s\n", a[0], a[1]) < 0;
+            snprintf(line, sizeof line, "mkdir -p %s && echo >%s/trainer.1", a[2], a[2]);
+            return a[1][0] == 'm' && system(line);
+        }"#;
     let used = "-Wl,--no-as-needed".as_ref();
     let beside = "-Wl,-rpath,$ORIGIN/../lib/libtorch/torch/lib".as_ref();
     cc(

@@ -19,6 +19,7 @@ mod figures;
 mod harness;
 mod identity;
 mod installed;
+mod kept;
 mod killed;
 mod leftovers;
 mod memory;

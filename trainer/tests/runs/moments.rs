@@ -58,7 +58,7 @@ fn a_checkpoint_with_moments_in_bf16_resumes_and_is_refused_with_fp32() {
     run(&["train.stop_after=5"]).train();
     let text = run(&["optimizer.moments=fp32"]).refused();
     assert!(
-        text.contains("layout.moments was bf16 and is now the default"),
+        text.contains("optimizer.moments was bf16 and is now the default"),
         "{text}"
     );
     assert!(run(&[]).train().contains("resumed at step 5"));
@@ -90,7 +90,7 @@ fn lion_learns_alike_on_drives_in_other_tiles_and_after_a_resume_and_resumes_no_
     drives(&["train.stop_after=3"]).train();
     let text = drives(&["optimizer.type=AdamW"]).refused();
     assert!(
-        text.contains("layout.optimizer was Lion and is now the default"),
+        text.contains("optimizer.type was Lion and is now the default"),
         "{text}"
     );
     assert!(drives(&[]).train().contains("resumed at step 3"));

@@ -25,7 +25,7 @@ fn package(harness: &Harness, libtorch: &Path) -> Option<PathBuf> {
     link_program(&bin, libtorch);
     std::fs::copy(env!("CARGO_BIN_EXE_trainer"), bin.join("trainer")).unwrap();
     let bench_io = bin.join("bench-io");
-    std::fs::write(&bench_io, "#!/bin/sh\necho bench-io 0.1.0\n").unwrap();
+    std::fs::write(&bench_io, "#!/bin/sh\nif [ \"$1\" = man ]; then echo >\"$2/bench-io.1\"; else echo bench-io 0.1.0; fi\n").unwrap();
     std::fs::set_permissions(
         &bench_io,
         std::os::unix::fs::PermissionsExt::from_mode(0o755),
@@ -35,6 +35,7 @@ fn package(harness: &Harness, libtorch: &Path) -> Option<PathBuf> {
     let mut build = Command::new(root.join("offloadd/packaging/deb.sh"));
     build
         .env("DPKG_DEB_COMPRESSOR_TYPE", "none")
+        .env("LD_LIBRARY_PATH", libtorch)
         .arg("offloadd-trainer")
         .arg(&bin)
         .arg(harness.path("out"));
@@ -59,6 +60,12 @@ fn the_package_of_trainer_has_its_programs_and_the_script_that_fetches_libtorch(
             "/usr/share/offloadd-trainer/fetch-libtorch.py\n",
         ),
         ("-rw-r--r--", "/usr/share/doc/offloadd-trainer/copyright\n"),
+        ("-rw-r--r--", "/usr/share/man/man1/trainer.1.gz\n"),
+        ("-rw-r--r--", "/usr/share/man/man1/bench-io.1.gz\n"),
+        (
+            "-rw-r--r--",
+            "/usr/share/bash-completion/completions/bench-io\n",
+        ),
         (
             "-rw-r--r--",
             "/usr/share/doc/offloadd-trainer/LICENSE-MIT\n",

@@ -122,7 +122,7 @@ fn goes_on_with_other_ranks(devices: impl Fn(&Harness) -> Vec<String>) {
     let said = until(4).train();
     assert!(said.contains("resumed at step 2"), "{said}");
     assert!(
-        said.contains("note: ranks was 2 up to step 2 and is 1"),
+        said.contains("note: the number of ranks was 2 up to step 2 and is 1"),
         "{said}"
     );
     // Three ranks read what one committed without changing it: they stop before their first step.

@@ -51,7 +51,7 @@ fn a_run_keeps_its_tile_size_if_the_setting_is_auto() {
     assert_eq!(whole.fingerprint(), parts(&[]).fingerprint());
     let text = parts(&["offload.tile_elems=8192", "offload.staging_bytes=auto"]).refused();
     assert!(
-        text.contains("layout.tile_elems was 4096 and is now 8192"),
+        text.contains("offload.tile_elems was 4096 and is now 8192"),
         "{text}"
     );
 }

@@ -119,7 +119,7 @@ fn a_run_resumes_in_another_stage_and_with_other_ranks() {
     let said = succeed(part(4, 1).launch(2));
     assert!(said.contains("resumed at step 2"), "{said}");
     assert!(
-        said.contains("note: stage was 0 up to step 2 and is 1"),
+        said.contains("note: zero_optimization.stage was 0 up to step 2 and is 1"),
         "{said}"
     );
     succeed(part(6, 3).launch(4));
@@ -135,7 +135,7 @@ fn a_store_needs_stage_3_and_the_error_says_so() {
     run.with(&["train.stop_after=1"]).train();
     let text = harness.run("run", &[]).with(&[stage(1)]).refused();
     assert!(
-        text.contains("store was in ") && text.contains("is now in the run directory"),
+        text.contains("keeps its state in ") && text.contains("keep it in the run directory"),
         "{text}"
     );
     let both = harness

@@ -15,6 +15,7 @@
 //! rank ends the checkpoint on all ranks; it is logged and counted, and training continues. Tiles that the
 //! host does not update (all in a GPU's memory, or after the last step) are read separately.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -38,8 +39,10 @@ pub struct Checkpointer {
     newest: Option<u64>,
     /// Step of the checkpoint that is kept besides the newest ones.
     spared: Option<u64>,
-    failed_count: u64,
-    first_failure: Option<String>,
+    /// Errors by step; a checkpoint that is made after all removes its error.
+    failures: BTreeMap<u64, String>,
+    /// Whether the next checkpoint is tried in the other directory first, because writing one failed here.
+    elsewhere_first: bool,
     rate: Option<f64>,
 }
 
@@ -50,8 +53,6 @@ pub struct CheckpointerParts {
     /// The nodes' directories, if every node keeps the checkpoints in its own. Used by the first rank of each node.
     pub node_dirs: Option<NodeDirs>,
     pub checkpoint_tap: CheckpointTap,
-    /// Steps between checkpoints; 0: none are due.
-    pub every: u64,
     /// Number of newest checkpoints to keep; 0: all.
     pub kept: u64,
     pub layout: Value,
@@ -108,15 +109,10 @@ impl Checkpointer {
             under_way: None,
             newest,
             spared: None,
-            failed_count: 0,
-            first_failure: None,
+            failures: BTreeMap::new(),
+            elsewhere_first: false,
             rate: None,
         }
-    }
-
-    /// Returns whether a checkpoint of `step` is due.
-    pub fn is_due(&self, step: u64) -> bool {
-        self.parts.every > 0 && step.is_multiple_of(self.parts.every)
     }
 
     /// Returns whether a checkpoint of `step` exists or is being made.
@@ -145,7 +141,11 @@ impl Checkpointer {
         let began = Instant::now();
         let refused = (self.ranks).together("making room for a checkpoint", || {
             let begun = match self.manages(self.ranks.rank()) {
-                true => self.parts.checkpoints.begin(step, self.parts.tile_bytes),
+                true => (self.parts.checkpoints).begin(
+                    step,
+                    self.parts.tile_bytes,
+                    self.elsewhere_first,
+                ),
                 false => Ok(()),
             };
             Ok::<_, RankError>(begun.err().map(|error| error.to_string()))
@@ -154,8 +154,8 @@ impl Checkpointer {
         if let Some((rank, why)) = (0..).zip(refused).find(|(_, why)| !why.is_empty()) {
             let why = String::from_utf8_lossy(&why);
             match self.parts.node_dirs {
-                Some(_) => self.failed(&format!("node {}: {why}", self.ranks.node_of(rank))),
-                None => self.failed(&why),
+                Some(_) => self.failed(step, format!("node {}: {why}", self.ranks.node_of(rank))),
+                None => self.failed(step, why.into_owned()),
             }
             self.remove(step);
             return Ok(false);
@@ -250,10 +250,10 @@ impl Checkpointer {
     /// # Errors
     /// The number of failures and the first error.
     pub fn result(&self) -> Result<(), CheckpointsFailed> {
-        match &self.first_failure {
+        match self.failures.values().next() {
             None => Ok(()),
             Some(first) => Err(CheckpointsFailed {
-                count: self.failed_count,
+                count: self.failures.len() as u64,
                 first: first.clone(),
             }),
         }
@@ -285,6 +285,7 @@ impl Checkpointer {
                 ));
             }
             self.newest = Some(checkpoint.step);
+            self.failures.remove(&checkpoint.step);
             self.under_way = None;
             return;
         }
@@ -353,21 +354,40 @@ impl Checkpointer {
         };
         // The writer ends when the copies end.
         checkpoint.wait();
-        match &checkpoint.work {
-            Work::Failed(error) => self.failed(&error.to_string()),
-            _ => self.failed(&format!(
-                "rank {rank} could not write the checkpoint of step {}: see its own message",
-                checkpoint.step
-            )),
-        }
+        let step = checkpoint.step;
+        let why = match &checkpoint.work {
+            Work::Failed(error) => error.to_string(),
+            _ => format!(
+                "rank {rank} could not write the checkpoint of step {step}: see its own message"
+            ),
+        };
+        self.failed(step, why);
+        self.elsewhere_first = !self.elsewhere_first && self.parts.checkpoints.has_elsewhere();
         self.remove(checkpoint.step);
     }
 
-    /// Logs the failure at once, because the run may continue for days.
-    fn failed(&mut self, why: &str) {
-        self.failed_count += 1;
-        self.first_failure.get_or_insert_with(|| why.to_owned());
-        tracing::error!("{why}; training continues, and earlier checkpoints are kept");
+    /// Logs the failure at once, because the run may continue for days. Another attempt at the same step is not logged again.
+    fn failed(&mut self, step: u64, why: String) {
+        if !self.failures.contains_key(&step) {
+            tracing::error!("{why}; earlier checkpoints are kept");
+        }
+        self.failures.insert(step, why);
+    }
+
+    /// Why the checkpoint of `step` could not be made.
+    pub fn failure_of(&self, step: u64) -> Option<&str> {
+        self.failures.get(&step).map(String::as_str)
+    }
+
+    /// Whether the next attempt is made in another directory than the last one.
+    pub fn turns_elsewhere(&self) -> bool {
+        self.elsewhere_first
+    }
+
+    /// Step of the newest checkpoint in the directory.
+    pub fn newest_kept(&self) -> Option<u64> {
+        let checkpoints = self.parts.checkpoints.list();
+        Some(checkpoints.ok()?.pop()?.step)
     }
 }
 

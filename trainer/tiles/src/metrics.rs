@@ -12,9 +12,12 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::PRIVATE;
 
 /// Bytes at the end of the file that are read to find its last line: many times the length of a line.
 const TAIL_BYTES: u64 = 1 << 16;
@@ -90,6 +93,24 @@ pub struct StepMetrics {
     /// Exponential of `eval_loss`.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub eval_perplexity: Option<f64>,
+}
+
+impl StepMetrics {
+    /// Returns a warning when a store that resumes at `step` lacks generations which were committed when this line was written: it is an
+    /// older copy, or its newest record was discarded.
+    pub fn of_newer_store(&self, step: u64, generation: u64, devices: &[String]) -> Option<String> {
+        (generation < self.generation).then(|| {
+            format!(
+                "warning: metrics.jsonl has steps up to {}, when generation {} was committed, but the store on {} is at step {step}, \
+                 generation {generation}: it is an older copy, or lost its newest generation. Training resumes from step {step}, and \
+                 the lines after it are dropped. If that is not meant, stop it now and bring back the newer store with the run \
+                 directory",
+                self.step,
+                self.generation,
+                devices.join(", "),
+            )
+        })
+    }
 }
 
 /// Parses a number; null, which JSON has for numbers that are not finite, becomes NaN.
@@ -190,6 +211,7 @@ impl MetricsFile {
             .create(true)
             .read(true)
             .append(true)
+            .mode(PRIVATE)
             .open(&path);
         let file = opened.map_err(failed("open"))?;
         let (kept_bytes, last_step) = kept(&file, step).map_err(failed("read"))?;

@@ -40,7 +40,7 @@ pub struct Cqe {
     pub fault: u32,
     /// Errno of an [`FaultKind::Io`] or [`FaultKind::NoSpace`], otherwise 0.
     pub errno: i32,
-    /// Device of the extent; `u32::MAX` if no device was asked.
+    /// [`DeviceNumber`](crate::ids::DeviceNumber) of the extent's device; `u32::MAX` if no device was asked.
     pub device: u32,
     /// Checksum that the bytes of a swap in must have.
     pub checksum: u32,

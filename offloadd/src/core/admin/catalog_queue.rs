@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::DeviceIndex;
+use offload_support::units::ApproxBytes;
 
 use super::devices::DeviceChange;
 use super::{Admin, Purpose};
@@ -237,7 +238,9 @@ impl Admin {
                 let (no_area, instead) = match no_room.no_area {
                     Some((needed, largest)) => (
                         format!(
-                            "; {needed} of them, for its records, must be contiguous on {path}, where the largest free range has {largest}"
+                            "; {} of them, for its records, must be contiguous on {path}, where the largest free range has {}",
+                            ApproxBytes(needed),
+                            ApproxBytes(largest)
                         ),
                         format!(
                             "drain {path} (`offloadd device drain`): the records then lie on another device from the next start on"
@@ -248,9 +251,9 @@ impl Admin {
                 let fault = Fault::new(
                     FaultKind::NoSpace,
                     format!(
-                        "job {} needs {} bytes (all extents of its tiles and its records){no_area}; free: {}; delete a job (`offloadd job delete`) or {instead}",
+                        "job {} needs {} (all extents of its tiles and its records){no_area}; free: {}; delete a job (`offloadd job delete`) or {instead}",
                         key.name,
-                        no_room.needed_bytes,
+                        ApproxBytes(no_room.needed_bytes),
                         self.free_room(&no_room.free_bytes)
                     ),
                 );

@@ -10,7 +10,7 @@
 //! see [`crate::store::metadata_device`].
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::DeviceIndex;
+use offload_api::ids::{DeviceIndex, DeviceNumber};
 
 use super::Admin;
 use super::catalog_queue::{Work, catalog_steps};
@@ -193,6 +193,7 @@ impl Admin {
                 catalog.next_number = next;
                 let new = &mut self.devices[device.0 as usize];
                 new.superblock.number = number;
+                ops.set_number(device, DeviceNumber(number));
                 catalog.devices.push(DeviceEntry {
                     number,
                     id: new.superblock.id,

@@ -13,7 +13,7 @@ use super::Admin;
 use crate::core::Adopted;
 use crate::core::data::{Data, DeviceNumbers};
 use crate::core::operations::{Operations, Waiter};
-use crate::handover::message::{self, NO_DEVICE};
+use crate::handover::message;
 
 impl Admin {
     /// Whether no change of the catalog is written or waits, and no tile moves.
@@ -35,9 +35,6 @@ impl Admin {
         message::State {
             store: self.catalog.catalog.store.0.to_vec(),
             epoch: data.epoch().0,
-            devices: (self.devices.iter())
-                .map(|device| device.phase.map_or(NO_DEVICE, |_| device.superblock.number))
-                .collect(),
             sessions,
             jobs,
             handover: 0,
@@ -75,16 +72,6 @@ impl Admin {
                 state.catalog
             ));
         }
-        // Completions name devices by their index in the list that the process was given. If a device left in the previous
-        // incarnation, later indices have changed.
-        let numbers = self.numbers();
-        let mut told = state.devices.iter().enumerate();
-        if told.any(|(index, number)| *number != NO_DEVICE && numbers.get(index) != Some(number)) {
-            return Err(format!(
-                "its sessions know the devices in the order {:?}, but the store has {:?}",
-                state.devices, numbers
-            ));
-        }
         if state.epoch == 0 {
             return Err("its epoch is 0".into());
         }
@@ -94,7 +81,7 @@ impl Admin {
     /// Adopts the sessions of `state` that fit. Returns them, and one line for each job that is not adopted.
     ///
     /// # Errors
-    /// The state belongs to another store, has other devices, or another daemon has served the store since.
+    /// The state belongs to another store, or another daemon has served the store since.
     pub(in crate::core) fn adopt(
         &mut self,
         state: &message::State,

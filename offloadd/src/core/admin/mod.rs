@@ -22,6 +22,7 @@ use std::collections::{BTreeMap, HashMap};
 use offload_api::BLOCK_BYTES;
 use offload_api::fault::Fault;
 use offload_api::ids::DeviceIndex;
+use offload_support::units::ApproxBytes;
 
 use super::data::{Data, Note, ScratchRequest, ScratchWrite};
 use super::operations::{Operations, ScriptEnd, ScriptId};
@@ -118,6 +119,15 @@ impl Admin {
         }
     }
 
+    /// Bytes on all devices that new tiles may take.
+    pub(super) fn free_bytes(&self) -> u64 {
+        (0..self.devices.len() as u32)
+            .map(DeviceIndex)
+            .filter(|device| !self.space.is_closed(*device))
+            .map(|device| self.space.free_bytes(device))
+            .sum()
+    }
+
     /// Reserves space for a session's own tiles.
     pub(super) fn reserve_scratch(&mut self, asked: &ScratchRequest) -> Result<Vec<Extent>, Fault> {
         (self.space.reserve_tiles(asked.tile_bytes())).map_err(|no_room| {
@@ -202,7 +212,7 @@ impl Admin {
     fn free_room(&self, free_bytes: &[u64]) -> String {
         let free: Vec<String> = (self.devices.iter().zip(free_bytes))
             .filter(|(device, _)| device.phase.is_some())
-            .map(|(device, free)| format!("{} has {free}", device.path))
+            .map(|(device, free)| format!("{} has {}", device.path, ApproxBytes(*free)))
             .collect();
         free.join(", ")
     }

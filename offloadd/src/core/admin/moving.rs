@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet, HashSet, VecDeque};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::{DeviceIndex, Generation};
+use offload_support::units::ApproxBytes;
 
 use super::Admin;
 use super::catalog_queue::Work;
@@ -376,8 +377,9 @@ impl Admin {
                 }
                 None => {
                     let what = format!(
-                        "the other devices have no space for {} bytes of a tile of job {}: delete a job or add a device",
-                        bytes, plan.key.name
+                        "the other devices have no space for {} of a tile of job {}: delete a job or add a device",
+                        ApproxBytes(bytes),
+                        plan.key.name
                     );
                     self.mover.stop(&Fault::new(FaultKind::NoSpace, what));
                     break;
@@ -450,9 +452,9 @@ impl Admin {
             return Err(Fault::new(
                 FaultKind::NoSpace,
                 format!(
-                    "{} holds the store's catalog and {} bytes of its jobs' records. No other device has space for all of them, with the records of each job in one piece: delete a job (`offloadd job delete`) or add a device first",
+                    "{} holds the store's catalog and {} of its jobs' records. No other device has space for all of them, with the records of each job in one piece: delete a job (`offloadd job delete`) or add a device first",
                     self.path(self.metadata_device),
-                    sizes.iter().sum::<u64>()
+                    ApproxBytes(sizes.iter().sum::<u64>())
                 ),
             ));
         };
@@ -486,13 +488,15 @@ impl Admin {
             return Ok(());
         }
         let free: Vec<String> = (room.iter())
-            .map(|(other, free)| format!("{} has {free}", self.devices[*other].path))
+            .map(|(other, free)| {
+                format!("{} has {}", self.devices[*other].path, ApproxBytes(*free))
+            })
             .collect();
         Err(Fault::new(
             FaultKind::NoSpace,
             format!(
-                "{} bytes lie on {} and do not fit on the other devices (free: {}): delete a job (`offloadd job delete`) or add a device first",
-                self.bytes_on(device),
+                "{} lie on {} and do not fit on the other devices (free: {}): delete a job (`offloadd job delete`) or add a device first",
+                ApproxBytes(self.bytes_on(device)),
                 self.path(device),
                 free.join(", ")
             ),

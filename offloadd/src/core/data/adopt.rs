@@ -10,6 +10,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::{Geometry, SlotClass};
 use offload_api::ids::{DeviceIndex, Epoch, Generation, Rank, SessionToken};
+use offload_support::units::ApproxBytes;
 
 use super::job::{Job, Stored};
 use super::scratch::ScratchTile;
@@ -207,8 +208,9 @@ impl Data {
         let asked: u64 = checked.iter().map(|s| s.geometry.arena_bytes()).sum();
         if asked > self.arena_free_bytes() {
             return Err(format!(
-                "its sessions have {asked} bytes of host memory, but the settings leave only {}",
-                self.arena_free_bytes()
+                "its sessions have {} of host memory, but the settings leave only {}",
+                ApproxBytes(asked),
+                ApproxBytes(self.arena_free_bytes())
             ));
         }
         Ok(CheckedJob {
@@ -283,6 +285,7 @@ impl Data {
             iodepth: checked.iodepth,
             ring_entries: adopted.ring_entries,
             stage: Stage::Live,
+            claimed: true,
             busy_slots: HashSet::new(),
             inflight_count: 0,
             tickets: HashMap::new(),
@@ -468,6 +471,7 @@ impl Data {
             working: session.resumed.then_some(job.working),
             confirmed: !job.awaiting_confirm,
             scratch_count: session.scratch.len() as u32,
+            unusable: self.unusable(job).cloned(),
         }
     }
 }

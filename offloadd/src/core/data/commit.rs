@@ -247,6 +247,10 @@ impl Data {
             .and_then(|stored| stored.newest_marked())
             .filter(|marked| marked.record.generation == generation);
         let Some(newest) = newest else {
+            // It may not be prepared because of this.
+            if let Some(fault) = job.unusable() {
+                return Err(fault.clone());
+            }
             return Err(Fault::new(
                 FaultKind::WrongGeneration,
                 format!(

@@ -2,10 +2,11 @@
 //! tile.
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::TileIndex;
+use offload_api::ids::{DeviceNumber, TileIndex};
 
 use super::Data;
 use super::job::{Activity, Stored};
+use crate::core::operations::Operations;
 use crate::core::{Damage, Reply};
 use crate::io::SessionId;
 use crate::store::tile_table::Extent;
@@ -14,25 +15,30 @@ impl Data {
     pub(in crate::core) fn hear_damage(
         &mut self,
         session: SessionId,
-        damage: Damage,
+        damage: Damage<DeviceNumber>,
+        ops: &Operations,
     ) -> Result<Reply, Fault> {
         let key = self.sessions[&session].key.clone();
         let job = self.jobs.get_mut(&key).expect("a session's job");
-        let stored = job.stored.as_mut();
-        let counts = stored.is_some_and(|stored| {
-            extent_of(stored, &damage).is_some_and(|extent| stored.damaged.insert(extent))
+        let tile = damage.tile;
+        let located = ops.device_of(damage.device).map(|device| damage.on(device));
+        let counted = located.filter(|damage| {
+            job.stored.as_mut().is_some_and(|stored| {
+                extent_of(stored, damage).is_some_and(|extent| stored.damaged.insert(extent))
+            })
         });
-        match counts {
-            true => Ok(Reply::ReportDamage {
+        match counted {
+            Some(damage) => Ok(Reply::ReportDamage {
                 uid: key.uid,
                 job: key.name,
+                damage,
             }),
-            false => Err(Fault::new(
+            None => Err(Fault::new(
                 FaultKind::Invalid,
                 format!(
                     "tile {} of job {}: the report of damage does not match where the tile is stored now, or this damage was \
                      counted before",
-                    damage.tile, key.name
+                    tile, key.name
                 ),
             )),
         }

@@ -5,11 +5,15 @@ use std::collections::BTreeMap;
 
 use offload_api::IODEPTH_MIN;
 use offload_api::fault::{Fault, FaultKind};
+use offload_support::units::ApproxBytes;
 
 use super::{Data, JobKey};
 use crate::core::{OpenSession, Peer};
 use crate::quota::{JOBS_A_USER_DEFAULT, Quota, WEIGHT_DEFAULT, Weights};
 use crate::store::definition::JobName;
+
+/// Limit of a user's sessions whose process has not fetched the descriptors. The ranks of a node open theirs at once, so processes ask again.
+const UNCLAIMED_A_USER: usize = 4;
 
 /// Jobs that a refusal names.
 const NAMED_MAX: usize = 4;
@@ -97,6 +101,28 @@ impl Data {
         }
     }
 
+    /// Bytes that a new job of `peer` may reserve where the devices have `free_bytes`.
+    pub(in crate::core) fn device_free_bytes_of(&self, peer: Peer, free_bytes: u64) -> u64 {
+        let held_bytes = || self.held_on_devices(Whose::User(peer.uid));
+        match self.quotas.of(peer.uid).device_bytes_max {
+            Some(max) => free_bytes.min(max.saturating_sub(held_bytes())),
+            None => free_bytes,
+        }
+    }
+
+    /// Sessions that `peer` may still open.
+    pub(in crate::core) fn session_free_count_of(&self, peer: Peer) -> u32 {
+        let free = (self.limits.sessions_max).saturating_sub(self.sessions.len() as u32);
+        let held = self.held(Whose::User(peer.uid)).sessions;
+        free.min(self.sessions_max_of(peer.uid).saturating_sub(held))
+    }
+
+    /// Limit of a user's sessions.
+    fn sessions_max_of(&self, uid: u32) -> u32 {
+        let quota = self.quotas.of(uid).sessions_max;
+        quota.unwrap_or(self.limits.sessions_a_user())
+    }
+
     /// Number of local ranks of a job that have not joined, including the one that is joining.
     fn ranks_to_come(&self, key: &JobKey, local_ranks: u32) -> u32 {
         let here = (self.jobs.get(key)).map_or(0, |job| job.members.len() as u32);
@@ -114,6 +140,22 @@ impl Data {
         to_come.sum::<u32>().saturating_mul(IODEPTH_MIN)
     }
 
+    /// Checks that not too many of a user's sessions wait for their process to fetch the descriptors: each has memory and a place that others
+    /// lack, and a process that never comes keeps them for seconds.
+    pub(super) fn check_unclaimed(&self, uid: u32) -> Result<(), Fault> {
+        let sessions = self.sessions.values();
+        let unclaimed = sessions.filter(|session| session.uid == uid && !session.claimed);
+        if unclaimed.count() < UNCLAIMED_A_USER {
+            return Ok(());
+        }
+        Err(Fault::new(
+            FaultKind::Queued,
+            format!(
+                "{UNCLAIMED_A_USER} new sessions of uid {uid} wait for their processes to fetch the descriptors: open this one again when one has done so"
+            ),
+        ))
+    }
+
     /// Checks that a session with an arena of `arena_bytes` is allowed. Returns its limit of operations in flight.
     pub(super) fn admit_session(
         &self,
@@ -124,7 +166,11 @@ impl Data {
         let mut iodepth = open.iodepth.min(self.limits.iodepth_max);
         for (whose, quota) in self.quotas_of(key) {
             let held = self.held(whose);
-            if let Some(max) = quota.sessions_max
+            let sessions_max = match whose {
+                Whose::User(uid) => Some(self.sessions_max_of(uid)),
+                Whose::Job(_) => quota.sessions_max,
+            };
+            if let Some(max) = sessions_max
                 && held.sessions >= max
             {
                 let what = format!("{whose} may have {max} sessions and has {}", held.sessions);
@@ -134,11 +180,11 @@ impl Data {
                 && held.host_bytes.saturating_add(arena_bytes) > max
             {
                 let what = format!(
-                    "rank {} of job {} asks for {arena_bytes} bytes of host memory; {whose} may have {max} and has {}, so {} are free",
+                    "rank {} of job {} asks for {} of host memory; {whose} {}",
                     open.rank,
                     key.name,
-                    held.host_bytes,
-                    max.saturating_sub(held.host_bytes)
+                    ApproxBytes(arena_bytes),
+                    lacking(arena_bytes, max, held.host_bytes)
                 );
                 return Err(self.refused(FaultKind::NoMemory, whose, what, "host_bytes_max"));
             }
@@ -197,16 +243,17 @@ impl Data {
             let held = self.held_on_devices(whose);
             if held.saturating_add(bytes) > max {
                 let what = format!(
-                    "job {} needs {bytes} bytes on devices; {whose} may have {max} and has {held}, so {} are free",
+                    "job {} needs {} on devices; {whose} {}",
                     key.name,
-                    max.saturating_sub(held)
+                    ApproxBytes(bytes),
+                    lacking(bytes, max, held)
                 );
                 let held_by = |(other, job): (&JobKey, &super::job::Job)| {
                     let bytes = job.reserved_bytes();
                     (whose.has(other) && bytes > 0).then(|| (other.name.to_string(), bytes))
                 };
                 let holders = self.jobs.iter().filter_map(held_by).collect();
-                let what = format!("{what}{}", named(holders));
+                let what = format!("{what}{}", named(holders, true));
                 return Err(advised(FaultKind::NoSpace, what, "device_bytes_max"));
             }
         }
@@ -226,7 +273,8 @@ impl Data {
                 _ => 1,
             };
         }
-        let what = format!("{what}{}", named(holders.into_iter().collect()));
+        let in_bytes = kind == FaultKind::NoMemory;
+        let what = format!("{what}{}", named(holders.into_iter().collect(), in_bytes));
         advised(kind, what, setting)
     }
 }
@@ -240,15 +288,30 @@ fn advised(kind: FaultKind, what: String, setting: &str) -> Fault {
     )
 }
 
+/// Says what a holder of a quota has of it, and how much is missing for a request of `asked_bytes`.
+fn lacking(asked_bytes: u64, max_bytes: u64, held_bytes: u64) -> String {
+    let free_bytes = max_bytes.saturating_sub(held_bytes);
+    format!(
+        "may have {} and has {}, so {} are free, {} too few",
+        ApproxBytes(max_bytes),
+        ApproxBytes(held_bytes),
+        ApproxBytes(free_bytes),
+        ApproxBytes(asked_bytes.saturating_sub(free_bytes))
+    )
+}
+
 /// Formats holders as " (tiny 5, large 7)", the largest first. They are jobs of the user who reads this.
-fn named(mut holders: Vec<(String, u64)>) -> String {
+fn named(mut holders: Vec<(String, u64)>, in_bytes: bool) -> String {
     if holders.is_empty() {
         return String::new();
     }
     holders.sort_by_key(|(_, held)| std::cmp::Reverse(*held));
     let more = holders.len().saturating_sub(NAMED_MAX);
     let mut words: Vec<_> = (holders.iter().take(NAMED_MAX))
-        .map(|(name, held)| format!("{name} {held}"))
+        .map(|(name, held)| match in_bytes {
+            true => format!("{name} {}", ApproxBytes(*held)),
+            false => format!("{name} {held}"),
+        })
         .collect();
     if more > 0 {
         words.push(format!("{more} more"));

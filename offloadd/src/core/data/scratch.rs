@@ -7,6 +7,7 @@ use offload_api::TILES_MAX;
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotPlace;
 use offload_api::ring::entry::{Request, Sqe, Verb};
+use offload_support::units::ApproxBytes;
 
 use super::Data;
 use super::job::Activity;
@@ -73,8 +74,9 @@ impl ScratchRequest {
         Fault::new(
             FaultKind::NoSpace,
             format!(
-                "{} needs {needed_bytes} bytes; free: {free}; keep it in host memory, delete a job or add a device",
-                self.who
+                "{} needs {}; free: {free}; keep it in host memory, delete a job or add a device",
+                self.who,
+                ApproxBytes(needed_bytes)
             ),
         )
     }

@@ -10,6 +10,7 @@ use offload_api::geometry::Geometry;
 use offload_api::ids::{DeviceIndex, Rank, SessionToken, SlotIndex};
 use offload_api::ring::RING_ENTRIES_MAX;
 use offload_api::{BLOCK_BYTES, IODEPTH_MAX};
+use offload_support::units::ApproxBytes;
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
 use super::job::Job;
@@ -31,6 +32,8 @@ pub(super) struct Session {
     pub(super) iodepth: u32,
     pub(super) ring_entries: u32,
     pub(super) stage: Stage,
+    /// Whether its process has fetched the descriptors.
+    pub(super) claimed: bool,
     pub(super) busy_slots: HashSet<SlotIndex>,
     pub(super) inflight_count: u32,
     /// Operations in flight by ticket; for a ticket that was used twice, the operation that began last.
@@ -109,6 +112,7 @@ impl Data {
     ) -> Result<Option<Reply>, Fault> {
         let key = JobKey::new(peer.uid, open.job.clone());
         let geometry = self.check_open(&key, &open)?;
+        self.check_unclaimed(peer.uid)?;
         let iodepth = self.admit_session(&key, &open, geometry.arena_bytes())?;
         let ring_entries = ring_entries(iodepth);
         let id = SessionId(ops.number());
@@ -137,6 +141,7 @@ impl Data {
             iodepth,
             ring_entries,
             stage: Stage::Making { open: call },
+            claimed: false,
             busy_slots: HashSet::new(),
             inflight_count: 0,
             tickets: HashMap::new(),
@@ -180,14 +185,22 @@ impl Data {
             return fault(
                 FaultKind::NoMemory,
                 format!(
-                    "rank {rank} of job {name} asks for {} bytes of host memory, {} of {} are free: ask for less, or raise arena_bytes_max",
-                    geometry.arena_bytes(),
-                    self.arena_free_bytes(),
-                    self.limits.arena_bytes_max
+                    "rank {rank} of job {name} asks for {} of host memory, {} of {} are free, {} too few: ask for less, or raise arena_bytes_max",
+                    ApproxBytes(geometry.arena_bytes()),
+                    ApproxBytes(self.arena_free_bytes()),
+                    ApproxBytes(self.limits.arena_bytes_max),
+                    ApproxBytes(geometry.arena_bytes() - self.arena_free_bytes())
                 ),
             );
         }
         Ok(geometry)
+    }
+
+    /// Handles that the session's process has fetched the descriptors.
+    pub(in crate::core) fn on_attached(&mut self, id: SessionId) {
+        if let Some(session) = self.sessions.get_mut(&id) {
+            session.claimed = true;
+        }
     }
 
     pub(in crate::core) fn on_arena_made(

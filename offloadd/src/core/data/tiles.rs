@@ -2,7 +2,7 @@
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::geometry::SlotPlace;
-use offload_api::ids::{Epoch, SlotIndex};
+use offload_api::ids::{DeviceNumber, Epoch, SlotIndex};
 use offload_api::ring::entry::{Cqe, Promote, Request, Sqe, Verb};
 use test_hooks::safeguard::{Safeguard, is_disabled};
 
@@ -357,7 +357,8 @@ impl Data {
         let reads = io.request.verb == Verb::SwapIn;
         let session = &self.sessions[&io.session];
         if session.stage == Stage::Live {
-            complete(io.session, entry(io, fault, result), ops);
+            let device = ops.number_of(io.extent.device);
+            complete(io.session, entry(io, device, fault, result), ops);
         }
         self.try_drop(io.session, ops);
         if !reads {
@@ -413,13 +414,13 @@ pub(super) fn free_extent(durability: Durability, committed: Option<Version>) ->
 }
 
 /// Completion of an operation that reached a device.
-fn entry(io: &TileIo, fault: Option<FaultKind>, result: IoResult) -> Cqe {
+fn entry(io: &TileIo, device: DeviceNumber, fault: Option<FaultKind>, result: IoResult) -> Cqe {
     let reads = io.request.verb == Verb::SwapIn;
     Cqe {
         ticket: io.request.ticket.0,
         fault: fault.map_or(0, |kind| kind as u32),
         errno: result.outcome.err().unwrap_or(0),
-        device: io.extent.device.0,
+        device: device.0,
         checksum: if reads { io.version.checksum } else { 0 },
         offset: io.extent.offset,
         generation: if reads { io.version.generation.0 } else { 0 },

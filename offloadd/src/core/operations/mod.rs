@@ -11,11 +11,11 @@ pub(super) use script::{Failed, ScriptEnd, ScriptId, Step, in_turn};
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use offload_api::fault::{Fault, FaultKind};
-use offload_api::ids::DeviceIndex;
+use offload_api::ids::{DeviceIndex, DeviceNumber};
 use offload_api::ring::entry::Priority;
 
 use super::{Action, CallId, Reply};
-use crate::io::{Buffer, IoId, IoOp};
+use crate::io::{Buffer, IoId, IoOp, failure};
 use crate::quota::Weights;
 use flush::Flush;
 use script::Script;
@@ -24,8 +24,8 @@ use script::Script;
 pub(super) struct Operations {
     /// The metadata device, with the catalog and the jobs' areas.
     metadata_device: DeviceIndex,
-    /// Paths by device, for messages.
-    paths: Vec<String>,
+    /// By device: its path, for messages, and its number, by which processes know it.
+    names: Vec<(String, DeviceNumber)>,
     /// Actions for the driver, in order.
     actions: Vec<Action>,
     inflight: HashMap<IoId, Operation>,
@@ -51,10 +51,10 @@ pub(super) enum Operation {
 }
 
 impl Operations {
-    pub(super) fn new(metadata_device: DeviceIndex, paths: Vec<String>) -> Self {
+    pub(super) fn new(metadata_device: DeviceIndex, names: Vec<(String, DeviceNumber)>) -> Self {
         Self {
             metadata_device,
-            paths,
+            names,
             actions: Vec::new(),
             inflight: HashMap::new(),
             scripts: BTreeMap::new(),
@@ -69,15 +69,32 @@ impl Operations {
     }
 
     pub(super) fn path(&self, device: DeviceIndex) -> &str {
-        &self.paths[device.0 as usize]
+        &self.names[device.0 as usize].0
     }
 
+    /// Number of a device that has been part of the store.
+    pub(super) fn number_of(&self, device: DeviceIndex) -> DeviceNumber {
+        self.names[device.0 as usize].1
+    }
+
+    /// Returns the device with this number, if it was part of the store in this incarnation.
+    pub(super) fn device_of(&self, number: DeviceNumber) -> Option<DeviceIndex> {
+        let found = self.names.iter().position(|(_, other)| *other == number);
+        found.map(|index| DeviceIndex(index as u32))
+    }
+
+    /// Adds a device that has no number yet.
     pub(super) fn add_device(&mut self, path: String) {
-        self.paths.push(path);
+        self.names.push((path, DeviceNumber(u32::MAX)));
+    }
+
+    /// Sets the number of an added device when its turn comes.
+    pub(super) fn set_number(&mut self, device: DeviceIndex, number: DeviceNumber) {
+        self.names[device.0 as usize].1 = number;
     }
 
     pub(super) fn device_count(&self) -> usize {
-        self.paths.len()
+        self.names.len()
     }
 
     /// Exchanges the list to which actions are appended.
@@ -169,21 +186,9 @@ impl Operations {
         asked_bytes: u32,
         outcome: Result<u32, i32>,
     ) -> Fault {
-        let (kind, why) = match outcome {
-            Err(errno) => (
-                errno_kind(errno),
-                std::io::Error::from_raw_os_error(errno).to_string(),
-            ),
-            Ok(moved) => (
-                FaultKind::Short,
-                format!("only {moved} bytes were moved: the drive may have been removed"),
-            ),
-        };
-        let path = self.path(device);
-        Fault::new(
-            kind,
-            format!("{op:?} of {asked_bytes} bytes at {offset} of {path}: {why}"),
-        )
+        let kind = outcome.map_or_else(errno_kind, |_| FaultKind::Short);
+        let part = [offset, u64::from(asked_bytes)];
+        Fault::new(kind, failure(op, self.path(device), part, outcome))
     }
 }
 

@@ -51,7 +51,14 @@ fn state(uid: u32, job: &JobName) -> JobState {
 /// Records a write that succeeds at once.
 fn written(ledger: &mut Ledger, device: u32, bytes: u32, place: Option<JobPlace>, now: Instant) {
     let id = IoId(1);
-    ledger.started(id, DeviceIndex(device), IoOp::Write, bytes, place, now);
+    ledger.started(
+        id,
+        DeviceIndex(device),
+        IoOp::Write,
+        [0, u64::from(bytes)],
+        place,
+        now,
+    );
     let done = IoDone {
         id,
         outcome: Ok(bytes),
@@ -75,7 +82,7 @@ fn an_operation_counts_for_its_device_and_its_job_and_a_short_one_has_failed() {
     ];
     for (number, (op, outcome)) in ops.into_iter().enumerate() {
         let io = IoId(number as u64);
-        ledger.started(io, DeviceIndex(1), op, 4096, Some(place), now);
+        ledger.started(io, DeviceIndex(1), op, [0, 4096], Some(place), now);
         let done = IoDone {
             id: io,
             outcome,
@@ -85,8 +92,8 @@ fn an_operation_counts_for_its_device_and_its_job_and_a_short_one_has_failed() {
         };
         ledger.ended(&done, now);
     }
-    ledger.started(IoId(9), DeviceIndex(1), IoOp::Flush, 0, None, now);
-    ledger.started(IoId(10), DeviceIndex(0), IoOp::Write, 8192, None, now);
+    ledger.started(IoId(9), DeviceIndex(1), IoOp::Flush, [0, 0], None, now);
+    ledger.started(IoId(10), DeviceIndex(0), IoOp::Write, [0, 8192], None, now);
     let job = ledger.job(state(7, &name));
     assert_eq!((job.counts.read.bytes, job.counts.read.count()), (4608, 2));
     let read = &job.counts.read;

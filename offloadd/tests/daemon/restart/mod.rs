@@ -6,6 +6,7 @@ mod manager;
 mod states;
 mod supervised;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use offload_api::fault::FaultKind;
@@ -293,7 +294,8 @@ fn a_daemon_serves_though_nobody_reads_what_it_says() {
 
 #[test]
 fn sessions_outlive_a_restart_after_a_device_has_left() {
-    let mut manager = Manager::new(Store::new(2, "auto"));
+    // The device that leaves is neither the first, which has the metadata, nor the last.
+    let mut manager = Manager::new(Store::new(3, "auto"));
     let daemon = manager.start(&mut Vec::new());
     let mut control = daemon.control();
     let mut session = control.session("tiny");
@@ -311,9 +313,9 @@ fn sessions_outlive_a_restart_after_a_device_has_left() {
     assert!(drain.status.success(), "{}", crate::common::words(&drain));
     eventually("it has left", LONG, || {
         let seen = control.metrics(proto::MetricsRequest {}).unwrap();
-        seen.devices.len() == 1
+        seen.devices.len() == 2
     });
-    manager.store.devices.pop();
+    manager.store.devices.remove(1);
     (manager.store).write_config(&manager.store.socket(), "auto");
     let daemon = manager.restart(daemon);
     let mut control = daemon.control();
@@ -322,4 +324,41 @@ fn sessions_outlive_a_restart_after_a_device_has_left() {
     fill_tiles(&mut session, 6, working, 2);
     session.commit(&mut control, working, b"");
     expect_tiles(&mut session, 6, 2);
+}
+
+#[test]
+fn a_start_while_the_daemon_is_replaced_waits_for_the_next() {
+    let manager = Manager::new(Store::new(1, "auto"));
+    let mut daemon = manager.start(&mut Vec::new());
+    let (socket, goes_on) = (daemon.socket.clone(), AtomicBool::new(true));
+    std::thread::scope(|scope| {
+        let starts = scope.spawn(|| {
+            let mut count = 0;
+            while goes_on.load(Ordering::Relaxed) {
+                let session = offload_client::Session::open(offload_client::SessionSettings {
+                    socket: socket.clone(),
+                    job: "starts".into(),
+                    rank: offload_client::Rank(0),
+                    local_ranks: 1,
+                    classes: vec![offload_client::SlotClass {
+                        slot_bytes: 4096,
+                        slot_count: 1,
+                    }],
+                    iodepth: 1,
+                });
+                match session {
+                    Ok(session) => count += u32::from(session.close().is_ok()),
+                    // Nobody listened from the beginning.
+                    Err(offload_client::ClientError::Connect { .. }) => {}
+                    Err(error) => panic!("{error}"),
+                }
+            }
+            count
+        });
+        for _ in 0..5 {
+            daemon = manager.restart(daemon);
+        }
+        goes_on.store(false, Ordering::Relaxed);
+        assert!(starts.join().unwrap() > 0);
+    });
 }

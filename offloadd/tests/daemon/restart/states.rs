@@ -54,7 +54,6 @@ type Lie = (&'static str, fn(&mut State));
 
 const LIES: &[Lie] = &[
     ("another store", |state| state.store[3] ^= 1),
-    ("the store has", |state| state.devices.push(7)),
     ("its epoch is 0", |state| state.epoch = 0),
     ("another daemon has served", |state| state.catalog -= 1),
     ("another daemon has served", |state| {

@@ -30,7 +30,7 @@ from ._optimizers import check_optimizer, check_settings
 from ._plan import Plan, bytes_text, described
 from ._progress import Progress
 from ._ranks import Ranks
-from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_name, check_place, claim, disclaim, lock, writable
+from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_name, check_place, claim, disclaim, lock, writable, write_private
 from ._state import from_blob, random_state, same_random, set_random_state, to_blob
 from ._units import Unit, units_of
 from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
@@ -189,7 +189,7 @@ class Run:
             self._fill(weights, to_blob(state, self._state_dir), replace=blob is not None)
             self.core.begin_step()
             if ranks.first_of_node:
-                (run_dir / LAYOUT).write_text(json.dumps(self.layout))
+                write_private(run_dir / LAYOUT, json.dumps(self.layout))
         else:
             for unit in found:
                 if unit.flat is None:
@@ -759,13 +759,15 @@ class Run:
         self.loss_scale: Optional[float] = None
         self.grad_norm: Optional[float] = None
         if self.ranks.first:
-            self.core.open_reports(
+            older = self.core.open_reports(
                 self.steps_done,
                 self._samples(),
                 settings.monitor_dir("tensorboard", self.run_dir),
                 settings.monitor_dir("csv_monitor", self.run_dir),
                 settings.wall_clock_breakdown,
             )
+            if older:
+                say(older)
 
     def _samples(self) -> int:
         return self.steps_done * (self.settings.train_batch_size or 1)

@@ -10,10 +10,11 @@ import shutil
 import subprocess
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Iterator, TextIO
+from typing import IO, Any, Iterator
 
 from . import _offloadd
 from ._config import Settings
+from ._console import say
 from ._errors import Error, LayoutChanged
 from ._nodes import Places
 from ._plan import Plan, bytes_text, part_of, program_of
@@ -70,12 +71,23 @@ def writable() -> Iterator[None]:
         raise Error(f"{error.filename} cannot be written: {error.strerror}; name another run_dir (for Hugging Face's Trainer another output_dir)") from None
 
 
-def lock(run_dir: Path, exclusive: bool = False) -> TextIO:
+def open_private(path: Path, mode: str) -> IO[Any]:
+    """Opens a file of a run; a new one can be read by its owner only, also in a directory that others may enter."""
+    return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file of a run."""
+    with open_private(path, "w") as file:
+        file.write(text)
+
+
+def lock(run_dir: Path, exclusive: bool = False) -> IO[Any]:
     """Marks a run as in use until the result is closed: each rank that trains it shares the lock, who deletes it is alone.
 
     Raises `InUse` where another process has it. A file system without locks says nothing.
     """
-    file = open(run_dir / STORE, "a")
+    file = open_private(run_dir / STORE, "a")
     with contextlib.suppress(OSError):
         try:
             fcntl.flock(file, (fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
@@ -111,10 +123,11 @@ def check_moments(run_dir: Path, settings: Settings) -> None:
 
 def begin_part(plan: Plan, places: Places, resume: bool) -> None:
     """Checks that this node has its own part of the run, as far as there is one, and notes where its tiles lie. Without `resume`, tiles
-    that are divided among several nodes are removed: all of them begin anew."""
+    that are divided among several nodes are removed: all of them begin anew. So are tiles of a run whose directory was deleted."""
     run_dir, settings = plan.run_dir, plan.settings
+    kept = (run_dir / STORE).read_text()
     with contextlib.suppress(ValueError):
-        store = json.loads((run_dir / STORE).read_text())
+        store = json.loads(kept)
         nodes = store.get("nodes", 1)
         if not resume and max(nodes, places.nodes) > 1:
             remove_store(store)
@@ -134,9 +147,24 @@ def begin_part(plan: Plan, places: Places, resume: bool) -> None:
     if places.nodes > 1 and settings.device == "nvme":
         store["nodes"] = places.nodes
     text = json.dumps(store)
+    if not kept and places.nodes == 1 and (left := _remove_left(store)):
+        say(f"{run_dir} is a new directory, so the run begins anew: removed the tiles of an earlier run whose directory was deleted, {left}")
     # A start that is killed here must not lose what is there.
-    if (run_dir / STORE).read_text() != text:
-        (run_dir / STORE).write_text(text)
+    if kept != text:
+        write_private(run_dir / STORE, text)
+
+
+def _remove_left(store: dict[str, Any]) -> str:
+    """Removes the tiles that a run has left whose directory was deleted. Returns what was there."""
+    if not store["socket"]:
+        left = [file for file in store["device_files"] if os.path.exists(file)]
+        _offloadd.remove_files(left)
+        return ", ".join(left)
+    # A program that is missing is missed where a run is deleted.
+    with contextlib.suppress(OSError):
+        if not _delete_job(store).returncode:
+            return f"job {store['job']} of the daemon at {store['socket']}"
+    return ""
 
 
 def _check_drives(settings: Settings, job: str, node: int) -> None:
@@ -213,7 +241,11 @@ def _is_here(part: Path) -> bool:
 def remove_store(store: dict[str, Any]) -> None:
     """Removes the tiles of a run."""
     if store["socket"]:
-        _delete_job(store)
+        try:
+            _delete_job(store)
+        except OSError as error:
+            program = store["program"] or "offloadd"
+            raise Error(f"{program} cannot be started: {error.strerror}; delete the job {store['job']} with `offloadd job delete`") from None
     _offloadd.remove_files(store["device_files"])
 
 
@@ -246,13 +278,11 @@ def _agrees() -> bool:
         return False
 
 
-def _delete_job(store: dict[str, Any]) -> None:
-    program = store["program"] or "offloadd"
-    command = [program, "job", "delete", store["job"], "--force", "--socket", store["socket"]]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise Error(f"{program} cannot be started: {error.strerror}; delete the job {store['job']} with `offloadd job delete`") from None
+def _delete_job(store: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    """Deletes the run's job. Raises OSError where the program cannot be started."""
+    command = [store["program"] or "offloadd", "job", "delete", store["job"], "--force", "--socket", store["socket"]]
+    result = subprocess.run(command, capture_output=True, text=True)
     # There is none where the first start was refused, or a deletion was interrupted.
     if result.returncode and "has no job" not in result.stderr:
         raise Error(f"job {store['job']} of the daemon at {store['socket']} cannot be deleted: {result.stderr.strip()}")
+    return result

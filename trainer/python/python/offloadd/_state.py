@@ -75,7 +75,7 @@ def to_blob(state: dict[str, Any], run_dir: Path) -> bytes:
         return data
     path = run_dir / f"state-{state['steps_done']}.pt"
     try:
-        write_flushed(path, data)
+        write_flushed(path, data, private=True)
     except OSError as error:
         raise Error(f"{path}: the state of step {state['steps_done']} cannot be written: {error.strerror}; free some space, then continue or start the script again") from None
     old = sorted(run_dir.glob("state-*.pt"), key=lambda one: int(one.stem.split("-")[1]))
@@ -84,10 +84,10 @@ def to_blob(state: dict[str, Any], run_dir: Path) -> bytes:
     return json.dumps({"file": path.name, "sha256": hashlib.sha256(data).hexdigest()}).encode()
 
 
-def write_flushed(path: Path, data: bytes) -> None:
-    """Writes a file whole or not at all; it is on the drive when this returns."""
+def write_flushed(path: Path, data: bytes, private: bool = False) -> None:
+    """Writes a file whole or not at all; it is on the drive when this returns. A `private` one can be read by its owner only."""
     part = path.with_name(path.name + ".part")
-    with open(part, "wb") as file:
+    with open(part, "wb", opener=lambda name, flags: os.open(name, flags, 0o600 if private else 0o666)) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

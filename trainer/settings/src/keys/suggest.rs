@@ -59,7 +59,10 @@ const OTHERS: &[(&str, &str)] = &[
     ("save_steps", "train.checkpoint_every"),
     ("save_interval", "train.checkpoint_every"),
     ("save_strategy", "train.checkpoint_every"),
-    ("saves_per_epoch", "train.checkpoint_every (in steps)"),
+    (
+        "saves_per_epoch",
+        "train.checkpoint_every (\"epoch\", a number of steps, or a time)",
+    ),
     ("save_total_limit", "train.checkpoints_kept"),
     ("checkpoint.partner", "train.checkpoints_on_each_node"),
     ("save_on_each_node", "train.checkpoints_on_each_node"),

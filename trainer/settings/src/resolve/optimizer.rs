@@ -124,6 +124,8 @@ fn instead_of(kind: &str, reader: Reader) -> &'static str {
     }
     if kind == "adafactor" {
         "its factored second moments need whole matrices, and tiles are parts of them; use \"Lion\", or \"AdamW\" with optimizer.moments = \"bf16\", whose state is small too"
+    } else if kind.starts_with("onebit") || kind.starts_with("zeroone") {
+        "it compresses gradients between GPUs, which this program sends whole; use \"AdamW\" with its lr, betas, eps and weight_decay, and leave out what configures the compression"
     } else if kind.contains("lion") {
         "use \"Lion\", with optimizer.moments = \"bf16\" for less memory"
     } else if kind.contains("8bit") || kind.contains("paged") {

@@ -141,6 +141,7 @@ fn cases(kind: Kind) -> Vec<(String, Box<dyn Fn() -> Case>)> {
         let of = move |config: &ModelConfig| Case::of(config, kind, MICRO_BATCH, SEQ_LEN);
         let whole = ModelConfig {
             sliding_window: None,
+            pad_token_id: None,
             ..config.clone()
         };
         let left_out = config.clone();

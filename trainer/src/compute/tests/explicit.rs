@@ -39,6 +39,7 @@ fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
 fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
     let unwindowed = |config| ModelConfig {
         sliding_window: None,
+        pad_token_id: None,
         ..config
     };
     let configs = forms(base)

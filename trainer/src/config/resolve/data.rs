@@ -2,7 +2,9 @@
 
 use super::{fraction, value, word};
 use crate::config::toml::{DataToml, FileToml};
-use crate::config::{DataFile, DataSettings, LossOn, Packing, RecordFormat, SettingsError};
+use crate::config::{
+    DataFile, DataSettings, LossOn, OnBadRecord, Packing, RecordFormat, SettingsError,
+};
 
 /// Largest weight of a file; a larger one is taken for a typing error.
 const WEIGHT_MAX: f64 = 1000.0;
@@ -48,6 +50,11 @@ pub(super) fn data(given: &DataToml, steps: u64) -> Result<DataSettings, Setting
             &[("all", LossOn::All), ("completions", LossOn::Completions)],
         )?,
         shuffle: given.shuffle.unwrap_or(true),
+        on_bad_record: word(
+            "data.on_bad_record",
+            given.on_bad_record.as_deref(),
+            &[("error", OnBadRecord::Error), ("skip", OnBadRecord::Skip)],
+        )?,
         cache: given.cache.clone(),
     })
 }

@@ -12,6 +12,7 @@ use crate::config::{FirstWeights, SettingsError};
 use crate::model::{BYTE_VOCAB_SIZE, Dropout, Dtype, HfModel, ModelConfig, parse};
 use crate::run_record::RunRecord;
 use crate::weights::{self, Element};
+use offload_support::paths::RelativeTo;
 use training_state::run::{Difference, ModelFiles, differences, resolved};
 
 /// Size limit of a `config.json`, which usually has some kilobytes; a larger file is something else.
@@ -52,15 +53,7 @@ pub(super) fn model(
             };
             described(&given, seq_len, notes)?
         }
-        Some(from) => {
-            return Err(value(
-                "model.from",
-                format!(
-                    "{} contains no run, and model.path names another directory: leave one of them out",
-                    from.display()
-                ),
-            ));
-        }
+        Some(from) => of_dir(from, given, seq_len, notes)?,
     };
     let most = resolved.config.max_position_embeddings;
     if seq_len > most as u64 {
@@ -177,25 +170,74 @@ fn of_run(
             stored,
         });
     }
-    let here = ModelToml {
-        init: Some("random".into()),
-        ..given.clone()
-    };
-    let here = described(&here, seq_len, notes)?;
-    let plain = |config: &ModelConfig| serde_json::to_value(config).expect("plain data");
-    match differences(&plain(&config), &plain(&here.config))
-        .into_iter()
-        .next()
-    {
+    let here = without_weights(given, seq_len, notes)?;
+    match difference(&config, &here.config) {
         None => Ok(Resolved {
             first_weights,
             ..here
         }),
         Some(Difference { what, was, now }) => Err(wrong(format!(
-            "the run in {} has another model: its {what} is {was}, this run's is {now}. Leave out the model's keys to use that run's model",
+            "the run in {} has another model: {what} is {was} there and {now} here. Leave out the model's keys to use that run's model",
             from.display()
         ))),
     }
+}
+
+/// Describes the model in the directory `from`, with whose weights and tokenizer a run starts. `model.path` must name a model
+/// of the same form.
+fn of_dir(
+    from: &Path,
+    given: &ModelToml,
+    seq_len: u64,
+    notes: &mut Vec<String>,
+) -> Result<Resolved, SettingsError> {
+    let wrong = |message: String| value("model.from", message);
+    let here = without_weights(given, seq_len, &mut Vec::new())?;
+    let there = ModelToml {
+        path: Some(from.to_owned()),
+        ..given.clone()
+    };
+    let there = described(&there, seq_len, notes)?;
+    if let Some(Difference { what, was, now }) = difference(&there.config, &here.config) {
+        return Err(wrong(format!(
+            "{} has another model than model.path: its {what} is {was}, that of model.path is {now}. Leave out model.path to use the model of that directory",
+            from.display()
+        )));
+    }
+    let has_tokenizer = |dir: &Option<PathBuf>| {
+        dir.as_ref()
+            .is_some_and(|dir| dir.join("tokenizer.json").exists())
+    };
+    if has_tokenizer(&here.dir) && !has_tokenizer(&there.dir) {
+        return Err(wrong(format!(
+            "{} has no tokenizer.json, which model.path has: copy it and the files beside it there",
+            from.display()
+        )));
+    }
+    notes.push(format!(
+        "the weights and the tokenizer of {} (model.from) replace those of model.path",
+        from.display()
+    ));
+    Ok(there)
+}
+
+/// Describes the model without looking for its weights.
+fn without_weights(
+    given: &ModelToml,
+    seq_len: u64,
+    notes: &mut Vec<String>,
+) -> Result<Resolved, SettingsError> {
+    let here = ModelToml {
+        init: Some("random".into()),
+        ..given.clone()
+    };
+    described(&here, seq_len, notes)
+}
+
+/// Returns the first difference between two models.
+fn difference(one: &ModelConfig, other: &ModelConfig) -> Option<Difference> {
+    let plain = |config: &ModelConfig| serde_json::to_value(config).expect("plain data");
+    differences(&plain(one), &plain(other)).into_iter().next()
 }
 
 /// Values of `model.init`.
@@ -264,8 +306,9 @@ fn read(path: &Path) -> Result<(Map<String, Value>, PathBuf), SettingsError> {
     let shown = file_path.display();
     if !path.exists() {
         return Err(wrong(format!(
-            "{} does not exist: set a directory with a config.json (the trainer downloads nothing; use `hf download NAME --local-dir {}`)",
+            "{}{} does not exist: set a directory with a config.json (the trainer downloads nothing; use `hf download NAME --local-dir {}`)",
             path.display(),
+            RelativeTo::of(path),
             path.display()
         )));
     }
@@ -365,6 +408,40 @@ mod tests {
             ..ModelToml::default()
         };
         assert!(resolve(&inline).err().unwrap().contains("set model.path"));
+    }
+
+    #[test]
+    fn the_weights_of_another_directory_may_replace_those_of_the_models() {
+        let [path, from] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        for dir in [&path, &from] {
+            std::fs::write(dir.path().join("config.json"), GPT2).unwrap();
+        }
+        let given = ModelToml {
+            from: Some(from.path().into()),
+            ..at(path.path())
+        };
+        let (found, notes) = resolve(&given).unwrap();
+        assert_eq!(found.dir.as_deref(), Some(from.path()));
+        assert_eq!(found.first_weights, FirstWeights::Files);
+        assert!(
+            notes
+                .iter()
+                .any(|note| note.contains("replace those of model.path")),
+            "{notes:?}"
+        );
+        std::fs::write(path.path().join("tokenizer.json"), "{}").unwrap();
+        let text = resolve(&given).err().unwrap();
+        assert!(
+            text.contains("has no tokenizer.json, which model.path has"),
+            "{text}"
+        );
+        let larger = GPT2.replace("\"n_layer\": 2", "\"n_layer\": 3");
+        std::fs::write(from.path().join("config.json"), larger).unwrap();
+        let text = resolve(&given).err().unwrap();
+        assert!(
+            text.contains("num_hidden_layers is 3, that of model.path is 2"),
+            "{text}"
+        );
     }
 
     #[test]

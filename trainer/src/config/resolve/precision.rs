@@ -34,6 +34,18 @@ pub(super) fn precision(
             }
         },
     };
+    for (key, switch, own) in [
+        ("bf16.enabled", bf16.enabled, Dtype::Bf16),
+        ("fp16.enabled", fp16.enabled, Dtype::Fp16),
+    ] {
+        if auto(switch) {
+            let of = match stored {
+                Some(stored) => format!("the checkpoint is in {}", stored.name()),
+                None => "no checkpoint determines it".into(),
+            };
+            (said.notes).push(format!("{key} is \"auto\": {}, because {of}", dtype == own));
+        }
+    }
     let from_it = model.is_some_and(|model| model.first_weights != FirstWeights::Random);
     // Who switches the checkpoint's type off knows it.
     let is_off = match stored {

@@ -2,9 +2,11 @@
 
 use std::path::PathBuf;
 
+use offload_support::units::parse_time;
+
 use super::{Faults, at_least, value, within, word};
 use crate::compute::ActivationCheckpointing;
-use crate::config::toml::{self, ConfigToml, Steps};
+use crate::config::toml::{self, ConfigToml, Steps, TrainToml};
 use crate::config::{DataSettings, DeviceChoice, Interval, SettingsError, TrainSettings};
 use crate::model::ModelConfig;
 
@@ -60,6 +62,7 @@ pub(super) fn train(
             "evaluation needs its own text: set data.validation_fraction, for example 0.05, or data.eval_files",
         ));
     }
+    let checkpoint_every = checkpoint_every(train, faults);
     let eval_batches = train.eval_batches;
     let steps_per_print = config.steps_per_print.map(Steps::number);
     faults.take(at_least("train.eval_batches", eval_batches.unwrap_or(1), 1));
@@ -104,8 +107,9 @@ pub(super) fn train(
         checkpoint_best: train.checkpoint_best.unwrap_or(false),
         export_to: train.export_to.clone(),
         log_every,
-        checkpoint_every: train.checkpoint_every.unwrap_or(0),
+        checkpoint_every,
         checkpoints_kept: train.checkpoints_kept.unwrap_or(CHECKPOINTS_KEPT),
+        checkpoint_dir: train.checkpoint_dir.clone(),
         checkpoints_on_each_node: train.checkpoints_on_each_node.unwrap_or(false),
         run_dir,
         threads: threads as usize,
@@ -113,6 +117,26 @@ pub(super) fn train(
         activation_checkpointing: activation_checkpointing?,
         mlp_chunks: mlp_chunks as usize,
     })
+}
+
+/// Resolves the interval between checkpoints.
+fn checkpoint_every(train: &TrainToml, faults: &mut Faults) -> Interval {
+    match &train.checkpoint_every {
+        None | Some(toml::CheckpointInterval::Steps(0)) => Interval::Never,
+        Some(toml::CheckpointInterval::Steps(steps)) => Interval::Steps(*steps),
+        Some(toml::CheckpointInterval::Text(text)) if text == "epoch" => Interval::Epoch,
+        Some(toml::CheckpointInterval::Text(text)) => {
+            let seconds = match parse_time(text) {
+                Ok(time) if time.as_secs() > 0 => Ok(time.as_secs()),
+                Ok(_) => Err(format!("\"{text}\": must be at least a second")),
+                Err(error) => Err(format!("{error}, a whole number of steps, or \"epoch\"")),
+            };
+            let seconds = seconds.map_err(|why| value("train.checkpoint_every", why));
+            faults
+                .take(seconds)
+                .map_or(Interval::Never, Interval::Seconds)
+        }
+    }
 }
 
 /// Checks the number of chunks of an MLP, which cannot be more than its features.

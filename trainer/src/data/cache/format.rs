@@ -6,9 +6,11 @@ use super::super::tokenize::{BEGINS, MARKS, NOT_COUNTED};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TOKENS\r\n");
-const VERSION: u64 = 3;
+const VERSION: u64 = 4;
 const WORDS: usize = 16;
 pub(super) const HEADER_BYTES: usize = WORDS * 8;
+/// Most bytes of the findings, which are between header and elements.
+pub(super) const FINDINGS_BYTES_MAX: usize = ELEMENTS_AT as usize - HEADER_BYTES;
 
 /// Header of a token file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -29,6 +31,9 @@ pub(in crate::data) struct Header {
     /// Documents that repeat the beginning of a conversation for an answer that the chat template changes later.
     pub(in crate::data) repeated: u64,
     pub(in crate::data) table_crc: u32,
+    /// Bytes of the findings, and their checksum.
+    pub(in crate::data) findings_bytes: u32,
+    pub(in crate::data) findings_crc: u32,
 }
 
 impl Header {
@@ -64,7 +69,7 @@ impl Header {
             self.padding,
             self.unanswered,
             self.repeated,
-            0,
+            u64::from(self.findings_bytes) | u64::from(self.findings_crc) << 32,
         ];
         let mut bytes = [0; HEADER_BYTES];
         for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -106,12 +111,16 @@ impl Header {
             padding: words[11],
             unanswered: words[12],
             repeated: words[13],
+            findings_bytes: words[14] as u32,
+            findings_crc: (words[14] >> 32) as u32,
         };
         // A limit no real file exceeds; below it the sizes cannot overflow.
         let elems = words[5]
             .checked_add(words[6])
             .filter(|elems| *elems < 1 << 56);
-        if ![2, 4].contains(&words[3]) || elems.is_none() || header.encode() != *bytes {
+        let findings = header.findings_bytes as usize <= FINDINGS_BYTES_MAX;
+        if ![2, 4].contains(&words[3]) || elems.is_none() || !findings || header.encode() != *bytes
+        {
             return Err("its header contradicts itself".into());
         }
         Ok(header)

@@ -4,8 +4,9 @@
 //! ```text
 //!   0       header: sixteen u64: magic, version, key, bytes of an element, documents longer than a window that were divided,
 //!           training elements, validation elements, documents, fingerprint of the elements, elements that count, crc32c of the
-//!           table, padding elements, documents with an empty answer, documents that repeat the beginning of a conversation, a zero,
-//!           crc32c of all preceding bytes
+//!           table, padding elements, documents with an empty answer, documents that repeat the beginning of a conversation, bytes of
+//!           the findings and their crc32c (u32 each), crc32c of all preceding bytes
+//!   128     findings, as JSON
 //!   4096    elements: training, then validation. Token ids; the highest bit is set if the token is not a target of the loss,
 //!           the second if it is the first of its document
 //!   ...     table: crc32c of every 64 KiB of elements, u32 each

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use crc_fast::crc32_iscsi as crc32c;
 
 use super::super::DataError;
+use super::super::findings::Findings;
 use super::format::{HEADER_BYTES, Header};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 
@@ -15,6 +16,7 @@ pub(in crate::data) struct Stored {
     file: File,
     path: PathBuf,
     header: Header,
+    findings: Findings,
     /// Checksum of each block; takes a 16,384th of the elements' size.
     table: Vec<u32>,
 }
@@ -59,6 +61,14 @@ impl Stored {
         if crc32c(&table) != header.table_crc {
             return Err(damaged("its table of checksums fails its own checksum"));
         }
+        let mut findings = vec![0; header.findings_bytes as usize];
+        file.read_exact_at(&mut findings, HEADER_BYTES as u64)
+            .map_err(failed)?;
+        let found = Findings::decode(&findings);
+        let found = found.filter(|_| crc32c(&findings) == header.findings_crc);
+        let Some(findings) = found else {
+            return Err(damaged("its findings fail their checksum"));
+        };
         let table = table.chunks_exact(4);
         Ok(Some(Self {
             table: table
@@ -67,11 +77,17 @@ impl Stored {
             file,
             path: path.into(),
             header,
+            findings,
         }))
     }
 
     pub(in crate::data) fn header(&self) -> &Header {
         &self.header
+    }
+
+    /// What was found in the data.
+    pub(in crate::data) fn findings(&self) -> &Findings {
+        &self.findings
     }
 
     /// Reads and checks the whole file. Calls `tell` with the number of bytes checked since the last call.

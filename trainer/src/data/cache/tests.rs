@@ -30,14 +30,16 @@ fn the_stored_format_has_not_changed() {
     writer.train(&[7]).unwrap();
     writer.finish(0).unwrap();
     let bytes = std::fs::read(&path).unwrap();
-    assert_eq!(&bytes[..16], b"TOKENS\r\n\x03\0\0\0\0\0\0\0");
+    assert_eq!(&bytes[..16], b"TOKENS\r\n\x04\0\0\0\0\0\0\0");
     assert_eq!(&bytes[16..24], 0x1122_3344_5566_7788u64.to_le_bytes());
     let word = |at: usize| u64::from_le_bytes(bytes[8 * at..8 * at + 8].try_into().unwrap());
     assert_eq!(
         [3, 4, 5, 6, 7, 9, 11, 12].map(word),
         [2, 1, 3, 2, 1, 4, 2, 1]
     );
-    assert!(bytes[128..4096].iter().all(|byte| *byte == 0));
+    assert_eq!(&bytes[128..130], b"{}", "no findings");
+    assert_eq!(word(14), 2 | u64::from(crc32c::crc32c(b"{}")) << 32);
+    assert!(bytes[130..4096].iter().all(|byte| *byte == 0));
     let elements = [1, 0x40, 2, 0x80, 7, 0, 0xFF, 0x3F, 5, 0];
     assert_eq!(&bytes[4096..4106], elements);
     assert_eq!(&bytes[4106..], crc32c::crc32c(&elements).to_le_bytes());

@@ -8,8 +8,9 @@ use std::path::Path;
 use crc_fast::crc32_iscsi as crc32c;
 
 use super::super::DataError;
+use super::super::findings::Findings;
 use super::super::tokenize::NOT_COUNTED;
-use super::format::Header;
+use super::format::{FINDINGS_BYTES_MAX, HEADER_BYTES, Header};
 use super::{BLOCK_BYTES, ELEMENTS_AT};
 use training_state::fingerprint::Fingerprint;
 
@@ -25,6 +26,7 @@ pub(in crate::data) struct Writer<'a> {
     print: Fingerprint,
     held: Option<File>,
     held_counted: u64,
+    findings: Findings,
 }
 
 impl<'a> Writer<'a> {
@@ -43,6 +45,7 @@ impl<'a> Writer<'a> {
             print: Fingerprint::default(),
             held: None,
             held_counted: 0,
+            findings: Findings::default(),
         };
         // Removes what an earlier attempt left.
         writer.done(file.set_len(0))?;
@@ -105,6 +108,11 @@ impl<'a> Writer<'a> {
         self.header.repeated += 1;
     }
 
+    /// What was found in the data so far.
+    pub(in crate::data) fn findings(&mut self) -> &mut Findings {
+        &mut self.findings
+    }
+
     /// Counts a document that was divided.
     pub(in crate::data) fn divided(&mut self) {
         self.header.divided += 1;
@@ -131,6 +139,10 @@ impl<'a> Writer<'a> {
         self.header.table_crc = crc32c(&self.table);
         let mut file = self.file;
         self.done(file.write_all(&self.table))?;
+        let findings = self.findings.encode(FINDINGS_BYTES_MAX);
+        self.header.findings_bytes = findings.len() as u32;
+        self.header.findings_crc = crc32c(&findings);
+        self.done(self.file.write_all_at(&findings, HEADER_BYTES as u64))?;
         // The header is written last: without it the file is not a token file.
         self.done(self.file.write_all_at(&self.header.encode(), 0))?;
         Ok(self.header)

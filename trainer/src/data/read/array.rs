@@ -4,11 +4,11 @@ use std::cell::Cell;
 use std::fmt;
 use std::io::{BufRead, BufReader, Read};
 
-use minijinja::Value;
+use chat_template::Value;
 use serde::de::{Deserializer, Error, SeqAccess, Visitor};
 
 use super::open::open;
-use super::{Piece, Source, lines};
+use super::{Source, Taken, lines};
 use crate::data::DataError;
 
 const BUFFER_BYTES: usize = 1 << 20;
@@ -16,7 +16,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub(super) fn documents(
     source: &Source,
     key: &'static str,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let (file, read_bytes) = open(source).map_err(&failed)?;
@@ -67,7 +67,7 @@ pub(super) fn documents(
 /// Takes each element of an array.
 struct Each<'a> {
     source: &'a Source,
-    take: &'a mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &'a mut dyn FnMut(Taken) -> Result<(), DataError>,
     number: u64,
     /// Bytes read since the last record.
     read_bytes: &'a Cell<u64>,
@@ -78,10 +78,8 @@ struct Each<'a> {
 impl Each<'_> {
     fn record(&mut self, record: Value) -> Result<(), DataError> {
         let place = self.source.place("record", Some(self.number));
-        (self.take)(
-            self.source
-                .piece(Ok(record), place, self.read_bytes.take())?,
-        )
+        let piece = self.source.piece(Ok(record), place, self.read_bytes.take());
+        (self.take)(piece)
     }
 }
 

@@ -123,7 +123,7 @@ fn dir(path: &Path, key: &'static str, found: &mut Found) -> Result<(), DataErro
         let mut source = source(&file, &metadata(&file, key)?);
         // Such a file among others may as well be text, for example of a program.
         let unsure = matches!(source.format, Format::Array | Format::Separated);
-        if unsure && !matches!(first([&source], key, false), Ok(Some(_))) {
+        if unsure && !matches!(first([&source], key, false, false), Ok(Some(_))) {
             source.format = Format::Plain;
         }
         if source.bytes == 0 {

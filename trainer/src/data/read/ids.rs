@@ -11,7 +11,7 @@ use std::io::{BufReader, Read};
 use super::files::ending;
 use super::plain::PIECE_BYTES;
 use super::record::Document;
-use super::{Piece, Place, Source};
+use super::{Piece, Place, Source, Taken};
 use crate::data::DataError;
 
 /// Size limit of the header; that of a one-dimensional array has about a hundred bytes.
@@ -28,7 +28,7 @@ struct Layout {
 pub(super) fn pieces(
     source: &Source,
     key: &'static str,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let damaged = |message: String| DataError::Damaged {
@@ -86,13 +86,13 @@ pub(super) fn pieces(
         }
         let after = (first > 0).then(String::new);
         first += ids.len() as u64;
-        take(Piece {
+        take(Ok(Piece {
             document: Document::Ids { ids, counts: None },
             after,
             records: None,
             place,
             bytes: bytes.len() as u64 + std::mem::take(&mut header_bytes),
-        })?;
+        }))?;
     }
 }
 

@@ -2,10 +2,10 @@
 
 use std::io::{BufRead, BufReader, Read};
 
-use minijinja::Value;
+use chat_template::Value;
 
 use super::open::open;
-use super::{Piece, Source};
+use super::{Source, Taken};
 use crate::data::DataError;
 
 /// Longest line; a longer one suggests a file without line ends.
@@ -15,7 +15,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 pub(super) fn documents(
     source: &Source,
     key: &'static str,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let (file, read_bytes) = open(source).map_err(&failed)?;
@@ -42,7 +42,7 @@ pub(super) fn documents(
             continue;
         }
         let record = record(text.trim_ascii_end());
-        take(source.piece(record, place, read_bytes.take())?)?;
+        take(source.piece(record, place, read_bytes.take()))?;
     }
     unreachable!("lines end before their numbers")
 }

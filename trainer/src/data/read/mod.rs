@@ -21,7 +21,7 @@ mod separated;
 use std::fmt;
 use std::path::PathBuf;
 
-use minijinja::Value;
+use chat_template::Value;
 
 pub(super) use files::{Found, find};
 pub(super) use plain::{PIECE_BYTES, cut, end_of};
@@ -137,31 +137,52 @@ pub(super) struct Piece {
     pub(super) bytes: u64,
 }
 
+/// How a source is read.
+pub(super) struct Reading<'r> {
+    /// The setting that names the file.
+    pub(super) key: &'static str,
+    /// Whether text may have bytes that are not UTF-8.
+    pub(super) any_bytes: bool,
+    /// Takes each record that cannot be read, and why; an error ends reading.
+    pub(super) bad: &'r mut dyn FnMut(Place, String) -> Result<(), DataError>,
+}
+
+/// What a reader makes of a record: a document, or why it is none.
+type Taken = Result<Piece, DataError>;
+
 /// Calls `take` for each document of `source`. `kind` is the kind of the first document; all others must have
-/// the same. Text must be UTF-8 unless `any_bytes` is set.
+/// the same.
 pub(super) fn documents(
     source: &Source,
-    key: &'static str,
-    any_bytes: bool,
+    reading: Reading<'_>,
     kind: &mut Option<Kind>,
     take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
-    let mut take = |piece: Piece| {
+    let Reading {
+        key,
+        any_bytes,
+        bad,
+    } = reading;
+    let mut take = |taken: Taken| {
+        let piece = match taken {
+            Ok(piece) => piece,
+            Err(DataError::Record { place, message }) => return bad(place, message),
+            Err(error) => return Err(error),
+        };
         let found = piece.document.kind();
         let expected = *kind.get_or_insert(found);
         if found != expected {
-            return Err(DataError::Record {
-                message: format!("{found} after {expected}: all data of a run must be of one kind"),
-                place: piece.place,
-            });
+            let message =
+                format!("{found} after {expected}: all data of a run must be of one kind");
+            return bad(piece.place, message);
         }
         take(piece)
     };
     match source.format {
         Format::Plain => plain::pieces(source, key, any_bytes, &mut take),
         Format::Ids => ids::pieces(source, key, &mut take),
-        Format::Lines => lines::documents(source, key, &mut take),
-        Format::Array => array::documents(source, key, &mut take),
+        // A file with either name may have either content.
+        Format::Lines | Format::Array => array::documents(source, key, &mut take),
         Format::Separated => separated::documents(source, key, &mut take),
         Format::Parquet => rows::parquet(source, key, &mut take),
         Format::Arrow => rows::arrow(source, key, &mut take),
@@ -175,16 +196,33 @@ pub(super) struct First {
     pub(super) records: Option<RecordFormat>,
 }
 
-/// Describes the first document found.
+/// Describes the first document found. Bad records before it are passed over if `skips`.
 pub(super) fn first<'s>(
     sources: impl IntoIterator<Item = &'s Source>,
     key: &'static str,
     any_bytes: bool,
+    skips: bool,
 ) -> Result<Option<First>, DataError> {
+    let mut first_bad = None;
     for source in sources {
         let mut found = None;
         let mut kind = None;
-        let ended = documents(source, key, any_bytes, &mut kind, &mut |piece| {
+        let mut bad = |place, message| {
+            let error = DataError::Record { place, message };
+            match skips {
+                true => {
+                    first_bad.get_or_insert(error);
+                    Ok(())
+                }
+                false => Err(error),
+            }
+        };
+        let reading = Reading {
+            key,
+            any_bytes,
+            bad: &mut bad,
+        };
+        let ended = documents(source, reading, &mut kind, &mut |piece| {
             found = Some(First {
                 kind: piece.document.kind(),
                 records: piece.records,
@@ -196,7 +234,8 @@ pub(super) fn first<'s>(
             other => other?,
         }
     }
-    Ok(None)
+    // Without any good record, the first bad one shows what is wrong.
+    first_bad.map_or(Ok(None), Err)
 }
 
 #[cfg(test)]

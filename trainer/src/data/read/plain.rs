@@ -5,7 +5,7 @@ use std::io::Read;
 
 use super::open::open;
 use super::record::Document;
-use super::{Piece, Place, Source};
+use super::{Piece, Place, Source, Taken};
 use crate::data::DataError;
 
 /// Size of a piece. Tokenizing takes some hundred bytes for each byte of a piece, on several threads at once.
@@ -18,7 +18,7 @@ pub(super) fn pieces(
     source: &Source,
     key: &'static str,
     any_bytes: bool,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let (mut file, read_bytes) = open(source).map_err(&failed)?;
@@ -62,13 +62,13 @@ pub(super) fn pieces(
             Document::Text(text) => end_of(text).to_owned(),
             _ => String::new(),
         };
-        take(Piece {
+        take(Ok(Piece {
             document,
             after: after.replace(end),
             records: None,
             place,
             bytes: read_bytes.take(),
-        })?;
+        }))?;
         before_bytes += bytes;
         if ended {
             return Ok(());
@@ -153,6 +153,7 @@ mod tests {
         };
         let mut found = Vec::new();
         pieces(&source, "data.files", any_bytes, &mut |piece| {
+            let piece = piece?;
             found.push((piece.document, piece.after.is_some()));
             Ok(())
         })?;

@@ -10,8 +10,7 @@
 
 use std::fmt;
 
-use minijinja::Value;
-use minijinja::value::ValueKind;
+use chat_template::{Map, Value};
 
 use crate::config::RecordFormat;
 
@@ -161,6 +160,14 @@ impl Fields<'_> {
             }
             tools => tools,
         };
+        // LLaMA-Factory's data has functions without the table around them that templates expect.
+        let tools = match (&tools, self.format) {
+            (Some(list), RecordFormat::Sharegpt) if list.as_list().is_some() => {
+                let list = list.as_list().unwrap_or_default().iter();
+                Some(list.map(wrapped).collect::<Vec<_>>().into())
+            }
+            _ => tools,
+        };
         Ok(Document::Chat(Chat {
             messages,
             counts,
@@ -169,13 +176,23 @@ impl Fields<'_> {
     }
 }
 
+/// Returns a tool as OpenAI's API has it.
+fn wrapped(tool: &Value) -> Value {
+    match (tool.get("function"), tool.get("name")) {
+        (None, Some(_)) => Value::from_pairs([
+            ("type", Value::from("function")),
+            ("function", tool.clone()),
+        ]),
+        _ => tool.clone(),
+    }
+}
+
 fn field(record: &Value, name: &str) -> Option<Value> {
-    let value = record.get_attr(name).unwrap_or_default();
-    (!value.is_undefined()).then_some(value)
+    record.get(name).cloned()
 }
 
 fn message(role: &str, content: &str) -> Value {
-    Value::from_pairs([("role", role), ("content", content)])
+    Value::from_pairs([("role", role.into()), ("content", content.into())])
 }
 
 impl Document {
@@ -204,7 +221,7 @@ impl Document {
                     *counts
                         && is("role", |role| role == "assistant")
                         && is("content", |content| content.trim().is_empty())
-                        && field(message, "tool_calls").is_none_or(|calls| calls.is_none())
+                        && !has_calls(message)
                 }),
             _ => false,
         }
@@ -216,7 +233,7 @@ impl Document {
         record: &Value,
         wanted: Option<RecordFormat>,
     ) -> Result<(Self, RecordFormat), String> {
-        if record.kind() != ValueKind::Map {
+        if record.as_map().is_none() {
             return Err("is not an object: expected, for example, {\"text\": ...}".into());
         }
         let format = match wanted {
@@ -250,8 +267,8 @@ fn recognized(record: &Value) -> Result<RecordFormat, String> {
     let there = |name: &&str| field(record, name).is_some();
     let found = RECOGNIZED.iter().find(|(name, _)| there(name));
     let Some((_, format)) = found else {
-        let names: Vec<Value> = record.try_iter().into_iter().flatten().collect();
-        return Err(no_columns(names.iter().filter_map(Value::as_str)));
+        let names = record.as_map().into_iter().flat_map(Map::iter);
+        return Err(no_columns(names.filter_map(|(name, _)| name.as_str())));
     };
     if *format == RecordFormat::TokenIds
         && let Some((other, _)) = RECOGNIZED[1..].iter().find(|(name, _)| there(name))
@@ -276,7 +293,7 @@ fn completion(fields: &Fields<'_>) -> Result<Document, String> {
         (Some(_), None) => return Err("has \"prompt\" but no \"completion\"".into()),
         (None, _) => return Err("has \"completion\" but no \"prompt\"".into()),
     };
-    if [&prompt, &completion].map(Value::kind) != [ValueKind::Seq; 2] {
+    if prompt.as_list().is_none() || completion.as_list().is_none() {
         return Ok(Document::Completion {
             prompt: text("prompt", &prompt)?,
             completion: text("completion", &completion)?,
@@ -300,9 +317,8 @@ fn alpaca(fields: &Fields<'_>) -> Result<Document, String> {
     };
     let mut turns = Vec::new();
     let history = fields.find("history");
-    for pair in history.iter().flat_map(Value::try_iter).flatten() {
-        let texts: Vec<Value> = pair.try_iter().into_iter().flatten().collect();
-        let [asked, said] = &texts[..] else {
+    for pair in history.iter().filter_map(Value::as_list).flatten() {
+        let Some([asked, said]) = pair.as_list() else {
             return Err("\"history\" has an element that is not a pair of texts".into());
         };
         turns.push((message("user", &text("history", asked)?), false));
@@ -339,15 +355,10 @@ pub(super) fn no_columns<'a>(found: impl Iterator<Item = &'a str>) -> String {
 /// model shifts them by one.
 fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<Document, String> {
     let whole = |name: &str, value: &Value| -> Result<Vec<i64>, String> {
-        if value.kind() != ValueKind::Seq {
-            return Err(format!("\"{name}\" is {}, not a list", word(value.kind())));
-        }
-        let numbers = value.try_iter().into_iter().flatten();
-        let numbers = numbers.map(|number| match number.kind() {
-            ValueKind::Number => i64::try_from(number).ok(),
-            _ => None,
-        });
-        let numbers: Option<Vec<i64>> = numbers.collect();
+        let Some(numbers) = value.as_list() else {
+            return Err(format!("\"{name}\" is {}, not a list", value.kind()));
+        };
+        let numbers: Option<Vec<i64>> = numbers.iter().map(Value::as_i64).collect();
         numbers.ok_or_else(|| format!("\"{name}\" has an element that is not a whole number"))
     };
     let ids = whole("input_ids", ids)?;
@@ -387,102 +398,172 @@ fn token_ids(ids: &Value, labels: Option<Value>, mask: Option<Value>) -> Result<
 }
 
 fn text(name: &str, value: &Value) -> Result<String, String> {
-    match (value.as_str(), value.kind()) {
+    match (value.as_str(), value.as_list()) {
         (Some(text), _) => Ok(text.to_owned()),
-        (None, ValueKind::Seq) => Err(format!(
+        (None, Some(_)) => Err(format!(
             "\"{name}\" is a list: put conversations into a field \"messages\", or make both \"prompt\" and \"completion\" lists of messages"
         )),
-        (None, kind) => Err(format!("\"{name}\" is {}, not text", word(kind))),
+        (None, None) => Err(format!("\"{name}\" is {}, not text", value.kind())),
     }
 }
 
 /// Reads the messages in field `name`, with whether they may count in a loss on completions. A message may have
 /// "weight": 0 or "train": false so that it does not.
 fn turns(name: &str, value: &Value, counts: bool) -> Result<Vec<(Value, bool)>, String> {
-    if value.kind() != ValueKind::Seq {
+    let Some(messages) = value.as_list() else {
         return Err(format!(
             "\"{name}\" is {}, not a list of {{\"role\", \"content\"}}",
-            word(value.kind())
+            value.kind()
         ));
-    }
-    let messages: Vec<Value> = value.try_iter().into_iter().flatten().collect();
+    };
     if messages.is_empty() {
         return Err(format!("\"{name}\" is empty"));
     }
-    let each = messages.into_iter().enumerate().map(|(index, said)| {
+    let each = messages.iter().enumerate().map(|(index, said)| {
         let number = index + 1;
-        let known = |name| field(&said, name).filter(|value| !value.is_none());
-        let out = field(&said, "weight").is_some_and(|weight| matches!(i64::try_from(weight), Ok(0)))
-            || field(&said, "train").is_some_and(|train| matches!(bool::try_from(train), Ok(false)));
-        if let Some(from) = known("from").filter(|_| known("role").is_none()) {
-            let Some(content) = field(&said, "value") else {
-                return Err(format!("message {number} has no \"value\""));
-            };
-            let role = role(from.as_str().unwrap_or_default())
-                .ok_or_else(|| format!("message {number} is from \"{from}\": expected \"human\", \"gpt\", \"system\" or \"tool\""))?;
-            return Ok((message(role, &text("value", &content)?), counts && !out));
-        }
-        if field(&said, "role").is_none_or(|role| role.as_str().is_none()) {
-            return Err(format!("message {number} has no \"role\""));
-        }
-        Ok((with_text(said, number)?, counts && !out))
+        let is_out = said.get("weight") == Some(&Value::from(0u64))
+            || said.get("train") == Some(&Value::from(false));
+        Ok((turn(said, number)?, counts && !is_out))
     });
     each.collect()
 }
 
-/// Returns a message with the texts of its parts as its content, if that is a list of parts. Templates of models
-/// without images take text only.
-fn with_text(said: Value, number: usize) -> Result<Value, String> {
-    let known = |name| field(&said, name).filter(|value| !value.is_none());
-    let content = match known("content") {
-        Some(content) if content.kind() == ValueKind::Seq => content,
+/// Reads message `number`, with the keys that transformers gives to templates.
+fn turn(said: &Value, number: usize) -> Result<Value, String> {
+    let mut said = without_null(said);
+    let mut called = role_of(&said) == Some("function_call");
+    if let Some(from) = said.get("from").filter(|_| said.get("role").is_none()) {
+        let Some(content) = said.get("value") else {
+            return Err(format!("message {number} has no \"value\""));
+        };
+        called = from.as_str() == Some("function_call");
+        let role = role(from.as_str().unwrap_or_default())
+            .ok_or_else(|| format!("message {number} is from \"{from}\": expected \"human\", \"gpt\", \"system\", \"tool\", \"function_call\" or \"observation\""))?;
+        said = [
+            ("role", role.into()),
+            ("content", text("value", content)?.into()),
+        ]
+        .into_iter()
+        .collect();
+    }
+    if role_of(&said).is_none() {
+        return Err(format!("message {number} has no \"role\""));
+    }
+    if role_of(&said) == Some("observation") {
+        said.insert("role", "tool".into());
+    }
+    with_text(&mut said, number)?;
+    if called {
+        said = call_of(&said)
+            .map_err(|message| format!("message {number} is a function_call {message}"))?;
+    }
+    with_reasoning(&mut said);
+    Ok(Value::from(said))
+}
+
+/// Returns a message without the keys whose value is null, as transformers does: `datasets` writes them for keys that only other
+/// messages have, and OpenAI for the content of a tool call.
+fn without_null(said: &Value) -> Map {
+    let pairs = said.as_map().into_iter().flat_map(Map::iter);
+    let pairs = pairs.filter(|(_, value)| !value.is_none());
+    pairs
+        .filter_map(|(key, value)| Some((key.as_str()?, value.clone())))
+        .collect()
+}
+
+fn role_of(said: &Map) -> Option<&str> {
+    said.get("role")?.as_str()
+}
+
+/// Names under which a message has its reasoning; templates read the first one, and those of gpt-oss the second.
+const REASONING: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
+
+/// Gives the reasoning to templates under the names that they read, in the order of keys that transformers makes.
+fn with_reasoning(said: &mut Map) {
+    let Some(reasoning) = REASONING.iter().find_map(|name| said.get(name)).cloned() else {
+        return;
+    };
+    let mut all: Map = [("thinking", reasoning.clone())].into_iter().collect();
+    for (key, value) in said.iter() {
+        all.insert(key.as_str().unwrap_or_default(), value.clone());
+    }
+    all.insert("reasoning_content", reasoning);
+    *said = all;
+}
+
+/// Puts the texts of its parts in place of a content that is a list of parts. Templates of models without images take text
+/// only.
+fn with_text(said: &mut Map, number: usize) -> Result<(), String> {
+    let parts = match said.get("content") {
+        Some(content) => content.as_list(),
         // A message that calls a tool has no content.
-        None if known("tool_calls").is_none() => {
+        None if said.get("tool_calls").is_none() => {
             return Err(format!("message {number} has no \"content\""));
         }
-        _ => return Ok(said),
+        None => None,
     };
-    let parts = content.try_iter().into_iter().flatten();
+    let Some(parts) = parts else { return Ok(()) };
     let texts: Result<String, String> = parts
-        .map(|part| match field(&part, "text") {
+        .iter()
+        .map(|part| match field(part, "text") {
             Some(text) => self::text("text", &text),
             None => Err(format!(
                 "message {number} has a part of type \"{}\" in its \"content\": the trainer reads text only",
-                field(&part, "type").unwrap_or_default()
+                field(part, "type").unwrap_or_default()
             )),
         })
         .collect();
-    let texts = Value::from(texts?);
-    let keys: Vec<Value> = said.try_iter().into_iter().flatten().collect();
-    Ok(Value::from_pairs(keys.into_iter().map(|key| {
-        let value = match key.as_str() {
-            Some("content") => texts.clone(),
-            _ => said.get_item(&key).unwrap_or_default(),
-        };
-        (key, value)
-    })))
+    said.insert("content", texts?.into());
+    Ok(())
 }
 
-/// Role of a speaker in the words of ShareGPT's data.
+/// Returns the message that calls the functions which LLaMA-Factory's data has as JSON in the content, perhaps after
+/// reasoning.
+fn call_of(said: &Map) -> Result<Map, String> {
+    let content = said
+        .get("content")
+        .and_then(Value::as_str)
+        .unwrap_or_default();
+    let (thought, json) = match content.split_once("</think>") {
+        Some((thought, json)) => (format!("{}</think>", thought.trim_start()), json),
+        None => (String::new(), content),
+    };
+    let calls: Value =
+        serde_json::from_str(json).map_err(|error| format!("whose text is not JSON: {error}"))?;
+    let calls = match calls.as_list() {
+        Some(calls) => calls.to_vec(),
+        None => vec![calls],
+    };
+    let calls = calls
+        .into_iter()
+        .map(|call| match (call.get("name"), call.get("arguments")) {
+            (Some(_), Some(_)) => Ok(Value::from_pairs([
+                ("type", Value::from("function")),
+                ("function", call),
+            ])),
+            _ => Err("without \"name\" and \"arguments\"".to_owned()),
+        });
+    let mut message = said.clone();
+    message.insert("role", "assistant".into());
+    message.insert("content", thought.into());
+    message.insert("tool_calls", calls.collect::<Result<Vec<_>, _>>()?.into());
+    Ok(message)
+}
+
+fn has_calls(message: &Value) -> bool {
+    let calls = message.get("tool_calls");
+    calls.is_some_and(|calls| calls.as_list().is_none_or(|calls| !calls.is_empty()))
+}
+
+/// Role of a speaker in the words of ShareGPT's and LLaMA-Factory's data.
 fn role(from: &str) -> Option<&'static str> {
     Some(match from {
         "human" | "user" => "user",
-        "gpt" | "assistant" | "chatgpt" | "model" => "assistant",
+        "gpt" | "assistant" | "chatgpt" | "model" | "function_call" => "assistant",
         "system" => "system",
         "tool" | "observation" | "function_response" => "tool",
         _ => return None,
     })
-}
-
-fn word(kind: ValueKind) -> &'static str {
-    match kind {
-        ValueKind::None => "null",
-        ValueKind::Bool => "true or false",
-        ValueKind::Number => "a number",
-        ValueKind::String => "text",
-        ValueKind::Seq => "a list",
-        _ => "an object",
-    }
 }
 
 #[cfg(test)]
@@ -502,7 +583,7 @@ mod tests {
         let pairs = chat.messages.iter().zip(&chat.counts);
         pairs
             .map(|(message, counts)| {
-                let field = |name| message.get_attr(name).unwrap().to_string();
+                let field = |name| message.get(name).unwrap().to_string();
                 let star = if *counts { "" } else { "*" };
                 format!("{}: {}{star}", field("role"), field("content"))
             })
@@ -578,6 +659,88 @@ mod tests {
         let parts = r#"{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"}]}"#;
         let whole = r#"{"messages": [{"role": "user", "content": "ab", "name": "n"}]}"#;
         assert_eq!(of(parts), of(whole));
+    }
+
+    /// As transformers gives messages to templates.
+    #[test]
+    fn keys_with_null_are_dropped_and_reasoning_has_the_names_that_templates_read() {
+        let messages = |json: &str| match of(json) {
+            Ok(Document::Chat(chat)) => format!("{:?}", chat.messages),
+            other => panic!("{other:?}"),
+        };
+        let call = r#"{"messages": [{"role": "assistant", "content": null, "name": null, "tool_calls": [{"id": null}]}]}"#;
+        assert_eq!(
+            messages(call),
+            "[{'role': 'assistant', 'tool_calls': [{'id': None}]}]"
+        );
+        for name in ["reasoning_content", "reasoning", "thinking"] {
+            let json = format!(
+                r#"{{"messages": [{{"role": "assistant", "{name}": "w", "content": "4"}}]}}"#
+            );
+            let value = messages(&json);
+            for part in [
+                "'thinking': 'w'",
+                "'reasoning_content': 'w'",
+                "'content': '4'",
+            ] {
+                assert!(value.contains(part), "{value}");
+            }
+            assert_eq!(
+                value.contains("'reasoning':"),
+                name == "reasoning",
+                "{value}"
+            );
+        }
+        let both = r#"{"messages": [{"role": "assistant", "content": "4", "thinking": "t", "reasoning_content": "r", "reasoning": null}]}"#;
+        assert_eq!(
+            messages(both),
+            "[{'thinking': 't', 'role': 'assistant', 'content': '4', 'reasoning_content': 'r'}]"
+        );
+    }
+
+    #[test]
+    fn calls_and_observations_of_llama_factory_are_tool_calls_and_answers() {
+        let call = r#"{\"name\": \"add\", \"arguments\": {\"a\": 1}}"#;
+        let turns = |call: &str| {
+            format!(
+                r#"{{"conversations": [{{"from": "human", "value": "q"}}, {{"from": "function_call", "value": "{call}"}}, {{"from": "observation", "value": "2"}}, {{"from": "gpt", "value": "a"}}], "tools": "[{{\"name\": \"add\"}}]"}}"#
+            )
+        };
+        let expected = "{'role': 'assistant', 'content': 'WHY', 'tool_calls': [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 1}}}]}";
+        for (value, why) in [
+            (call.to_owned(), ""),
+            (format!("[{call}]"), ""),
+            (format!("<think>w</think> {call}"), "<think>w</think>"),
+        ] {
+            let Ok(Document::Chat(chat)) = of(&turns(&value)) else {
+                panic!("{:?}", of(&turns(&value)));
+            };
+            assert_eq!(
+                format!("{:?}", chat.messages[1]),
+                expected.replace("WHY", why)
+            );
+            assert_eq!(
+                format!("{:?}", chat.messages[2]),
+                "{'role': 'tool', 'content': '2'}"
+            );
+            let tools = chat.tools.unwrap();
+            assert_eq!(
+                format!("{tools:?}"),
+                "[{'type': 'function', 'function': {'name': 'add'}}]"
+            );
+        }
+        let named = r#"{"messages": [{"role": "function_call", "content": "{\"name\": \"f\", \"arguments\": {}}"}, {"role": "observation", "content": "2"}]}"#;
+        assert_eq!(said(of(named)), ["assistant: ", "tool: 2"]);
+        for (value, part) in [
+            (
+                "add(1)",
+                "message 2 is a function_call whose text is not JSON",
+            ),
+            ("[1]", "without \"name\" and \"arguments\""),
+        ] {
+            let message = of(&turns(value)).unwrap_err();
+            assert!(message.contains(part), "{message}");
+        }
     }
 
     #[test]

@@ -13,12 +13,12 @@ use arrow_array::types::{
 use arrow_array::{Array, ArrayRef, RecordBatch};
 use arrow_ipc::reader::{FileReader, StreamReader};
 use arrow_schema::{ArrowError, DataType, Schema};
-use minijinja::Value;
+use chat_template::Value;
 use parquet::arrow::ProjectionMask;
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
 
 use super::record::{COLUMNS, no_columns};
-use super::{Piece, Source};
+use super::{Source, Taken};
 use crate::data::DataError;
 
 /// Rows of a parquet file that are decoded at a time.
@@ -33,7 +33,7 @@ type Batches = Box<dyn Iterator<Item = Result<RecordBatch, ArrowError>>>;
 pub(super) fn parquet(
     source: &Source,
     key: &'static str,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let file = File::open(&source.path).map_err(DataError::reading(key, &source.path))?;
     let opened = held(|| ParquetRecordBatchReaderBuilder::try_new(file));
@@ -53,7 +53,7 @@ pub(super) fn parquet(
 pub(super) fn arrow(
     source: &Source,
     key: &'static str,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let mut file = BufReader::new(File::open(&source.path).map_err(&failed)?);
@@ -103,7 +103,7 @@ fn rows(
     source: &Source,
     count: Option<u64>,
     mut batches: Batches,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let (mut number, mut gone_bytes) = (0, 0);
     loop {
@@ -124,7 +124,7 @@ fn rows(
                 None => gone_bytes + (batch.get_array_memory_size() / batch.num_rows()) as u64,
             };
             let upto = upto.min(source.bytes);
-            take(source.piece(record, place, upto - gone_bytes)?)?;
+            take(source.piece(record, place, upto - gone_bytes))?;
             gone_bytes = upto;
         }
     }
@@ -165,7 +165,7 @@ fn list(elements: &ArrayRef) -> Result<Value, String> {
 
 fn value(array: &dyn Array, row: usize) -> Result<Value, String> {
     if array.is_null(row) {
-        return Ok(Value::from(()));
+        return Ok(Value::None);
     }
     // Some writers do not mark text columns as text.
     let text = |bytes: &[u8]| match std::str::from_utf8(bytes) {
@@ -173,7 +173,7 @@ fn value(array: &dyn Array, row: usize) -> Result<Value, String> {
         Err(_) => Err("contains bytes that are not UTF-8".to_owned()),
     };
     Ok(match array.data_type() {
-        DataType::Null => Value::from(()),
+        DataType::Null => Value::None,
         DataType::Boolean => array.as_boolean().value(row).into(),
         DataType::Int8 => array.as_primitive::<Int8Type>().value(row).into(),
         DataType::Int16 => array.as_primitive::<Int16Type>().value(row).into(),

@@ -1,11 +1,11 @@
 //! Reads a `.csv` or `.tsv` file: the first line names the columns, each further record is a row.
 
-use minijinja::Value;
+use chat_template::Value;
 
 use super::files::ending;
 use super::open::open;
 use super::record::{COLUMNS, no_columns};
-use super::{Piece, Source};
+use super::{Source, Taken};
 use crate::data::DataError;
 
 /// Columns whose text is JSON.
@@ -21,7 +21,7 @@ const LISTS: [&str; 6] = [
 pub(super) fn documents(
     source: &Source,
     key: &'static str,
-    take: &mut dyn FnMut(Piece) -> Result<(), DataError>,
+    take: &mut dyn FnMut(Taken) -> Result<(), DataError>,
 ) -> Result<(), DataError> {
     let failed = DataError::reading(key, &source.path);
     let place = |number: Option<u64>| source.place("line", number);
@@ -70,7 +70,7 @@ pub(super) fn documents(
     while reader.read_record(&mut row).map_err(wrong)? {
         let place = place(row.position().map(csv::Position::line));
         let record = record(&names, &row);
-        take(source.piece(record, place, read_bytes.take())?)?;
+        take(source.piece(record, place, read_bytes.take()))?;
     }
     Ok(())
 }
@@ -84,7 +84,7 @@ fn record(names: &[&str], row: &csv::StringRecord) -> Result<Value, String> {
     let pairs = known.map(|(name, text)| {
         let value = match LISTS.contains(name) {
             // An empty cell is a missing value.
-            true if text.is_empty() => Value::from(()),
+            true if text.is_empty() => Value::None,
             true => serde_json::from_str(text)
                 .map_err(|error| format!("\"{name}\" is not JSON: {error}"))?,
             false => Value::from(text),

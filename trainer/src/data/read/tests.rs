@@ -18,17 +18,16 @@ fn entry(path: &Path) -> DataFile {
 fn read(path: &Path) -> Result<Vec<Document>, DataError> {
     let found = find(&[entry(path)], "data.files")?;
     let (mut kind, mut documents, mut bytes) = (None, Vec::new(), 0);
-    super::documents(
-        &found.sources[0],
-        "data.files",
-        false,
-        &mut kind,
-        &mut |piece| {
-            documents.push(piece.document);
-            bytes += piece.bytes;
-            Ok(())
-        },
-    )?;
+    let reading = Reading {
+        key: "data.files",
+        any_bytes: false,
+        bad: &mut |place, message| Err(DataError::Record { place, message }),
+    };
+    super::documents(&found.sources[0], reading, &mut kind, &mut |piece| {
+        documents.push(piece.document);
+        bytes += piece.bytes;
+        Ok(())
+    })?;
     assert!(bytes <= found.sources[0].bytes);
     Ok(documents)
 }
@@ -71,7 +70,7 @@ fn conversations_in_a_table_equal_those_in_lines() {
     else {
         panic!("conversations")
     };
-    let content = |message: &minijinja::Value| message.get_attr("content").unwrap();
+    let content = |message: &chat_template::Value| message.get("content").unwrap().clone();
     assert_eq!(messages.len(), 2);
     for (row, line) in messages.iter().zip(lines) {
         assert_eq!(content(row), content(line));
@@ -84,7 +83,7 @@ fn texts(documents: Vec<Document>) -> Vec<Vec<String>> {
         Document::Chat(chat) => chat.messages,
         other => panic!("{other:?}"),
     });
-    let content = |message: &minijinja::Value| message.get_attr("content").unwrap().to_string();
+    let content = |message: &chat_template::Value| message.get("content").unwrap().to_string();
     chats
         .map(|messages| messages.iter().map(content).collect())
         .collect()

@@ -4,12 +4,13 @@
 
 mod cached;
 mod inputs;
+mod told;
 
 use std::path::{Path, PathBuf};
 
 use super::show::{Marks, show};
 use super::*;
-use crate::config::{DataFile, DataSettings, Fraction, LossOn};
+use crate::config::{DataFile, DataSettings, Fraction, LossOn, OnBadRecord};
 
 fn entry(path: &Path) -> DataFile {
     DataFile::new(path.into())
@@ -43,6 +44,7 @@ impl Harness {
                 cross_document_attention: true,
                 loss_on: LossOn::All,
                 shuffle: true,
+                on_bad_record: OnBadRecord::Error,
                 cache: None,
             },
             seq_len,
@@ -488,7 +490,7 @@ fn only_completions_count_if_loss_on_says_so() {
         some.contains(&("ask1 ans1\n".into(), "....ans1\n.".into())),
         "{some:?}"
     );
-    assert_eq!(some.len(), all.len());
+    assert_eq!(some.len() + 1, all.len(), "a window of prompts is left out");
     let texts = Harness::new("text", "no completions", 4)
         .with(|settings| settings.loss_on = LossOn::Completions);
     let text = texts.refused();
@@ -504,7 +506,10 @@ fn only_completions_count_if_loss_on_says_so() {
     });
     harness.vocab_size = 360;
     let text = harness.refused();
-    assert!(text.contains("none of the"), "{text}");
+    assert!(
+        text.contains("no token of the training text counts in the loss"),
+        "{text}"
+    );
 }
 
 #[test]

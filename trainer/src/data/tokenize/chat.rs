@@ -18,20 +18,20 @@
 
 use std::ops::Range;
 
-use minijinja::value::Value;
-use minijinja::{Environment, context};
+use chat_template::{Map, Rendered, Value};
 
-use super::dialect::{self, BEGINS, ENDS};
 use super::special::Special;
+use crate::data::findings::{Finding, Kind};
 use crate::data::read::Chat as Conversation;
 
 /// A chat template.
 pub(super) struct Template {
-    environment: Environment<'static>,
-    marks: bool,
+    inner: chat_template::Template,
+    /// Template for conversations with tools, if the tokenizer has one for them.
+    with_tools: Option<chat_template::Template>,
     source: String,
     /// `bos_token` and other tokens that templates refer to.
-    tokens: Value,
+    tokens: Map,
 }
 
 /// Conversation as text.
@@ -43,16 +43,22 @@ pub(super) struct Chat {
 }
 
 impl Template {
-    pub(super) fn new(source: &str, special: &Special) -> Result<Self, String> {
-        let (environment, marks) =
-            dialect::environment(source).map_err(|error| error.to_string())?;
+    /// Parses a template, and the one for conversations with tools.
+    pub(super) fn new(
+        source: &str,
+        with_tools: Option<&str>,
+        special: &Special,
+    ) -> Result<Self, String> {
+        let parse = |source: &str| {
+            chat_template::Template::parse(source).map_err(|error| error.to_string())
+        };
         Ok(Self {
-            environment,
-            marks,
-            source: source.to_owned(),
-            tokens: Value::from_pairs(
-                (special.tokens.iter()).map(|(name, token)| (name.as_str(), token.as_str())),
-            ),
+            inner: parse(source)?,
+            with_tools: with_tools.map(parse).transpose()?,
+            source: format!("{source}{}", with_tools.unwrap_or_default()),
+            tokens: (special.tokens.iter())
+                .map(|(name, token)| (name, token.as_str().into()))
+                .collect(),
         })
     }
 
@@ -60,16 +66,15 @@ impl Template {
         &self.source
     }
 
+    fn of(&self, tools: Option<&Value>) -> &chat_template::Template {
+        let with_tools = self.with_tools.as_ref().filter(|_| tools.is_some());
+        with_tools.unwrap_or(&self.inner)
+    }
+
     /// Formats the whole conversation; all of it counts.
     pub(super) fn text(&self, messages: &[Value], tools: Option<&Value>) -> Result<Chat, String> {
-        let text = self.render(messages, tools, false)?;
-        let text = if self.marks {
-            text.replace([BEGINS, ENDS], "")
-        } else {
-            text
-        };
         Ok(Chat {
-            text,
+            text: self.render(messages, tools, false)?,
             counted: None,
         })
     }
@@ -77,7 +82,7 @@ impl Template {
     /// Formats the conversation; only the assistant's part counts. Returns the whole conversation last, and before it the
     /// conversation up to each turn that the template changes once others follow.
     pub(super) fn texts_counted(&self, conversation: &Conversation) -> Result<Vec<Chat>, String> {
-        match self.marks {
+        match self.of(conversation.tools.as_ref()).has_generation() {
             true => Ok(vec![self.by_marks(conversation)?]),
             false => self.by_turns(conversation),
         }
@@ -85,23 +90,10 @@ impl Template {
 
     fn by_marks(&self, conversation: &Conversation) -> Result<Chat, String> {
         let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
-        let marked = self.render(messages, tools, false)?;
-        let mut text = String::with_capacity(marked.len());
-        let mut counted: Vec<Range<usize>> = Vec::new();
-        let mut begun = None;
-        for part in marked.split_inclusive([BEGINS, ENDS]) {
-            let said = part.trim_end_matches([BEGINS, ENDS]);
-            text += said;
-            match (part[said.len()..].chars().next(), begun) {
-                (Some(BEGINS), None) => begun = Some(text.len()),
-                (Some(ENDS), Some(start)) => {
-                    counted.push(start..text.len());
-                    begun = None;
-                }
-                (None, None) => {}
-                _ => return Err("the template's generation marks are not in pairs, or the conversation contains U+FDD0 or U+FDD1".into()),
-            }
-        }
+        let Rendered {
+            text,
+            generated: mut counted,
+        } = self.rendered(messages, tools, false)?;
         let turns = messages.iter().zip(&conversation.counts);
         let counts: Vec<bool> = turns
             .filter(|(message, _)| is_assistant(message))
@@ -183,8 +175,8 @@ impl Template {
             return Ok(Some(before.len()..with.len()));
         }
         // The token that ends a conversation comes after the last message only.
-        let eos = self.tokens.get_attr("eos_token").unwrap_or_default();
-        let open = eos.as_str().and_then(|eos| added.strip_suffix(eos));
+        let eos = self.tokens.get("eos_token").and_then(Value::as_str);
+        let open = eos.and_then(|eos| added.strip_suffix(eos));
         if let Some(open) = open.filter(|open| !open.is_empty()) {
             let end = before.len() + open.len();
             if text.starts_with(&with[..end]) {
@@ -196,17 +188,15 @@ impl Template {
             return Ok(None);
         };
         let words = words(message, "content");
-        let mut starts = added
-            .match_indices(&words)
-            .map(|(at, _)| added.split_at(at));
+        let mut starts = added.match_indices(words).map(|(at, _)| added.split_at(at));
         let found = starts.find(|(missing, kept)| {
             // Fields such as "reasoning_content" are part of the message.
-            let keys = message.try_iter().into_iter().flatten();
-            let keys = keys.filter_map(|key| key.as_str().map(str::to_owned));
-            let mut others = keys.filter(|key| key != "role" && key != "content");
-            let is_missing = |key: String| {
-                let said = self::words(message, &key);
-                !said.is_empty() && missing.contains(&said)
+            let keys = message.as_map().into_iter().flat_map(Map::iter);
+            let keys = keys.filter_map(|(key, _)| key.as_str());
+            let mut others = keys.filter(|key| *key != "role" && *key != "content");
+            let is_missing = |key: &str| {
+                let said = self::words(message, key);
+                !said.is_empty() && missing.contains(said)
             };
             !words.is_empty() && rest.starts_with(kept) && !others.any(is_missing)
         });
@@ -217,7 +207,10 @@ impl Template {
     /// default system message, if it has one, and its generation prompt. A template may refuse an empty
     /// conversation, so a conversation with a question is formatted to find both.
     fn before_first(&self, turn: &str) -> Result<String, String> {
-        let question = [context! { role => "user", content => "?" }];
+        let question = [Value::from_pairs([
+            ("role", "user".into()),
+            ("content", "?".into()),
+        ])];
         let asked = self.render(&question, None, false)?;
         let ready = self.render(&question, None, true)?;
         let begins = ready.strip_prefix(&asked).filter(|text| !text.is_empty());
@@ -228,37 +221,179 @@ impl Template {
         }
     }
 
+    /// Finds what a person should know: answers whose end does not count, roles that do not count, and parts of the
+    /// conversation that the template does not print.
+    pub(super) fn examine(&self, conversation: &Conversation, chats: &[Chat]) -> Vec<Finding> {
+        let mut found: Vec<Finding> = chats
+            .iter()
+            .flat_map(|chat| answers(conversation, chat))
+            .map(|(said, message)| {
+                let words = words(message, "content");
+                let is_open = !words.is_empty() && said.trim_end().ends_with(words);
+                Finding::of(Kind::Answers, is_open, excerpt(words))
+            })
+            .collect();
+        if chats.iter().any(|chat| chat.counted.is_some()) {
+            let roles = conversation
+                .messages
+                .iter()
+                .map(|message| words(message, "role"));
+            let unknown = roles.filter(|role| !ROLES.contains(role));
+            let finding = |role: &str| Finding::of(Kind::Role(role.into()), true, String::new());
+            found.extend(unknown.map(finding));
+        }
+        for message in &conversation.messages {
+            let why = words(message, "reasoning_content");
+            if !why.is_empty() {
+                let is_lost = !chats.iter().any(|chat| chat.text.contains(why));
+                found.push(Finding::of(Kind::Reasoning, is_lost, excerpt(why)));
+            }
+        }
+        self.examine_tools(conversation, &mut found);
+        found
+    }
+
+    /// Finds tools and calls of tools without which the text would be the same.
+    fn examine_tools(&self, conversation: &Conversation, found: &mut Vec<Finding>) {
+        let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
+        let filled = |value: Option<&Value>| {
+            let list = value.and_then(Value::as_list);
+            list.is_some_and(|list| !list.is_empty())
+        };
+        let has_calls = messages
+            .iter()
+            .any(|message| filled(message.get("tool_calls")));
+        if !filled(tools) && !has_calls {
+            return;
+        }
+        let text =
+            |messages: &[Value], tools: Option<&Value>| self.render(messages, tools, false).ok();
+        let whole = text(messages, tools);
+        let is_same = |other: Option<String>| other.is_some() && other == whole;
+        if filled(tools) {
+            let is_lost = is_same(text(messages, None));
+            found.push(Finding::of(Kind::Tools, is_lost, String::new()));
+        }
+        if has_calls {
+            let silent = messages
+                .iter()
+                .map(|message| without(message, "tool_calls"));
+            let is_lost = is_same(text(&silent.collect::<Vec<_>>(), tools));
+            found.push(Finding::of(Kind::Calls, is_lost, String::new()));
+        }
+    }
+
     pub(super) fn render(
         &self,
         messages: &[Value],
         tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<String, String> {
-        let conversation = context! {
-            messages => messages,
-            tools => tools,
-            documents => (),
-            add_generation_prompt => add_generation_prompt,
-        };
-        let values = context! { ..conversation, ..self.tokens.clone() };
-        dialect::render(&self.environment, values)
-            .map_err(|message| format!("the chat template failed: {message}"))
+        let rendered = self.rendered(messages, tools, add_generation_prompt)?;
+        Ok(rendered.text)
+    }
+
+    fn rendered(
+        &self,
+        messages: &[Value],
+        tools: Option<&Value>,
+        add_generation_prompt: bool,
+    ) -> Result<Rendered, String> {
+        let mut values = self.tokens.clone();
+        for (name, value) in [
+            ("messages", messages.to_vec().into()),
+            ("tools", tools.cloned().unwrap_or_default()),
+            ("documents", Value::None),
+            ("add_generation_prompt", add_generation_prompt.into()),
+        ] {
+            values.insert(name, value);
+        }
+        let rendered = self.of(tools).render(&values);
+        rendered.map_err(|error| format!("the chat template failed: {error}"))
     }
 }
 
+/// Returns the answers of which the end should count, as they count, with their messages.
+fn answers<'c>(conversation: &'c Conversation, chat: &'c Chat) -> Vec<(&'c str, &'c Value)> {
+    let Some(counted) = &chat.counted else {
+        // The next message shows the end of all but the last one.
+        let last = conversation.messages.last();
+        let last = last.filter(|last| is_assistant(last));
+        return last
+            .map(|last| (chat.text.as_str(), last))
+            .into_iter()
+            .collect();
+    };
+    let turns = conversation.messages.iter().zip(&conversation.counts);
+    let turns: Vec<&Value> = turns
+        .filter(|(message, counts)| **counts && is_assistant(message))
+        .map(|(message, _)| message)
+        .collect();
+    let parts = counted.iter().enumerate();
+    parts
+        .filter_map(|(at, part)| {
+            let said = &chat.text[part.clone()];
+            // Several texts share the turns; each part is the turn whose words it has.
+            let turn = match turns.len() == counted.len() {
+                true => Some(turns[at]),
+                false => (turns.iter().copied())
+                    .filter(|turn| said.contains(words(turn, "content")))
+                    .max_by_key(|turn| words(turn, "content").len()),
+            };
+            Some((said, turn?))
+        })
+        .collect()
+}
+
+/// Roles of messages; of others the assistant's part may be meant.
+const ROLES: [&str; 8] = [
+    "assistant",
+    "developer",
+    "function",
+    "ipython",
+    "observation",
+    "system",
+    "tool",
+    "user",
+];
+
+/// Longest text of an example.
+const EXCERPT_CHARS: usize = 40;
+
+/// Returns the end of a text.
+fn excerpt(text: &str) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let cut = chars.len().saturating_sub(EXCERPT_CHARS);
+    let dots = if cut > 0 { "..." } else { "" };
+    format!("{dots}{}", chars[cut..].iter().collect::<String>())
+}
+
+fn without(message: &Value, name: &str) -> Value {
+    let pairs = message.as_map().into_iter().flat_map(Map::iter);
+    let pairs = pairs.filter(|(key, _)| key.as_str() != Some(name));
+    Value::from_pairs(pairs.filter_map(|(key, value)| Some((key.as_str()?, value.clone()))))
+}
+
 /// Text in a field of a message, without white space around it; empty if it is no text.
-fn words(message: &Value, key: &str) -> String {
-    let value = message.get_attr(key).unwrap_or_default();
-    value.as_str().map(str::trim).unwrap_or_default().to_owned()
+fn words<'m>(message: &'m Value, key: &str) -> &'m str {
+    message
+        .get(key)
+        .and_then(Value::as_str)
+        .map(str::trim)
+        .unwrap_or_default()
 }
 
 fn is_assistant(message: &Value) -> bool {
-    message.get_attr("role").unwrap_or_default().as_str() == Some("assistant")
+    message.get("role").and_then(Value::as_str) == Some("assistant")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn message(role: &str, content: &str) -> Value {
+        Value::from_pairs([("role", role.into()), ("content", content.into())])
+    }
 
     const CHATML: &str = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
     const MARKED: &str = "{%- for m in messages -%}\n<|{{ m.role }}|>\n  {%- if m.role == 'assistant' %}\n    {%- generation -%}\n    {{ m.content + '<|end|>' }}\n    {%- endgeneration -%}\n  {%- else -%}\n    {{ m.content }}\n  {%- endif %}\n{% endfor %}";
@@ -266,7 +401,7 @@ mod tests {
     fn template(source: &str) -> Template {
         let mut special = Special::default();
         special.tokens.insert("bos_token".into(), "<s>".into());
-        Template::new(source, &special).unwrap()
+        Template::new(source, None, &special).unwrap()
     }
 
     fn conversation() -> Vec<Value> {
@@ -276,7 +411,7 @@ mod tests {
             ("user", "and?"),
             ("assistant", "bye"),
         ];
-        let message = |&(role, content): &(&str, &str)| context! { role, content };
+        let message = |&(role, content): &(&str, &str)| message(role, content);
         step_order.iter().map(message).collect()
     }
 
@@ -349,7 +484,7 @@ mod tests {
     /// Jinja2 converts each line end of a template to a line feed, and keeps those of a conversation.
     #[test]
     fn line_ends_of_a_template_become_line_feeds() {
-        let message = context! { role => "user", content => "a\r\nb" };
+        let message = message("user", "a\r\nb");
         let expected = "<|user|>\na\r\nb<|end|>\n";
         for end in ["\n", "\r\n", "\r"] {
             let source = CHATML.replace('\n', end);
@@ -366,7 +501,6 @@ mod tests {
         assert_eq!(said(&chat), ["hello<|end|>", "bye<|end|>"]);
         let all = template(MARKED).text(&conversation(), None).unwrap();
         assert_eq!(all.text, chat.text);
-        assert!(!all.text.contains([BEGINS, ENDS]));
     }
 
     /// As Qwen3's template does with the empty reasoning of earlier turns.
@@ -381,7 +515,7 @@ mod tests {
         // Words that also occur in the template's own text.
         for words in ["think", "end", "n"] {
             let mut messages = conversation();
-            messages[1] = context! { role => "assistant", content => words };
+            messages[1] = message("assistant", words);
             let chat = only(template(source), &all(messages));
             assert_eq!(said(&chat)[0], format!("{words}<|end|>\n"));
         }
@@ -391,8 +525,12 @@ mod tests {
     #[test]
     fn an_answer_that_a_template_changes_later_is_in_a_text_of_its_own() {
         let source = "{% for m in messages %}<|{{ m.role }}|>\n{% if loop.last and m.why %}<think>{{ m.why }}</think>{% endif %}{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}";
-        let inside = context! { role => "assistant", content => "<think>so</think>hello" };
-        let apart = context! { role => "assistant", content => "hello", why => "so" };
+        let inside = message("assistant", "<think>so</think>hello");
+        let apart = Value::from_pairs([
+            ("role", "assistant".into()),
+            ("content", "hello".into()),
+            ("why", "so".into()),
+        ]);
         for answer in [inside, apart] {
             let mut messages = conversation();
             messages[1] = answer;
@@ -428,7 +566,7 @@ mod tests {
         let mut special = Special::default();
         (special.tokens).insert("eos_token".into(), "<|endoftext|>".into());
         let source = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}");
-        let template = Template::new(&source, &special).unwrap();
+        let template = Template::new(&source, None, &special).unwrap();
         let chat = only(template, &all(conversation()));
         assert_eq!(said(&chat), ["hello<|end|>\n", "bye<|end|>\n<|endoftext|>"]);
     }
@@ -446,55 +584,25 @@ mod tests {
     }
 
     #[test]
-    fn marks_in_a_conversation_are_refused() {
-        let message = context! { role => "user", content => "a\u{FDD0}b" };
-        let error = template(MARKED)
-            .texts_counted(&all(vec![message]))
-            .unwrap_err();
-        assert!(error.contains("U+FDD0"), "{error}");
-    }
-
-    #[test]
-    fn template_errors_are_reported_and_endless_templates_stopped() {
+    fn errors_of_a_template_are_reported() {
         let refused = |source: &str| template(source).text(&conversation(), None).unwrap_err();
         assert_eq!(
             refused("{{ raise_exception('roles must alternate') }}"),
             "the chat template failed: roles must alternate"
         );
-        let endless =
-            "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}";
-        assert!(refused(endless).contains("fuel"), "{}", refused(endless));
-        assert!(Template::new("{% for %}", &Special::default()).is_err());
-        assert!(Template::new("{% if x", &Special::default()).is_err());
+        assert!(Template::new("{% for %}", None, &Special::default()).is_err());
+        assert!(Template::new("{% if x", None, &Special::default()).is_err());
     }
 
     #[test]
-    fn templates_have_the_variables_and_functions_of_transformers() {
-        let text = |source: &str| template(source).text(&conversation(), None).unwrap().text;
-        assert_eq!(text("{{ bos_token }}{{ messages | length }}"), "<s>4");
-        assert_eq!(text("{{ messages[0]['content'].upper() }}"), "HI");
-        assert_eq!(
-            text("{{ messages[0] | tojson }}"),
-            r#"{"role": "user", "content": "hi"}"#
-        );
-        assert_eq!(
-            text("{{ {'a': [1, 2.0, true, none, 'ü<']} | tojson(indent=1) }}"),
-            "{\n \"a\": [\n  1,\n  2.0,\n  true,\n  null,\n  \"ü<\"\n ]\n}"
-        );
-        assert_eq!(
-            text("{{ true }} {{ none }} {{ tools is none }}"),
-            "True None True"
-        );
-        assert_eq!(text("{{ strftime_now('%Y') | length }}"), "4");
-        assert_eq!(
-            text(
-                "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}{% break %}{% endfor %}ok"
-            ),
-            "ok"
-        );
-        assert_eq!(
-            text("{{ 'a' if undefined_thing is defined else 'b' }}"),
-            "b"
-        );
+    fn a_template_for_tools_is_used_for_conversations_with_tools() {
+        let with_tools = "{{ tools | length }}{{ bos_token }}{{ documents }}";
+        let special = Special::default();
+        let template = Template::new("plain", Some(with_tools), &special).unwrap();
+        let text =
+            |tools: Option<Value>| template.text(&conversation(), tools.as_ref()).unwrap().text;
+        assert_eq!(text(None), "plain");
+        assert_eq!(text(Some(vec![Value::None].into())), "1None");
+        assert!(Template::new("plain", Some("{% if"), &special).is_err());
     }
 }

@@ -8,7 +8,7 @@ use tokenizers::Tokenizer;
 use super::chat::{Chat, Template};
 use super::special::{Special, read_bounded};
 use super::templates;
-use super::{BEGINS, Encoding, NOT_COUNTED};
+use super::{BEGINS, Encoded, Encoding, NOT_COUNTED};
 use crate::config::LossOn;
 use crate::data::DataError;
 use crate::data::read::{Document, PIECE_BYTES, cut, end_of};
@@ -56,7 +56,11 @@ impl HuggingFace {
             .map_err(|error| wrong(error.to_string()))?
             .with_padding(None);
         let dir = path.parent().unwrap_or(Path::new("."));
-        let special = Special::read(dir, key)?;
+        let mut special = Special::read(dir, key)?;
+        let with_tools = special
+            .template_with_tools
+            .take()
+            .filter(|_| template.is_none());
         let source = match template {
             None => special.template.clone(),
             Some(name) => Some(match templates::named(name) {
@@ -82,7 +86,7 @@ impl HuggingFace {
         };
         let template_key = template.map_or(key, |_| "data.chat_template");
         let template = source
-            .map(|source| Template::new(&source, &special))
+            .map(|source| Template::new(&source, with_tools.as_deref(), &special))
             .transpose()
             .map_err(|message| DataError::Setting {
                 key: template_key,
@@ -160,12 +164,10 @@ impl HuggingFace {
         if self.template.is_some() {
             return Ok(());
         }
-        Err(DataError::Setting {
-            key: "data.tokenizer",
-            message: format!(
-                "conversations need a chat template, but {} has none in tokenizer_config.json or chat_template.jinja: set data.chat_template to the name of a known template or to a file",
-                self.path.parent().unwrap_or(Path::new(".")).display()
-            ),
+        let dir = self.path.parent().unwrap_or(Path::new("."));
+        Err(DataError::NoTemplate {
+            dir: dir.into(),
+            names: templates::names(),
         })
     }
 
@@ -175,7 +177,7 @@ impl HuggingFace {
         after: Option<&str>,
         ends: bool,
         encoding: Encoding,
-    ) -> Result<Vec<Vec<u32>>, String> {
+    ) -> Result<Encoded, String> {
         match document {
             Document::Bytes(_) => {
                 unreachable!("text files are read as text if there is a tokenizer")
@@ -189,7 +191,7 @@ impl HuggingFace {
                 if ends {
                     self.end(&mut ids);
                 }
-                Ok(vec![ids])
+                Ok(ids.into())
             }
             Document::Completion { prompt, completion } => {
                 let text = format!("{prompt}{completion}");
@@ -202,7 +204,7 @@ impl HuggingFace {
                 let not_counted = counted.map_or(0, |_| NOT_COUNTED);
                 ids.splice(0..0, self.before.iter().map(|id| id | not_counted));
                 self.end(&mut ids);
-                Ok(vec![ids])
+                Ok(ids.into())
             }
             Document::Chat(chat) => {
                 let template = self
@@ -214,7 +216,10 @@ impl HuggingFace {
                     LossOn::Completions => template.texts_counted(chat)?,
                 };
                 let ids = |chat: &Chat| self.ids_counted(&chat.text, chat.counted.as_deref());
-                chats.iter().map(ids).collect()
+                Ok(Encoded {
+                    documents: chats.iter().map(ids).collect::<Result<_, _>>()?,
+                    findings: template.examine(chat, &chats),
+                })
             }
         }
     }

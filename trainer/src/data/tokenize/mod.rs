@@ -12,7 +12,6 @@
 //! ids in the data are used unchanged with any tokenizer.
 
 mod chat;
-mod dialect;
 mod hugging_face;
 mod special;
 mod templates;
@@ -20,6 +19,7 @@ mod templates;
 use std::path::{Path, PathBuf};
 
 use super::DataError;
+use super::findings::Finding;
 use super::read::{Document, Kind};
 use crate::config::LossOn;
 use crate::model::BYTE_VOCAB_SIZE;
@@ -96,6 +96,22 @@ pub(super) struct Encoding {
     pub(super) loss_on: LossOn,
     /// Vocabulary size of the model.
     pub(super) vocab_size: u64,
+}
+
+/// Tokens of a document or a piece of one.
+pub(super) struct Encoded {
+    /// One element for each document that it becomes.
+    pub(super) documents: Vec<Vec<u32>>,
+    pub(super) findings: Vec<Finding>,
+}
+
+impl From<Vec<u32>> for Encoded {
+    fn from(document: Vec<u32>) -> Self {
+        Self {
+            documents: vec![document],
+            findings: Vec::new(),
+        }
+    }
 }
 
 impl Tokenizer {
@@ -206,12 +222,12 @@ impl Tokenizer {
         after: Option<&str>,
         ends: bool,
         encoding: Encoding,
-    ) -> Result<Vec<Vec<u32>>, String> {
+    ) -> Result<Encoded, String> {
         match (document, self) {
             (Document::Ids { ids, counts }, _) => {
-                Ok(vec![given(ids, counts.as_deref(), encoding)?])
+                given(ids, counts.as_deref(), encoding).map(Encoded::from)
             }
-            (_, Self::Bytes) => Ok(vec![bytes(document, encoding)]),
+            (_, Self::Bytes) => Ok(bytes(document, encoding).into()),
             (_, Self::HuggingFace(found)) => found.encode(document, after, ends, encoding),
             (_, Self::Ids(_)) => unreachable!("this tokenizer is only chosen for token ids"),
         }

@@ -21,6 +21,8 @@ pub(super) struct Special {
     /// Id of the end-of-document token, if no file gives its text.
     pub(super) eos_id: Option<u32>,
     pub(super) template: Option<String>,
+    /// Template for conversations with tools, if it is another one.
+    pub(super) template_with_tools: Option<String>,
 }
 
 impl Special {
@@ -43,16 +45,13 @@ impl Special {
                 found.eos_id = ids.get("eos_token_id").and_then(id);
             }
         }
-        let jinja = dir.join("chat_template.jinja");
-        found.template = if jinja.exists() {
-            let bytes = read_bounded(&jinja, key, FILE_BYTES_MAX)?;
-            Some(String::from_utf8(bytes).map_err(|_| DataError::Setting {
-                key,
-                message: format!("{} is not UTF-8 text", jinja.display()),
-            })?)
-        } else {
-            config.get("chat_template").and_then(template)
-        };
+        found.template = jinja(&dir.join("chat_template.jinja"), key)?;
+        found.template_with_tools =
+            jinja(&dir.join("additional_chat_templates/tool_use.jinja"), key)?;
+        if let (None, Some(given)) = (&found.template, config.get("chat_template")) {
+            found.template = template(given, "default");
+            found.template_with_tools = template(given, "tool_use").filter(|_| given.is_array());
+        }
         Ok(found)
     }
 
@@ -73,15 +72,26 @@ fn id(value: &Value) -> Option<u32> {
     u32::try_from(first.unwrap_or(value).as_u64()?).ok()
 }
 
-/// Chat template, given alone or as "default" among named ones.
-fn template(value: &Value) -> Option<String> {
+/// Reads a template, if the file exists.
+fn jinja(path: &Path, key: &'static str) -> Result<Option<String>, DataError> {
+    if !path.exists() {
+        return Ok(None);
+    }
+    let bytes = read_bounded(path, key, FILE_BYTES_MAX)?;
+    let text = String::from_utf8(bytes).map_err(|_| DataError::Setting {
+        key,
+        message: format!("{} is not UTF-8 text", path.display()),
+    })?;
+    Ok(Some(text))
+}
+
+/// Chat template, given alone or as `name` among named ones.
+fn template(value: &Value, name: &str) -> Option<String> {
     if let Some(text) = value.as_str() {
         return Some(text.to_owned());
     }
-    let named = value
-        .as_array()?
-        .iter()
-        .find(|named| named["name"] == "default")?;
+    let mut all = value.as_array()?.iter();
+    let named = all.find(|named| named["name"] == name)?;
     named["template"].as_str().map(str::to_owned)
 }
 

@@ -118,7 +118,7 @@ pub(super) fn names() -> String {
 
 #[cfg(test)]
 mod tests {
-    use minijinja::{Value, context};
+    use chat_template::Value;
 
     use super::super::chat::Template;
     use super::super::special::Special;
@@ -140,7 +140,9 @@ mod tests {
             ("assistant", "yes"),
         ];
         let messages: Vec<Value> = (turns.iter())
-            .map(|&(role, content)| context! { role, content })
+            .map(|&(role, content)| {
+                Value::from_pairs([("role", role.into()), ("content", content.into())])
+            })
             .collect();
         let chatml = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n<|im_start|>user\nok?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n";
         for (name, text, said) in [
@@ -187,7 +189,7 @@ mod tests {
                 ["so</s>\n", "yes</s>\n"],
             ),
         ] {
-            let template = Template::new(named(Path::new(name)).unwrap(), &special).unwrap();
+            let template = Template::new(named(Path::new(name)).unwrap(), None, &special).unwrap();
             let conversation = Chat {
                 counts: vec![true; messages.len()],
                 messages: messages.clone(),

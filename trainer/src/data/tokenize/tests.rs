@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use minijinja::Value as Chat;
+use chat_template::Value as Chat;
 use serde_json::Value;
 
 use super::*;
@@ -52,8 +52,8 @@ fn split(elements: &[u32]) -> (Vec<u32>, Vec<u32>) {
 }
 
 /// Returns the only document that an encoding made.
-fn only(found: Result<Vec<Vec<u32>>, String>) -> Vec<u32> {
-    let mut found = found.unwrap();
+fn only(found: Result<Encoded, String>) -> Vec<u32> {
+    let mut found = found.unwrap().documents;
     assert_eq!(found.len(), 1);
     found.remove(0)
 }
@@ -130,7 +130,12 @@ fn every_answer_counts_as_a_template_would_generate_it() {
         std::fs::write(&template, case["template"].as_str().unwrap()).unwrap();
         let tokenizer = open(&fixtures().join("qwen"), Some(&template), 512).unwrap();
         let found = tokenizer.encode(&conversation(case), None, true, COMPLETIONS);
-        let found: Vec<_> = found.unwrap().iter().map(|ids| split(ids)).collect();
+        let found: Vec<_> = found
+            .unwrap()
+            .documents
+            .iter()
+            .map(|ids| split(ids))
+            .collect();
         let turns = case["turns"].as_array().unwrap().iter();
         let turns = turns.map(|turn| (numbers(&turn["ids"]), numbers(&turn["said"])));
         (found, turns.collect::<Vec<_>>())
@@ -155,11 +160,11 @@ fn tools_are_written_as_python_writes_them() {
     let expected = expected();
     let special = special::Special::read(&fixtures().join("qwen"), "data.tokenizer").unwrap();
     let source = special.template.clone().unwrap();
-    let template = chat::Template::new(&source, &special).unwrap();
+    let template = chat::Template::new(&source, None, &special).unwrap();
     // Parsed from the text, like a line of a file, so that keys keep their order.
     let text = std::fs::read_to_string(fixtures().join("expected.json")).unwrap();
     let whole: Chat = serde_json::from_str(&text).unwrap();
-    let tools = whole.get_attr("tools").unwrap();
+    let tools = whole.get("tools").unwrap().clone();
     for case in expected["qwen"]["chats"].as_array().unwrap() {
         let Document::Chat(Conversation { messages, .. }) = conversation(case) else {
             unreachable!()
@@ -174,7 +179,7 @@ fn an_error_raised_by_a_template_is_reported() {
     let tokenizer = open(&fixtures().join("llama"), None, 512).unwrap();
     let twice = r#"[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]"#;
     let document = chat_of(twice);
-    let message = tokenizer.encode(&document, None, true, ALL).unwrap_err();
+    let message = tokenizer.encode(&document, None, true, ALL).err().unwrap();
     assert!(
         message.contains("the chat template failed: two turns of the user in a row"),
         "{message}"
@@ -315,7 +320,7 @@ fn a_long_record_is_tokenized_in_pieces_that_lose_nothing() {
         completion: "y".into(),
     };
     let message = tokenizer.encode(&document, None, true, COMPLETIONS);
-    assert!(message.unwrap_err().contains("has 17 MB"));
+    assert!(message.err().unwrap().contains("has 17 MB"));
 }
 
 #[test]
@@ -410,10 +415,10 @@ fn templates_may_use_what_published_ones_use() {
     let expected = expected();
     let special = special::Special::read(&fixtures().join("qwen"), "data.tokenizer").unwrap();
     let source = std::fs::read_to_string(fixtures().join("features.jinja")).unwrap();
-    let template = chat::Template::new(&source, &special).unwrap();
+    let template = chat::Template::new(&source, None, &special).unwrap();
     let text = std::fs::read_to_string(fixtures().join("expected.json")).unwrap();
     let whole: Chat = serde_json::from_str(&text).unwrap();
-    let tools = whole.get_attr("tools").unwrap();
+    let tools = whole.get("tools").unwrap().clone();
     for case in expected["features"].as_array().unwrap() {
         let Document::Chat(Conversation { messages, .. }) = conversation(case) else {
             unreachable!()

@@ -35,6 +35,8 @@ pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
         ("num_attention_heads", Value::Null),
         ("initializer_range", json!(0.02)),
         ("attention_dropout", json!(0.0)),
+        ("layer_types", Value::Null),
+        ("pad_token_id", Value::Null),
     ];
     if architecture == Architecture::Gpt2 {
         keys.extend([
@@ -72,7 +74,6 @@ pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
             ("use_sliding_window", json!(false)),
             ("sliding_window", json!(4096)),
             ("max_window_layers", json!(28)),
-            ("layer_types", Value::Null),
         ],
         Architecture::Qwen3 => vec![
             ("max_position_embeddings", json!(32768)),
@@ -81,7 +82,6 @@ pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
             ("use_sliding_window", json!(false)),
             ("sliding_window", json!(4096)),
             ("max_window_layers", json!(28)),
-            ("layer_types", Value::Null),
         ],
         Architecture::Gpt2 => unreachable!("GPT-2 is handled above"),
     });
@@ -110,6 +110,16 @@ pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>
         ),
         ("pruned_heads", vec![json!({})], "pruned heads are not"),
         (
+            "is_causal",
+            vec![json!(true)],
+            "only models in which a token sees earlier ones are",
+        ),
+        (
+            "per_layer_config",
+            vec![json!({})],
+            "only models whose layers are equal are",
+        ),
+        (
             "partial_rotary_factor",
             vec![json!(1.0), json!(1)],
             "only rotation of whole heads is",
@@ -135,9 +145,23 @@ pub(super) fn fixed(architecture: Architecture) -> Vec<(&'static str, Vec<Value>
     keys
 }
 
+/// Keys that transformers does not read in models of this architecture.
+pub(super) fn of_others(architecture: Architecture) -> &'static [&'static str] {
+    match architecture {
+        Architecture::Gpt2 => &[
+            "head_dim",
+            "rope_parameters",
+            "rope_theta",
+            "sliding_window",
+        ],
+        Architecture::Llama => &["sliding_window"],
+        _ => &[],
+    }
+}
+
 /// Keys without effect on training here: origin of the file; text generation; heads of other tasks; ids of
 /// special tokens (the data determines the contents of a batch); other implementations of the same
-/// computation.
+/// computation. A test compares them with what transformers computes (`tests/fixtures/hf/config_keys.py`).
 pub(super) const WITHOUT_EFFECT: &[&str] = &[
     // Origin of the file.
     "_name_or_path",
@@ -177,6 +201,8 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "use_cache",
     // Other tasks.
     "classifier_dropout",
+    "hidden_dropout",
+    "token_classification_bias",
     "finetuning_task",
     "id2label",
     "label2id",
@@ -184,6 +210,7 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "problem_type",
     "summary_activation",
     "summary_first_dropout",
+    "summary_last_dropout",
     "summary_proj_to_labels",
     "summary_type",
     "summary_use_proj",
@@ -192,12 +219,16 @@ pub(super) const WITHOUT_EFFECT: &[&str] = &[
     "bos_token_id",
     "cls_token_id",
     "eos_token_id",
-    "pad_token_id",
     "prefix",
     "sep_token_id",
     "tokenizer_class",
     // Other implementations, or the number of rows of a table that older versions stored.
+    "attention_chunk_size",
     "attn_implementation",
+    "experts_implementation",
+    "logits_mup_width_multiplier",
+    "mtp_hidden_states_first",
+    "unpadded_vocab_size",
     "_attn_implementation",
     "chunk_size_feed_forward",
     "cross_attention_hidden_size",

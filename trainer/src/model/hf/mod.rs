@@ -199,7 +199,9 @@ fn check_keys(
                     supported: (*supported).into(),
                 });
             }
-        } else if !keys::WITHOUT_EFFECT.contains(&key.as_str()) {
+        } else if !keys::WITHOUT_EFFECT.contains(&key.as_str())
+            && !keys::of_others(architecture).contains(&key.as_str())
+        {
             unknown(&key)?;
         }
     }
@@ -257,7 +259,30 @@ fn config(architecture: Architecture, table: &Table) -> Result<ModelConfig, Conf
             mlp: form.biases.mlp || mlp_bias,
         },
         sliding_window: window(architecture, layers, table)?,
+        pad_token_id: untrained(architecture, table)?,
     })
+}
+
+/// Returns the token whose row of the embedding transformers does not train. GPT-2 has none. A negative number counts
+/// from the end of the table.
+fn untrained(architecture: Architecture, table: &Table) -> Result<Option<usize>, ConfigError> {
+    let given = table.get("pad_token_id").filter(|id| !id.is_null());
+    let Some(given) = given.filter(|_| architecture != Architecture::Gpt2) else {
+        return Ok(None);
+    };
+    let vocab_size = table.size("vocab_size")?;
+    let id = given
+        .as_i64()
+        .map(|id| if id < 0 { id + vocab_size as i64 } else { id });
+    let id = id.and_then(|id| usize::try_from(id).ok());
+    match id.filter(|id| *id < vocab_size) {
+        Some(id) => Ok(Some(id)),
+        None => Err(ConfigError::Unsupported {
+            key: "pad_token_id".into(),
+            value: given.to_string(),
+            supported: format!("it must be a token below vocab_size = {vocab_size}, or null"),
+        }),
+    }
 }
 
 fn window(
@@ -265,13 +290,37 @@ fn window(
     layers: usize,
     table: &Table,
 ) -> Result<Option<Window>, ConfigError> {
-    let Some(tokens) = table.optional_size("sliding_window")? else {
-        return Ok(None);
+    let tokens = match architecture {
+        Architecture::Gpt2 | Architecture::Llama => None,
+        Architecture::Qwen2 | Architecture::Qwen3 if !table.flag("use_sliding_window")? => None,
+        _ => table.optional_size("sliding_window")?,
     };
-    let first_layer = match architecture {
-        Architecture::Mistral => 0,
-        _ if !table.flag("use_sliding_window")? => return Ok(None),
-        _ => first_windowed_layer(layers, table)?,
+    let first_layer = match (architecture, tokens) {
+        (Architecture::Qwen2 | Architecture::Qwen3, Some(_)) => {
+            first_windowed_layer(layers, table)?
+        }
+        // All layers are of one kind, whatever the file says.
+        (_, tokens) => {
+            let kind = match tokens {
+                Some(_) => "sliding_attention",
+                None => "full_attention",
+            };
+            let types = table.get("layer_types").filter(|types| !types.is_null());
+            if let Some(types) = types.filter(|types| **types != json!(vec![kind; layers])) {
+                return Err(ConfigError::Unsupported {
+                    key: "layer_types".into(),
+                    value: types.to_string(),
+                    supported: format!(
+                        "with these settings transformers computes {layers} layers of \"{kind}\" in a {} model",
+                        architecture.model_type()
+                    ),
+                });
+            }
+            0
+        }
+    };
+    let Some(tokens) = tokens else {
+        return Ok(None);
     };
     Ok((first_layer < layers).then_some(Window {
         tokens,

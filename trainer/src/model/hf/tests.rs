@@ -367,3 +367,105 @@ fn inline_keys_take_precedence_and_must_belong_to_the_model() {
     );
     assert_eq!(HfModel::read(None, asked).unwrap().dropout.embedding, 0.2);
 }
+
+/// Every key that transformers knows is used, refused, or has no effect there either (`tests/fixtures/hf/config_keys.py`).
+#[test]
+fn every_key_that_transformers_knows_has_a_place() {
+    let fixture = include_str!("../../../tests/fixtures/hf/config_keys.json");
+    let fixture: Value = serde_json::from_str(fixture).unwrap();
+    for architecture in Architecture::ALL.iter().copied() {
+        let family = architecture.model_type();
+        let keys = fixture[family].as_object().unwrap();
+        assert!(keys.len() > 40, "{family}");
+        for (key, effect) in keys {
+            let aliases = keys::aliases(architecture);
+            let common = aliases
+                .iter()
+                .find(|(theirs, _)| theirs == key)
+                .map_or(key.as_str(), |(_, common)| common);
+            let is_rotary = family != "gpt2" && key == "rope_parameters";
+            let is_used = is_rotary
+                || keys::read(architecture)
+                    .iter()
+                    .any(|(known, _)| *known == common);
+            let is_fixed = keys::fixed(architecture)
+                .iter()
+                .any(|(known, ..)| *known == common);
+            let is_without = keys::WITHOUT_EFFECT.contains(&common)
+                || keys::of_others(architecture).contains(&common);
+            assert!(
+                is_used || is_fixed || is_without,
+                "{family}: {key} has no place"
+            );
+            if effect == "changes" {
+                assert!(
+                    is_used || is_fixed,
+                    "{family}: {key} changes the training of transformers"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_of_another_kind_than_transformers_computes_are_refused() {
+    let types = |kinds: [&str; 3]| json!(kinds.map(|kind| format!("{kind}_attention")));
+    let mixed = types(["full", "sliding", "full"]);
+    for (family, extra) in [
+        ("llama", json!({"layer_types": mixed})),
+        (
+            "mistral",
+            json!({"layer_types": mixed, "sliding_window": 8}),
+        ),
+        (
+            "mistral",
+            json!({"layer_types": types(["full"; 3]), "sliding_window": 8}),
+        ),
+        (
+            "mistral",
+            json!({"layer_types": types(["sliding"; 3]), "sliding_window": null}),
+        ),
+        (
+            "qwen3",
+            json!({"layer_types": mixed, "use_sliding_window": false}),
+        ),
+        (
+            "qwen2",
+            json!({"layer_types": mixed, "use_sliding_window": true}),
+        ),
+    ] {
+        assert_eq!(refused(sizes(family), extra).0, "layer_types", "{family}");
+    }
+    for (family, kind, window) in [
+        ("llama", "full", None),
+        ("mistral", "sliding", Some(8)),
+        ("mistral", "full", None),
+    ] {
+        let model = with(
+            sizes(family),
+            json!({"layer_types": types([kind; 3]), "sliding_window": window}),
+        );
+        let found = model
+            .unwrap()
+            .config
+            .sliding_window
+            .map(|window| window.tokens);
+        assert_eq!(found, window, "{family}");
+    }
+}
+
+#[test]
+fn the_padding_token_is_known_where_transformers_does_not_train_it() {
+    let pad = |base, id: Value| {
+        with(base, json!({"pad_token_id": id})).map(|model| model.config.pad_token_id)
+    };
+    assert_eq!(pad(sizes("llama"), json!(5)), Ok(Some(5)));
+    assert_eq!(pad(sizes("qwen3"), json!(-1)), Ok(Some(255)));
+    assert_eq!(pad(sizes("mistral"), json!(null)), Ok(None));
+    assert_eq!(pad(gpt2(), json!(5)), Ok(None));
+    let (key, message) = refused(sizes("llama"), json!({"pad_token_id": 256}));
+    assert!(
+        key == "pad_token_id" && message.contains("below vocab_size = 256"),
+        "{message}"
+    );
+}

@@ -76,6 +76,9 @@ fn model_keys(config: &ModelConfig) -> Map<String, Value> {
         "max_position_embeddings",
         json!(config.max_position_embeddings),
     );
+    if config.pad_token_id.is_some() {
+        set("pad_token_id", json!(config.pad_token_id));
+    }
     set("hidden_act", json!("silu"));
     // Qwen3's default is 128.
     if config.head_dim.is_some() || config.architecture == Architecture::Qwen3 {

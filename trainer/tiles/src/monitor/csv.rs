@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use super::{MonitorError, Scalar};
+use crate::PRIVATE;
 
 const MONITOR: &str = "csv_monitor";
 
@@ -68,7 +70,11 @@ impl CsvDir {
 
 /// Opens a scalar's file for appending; a new file gets its header.
 fn open(path: &Path, name: &str) -> std::io::Result<File> {
-    let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+    let mut file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .mode(PRIVATE)
+        .open(path)?;
     if file.metadata()?.len() == 0 {
         let column = name.rsplit('/').next().unwrap_or(name);
         file.write_all(format!("step,{column}\r\n").as_bytes())?;

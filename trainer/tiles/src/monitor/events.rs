@@ -7,6 +7,7 @@
 
 use std::fs::File;
 use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -14,6 +15,7 @@ use crc_fast::crc32_iscsi as crc32c;
 use prost::Message;
 
 use super::{MonitorError, Scalar};
+use crate::PRIVATE;
 
 const MONITOR: &str = "tensorboard";
 
@@ -73,7 +75,9 @@ impl EventFile {
         let path = dir.join(format!(
             "events.out.tfevents.{seconds:010}.offloadd.{process}.0"
         ));
-        let opened = File::options().create(true).append(true).open(&path);
+        let mut options = File::options();
+        options.create(true).append(true).mode(PRIVATE);
+        let opened = options.open(&path);
         let file = opened.map_err(MonitorError::of(MONITOR, "make", &path))?;
         let mut events = Self { path, file };
         events.add(Event {

@@ -1,11 +1,14 @@
 //! Device rates and computing speed that an earlier start of a run measured. They are kept in the run
 //! directory, so that a plan needs neither daemon nor GPU.
 
-use std::fs;
-use std::io;
+use std::fs::{self, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
+
+use crate::PRIVATE;
 
 /// Size limit of the file.
 const FILE_BYTES_MAX: u64 = 1 << 16;
@@ -56,7 +59,13 @@ impl Measured {
         let path = measured_path(run_dir);
         let new = path.with_extension("json.new");
         let text = serde_json::to_vec_pretty(self).expect("figures are plain data");
-        fs::write(&new, text)?;
+        let mut options = OpenOptions::new();
+        options
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(PRIVATE);
+        options.open(&new)?.write_all(&text)?;
         fs::rename(&new, &path)
     }
 

@@ -50,6 +50,9 @@ pub struct RunDescription {
 /// Number of nodes while they take their state from a checkpoint, and in a copy on another node: no node's part can be resumed.
 pub const INCOMPLETE: u32 = 0;
 
+/// `store` value in `run.json` for state that is kept only in checkpoints.
+pub const STORE_IN_DIR: &str = "in the run directory";
+
 fn one_node() -> u32 {
     1
 }
@@ -83,6 +86,10 @@ pub enum DirError {
         path: PathBuf,
         source: std::io::Error,
     },
+    #[error("{} is not UTF-8 text, as the files of a run must contain it: rename that directory, or use another one", path.display())]
+    NotText { path: PathBuf },
+    #[error("{message}")]
+    Checkpoints { message: String },
     #[error("train.run_dir: another trainer is using {}: wait until it has ended", path.display())]
     Busy { path: PathBuf },
     #[error(
@@ -108,8 +115,8 @@ pub enum DirError {
     )]
     Outdated { node: u32, path: PathBuf },
     #[error(
-        "{} holds another run: its {} was {was} and is now {now}. Use another train.run_dir, or start again with --fresh",
-        path.display(), what
+        "{} holds another run: {what} was {was} and is now {now}. Set it back, use another train.run_dir, or start again with --fresh, which deletes the run",
+        path.display()
     )]
     Changed {
         path: PathBuf,
@@ -164,6 +171,7 @@ impl RunDir {
             source,
         })?;
         let path = resolved(path);
+        check_text(&path)?;
         let lock_path = path.join(".lock");
         let lock = File::create(&lock_path).map_err(|source| DirError::Io {
             verb: "write",
@@ -228,6 +236,19 @@ impl RunDir {
         Ok(())
     }
 
+    /// Whether the directory holds nothing but tokens, which `trainer preview-data` left.
+    pub fn has_only_tokens(path: &Path) -> bool {
+        let names = fs::read_dir(path).map(|entries| {
+            let names = entries.filter_map(|entry| Some(entry.ok()?.file_name()));
+            names.collect::<Vec<_>>()
+        });
+        // The name under which `remove` knows the directory.
+        let tokens = tokens_dir(path);
+        let tokens = tokens.file_name();
+        names
+            .is_ok_and(|names| names.iter().any(|name| Some(&**name) == tokens) && names.len() == 1)
+    }
+
     /// Returns whether a trainer has locked the directory. Changes nothing.
     pub fn is_used(path: &Path) -> bool {
         // A shared lock, so that two listings at the same time do not take each other for a trainer.
@@ -279,8 +300,11 @@ impl RunDir {
             remove(&path, fs::remove_file(&path))?;
         }
         super::ModelFiles::of(&self.path).forget()?;
-        let checkpoints = self.checkpoints();
-        remove(checkpoints.path(), fs::remove_dir_all(checkpoints.path()))
+        self.checkpoints()
+            .remove_all()
+            .map_err(|error| DirError::Checkpoints {
+                message: error.to_string(),
+            })
     }
 
     /// Removes all files of the run, and the directory unless it holds other files.
@@ -397,8 +421,9 @@ const DIRS: [&str; 5] = [
 ];
 
 /// Files removed by [`RunDir::remove`] in addition to those of [`RunDir::forget`].
-const FILES: [&str; 7] = [
+const FILES: [&str; 8] = [
     "measured.json",
+    "exported.json",
     SETTINGS,
     "run.json.damaged",
     "run.json",
@@ -508,7 +533,7 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
                 value => value.to_string(),
             };
             found.push(Difference {
-                what: path.to_owned(),
+                what: public_name(path),
                 was: text(old),
                 now: text(new),
             });
@@ -517,6 +542,57 @@ pub fn differences(old: &Value, new: &Value) -> Vec<Difference> {
     let mut found = Vec::new();
     walk("", old, new, &mut found);
     found
+}
+
+/// Checks that `path`, which a run's files contain, is text.
+///
+/// # Errors
+/// It is not UTF-8.
+pub fn check_text(path: &Path) -> Result<(), DirError> {
+    match path.to_str() {
+        Some(_) => Ok(()),
+        None => Err(DirError::NotText { path: path.into() }),
+    }
+}
+
+/// Names of what a run keeps about itself, and the settings that they follow from. The first that begins a path counts.
+const PUBLIC_NAMES: &[(&str, &str)] = &[
+    ("layout.model.biases.mlp", "the model's MLP biases"),
+    (
+        "layout.model.biases.attention",
+        "the model's attention biases",
+    ),
+    ("biases.mlp", "MLP biases"),
+    ("biases.attention", "attention biases"),
+    ("layout.model", "model"),
+    ("layout.dtype", "the precision"),
+    ("layout.optimizer", "optimizer.type"),
+    ("layout.moments", "optimizer.moments"),
+    ("layout.tile_elems", "offload.tile_elems"),
+    ("layout.version", "the format version"),
+    ("batch.micro_batches", "gradient_accumulation_steps"),
+    ("batch.micro_batch", "train_micro_batch_size_per_gpu"),
+    ("batch.seq_len", "train.seq_len"),
+    ("ranks", "the number of ranks"),
+    ("stage", "zero_optimization.stage"),
+    ("optimizer.type", "optimizer.type"),
+    ("optimizer.moments", "optimizer.moments"),
+    ("optimizer.groups", "optimizer.groups"),
+    ("optimizer", "optimizer.params"),
+    ("text", "the data"),
+    ("validation_fraction", "data.validation_fraction"),
+    ("shuffle", "data.shuffle"),
+    ("cross_document_attention", "data.cross_document_attention"),
+    ("seed", "train.seed"),
+];
+
+/// Replaces the beginning of `path` by the name that people know.
+fn public_name(path: &str) -> String {
+    let known = PUBLIC_NAMES.iter().find_map(|(inner, name)| {
+        let rest = path.strip_prefix(inner)?;
+        (rest.is_empty() || rest.starts_with('.')).then(|| format!("{name}{rest}"))
+    });
+    known.unwrap_or_else(|| path.to_owned())
 }
 
 /// Creates the directory and its parents and syncs each parent, so that files synced inside survive a power
@@ -584,8 +660,7 @@ mod tests {
         assert!(check(64).unwrap());
         let text = check(128).unwrap_err().to_string();
         assert!(
-            text.contains("layout.model.hidden_size was 64 and is now 128")
-                && text.contains("--fresh"),
+            text.contains("model.hidden_size was 64 and is now 128") && text.contains("--fresh"),
             "{text}"
         );
         run.forget().unwrap();

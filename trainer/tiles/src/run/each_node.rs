@@ -233,7 +233,7 @@ impl NodeDirs {
         ));
         let lacks = !has(&all.0[self.me()]);
         let begun = match lacks {
-            true => self.checkpoints.begin(step, held.bytes),
+            true => self.checkpoints.begin(step, held.bytes, false),
             false => Ok(()),
         };
         let own = begun.and_then(|()| match self.me() == source {

@@ -157,7 +157,7 @@ fn removed(link: &Path) -> Result<(), StoreError> {
 }
 
 /// Locks the file. Waits for a daemon that was just killed, because its writes in flight outlive it.
-fn lock(file: &File) -> Result<(), rustix::io::Errno> {
+pub(super) fn lock(file: &File) -> Result<(), rustix::io::Errno> {
     let deadline = Instant::now() + LOCK_WAIT;
     loop {
         match rustix::fs::flock(file, rustix::fs::FlockOperation::NonBlockingLockExclusive) {

@@ -5,13 +5,14 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
+use offload_support::paths::RelativeTo;
 use offload_support::units::ApproxBytes;
 use rustix::fs::OFlags;
 
 /// Error of creating or starting a private store.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    #[error("nvme_path: {} does not exist: create the directory, or name another one", path.display())]
+    #[error("nvme_path: {}{} does not exist: create the directory, or name another one", path.display(), RelativeTo::of(path))]
     Missing { path: PathBuf },
     #[error("nvme_path: {} is not a directory: name a directory on the drive", path.display())]
     NotADir { path: PathBuf },
@@ -40,6 +41,8 @@ pub enum StoreError {
         path: PathBuf,
         source: std::io::Error,
     },
+    #[error("nvme_path: {} exists already: if no run uses it, delete it, or name another directory", path.display())]
+    Exists { path: PathBuf },
     #[error("nvme_path: {} is used by another offloadd: end the run that it serves first", path.display())]
     Busy { path: PathBuf },
     #[error(transparent)]

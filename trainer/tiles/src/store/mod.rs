@@ -2,6 +2,8 @@
 
 mod daemon;
 mod dir;
+mod mounts;
+mod relocate;
 
 pub use daemon::{
     OtherJob, StoreFiles, device_file_bytes, file_name, job_of, link_of, other_job, remove_files,
@@ -10,3 +12,5 @@ pub use daemon::{
 pub use dir::{
     StoreError, StoreSpace, check_dirs, check_space, file_system, free_bytes, space_needed,
 };
+pub use mounts::{NotMounted, check_mounted, remember_mounts};
+pub use relocate::Relocation;

@@ -1,4 +1,7 @@
 //! The directory of a run's checkpoints: lists them, creates and names new ones, removes old ones.
+//!
+//! A checkpoint for which there is no room may be in another directory. Then a link to it has its name here, from the beginning: it is
+//! renamed and removed as a directory would be, and everything reads it through the link.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -21,6 +24,8 @@ pub const SLACK_BYTES: u64 = 1 << 20;
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     dir: PathBuf,
+    /// Directory for checkpoints that `dir` has no room for.
+    elsewhere: Option<PathBuf>,
 }
 
 /// Name of a checkpoint on the command line: its step or its directory.
@@ -65,7 +70,19 @@ impl Checkpoints {
     pub fn of(run_dir: &Path) -> Self {
         Self {
             dir: run_dir.join("checkpoints"),
+            elsewhere: None,
         }
+    }
+
+    /// Uses `elsewhere`, which only this run may use, for checkpoints that there is no room for.
+    pub fn or_in(mut self, elsewhere: Option<PathBuf>) -> Self {
+        self.elsewhere = elsewhere;
+        self
+    }
+
+    /// Whether there is another directory to try.
+    pub fn has_elsewhere(&self) -> bool {
+        self.elsewhere.is_some()
     }
 
     pub fn path(&self) -> &Path {
@@ -127,25 +144,61 @@ impl Checkpoints {
     }
 
     /// Creates the directory in which the checkpoint of `step` is written, for tiles of `tile_bytes` in
-    /// total. Removes interrupted checkpoints first.
+    /// total. Removes interrupted checkpoints first. With `elsewhere_first`, the other directory is used if there is one with room.
     ///
     /// # Errors
     /// Too little space, or the directory cannot be created.
-    pub fn begin(&self, step: u64, tile_bytes: u64) -> Result<(), CheckpointError> {
+    pub fn begin(
+        &self,
+        step: u64,
+        tile_bytes: u64,
+        elsewhere_first: bool,
+    ) -> Result<(), CheckpointError> {
         let path = self.partial(step);
         make_dir(&self.dir).map_err(CheckpointError::io("create the directory of", &path))?;
         self.clean()?;
-        let free_bytes =
-            free_bytes(&self.dir).map_err(CheckpointError::io("read the free space for", &path))?;
         let needed_bytes = tile_bytes.saturating_add(SLACK_BYTES);
-        if free_bytes < needed_bytes {
-            return Err(CheckpointError::TooLittleSpace {
-                path: self.dir.join(step_name(step)),
-                needed_bytes,
-                free_bytes,
-            });
+        let here = || {
+            check_room(&self.dir, step, needed_bytes)?;
+            fs::create_dir(&path).map_err(CheckpointError::io("make", &path))
+        };
+        let Some(elsewhere) = &self.elsewhere else {
+            return here();
+        };
+        let there = || self.begin_in(elsewhere, step, needed_bytes);
+        match elsewhere_first {
+            true => there().or_else(|_| here()),
+            false => here().or_else(|refused| match there() {
+                Err(CheckpointError::TooLittleSpace { .. }) => Err(refused),
+                begun => begun,
+            }),
         }
-        fs::create_dir(&path).map_err(CheckpointError::io("make", &path))
+    }
+
+    /// Creates the directory of the checkpoint of `step` in `elsewhere`, and the link to it.
+    fn begin_in(
+        &self,
+        elsewhere: &Path,
+        step: u64,
+        needed_bytes: u64,
+    ) -> Result<(), CheckpointError> {
+        let link = self.partial(step);
+        make_dir(elsewhere).map_err(CheckpointError::io("create the directory of", elsewhere))?;
+        check_room(elsewhere, step, needed_bytes)?;
+        // A step that is repeated may have a checkpoint there already.
+        let taken = (0..).map(|number| match number {
+            0 => elsewhere.join(step_name(step)),
+            number => elsewhere.join(format!("{}-{number}", step_name(step))),
+        });
+        let mut free = taken.filter(|dir| dir.symlink_metadata().is_err());
+        let dir = free.next().expect("there is an unused number");
+        fs::create_dir(&dir).map_err(CheckpointError::io("make", &dir))?;
+        flush(elsewhere)?;
+        std::os::unix::fs::symlink(&dir, &link).map_err(|source| {
+            // Nothing is in it yet.
+            let _ = fs::remove_dir(&dir);
+            CheckpointError::io("make", &link)(source)
+        })
     }
 
     /// Directory in which the checkpoint of `step` is written.
@@ -174,7 +227,7 @@ impl Checkpoints {
             // The step was repeated; a checkpoint of it exists at every moment.
             exchange(&partial, &path).map_err(CheckpointError::io("rename", &path))?;
             flush(&self.dir)?;
-            fs::remove_dir_all(&partial).map_err(CheckpointError::io("remove", &partial))?;
+            remove_tree(&partial).map_err(CheckpointError::io("remove", &partial))?;
         } else {
             fs::rename(&partial, &path).map_err(CheckpointError::io("name", &path))?;
             flush(&self.dir)?;
@@ -185,7 +238,7 @@ impl Checkpoints {
     /// Removes the unfinished checkpoint of `step`.
     pub fn abandon(&self, step: u64) {
         // What is left is removed before the next checkpoint begins.
-        let _ = fs::remove_dir_all(self.partial(step));
+        let _ = remove_tree(&self.partial(step));
     }
 
     /// Removes the oldest checkpoints until `count` are left, but never those of `step` and `spared`; 0 keeps all.
@@ -214,8 +267,7 @@ impl Checkpoints {
     /// A checkpoint cannot be removed.
     pub fn clean(&self) -> Result<(), CheckpointError> {
         for path in self.leftovers()? {
-            fs::remove_dir_all(&path)
-                .map_err(CheckpointError::io("remove the remains of", &path))?;
+            remove_tree(&path).map_err(CheckpointError::io("remove the remains of", &path))?;
         }
         Ok(())
     }
@@ -291,9 +343,56 @@ impl Checkpoints {
     fn remove(&self, path: &Path) -> Result<(), CheckpointError> {
         let removed = path.with_extension(REMOVED);
         fs::rename(path, &removed)
-            .and_then(|()| fs::remove_dir_all(&removed))
+            .and_then(|()| remove_tree(&removed))
             .map_err(CheckpointError::io("remove", path))
     }
+
+    /// Removes all checkpoints and what is left of others.
+    ///
+    /// # Errors
+    /// A checkpoint cannot be removed.
+    pub fn remove_all(&self) -> Result<(), CheckpointError> {
+        for path in entries(&self.dir)? {
+            if name_of(&path).starts_with(PREFIX) {
+                remove_tree(&path).map_err(CheckpointError::io("remove", &path))?;
+            }
+        }
+        match fs::remove_dir_all(&self.dir) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(CheckpointError::io("remove", &self.dir)(error))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Checks that the file system of `dir` has `needed_bytes` for the checkpoint of `step`.
+fn check_room(dir: &Path, step: u64, needed_bytes: u64) -> Result<(), CheckpointError> {
+    let path = dir.join(step_name(step));
+    let free_bytes =
+        free_bytes(dir).map_err(CheckpointError::io("read the free space for", &path))?;
+    match free_bytes < needed_bytes {
+        true => Err(CheckpointError::TooLittleSpace {
+            path,
+            needed_bytes,
+            free_bytes,
+        }),
+        false => Ok(()),
+    }
+}
+
+/// Removes a directory, or a link with the directory that it points to.
+fn remove_tree(path: &Path) -> std::io::Result<()> {
+    let Ok(target) = fs::read_link(path) else {
+        return fs::remove_dir_all(path);
+    };
+    match fs::remove_dir_all(&target) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    // Fails if it holds other checkpoints.
+    let _ = target.parent().map(fs::remove_dir);
+    fs::remove_file(path)
 }
 
 /// Bytes of the files in `dirs`; directories that cannot be read count as empty.

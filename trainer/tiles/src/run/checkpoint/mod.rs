@@ -68,7 +68,7 @@ pub enum CheckpointError {
         path.display()
     )]
     Damaged { path: PathBuf, message: String },
-    #[error("the checkpoint {} cannot be resumed by this run: its {what} is {was}, this run's is {now}. A new run can start with the checkpoint's weights", path.display())]
+    #[error("the checkpoint {} cannot be resumed by this run: {what} is {was} there and {now} here. A new run can start with the checkpoint's weights", path.display())]
     Other {
         path: PathBuf,
         what: String,

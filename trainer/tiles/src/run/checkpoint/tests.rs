@@ -29,7 +29,7 @@ fn content(step: u64, range: &TileRange) -> ([u8; 20], [u8; 7]) {
 
 /// Writes all files of a checkpoint without completing it.
 fn begin(checkpoints: &Checkpoints, step: u64, ranks: u32) -> CheckpointDescription {
-    checkpoints.begin(step, 1000).unwrap();
+    checkpoints.begin(step, 1000, true).unwrap();
     let files = (0..ranks).map(|rank| {
         let mut writer = TileWriter::create(&checkpoints.partial(step), rank).unwrap();
         // Updates end in any order.
@@ -142,8 +142,7 @@ fn unexpected_tiles_or_layouts_are_refused() {
     let of = |hidden: u64| serde_json::json!({"model": {"hidden_size": hidden}});
     checkpoint.check_layout(&of(32)).unwrap();
     let text = checkpoint.check_layout(&of(64)).unwrap_err().to_string();
-    let says =
-        "cannot be resumed by this run: its layout.model.hidden_size is 32, this run's is 64";
+    let says = "cannot be resumed by this run: model.hidden_size is 32 there and 64 here";
     assert!(text.contains(says), "{text}");
 }
 
@@ -313,4 +312,38 @@ fn a_file_outside_the_directory_is_refused() {
     let path = checkpoints.finish(&description).unwrap();
     let text = Checkpoint::open(&path, 0).unwrap_err().to_string();
     assert!(text.contains("it names the file"), "{text}");
+}
+
+#[test]
+fn a_checkpoint_in_another_directory_is_used_and_removed_through_its_link() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = dir.path().join("run");
+    let elsewhere = dir.path().join("spare/job");
+    let checkpoints = Checkpoints::of(&run).or_in(Some(elsewhere.clone()));
+    for step in [1, 2, 2, 3] {
+        checkpoint(&checkpoints, step, 2);
+        let newest = checkpoints.newest().unwrap().unwrap();
+        assert_eq!(
+            (read(&newest, 1).unwrap(), checkpoints.has(step)),
+            (step, true)
+        );
+    }
+    // The repeated step was replaced, and the oldest was removed.
+    assert_eq!(names(&elsewhere), ["step-00000002-1", "step-00000003"]);
+    // One that is interrupted.
+    begin(&checkpoints, 4, 1);
+    assert_eq!(names(&elsewhere).len(), 3);
+    Checkpoints::of(&run).clean().unwrap();
+    assert_eq!(names(&elsewhere).len(), 2);
+    // Too large for either place: the first one is named.
+    let refused = checkpoints
+        .begin(5, u64::MAX, false)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        refused.contains("run/checkpoints/step-00000005 takes "),
+        "{refused}"
+    );
+    Checkpoints::of(&run).remove_all().unwrap();
+    assert!(!elsewhere.exists() && !run.join("checkpoints").exists());
 }

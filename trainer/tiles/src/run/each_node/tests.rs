@@ -81,7 +81,7 @@ impl Nodes {
     /// Makes a checkpoint of `step` on all nodes of `dirs`, with one rank each. `tell` differs between two checkpoints of a step.
     fn finish(&self, dirs: &NodeDirs, step: u64, tell: u64) -> Result<PathBuf, CheckpointError> {
         let node = dirs.me() as u32;
-        dirs.checkpoints.begin(step, 1000)?;
+        dirs.checkpoints.begin(step, 1000, false)?;
         let file = write(&dirs.checkpoints, step, node);
         let own = dirs.nodes.messages(serde_json::to_vec(&file).unwrap())?;
         let files = own.iter().map(|file| serde_json::from_slice(file).unwrap());
@@ -92,7 +92,7 @@ impl Nodes {
     /// Makes a checkpoint of one file on `node` alone.
     fn alone(&self, node: usize, step: u64, tell: u64) {
         let checkpoints = self.checkpoints(node);
-        checkpoints.begin(step, 1000).unwrap();
+        checkpoints.begin(step, 1000, false).unwrap();
         let file = write(&checkpoints, step, 0);
         checkpoints
             .finish(&describe(step, tell, vec![file]))
@@ -302,7 +302,7 @@ fn a_checkpoint_becomes_the_same_on_every_node_with_the_runs_files() {
     }
     // A byte that changed after it was written is noticed by the node that gets it.
     let errors = nodes.errors(|dirs, node| {
-        dirs.checkpoints.begin(6, 1000)?;
+        dirs.checkpoints.begin(6, 1000, false)?;
         let file = write(&dirs.checkpoints, 6, node as u32);
         if node == 1 {
             let path = dirs.checkpoints.partial(6).join(&file.name);

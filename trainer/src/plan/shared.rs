@@ -1,0 +1,69 @@
+//! Compares a run with what the daemon behind `offload.socket` lets its user have: quotas, and what others have left.
+
+use offload_support::units::{ApproxBytes, Counted};
+use swapper::Daemon;
+
+use super::problems::{Problem, ProblemKind};
+use super::{Plan, PlanError};
+
+impl Plan {
+    /// Adds what `job` needs of the daemon and its user may not have to the problems.
+    ///
+    /// # Errors
+    /// The daemon does not answer, or the run's memory cannot be planned.
+    pub fn check_daemon(&mut self, daemon: &Daemon, job: &str) -> Result<(), PlanError> {
+        let jobs = daemon.jobs().map_err(PlanError::Daemon)?;
+        let known = jobs.iter().find(|known| known.job == job);
+        if known.is_some_and(|known| known.open) {
+            // It has what it needs.
+            return Ok(());
+        }
+        let info = daemon.info();
+        let ranks = self.local_ranks;
+        let host_bytes = self.memory.arena_bytes()?.saturating_mul(ranks.into());
+        let device_bytes = match known {
+            Some(_) => 0,
+            None => self.device_bytes() / u64::from(self.nodes()),
+        };
+        let quota = |key: &str| {
+            format!(
+                "end or delete other jobs, or have the administrator of offloadd raise `{key}` of the quota"
+            )
+        };
+        let short = |needed: u64, free: u64, what: &str| {
+            format!(
+                "the run needs {} {what}, but offloadd lets this user have {} now",
+                ApproxBytes(needed),
+                ApproxBytes(free)
+            )
+        };
+        let mut found = Vec::new();
+        if host_bytes > info.arena_free_bytes {
+            found.push(Problem::new(
+                ProblemKind::HostMemory,
+                short(host_bytes, info.arena_free_bytes, "of its host memory"),
+                quota("host_bytes_max"),
+            ));
+        }
+        if device_bytes > info.device_free_bytes {
+            found.push(Problem::new(
+                ProblemKind::DeviceSpace,
+                short(device_bytes, info.device_free_bytes, "on its devices"),
+                quota("device_bytes_max"),
+            ));
+        }
+        if ranks > info.session_free_count {
+            found.push(Problem::new(
+                ProblemKind::Settings,
+                format!(
+                    "the run has {} on this node, but offloadd lets this user open {} now",
+                    Counted(ranks, "rank"),
+                    Counted(info.session_free_count, "session")
+                ),
+                quota("sessions_max"),
+            ));
+        }
+        self.problems.extend(found);
+        Ok(())
+    }
+}
