@@ -17,7 +17,7 @@
 #
 # Needs Rust, a C++ compiler, make and Python 3. libtorch is fetched into .libtorch on first use (545 MB) unless LIBTORCH names one, or
 # LIBTORCH_USE_PYTORCH=1 takes the torch 2.11 that `python3` imports; `make clean` keeps it. The crates offload-api, offloadd,
-# offload-client, swapper, kernels, training-state and bench-io need no libtorch: `cargo test -p swapper` works without it and without `make`.
+# offload-client, swapper, kernels, training-state, training-settings and bench-io need no libtorch: `cargo test -p swapper` works without it and without `make`.
 
 JOBS ?= 2
 CARGO := cargo

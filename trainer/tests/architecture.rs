@@ -21,7 +21,13 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("swapper", &["offload-client", "test-hooks"]),
     (
         "offloadd-python",
-        &["kernels", "offload-support", "swapper", "training-state"],
+        &[
+            "kernels",
+            "offload-support",
+            "swapper",
+            "training-settings",
+            "training-state",
+        ],
     ),
     ("chat-template", &[]),
     ("kernels", &[]),
@@ -29,6 +35,10 @@ const ARROWS: &[(&str, &[&str])] = &[
     (
         "training-state",
         &["swapper", "kernels", "offload-support", "test-hooks"],
+    ),
+    (
+        "training-settings",
+        &["kernels", "offload-support", "training-state"],
     ),
     (
         "trainer",
@@ -39,6 +49,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "kernels-torch",
             "offload-support",
             "test-hooks",
+            "training-settings",
             "training-state",
         ],
     ),
@@ -99,6 +110,16 @@ const TRAINING_STATE_LAYERS: &[&[&str]] = &[
     ],
     &["backend", "monitor", "run"],
     &["checkpointer"],
+];
+
+/// The layers inside `training-settings`.
+const SETTINGS_LAYERS: &[&[&str]] = &[
+    &["error", "json", "rate", "schema", "values"],
+    &["toml"],
+    &["keys", "resolve"],
+    &["accelerate", "auto", "deepspeed"],
+    &["source"],
+    &["package"],
 ];
 
 /// The layers inside `offloadd`.
@@ -237,6 +258,7 @@ fn unsafe_is_only_in_the_named_files() {
 fn modules_of_the_trainer_import_from_lower_layers_only() {
     assert_layers(&root().join("trainer/src"), TRAINER_LAYERS);
     assert_layers(&root().join("trainer/tiles/src"), TRAINING_STATE_LAYERS);
+    assert_layers(&root().join("trainer/settings/src"), SETTINGS_LAYERS);
 }
 
 #[test]

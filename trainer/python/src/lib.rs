@@ -17,6 +17,7 @@ mod open;
 mod plan;
 mod progress;
 mod schedule;
+mod settings;
 mod update;
 
 use std::ops::Range;
@@ -603,5 +604,8 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(nodes::node_part, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::of_step, module)?)?;
     module.add_function(wrap_pyfunction!(schedule::deepspeed_schedulers, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::read_json, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::check_settings, module)?)?;
+    module.add_function(wrap_pyfunction!(settings::schedule_of, module)?)?;
     errors::add(module)
 }

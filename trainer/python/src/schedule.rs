@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 use training_state::learning_rate::{DEEPSPEED_SCHEDULERS, LrSchedule, betas, learning_rate};
-use training_state::overflow::{DynamicScale, OverflowPolicy, OverflowState};
+use training_state::overflow::{OverflowPolicy, OverflowState};
 
 use crate::errors::Error;
 
@@ -36,22 +36,13 @@ pub(crate) struct LossScale {
 
 #[pymethods]
 impl LossScale {
-    /// A scale that stays, or one that adapts: (initial, window, hysteresis, consecutive_hysteresis, min).
+    /// The scale of a policy (JSON) that the settings have.
     #[new]
-    fn new(fixed: Option<f64>, dynamic: (f64, u64, u64, bool, f64)) -> Self {
-        let (initial, window, hysteresis, consecutive_hysteresis, min) = dynamic;
-        let policy = match fixed {
-            Some(scale) => OverflowPolicy::Scaled { scale },
-            None => OverflowPolicy::Scales(DynamicScale {
-                initial,
-                window,
-                hysteresis,
-                consecutive_hysteresis,
-                min,
-            }),
-        };
+    fn new(policy: &str) -> PyResult<Self> {
+        let policy: OverflowPolicy =
+            serde_json::from_str(policy).map_err(|error| Error::new_err(error.to_string()))?;
         let state = OverflowState::new(&policy, None);
-        Self { policy, state }
+        Ok(Self { policy, state })
     }
 
     /// Factor of the next step's loss.

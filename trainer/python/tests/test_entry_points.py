@@ -68,6 +68,12 @@ def test_a_script_with_deepspeeds_interface_runs_unmodified_and_what_is_missing_
     assert not list(tmp_path.glob("offloadd-building-*"))
 
 
+def test_the_calls_of_deepspeeds_examples_train_as_plain_pytorch_does(tmp_path):
+    result = offloadd_run(HERE / "scripts" / "like_examples.py", tmp_path, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == ["classifier", "checkpoints", "fine-tuning", "fine-tuning", "reward", "done"]
+
+
 @needs_daemon
 def test_torchrun_starts_the_same_script_in_two_ranks(tmp_path):
     # Equal batches on both ranks have the losses of one.

@@ -129,6 +129,19 @@ def test_bf16_brings_the_model_to_its_type(tmp_path):
     engine.destroy()
 
 
+def test_bf16_skips_a_step_that_is_not_finite_if_the_configuration_says_so(tmp_path):
+    engine, *_ = engine_of(tmp_path, bf16={"enabled": True, "check_grad_overflow": True})
+    x = batches(1)[0].bfloat16()
+    train(engine, [x])
+    before = weights(engine)
+    engine.backward(engine(x).square() * float("inf"))
+    engine.step()
+    assert same(before, weights(engine)) and not engine.was_step_applied() and (engine.skipped_steps, engine.loss_scale) == (1, 1.0)
+    train(engine, [x])
+    assert not same(before, weights(engine)) and engine.run.steps_done == 2
+    engine.destroy()
+
+
 def test_fp16_skips_a_step_that_overflows_and_halves_the_scale(tmp_path):
     fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
     engine, *_ = engine_of(tmp_path, fp16=fp16)
@@ -290,11 +303,11 @@ def test_what_is_missing_or_not_built_is_refused_with_what_to_do(tmp_path):
         ({"config": settings("cpu", tmp_path, scheduler={"type": "Cosine"})}, "scheduler.type"),
         (
             {"config": settings("cpu", tmp_path, scheduler={"type": "WarmupLR", "params": {"total_num_steps": 3}})},
-            "WarmupLR has no total_num_steps",
+            "WarmupLR has no parameter total_num_steps",
         ),
         ({"config": settings("cpu", tmp_path, pipeline={"stages": 2})}, "pipeline is not supported"),
         ({"config": {**plain, "zero_optimization": {"zero_quantized_weights": True}}}, "zero_quantized_weights is not supported"),
-        ({"config": {**plain, "zero_optimization": True}}, "expected an object of keys"),
+        ({"config": {**plain, "zero_optimization": 3}}, "zero_optimization: expected a table"),
         ({"config": settings("cpu", tmp_path, train_batch_size=7, gradient_accumulation_steps=2)}, "not a multiple"),
         ({"mpu": object()}, "all ranks compute the whole model"),
     ]

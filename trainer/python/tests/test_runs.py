@@ -1,6 +1,7 @@
 """Whole runs with the real engine: the same bits wherever the state lives, however often the run is killed."""
 
 import json
+import math
 import os
 import pathlib
 import re
@@ -271,20 +272,21 @@ def test_a_flipped_bit_is_a_typed_error_and_never_a_weight(tmp_path):
     [
         ({"ofloadd": {}}, "unknown key `ofloadd`; did you mean `offloadd`?"),
         ({"offloadd": {"comit_every": 1}}, "unknown key `offloadd.comit_every`; did you mean `offloadd.commit_every`?"),
-        ({"offloadd": {"optimizer_step": "late"}}, "one of immediate, deferred"),
+        ({"offloadd": {"optimizer_step": "late"}}, 'offloadd.optimizer_step: "late": use "deferred" or "immediate"'),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "nvme_path is missing: name a directory"),
-        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, "one of none, cpu, nvme"),
+        ({"zero_optimization": {"offload_param": {"device": "disk"}}}, 'offload_param.device: "disk": use "none", "cpu" or "nvme"'),
         ({"zero_optimization": {"offload_params": {"device": "nvme"}}}, "did you mean `zero_optimization.offload_param`?"),
-        ({"zero_optimization": {"offload_param": "nvme"}}, "offload_param = 'nvme': expected an object of keys"),
-        ({"zero_optimization": {"cpu_offload": True}}, 'cpu_offload is not supported: write "offload_optimizer"'),
+        ({"zero_optimization": {"offload_param": "nvme"}}, 'offload_param: expected a table, got "nvme"'),
+        ({"zero_optimization": {"cpu_offload_params": True}}, 'cpu_offload_params is not supported: write zero_optimization.offload_param'),
         ({"fp16": {"enable": True}}, "unknown key `fp16.enable`; did you mean `fp16.enabled`?"),
-        ({"offloadd": ["units"]}, "expected an object of keys"),
-        ({"offloadd": {"units": "Block"}}, "offloadd.units = 'Block': must be a list of classes"),
-        ({"offloadd": {"commit_every": "10"}}, "offloadd.commit_every = '10': must be a whole number of steps"),
-        ({"offloadd": {"commit_every": 0}}, "offloadd.commit_every = 0: must be a whole number of steps, at least 1"),
-        ({"offloadd": {"resident_fraction": 2}}, "offloadd.resident_fraction = 2: must be a number from 0 to 1"),
+        ({"offloadd": ["units"]}, 'offloadd: expected a table, got ["units"]'),
+        ({"offloadd": {"units": "Block"}}, 'offloadd.units: expected a list of texts, for example ["a", "b"], got "Block": write ["Block"]'),
+        ({"offloadd": {"commit_every": "10"}}, 'offloadd.commit_every: expected a whole number, got "10": leave out the quotes'),
+        ({"offloadd": {"commit_every": 0}}, "offloadd.commit_every: 0: must be at least 1"),
+        ({"offloadd": {"resident_fraction": 2}}, "offloadd.resident_fraction: 2: must be 0 to 1"),
         ({"offloadd": {"program": "/nowhere/offloadd"}}, "offloadd.program: /nowhere/offloadd is not a file"),
-        ({"gradient_clipping": "1"}, "gradient_clipping = '1': must be a number"),
+        ({"gradient_clipping": "1"}, 'gradient_clipping: expected a number, got "1": leave out the quotes'),
+        ({"train_batch_size": 0, "pipeline": {"stages": 2}}, "2 settings are wrong\n  pipeline is not supported: leave it out"),
         ("nowhere.json", "nowhere.json cannot be read: No such file or directory"),
     ],
 )
@@ -314,7 +316,35 @@ def test_a_resumed_run_with_batches_of_another_size_skips_as_many_samples(tmp_pa
 
 def test_auto_counts_as_left_out_below_offloadd_too():
     given = settings_of({"offloadd": {"resident_fraction": "auto", "run_dir": "auto", "commit_every": None}})
-    assert (given.resident_fraction, given.run_dir, given.commit_every) == (0.0, pathlib.Path("offloadd-run").absolute(), 1)
+    assert (given.resident_fraction, given.run_dir, given.commit_every) == (0.0, None, 1)
+    assert given.default_dir == pathlib.Path("offloadd-run").absolute()
+
+
+def test_a_file_is_read_as_deepspeed_reads_it_and_what_it_ignores_is_told(tmp_path, capsys):
+    path = tmp_path / "ds.json"
+    path.write_text(
+        """{ // comments
+            "_comment": "mine", "comms_config": {"verbose": true}, "compile": {"deepcompile": true}, "amd_specific": {"anything": 1},
+            "bfloat16": {"enabled": true}, "zero_optimization": true, "steps_per_print": Infinity, "gradient_clipping": 5e-1,
+            "offloadd": {"units": ["Block"],},
+        }"""
+    )
+    given = settings_of(path)
+    assert (given.precision, given.device, given.gradient_clipping, given.units) == ("bfloat16", "none", 0.5, ("Block",))
+    assert given.default_dir == tmp_path / "offloadd-ds" and given.without_effect == ("amd_specific", "compile")
+    model = model_of()
+    with offloadd.prepare(model, torch.optim.AdamW(model.parameters()), path, run_dir=tmp_path / "run"):
+        told = capsys.readouterr().err
+    assert "offloadd: DeepSpeed's keys without effect here: amd_specific, compile\n" in told
+    assert "_comment" in told and "comms_config" in told and "has no effect" in told
+    # A dict of a script has objects too.
+    import numpy
+
+    given = settings_of({"steps_per_print": math.inf, "gradient_clipping": numpy.float32(0.5), "offloadd": {"units": (Net,), "run_dir": tmp_path}})
+    assert (given.units, given.run_dir, given.gradient_clipping) == ((Net,), tmp_path, 0.5)
+    with pytest.raises(offloadd.NotSupported, match="^ds.json: 2 settings are wrong\n"):
+        path.write_text('{"elasticity": {"enabled": true}, "stage": 3, "zero_optimization": {"stage": 5}}')
+        settings_of(path)
 
 
 def test_an_object_that_cannot_be_tracked_is_refused(tmp_path):

@@ -4,15 +4,16 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use kernels::adamw::{Moments, UpdateRule};
 use offload_support::units::Counted;
 use serde::ser::SerializeMap;
 use serde::{Serialize, Serializer};
 
 use super::resolve::Unresolved;
-use super::{LrSchedule, OverflowPolicy, Reports, SettingsError, Stage};
+use super::{
+    Fraction, LrSchedule, OptimizerSettings, OverflowPolicy, Reports, SettingsError, Stage, Tier,
+};
 use crate::compute::ActivationCheckpointing;
-use crate::model::{Dropout, Dtype, ModelConfig, ParamLayout};
+use crate::model::{Dropout, Dtype, ModelConfig};
 use training_state::learning_rate::learning_rate;
 
 /// Passes over the data above which a run is warned about.
@@ -156,7 +157,7 @@ impl RunSettings {
                 return lines.push(format!("{path} = {value}"));
             };
             for (key, value) in table {
-                walk(&super::keys::join(path, key), value, lines);
+                walk(&training_settings::keys::join(path, key), value, lines);
             }
         }
         let mut lines = Vec::new();
@@ -203,126 +204,6 @@ pub enum FirstWeights {
     Files,
     /// Weights of the run in this directory.
     Run(PathBuf),
-}
-
-/// An optimizer with decoupled weight decay.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct OptimizerSettings {
-    #[serde(rename = "type")]
-    pub kind: OptimizerKind,
-    pub lr: f64,
-    pub betas: [f64; 2],
-    /// Not used by Lion.
-    pub eps: f64,
-    pub weight_decay: f64,
-    pub decay: Decaying,
-    /// Parameters with a learning rate or weight decay of their own.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub groups: Vec<ParamGroupSettings>,
-    #[serde(skip_serializing_if = "MomentsType::is_fp32")]
-    pub moments: MomentsType,
-}
-
-/// Optimizer of a run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub enum OptimizerKind {
-    AdamW,
-    Lion,
-}
-
-impl OptimizerKind {
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::AdamW => "AdamW",
-            Self::Lion => "Lion",
-        }
-    }
-}
-
-impl From<OptimizerKind> for UpdateRule {
-    fn from(kind: OptimizerKind) -> Self {
-        match kind {
-            OptimizerKind::AdamW => Self::AdamW,
-            OptimizerKind::Lion => Self::Lion,
-        }
-    }
-}
-
-/// Number format of the optimizer's moments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MomentsType {
-    Fp32,
-    /// Rounded stochastically.
-    Bf16,
-}
-
-impl MomentsType {
-    pub fn is_fp32(&self) -> bool {
-        *self == Self::Fp32
-    }
-
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::Fp32 => "fp32",
-            Self::Bf16 => "bf16",
-        }
-    }
-}
-
-impl From<MomentsType> for Moments {
-    fn from(moments: MomentsType) -> Self {
-        match moments {
-            MomentsType::Fp32 => Self::Fp32,
-            MomentsType::Bf16 => Self::Bf16,
-        }
-    }
-}
-
-impl OptimizerSettings {
-    /// Returns the first group that a parameter of this name belongs to.
-    pub fn group_of(&self, name: &str) -> Option<&ParamGroupSettings> {
-        self.groups.iter().find(|group| group.includes(name))
-    }
-}
-
-/// A group of parameters with settings of its own.
-#[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct ParamGroupSettings {
-    /// Texts, one of which is in the name of each parameter of the group.
-    pub params: Vec<String>,
-    /// Replaces the optimizer's learning rate; the schedule scales it in the same way.
-    pub lr: Option<f64>,
-    /// Weight decay of all parameters of the group; `None` if [`Decaying`] decides.
-    pub weight_decay: Option<f64>,
-}
-
-impl ParamGroupSettings {
-    pub fn includes(&self, name: &str) -> bool {
-        self.params.iter().any(|text| name.contains(text))
-    }
-}
-
-/// Parameters to which weight decay applies.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Decaying {
-    /// Matrices and the embedding; neither norms nor biases.
-    Matrices,
-    /// All parameters, as with a PyTorch optimizer that has a single parameter group.
-    All,
-    /// All parameters whose name in a checkpoint contains none of these texts.
-    AllBut(Vec<String>),
-}
-
-impl Decaying {
-    pub fn includes(&self, param: &ParamLayout) -> bool {
-        match self {
-            Self::Matrices => param.decay,
-            Self::All => true,
-            Self::AllBut(patterns) => !patterns.iter().any(|text| param.name.contains(text)),
-        }
-    }
 }
 
 /// Training data: its files, how they are tokenized, and what is reserved for evaluation.
@@ -573,29 +454,6 @@ pub enum OptimizerDevice {
     Shared,
 }
 
-/// Where parameters or optimizer state are kept between uses.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Tier {
-    /// Memory of the processor or GPU that computes.
-    None,
-    /// Host memory.
-    Cpu,
-    /// NVMe devices of the store.
-    Nvme,
-}
-
-impl Tier {
-    /// The tier's name in DeepSpeed's configuration.
-    pub fn word(self) -> &'static str {
-        match self {
-            Self::None => "none",
-            Self::Cpu => "cpu",
-            Self::Nvme => "nvme",
-        }
-    }
-}
-
 /// Where parameters and optimizer state are kept.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Placement {
@@ -623,24 +481,6 @@ impl Placement {
     /// Returns whether any state is kept on devices.
     pub fn has_store(&self) -> bool {
         self.param == Tier::Nvme || self.optimizer == Tier::Nvme
-    }
-}
-
-/// Number from 0 to 1 inclusive.
-#[derive(Clone, Copy, Debug, PartialEq, PartialOrd, Serialize)]
-pub struct Fraction(f64);
-
-impl Fraction {
-    pub const NONE: Self = Self(0.0);
-    pub const ALL: Self = Self(1.0);
-
-    /// Returns `None` unless `0 <= fraction <= 1`.
-    pub fn new(fraction: f64) -> Option<Self> {
-        (0.0..=1.0).contains(&fraction).then_some(Self(fraction))
-    }
-
-    pub fn get(self) -> f64 {
-        self.0
     }
 }
 

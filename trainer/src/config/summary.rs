@@ -1,11 +1,10 @@
 //! The first lines of a run's plan: optimizer, learning rate, gradient clipping and precision.
 
-use std::fmt;
-
 use offload_support::units::Counted;
 
 use super::{
-    LrSchedule, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, RunSettings, Warmup,
+    LrSchedule, MomentsType, OptimizerKind, OverflowPolicy, ParamGroupSettings, Rate, RunSettings,
+    Warmup,
 };
 
 impl RunSettings {
@@ -65,24 +64,6 @@ fn groups(groups: &[ParamGroupSettings]) -> String {
         format!("; {}: {}", group.params.join(", "), own.join(", "))
     };
     groups.iter().map(of).collect()
-}
-
-/// Learning rate in the usual notation, as 5e-5 or 0. Six digits after the point hide the error of a number
-/// that was an `f32` once, or of a product.
-pub(super) struct Rate(pub(super) f64);
-
-impl fmt::Display for Rate {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            0.0 => f.write_str("0"),
-            rate => {
-                let text = format!("{rate:.6e}");
-                let (digits, power) = text.split_once('e').expect("an exponent");
-                let digits = digits.trim_end_matches('0').trim_end_matches('.');
-                write!(f, "{digits}e{power}")
-            }
-        }
-    }
 }
 
 /// Describes the learning rates of a run.
@@ -165,25 +146,4 @@ fn rise(warmup: &Warmup) -> String {
         Rate(warmup.max_lr),
         Counted(warmup.steps, "step")
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rates_are_shown_without_rounding_errors() {
-        let text = |rate: f64| Rate(rate).to_string();
-        assert_eq!(
-            [
-                text(f64::from(1e-5_f32)),
-                text(1e-5 * 1e-4),
-                text(2.5e-4),
-                text(0.5),
-                text(20.0),
-                text(0.0)
-            ],
-            ["1e-5", "1e-9", "2.5e-4", "5e-1", "2e1", "0"]
-        );
-    }
 }

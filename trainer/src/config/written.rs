@@ -2,7 +2,8 @@
 
 use serde_json::{Map, Value, json};
 
-use super::keys::join;
+use training_settings::keys::join;
+
 use super::{OptimizerKind, RunSettings};
 
 impl RunSettings {

@@ -37,7 +37,9 @@ pub(crate) fn param_groups(units: &[UnitLayout], optimizer: &OptimizerSettings) 
             let own = optimizer.group_of(&param.name);
             let decay = match own.and_then(|group| group.weight_decay) {
                 Some(decay) => decay,
-                None if optimizer.decay.includes(param) => optimizer.weight_decay,
+                None if optimizer.decay.includes(&param.name, param.decay) => {
+                    optimizer.weight_decay
+                }
                 None => 0.0,
             };
             let lr = own.and_then(|group| group.lr);

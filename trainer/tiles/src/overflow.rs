@@ -11,7 +11,7 @@
 use serde::{Deserialize, Serialize};
 
 /// Reaction to a step whose gradients are not finite.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OverflowPolicy {
     /// Ends the run; the state of the step before is kept.
@@ -25,7 +25,7 @@ pub enum OverflowPolicy {
 }
 
 /// Parameters of an adaptive loss scale, under DeepSpeed's names.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DynamicScale {
     pub initial: f64,
     /// Steps without overflow after which the scale doubles.

@@ -55,7 +55,7 @@ def _plan(given: argparse.Namespace) -> Plan:
         model = _by_name(given.model) if given.model else _by_size(int(given.params), given.units)
     model.to(getattr(torch, given.dtype or settings.precision or "float32"))
     units, _ = units_of(model, settings.units or None, fp32_gradients=settings.fp32_gradients)
-    plan = Plan(settings, (given.run_dir or settings.run_dir).absolute(), units)
+    plan = Plan(settings, (given.run_dir or settings.run_dir or settings.default_dir).absolute(), units)
     if plan.problems:
         print(plan)
     plan.check()

@@ -10,37 +10,70 @@ import datetime
 import enum
 import importlib
 import inspect
-import logging
 import os
 import types
 from typing import Any, Callable, Iterable, Mapping, Optional
 
 import torch
 
-from . import _finder
+from . import _deepspeed_utils as utils
+from . import _finder, _states
+from ._accelerator import get_accelerator
 from ._config import Settings, settings_of
 from ._console import say
 from ._errors import NotSupported
-from ._initialize import ReadingEngine, TrainingEngine, initialize as _initialize
+from ._initialize import GRADIENT_CLIPPING, ReadingEngine, TrainingEngine, initialize as _initialize
 from ._schedules import SCHEDULERS
 from ._zero import GatheredParameters, Init
 
 _DOC = 'see "Scripts that use DeepSpeed" in docs/pytorch.md'
 
 # What to use instead of each missing name.
+_INFERENCE = "only training is done here: call the model itself"
+_PIPELINE = "pipelines are not supported: train the model as one module"
+_EXPERTS = "expert parallelism is not supported: use the experts of the model itself"
+_RANKS = "all ranks compute the whole model, each on its part of a batch: leave it out"
+_WHOLE_DATA = "the data comes in the order of the script's loader, whole: leave it out"
+_ADAM = "the engine updates with Adam or AdamW: use torch.optim.AdamW"
+_KERNELS = "the model computes with its own modules: build it without DeepSpeed's layers"
+_DRIVES = 'offloadd moves state by itself: set zero_optimization.offload_param.device = "nvme"; to measure a drive use bench-io'
 _INSTEAD = {
-    "pipe": "pipelines are not supported: train the model as one module",
-    "PipelineModule": "pipelines are not supported: train the model as one module",
-    "moe": "expert parallelism is not supported: use the experts of the model itself",
-    "init_inference": "only training is done here: call the model itself",
-    "InferenceEngine": "only training is done here: call the model itself",
+    "pipe": _PIPELINE,
+    "PipelineModule": _PIPELINE,
+    "moe": _EXPERTS,
+    "MoE": _EXPERTS,
+    "split_params_into_different_moe_groups_for_optimizer": _EXPERTS,
+    "inference": _INFERENCE,
+    "init_inference": _INFERENCE,
+    "InferenceEngine": _INFERENCE,
+    "module_inject": _INFERENCE,
+    "replace_transformer_layer": _KERNELS,
+    "DeepSpeedTransformerLayer": _KERNELS,
+    "DeepSpeedTransformerConfig": _KERNELS,
+    "sparse_attention": "attention is the model's own: leave it out",
+    "domino": _RANKS,
+    "sequence": _RANKS,
     "tp_model_init": "tensor parallelism is not supported: leave tensor_parallel out of the configuration",
-    "compression": "it changes weights: leave it out",
-    "OnebitAdam": "gradients are not compressed: use AdamW",
-    "DeepSpeedCPUAdagrad": "the engine updates with Adam or AdamW: use torch.optim.AdamW",
-    "DeepSpeedCPULion": "the engine updates with Adam or AdamW: use torch.optim.AdamW",
     "sequence_parallel": "sequence parallelism is not supported: leave it out",
     "groups": "groups of ranks for model parallelism are not supported",
+    "compression": "it changes weights: leave it out",
+    "data_pipeline": _WHOLE_DATA,
+    "compile": "compile blocks in the script, as in `for block in model.layers: block.compile()`",
+    "OnebitAdam": "gradients are not compressed: use AdamW",
+    "OnebitLamb": "gradients are not compressed: use AdamW",
+    "DeepSpeedCPUAdagrad": _ADAM,
+    "DeepSpeedCPULion": _ADAM,
+    "FusedLamb": _ADAM,
+    "FusedLion": _ADAM,
+    "fused_optimizer": _ADAM,
+    "unfused_optimizer": _ADAM,
+    "op_builder": _DRIVES,
+    "aio": _DRIVES,
+    "nvme": _DRIVES,
+    "zero_to_fp32": "checkpoints have a format of their own: write weights with engine.save_16bit_model or model.save_pretrained",
+    "autotuning": "python -m offloadd plan says what fits and how fast it can be",
+    "monitor": "set tensorboard or csv_monitor in the configuration",
+    "profiling": "metrics.jsonl in the run's directory has the times of each step",
 }
 
 
@@ -55,6 +88,21 @@ class _NoModule(NotSupported, ModuleNotFoundError):
 def _refusal(name: str) -> str:
     what = next((_INSTEAD[part] for part in reversed(name.split(".")) if part in _INSTEAD), "leave it out, or run the script without offloadd-run")
     return f"{name} is not supported by offloadd, which answers to `import deepspeed` here: {what}; {_DOC}"
+
+
+def refused_attribute(name: str) -> AttributeError:
+    """The error for an object's attribute that is not answered."""
+    return _NoAttribute(_refusal(name))
+
+
+def _refused_when_called(name: str) -> Callable:
+    """A name that scripts import, and use only for what is not supported."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise NotSupported(_refusal(name))
+
+    call.__name__ = name.rpartition(".")[2]
+    return call
 
 
 def check_module(name: str) -> None:
@@ -110,7 +158,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     config = next((given[name] for name in ("config", "config_params") if given.get(name) is not None), None)
     if given.get("optimizer") is None and config is not None and given.get("model") is not None:
         settings = settings_in(config)
-        if not settings.json.get("optimizer"):
+        if settings.optimizer is None:
             if settings.precision is not None:
                 given["model"].to(getattr(torch, settings.precision))
             _mark(given["model"])
@@ -125,7 +173,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 def settings_in(config: Any) -> Settings:
     """The settings in a configuration as scripts pass it."""
     # trl writes some keys as paths at the top level, where DeepSpeed does not see them.
-    return settings_of({key: value for key, value in config.items() if "." not in key} if isinstance(config, Mapping) else config)
+    config = {key: value for key, value in config.items() if "." not in key} if isinstance(config, Mapping) else config
+    return settings_of(config, GRADIENT_CLIPPING)
 
 
 class ZeroParamStatus(enum.Enum):
@@ -138,8 +187,8 @@ class ZeroParamStatus(enum.Enum):
 
 def _mark(model: torch.nn.Module) -> None:
     """Lets scripts that ask gather each parameter, which costs nothing where it is in memory."""
-    for param in model.parameters():
-        param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    for number, param in enumerate(model.parameters()):
+        param.ds_id, param.ds_status = number, ZeroParamStatus.NOT_AVAILABLE
 
 
 # Ranks
@@ -191,45 +240,9 @@ def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -
     return torch.distributed.barrier(group, async_op, device_ids) if is_initialized() else None
 
 
-class _Accelerator:
-    """The device that torch computes on."""
-
-    def device_name(self, device_index: Optional[int] = None) -> str:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-        return name if device_index is None or name == "cpu" else f"{name}:{device_index}"
-
-    def current_device(self) -> int:
-        return torch.cuda.current_device() if self.is_available() else 0
-
-    def current_device_name(self) -> str:
-        return self.device_name(self.current_device())
-
-    def set_device(self, device_index: int) -> None:
-        if self.is_available():
-            torch.cuda.set_device(device_index)
-
-    def device_count(self) -> int:
-        return torch.cuda.device_count() if self.is_available() else 1
-
-    def is_available(self) -> bool:
-        return torch.cuda.is_available()
-
-    def communication_backend_name(self) -> str:
-        return "nccl" if self.is_available() else "gloo"
-
-    def empty_cache(self) -> None:
-        if self.is_available():
-            torch.cuda.empty_cache()
-
-    def __getattr__(self, name: str) -> Any:
-        raise _NoAttribute(_refusal(f"deepspeed.accelerator.get_accelerator().{name}"))
-
-
-_accelerator = _Accelerator()
-
-
-def get_accelerator() -> _Accelerator:
-    return _accelerator
+def destroy_process_group(group: Any = None) -> None:
+    if is_initialized():
+        torch.distributed.destroy_process_group(group)
 
 
 # Optimizers
@@ -250,11 +263,34 @@ class DeepSpeedCPUAdam:
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> torch.optim.Optimizer:
-        for name, asked in (("bias_correction=False", not bias_correction), ("amsgrad=True", amsgrad), ("fp32_optimizer_states=False", not fp32_optimizer_states)):
-            if asked:
-                raise NotSupported(f"DeepSpeedCPUAdam with {name}: leave it out")
-        kind = torch.optim.AdamW if adamw_mode else torch.optim.Adam
-        return kind(model_params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        asked = {"bias_correction=False": not bias_correction, "amsgrad=True": amsgrad, "fp32_optimizer_states=False": not fp32_optimizer_states}
+        return _adam("DeepSpeedCPUAdam", asked, adamw_mode, model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+class FusedAdam:
+    """Makes `torch.optim.AdamW`, or Adam without `adam_w_mode`: the update is the engine's."""
+
+    def __new__(
+        cls,
+        params: Iterable,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> torch.optim.Optimizer:
+        asked = {"bias_correction=False": not bias_correction, "amsgrad=True": amsgrad, "set_grad_none=False": not set_grad_none}
+        return _adam("FusedAdam", asked, adam_w_mode, params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _adam(name: str, refused: Mapping[str, bool], decoupled: bool, params: Iterable, **given: Any) -> torch.optim.Optimizer:
+    for asked in (asked for asked, is_asked in refused.items() if is_asked):
+        raise NotSupported(f"{name} with {asked}: leave it out")
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    return kind(params, **{**given, "betas": tuple(given["betas"])})
 
 
 # Others
@@ -289,6 +325,10 @@ def configure(mpu: Any = None, deepspeed_config: Any = None, **settings: Any) ->
         raise NotSupported("checkpointing.configure: mpu is not supported: leave it out")
 
 
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Accepts that a module uses another one's parameter: its values come wherever it is used."""
+
+
 def is_configured() -> bool:
     return True
 
@@ -298,43 +338,130 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group = parser.add_argument_group("deepspeed", "answered by offloadd")
     group.add_argument("--deepspeed", action="store_true", help="has no effect: the script decides")
     group.add_argument("--deepspeed_config", default=None, help="the configuration, a JSON file")
+    if "LOCAL_RANK" in os.environ:
+        # DeepSpeed's launcher passes it as an argument.
+        parser.set_defaults(local_rank=int(os.environ["LOCAL_RANK"]))
     return parser
 
 
-_INTERFACE: dict[str, Any] = {"Init": Init, "GatheredParameters": GatheredParameters}
+_ZERO: dict[str, Any] = {
+    "GatheredParameters": GatheredParameters,
+    "Init": Init,
+    "TiledLinear": utils.TiledLinear,
+    "register_external_parameter": register_external_parameter,
+    "unregister_external_parameter": register_external_parameter,
+}
+
+# What the optimizer keeps of a parameter.
+_SAFE = {name: getattr(_states, name) for name in vars(_states) if name.startswith("safe_")}
+
+_LINES = {"log_dist": utils.log_dist, "logger": utils.logger, "warning_once": utils.warning_once}
+
+# Functions of torch.distributed.
+_COLLECTIVES = {
+    name: utils.collective(name)
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+        *("broadcast", "broadcast_object_list", "gather", "irecv", "isend", "monitored_barrier", "new_group", "recv"),
+        *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "send"),
+    )
+}
+
+_OPTIMIZERS = {"DeepSpeedCPUAdam": DeepSpeedCPUAdam, "FusedAdam": FusedAdam}
 
 # Each module that is answered, with its names beside its submodules.
 _MODULES: dict[str, dict[str, Any]] = {
     "deepspeed": {
         "__version__": _finder.VERSION,
+        "DeepSpeedConfig": utils.DeepSpeedConfig,
         "DeepSpeedEngine": TrainingEngine,
+        "OnDevice": utils.OnDevice,
         "add_config_arguments": add_config_arguments,
+        "get_accelerator": get_accelerator,
         "init_distributed": init_distributed,
         "initialize": initialize,
+        "log_dist": utils.log_dist,
+        "logger": utils.logger,
     },
     "deepspeed.accelerator": {"get_accelerator": get_accelerator},
     "deepspeed.checkpoint": {},
     "deepspeed.checkpoint.utils": {"clone_tensors_for_torch_save": clone_tensors_for_torch_save},
     "deepspeed.checkpointing": {"checkpoint": checkpoint, "configure": configure, "is_configured": is_configured},
     "deepspeed.comm": {
+        **_COLLECTIVES,
+        "ReduceOp": torch.distributed.ReduceOp,
         "barrier": barrier,
+        "destroy_process_group": destroy_process_group,
         "get_local_rank": get_local_rank,
         "get_rank": get_rank,
         "get_world_size": get_world_size,
+        "has_all_gather_into_tensor": lambda: True,
+        "has_reduce_scatter_tensor": lambda: True,
         "init_distributed": init_distributed,
+        "is_available": torch.distributed.is_available,
         "is_initialized": is_initialized,
+    },
+    "deepspeed.compression": {},
+    "deepspeed.compression.helper": {"recursive_getattr": utils.recursive_getattr, "recursive_setattr": utils.recursive_setattr},
+    "deepspeed.constants": {
+        "CROSS_RANK": "CROSS_RANK",
+        "CROSS_SIZE": "CROSS_SIZE",
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": 29500,
+        "default_pg_timeout": utils.PG_TIMEOUT,
+    },
+    "deepspeed.io": {
+        "FastFileWriter": utils.FastFileWriter,
+        "FastFileWriterConfig": utils.FastFileWriterConfig,
+        "PyFileWriter": utils.PyFileWriter,
     },
     "deepspeed.launcher": {},
     # A file with variables for other nodes, which `accelerate launch` names.
     "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": ".deepspeed_env"},
+    "deepspeed.moe": {},
+    "deepspeed.moe.utils": {
+        name: _refused_when_called(f"deepspeed.moe.utils.{name}") for name in ("split_params_into_different_moe_groups_for_optimizer",)
+    },
     "deepspeed.ops": {},
-    "deepspeed.ops.adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam},
+    "deepspeed.ops.adam": _OPTIMIZERS,
+    "deepspeed.ops.adam.cpu_adam": {"DeepSpeedCPUAdam": DeepSpeedCPUAdam},
+    "deepspeed.ops.adam.fused_adam": {"FusedAdam": FusedAdam},
     "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {"checkpoint": checkpoint, "configure": configure, "is_configured": is_configured},
+    "deepspeed.runtime.config": {
+        "ADAMW_OPTIMIZER": "adamw",
+        "ADAM_OPTIMIZER": "adam",
+        "DeepSpeedConfig": utils.DeepSpeedConfig,
+        "LAMB_OPTIMIZER": "lamb",
+        "ONEBIT_ADAM_OPTIMIZER": "onebitadam",
+        "ONEBIT_LAMB_OPTIMIZER": "onebitlamb",
+    },
+    "deepspeed.runtime.dataloader": {"RepeatingLoader": utils.RepeatingLoader},
     "deepspeed.runtime.engine": {"DeepSpeedEngine": TrainingEngine},
     "deepspeed.runtime.lr_schedules": {"VALID_LR_SCHEDULES": list(SCHEDULERS)},
-    "deepspeed.runtime.zero": _INTERFACE,
+    "deepspeed.runtime.utils": {"see_memory_usage": utils.see_memory_usage, "set_random_seed": utils.set_random_seed},
+    "deepspeed.runtime.zero": _ZERO,
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum": utils.ZeroStageEnum},
+    "deepspeed.runtime.zero.offload_config": {
+        "OffloadDeviceEnum": utils.OffloadDeviceEnum,
+        "OffloadStateTypeEnum": utils.OffloadStateTypeEnum,
+    },
     # transformers replaces it while it builds a model, so that the types of buffers stay: they do here.
-    "deepspeed.runtime.zero.partition_parameters": {"ZeroParamStatus": ZeroParamStatus, "zero_wrapper_for_fp_tensor_constructor": None},
-    "deepspeed.utils": {"logger": logging.getLogger("offloadd"), "set_z3_leaf_modules": set_z3_leaf_modules},
-    "deepspeed.zero": _INTERFACE,
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_ZERO,
+        "ZeroParamStatus": ZeroParamStatus,
+        "zero_wrapper_for_fp_tensor_constructor": None,
+    },
+    "deepspeed.runtime.zero.tiling": {"TiledLinear": utils.TiledLinear},
+    "deepspeed.utils": {
+        **_LINES,
+        **_SAFE,
+        "OnDevice": utils.OnDevice,
+        "RepeatingLoader": utils.RepeatingLoader,
+        "instrument_w_nvtx": utils.instrument_w_nvtx,
+        "set_z3_leaf_modules": set_z3_leaf_modules,
+    },
+    "deepspeed.utils.logging": _LINES,
+    "deepspeed.utils.tensor_fragment": _SAFE,
+    "deepspeed.zero": _ZERO,
 }

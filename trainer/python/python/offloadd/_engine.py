@@ -609,11 +609,11 @@ class Engine:
         if self.applied:
             raise by_other_optimizer(self.name(param)) or NotSupported(f"the gradient of {self.name(param)} after optimizer.step(): its values are gone with the step; read them before")
         unit = self.unit_of[id(param)]
-        flat = self._gradients_of(unit)
+        flat = self.gradients_of(unit)
         found = Unit.view_of(flat, param, unit.offsets[_index(unit, param)])
         return found.to(device=param.device, dtype=param.dtype, copy=True)
 
-    def _gradients_of(self, unit: Unit) -> _Tensor:
+    def gradients_of(self, unit: Unit) -> _Tensor:
         """A copy of all gradients of a unit, in host memory."""
         if self._read is None or self._read[0] is not unit:
             flat = torch.zeros(unit.room_elems, dtype=unit.gradient_dtype, device="cpu")
@@ -635,7 +635,7 @@ class Engine:
             if not unit.trained:
                 raise NotSupported(f"param.grad of {unit.name}, which was frozen when the model was prepared")
             has_some = any(id(param) in self._summed for param in unit.params)
-            flat = self._gradients_of(unit).clone() if has_some else torch.zeros(unit.room_elems, dtype=unit.gradient_dtype, device="cpu")
+            flat = self.gradients_of(unit).clone() if has_some else torch.zeros(unit.room_elems, dtype=unit.gradient_dtype, device="cpu")
             for param, offset in zip(unit.params, unit.offsets):
                 if id(param) in changed:
                     value, view = changed[id(param)], Unit.view_of(flat, param, offset)

@@ -19,10 +19,14 @@ VERSION = "0.18.2"
 # Set by `offloadd-run` for the processes it starts.
 VARIABLE = "OFFLOADD_AS_DEEPSPEED"
 
+# Lightning is the same under two names.
+_LIGHTNING = ("lightning.pytorch.strategies.deepspeed", "pytorch_lightning.strategies.deepspeed")
+
 # Modules of others that functions of ours change: by their name, our module and the function.
 _PATCHES = {
     "accelerate.accelerator": ("offloadd._accelerate", "patch"),
     "accelerate.state": ("offloadd._trainer", "patch_state"),
+    **dict.fromkeys(_LIGHTNING, ("offloadd.lightning", "patch_strategy")),
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("offloadd._wrappers", "patch_fsdp"),
     "torch.distributed.fsdp.fully_sharded_data_parallel": ("offloadd._wrappers", "patch_fsdp"),
     "transformers.trainer": ("offloadd._trainer", "patch_trainer"),
@@ -131,5 +135,5 @@ def install():
         if name in sys.modules:
             return f"{name} is imported already and has looked for deepspeed: import offloadd.as_deepspeed before it"
     sys.meta_path.insert(0, Finder())
-    patch("accelerate.accelerator", "accelerate.state", "transformers.trainer")
+    patch("accelerate.accelerator", "accelerate.state", "transformers.trainer", *_LIGHTNING)
     return None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator, Optional, Sequence, Union
 
@@ -13,13 +15,17 @@ from torch import nn
 
 from . import _offloadd
 from ._checkpoint import load_checkpoint, save_checkpoint
-from ._config import Config, Settings, batch_of, own_keys, processes, settings_of
+from ._config import Config, Settings, processes, settings_of
 from ._console import say
+from ._deepspeed_utils import optimizer_name
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
 from ._schedules import optimizer_of, schedule_of
 from ._weights import trained_state
-from ._zero import remember
+from ._zero import remember, unused_dir
+
+# DeepSpeed's default since June 2026.
+GRADIENT_CLIPPING = 1.0
 
 
 def initialize(
@@ -59,30 +65,26 @@ def initialize(
         raise Error("initialize: pass config, a path or a dict")
     if processes() > 1 and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    settings = settings_of(config)
-    run_dir = run_dir or settings.run_dir
-    config, own = dict(settings.json), own_keys(settings.json)
-    if config.get("gradient_clipping", "auto") == "auto":
-        # DeepSpeed's default since June 2026.
-        config["gradient_clipping"] = 1.0
-    if "compute_device" not in own and torch.cuda.is_available():
+    settings = settings_of(config, GRADIENT_CLIPPING)
+    run_dir = run_dir or settings.run_dir or unused_dir(settings.default_dir)
+    if settings.compute_device is None and torch.cuda.is_available():
         # As deepspeed.initialize moves the model.
         index = os.environ.get("LOCAL_RANK", torch.cuda.current_device())
-        config["offloadd"] = {**own, "compute_device": f"cuda:{index}"}
+        settings = replace(settings, compute_device=f"cuda:{index}")
     if settings.precision is not None:
         model.to(getattr(torch, settings.precision))
     parameters = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if optimizer is None:
-        optimizer = optimizer_of(settings.json, parameters)
+        optimizer = optimizer_of(settings, parameters)
         if optimizer is None:
             raise Error('initialize: no optimizer: pass one, or name it in the configuration ("optimizer": {"type": "AdamW"})')
     elif not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer(parameters)
     if lr_scheduler is None:
-        lr_scheduler = schedule_of(settings.json, optimizer)
+        lr_scheduler = schedule_of(settings, optimizer)
     elif not hasattr(lr_scheduler, "state_dict"):
         lr_scheduler = lr_scheduler(optimizer)
-    engine = TrainingEngine(model, optimizer, lr_scheduler, config, settings, run_dir, resume, track)
+    engine = TrainingEngine(model, optimizer, lr_scheduler, settings, run_dir, resume, track)
     loader = None
     if training_data is not None:
         loader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
@@ -101,7 +103,6 @@ class TrainingEngine:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         lr_scheduler: Any,
-        config: Config,
         settings: Settings,
         run_dir: Optional[Union[str, os.PathLike]],
         resume: bool,
@@ -109,17 +110,20 @@ class TrainingEngine:
     ) -> None:
         # The configuration as DeepSpeed's engine shows it.
         self.config = settings.json
-        micro, accumulated = batch_of(settings.json) or (1, settings.json.get("gradient_accumulation_steps", 1))
-        self._micro_batch, self._accumulated = micro, accumulated if isinstance(accumulated, int) else 1
-        self._loss_scale = _loss_scale(settings.json) if settings.precision == "float16" else None
+        self._settings = settings
+        self._micro_batch, self._accumulated = settings.micro_batch or 1, settings.micro_batches or 1
+        # A step whose gradients are not finite is skipped in fp16, and in bf16 where the configuration says so.
+        self._loss_scale = _offloadd.LossScale(json.dumps(settings.overflow)) if settings.overflow != "stops" else None
+        self._scales = settings.precision == "float16"
         self._at_boundary: Optional[bool] = None
+        self.tput_timer = _Timer()
         self._losses: list[torch.Tensor] = []
         self.global_steps = self.micro_steps = 0
         self._applied = False
         self.module, self.optimizer, self.lr_scheduler = model, optimizer, lr_scheduler
         self.training_dataloader: Any = None
         track = [self, *tracked] if lr_scheduler is None else [self, lr_scheduler, *tracked]
-        self.run: Run = prepare(model, optimizer, config, run_dir=run_dir, track=track, resume=resume)
+        self.run: Run = prepare(model, optimizer, settings, run_dir=run_dir, track=track, resume=resume)
         # DeepSpeed's optimizers say whether they skipped the last step, and have the object that holds the hooks.
         optimizer.overflow, optimizer.parameter_offload = False, _ParameterOffload()
         remember(self.run)
@@ -135,12 +139,15 @@ class TrainingEngine:
     def renew_schedule(self, lr_scheduler: Any) -> Any:
         """Puts a schedule, its maker, or the configured one for None, in place of the last, whose training has ended."""
         if lr_scheduler is None:
-            lr_scheduler = schedule_of(self.config, self.optimizer)
+            lr_scheduler = schedule_of(self._settings, self.optimizer)
         elif not hasattr(lr_scheduler, "state_dict"):
             lr_scheduler = lr_scheduler(self.optimizer)
         self.run.track = [lr_scheduler if one is self.lr_scheduler else one for one in self.run.track]
         self.lr_scheduler = lr_scheduler
         return lr_scheduler
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
 
     # A step
 
@@ -149,7 +156,7 @@ class TrainingEngine:
         if scale_wrt_gas and self._accumulated > 1:
             loss = loss / self._accumulated
         self._losses.append(loss.detach())
-        (loss * self.loss_scale if self._loss_scale is not None else loss).backward(retain_graph=retain_graph)
+        (loss * self.loss_scale if self._scales else loss).backward(retain_graph=retain_graph)
         return loss
 
     def step(self, lr_kwargs: Any = None) -> None:
@@ -166,11 +173,12 @@ class TrainingEngine:
             self._loss_scale.step(finite)
             self.optimizer.overflow = not finite
             if not finite:
-                say(f"step {self.global_steps}: gradients overflow at a loss scale of {scale:g}: the step is skipped")
+                why = f"gradients overflow at a loss scale of {scale:g}" if self._scales else "gradients are not finite"
+                say(f"step {self.global_steps}: {why}: the step is skipped")
                 self._losses.clear()
                 self.optimizer.zero_grad()
                 return
-            self.run.loss_scale = scale
+            self.run.loss_scale = scale if self._scales else None
         self.run.loss = math.fsum(map(float, self._losses))
         self._losses.clear()
         self.optimizer.step()
@@ -241,6 +249,29 @@ class TrainingEngine:
     def zero_optimization_stage(self) -> int:
         return 3
 
+    def zero_optimization(self) -> bool:
+        return True
+
+    def fp16_enabled(self) -> bool:
+        return self._settings.precision == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        return self._settings.precision == "bfloat16"
+
+    def optimizer_name(self) -> Optional[str]:
+        """DeepSpeed's name of the optimizer in the configuration; None where the script made it."""
+        return optimizer_name(self._settings)
+
+    def scheduler_name(self) -> Optional[str]:
+        """The name of the schedule in the configuration; None where there is none."""
+        return self._settings.scheduler and self._settings.scheduler["type"]
+
+    def steps_per_print(self) -> Optional[int]:
+        return self._settings.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self._settings.wall_clock_breakdown
+
     @property
     def loss_scale(self) -> float:
         return 1.0 if self._loss_scale is None else self._loss_scale.scale
@@ -273,6 +304,22 @@ class TrainingEngine:
         return processes()
 
     dp_world_size = world_size
+
+    # Where state is
+
+    def offload_states(self, include: Any = None, device: Any = None, pin_memory: bool = True, non_blocking: bool = False) -> None:
+        """Does nothing where the state is in host memory or on drives anyway."""
+        if self._settings.device == "none":
+            raise NotSupported(
+                "offload_states: the model stays where it computes: set zero_optimization.offload_optimizer.device and offload_param.device, "
+                "and the state is in host memory or on drives all the time"
+            )
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Does nothing: state comes when it is needed."""
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: what is not needed is released."""
 
     # Data
 
@@ -379,7 +426,8 @@ class ReadingEngine(TrainingEngine):
     """The result for a script that passes no optimizer, as for the reference model of a preference loss: the model, in memory."""
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        self.config, self.module = settings.json, model
+        self.config, self.module, self._settings = settings.json, model, settings
+        self.tput_timer = _Timer()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
         self._accumulated = 1
 
@@ -401,6 +449,19 @@ class _WithoutParameters(nn.Module):
 
     def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(())
+
+
+class _Timer:
+    """The timer of DeepSpeed's engines that scripts tell of epochs. The times of steps are in metrics.jsonl."""
+
+    def update_epoch_count(self) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        pass
 
 
 class _ParameterOffload:
@@ -430,16 +491,3 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.loader)
-
-
-def _loss_scale(config: Any) -> _offloadd.LossScale:
-    fp16 = config.get("fp16") or {}
-    fixed = fp16.get("loss_scale", 0)
-    dynamic = (
-        2.0 ** fp16.get("initial_scale_power", 16),
-        fp16.get("loss_scale_window", 1000),
-        fp16.get("hysteresis", 2),
-        fp16.get("consecutive_hysteresis", False),
-        float(fp16.get("min_loss_scale", 1)),
-    )
-    return _offloadd.LossScale(float(fixed) if fixed else None, dynamic)

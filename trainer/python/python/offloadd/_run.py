@@ -68,7 +68,7 @@ def prepare(
     if getattr(model, "_offloadd_run", None) is not None:
         raise Error("this model is prepared already: call close() of its run first")
     settings = settings_of(config)
-    directory = Path(run_dir or settings.run_dir).absolute()
+    directory = Path(run_dir or settings.run_dir or settings.default_dir).absolute()
     check_name(directory)
     on_meta = any(param.is_meta for param in model.parameters())
     frozen = settings.device != "none" or on_meta
@@ -126,6 +126,8 @@ class Run:
         ranks.together("check the free space", plan.check)
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
+        for line in settings.said:
+            say(line)
         for warning in plan.warnings if ranks.first_of_node else ():
             say(f"warning: {warning}", None if ranks.first else ranks.rank)
 
@@ -162,7 +164,8 @@ class Run:
         check_place(run_dir)
         # Names, shapes and kinds of the units' parameters.
         self.layout = [[[self._names[id(param)][0], list(param.shape), _kind_of(unit)] for param in unit.params] for unit in found]
-        if (run_dir / LAYOUT).exists():
+        # Without drives nothing is left of an earlier run that this one begins anew.
+        if (run_dir / LAYOUT).exists() and (resume or settings.device == "nvme"):
             self.check_layout(json.loads((run_dir / LAYOUT).read_text()), run_dir)
             if settings.device == "nvme":
                 check_moments(run_dir, settings)
@@ -333,10 +336,26 @@ class Run:
 
     def _replace(self, sources: Mapping[int, torch.Tensor]) -> None:
         self._seal()
+        names = {key: of_one[0] for key, of_one in self._names.items()}
+        rewrite(self, sources, names)
+
+    @contextlib.contextmanager
+    def rewriting(self, units: Sequence[Unit]) -> Iterator[None]:
+        """Lets the caller write the tiles of trained `units` anew meanwhile, each once and in this order, and commits all of them at
+        once."""
+        if self.engine.square_sums or self.engine.broken:
+            raise Error("weights or their state were changed between backward and step(): call optimizer.step() or zero_grad() first")
+        self._seal()
         self._note_step()
         state, self._to_seal = self._to_seal, None
-        names = {key: of_one[0] for key, of_one in self._names.items()}
-        rewrite(self.engine, self.core, sources, names, lambda: to_blob(self._complete(state), self._state_dir))
+        self.ranks.meet("load weights")
+        self.core.begin_rewrite([unit.index for unit in units], to_blob(self._complete(state), self._state_dir))
+        self.engine.order.forget_rest()
+        yield
+        self.ranks.meet("commit loaded weights")
+        self.core.end_fill()
+        self.core.begin_step()
+        self.engine.updated()
 
     def allow_load_state_dict(self) -> None:
         """Lets `model.load_state_dict` replace what a resumed run has trained."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import _deepspeed, _trainer_nodes
-from ._config import own_keys, processes
+from ._config import processes
 from ._errors import NotSupported
 from ._initialize import TrainingEngine
 from ._run_dir import has_run
@@ -29,10 +29,9 @@ def patch_trainer(module: Any) -> None:
         if plugin is None:
             return plain(self, resume_from_checkpoint, *args, **kwargs)
         open_engine = _reopened(self, resume_from_checkpoint)
-        own = own_keys(plugin.hf_ds_config.config)
-        run_dir = Path(own.get("run_dir") or Path(self.args.output_dir) / "offloadd")
-        kept = TrainerProgress(self)
         settings = _deepspeed.settings_in(plugin.hf_ds_config.config)
+        run_dir = Path(settings.run_dir or Path(self.args.output_dir) / "offloadd")
+        kept = TrainerProgress(self)
         # A checkpoint that is named is loaded by `load_checkpoint`; without drives it is all that is left of a run.
         resumes = resume_from_checkpoint is True and settings.device == "nvme" and has_run(run_dir) and hasattr(self, "_init_training_state")
         if open_engine is None and settings.use_node_local_storage and processes() > 1:

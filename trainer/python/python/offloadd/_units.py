@@ -28,7 +28,7 @@ SMALL_PART = 64
 BLOCKS_MIN = 3
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Unit:
     """Parameters of one type that lie in one flat tensor and are gathered and released together."""
 
@@ -60,6 +60,10 @@ class Unit:
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     # Notices writes to the parameters while they are in memory: a `Watch` of _released.py.
     watch: Any = None
+
+    def __repr__(self) -> str:
+        # torch writes hooks into warnings, and hooks have units.
+        return f"Unit({self.name!r})"
 
     def __post_init__(self) -> None:
         for param in self.params:

@@ -231,8 +231,9 @@ def sources_of(engine: Engine, load: Callable[[], Any]) -> tuple[dict[int, torch
     return recorder.copied, answer
 
 
-def rewrite(engine: Engine, core: Any, sources: Mapping[int, torch.Tensor], names: Mapping[int, str], blob: Callable[[], bytes]) -> None:
-    """Gives parameters other values, a unit at a time, and commits all of them at once. Moments stay."""
+def rewrite(run: Any, sources: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:
+    """Gives parameters of a run other values, a unit at a time, and commits all of them at once. Moments stay."""
+    engine = run.engine
     for unit in engine.units:
         changed = [param for param in unit.params if id(param) in sources]
         if unit.trained or not changed:
@@ -247,20 +248,14 @@ def rewrite(engine: Engine, core: Any, sources: Mapping[int, torch.Tensor], name
     units = [unit for unit in engine.units if unit.trained and any(id(param) in sources for param in unit.params)]
     if not units:
         return
-    engine.ranks.meet("load weights")
-    core.begin_rewrite([unit.index for unit in units], blob())
-    engine.order.forget_rest()
-    for unit in units:
-        flat = torch.zeros(unit.elems, dtype=unit.dtype)
-        changed = [index for index, param in enumerate(unit.params) if id(param) in sources]
-        for index in changed:
-            with torch.no_grad():
-                Unit.view_of(flat, unit.params[index], unit.offsets[index]).copy_(sources[id(unit.params[index])])
-        core.rewrite(unit.index, flat.data_ptr(), changed)
-    engine.ranks.meet("commit loaded weights")
-    core.end_fill()
-    core.begin_step()
-    engine.updated()
+    with run.rewriting(units):
+        for unit in units:
+            flat = torch.zeros(unit.elems, dtype=unit.dtype)
+            changed = [index for index, param in enumerate(unit.params) if id(param) in sources]
+            for index in changed:
+                with torch.no_grad():
+                    Unit.view_of(flat, unit.params[index], unit.offsets[index]).copy_(sources[id(unit.params[index])])
+            run.core.rewrite(unit.index, flat.data_ptr(), changed)
 
 
 # Models built without memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import weakref
@@ -27,6 +28,18 @@ _runs: "weakref.WeakSet[Run]" = weakref.WeakSet()
 def remember(run: Run) -> None:
     """Lets `GatheredParameters` find the parameters of `run`."""
     _runs.add(run)
+
+
+def unused_dir(directory: Path) -> Path:
+    """The directory, or one beside it with a number, in which no open run of this process lies."""
+    taken = {part for run in list(_runs) if not run.closed for part in (run.run_dir, *run.run_dir.parents)}
+    names = itertools.chain([directory], (directory.with_name(f"{directory.name}-{number}") for number in itertools.count(2)))
+    return next(name for name in names if name not in taken)
+
+
+def run_of(param: torch.Tensor) -> Optional[Run]:
+    """The run that has a parameter; None where none has."""
+    return next((run for run in list(_runs) if not run.closed and id(param) in run.engine.unit_of), None)
 
 
 class Init:
@@ -123,11 +136,21 @@ def GatheredParameters(
         for run, units in found:
             for unit in units:
                 stack.enter_context(run.engine.pinned(unit))
+        uses = {unit: _uses(unit.flat) for _, units in found for unit in units}
         yield
+        for unit, before in uses.items():
+            if _uses(unit.flat) > before:
+                # The script has kept a view, such as `param.data`, of memory that is about to be released: it may keep that memory.
+                unit.move(unit.flat.clone(), copy=False)
         if modifier_rank is not None:
             for run, units in found:
                 run.keep_changes(units)
             _share([param for param in wanted if not any(id(param) in run.engine.unit_of for run, _ in found)])
+
+
+def _uses(tensor: torch.Tensor) -> int:
+    """Tensors that lie in a tensor's memory."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def _share(params: list[nn.Parameter]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Mapping, Optional, Union
 import torch
 
 from ._checkpoint import load_checkpoint, save_checkpoint
-from ._config import own_keys, read
+from ._config import settings_of
 from ._ranks import Ranks
 from ._run import Run, prepare
 from ._state import random_state, set_random_state
@@ -42,12 +42,12 @@ def attach(
     optimizer = trainer.create_optimizer()
     # Trainers with optimizers of their own make another one at each call, and some return none.
     optimizer = trainer.optimizer = optimizer if optimizer is not None else trainer.optimizer
-    config = read(config)
-    directory = Path(run_dir or own_keys(config).get("run_dir") or Path(trainer.args.output_dir) / "offloadd")
-    if config.get("gradient_accumulation_steps") in (None, "auto"):
+    settings = settings_of(config)
+    directory = Path(run_dir or settings.run_dir or Path(trainer.args.output_dir) / "offloadd")
+    if settings.json.get("gradient_accumulation_steps") in (None, "auto"):
         # With one pass a step, gradients of 16-bit parameters need no fp32.
-        config = {**config, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps}
-    run = prepare(trainer.model, optimizer, config, run_dir=directory, track=[kept])
+        settings = settings_of({**settings.json, "gradient_accumulation_steps": trainer.args.gradient_accumulation_steps})
+    run = prepare(trainer.model, optimizer, settings, run_dir=directory, track=[kept])
     trainer.create_optimizer = lambda *_, **__: optimizer
     names = ("train", "_save", "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model", "_save_optimizer_and_scheduler")
     original = {name: getattr(trainer, name) for name in names}

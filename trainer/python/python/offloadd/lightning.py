@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from ._checkpoint import bring, is_separate, load_checkpoint, read_file, save_checkpoint
-from ._config import own_keys, read
+from ._config import read, settings_of
 from ._errors import Error, NotSupported
 from ._run import Run, prepare
 from ._state import random_state, set_random_state, write_flushed
@@ -81,13 +81,14 @@ class Strategy(DDPStrategy):
             self.setup_optimizers(trainer)
             if len(self.optimizers) != 1:
                 raise NotSupported(f"configure_optimizers returns {len(self.optimizers)} optimizers: return one, with several groups")
-            config, own = self._config, own_keys(self._config)
+            config = self._config
             if config.get("gradient_accumulation_steps") in (None, "auto"):
                 config = {**config, "gradient_accumulation_steps": trainer.accumulate_grad_batches}
             if self.root_device.type == "cuda":
-                config = {**config, "offloadd": {"compute_device": str(self.root_device), **own}}
-            run_dir = self._run_dir or own.get("run_dir") or Path(trainer.default_root_dir) / "offloadd"
-            self._run = prepare(module, self.optimizers[0], config, run_dir=run_dir, resume=False)
+                config = {**config, "offloadd": {"compute_device": str(self.root_device), **(config.get("offloadd") or {})}}
+            settings = settings_of(config)
+            run_dir = self._run_dir or settings.run_dir or Path(trainer.default_root_dir) / "offloadd"
+            self._run = prepare(module, self.optimizers[0], settings, run_dir=run_dir, resume=False)
         if module.automatic_optimization:
             # Lightning then calls its steps as the forward of what it finds here.
             self.model = _Whole(module)
@@ -209,6 +210,23 @@ class Strategy(DDPStrategy):
             if first in found:
                 found.setdefault(name, found[first])
         return found
+
+
+def patch_strategy(module: Any) -> None:
+    """Lets Lightning's `DeepSpeedStrategy`, whose module was just imported, make a strategy of ours with the settings it would have."""
+    original = module.DeepSpeedStrategy
+
+    class DeepSpeedStrategy(module.DDPStrategy):
+        """Makes a `Strategy`. Lightning finds its names, such as "deepspeed_stage_3_offload", in it."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Strategy:
+            return Strategy(original(*args, **kwargs).config)
+
+        @classmethod
+        def register_strategies(cls, strategy_registry: Any) -> None:
+            original.register_strategies.__func__(cls, strategy_registry)
+
+    module.DeepSpeedStrategy = DeepSpeedStrategy
 
 
 class _Whole(nn.Module):

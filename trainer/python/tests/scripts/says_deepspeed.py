@@ -1,13 +1,30 @@
 """A script with DeepSpeed's interface, as people write it: it does not know who answers."""
 
 import argparse
+import copy
 import importlib.metadata
 import importlib.util
 import sys
 
 import deepspeed
 import torch
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from deepspeed.io import PyFileWriter
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.utils import see_memory_usage
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.utils import (
+    RepeatingLoader,
+    logger,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+from deepspeed.utils.logging import log_dist
 from torch import nn
 
 torch.set_num_threads(1)
@@ -27,6 +44,7 @@ with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
 with deepspeed.zero.GatheredParameters(model[0].weight, modifier_rank=0):
     model[0].weight.data[0] = 0.5
 assert float(model[0].weight[0].detach().sum()) == 16.0
+plain = copy.deepcopy(model)
 optimizer = DeepSpeedCPUAdam(model.parameters(), lr=1e-2, adamw_mode=True)
 engine, optimizer, _, scheduler = deepspeed.initialize(args=args, model=model, optimizer=optimizer)
 assert isinstance(engine, deepspeed.DeepSpeedEngine)
@@ -51,6 +69,65 @@ rest = train(inputs[3:])
 _, client = engine.load_checkpoint(args.saved)
 assert client == {"seen": 3} and train(inputs[3:]) == rest
 print("losses", *rest)
+
+# What the optimizer keeps of a parameter is what torch.optim keeps; it can be changed.
+plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+for ids in inputs[:4]:
+    plain_optimizer.zero_grad()
+    (plain(ids).mean(1) - 1).square().mean().backward()
+    if ids is not inputs[3]:
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        plain_optimizer.step()
+engine.load_checkpoint(args.saved)
+weight, bias = model[2].weight, model[3].bias
+assert safe_get_full_grad(weight) is None
+for name in ("exp_avg", "exp_avg_sq"):
+    torch.testing.assert_close(safe_get_full_optimizer_state(weight, name), plain_optimizer.state[plain[2].weight][name], rtol=1e-5, atol=1e-9)
+torch.testing.assert_close(safe_get_full_fp32_param(weight), plain[2].weight.detach(), rtol=1e-6, atol=1e-7)
+assert safe_get_full_fp32_param(nn.Parameter(torch.ones(2))) is None
+before = safe_get_full_optimizer_state(bias, "exp_avg")
+safe_set_full_fp32_param(weight, torch.full((32, 32), 0.125))
+safe_set_full_optimizer_state(weight, torch.zeros(32, 32), "exp_avg")
+assert torch.equal(safe_get_full_fp32_param(weight), torch.full((32, 32), 0.125)) and float(weight.detach().sum()) == 128.0
+assert not safe_get_full_optimizer_state(weight, "exp_avg").any() and torch.equal(safe_get_full_optimizer_state(bias, "exp_avg"), before)
+safe_set_full_fp32_param(weight, plain[2].weight)
+engine.backward((engine(inputs[3]).mean(1) - 1).square().mean())
+torch.testing.assert_close(safe_get_full_grad(weight), plain[2].weight.grad, rtol=1e-4, atol=1e-8)
+safe_set_full_grad(weight, torch.zeros(32, 32))
+assert not safe_get_full_grad(weight).any()
+engine.step()
+# Neither momentum nor gradient: the parameter stays.
+assert torch.equal(safe_get_full_fp32_param(weight), plain[2].weight) and not torch.equal(safe_get_full_fp32_param(bias), plain[3].bias)
+
+# Small parts of the interface.
+device = deepspeed.get_accelerator()
+device.set_device(0)
+device.manual_seed_all(1)
+assert device.device_name() == ("cuda" if torch.cuda.is_available() else "cpu") and device.memory_allocated() >= 0
+see_memory_usage("in the middle", force=True)
+log_dist("of one rank", ranks=[0])
+loader = RepeatingLoader([1, 2])
+assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
+total = torch.ones(2)
+deepspeed.comm.all_reduce(total, op=deepspeed.comm.ReduceOp.SUM, log_name="ours")
+assert total.tolist() == [deepspeed.comm.get_world_size()] * 2
+with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+    layer = nn.Linear(3, 3)
+assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
+linear, x = nn.Linear(10, 7), torch.randn(3, 10)
+tiled = deepspeed.zero.TiledLinear(10, 7, in_splits=3, out_splits=2, init_linear=linear)
+torch.testing.assert_close(tiled(x), linear(x))
+assert [tuple(one.shape) for one in deepspeed.zero.TiledLinear(10, 7, out_splits=2, bias=False, combine_out_splits=False)(x)] == [(3, 4), (3, 3)]
+torch.testing.assert_close(deepspeed.checkpointing.checkpoint(linear, x), linear(x))
+read = deepspeed.DeepSpeedConfig(args.deepspeed_config)
+assert read.train_micro_batch_size_per_gpu == 4 and not read.fp16_enabled and not hasattr(read, "sparse_attention")
+assert OffloadDeviceEnum.nvme == "nvme" and TORCH_DISTRIBUTED_DEFAULT_PORT == 29500
+with PyFileWriter(f"{args.saved}.{rank}") as file:
+    torch.save(torch.ones(2), file)
+assert torch.load(f"{args.saved}.{rank}").tolist() == [1, 1]
+engine.tput_timer.update_epoch_count()
+engine.offload_states(), engine.reload_states()
+assert not engine.fp16_enabled() and not engine.bfloat16_enabled() and engine.optimizer_name() is None
 
 # As trl gathers the head's weight.
 status = importlib.import_module("deepspeed.runtime.zero.partition_parameters").ZeroParamStatus
@@ -91,5 +168,12 @@ try:
     from deepspeed import PipelineModule  # noqa: F401
 except ImportError as error:
     print("refused", type(error).__mro__[1].__name__, error)
-assert not hasattr(deepspeed.ops.adam, "OnebitAdam")
+for asked in (lambda: split_params_into_different_moe_groups_for_optimizer({}), lambda: FusedAdam(plain.parameters(), amsgrad=True)):
+    try:
+        asked()
+        sys.exit("it was answered")
+    except Exception as error:
+        logger.warning(f"refused: {error}")
+        assert type(error).__name__ == "NotSupported"
+assert not hasattr(deepspeed.ops.adam, "OnebitAdam") and not hasattr(device, "nothing_of_this_name")
 print("done")

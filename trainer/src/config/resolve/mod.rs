@@ -1,33 +1,25 @@
 //! Checks values against their ranges and against each other, and fills in defaults.
 
-mod batch;
 mod data;
 mod model;
 mod offload;
 mod optimizer;
 mod placement;
 mod precision;
-mod reports;
-mod schedule;
 mod train;
 
+use training_settings::resolve::batch::{self, Sizes};
+use training_settings::resolve::{
+    Faults, at_least, bytes, fraction, not_negative, required, value, within, word,
+};
+use training_settings::resolve::{optimizer as any_optimizer, reports, schedule};
+
 use super::settings::STEPS_UNKNOWN;
-use super::toml::{ByteCount, ConfigToml, TrainToml};
-use super::{Fraction, RunSettings, Said, SettingsError, WrittenFor};
+use super::toml::{ConfigToml, TrainToml};
+use super::{Batch, LrSchedule, Reader, RunSettings, Said, SettingsError, WrittenFor};
 
 /// Longest sequence; a larger value is taken for a typing error.
 const SEQ_LEN_MAX: u64 = 1 << 20;
-
-/// Errors in the settings, collected to be reported together.
-#[derive(Default)]
-pub(super) struct Faults(Vec<SettingsError>);
-
-impl Faults {
-    /// Returns the value in `result`, or records the error and returns `None`.
-    fn take<T>(&mut self, result: Result<T, SettingsError>) -> Option<T> {
-        result.map_err(|fault| self.0.push(fault)).ok()
-    }
-}
 
 /// Settings before they were resolved, to resolve them again when the number of steps is known.
 #[derive(Clone, Debug)]
@@ -71,13 +63,13 @@ pub(super) fn resolve(
     let (steps, seq_len) = steps_and_seq_len(&config.train, faults);
     // Checks that depend on an invalid number use 1 in its place.
     let (steps_or_one, seq_len_or_one) = (steps.unwrap_or(1), seq_len.unwrap_or(1));
-    let batch = faults.take(batch::batch(&config, seq_len_or_one, ranks));
-    let optimizer = optimizer::optimizer(&config.optimizer, &mut said, faults);
+    let batch = faults.take(batch(&config, seq_len_or_one, ranks));
+    let optimizer = any_optimizer::optimizer(&config.optimizer, Reader::Trainer, &mut said, faults);
     let lr = optimizer.as_ref().map_or(0.0, |optimizer| optimizer.lr);
-    let lr = faults.take(schedule::schedule(
+    // A run without steps has a schedule too, although nothing uses it.
+    let lr = faults.take(lr_schedule(
         &config,
         lr,
-        // A run without steps has a schedule too, although nothing uses it.
         steps_or_one.max(1),
         written_for,
         &mut said,
@@ -110,9 +102,14 @@ pub(super) fn resolve(
     }
     let device = train.as_ref().map(|train| train.device);
     let offload = offload::offload(&config, placement.as_ref(), device, &mut said.notes, faults);
-    let reports = train
-        .as_ref()
-        .and_then(|train| faults.take(reports::reports(&config, &train.run_dir)));
+    let reports = train.as_ref().and_then(|train| {
+        faults.take(reports::reports(
+            config.wall_clock_breakdown,
+            &config.tensorboard,
+            &config.csv_monitor,
+            &train.run_dir,
+        ))
+    });
     let found = (
         steps, seq_len, batch, optimizer, lr, placement, model, precision, data,
     );
@@ -160,6 +157,52 @@ pub(super) fn resolve(
     })
 }
 
+/// The schedule of a run of `steps` steps with the optimizer's learning rate `lr`.
+fn lr_schedule(
+    config: &ConfigToml,
+    lr: f64,
+    steps: u64,
+    written_for: WrittenFor,
+    said: &mut Said,
+) -> Result<LrSchedule, SettingsError> {
+    if config.scheduler.kind.is_some() {
+        return schedule::schedule(&config.scheduler, lr, Some(steps), &mut said.notes);
+    }
+    let is_left_out = any_optimizer::is_left_out(&config.optimizer);
+    Ok(schedule::left_out(
+        is_left_out,
+        lr,
+        steps,
+        written_for,
+        said,
+    ))
+}
+
+/// The batch of one rank, and the number of ranks.
+fn batch(
+    config: &ConfigToml,
+    seq_len: u64,
+    ranks: Option<u32>,
+) -> Result<(Batch, u32), SettingsError> {
+    let given = Sizes {
+        train: config.train_batch_size,
+        micro: config.train_micro_batch_size_per_gpu,
+        accumulated: config.gradient_accumulation_steps,
+    };
+    let Some(found) = batch::batch(given, ranks)? else {
+        return Err(SettingsError::Missing {
+            key: "train_micro_batch_size_per_gpu",
+            message: "set it, or train_batch_size",
+        });
+    };
+    let batch = Batch {
+        micro_batch: found.micro_batch as usize,
+        micro_batches: found.micro_batches as usize,
+        seq_len: seq_len as usize,
+    };
+    Ok((batch, found.ranks as u32))
+}
+
 /// Resolves the two numbers that every run file contains. The number of steps of a run whose length is set in
 /// epochs is not known yet.
 fn steps_and_seq_len(train: &TrainToml, faults: &mut Faults) -> (Option<u64>, Option<u64>) {
@@ -190,80 +233,4 @@ fn steps_and_seq_len(train: &TrainToml, faults: &mut Faults) -> (Option<u64>, Op
         Ok(seq_len)
     }));
     (steps, seq_len)
-}
-
-/// Finds the choice called `given` in `words`; the first one if nothing is given.
-fn word<T: Clone>(
-    key: &'static str,
-    given: Option<&str>,
-    words: &[(&str, T)],
-) -> Result<T, SettingsError> {
-    let given = given.unwrap_or(words[0].0);
-    let found = words.iter().find(|(word, _)| *word == given);
-    found.map(|(_, meaning)| meaning.clone()).ok_or_else(|| {
-        let names: Vec<String> = words
-            .iter()
-            .map(|(word, _)| format!("\"{word}\""))
-            .collect();
-        let (last, others) = names.split_last().expect("there are several choices");
-        value(
-            key,
-            format!("\"{given}\": use {} or {last}", others.join(", ")),
-        )
-    })
-}
-
-/// Parses a number of bytes that must not be 0.
-fn bytes(key: &'static str, count: Option<&ByteCount>) -> Result<Option<u64>, SettingsError> {
-    let Some(count) = count else { return Ok(None) };
-    match count.bytes() {
-        Some(bytes) if bytes > 0 => Ok(Some(bytes)),
-        _ => Err(value(
-            key,
-            "expected a number of bytes, for example 67108864 or \"64MiB\"",
-        )),
-    }
-}
-
-fn required(
-    key: &'static str,
-    number: Option<u64>,
-    message: &'static str,
-) -> Result<u64, SettingsError> {
-    number.ok_or(SettingsError::Missing { key, message })
-}
-
-fn at_least(key: &'static str, number: u64, least: u64) -> Result<(), SettingsError> {
-    if number >= least {
-        Ok(())
-    } else {
-        Err(value(key, format!("{number}: must be at least {least}")))
-    }
-}
-
-fn within(key: &'static str, number: u64, least: u64, most: u64) -> Result<(), SettingsError> {
-    if (least..=most).contains(&number) {
-        Ok(())
-    } else {
-        Err(value(key, format!("{number}: must be {least} to {most}")))
-    }
-}
-
-fn not_negative(key: &'static str, number: f64) -> Result<(), SettingsError> {
-    if number.is_finite() && number >= 0.0 {
-        Ok(())
-    } else {
-        Err(value(key, format!("{number}: must not be negative")))
-    }
-}
-
-fn fraction(key: &'static str, number: f64) -> Result<Fraction, SettingsError> {
-    Fraction::new(number).ok_or_else(|| value(key, format!("{number}: must be 0 to 1")))
-}
-
-fn value(key: &'static str, message: impl Into<String>) -> SettingsError {
-    SettingsError::Value {
-        key,
-        message: message.into(),
-    }
 }

@@ -3,7 +3,8 @@
 
 use std::path::PathBuf;
 
-use super::{fraction, value};
+use training_settings::resolve::{fraction, tier, value};
+
 use crate::config::toml::{FractionOrAuto, OffloadToml, ZeroToml};
 use crate::config::{Fraction, Placement, ResidentFraction, SettingsError, Stage, Tier};
 use training_state::run::resolved;
@@ -134,18 +135,6 @@ fn resident_fraction(offload: &OffloadToml) -> Result<ResidentFraction, Settings
         Some(FractionOrAuto::Word(word)) => Err(value(
             KEY,
             format!("\"{word}\": use a fraction from 0 to 1, or \"auto\""),
-        )),
-    }
-}
-
-fn tier(key: &'static str, word: Option<&str>) -> Result<Tier, SettingsError> {
-    match word.unwrap_or("none") {
-        "none" => Ok(Tier::None),
-        "cpu" => Ok(Tier::Cpu),
-        "nvme" => Ok(Tier::Nvme),
-        other => Err(value(
-            key,
-            format!("\"{other}\": use \"none\", \"cpu\" or \"nvme\""),
         )),
     }
 }

@@ -2,13 +2,10 @@
 //! overflows.
 
 use super::model;
-use super::{at_least, value, within};
-use crate::config::toml::{ConfigToml, Fp16Toml, Switch};
-use crate::config::{DynamicScale, FirstWeights, OverflowPolicy, Said, SettingsError};
+use crate::config::toml::{ConfigToml, Switch};
+use crate::config::{FirstWeights, OverflowPolicy, Said, SettingsError};
 use crate::model::Dtype;
-
-/// Highest power of the first loss scale. Apex started with 2^32; a larger scale only costs skipped steps.
-const SCALE_POWER_MAX: u64 = 32;
+use training_settings::resolve::precision::{is_on, scaling};
 
 /// Resolves the type that a run computes in. For "auto" it is the type of the checkpoint in the model's
 /// directory.
@@ -18,20 +15,13 @@ pub(super) fn precision(
     said: &mut Said,
 ) -> Result<(Dtype, OverflowPolicy), SettingsError> {
     let ConfigToml { bf16, fp16, .. } = config;
-    let on = |switch: Option<Switch>| switch == Some(Switch::Said(true));
     let auto = |switch: Option<Switch>| matches!(switch, Some(Switch::Auto(_)));
     let stored = model.and_then(|model| model.stored);
     let any_auto = auto(bf16.enabled) || auto(fp16.enabled);
-    let dtype = match (on(bf16.enabled), on(fp16.enabled)) {
-        (true, true) => {
-            return Err(value(
-                "fp16.enabled",
-                "bf16.enabled is true too: leave one of them out",
-            ));
-        }
-        (true, false) => Dtype::Bf16,
-        (false, true) => Dtype::Fp16,
-        (false, false) => match stored {
+    let dtype = match is_on(bf16, fp16)? {
+        (true, _) => Dtype::Bf16,
+        (_, true) => Dtype::Fp16,
+        _ => match stored {
             Some(Dtype::Bf16) if auto(bf16.enabled) => Dtype::Bf16,
             Some(Dtype::Fp16) if auto(fp16.enabled) => Dtype::Fp16,
             _ => {
@@ -85,45 +75,4 @@ pub(super) fn precision(
         Dtype::Fp16 => scaling(fp16)?,
     };
     Ok((dtype, overflow))
-}
-
-fn scaling(fp16: &Fp16Toml) -> Result<OverflowPolicy, SettingsError> {
-    let scale = fp16.loss_scale.unwrap_or(0.0);
-    if !(scale.is_finite() && scale >= 0.0) {
-        return Err(value(
-            "fp16.loss_scale",
-            format!("{scale}: must be 0 for an adaptive scale, or a positive number"),
-        ));
-    }
-    if scale > 0.0 {
-        return Ok(OverflowPolicy::Scaled { scale });
-    }
-    let power = fp16.initial_scale_power.unwrap_or(16);
-    within("fp16.initial_scale_power", power, 0, SCALE_POWER_MAX)?;
-    let min = fp16.min_loss_scale.unwrap_or(1.0);
-    if !(min.is_finite() && min > 0.0) {
-        return Err(value(
-            "fp16.min_loss_scale",
-            format!("{min}: must be above 0"),
-        ));
-    }
-    let dynamic = DynamicScale {
-        initial: (power as f64).exp2(),
-        window: fp16.loss_scale_window.unwrap_or(1000),
-        hysteresis: fp16.hysteresis.unwrap_or(2),
-        consecutive_hysteresis: fp16.consecutive_hysteresis.unwrap_or(false),
-        min,
-    };
-    at_least("fp16.loss_scale_window", dynamic.window, 1)?;
-    at_least("fp16.hysteresis", dynamic.hysteresis, 1)?;
-    if dynamic.initial < min {
-        return Err(value(
-            "fp16.min_loss_scale",
-            format!(
-                "{min} is more than the first scale, 2^{power} = {} (fp16.initial_scale_power)",
-                dynamic.initial
-            ),
-        ));
-    }
-    Ok(OverflowPolicy::Scales(dynamic))
 }

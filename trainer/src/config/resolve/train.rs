@@ -6,7 +6,7 @@ use offload_support::units::parse_time;
 
 use super::{Faults, at_least, value, within, word};
 use crate::compute::ActivationCheckpointing;
-use crate::config::toml::{self, ConfigToml, TrainToml};
+use crate::config::toml::{self, ConfigToml, Steps, TrainToml};
 use crate::config::{DataSettings, DeviceChoice, Interval, SettingsError, TrainSettings};
 use crate::model::ModelConfig;
 
@@ -64,13 +64,10 @@ pub(super) fn train(
     }
     let checkpoint_every = checkpoint_every(train, faults);
     let eval_batches = train.eval_batches;
+    let steps_per_print = config.steps_per_print.map(Steps::number);
     faults.take(at_least("train.eval_batches", eval_batches.unwrap_or(1), 1));
-    faults.take(at_least(
-        "steps_per_print",
-        config.steps_per_print.unwrap_or(1),
-        1,
-    ));
-    let log_every = train.log_every.or(config.steps_per_print).unwrap_or(10);
+    faults.take(at_least("steps_per_print", steps_per_print.unwrap_or(1), 1));
+    let log_every = train.log_every.or(steps_per_print).unwrap_or(10);
     if train.log_every.is_some() {
         faults.take(at_least("train.log_every", log_every, 1));
     }

@@ -254,7 +254,7 @@ fn listed_defaults_are_the_ones_in_effect() {
     };
     let without = lines(&[]);
     let mut compared = 0;
-    keys::each_default(&mut |key, default| {
+    training_settings::keys::each_default(&mut |key, default| {
         let Ok(mut table) =
             ::toml::from_str::<serde_json::Map<String, Value>>(&format!("value = {default}"))
         else {

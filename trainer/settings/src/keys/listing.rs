@@ -2,9 +2,8 @@
 
 use std::fmt::Write;
 
-use super::{Typed, each_used, entry, suggestion};
-use crate::config::SettingsError;
-use crate::config::toml::ConfigToml;
+use super::{each_used, entry, suggestion};
+use crate::{Reader, SettingsError};
 
 /// Fewest and most columns of a paragraph.
 const COLUMNS: std::ops::RangeInclusive<usize> = 40..=120;
@@ -28,7 +27,7 @@ pub fn listing(wanted: &[String], columns: Option<usize>) -> Result<String, Sett
         if !rows.iter().any(|row| is_in(&row.key, name)) {
             return Err(SettingsError::UnknownKey {
                 key: name.clone(),
-                nearest: suggestion(name),
+                nearest: suggestion(name, Reader::Trainer),
             });
         }
     }
@@ -51,7 +50,7 @@ fn is_in(key: &str, name: &str) -> bool {
 
 fn rows() -> Vec<Row> {
     let mut rows = Vec::new();
-    each_used("", &ConfigToml::KIND, &mut |path, field| {
+    each_used(Reader::Trainer, &mut |path, field| {
         if field.kind.fields.is_some() {
             return;
         }
@@ -137,7 +136,7 @@ mod tests {
     #[test]
     fn every_key_is_listed_with_its_type_and_description() {
         let listing = listing(&[], None).unwrap();
-        each_used("", &ConfigToml::KIND, &mut |path, field| {
+        each_used(Reader::Trainer, &mut |path, field| {
             let line = listing
                 .lines()
                 .find(|line| line.split(' ').next() == Some(&path));

@@ -1,25 +1,32 @@
 //! DeepSpeed's batch arithmetic.
 
 use super::{value, within};
-use crate::config::toml::ConfigToml;
-use crate::config::{Batch, SettingsError};
+use crate::SettingsError;
 
 /// Largest number of samples in a step; a larger value is taken for a typing error.
 const BATCH_MAX: u64 = 1 << 20;
 
+/// The three sizes as written.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Sizes {
+    pub train: Option<u64>,
+    pub micro: Option<u64>,
+    pub accumulated: Option<u64>,
+}
+
+/// Samples of a rank's micro-batch, micro-batches of a step, and ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Batch {
+    pub micro_batch: u64,
+    pub micro_batches: u64,
+    pub ranks: u64,
+}
+
 /// `train_batch_size = train_micro_batch_size_per_gpu * gradient_accumulation_steps * ranks`; two of the
 /// three keys determine the third. If `ranks` is unknown (the run is only examined), all three keys determine
-/// it.
-pub(super) fn batch(
-    config: &ConfigToml,
-    seq_len: u64,
-    ranks: Option<u32>,
-) -> Result<(Batch, u32), SettingsError> {
-    let (train, micro, steps) = (
-        config.train_batch_size,
-        config.train_micro_batch_size_per_gpu,
-        config.gradient_accumulation_steps,
-    );
+/// it. `None` if no number of samples is given.
+pub fn batch(given: Sizes, ranks: Option<u32>) -> Result<Option<Batch>, SettingsError> {
+    let (train, micro, steps) = (given.train, given.micro, given.accumulated);
     for (key, number) in [
         ("train_batch_size", train),
         ("train_micro_batch_size_per_gpu", micro),
@@ -57,20 +64,14 @@ pub(super) fn batch(
         (Some(_), None, Some(steps)) => (divided(steps, "gradient_accumulation_steps")?, steps),
         (Some(_), None, None) => (divided(1, "one sample for each rank")?, 1),
         (None, Some(micro), None) => (micro, 1),
-        (None, None, _) => {
-            return Err(SettingsError::Missing {
-                key: "train_micro_batch_size_per_gpu",
-                message: "set it, or train_batch_size",
-            });
-        }
+        (None, None, _) => return Ok(None),
     };
     within("train_batch_size", micro * steps * ranks, 1, BATCH_MAX)?;
-    let batch = Batch {
-        micro_batch: micro as usize,
-        micro_batches: steps as usize,
-        seq_len: seq_len as usize,
-    };
-    Ok((batch, ranks as u32))
+    Ok(Some(Batch {
+        micro_batch: micro,
+        micro_batches: steps,
+        ranks,
+    }))
 }
 
 /// Factor for several ranks in an error message.

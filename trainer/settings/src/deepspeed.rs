@@ -11,26 +11,26 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
-use super::{Said, SettingsError, accelerate, json, keys};
+use crate::{Reader, Said, SettingsError, accelerate, error::did_you_mean, json, keys};
 
 /// DeepSpeed settings that were read from a file.
 #[derive(Debug)]
-pub(super) struct DeepSpeedFile {
+pub(crate) struct DeepSpeedFile {
     /// File that contains the settings: the given one, or the one named by an Accelerate configuration.
-    pub(super) path: PathBuf,
-    pub(super) tree: Value,
+    pub(crate) path: PathBuf,
+    pub(crate) tree: Value,
     /// Keys that neither DeepSpeed nor this program reads.
-    pub(super) ignored: Vec<String>,
-    pub(super) notes: Vec<String>,
+    pub(crate) ignored: Vec<String>,
+    pub(crate) notes: Vec<String>,
     /// Whether Hugging Face's Trainer fills in a part of the file: some value is "auto".
-    pub(super) for_trainer: bool,
+    pub(crate) for_trainer: bool,
 }
 
 /// Reads the file at `path`: YAML if its extension says so, JSON otherwise.
 ///
 /// # Errors
 /// The file cannot be read or parsed, or is an Accelerate configuration without DeepSpeed.
-pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
+pub(crate) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     let is_yaml = path
         .extension()
         .is_some_and(|extension| extension == "yaml" || extension == "yml");
@@ -39,15 +39,14 @@ pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     } else {
         DeepSpeedFile::new(path.to_owned(), parse(path)?)
     };
-    drop_nulls(&mut file.tree);
-    rename(&mut file.tree);
-    file.ignored.extend(keys::take_ignored(&mut file.tree));
-    file.for_trainer = super::auto::is_asked_for(&file.tree);
+    file.ignored
+        .extend(simplify(&mut file.tree, Reader::Trainer));
+    file.for_trainer = crate::auto::is_asked_for(&file.tree);
     Ok(file)
 }
 
 impl DeepSpeedFile {
-    pub(super) fn new(path: PathBuf, tree: Value) -> Self {
+    pub(crate) fn new(path: PathBuf, tree: Value) -> Self {
         Self {
             path,
             tree,
@@ -56,37 +55,38 @@ impl DeepSpeedFile {
             for_trainer: false,
         }
     }
+}
 
-    /// Reports the ignored keys. One that resembles a key with an effect is a warning.
-    pub(super) fn note_ignored(&self, said: &mut Said) {
-        let shown = self.path.display();
-        for (key, near) in self
-            .ignored
-            .iter()
-            .filter_map(|key| Some((key, keys::suggestion(key)?)))
-        {
-            said.warnings.push(format!(
-                "{key} in {shown} has no effect: DeepSpeed does not know it{}",
-                super::did_you_mean(&Some(near))
-            ));
+/// Brings `tree` to DeepSpeed's current names, without what is null. Removes what DeepSpeed itself ignores, and returns it.
+pub(crate) fn simplify(tree: &mut Value, reader: Reader) -> Vec<String> {
+    drop_nulls(tree);
+    rename(tree);
+    keys::take_ignored(tree, reader)
+}
+
+/// Reports the keys of `file` that DeepSpeed ignores. One that resembles a key with an effect is a warning.
+pub(crate) fn note_ignored(ignored: &[String], file: &str, reader: Reader, said: &mut Said) {
+    let mut others = Vec::new();
+    for key in ignored {
+        match keys::suggestion(key, reader) {
+            Some(near) => said.warnings.push(format!(
+                "{key} in {file} has no effect: DeepSpeed does not know it{}",
+                did_you_mean(&Some(near))
+            )),
+            None => others.push(key.as_str()),
         }
-        let others = self
-            .ignored
-            .iter()
-            .filter(|key| keys::suggestion(key).is_none());
-        let others: Vec<&str> = others.map(String::as_str).collect();
-        if !others.is_empty() {
-            said.notes.push(format!(
-                "{} of {shown} has no effect, nor has it in DeepSpeed",
-                others.join(", ")
-            ));
-        }
+    }
+    if !others.is_empty() {
+        said.notes.push(format!(
+            "{} of {file} has no effect, nor has it in DeepSpeed",
+            others.join(", ")
+        ));
     }
 }
 
 /// Parses the JSON file at `path`; its outermost value must be an object.
-pub(super) fn parse(path: &Path) -> Result<Value, SettingsError> {
-    let text = super::source::read_text(path, "the DeepSpeed configuration")?;
+pub(crate) fn parse(path: &Path) -> Result<Value, SettingsError> {
+    let text = crate::source::read_text(path, "the DeepSpeed configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
         path: path.into(),
         format: "JSON",

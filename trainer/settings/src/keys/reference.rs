@@ -2,9 +2,10 @@
 
 use std::fmt::Write;
 
-use super::{Typed, entry, join};
-use crate::config::schema::{Field, Kind};
-use crate::config::toml::ConfigToml;
+use super::{entry, join};
+use crate::Reader;
+use crate::schema::{Field, Kind, Typed};
+use crate::toml::ConfigToml;
 
 const HEAD: &str = "# Configuration of the trainer
 
@@ -180,7 +181,7 @@ mod tests {
             .iter()
             .flat_map(|(first, second)| [first, second])
         {
-            assert!(super::super::is_used(key), "{key}");
+            assert!(super::super::is_used(key, Reader::Trainer), "{key}");
         }
         for (line, shown) in [
             ("\nepochs = ", true),

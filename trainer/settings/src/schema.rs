@@ -10,37 +10,39 @@ use serde::de::DeserializeOwned;
 use serde_json::Value;
 
 /// One key of a table.
-pub(super) struct Field {
-    pub(super) name: &'static str,
-    pub(super) kind: Kind,
+pub(crate) struct Field {
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
     /// Value without the key: a TOML value, or words. Empty if `what` or DeepSpeed's table says it.
-    pub(super) default: &'static str,
+    pub(crate) default: &'static str,
     /// Example value for `docs/trainer-configuration.md`. Empty for DeepSpeed's keys.
     #[cfg(test)]
-    pub(super) example: &'static str,
+    pub(crate) example: &'static str,
+    /// Whether only the trainer reads it.
+    pub(crate) is_trainers: bool,
     /// Lines of the doc comment. Empty for DeepSpeed's keys, which are described in their table.
-    pub(super) what: &'static [&'static str],
+    pub(crate) what: &'static [&'static str],
 }
 
 /// The type of a key.
 #[derive(Clone, Copy)]
-pub(super) struct Kind {
+pub struct Kind {
     /// Name of the type in an error message after "expected".
-    pub(super) words: &'static str,
+    pub(crate) words: &'static str,
     /// Returns whether the parser accepts a value of this kind.
-    pub(super) accepts: fn(&Value) -> bool,
+    pub(crate) accepts: fn(&Value) -> bool,
     /// The keys of a table.
-    pub(super) fields: Option<&'static [Field]>,
+    pub(crate) fields: Option<&'static [Field]>,
 }
 
 /// Type that a key may have.
-pub(super) trait Typed {
+pub trait Typed {
     const KIND: Kind;
 }
 
 impl Kind {
     /// Kind of a value that is parsed as `T`.
-    pub(super) const fn of<T: DeserializeOwned>(words: &'static str) -> Self {
+    pub(crate) const fn of<T: DeserializeOwned>(words: &'static str) -> Self {
         Self {
             words,
             accepts: |value| T::deserialize(value).is_ok(),
@@ -49,7 +51,7 @@ impl Kind {
     }
 
     /// Kind of a table.
-    pub(super) const fn table(fields: &'static [Field]) -> Self {
+    pub(crate) const fn table(fields: &'static [Field]) -> Self {
         Self {
             words: "a table",
             accepts: Value::is_object,
@@ -66,12 +68,12 @@ impl<T: Typed> Typed for Option<T> {
 /// Declares the names of types in error messages.
 macro_rules! typed {
     ($($type:ty = $words:literal;)*) => { $(
-        impl $crate::config::schema::Typed for $type {
-            const KIND: $crate::config::schema::Kind = $crate::config::schema::Kind::of::<$type>($words);
+        impl $crate::schema::Typed for $type {
+            const KIND: $crate::schema::Kind = $crate::schema::Kind::of::<$type>($words);
         }
     )* };
 }
-pub(super) use typed;
+pub(crate) use typed;
 
 typed! {
     u64 = "a whole number";
@@ -94,6 +96,7 @@ macro_rules! keys {
                 $(#[default($default:literal)])?
                 $(#[example($example:literal)])?
                 $(#[name($name:literal)])?
+                $(#[only($only:ident)])?
                 pub $field:ident: $type:ty,
             )*
         }
@@ -109,21 +112,30 @@ macro_rules! keys {
             )*
         }
 
-        impl $crate::config::schema::Typed for $table {
-            const KIND: $crate::config::schema::Kind = $crate::config::schema::Kind::table(&[
-                $($crate::config::schema::Field {
-                    name: $crate::config::schema::first!($($name,)? stringify!($field)),
-                    kind: <$type as $crate::config::schema::Typed>::KIND,
-                    default: $crate::config::schema::first!($($default,)? ""),
+        impl $crate::schema::Typed for $table {
+            const KIND: $crate::schema::Kind = $crate::schema::Kind::table(&[
+                $($crate::schema::Field {
+                    name: $crate::schema::first!($($name,)? stringify!($field)),
+                    kind: <$type as $crate::schema::Typed>::KIND,
+                    default: $crate::schema::first!($($default,)? ""),
+                    is_trainers: $crate::schema::first!($($crate::schema::is_trainers!($only),)? false),
                     #[cfg(test)]
-                    example: $crate::config::schema::first!($($example,)? ""),
+                    example: $crate::schema::first!($($example,)? ""),
                     what: &[$($what),*],
                 },)*
             ]);
         }
     )* };
 }
-pub(super) use keys;
+pub(crate) use keys;
+
+/// Expands to `true` for the word in `#[only(trainer)]`.
+macro_rules! is_trainers {
+    (trainer) => {
+        true
+    };
+}
+pub(crate) use is_trainers;
 
 /// Expands to the first of one or two arguments.
 macro_rules! first {
@@ -134,11 +146,11 @@ macro_rules! first {
         $one
     };
 }
-pub(super) use first;
+pub(crate) use first;
 
 impl Field {
     /// The doc comment as one line.
-    pub(super) fn what(&self) -> String {
+    pub(crate) fn what(&self) -> String {
         let lines = self.what.iter().map(|line| line.trim());
         lines.collect::<Vec<_>>().join(" ")
     }

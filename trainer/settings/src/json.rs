@@ -1,4 +1,4 @@
-//! Parses JSON as DeepSpeed does: accepts comments and trailing commas, refuses duplicate keys.
+//! Parses JSON as DeepSpeed does: accepts comments, trailing commas and Python's `Infinity`, refuses duplicate keys.
 
 use std::fmt;
 
@@ -9,12 +9,18 @@ use serde_json::{Map, Value};
 ///
 /// # Errors
 /// The message has the line and column in `text`.
-pub(super) fn parse(text: &str) -> Result<Value, String> {
+pub(crate) fn parse(text: &str) -> Result<Value, String> {
     let plain = without_trimmings(text);
     serde_json::from_str::<Strict>(&plain)
         .map(|Strict(value)| value)
         .map_err(|error| error.to_string())
 }
+
+/// What follows the first letter of Python's word for it.
+const INFINITY: &str = "nfinity";
+
+/// The text that stands for an infinite number in a tree.
+pub(crate) const INFINITE: &str = "inf";
 
 /// Replaces comments (`//`, `#`, `/* */`) and commas before a closing bracket by spaces, so that line and
 /// column numbers stay the same.
@@ -41,6 +47,11 @@ fn without_trimmings(text: &str) -> String {
                 }
                 before = skipped;
             }
+        } else if next == 'I' && rest.clone().take(INFINITY.len()).eq(INFINITY.chars()) {
+            // As text: JSON's numbers are finite. A key that may be infinite accepts it.
+            rest.nth(INFINITY.len() - 1);
+            plain.extend(format!("\"{INFINITE}\"   ").chars());
+            (comma, last) = (None, '"');
         } else {
             match next {
                 ',' => comma = (!matches!(last, '[' | '{' | ',')).then_some(plain.len()),
@@ -147,6 +158,11 @@ mod tests {
         assert_eq!(
             parse(r#"["a\"//,]", "\\", 1e9, -1, null, true,]"#).unwrap()[0],
             "a\"//,]"
+        );
+        let lines = "{\"every\": Infinity,\n\"x\": \"Infinity\", }";
+        assert_eq!(
+            parse(lines).unwrap(),
+            json!({"every": INFINITE, "x": "Infinity"})
         );
     }
 

@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use super::table::{MLFLOW, TRACKER, WANDB};
 use super::{Key, entries, used_keys};
+use crate::Reader;
 
 /// Names in other programs and the keys with the same meaning here. A remark follows where the key alone
 /// would mislead.
@@ -252,20 +253,31 @@ pub(super) fn feature(path: &str) -> Option<&'static str> {
 /// Names that are less similar than this are considered different words.
 const ALIKE_MIN: f64 = 0.7;
 
-/// Returns the key that was probably meant by the unknown `path`.
-pub(in crate::config) fn suggestion(path: &str) -> Option<String> {
-    let used = used_keys();
+/// Returns the key of `reader` that was probably meant by the unknown `path`.
+pub(crate) fn suggestion(path: &str, reader: Reader) -> Option<String> {
+    if reader == Reader::Package && is_nearly(path, "offloadd") {
+        return Some("offloadd".into());
+    }
+    let used = used_keys(reader);
     let name = last(path).to_ascii_lowercase().replace('-', "_");
     // Exactly one other table has a key of this name, for example `steps`.
     let named: Vec<&String> = used.iter().filter(|used| last(used) == name).collect();
-    let known = OTHERS
-        .iter()
-        .find(|(other, _)| *other == name || *other == path);
+    let has = |ours: &str| {
+        let key = ours.split(' ').next().unwrap_or_default();
+        reader == Reader::Trainer || used.iter().any(|used| used == key)
+    };
+    let known =
+        (OTHERS.iter()).find(|(other, ours)| (*other == name || *other == path) && has(ours));
     match (named.as_slice(), known) {
         (_, Some((_, ours))) => Some((*ours).to_owned()),
         ([one], None) => Some((*one).clone()),
         _ => nearest(path, &used),
     }
+}
+
+/// Returns whether `name` is a misspelling of `word`, one or two letters away.
+pub(crate) fn is_nearly(name: &str, word: &str) -> bool {
+    (1..=2).contains(&strsim::damerau_levenshtein(name, word))
 }
 
 fn last(path: &str) -> &str {
@@ -300,7 +312,7 @@ mod tests {
 
     #[test]
     fn names_of_other_programs_are_suggested_by_meaning() {
-        let used = used_keys();
+        let used = used_keys(Reader::Trainer);
         for (other, ours) in OTHERS {
             let key = ours.split(' ').next().unwrap();
             assert!(
@@ -321,9 +333,13 @@ mod tests {
             ("optimizer.name", "optimizer.type"),
             ("train.stepz", "train.steps"),
         ] {
-            assert_eq!(suggestion(name).as_deref(), Some(expected), "{name}");
+            assert_eq!(
+                suggestion(name, Reader::Trainer).as_deref(),
+                Some(expected),
+                "{name}"
+            );
         }
-        assert_eq!(suggestion("train.qqq"), None);
+        assert_eq!(suggestion("train.qqq", Reader::Trainer), None);
     }
 
     #[test]
@@ -348,7 +364,7 @@ mod tests {
             assert_eq!(feature(key), None, "{key}");
         }
         // No key of ours begins like one of them.
-        for used in used_keys() {
+        for used in used_keys(Reader::Trainer) {
             assert_eq!(feature(&used), None, "{used}");
         }
     }

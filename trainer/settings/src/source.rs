@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
 
-use super::deepspeed::{self, DeepSpeedFile};
-use super::{SettingsError, apply_overrides, json, keys};
+use crate::deepspeed::{self, DeepSpeedFile};
+use crate::{Reader, Said, SettingsError, WrittenFor, json, keys};
 
 /// Configuration files of a run, and the values that replace theirs.
 #[derive(Clone, Debug, Default)]
@@ -21,14 +21,14 @@ pub struct Source {
 }
 
 /// All settings in one tree, with the DeepSpeed part of it.
-pub(super) struct Tree {
-    pub(super) tree: Value,
-    pub(super) deepspeed: Option<DeepSpeedFile>,
+pub struct Tree {
+    pub tree: Value,
+    deepspeed: Option<DeepSpeedFile>,
 }
 
 impl Source {
     /// Returns the stem of the run file's name, or of the DeepSpeed file's if there is no run file.
-    pub(super) fn name(&self) -> String {
+    pub fn name(&self) -> String {
         let file = self.run.as_deref().or(self.deepspeed.as_deref());
         file.and_then(Path::file_stem)
             .map_or_else(|| "run".into(), |stem| stem.to_string_lossy().into_owned())
@@ -38,7 +38,7 @@ impl Source {
     ///
     /// # Errors
     /// A file cannot be read; two files contradict each other; a `--set` has no key or no value.
-    pub(super) fn tree(&self) -> Result<Tree, SettingsError> {
+    pub fn tree(&self) -> Result<Tree, SettingsError> {
         let mut tree = match &self.run {
             Some(path) => parse(path, "the run file")?,
             None => Value::Object(Map::new()),
@@ -97,16 +97,28 @@ impl Source {
 }
 
 impl Tree {
+    /// Returns whose defaults apply, and says what the DeepSpeed file has without effect.
+    pub fn written_for(&self, said: &mut Said) -> WrittenFor {
+        let Some(file) = &self.deepspeed else {
+            return WrittenFor::Us;
+        };
+        said.notes.extend(file.notes.iter().cloned());
+        let shown = file.path.display().to_string();
+        deepspeed::note_ignored(&file.ignored, &shown, Reader::Trainer, said);
+        match file.for_trainer {
+            true => WrittenFor::Trainer,
+            false => WrittenFor::DeepSpeed,
+        }
+    }
+
     /// Adds the DeepSpeed file's path to an error about a key from that file.
-    pub(super) fn blame(deepspeed: &Option<DeepSpeedFile>, error: SettingsError) -> SettingsError {
-        let Some(file) = deepspeed else {
+    pub fn blame(&self, error: SettingsError) -> SettingsError {
+        let Some(file) = &self.deepspeed else {
             return error;
         };
         if let SettingsError::Several(faults) = error {
-            let faults = faults.into_iter();
-            return SettingsError::Several(
-                faults.map(|fault| Self::blame(deepspeed, fault)).collect(),
-            );
+            let faults = faults.into_iter().map(|fault| self.blame(fault));
+            return SettingsError::Several(faults.collect());
         }
         let key = error.key().unwrap_or_default();
         let pointer = format!("/{}", key.replace('.', "/"));
@@ -120,7 +132,7 @@ impl Tree {
     }
 }
 
-pub(super) fn read_text(path: &Path, what: &'static str) -> Result<String, SettingsError> {
+pub(crate) fn read_text(path: &Path, what: &'static str) -> Result<String, SettingsError> {
     std::fs::read_to_string(path).map_err(|source| SettingsError::Read {
         what,
         path: path.into(),
@@ -170,9 +182,30 @@ fn first_null(tree: &Value, key: String) -> Option<String> {
         Value::Array(items) => items.iter().find_map(|item| first_null(item, key.clone())),
         Value::Object(table) => table
             .iter()
-            .find_map(|(name, value)| first_null(value, super::keys::join(&key, name))),
+            .find_map(|(name, value)| first_null(value, keys::join(&key, name))),
         _ => None,
     }
+}
+
+/// Applies `sets`, each `key=value`, to a tree of settings. `train.steps` also replaces `train.epochs`, and the reverse: a run
+/// has one of them.
+///
+/// # Errors
+/// The first one without a key or a value.
+pub fn apply_overrides(tree: &mut Value, sets: &[String]) -> Result<(), SettingsError> {
+    let is_set = |name: &str| {
+        let mut keys = sets.iter().filter_map(|set| set.split('=').next());
+        keys.any(|key| key.trim().strip_prefix("train.") == Some(name))
+    };
+    for (name, other) in [("steps", "epochs"), ("epochs", "steps")] {
+        if is_set(name)
+            && !is_set(other)
+            && let Some(Value::Object(train)) = tree.get_mut("train")
+        {
+            train.remove(other);
+        }
+    }
+    sets.iter().try_for_each(|set| apply(tree, set))
 }
 
 /// Adds to `tree`, which comes from the first of `files`, what `below`, from the second, has in addition. A
@@ -224,7 +257,7 @@ fn same(a: &Value, b: &Value) -> bool {
 
 /// Applies one `a.b=value` to the tree. The value is TOML. Other text is a string, so that paths and sizes
 /// need no quotes, unless it starts like a list, a table or a quoted string: then it is a syntax error.
-pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
+pub(crate) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     let wrong = || SettingsError::Set { text: set.into() };
     let (path, text) = set.split_once('=').ok_or_else(wrong)?;
     let (path, text) = (path.trim(), text.trim());
@@ -263,7 +296,7 @@ pub(super) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
 
 /// Converts numbers such as 5e8 and 1000.0 to integers where they are whole. Leaves the model's keys alone,
 /// which have their own parser.
-pub(super) fn whole_numbers(tree: &mut Value) {
+pub(crate) fn whole_numbers(tree: &mut Value) {
     /// Up to this value every whole number is exactly one f64.
     const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
     match tree {

@@ -3,12 +3,10 @@
 use serde_json::Value;
 use training_state::learning_rate::DEEPSPEED_SCHEDULERS;
 
-use super::optimizer::is_left_out;
 use super::{at_least, fraction, not_negative, value};
-use crate::config::summary::Rate;
-use crate::config::toml::{ConfigToml, SchedulerParamsToml};
-use crate::config::{
-    LrSchedule, MomentumCycle, OneCycle, RangeTest, Said, SettingsError, Warmup, WrittenFor,
+use crate::toml::{SchedulerParamsToml, SchedulerToml};
+use crate::{
+    LrSchedule, MomentumCycle, OneCycle, RangeTest, Rate, Said, SettingsError, Warmup, WrittenFor,
 };
 
 /// Hugging Face's schedules, each with the names of its parameters.
@@ -34,19 +32,15 @@ fn instead_of(kind: &str) -> &'static str {
     }
 }
 
-/// Resolves the schedule of a run of `steps` steps with the optimizer's learning rate `lr`.
-pub(super) fn schedule(
-    config: &ConfigToml,
+/// Resolves the schedule of a run with the optimizer's learning rate `lr`. `steps` is `None` where the run's length is the script's.
+pub fn schedule(
+    scheduler: &SchedulerToml,
     lr: f64,
-    steps: u64,
-    written_for: WrittenFor,
-    said: &mut Said,
+    steps: Option<u64>,
+    notes: &mut Vec<String>,
 ) -> Result<LrSchedule, SettingsError> {
-    let params = &config.scheduler.params;
-    let Some(kind) = config.scheduler.kind.as_deref() else {
-        return Ok(left_out(config, lr, steps, written_for, said));
-    };
-    let notes = &mut said.notes;
+    let params = &scheduler.params;
+    let kind = scheduler.kind.as_deref().unwrap_or(CONSTANT);
     let schedulers = || HUGGING_FACE_SCHEDULERS.iter().chain(DEEPSPEED_SCHEDULERS);
     let Some((_, known)) = schedulers().find(|(name, _)| *name == kind) else {
         let names: Vec<&str> = schedulers().map(|(name, _)| *name).collect();
@@ -64,7 +58,10 @@ pub(super) fn schedule(
         "LRRangeTest" => range_test(params),
         "OneCycle" => one_cycle(params, steps),
         LINEAR | COSINE | CONSTANT => {
-            let total_steps = params.total_num_steps.unwrap_or(steps);
+            let total_steps = match kind {
+                CONSTANT => params.total_num_steps.unwrap_or(1),
+                _ => end(params, steps)?,
+            };
             at_least("scheduler.params.total_num_steps", total_steps, 1)?;
             let warmup_steps = warmup_steps(params, steps)?;
             Ok(match kind {
@@ -87,14 +84,14 @@ pub(super) fn schedule(
 
 /// Schedule if none is set: Hugging Face's Trainer decays linearly, DeepSpeed keeps the rate. Without an
 /// optimizer, the Trainer's choice applies.
-fn left_out(
-    config: &ConfigToml,
+pub fn left_out(
+    optimizer_is_left_out: bool,
     lr: f64,
     steps: u64,
     written_for: WrittenFor,
     said: &mut Said,
 ) -> LrSchedule {
-    let trainers = written_for == WrittenFor::Trainer || is_left_out(&config.optimizer);
+    let trainers = written_for == WrittenFor::Trainer || optimizer_is_left_out;
     if !trainers {
         if written_for == WrittenFor::DeepSpeed {
             said.warnings.push(format!(
@@ -117,8 +114,19 @@ fn left_out(
     }
 }
 
+/// Step at which a decay ends: the given one, or the run's last.
+fn end(params: &SchedulerParamsToml, steps: Option<u64>) -> Result<u64, SettingsError> {
+    params
+        .total_num_steps
+        .or(steps)
+        .ok_or(SettingsError::Missing {
+            key: "scheduler.params.total_num_steps",
+            message: "the rate falls until this step: set it to the number of steps of the run",
+        })
+}
+
 /// Resolves the warm-up of Hugging Face's schedules in a run of `steps` steps.
-fn warmup_steps(params: &SchedulerParamsToml, steps: u64) -> Result<u64, SettingsError> {
+fn warmup_steps(params: &SchedulerParamsToml, steps: Option<u64>) -> Result<u64, SettingsError> {
     const STEPS: &str = "scheduler.params.warmup_steps";
     const RATIO: &str = "scheduler.params.warmup_ratio";
     let warmup_steps = match (params.warmup_steps, params.warmup_ratio) {
@@ -130,10 +138,18 @@ fn warmup_steps(params: &SchedulerParamsToml, steps: u64) -> Result<u64, Setting
         }
         (Some(count), None) => count,
         // Rounded up, as in Hugging Face's Trainer.
-        (None, Some(ratio)) => (fraction(RATIO, ratio)?.get() * steps as f64).ceil() as u64,
+        (None, Some(ratio)) => {
+            let steps = match steps {
+                Some(steps) => steps,
+                None => end(params, None)?,
+            };
+            (fraction(RATIO, ratio)?.get() * steps as f64).ceil() as u64
+        }
         (None, None) => 0,
     };
-    if warmup_steps > steps {
+    if let Some(steps) = steps
+        && warmup_steps > steps
+    {
         return Err(value(
             STEPS,
             format!("{warmup_steps} is more than the {steps} steps of the run"),
@@ -181,7 +197,10 @@ fn range_test(params: &SchedulerParamsToml) -> Result<LrSchedule, SettingsError>
     Ok(LrSchedule::RangeTest(test))
 }
 
-fn one_cycle(params: &SchedulerParamsToml, steps: u64) -> Result<LrSchedule, SettingsError> {
+fn one_cycle(
+    params: &SchedulerParamsToml,
+    steps: Option<u64>,
+) -> Result<LrSchedule, SettingsError> {
     let bound = |key: &'static str, given: Option<f64>| {
         let missing = SettingsError::Missing {
             key,
@@ -208,7 +227,8 @@ fn one_cycle(params: &SchedulerParamsToml, steps: u64) -> Result<LrSchedule, Set
     };
     // A decay that grows with every step must stay positive until the end.
     let schedule = LrSchedule::OneCycle(cycle);
-    if let Some([last, _]) = training_state::learning_rate::betas(&schedule, steps)
+    if let Some(steps) = steps
+        && let Some([last, _]) = training_state::learning_rate::betas(&schedule, steps)
         && last >= 1.0
     {
         return Err(value(
@@ -246,7 +266,7 @@ fn warmup(
     kind: &str,
     params: &SchedulerParamsToml,
     lr: f64,
-    steps: u64,
+    steps: Option<u64>,
     notes: &mut Vec<String>,
 ) -> Result<LrSchedule, SettingsError> {
     let logarithmic = match params.warmup_type.as_deref() {
@@ -269,19 +289,27 @@ fn warmup(
         fraction(key, given.unwrap_or(default)).map(|fraction| fraction.get())
     };
     let given_steps = params.warmup_num_steps.unwrap_or(1000);
-    let total_steps = params.total_num_steps.unwrap_or(steps);
+    let total_steps = match kind {
+        "WarmupLR" => 0,
+        _ => end(params, steps)?,
+    };
     let mut note = |text: String| notes.push(text);
     if given_steps < 2 {
         note(format!(
             "scheduler.params.warmup_num_steps is {given_steps}: using 2, as DeepSpeed does"
         ));
     }
-    if kind != "WarmupLR" && total_steps != steps {
+    if let Some(steps) = steps
+        && kind != "WarmupLR"
+        && total_steps != steps
+    {
         note(format!(
             "scheduler.params.total_num_steps is {total_steps}, but the run has {steps} steps"
         ));
     }
-    if given_steps >= steps {
+    if let Some(steps) = steps
+        && given_steps >= steps
+    {
         note(format!(
             "scheduler.params.warmup_num_steps is {given_steps}, but the run has {steps} steps: the learning rate will not reach its maximum"
         ));

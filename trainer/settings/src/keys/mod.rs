@@ -1,6 +1,6 @@
 //! The keys that a configuration file may have: those that are read, and DeepSpeed's that are not.
 //!
-//! No key is ignored silently. A key is used; or it is DeepSpeed's and has no effect here (reported before
+//! Each of the two readers, the trainer and the Python package, has its column in the table. No key is ignored silently. A key is used; or it is DeepSpeed's and has no effect here (reported before
 //! the start); or it asks for an unsupported feature (refused unless it is switched off); or it is unknown
 //! (refused, with a suggestion if one is found). `table.rs` assigns DeepSpeed's keys to these cases. Keys
 //! that DeepSpeed itself ignores are removed from a DeepSpeed file and reported.
@@ -15,39 +15,53 @@ mod table;
 
 use serde_json::Value;
 
-use super::schema::{Field, Kind, Typed};
-use super::{SettingsError, toml::ConfigToml};
+use crate::schema::{Field, Kind, Typed};
+use crate::toml::{ConfigToml, PackageToml};
+use crate::{Reader, SettingsError};
 use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 
 pub use listing::listing;
-pub(super) use suggest::suggestion;
+pub(crate) use suggest::suggestion;
 
 /// Result of checking a file.
-pub(super) struct Checked {
+pub(crate) struct Checked {
     /// A line about keys without effect, if there are any.
-    pub(super) note: Option<String>,
+    pub(crate) note: Option<String>,
+    /// Paths of keys without effect, except those that only switch off what is not there.
+    pub(crate) without_effect: Vec<String>,
     /// Keys that are unknown, unsupported, or have a wrong type.
-    pub(super) faults: Vec<SettingsError>,
+    pub(crate) faults: Vec<SettingsError>,
 }
 
-/// Checks every key of a run file.
-pub(super) fn check(file: &Value) -> Checked {
+/// Checks every key of a file.
+pub(crate) fn check(file: &Value, reader: Reader) -> Checked {
     let mut check = Check {
-        used: used_keys(),
+        reader,
+        used: used_keys(reader),
         without_effect: Vec::new(),
+        off: Vec::new(),
         faults: Vec::new(),
     };
     check.walk("", file);
     Checked {
         note: check.note(),
+        without_effect: check.without_effect,
         faults: check.faults,
     }
 }
 
+/// The tables that `reader` parses.
+fn root(reader: Reader) -> &'static Kind {
+    match reader {
+        Reader::Trainer => &ConfigToml::KIND,
+        Reader::Package => &PackageToml::KIND,
+    }
+}
+
 /// Removes every value of a wrong type from `file`, so that the rest can be parsed.
-pub(super) fn take_wrong_types(file: &mut Value) -> Vec<SettingsError> {
+pub(crate) fn take_wrong_types(file: &mut Value, kind: &Kind) -> Vec<SettingsError> {
     let mut faults = Vec::new();
-    take_wrong(file, "", &ConfigToml::KIND, &mut faults);
+    take_wrong(file, "", kind, &mut faults);
     faults
 }
 
@@ -95,18 +109,33 @@ fn hint(path: &str, field: &Field, value: &Value) -> String {
 }
 
 /// Removes what DeepSpeed itself does not read from a DeepSpeed file, and returns the paths.
-pub(super) fn take_ignored(file: &mut Value) -> Vec<String> {
+pub(crate) fn take_ignored(file: &mut Value, reader: Reader) -> Vec<String> {
     let mut ignored = Vec::new();
-    take_unread(file, "", &used_keys(), &mut ignored);
+    let is_known = |path: &str| used_keys(reader).iter().any(|used| used == path);
+    let is_known = |path: &str| is_known(path) || entry(path).is_some();
+    // No other program has this table: a name like it is refused as a typing error.
+    let is_ours = |path: &str| reader == Reader::Package && suggest::is_nearly(path, "offloadd");
+    take_unread(
+        file,
+        "",
+        &|path| is_known(path) || is_ours(path),
+        &mut ignored,
+    );
     ignored
 }
 
-fn take_unread(value: &mut Value, prefix: &str, used: &[String], ignored: &mut Vec<String>) {
+fn take_unread(
+    value: &mut Value,
+    prefix: &str,
+    is_known: &impl Fn(&str) -> bool,
+    ignored: &mut Vec<String>,
+) {
     let Value::Object(table) = value else { return };
     table.retain(|name, value| {
         let path = join(prefix, name);
-        if used.contains(&path) || entry(&path).is_some() {
-            take_unread(value, &path, used, ignored);
+        // A dot in a name is no path.
+        if !name.contains('.') && is_known(&path) {
+            take_unread(value, &path, is_known, ignored);
             return true;
         }
         let refused = !IGNORES_OTHERS.contains(&prefix);
@@ -135,9 +164,12 @@ fn entry(path: &str) -> Option<&'static Key> {
 
 /// Check of a file in progress.
 struct Check {
+    reader: Reader,
     used: Vec<String>,
-    /// Paths of keys without effect, including those that are switched off.
+    /// Paths of keys without effect.
     without_effect: Vec<String>,
+    /// Paths of refused keys that are switched off.
+    off: Vec<String>,
     faults: Vec<SettingsError>,
 }
 
@@ -146,7 +178,9 @@ impl Check {
         let Value::Object(table) = value else { return };
         for (name, value) in table {
             let path = join(prefix, name);
-            if self.used.contains(&path) {
+            if name.contains('.') {
+                self.unknown(path, value);
+            } else if self.used.contains(&path) {
                 self.walk(&path, value);
             } else if let Some(key) = entry(&path) {
                 self.check_below(&path, value);
@@ -164,7 +198,9 @@ impl Check {
             let path = join(path, name);
             match entry(&path) {
                 Some(key)
-                    if key.path == path && key.support == KeySupport::Refused && !is_off(value) =>
+                    if key.path == path
+                        && key.in_column(self.reader).0 == KeySupport::Refused
+                        && !is_off(value) =>
                 {
                     self.meet(key, path, value);
                 }
@@ -176,9 +212,10 @@ impl Check {
 
     /// Handles a known key that is not read.
     fn meet(&mut self, key: &'static Key, path: String, value: &Value) {
-        let asks_for_nothing = match key.support {
+        let (support, instead) = key.in_column(self.reader);
+        let is_off = match support {
             KeySupport::Used => unreachable!("{} is read", key.path),
-            KeySupport::Unused => true,
+            KeySupport::Unused => return self.without_effect.push(path),
             KeySupport::Refused => is_off(value),
             // A feature that is usually on: the key is a request when it turns the feature off.
             KeySupport::RefusedBut(values) => {
@@ -186,32 +223,37 @@ impl Check {
                 is_left || values.contains(&value.to_string().as_str())
             }
         };
-        if asks_for_nothing {
-            self.without_effect.push(path);
-        } else {
-            let instead = key.why;
-            self.faults
-                .push(SettingsError::NotSupported { key: path, instead });
+        if is_off {
+            return self.off.push(path);
         }
+        self.faults.push(match self.reader {
+            Reader::Trainer => SettingsError::NotSupported { key: path, instead },
+            Reader::Package => SettingsError::OtherProgram { key: path, instead },
+        });
     }
 
     fn unknown(&mut self, path: String, value: &Value) {
-        self.faults.push(
-            match suggest::tracker(&path, value).or_else(|| suggest::feature(&path)) {
-                Some(instead) => SettingsError::OtherProgram { key: path, instead },
-                None => SettingsError::UnknownKey {
-                    nearest: suggestion(&path),
-                    key: path,
-                },
+        let of_other_program = match self.reader {
+            Reader::Trainer => suggest::tracker(&path, value).or_else(|| suggest::feature(&path)),
+            Reader::Package => None,
+        };
+        self.faults.push(match of_other_program {
+            Some(instead) => SettingsError::OtherProgram { key: path, instead },
+            None => SettingsError::UnknownKey {
+                nearest: suggestion(&path, self.reader),
+                key: path,
             },
-        );
+        });
     }
 
     fn note(&self) -> Option<String> {
-        match self.without_effect.as_slice() {
+        let all: Vec<&str> = (self.without_effect.iter().chain(&self.off))
+            .map(String::as_str)
+            .collect();
+        match all.as_slice() {
             [] => None,
             [one] => {
-                let why = entry(one).map_or("", |key| key.why);
+                let why = entry(one).map_or("", |key| key.in_column(self.reader).1);
                 Some(format!("{one} has no effect here: {why}"))
             }
             several => Some(format!(
@@ -224,6 +266,14 @@ impl Check {
 }
 
 impl Key {
+    /// Support and explanation for `reader`.
+    pub(crate) fn in_column(&self, reader: Reader) -> (KeySupport, &'static str) {
+        match (reader, self.package) {
+            (Reader::Package, Some(own)) => own,
+            _ => (self.support, self.why),
+        }
+    }
+
     /// Returns whether `name` (dotted if it is deeper) is one of the keys below this one, or a table that
     /// contains one.
     fn has(&self, name: &str) -> bool {
@@ -251,39 +301,51 @@ impl Key {
 }
 
 /// Returns whether a key is read.
-pub(super) fn is_used(path: &str) -> bool {
-    used_keys().iter().any(|used| used == path)
+pub(crate) fn is_used(path: &str, reader: Reader) -> bool {
+    used_keys(reader).iter().any(|used| used == path)
 }
 
 /// Paths of all keys that are read, including tables, in the order of declaration.
-fn used_keys() -> Vec<String> {
+fn used_keys(reader: Reader) -> Vec<String> {
     let mut paths = Vec::new();
-    each_used("", &ConfigToml::KIND, &mut |path, _| paths.push(path));
+    each_used(reader, &mut |path, _| paths.push(path));
     paths
 }
 
-/// Calls `see` for each key that is read.
-fn each_used(prefix: &str, kind: &Kind, see: &mut impl FnMut(String, &'static Field)) {
+/// Calls `see` for each key that `reader` reads.
+fn each_used(reader: Reader, see: &mut impl FnMut(String, &'static Field)) {
+    each_below("", root(reader), reader, see);
+}
+
+fn each_below(
+    prefix: &str,
+    kind: &Kind,
+    reader: Reader,
+    see: &mut impl FnMut(String, &'static Field),
+) {
     for field in kind.fields.unwrap_or_default() {
+        if field.is_trainers && reader == Reader::Package {
+            continue;
+        }
         let path = join(prefix, field.name);
         see(path.clone(), field);
-        each_used(&path, &field.kind, see);
+        each_below(&path, &field.kind, reader, see);
     }
 }
 
-/// Calls `see` for each of this program's own keys with its default.
-#[cfg(test)]
-pub(super) fn each_default(see: &mut impl FnMut(&str, &str)) {
-    each_used("", &ConfigToml::KIND, &mut |path, field| {
+/// Calls `see` for each of the trainer's own keys with its default.
+pub fn each_default(see: &mut impl FnMut(&str, &str)) {
+    each_used(Reader::Trainer, &mut |path, field| {
         see(&path, field.default);
     });
 }
 
-/// Returns whether a value switches a feature off in one of DeepSpeed's ways: false, null, an empty table, or
+/// Returns whether a value switches a feature off in one of DeepSpeed's ways: false, null, 0, an empty table, or
 /// a table with `enabled = false`. "auto" also counts as off.
 fn is_off(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
+        Value::Number(number) => number.as_f64() == Some(0.0),
         Value::String(word) => word == "auto",
         Value::Object(table) => table.is_empty() || table.get("enabled").is_some_and(is_off),
         _ => false,
@@ -291,7 +353,7 @@ fn is_off(value: &Value) -> bool {
 }
 
 /// Joins the table path `prefix` and `key`.
-pub(super) fn join(prefix: &str, key: &str) -> String {
+pub fn join(prefix: &str, key: &str) -> String {
     if prefix.is_empty() {
         key.to_owned()
     } else {
@@ -305,7 +367,7 @@ mod tests {
     use serde_json::json;
 
     fn unknown(file: Value) -> (String, Option<String>) {
-        match check(&file).faults.pop() {
+        match check(&file, Reader::Trainer).faults.pop() {
             Some(SettingsError::UnknownKey { key, nearest }) => (key, nearest),
             other => panic!("expected an unknown key, got {other:?}"),
         }
@@ -313,7 +375,7 @@ mod tests {
 
     /// Number of keys in the note about keys without effect.
     fn without_effect(file: Value) -> usize {
-        let Checked { note, faults } = check(&file);
+        let Checked { note, faults, .. } = check(&file, Reader::Trainer);
         assert!(faults.is_empty(), "{faults:?}");
         let note = note.unwrap_or_default();
         assert_eq!(note.lines().count(), 1, "{note}");
@@ -338,13 +400,22 @@ mod tests {
 
     #[test]
     fn a_deepspeed_key_without_effect_is_always_reported() {
-        let note = check(&json!({"aio": {"block_size": 1}, "steps_per_print": 10})).note;
+        let note = check(
+            &json!({"aio": {"block_size": 1}, "steps_per_print": 10}),
+            Reader::Trainer,
+        )
+        .note;
         let note = note.unwrap();
         assert!(
             note.starts_with("aio.block_size has no effect here: one thread"),
             "{note}"
         );
-        assert_eq!(check(&json!({"wandb": {"enabled": true}})).faults.len(), 1);
+        assert_eq!(
+            check(&json!({"wandb": {"enabled": true}}), Reader::Trainer)
+                .faults
+                .len(),
+            1
+        );
         assert_eq!(without_effect(json!({"wandb": {"enabled": false}})), 1);
     }
 
@@ -399,7 +470,7 @@ mod tests {
                 "set train.checkpoints_on_each_node = true",
             ),
         ] {
-            let faults = check(&file).faults;
+            let faults = check(&file, Reader::Trainer).faults;
             assert_eq!(faults.len(), 1, "{faults:?}");
             let text = faults[0].to_string();
             assert!(text.contains(part), "{text}");
@@ -414,7 +485,7 @@ mod tests {
 
     #[test]
     fn the_table_has_every_key_once_and_those_that_are_read_as_used() {
-        let tables = ["model", "data", "train", "offload", "deepspeed"];
+        let tables = ["model", "data", "train", "offload", "deepspeed", "offloadd"];
         let ours = [
             "optimizer.groups",
             "optimizer.moments",
@@ -423,26 +494,33 @@ mod tests {
             "scheduler.params.warmup_steps",
             "scheduler.params.warmup_ratio",
         ];
-        let used = used_keys().into_iter().filter(|path| {
-            let top = path.split('.').next().unwrap_or("");
-            !tables.contains(&top) && !ours.contains(&path.as_str())
-        });
-        // Tables are listed by the keys in them.
-        let all: Vec<String> = used.collect();
-        let is_table = |path: &String| {
-            all.iter()
-                .any(|other| other.starts_with(&format!("{path}.")))
-        };
-        let mut read: Vec<String> = all.iter().filter(|path| !is_table(path)).cloned().collect();
-        read.sort();
-        let of = |wanted: fn(KeySupport) -> bool| -> Vec<String> {
-            let keys = entries().filter(|key| wanted(key.support));
+        let of = |reader: Reader, wanted: fn(KeySupport) -> bool| -> Vec<String> {
+            let keys = entries().filter(|key| wanted(key.in_column(reader).0));
             let mut paths: Vec<String> = keys.flat_map(Key::paths).collect();
             paths.sort();
             paths
         };
-        assert_eq!(of(|support| support == KeySupport::Used), read);
-        let mut every = of(|_| true);
+        for reader in [Reader::Trainer, Reader::Package] {
+            let used = used_keys(reader).into_iter().filter(|path| {
+                let top = path.split('.').next().unwrap_or("");
+                !tables.contains(&top) && !ours.contains(&path.as_str())
+            });
+            // Tables are listed by the keys in them.
+            let all: Vec<String> = used.collect();
+            let is_table = |path: &String| {
+                all.iter()
+                    .any(|other| other.starts_with(&format!("{path}.")))
+            };
+            let mut read: Vec<String> =
+                all.iter().filter(|path| !is_table(path)).cloned().collect();
+            read.sort();
+            assert_eq!(
+                of(reader, |support| support == KeySupport::Used),
+                read,
+                "{reader:?}"
+            );
+        }
+        let mut every = of(Reader::Trainer, |_| true);
         let count = every.len();
         every.dedup();
         assert_eq!(every.len(), count, "a key is listed twice");

@@ -6,14 +6,14 @@
 
 use serde_json::{Value, json};
 
-use super::keys;
+use crate::{Reader, keys};
 
 /// A key, the function that computes its value from all settings (`None`: the key is left out and derived
 /// later), and the text that explains the choice.
 type Auto = (&'static str, fn(&Value) -> Option<Value>, &'static str);
 
 /// The order matters: later entries read the results of earlier ones.
-pub(super) const AUTO: &[Auto] = &[
+pub(crate) const AUTO: &[Auto] = &[
     (
         "train_micro_batch_size_per_gpu",
         micro_batch,
@@ -98,7 +98,7 @@ const AUTO_IS_A_WORD: &[&str] = &[
 ];
 
 /// Resolves every "auto" in `tree`. Adds the choices to `notes`, except those that the plan shows.
-pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
+pub(crate) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
     for (key, choose, what) in AUTO {
         let pointer = format!("/{}", key.replace('.', "/"));
         if !is_auto(tree, &pointer) || AUTO_IS_A_WORD.contains(key) {
@@ -114,7 +114,7 @@ pub(super) fn resolve(tree: &mut Value, notes: &mut Vec<String>) {
 }
 
 /// Returns whether `tree` contains an "auto" that Hugging Face's Trainer fills in.
-pub(super) fn is_asked_for(tree: &Value) -> bool {
+pub(crate) fn is_asked_for(tree: &Value) -> bool {
     let mut keys = AUTO.iter().map(|(key, ..)| key.replace('.', "/"));
     keys.any(|key| is_auto(tree, &format!("/{key}")))
 }
@@ -129,6 +129,13 @@ fn micro_batch(tree: &Value) -> Option<Value> {
     (!whole).then(|| json!(8))
 }
 
+/// Removes every "auto": the script knows the values, or the defaults apply.
+pub(crate) fn leave_all_out(tree: &mut Value) {
+    let Value::Object(table) = tree else { return };
+    table.retain(|_, value| value.as_str() != Some("auto"));
+    table.values_mut().for_each(leave_all_out);
+}
+
 /// Removes keys that are still "auto".
 fn leave_out(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
     let Value::Object(table) = tree else { return };
@@ -136,7 +143,7 @@ fn leave_out(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
         let path = keys::join(prefix, key);
         let auto = value.as_str() == Some("auto") && !AUTO_IS_A_WORD.contains(&path.as_str());
         // Omitted keys of `offload` are chosen and shown by the plan. Keys without effect were named before.
-        if auto && !path.starts_with("offload.") && keys::is_used(&path) {
+        if auto && !path.starts_with("offload.") && keys::is_used(&path, Reader::Trainer) {
             notes.push(format!("{path} is \"auto\": using the default"));
         }
         leave_out(&path, value, notes);
@@ -151,7 +158,7 @@ mod tests {
     #[test]
     fn every_key_that_may_be_auto_is_read() {
         for (key, ..) in AUTO {
-            assert!(keys::is_used(key), "{key}");
+            assert!(keys::is_used(key, Reader::Trainer), "{key}");
         }
     }
 

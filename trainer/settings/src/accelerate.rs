@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
-use super::SettingsError;
-use super::deepspeed::{DeepSpeedFile, parse};
-use super::source::read_text;
+use crate::SettingsError;
+use crate::deepspeed::{DeepSpeedFile, parse};
+use crate::source::read_text;
 
 /// Accelerate's inline names with DeepSpeed's.
 const INLINE: &[(&str, &str)] = &[
@@ -55,7 +55,7 @@ const READ: &[&str] = &[
 /// # Errors
 /// The file cannot be read, is not YAML, has no `deepspeed_config`, or asks for an unsupported feature:
 /// parallelism other than data parallelism, fp8.
-pub(super) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
+pub(crate) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     let text = read_text(path, "the Accelerate configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
         path: path.into(),

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use offload_support::units::parse_bytes;
 use serde::{Deserialize, Serialize};
 
-use super::schema::{keys, typed};
+use crate::schema::{keys, typed};
 
 /// An entry of `data.files`.
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -51,7 +51,7 @@ keys! {
         pub train_micro_batch_size_per_gpu: Option<u64>,
         pub gradient_accumulation_steps: Option<u64>,
         pub gradient_clipping: Option<f64>,
-        pub steps_per_print: Option<u64>,
+        pub steps_per_print: Option<Steps>,
         pub wall_clock_breakdown: Option<bool>,
         pub tensorboard: MonitorToml,
         pub csv_monitor: MonitorToml,
@@ -66,6 +66,86 @@ keys! {
         pub data: DataToml,
         pub train: TrainToml,
         pub offload: OffloadToml,
+    }
+
+    /// DeepSpeed's file as the Python package reads it, unchecked. `PackageSettings` is the checked form.
+    pub struct PackageToml {
+        pub train_batch_size: Option<u64>,
+        pub train_micro_batch_size_per_gpu: Option<u64>,
+        pub gradient_accumulation_steps: Option<u64>,
+        pub gradient_clipping: Option<f64>,
+        pub steps_per_print: Option<Steps>,
+        pub wall_clock_breakdown: Option<bool>,
+        pub tensorboard: MonitorToml,
+        pub csv_monitor: MonitorToml,
+        pub data_types: DataTypesToml,
+        pub bf16: Bf16Toml,
+        pub fp16: Fp16Toml,
+        pub optimizer: OptimizerToml,
+        pub scheduler: SchedulerToml,
+        pub zero_optimization: ZeroToml,
+        pub checkpoint: CheckpointToml,
+        pub offloadd: OwnToml,
+    }
+
+    /// `data_types`: DeepSpeed's table of number formats.
+    pub struct DataTypesToml {
+        pub grad_accum_dtype: Option<String>,
+    }
+
+    /// `checkpoint`: DeepSpeed's table of checkpoints.
+    pub struct CheckpointToml {
+        pub use_node_local_storage: Option<bool>,
+    }
+
+    /// `offloadd`: the package's own keys.
+    pub struct OwnToml {
+        /// The run's directory, where `prepare` or `initialize` names none.
+        #[default("offloadd-NAME beside NAME.json, offloadd-run for a dict")]
+        pub run_dir: Option<PathBuf>,
+        /// When parameters are updated: "deferred" (each unit before its next forward) or "immediate" (at the end of the step). Both
+        /// give the same bits.
+        #[default("\"deferred\"")]
+        pub optimizer_step: Option<String>,
+        /// Fraction of the tiles that stays in host memory.
+        #[default("0.0")]
+        pub resident_fraction: Option<f64>,
+        /// Classes or patterns of module names whose parameters move together; `prepare(..., units=[...])` takes precedence.
+        #[default("found in the module tree")]
+        pub units: Option<Vec<String>>,
+        /// Steps between commits, at least 1. The trainer's plan chooses the number by what a commit costs; a script may end at any
+        /// line, so each step is committed.
+        #[default("1")]
+        pub commit_every: Option<u64>,
+        /// Host memory that tiles pass through.
+        #[default("an eighth of the state, 64 MiB to 4 GiB")]
+        pub staging_bytes: Option<ByteCount>,
+        /// Threads that update.
+        #[default("half of the cores, at most 4; beside a GPU all cores but 2")]
+        pub update_threads: Option<u64>,
+        /// Where tiles are updated: "cpu"; "gpu" (copied to the GPU and back); "shared" (on both). All give the same bits.
+        #[default("\"shared\" if a GPU computes and the state is in host memory, else \"cpu\"")]
+        pub optimizer_device: Option<String>,
+        /// Where gradients wait for the update: "cpu", or "nvme", which writes and reads them once more.
+        #[default("host memory if they take at most half of what is available")]
+        pub gradients: Option<String>,
+        /// Where parameters come from after their first use in a step, with several nodes: "auto" (a copy in the host memory of each
+        /// node if there is room) or "all" (the ranks of all nodes).
+        #[default("\"auto\"")]
+        pub shard: Option<String>,
+        /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, 4 bytes a parameter less in memory, on
+        /// drives and in checkpoints. A run or checkpoint with other moments is refused.
+        #[default("\"fp32\"")]
+        pub moments: Option<String>,
+        /// Socket of a running daemon, instead of a private one: nvme_path has no effect then, and the daemon's quotas apply.
+        #[default("none")]
+        pub socket: Option<PathBuf>,
+        /// The program offloadd.
+        #[default("the wheel's, or the one in the PATH")]
+        pub program: Option<PathBuf>,
+        /// Where the model computes, such as cuda:0. The model may be built in host memory.
+        #[default("the GPU with `initialize`, if there is one; otherwise where its parameters are")]
+        pub compute_device: Option<String>,
     }
 
     /// `bf16`: DeepSpeed's table for bf16.
@@ -100,11 +180,13 @@ keys! {
         /// the first one. The schedule scales a group's lr as it scales optimizer.params.lr.
         #[default("[]")]
         #[example("[{ params = [\"embed_tokens\", \"lm_head\"], lr = 1e-6, weight_decay = 0.0 }]")]
+        #[only(trainer)]
         pub groups: Option<Vec<ParamGroupToml>>,
         /// Number format of momentum and variance: "fp32", or "bf16" with stochastic rounding, which makes the state of AdamW
         /// 4 bytes a parameter smaller and Lion's 2. Fixed for the life of a run.
         #[default("\"fp32\"")]
         #[example("\"bf16\"")]
+        #[only(trainer)]
         pub moments: Option<String>,
     }
 
@@ -117,10 +199,12 @@ keys! {
         /// Parameters that weight decay applies to: "matrices" (neither norms nor biases) or "all".
         #[default("\"matrices\"")]
         #[example("\"all\"")]
+        #[only(trainer)]
         pub decay: Option<String>,
         /// Weight decay applies to all parameters except those whose name contains one of these texts.
         #[default("none")]
         #[example("[\"bias\", \"norm\"]")]
+        #[only(trainer)]
         pub no_decay: Option<Vec<String>>,
         pub adam_w_mode: Option<bool>,
     }
@@ -172,6 +256,7 @@ keys! {
         pub stage: Option<u64>,
         pub offload_param: TierToml,
         pub offload_optimizer: TierToml,
+        #[only(trainer)]
         pub aio: AioToml,
     }
 
@@ -575,6 +660,7 @@ keys! {
 }
 
 typed! {
+    Steps = "a whole number";
     Switch = "true, false or \"auto\"";
     Paths = "a path or a list of paths";
     Interval = "a whole number, or \"epoch\"";
@@ -583,6 +669,31 @@ typed! {
     Vec<FileToml> = "a list of paths, or of tables with path, weight, max_samples and format, for example [\"a\", \"b\"]";
     Vec<ParamGroupToml> = "a list of tables with params, lr and weight_decay, for example [{params = [\"lm_head\"], lr = 1e-6}]";
     ByteCount = "a number of bytes, for example 67108864 or \"64MiB\"";
+}
+
+/// A number of steps, or Python's `Infinity` for never.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Steps {
+    Number(u64),
+    Never(Never),
+}
+
+/// How `Infinity` is read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Never {
+    #[serde(rename = "inf")]
+    Never,
+}
+
+impl Steps {
+    /// The number; larger than that of any run for never.
+    pub fn number(self) -> u64 {
+        match self {
+            Self::Number(steps) => steps,
+            Self::Never(_) => i64::MAX as u64,
+        }
+    }
 }
 
 /// A precision's `enabled`: a boolean, or "auto" for the checkpoint's type.

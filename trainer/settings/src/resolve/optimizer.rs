@@ -1,0 +1,196 @@
+//! Resolves DeepSpeed's optimizer table.
+
+use super::{Faults, not_negative, value, word};
+use crate::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
+use crate::{
+    Decaying, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings, Reader, Said,
+    SettingsError,
+};
+
+/// Learning rate that Hugging Face's Trainer uses by default.
+const TRAINER_LR: f64 = 5e-5;
+/// Learning rate that PyTorch's Adam uses by default.
+const ADAM_LR: f64 = 1e-3;
+/// Learning rate that Lion's authors use by default.
+const LION_LR: f64 = 1e-4;
+
+/// Path of the groups.
+pub const GROUPS: &str = "optimizer.groups";
+
+/// Returns whether the settings name neither the optimizer's type nor its learning rate.
+pub fn is_left_out(optimizer: &OptimizerToml) -> bool {
+    optimizer.kind.is_none() && optimizer.params.lr.is_none()
+}
+
+/// Resolves the optimizer. Without any `optimizer`, Hugging Face's Trainer's default applies; with an
+/// optimizer but no rate, PyTorch's.
+pub fn optimizer(
+    optimizer: &OptimizerToml,
+    reader: Reader,
+    said: &mut Said,
+    faults: &mut Faults,
+) -> Option<OptimizerSettings> {
+    let params = &optimizer.params;
+    let weight_decay = params.weight_decay.unwrap_or(0.0);
+    let name = optimizer.kind.as_deref().unwrap_or("AdamW");
+    let mut kind = OptimizerKind::AdamW;
+    match name.to_ascii_lowercase().as_str() {
+        "adamw" => {}
+        "lion" if reader == Reader::Trainer => kind = OptimizerKind::Lion,
+        // DeepSpeed's Adam decouples weight decay by default.
+        "adam" if params.adam_w_mode.unwrap_or(true) || weight_decay == 0.0 => {}
+        "adam" => faults.0.push(value(
+            "optimizer.params.adam_w_mode",
+            "weight decay inside the gradient (adam_w_mode = false) is not supported: use AdamW or weight_decay = 0",
+        )),
+        _ => faults.0.push(value(
+            "optimizer.type",
+            format!("\"{name}\" is not supported: {}", instead_of(name, reader)),
+        )),
+    }
+    let lr = match params.lr {
+        Some(lr) => lr,
+        None if is_left_out(optimizer) => {
+            said.warnings.push(format!(
+                "no optimizer is set: using AdamW with a learning rate of {TRAINER_LR:e}, as Hugging Face's Trainer does; set optimizer.params.lr to change it"
+            ));
+            TRAINER_LR
+        }
+        None => {
+            let (lr, whose) = match kind {
+                OptimizerKind::AdamW => (ADAM_LR, "PyTorch's"),
+                OptimizerKind::Lion => (LION_LR, "its authors'"),
+            };
+            said.warnings.push(format!(
+                "optimizer.params.lr is not set: using {lr:e}, as {whose} {name} does; fine-tuning usually needs a lower rate"
+            ));
+            lr
+        }
+    };
+    let betas = match kind {
+        OptimizerKind::AdamW => [0.9, 0.999],
+        OptimizerKind::Lion => [0.9, 0.99],
+    };
+    if kind == OptimizerKind::Lion && params.eps.is_some() {
+        (said.warnings).push("optimizer.params.eps has no effect: Lion has none".into());
+    }
+    let decay = faults.take(decaying(params));
+    let moments = faults.take(word(
+        "optimizer.moments",
+        optimizer.moments.as_deref(),
+        &[("fp32", MomentsType::Fp32), ("bf16", MomentsType::Bf16)],
+    ));
+    let groups = optimizer.groups.iter().flatten();
+    let groups = groups.map(|group| faults.take(param_group(group, lr)));
+    let groups: Option<Vec<_>> = groups.collect();
+    let settings = OptimizerSettings {
+        kind,
+        lr,
+        betas: params.betas.unwrap_or(betas),
+        eps: params.eps.unwrap_or(1e-8),
+        weight_decay,
+        decay: decay?,
+        groups: groups?,
+        moments: moments?,
+    };
+    faults.take(not_negative("optimizer.params.lr", settings.lr));
+    faults.take(not_negative(
+        "optimizer.params.weight_decay",
+        settings.weight_decay,
+    ));
+    if settings.betas.iter().any(|beta| !(0.0..1.0).contains(beta)) {
+        faults.0.push(value(
+            "optimizer.params.betas",
+            "each must be at least 0 and less than 1",
+        ));
+    }
+    if !(settings.eps.is_finite() && settings.eps > 0.0) {
+        faults
+            .0
+            .push(value("optimizer.params.eps", "must be more than 0"));
+    }
+    Some(settings)
+}
+
+/// Says what to use instead of an optimizer that is not supported.
+fn instead_of(kind: &str, reader: Reader) -> &'static str {
+    let kind = kind.to_ascii_lowercase();
+    if reader == Reader::Package {
+        return if kind.contains("8bit") || kind.contains("paged") {
+            "use \"AdamW\" with offloadd.moments = \"bf16\", whose moments take 4 bytes a parameter; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
+        } else {
+            "use \"AdamW\" or \"Adam\""
+        };
+    }
+    if kind == "adafactor" {
+        "its factored second moments need whole matrices, and tiles are parts of them; use \"Lion\", or \"AdamW\" with optimizer.moments = \"bf16\", whose state is small too"
+    } else if kind.starts_with("onebit") || kind.starts_with("zeroone") {
+        "it compresses gradients between GPUs, which this program sends whole; use \"AdamW\" with its lr, betas, eps and weight_decay, and leave out what configures the compression"
+    } else if kind.contains("lion") {
+        "use \"Lion\", with optimizer.moments = \"bf16\" for less memory"
+    } else if kind.contains("8bit") || kind.contains("paged") {
+        "use \"AdamW\" with optimizer.moments = \"bf16\", or \"Lion\", whose moments take 4 and 2 bytes a parameter in bf16 where 8-bit ones take 2; zero_optimization.offload_optimizer.device = \"cpu\" or \"nvme\" keeps them out of GPU memory"
+    } else if kind.starts_with("adamw") {
+        "use \"AdamW\""
+    } else {
+        "use \"AdamW\", \"Adam\" or \"Lion\"; other optimizers need PyTorch and a model that fits in memory, because neither this trainer nor its PyTorch package has them; for a smaller state use \"Lion\" and optimizer.moments = \"bf16\""
+    }
+}
+
+/// Resolves which parameters decay: a keyword, or all except those whose name contains a given text, as is
+/// usual with PyTorch.
+fn decaying(params: &OptimizerParamsToml) -> Result<Decaying, SettingsError> {
+    let Some(patterns) = &params.no_decay else {
+        return word(
+            "optimizer.params.decay",
+            params.decay.as_deref(),
+            &[("matrices", Decaying::Matrices), ("all", Decaying::All)],
+        );
+    };
+    if params.decay.as_deref().is_some_and(|word| word != "all") {
+        return Err(value(
+            "optimizer.params.decay",
+            "contradicts optimizer.params.no_decay, which excludes parameters from weight decay: leave one of them out",
+        ));
+    }
+    if patterns.iter().any(String::is_empty) {
+        return Err(value(
+            "optimizer.params.no_decay",
+            "\"\" is in every parameter's name: use weight_decay = 0 for no decay at all",
+        ));
+    }
+    Ok(Decaying::AllBut(patterns.clone()))
+}
+
+/// Checks a group of parameters. `lr` is the rate of parameters in no group.
+fn param_group(group: &ParamGroupToml, lr: f64) -> Result<ParamGroupSettings, SettingsError> {
+    let fault = |message: String| Err(value(GROUPS, message));
+    if group.params.is_empty() || group.params.iter().any(String::is_empty) {
+        return fault(
+            "params must be texts in parameters' names, for example [\"lm_head\"]".into(),
+        );
+    }
+    let name = quoted(&group.params);
+    for (key, number) in [("lr", group.lr), ("weight_decay", group.weight_decay)] {
+        if let Some(number) = number.filter(|number| !(number.is_finite() && *number >= 0.0)) {
+            return fault(format!("{key} of {name}: {number}: must not be negative"));
+        }
+    }
+    match (group.lr, group.weight_decay) {
+        (None, None) => fault(format!("{name} sets neither lr nor weight_decay")),
+        (Some(_), _) if lr == 0.0 => fault(format!(
+            "lr of {name} needs optimizer.params.lr above 0: the schedule of the learning rate is scaled by their ratio"
+        )),
+        _ => Ok(ParamGroupSettings {
+            params: group.params.clone(),
+            lr: group.lr,
+            weight_decay: group.weight_decay,
+        }),
+    }
+}
+
+/// Texts in quotes.
+pub fn quoted(texts: &[String]) -> String {
+    let texts: Vec<String> = texts.iter().map(|text| format!("\"{text}\"")).collect();
+    texts.join(", ")
+}
