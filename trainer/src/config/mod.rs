@@ -12,8 +12,8 @@ mod written;
 use serde_json::Value;
 
 pub use settings::{
-    ActivationsChoice, Batch, DataFile, DataSettings, DeviceChoice, Durability, FirstWeights,
-    GradientsChoice, Interval, LossOn, OffloadSettings, OnBadRecord, OptimizerDevice,
+    ActivationsChoice, AttentionChoice, Batch, DataFile, DataSettings, DeviceChoice, Durability,
+    FirstWeights, GradientsChoice, Interval, LossOn, OffloadSettings, OnBadRecord, OptimizerDevice,
     OptimizerStep, Packing, Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice,
     TrainSettings,
 };
