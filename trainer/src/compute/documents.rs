@@ -17,6 +17,10 @@ use tch::{Device, Tensor};
 
 use super::ComputeError;
 
+/// Documents from which on cuDNN's attention is taken for several in a sequence. Shorter ones need many small calls: with documents of
+/// 450 tokens in the mean, a step on an H200 took 0.300 s instead of 0.277 with flash attention over all of them.
+pub const LONG_DOCUMENT_TOKENS: usize = 2048;
+
 /// Properties of a micro-batch that blocks need besides their input.
 #[derive(Clone, Default)]
 pub(super) struct Batch {
@@ -97,6 +101,14 @@ impl Documents {
         Ok(self.packed.get_or_init(|| packed))
     }
 
+    /// Returns whether a token's document is long in the mean, so that cuDNN's attention is the fastest for them.
+    pub(super) fn are_long(&self) -> bool {
+        let lengths = || self.lengths.iter().flatten();
+        let tokens: i64 = lengths().sum();
+        let squares: i64 = lengths().map(|length| length * length).sum();
+        squares >= tokens * LONG_DOCUMENT_TOKENS as i64
+    }
+
     /// Returns which keys belong to the document of a query: [micro_batch, 1, queries, keys].
     pub(super) fn same(&self) -> Result<Tensor, ComputeError> {
         let (_, seq_len) = self.positions.size2()?;
@@ -156,5 +168,23 @@ impl Documents {
             outputs.push(Tensor::f_cat(&of_row, 2)?);
         }
         Ok(Tensor::f_cat(&outputs, 0)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn documents_are_long_if_a_token_is_in_a_long_one_in_the_mean() {
+        let are_long = |starts: &[usize], seq_len| {
+            let documents = Documents::new(starts, 1, seq_len).unwrap();
+            documents.expect("several documents").are_long()
+        };
+        assert!(are_long(&[0, 3000], 3100));
+        assert!(are_long(&[0, 50, 100], 5000));
+        assert!(!are_long(&[0, 2047], 2560));
+        let many: Vec<usize> = (0..80).map(|at| at * 100).collect();
+        assert!(!are_long(&many, 8192));
     }
 }

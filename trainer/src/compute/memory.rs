@@ -211,39 +211,47 @@ pub fn device_working_bytes(
         AttentionKernel::Torch if config.heads != config.kv_heads => 2 * query,
         _ => 0,
     };
-
-    // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
-    // another memory layout).
-    let outputs = match attention {
-        AttentionKernel::Torch => 2,
-        AttentionKernel::Cudnn => 1,
-    };
-    let attended = hidden + projected + repeated + outputs * query;
-    // At the down projection: the sum, the second norm, gate and up, and the gradient of their product.
-    let at_down = attended + 2 * hidden + 3 * feed_forward;
-    // At attention: gradients of the sum and of the attention output, of query, key and value, and these
-    // packed; cuDNN writes them packed unless norms of heads follow.
-    let unpacked = match attention {
-        AttentionKernel::Cudnn if !config.architecture.form().qk_norm => 0,
-        _ => projected + repeated,
-    };
-    let at_attention = attended + hidden + query + unpacked + projected;
     let head_dim = config.head_dim() as u64;
-    let attention_parts = match attention {
-        AttentionKernel::Torch => {
-            let parts = if deterministic { ATTENTION_PARTS } else { 0 };
-            let parts = parts * seq_len as u64 * head_dim + tokens * query;
-            parts * WIDE_BYTES + weights_bytes(config, dropout, micro_batch, seq_len)
-        }
-        AttentionKernel::Cudnn => {
-            backward_workspace_bytes(&attention_sizes(config, work), deterministic)
-        }
+    let parts_of_torch = {
+        let parts = if deterministic { ATTENTION_PARTS } else { 0 };
+        (parts * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES
     };
-    let graph = if tiles == 1 && explicit::block_is_written_out(config, dropout) {
-        (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts)
+    let written_out = |kernel: AttentionKernel| {
+        // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
+        // another memory layout).
+        let outputs = match kernel {
+            AttentionKernel::Torch => 2,
+            AttentionKernel::Cudnn => 1,
+        };
+        let attended = hidden + projected + repeated + outputs * query;
+        // At the down projection: the sum, the second norm, gate and up, and the gradient of their product.
+        let at_down = attended + 2 * hidden + 3 * feed_forward;
+        // At attention: gradients of the sum and of the attention output, of query, key and value, and these
+        // packed; cuDNN writes them packed unless norms of heads follow.
+        let unpacked = match kernel {
+            AttentionKernel::Cudnn if !config.architecture.form().qk_norm => 0,
+            _ => projected + repeated,
+        };
+        let at_attention = attended + hidden + query + unpacked + projected;
+        let parts = match kernel {
+            AttentionKernel::Torch => {
+                parts_of_torch + weights_bytes(config, dropout, micro_batch, seq_len)
+            }
+            AttentionKernel::Cudnn => {
+                backward_workspace_bytes(&attention_sizes(config, work), deterministic)
+            }
+        };
+        (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + parts)
             + tokens * normed_bytes(config, elem_bytes)
+    };
+    let graph = if tiles > 1 || !explicit::block_is_written_out(config, dropout) {
+        graph_bytes(config, dropout, work) + parts_of_torch + block * elem_bytes
     } else {
-        graph_bytes(config, dropout, work) + attention_parts + block * elem_bytes
+        // Short documents are computed by torch whatever was chosen.
+        written_out(attention).max(match attention {
+            AttentionKernel::Torch => 0,
+            AttentionKernel::Cudnn => written_out(AttentionKernel::Torch),
+        })
     };
     // With several micro-batches: the sums, and the largest product before it is added; twice, because a sum
     // is a new tensor.

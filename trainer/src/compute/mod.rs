@@ -44,6 +44,7 @@ mod tiled;
 mod tokens;
 mod values;
 
+pub use documents::LONG_DOCUMENT_TOKENS;
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
 pub use memory::{

@@ -68,7 +68,7 @@ fn attention_forward(settings: &RunSettings, documents: &[usize]) -> f64 {
 }
 
 /// Length of the document in which a token is, in the mean.
-fn usual_length(settings: &RunSettings, documents: &[usize]) -> f64 {
+pub(super) fn usual_length(settings: &RunSettings, documents: &[usize]) -> f64 {
     if documents.is_empty() {
         return settings.batch.seq_len as f64;
     }

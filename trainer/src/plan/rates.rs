@@ -5,6 +5,7 @@ use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 use super::memory::GpuUse;
 use super::operations::{self, Computing, Times};
 use super::{BusBytes, ComputeMemory, Plan, Source, TileSums, memory};
+use crate::compute::{AttentionKernel, LONG_DOCUMENT_TOKENS};
 use crate::config::RunSettings;
 
 /// Multiple of elements that a rank keeps of a unit: a cache line of the smallest ones.
@@ -130,11 +131,20 @@ impl Plan {
         }
     }
 
+    /// Kernels that compute most of the attention: torch's if documents are short.
+    pub(super) fn attention_used(&self, settings: &RunSettings) -> AttentionKernel {
+        let length = operations::usual_length(settings, &self.documents);
+        match self.documents.is_empty() || length >= LONG_DOCUMENT_TOKENS as f64 {
+            true => self.attention,
+            false => AttentionKernel::Torch,
+        }
+    }
+
     /// The same, from the rates of kernels.
     pub(super) fn estimated_times(&self, settings: &RunSettings, deterministic: bool) -> Times {
         let how = Computing {
             checkpointing: self.checkpointing,
-            attention: self.attention,
+            attention: self.attention_used(settings),
             deterministic,
             products_tflops: self.hardware.products_tflops,
         };

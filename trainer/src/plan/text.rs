@@ -106,8 +106,12 @@ impl Plan {
     /// Kernels of attention on a GPU, their part of the computing time, and what results that do not repeat give.
     fn attention_line(&self, settings: &RunSettings) -> Option<String> {
         self.hardware.gpu.as_ref()?;
-        let (by, why) = match self.attention {
+        let (by, why) = match self.attention_used(settings) {
             AttentionKernel::Cudnn => ("cuDNN's kernels", None),
+            AttentionKernel::Torch if self.attention == AttentionKernel::Cudnn => {
+                let why = "cuDNN's are slower for short documents".to_owned();
+                ("torch's kernels", Some(why))
+            }
             AttentionKernel::Torch => ("torch's kernels", why_no_cudnn(settings, &self.hardware)),
         };
         let why = why.map_or(String::new(), |why| format!(" ({why})"));

@@ -207,7 +207,10 @@ impl Block<'_> {
         Means {
             window: self.window,
             documents: self.documents.as_deref(),
-            cudnn: self.cudnn,
+            cudnn: self.cudnn.filter(|_| {
+                let documents = self.documents.as_ref();
+                documents.is_none_or(|documents| documents.are_long())
+            }),
         }
     }
 
