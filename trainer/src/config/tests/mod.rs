@@ -13,6 +13,11 @@ use serde_json::{Value, json};
 
 use super::*;
 
+/// Applies one `--set`.
+fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
+    apply_overrides(tree, &[set.to_owned()])
+}
+
 /// Checks a small valid run with `changes` (dotted path, value) applied to it.
 fn run_with(changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
     run_of(Some(1), changes)
