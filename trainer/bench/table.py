@@ -207,7 +207,7 @@ class Table:
         if drives:
             rates = ["--read", f"{drives['read'] / 1e9:.4f}GB/s", "--write", f"{drives['write'] / 1e9:.4f}GB/s"]
             if compute_s > 0:
-                rates += ["--tflops", f"{per_step / ranks / compute_s / 1e12:.4f}"]
+                rates += ["--tflops", f"{plan['bound']['operations'] / ranks / compute_s / 1e12:.4f}"]
             bound = self.plan(directory, ranks, *rates)["bound"]
             found |= {"bound_s": bound["s"], "bound": bound, "drives": drives}
             off = [way for way in ("read", "write") if abs(drives[f"{way}_alone"] / drives[f"limit_{way}"] - 1) > 0.05]

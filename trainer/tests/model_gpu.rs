@@ -8,8 +8,8 @@ use std::process::Command;
 use kernels::gpu::Gpu;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use trainer::compute::{
-    Activation, ActivationCheckpointing, ComputeDevice, Engine, GradSink, IGNORED, Tokens,
-    UnitWeights, set_up,
+    Activation, ActivationCheckpointing, AttentionKernel, ComputeDevice, Engine, GradSink, IGNORED,
+    Tokens, UnitWeights, set_up,
 };
 use trainer::model::{
     Architecture, Biases, Dropout, Dtype, ModelConfig, ParamLayout, ParamRole, Window, init,
@@ -426,6 +426,55 @@ fn a_gpu_computes_packed_documents_like_the_cpu_and_reproducibly() {
                         let again = case.step(&case.engine(&gpu).with_checkpointing(keep));
                         assert_eq!(first.loss.to_bits(), again.loss.to_bits(), "{kind}");
                         assert!(first.grads == again.grads, "{kind}, {dtype:?}, {keep:?}");
+                    }
+                }
+            }
+        },
+    );
+}
+
+/// cuDNN's attention, also within documents, and without a fixed order.
+#[test]
+fn cudnns_attention_computes_like_the_cpu_and_reproducibly() {
+    on_gpu(
+        "cudnns_attention_computes_like_the_cpu_and_reproducibly",
+        |gpu| {
+            if let Err(error) = kernels_torch::find_cudnn(gpu.info()) {
+                println!("skipped: {error}");
+                return;
+            }
+            let gpu = ComputeDevice::Gpu(gpu);
+            let starts: [&[usize]; 2] = [&[], &[3, 40, 41, 100, 134, 190]];
+            for dtype in [Dtype::Bf16, Dtype::Fp16] {
+                let all = forms(dtype).into_iter().chain(cases(dtype));
+                for case in all.filter(|case| case.config.head_dim() % 8 == 0) {
+                    for starts in starts {
+                        let case = Case {
+                            starts,
+                            config: case.config.clone(),
+                            ..case
+                        };
+                        let engine = |deterministic| {
+                            let engine = case.engine(&gpu);
+                            let kernel = AttentionKernel::Cudnn;
+                            engine.with_attention(kernel, deterministic).unwrap()
+                        };
+                        let exact = engine(true);
+                        let cpu = case.step(&case.engine(&ComputeDevice::Cpu));
+                        let first = case.step(&exact);
+                        let kind = case.config.architecture.model_type();
+                        let what = format!("cuDNN, {kind}, {} documents", starts.len());
+                        case.assert_close(&what, &exact, &cpu, &first, tolerance(dtype));
+                        for keep in [
+                            ActivationCheckpointing::Attention,
+                            ActivationCheckpointing::Matmuls,
+                        ] {
+                            let again = case.step(&engine(true).with_checkpointing(keep));
+                            assert_eq!(first.loss.to_bits(), again.loss.to_bits(), "{kind}");
+                            assert!(first.grads == again.grads, "{kind}, {dtype:?}, {keep:?}");
+                        }
+                        let free = case.step(&engine(false));
+                        case.assert_close(&what, &exact, &cpu, &free, tolerance(dtype));
                     }
                 }
             }

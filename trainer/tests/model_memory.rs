@@ -3,7 +3,9 @@
 
 use std::process::{Child, Command, Stdio};
 
-use trainer::compute::{Activation, Engine, Tokens, UnitWeights, Work, set_up, working_bytes};
+use trainer::compute::{
+    Activation, AttentionKernel, Engine, Tokens, UnitWeights, Work, set_up, working_bytes,
+};
 use trainer::model::{Architecture, Dropout, Dtype, ModelConfig, Window};
 
 const CASE: &str = "TRAINER_TEST_MEMORY_CASE";
@@ -180,6 +182,8 @@ fn the_computation_takes_no_more_memory_than_planned() {
                 seq_len: case.seq_len,
                 micro_batches: case.micro_batches,
                 tiles: case.tiles,
+                attention: AttentionKernel::Torch,
+                deterministic: true,
             },
         );
         println!(

@@ -314,7 +314,7 @@ fn what_cannot_be_predicted_is_refused() {
 fn the_picture_says_of_what_it_is() {
     let dir = crate::harness::drive();
     // A plan as the trainer prints it, for any model.
-    let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "ranks": 1, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "host_bytes": 1e10, "node_copy_bytes": 0, "network_bytes": 0, "network_s": 0, "wall": "device writes"}]}"#;
+    let plan = r#"{"parameters": 7e9, "tokens_per_step": 16384, "gradient_accumulation_steps": 2, "ranks": 1, "hardware": {"tflops": {"value": 400}, "cores": 32, "host_memory_bytes": 549755813888, "gpu": {"memory_bytes": 85899345920}}, "places": [{"place": "drives", "step_s": 2.0, "compute_s": 1.75, "step_read_bytes": 1e11, "step_written_bytes": 9e10, "device_bytes": 5000, "host_bytes": 1e10, "node_copy_bytes": 0, "network_bytes": 0, "network_s": 0, "wall": "device writes"}]}"#;
     let trainer = crate::harness::script(dir.path(), "trainer", &format!("echo '{plan}'"));
     let output = program()
         .args([

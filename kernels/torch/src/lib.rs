@@ -9,13 +9,14 @@
 //! settings.rs  set_threads(), set_deterministic(), exit()
 //! device.rs    use_gpu()            the GPU half, opened at run time
 //!              device_view()        memory of ours on a GPU, seen as a tensor
+//! cudnn/       CudnnAttention       attention by cuDNN, whose backward pass repeats in bits
 //! collective/  Comm, GpuComm        several processes as one, through Gloo, NCCL or RCCL
 //! fused.rs     Fused                kernels that do at once what torch's operators do in several passes
 //! ```
 //!
 //! A C++ exception never crosses into Rust: each shim function catches it and returns its text.
 //!
-//! `unsafe` is denied except in the files beside this one and in `collective/{comm,gloo,nccl}`.
+//! `unsafe` is denied except in the files beside this one and in `collective/{comm,gloo,nccl}` and `cudnn/`.
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code)]
@@ -23,6 +24,8 @@ mod attention;
 #[allow(unsafe_code)]
 mod autograd;
 pub mod collective;
+#[allow(unsafe_code)]
+mod cudnn;
 #[allow(unsafe_code)]
 mod device;
 #[allow(unsafe_code)]
@@ -36,6 +39,10 @@ mod settings;
 
 pub use attention::{attention_of_documents, has_attention_of_documents};
 pub use autograd::vjp;
+pub use cudnn::{
+    Attended, AttentionSizes, CudnnAttention, CudnnError, PackedDocuments,
+    backward_workspace_bytes, cudnn_supports, find_cudnn,
+};
 pub use device::{
     CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, TorchMemory, device_of, device_view, gpu_memory,
     load_gpu_half, use_gpu,
@@ -57,6 +64,9 @@ pub enum TorchError {
     /// A kernel could not be launched.
     #[error(transparent)]
     Gpu(#[from] kernels::gpu::GpuError),
+    /// cuDNN's attention failed or cannot be used.
+    #[error(transparent)]
+    Cudnn(#[from] CudnnError),
     /// torch's GPU half is missing.
     #[error(
         "torch's GPU library was not found ({}): install a torch 2.11 with GPU support and add its torch/lib to LD_LIBRARY_PATH, or train on the CPU",

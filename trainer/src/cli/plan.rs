@@ -249,7 +249,10 @@ fn plan_run(
         )
     }));
     if let Ok(plan) = &mut plan {
-        plan.epochs = length.map(|length| settings.epochs(length.windows));
+        if let Some(length) = &length {
+            plan.epochs = Some(settings.epochs(length.windows));
+            plan.with_documents(settings, length.documents.clone());
+        }
         let run_dir = resolved(&settings.train.run_dir);
         // A path of another machine says nothing about this machine's root file system.
         let is_here = |dir: &Path| dir.parent().is_some() && dir.exists();

@@ -27,6 +27,25 @@ impl Attention<'_> {
     /// Computes attention of query, key and value, each [micro_batch, seq_len, heads * head_dim]. The result
     /// has the kind that matrix products take.
     pub(super) fn of(&self, [q, k, v]: [&Tensor; 3]) -> Result<Tensor, ComputeError> {
+        let (micro_batch, seq_len, _) = q.size3()?;
+        let [query, key, value] = &self.inputs([q, k, v])?;
+        let share = (self.config.heads / self.config.kv_heads) as i64;
+        let attn_out = causal_attention(
+            [query, key, value],
+            share,
+            self.window,
+            self.documents,
+            &self.masks,
+        )?;
+        let attn_out = attn_out
+            .f_transpose(1, 2)?
+            .f_reshape([micro_batch, seq_len, -1])?;
+        // Rounded like the output of bf16 attention.
+        product_input(&attn_out.f_to_kind(q.kind())?)
+    }
+
+    /// Returns query and key, normalized and rotated, and value, each [micro_batch, heads, seq_len, head_dim].
+    pub(super) fn inputs(&self, [q, k, v]: [&Tensor; 3]) -> Result<[Tensor; 3], ComputeError> {
         let config = self.config;
         let (micro_batch, seq_len, _) = q.size3()?;
         let head_dim = config.head_dim() as i64;
@@ -46,20 +65,7 @@ impl Attention<'_> {
         };
         let query = rotated(heads(q, config.heads, head_norm(0))?)?;
         let key = rotated(heads(k, config.kv_heads, head_norm(1))?)?;
-        let value = heads(v, config.kv_heads, None)?;
-        let share = (config.heads / config.kv_heads) as i64;
-        let attn_out = causal_attention(
-            [&query, &key, &value],
-            share,
-            self.window,
-            self.documents,
-            &self.masks,
-        )?;
-        let attn_out = attn_out
-            .f_transpose(1, 2)?
-            .f_reshape([micro_batch, seq_len, -1])?;
-        // Rounded like the output of bf16 attention.
-        product_input(&attn_out.f_to_kind(q.kind())?)
+        Ok([query, key, heads(v, config.kv_heads, None)?])
     }
 }
 

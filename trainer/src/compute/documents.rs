@@ -9,9 +9,10 @@
 //!
 //! A document is thus computed as if it were alone in its sequence.
 
+use std::cell::OnceCell;
 use std::rc::Rc;
 
-use kernels_torch::{attention_of_documents, has_attention_of_documents};
+use kernels_torch::{PackedDocuments, attention_of_documents, has_attention_of_documents};
 use tch::{Device, Tensor};
 
 use super::ComputeError;
@@ -34,6 +35,8 @@ pub(super) struct Documents {
     bounds: Tensor,
     /// Position of each token in its document, [micro_batch, seq_len].
     pub(super) positions: Tensor,
+    /// What cuDNN's attention needs of them, made on first use.
+    packed: OnceCell<PackedDocuments>,
 }
 
 impl Documents {
@@ -66,6 +69,7 @@ impl Documents {
         Ok(Some(Self {
             longest: lengths.iter().flatten().copied().max().unwrap_or(0),
             lengths,
+            packed: OnceCell::new(),
             bounds: Tensor::f_from_slice(&bounds)?,
             positions: Tensor::f_from_slice(&positions)?
                 .f_view([micro_batch as i64, seq_len as i64])?,
@@ -77,9 +81,20 @@ impl Documents {
         Ok(Self {
             lengths: self.lengths.clone(),
             longest: self.longest,
+            packed: OnceCell::new(),
             bounds: self.bounds.f_to_device(device)?,
             positions: self.positions.f_to_device(device)?,
         })
+    }
+
+    /// Returns what cuDNN's attention with so many query heads needs.
+    pub(super) fn packed(&self, heads: i64) -> Result<&PackedDocuments, ComputeError> {
+        if let Some(packed) = self.packed.get() {
+            return Ok(packed);
+        }
+        let lengths = self.lengths.concat();
+        let packed = PackedDocuments::new(&lengths, heads, self.positions.device())?;
+        Ok(self.packed.get_or_init(|| packed))
     }
 
     /// Returns which keys belong to the document of a query: [micro_batch, 1, queries, keys].

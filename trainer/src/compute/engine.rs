@@ -6,7 +6,7 @@ use std::rc::Rc;
 
 use kernels::gpu::DeviceBuffer;
 use kernels_torch::fused::Fused;
-use kernels_torch::{use_gpu, vjp};
+use kernels_torch::{CudnnAttention, use_gpu, vjp};
 use tch::{Device, Kind, Tensor};
 
 use super::block;
@@ -19,7 +19,8 @@ use super::params::Params;
 use super::positions::Rotary;
 use super::values::kind_of;
 use super::{
-    Activation, ActivationCheckpointing, ComputeDevice, ComputeError, GradSink, Tokens, UnitWeights,
+    Activation, ActivationCheckpointing, AttentionKernel, ComputeDevice, ComputeError, GradSink,
+    Tokens, UnitWeights,
 };
 use crate::model::{Dropout, Dtype, ModelConfig, Positions, UnitLayout, unit_layouts};
 
@@ -44,6 +45,8 @@ pub struct Engine {
     arithmetic: Arithmetic,
     /// Tables of rotary positions, if the model uses them.
     rotary: Option<Rotary>,
+    /// cuDNN's attention; `None`: torch's.
+    cudnn: Option<CudnnAttention>,
     logits_elems_max: usize,
     checkpointing: ActivationCheckpointing,
     /// Chunks of a block's MLP.
@@ -125,6 +128,7 @@ impl Engine {
             device: Device::Cpu,
             arithmetic: Arithmetic::Autograd,
             rotary,
+            cudnn: None,
             logits_elems_max: LOGITS_ELEMS_MAX,
             checkpointing: ActivationCheckpointing::Full,
             tiles: 1,
@@ -145,6 +149,30 @@ impl Engine {
         self.dropout = dropout;
         self.dropout_seed = seed;
         self
+    }
+
+    /// Computes attention with `kernel` where blocks have an explicit backward. With `deterministic`, results repeat in bits.
+    ///
+    /// # Errors
+    /// The kernels cannot be used on this device.
+    pub fn with_attention(
+        mut self,
+        kernel: AttentionKernel,
+        deterministic: bool,
+    ) -> Result<Self, ComputeError> {
+        if !deterministic && self.device != Device::Cpu {
+            kernels_torch::set_deterministic(false)?;
+        }
+        self.cudnn = match (kernel, &self.on) {
+            (AttentionKernel::Cudnn, ComputeDevice::Gpu(gpu)) => {
+                Some(CudnnAttention::open(gpu, deterministic)?)
+            }
+            (AttentionKernel::Cudnn, ComputeDevice::Cpu) => {
+                panic!("the plan chooses cuDNN's attention for a GPU only")
+            }
+            (AttentionKernel::Torch, _) => None,
+        };
+        Ok(self)
     }
 
     /// Sets what a block keeps from forward to backward. Has no effect on blocks without an explicit
@@ -293,7 +321,7 @@ impl Engine {
             }
             Some(ops) => {
                 let (output, kept) = self
-                    .explicit_block(ops, weights, &input.batch)?
+                    .explicit_block(unit, ops, weights, &input.batch)?
                     .forward(&input.tensor, self.checkpointing)?;
                 input.kept.replace(kept);
                 output
@@ -317,12 +345,8 @@ impl Engine {
     ) -> Result<Activation, ComputeError> {
         if let Some(ops) = self.block_ops() {
             let kept = input.kept.take();
-            let grad_input = self.explicit_block(ops, weights, &input.batch)?.backward(
-                &input.tensor,
-                kept,
-                &grad_output.tensor,
-                grads,
-            )?;
+            let block = self.explicit_block(unit, ops, weights, &input.batch)?;
+            let grad_input = block.backward(&input.tensor, kept, &grad_output.tensor, grads)?;
             return Ok(Activation::new(grad_input, &input.batch));
         }
         let block = self.block(unit, weights, &input.batch, true)?;
@@ -366,11 +390,7 @@ impl Engine {
         match &self.arithmetic {
             Arithmetic::Explicit(ops)
                 if self.tiles == 1
-                    && explicit::block_is_written_out(
-                        &self.config,
-                        &self.dropout,
-                        self.seq_len,
-                    ) =>
+                    && explicit::block_is_written_out(&self.config, &self.dropout) =>
             {
                 Some(ops)
             }
@@ -397,6 +417,7 @@ impl Engine {
 
     fn explicit_block<'a>(
         &'a self,
+        unit: usize,
         ops: &'a Ops,
         weights: &UnitWeights,
         batch: &Batch,
@@ -409,6 +430,8 @@ impl Engine {
                 .rotary(batch)?
                 .expect("an explicit block has rotary positions"),
             documents: batch.documents.clone(),
+            window: self.config.window(unit - 1),
+            cudnn: self.cudnn.as_ref(),
             weights: BlockWeights::new(&self.units[1], weights)?,
         })
     }

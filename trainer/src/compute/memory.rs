@@ -6,11 +6,13 @@
 //! projection's gradient, the embedding's gradient. The counts below follow the operators in block.rs,
 //! attention.rs and head.rs. `tests/model_memory.rs` compares them with the memory of a real process.
 
-use super::ActivationCheckpointing;
+use kernels_torch::{AttentionSizes, backward_workspace_bytes, cudnn_supports};
+
 use super::attention::queries_at_a_time;
 use super::explicit;
 use super::head::LOGITS_ELEMS_MAX;
 use super::values::adjacent;
+use super::{ActivationCheckpointing, AttentionKernel};
 use crate::model::{Dropout, Dtype, Mlp, ModelConfig, ParamRole, UnitLayout, unit_layouts};
 
 /// Factor from live memory to the memory of the process: freed pieces of one size do not serve requests of
@@ -32,6 +34,9 @@ pub struct Work {
     pub micro_batches: usize,
     /// Chunks of a block's MLP.
     pub tiles: usize,
+    pub attention: AttentionKernel,
+    /// Whether sums of attention have a fixed order.
+    pub deterministic: bool,
 }
 
 /// Returns the most bytes that torch takes at a time for micro-batches of `micro_batch` sequences of
@@ -184,6 +189,8 @@ pub fn device_working_bytes(
         seq_len,
         micro_batches,
         tiles,
+        attention,
+        deterministic,
     } = work;
     let units = unit_layouts(config);
     let tokens = (micro_batch * seq_len) as u64;
@@ -200,24 +207,39 @@ pub fn device_working_bytes(
     let key = (config.kv_heads * config.head_dim()) as u64;
     let feed_forward = config.intermediate_size as u64;
     let projected = query + 2 * key;
-    let repeated = if config.heads == config.kv_heads {
-        0
-    } else {
-        2 * query
+    let repeated = match attention {
+        AttentionKernel::Torch if config.heads != config.kv_heads => 2 * query,
+        _ => 0,
     };
 
     // Recomputed and kept: the first norm, query, key and value, the attention output (twice if torch uses
     // another memory layout).
-    let attended = hidden + projected + repeated + 2 * query;
+    let outputs = match attention {
+        AttentionKernel::Torch => 2,
+        AttentionKernel::Cudnn => 1,
+    };
+    let attended = hidden + projected + repeated + outputs * query;
     // At the down projection: the sum, the second norm, gate and up, and the gradient of their product.
     let at_down = attended + 2 * hidden + 3 * feed_forward;
     // At attention: gradients of the sum and of the attention output, of query, key and value, and these
-    // packed.
-    let at_attention = attended + hidden + query + projected + repeated + projected;
+    // packed; cuDNN writes them packed unless norms of heads follow.
+    let unpacked = match attention {
+        AttentionKernel::Cudnn if !config.architecture.form().qk_norm => 0,
+        _ => projected + repeated,
+    };
+    let at_attention = attended + hidden + query + unpacked + projected;
     let head_dim = config.head_dim() as u64;
-    let attention_parts =
-        (ATTENTION_PARTS * seq_len as u64 * head_dim + tokens * query) * WIDE_BYTES;
-    let graph = if tiles == 1 && explicit::block_is_written_out(config, dropout, seq_len) {
+    let attention_parts = match attention {
+        AttentionKernel::Torch => {
+            let parts = if deterministic { ATTENTION_PARTS } else { 0 };
+            let parts = parts * seq_len as u64 * head_dim + tokens * query;
+            parts * WIDE_BYTES + weights_bytes(config, dropout, micro_batch, seq_len)
+        }
+        AttentionKernel::Cudnn => {
+            backward_workspace_bytes(&attention_sizes(config, work), deterministic)
+        }
+    };
+    let graph = if tiles == 1 && explicit::block_is_written_out(config, dropout) {
         (tokens * at_down * elem_bytes).max(tokens * at_attention * elem_bytes + attention_parts)
             + tokens * normed_bytes(config, elem_bytes)
     } else {
@@ -262,8 +284,42 @@ pub fn device_working_bytes(
 }
 
 /// Returns whether a GPU can keep anything of this model's blocks from forward to backward.
-pub fn can_keep(config: &ModelConfig, dropout: &Dropout, seq_len: usize) -> bool {
-    explicit::block_is_written_out(config, dropout, seq_len)
+pub fn can_keep(config: &ModelConfig, dropout: &Dropout) -> bool {
+    explicit::block_is_written_out(config, dropout)
+}
+
+/// Returns why cuDNN's attention cannot compute this model's blocks, whatever the GPU; `None` if it can.
+pub fn cudnn_refusal(
+    config: &ModelConfig,
+    dropout: &Dropout,
+    dtype: Dtype,
+    tiles: usize,
+) -> Option<String> {
+    if dtype == Dtype::Fp32 {
+        return Some("it takes 16-bit numbers only".to_owned());
+    }
+    if tiles > 1 || !explicit::block_is_written_out(config, dropout) {
+        return Some(
+            "blocks of this form, or with the MLP in chunks, have no explicit backward".to_owned(),
+        );
+    }
+    let head_dim = config.head_dim();
+    (!cudnn_supports(head_dim)).then(|| {
+        format!("it takes heads of up to 256 elements in multiples of 8, and these have {head_dim}")
+    })
+}
+
+/// Sizes of a micro-batch's attention.
+fn attention_sizes(config: &ModelConfig, work: Work) -> AttentionSizes {
+    AttentionSizes {
+        batch: work.micro_batch as i64,
+        heads: config.heads as i64,
+        kv_heads: config.kv_heads as i64,
+        tokens: work.seq_len as i64,
+        head_dim: config.head_dim() as i64,
+        // Layers may have different windows; without one, most memory is needed.
+        window: None,
+    }
 }
 
 /// Bytes that a block keeps for each token besides its input, with elements of `elem_bytes`. Every block
@@ -273,19 +329,18 @@ pub fn can_keep(config: &ModelConfig, dropout: &Dropout, seq_len: usize) -> bool
 pub fn kept_bytes_a_token(
     config: &ModelConfig,
     dropout: &Dropout,
-    seq_len: usize,
+    kernel: AttentionKernel,
     elem_bytes: usize,
     keep: ActivationCheckpointing,
 ) -> usize {
-    if !can_keep(config, dropout, seq_len) {
+    if !can_keep(config, dropout) {
         return 0;
     }
     let query = config.heads * config.head_dim();
     let key = config.kv_heads * config.head_dim();
-    let repeated = if config.heads == config.kv_heads {
-        0
-    } else {
-        2 * query
+    let repeated = match kernel {
+        AttentionKernel::Torch if config.heads != config.kv_heads => 2 * query,
+        _ => 0,
     };
     let attention =
         (query + 2 * key + query + repeated) * elem_bytes + config.heads * size_of::<f32>();

@@ -47,13 +47,23 @@ mod values;
 pub use engine::{Engine, set_up};
 pub use grads::GradSink;
 pub use memory::{
-    DEVICE_CONTEXT_BYTES, Work, can_keep, device_working_bytes, kept_bytes_a_token, working_bytes,
+    DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, kept_bytes_a_token,
+    working_bytes,
 };
 pub use tokens::{IGNORED, Tokens};
 pub use values::{Activation, ActivationCheckpointing, AwayActivation, LossHandle, UnitWeights};
 
 use kernels::gpu::{Gpu, GpuError};
 use kernels_torch::TorchError;
+
+/// Kernels for attention in blocks with an explicit backward. Results differ within the rounding of sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AttentionKernel {
+    /// Those that torch chooses: flash attention on a GPU.
+    Torch,
+    /// cuDNN's, whose backward pass repeats in bits.
+    Cudnn,
+}
 
 /// Device that computes.
 #[derive(Clone, Debug)]

@@ -95,6 +95,7 @@ const AUTO_IS_A_WORD: &[&str] = &[
     "offload.optimizer_device",
     "train.device",
     "train.activation_checkpointing",
+    "train.attention",
 ];
 
 /// Resolves every "auto" in `tree`. Adds the choices to `notes`, except those that the plan shows.

@@ -27,10 +27,11 @@ use serde_json::Value;
 
 pub use keys::listing;
 pub use settings::{
-    ActivationsChoice, Batch, DataFile, DataSettings, Decaying, DeviceChoice, Durability,
-    FirstWeights, Fraction, GradientsChoice, Interval, LossOn, MomentsType, OffloadSettings,
-    OptimizerDevice, OptimizerKind, OptimizerSettings, OptimizerStep, Packing, ParamGroupSettings,
-    Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice, Tier, TrainSettings,
+    ActivationsChoice, AttentionChoice, Batch, DataFile, DataSettings, Decaying, DeviceChoice,
+    Durability, FirstWeights, Fraction, GradientsChoice, Interval, LossOn, MomentsType,
+    OffloadSettings, OptimizerDevice, OptimizerKind, OptimizerSettings, OptimizerStep, Packing,
+    ParamGroupSettings, Placement, RecordFormat, ResidentFraction, RunSettings, ShardChoice, Tier,
+    TrainSettings,
 };
 pub use source::Source;
 pub use training_state::learning_rate::{LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup};

@@ -466,6 +466,9 @@ pub struct TrainSettings {
     pub device: DeviceChoice,
     /// `None` if the plan chooses.
     pub activation_checkpointing: Option<ActivationCheckpointing>,
+    pub attention: AttentionChoice,
+    /// Whether results repeat in bits. Otherwise a GPU may add in any order, which is faster in places.
+    pub deterministic: bool,
     /// Chunks into which the MLP of a block is divided; they are computed one after the other. 1: undivided.
     /// More chunks need less memory and change the order of summation.
     pub mlp_chunks: usize,
@@ -482,6 +485,18 @@ pub enum ActivationsChoice {
     Gpu,
     /// Host memory; each input crosses the bus twice.
     Cpu,
+}
+
+/// Kernels that compute attention on a GPU. Their results differ within the rounding of sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AttentionChoice {
+    /// cuDNN's where it can be used, otherwise torch's.
+    Auto,
+    /// cuDNN's. The run refuses to start where it cannot be used.
+    Cudnn,
+    /// Those that torch chooses.
+    Torch,
 }
 
 /// Device that computes forward and backward.

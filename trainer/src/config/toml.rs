@@ -491,6 +491,17 @@ keys! {
         #[default("\"auto\"")]
         #[example("\"attention\"")]
         pub activation_checkpointing: Option<String>,
+        /// Kernels that compute attention on a GPU: "cudnn" (faster; Hopper GPUs, 16-bit numbers), "torch" (those that torch
+        /// chooses), or "auto": cuDNN's where it can be used. The plan shows the choice. Results differ within the
+        /// rounding of sums, so a resumed run repeats its bits only with the same kernels.
+        #[default("\"auto\"")]
+        #[example("\"torch\"")]
+        pub attention: Option<String>,
+        /// Whether a GPU's results repeat in bits. If false, the backward pass of attention adds in any order, which is faster and
+        /// needs less memory; the plan says how much.
+        #[default("true")]
+        #[example("false")]
+        pub deterministic: Option<bool>,
         /// Chunks into which the MLP of a block is divided; they are computed one after the other.
         #[default("1")]
         #[example("4")]

@@ -13,11 +13,13 @@ const TOKEN_BYTES: f64 = 4.0;
 const ID_BYTES: f64 = 4.0;
 
 /// Number of training windows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Length {
     pub windows: u64,
     /// Whether the windows were counted, not estimated.
     pub is_exact: bool,
+    /// Lengths of documents, from [`super::Data::sampled_documents`]; empty if they are not known.
+    pub documents: Vec<usize>,
 }
 
 /// Returns the number of training windows of a run's data. Tokenizes nothing.
@@ -30,6 +32,7 @@ pub fn length(settings: &RunSettings) -> Result<Length, DataError> {
         return Ok(Length {
             windows: data.windows(),
             is_exact: true,
+            documents: data.sampled_documents()?,
         });
     }
     let token_bytes = match (&corpus.tokenizer, corpus.train.kind) {
@@ -42,5 +45,6 @@ pub fn length(settings: &RunSettings) -> Result<Length, DataError> {
     Ok(Length {
         windows: ((trained / corpus.seq_len as f64) as u64).max(1),
         is_exact: false,
+        documents: Vec::new(),
     })
 }

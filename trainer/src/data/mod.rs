@@ -62,6 +62,9 @@ pub struct Data {
     passed_over: usize,
 }
 
+/// Tokens in which documents are counted for a plan.
+const SAMPLED_TOKENS: usize = 1 << 20;
+
 /// Range of elements in a token file.
 struct Section {
     stored: std::sync::Arc<Stored>,
@@ -242,6 +245,24 @@ impl Data {
             }
         });
         self.collect(&self.train, order)
+    }
+
+    /// Lengths of the documents in the first training windows of the run, in their order; a sample, from which a plan estimates
+    /// the time of attention. Empty if attention crosses documents.
+    ///
+    /// # Errors
+    /// Same as [`Data::samples`].
+    pub fn sampled_documents(&self) -> Result<Vec<usize>, DataError> {
+        if !self.separate {
+            return Ok(Vec::new());
+        }
+        let rows = (SAMPLED_TOKENS / self.seq_len).max(1);
+        let rows = self.windows().min(rows as u64) as usize;
+        let found = self.samples(0, rows)?;
+        let mut starts = found.documents;
+        starts.extend((0..=rows).map(|row| row * self.seq_len));
+        starts.sort_unstable();
+        Ok(starts.windows(2).map(|pair| pair[1] - pair[0]).collect())
     }
 
     /// Returns `rows` validation windows from window `first` on, continuing at the first one after the last.

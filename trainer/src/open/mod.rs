@@ -207,6 +207,9 @@ impl Prepared {
         self.settings.set_windows(data.windows())?;
         self.plan.steps = self.settings.train.steps;
         self.plan.epochs = Some(self.settings.epochs(data.windows()));
+        // A token file that cannot be read is reported by the first step.
+        let documents = data.sampled_documents().unwrap_or_default();
+        self.plan.with_documents(&self.settings, documents);
         self.trained_with = trained_with(&self.settings);
         let (tokens, fingerprint) = (data.tokens(), data.fingerprint());
         let text = format!("{tokens} tokens, fingerprint {fingerprint:016x}");

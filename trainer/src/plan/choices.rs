@@ -5,11 +5,11 @@ use offload_support::units::ApproxBytes;
 use swapper::Staging;
 
 use super::text::Seconds;
-use super::{GpuHardware, Plan, PlanError, Source};
-use crate::compute::{ActivationCheckpointing, can_keep};
+use super::{GpuHardware, Hardware, Plan, PlanError, Source};
+use crate::compute::{ActivationCheckpointing, AttentionKernel, can_keep, cudnn_refusal};
 use crate::config::{
-    ActivationsChoice, Fraction, GradientsChoice, OptimizerDevice, ResidentFraction, RunSettings,
-    ShardChoice, Tier,
+    ActivationsChoice, AttentionChoice, Fraction, GradientsChoice, OptimizerDevice,
+    ResidentFraction, RunSettings, ShardChoice, Tier,
 };
 use training_state::plan::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
 
@@ -93,6 +93,7 @@ impl Plan {
 
     /// Makes every choice for a node with or without a copy of the parameters.
     fn choose(&mut self, settings: &RunSettings, staging: Staging) -> Result<(), PlanError> {
+        self.choose_attention(settings);
         self.refresh(settings)?;
         self.choose_update(settings);
         self.choose_activations(settings);
@@ -106,6 +107,8 @@ impl Plan {
         self.refresh(settings)?;
         self.choose_update(settings);
         self.choose_checkpointing(settings);
+        // What is kept need not be computed again.
+        self.set_rates(settings);
         Ok(())
     }
 
@@ -194,6 +197,27 @@ impl Plan {
         );
     }
 
+    /// Takes cuDNN's attention where it can be used. If it was asked for elsewhere, that is reported later as a problem.
+    fn choose_attention(&mut self, settings: &RunSettings) {
+        self.attention = AttentionKernel::Torch;
+        if self.hardware.gpu.is_none() {
+            return;
+        }
+        let refusal = why_no_cudnn(settings, &self.hardware);
+        let wanted = settings.train.attention;
+        if refusal.is_none() && wanted != AttentionChoice::Torch {
+            self.attention = AttentionKernel::Cudnn;
+        }
+        if wanted == AttentionChoice::Auto {
+            let why = match refusal {
+                None => "it is the fastest here".to_owned(),
+                Some(why) => format!("cuDNN's attention cannot be used: {why}"),
+            };
+            let name = attention_kernel_name(self.attention);
+            self.chose("train.attention", name.to_owned(), why);
+        }
+    }
+
     /// Keeps as much as fits: keeping everything saves a fifth of the computing time.
     fn choose_checkpointing(&mut self, settings: &RunSettings) {
         self.checkpointing = given_checkpointing(settings);
@@ -202,8 +226,7 @@ impl Plan {
             self.checkpointing = ActivationCheckpointing::Full;
             return;
         };
-        let written_out = self.mlp_chunks == 1
-            && can_keep(&settings.model, &settings.dropout, settings.batch.seq_len);
+        let written_out = self.mlp_chunks == 1 && can_keep(&settings.model, &settings.dropout);
         if !written_out {
             self.checkpointing = ActivationCheckpointing::Full;
             self.set_compute(settings);
@@ -411,6 +434,24 @@ fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
 /// Part of a GPU's memory that choices may use.
 fn most_of(gpu: &GpuHardware) -> u64 {
     (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64
+}
+
+/// Returns why a run cannot use cuDNN's attention; `None` if it can.
+pub(super) fn why_no_cudnn(settings: &RunSettings, hardware: &Hardware) -> Option<String> {
+    let Some(gpu) = &hardware.gpu else {
+        return Some("there is no GPU".to_owned());
+    };
+    let (model, train) = (&settings.model, &settings.train);
+    cudnn_refusal(model, &settings.dropout, settings.dtype, train.mlp_chunks)
+        .or_else(|| gpu.no_cudnn.clone())
+}
+
+/// Name of the value in the configuration file.
+pub fn attention_kernel_name(kernel: AttentionKernel) -> &'static str {
+    match kernel {
+        AttentionKernel::Cudnn => "cudnn",
+        AttentionKernel::Torch => "torch",
+    }
 }
 
 /// Name of the value in the configuration file.

@@ -5,6 +5,7 @@
 
 use kernels::gpu::GpuError;
 use kernels_torch::collective::World;
+use kernels_torch::find_cudnn;
 use offload_support::memory::available_bytes;
 use serde::Serialize;
 
@@ -12,16 +13,16 @@ use crate::accelerator::{self, AcceleratorError};
 use crate::config::{DeviceChoice, RunSettings};
 use training_state::plan::Measured;
 
-/// Rate of forward and backward on one core, counted as 6 operations for each parameter and token: the demo's
-/// 1,000 tokens/s with 10.5 M parameters on two cores of an EPYC with AVX2.
-const CORE_TFLOPS: f64 = 0.03;
+/// Rate of matrix products on one core, with what is recomputed: the demo's 1,000 tokens/s with 10.5 M parameters on two
+/// cores of an EPYC with AVX2.
+const CORE_TFLOPS: f64 = 0.04;
 
 /// The same rate on a GPU that is not in [`KNOWN_GPUS`]: the published figure for an RTX 4090.
 const GPU_TFLOPS: f64 = 150.0;
 
-/// Rates of GPUs by a part of their name. On one H200, forward and backward of plain PyTorch in bf16 with
-/// activation checkpointing reached 424.
-const KNOWN_GPUS: &[(&str, f64)] = &[("H200", 400.0), ("H100", 400.0)];
+/// Rates of matrix products of GPUs by a part of their name, with everything in a step that grows with them: norms, loss, gaps. On
+/// one H200, a step of 1.345 G parameters and 16 k tokens took 0.283 s, of which attention took 0.049 s.
+const KNOWN_GPUS: &[(&str, f64)] = &[("H200", 565.0), ("H100", 565.0)];
 
 /// Peak rates of GPUs for dense 16-bit matrices, from their data sheets, by a part of their name.
 const PEAK_TFLOPS: &[(&str, f64)] = &[
@@ -106,6 +107,8 @@ pub struct GpuHardware {
     pub memory_bytes: u64,
     /// Rate between host memory and GPU in each direction, both used at once.
     pub bus_bytes_per_s: Figure,
+    /// Reason why attention cannot use cuDNN's kernels; `None` if it can.
+    pub no_cudnn: Option<String>,
 }
 
 /// The machine that a plan is made for.
@@ -123,9 +126,11 @@ pub struct Hardware {
     pub no_gpu: String,
     /// Reason why a run does not start although there is a GPU, such as a torch without GPU support.
     pub unusable_gpu: Option<String>,
-    /// Rate of forward and backward in one process, in 10^12 operations per second, 6 for each parameter and
-    /// token.
+    /// Rate of forward and backward in one process, in 10^12 operations per second, counted as [`super::Operations`]. A plan
+    /// estimates it from the rates of kernels if it is not known.
     pub tflops: Figure,
+    /// Assumed rate of matrix products, in the same unit.
+    pub products_tflops: f64,
     /// Number of devices in the store.
     pub drives_count: u64,
     /// Rated endurance of each device in bytes written, if it was given.
@@ -167,7 +172,7 @@ impl Hardware {
         let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
             (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
             (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
-            (_, Some(memory_bytes)) => (Some(("as given".to_owned(), memory_bytes)), String::new()),
+            (_, Some(memory_bytes)) => (Some(given_gpu(memory_bytes)), String::new()),
             (_, None) => match find_gpu(settings.local_ranks) {
                 Ok(found) => (Some(found), String::new()),
                 // The caller's message already says that there is no GPU.
@@ -180,21 +185,11 @@ impl Hardware {
                 }
             },
         };
-        let gpu = found.map(|(name, memory_bytes)| GpuHardware {
-            name,
-            memory_bytes,
-            bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
-        });
+        let gpu = found;
         let ranks = u64::from(settings.local_ranks);
         let threads = settings.train.threads as u64 * ranks;
         let cores = overrides.cores.unwrap_or(threads).max(1);
-        let tflops = match &gpu {
-            Some(gpu) => {
-                let known = KNOWN_GPUS.iter().find(|(part, _)| gpu.name.contains(part));
-                known.map_or(GPU_TFLOPS, |(_, tflops)| *tflops)
-            }
-            None => CORE_TFLOPS * cores as f64 / ranks as f64,
-        };
+        let tflops = products_tflops(gpu.as_ref(), cores as f64 / ranks as f64);
         let named = settings.placement.nvme_paths.len() as u64;
         let drives_count = overrides.drives_count.unwrap_or(named).max(1);
         let drives = drives_count as f64;
@@ -210,6 +205,7 @@ impl Hardware {
             unusable_gpu,
             drives_count,
             drive_rating_bytes: overrides.drive_rating_bytes,
+            products_tflops: tflops,
             tflops: Figure::of(overrides.tflops, measured.tflops_on(gpu.is_some()), tflops),
             read_bytes_per_s: Figure::of(
                 overrides.read_bytes_per_s,
@@ -243,10 +239,34 @@ impl Hardware {
     }
 }
 
-/// Returns the name and the free memory of this process's GPU.
-fn find_gpu(ranks: u32) -> Result<(String, u64), AcceleratorError> {
+/// Assumed rate of matrix products on `gpu`, or on a process's cores.
+pub(super) fn products_tflops(gpu: Option<&GpuHardware>, cores: f64) -> f64 {
+    let Some(gpu) = gpu else {
+        return CORE_TFLOPS * cores;
+    };
+    let known = KNOWN_GPUS.iter().find(|(part, _)| gpu.name.contains(part));
+    known.map_or(GPU_TFLOPS, |(_, tflops)| *tflops)
+}
+
+/// A GPU of which only the memory is known.
+fn given_gpu(memory_bytes: u64) -> GpuHardware {
+    GpuHardware {
+        name: "as given".to_owned(),
+        memory_bytes,
+        bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
+        no_cudnn: Some("the GPU's architecture is not known".to_owned()),
+    }
+}
+
+/// Describes this process's GPU, with its free memory.
+fn find_gpu(ranks: u32) -> Result<GpuHardware, AcceleratorError> {
     // Each process of a node has its own GPU. An invalid number is refused where ranks are read.
     let index = World::from_env().map_or(0, |world| world.local_rank);
     let gpu = accelerator::find(index, ranks)?;
-    Ok((gpu.info().name.clone(), gpu.free_bytes()?))
+    Ok(GpuHardware {
+        name: gpu.info().name.clone(),
+        memory_bytes: gpu.free_bytes()?,
+        bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
+        no_cudnn: find_cudnn(gpu.info()).err().map(|why| why.to_string()),
+    })
 }

@@ -12,8 +12,8 @@ use kernels::gpu::TileUpdater;
 use serde::Serialize;
 
 use crate::compute::{
-    ActivationCheckpointing, DEVICE_CONTEXT_BYTES, Work, device_working_bytes, kept_bytes_a_token,
-    working_bytes,
+    ActivationCheckpointing, AttentionKernel, DEVICE_CONTEXT_BYTES, Work, device_working_bytes,
+    kept_bytes_a_token, working_bytes,
 };
 use crate::config::{OptimizerDevice, RunSettings};
 use crate::model::UnitLayout;
@@ -59,6 +59,7 @@ pub(super) struct GpuUse {
     /// All tiles are in its memory.
     pub(super) lives: bool,
     pub(super) checkpointing: ActivationCheckpointing,
+    pub(super) attention: AttentionKernel,
     /// Block inputs are kept in host memory.
     pub(super) inputs_away: bool,
     pub(super) optimizer_device: OptimizerDevice,
@@ -96,6 +97,8 @@ impl ComputeMemory {
             seq_len: batch.seq_len,
             micro_batches: batch.micro_batches,
             tiles: settings.train.mlp_chunks,
+            attention: gpu.map_or(AttentionKernel::Torch, |gpu| gpu.attention),
+            deterministic: settings.train.deterministic,
         };
         let working =
             |of: fn(&_, &_, _, _) -> u64| of(model, &settings.dropout, settings.dtype, work);
@@ -161,7 +164,7 @@ impl ComputeMemory {
         let kept = kept_bytes_a_token(
             model,
             &settings.dropout,
-            batch.seq_len,
+            gpu.attention,
             elem_bytes,
             gpu.checkpointing,
         ) as u64;

@@ -18,6 +18,7 @@ mod hardware;
 mod memory;
 #[cfg(test)]
 mod models;
+mod operations;
 mod outlook;
 mod places;
 mod problems;
@@ -31,15 +32,16 @@ mod tiles;
 use kernels::adamw::{Master, TileFormat};
 use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
 
-use crate::compute::ActivationCheckpointing;
+use crate::compute::{ActivationCheckpointing, AttentionKernel};
 use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
 use crate::model::{Dtype, UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 pub use checkpoints::CheckpointsPlan;
-pub use choices::{Choice, checkpointing_name, optimizer_device_name};
+pub use choices::{Choice, attention_kernel_name, checkpointing_name, optimizer_device_name};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source, peak_tflops};
 pub use memory::ComputeMemory;
+pub use operations::Operations;
 pub use outlook::Outlook;
 pub use places::{Place, PlaceReport, PlacesTable, places};
 pub use problems::{PlanError, Problem, ProblemKind};
@@ -76,6 +78,8 @@ pub struct Plan {
     pub compute: ComputeMemory,
     /// Part of each block that backward recomputes on a GPU.
     pub checkpointing: ActivationCheckpointing,
+    /// Kernels that compute attention.
+    pub attention: AttentionKernel,
     /// Chunks in which the MLP of a block is computed.
     pub mlp_chunks: usize,
     /// Whether block inputs are kept in host memory until a GPU's backward.
@@ -99,6 +103,12 @@ pub struct Plan {
     pub rates: StepRates,
     pub bound: Bound,
     pub params_count: u64,
+    /// Lengths of documents in a sample of the training data, within which attention stays; empty if each sequence counts as one.
+    documents: Vec<usize>,
+    /// Operations of a step of this process, from which rates and the MFU are computed.
+    pub operations: Operations,
+    /// Part of the time of forward and backward for attention.
+    pub attention_s: f64,
     pub stage: Stage,
     /// Number of processes of the run. The swapper's ranks are those that divide tiles among themselves.
     pub ranks: u32,
@@ -169,6 +179,7 @@ impl Plan {
             compute: ComputeMemory::default(),
             lives_in_gpu,
             checkpointing: ActivationCheckpointing::Full,
+            attention: AttentionKernel::Torch,
             inputs_away: false,
             mlp_chunks: settings.train.mlp_chunks,
             gpu_tiles: TileSums::default(),
@@ -178,6 +189,9 @@ impl Plan {
             optimizer_device: OptimizerDevice::Cpu,
             bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
             rates,
+            documents: Vec::new(),
+            operations: Operations::new(settings, settings.model.params_count() as u64, &[]),
+            attention_s: 0.0,
             params_count: settings.model.params_count() as u64,
             stage: settings.placement.stage,
             ranks: settings.ranks,
@@ -196,6 +210,18 @@ impl Plan {
         let mut plan = plan.chosen(settings, staging)?;
         plan.problems = problems::of(&plan, settings);
         Ok(plan)
+    }
+
+    /// Corrects operations and times of attention by the `documents` of a sample of the training data.
+    pub fn with_documents(&mut self, settings: &RunSettings, documents: Vec<usize>) {
+        self.operations = Operations::new(settings, self.params_count, &documents);
+        self.documents = documents;
+        self.set_rates(settings);
+    }
+
+    /// Operations of a step of all processes together.
+    pub fn step_operations(&self) -> f64 {
+        self.operations.sum() * f64::from(self.ranks)
     }
 
     /// Number of nodes like this one.

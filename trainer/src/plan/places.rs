@@ -105,6 +105,8 @@ pub struct PlaceReport {
     /// The shortest step in seconds.
     pub step_s: f64,
     pub wall: &'static str,
+    /// Time of forward and backward alone.
+    pub compute_s: f64,
     pub tokens_per_s: f64,
     pub outlook: Outlook,
 }
@@ -126,6 +128,7 @@ impl PlaceReport {
             network_s: plan.rates.network_s,
             step_s: plan.bound.s,
             wall: plan.bound.wall.word(),
+            compute_s: plan.rates.forward_s + plan.rates.backward_s,
             tokens_per_s: plan.tokens as f64 / plan.bound.s,
             outlook: plan.outlook(),
         }

@@ -6,9 +6,10 @@ use offload_support::units::ApproxBytes;
 use serde::Serialize;
 use swapper::SwapperError;
 
+use super::choices::why_no_cudnn;
 use super::{Plan, optimizer_device_name};
 use crate::compute::ActivationCheckpointing;
-use crate::config::{DeviceChoice, OptimizerDevice, RunSettings};
+use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
 use training_state::run::{CheckpointError, DirError, RunId, resolved};
 
 /// Error that keeps a run from starting.
@@ -68,6 +69,7 @@ pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
     let found = [
         no_gpu(plan, settings),
         update(plan, settings),
+        attention(plan, settings),
         gpu_memory(plan),
         host_memory(plan, settings),
         device_space(plan, settings),
@@ -119,6 +121,16 @@ fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
         }
         _ => None,
     }
+}
+
+fn attention(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let wanted = settings.train.attention == AttentionChoice::Cudnn;
+    let why = why_no_cudnn(settings, &plan.hardware).filter(|_| wanted)?;
+    Some(Problem::new(
+        ProblemKind::Settings,
+        format!("train.attention is \"cudnn\", but cuDNN's attention cannot be used: {why}"),
+        "leave it out, or set it to \"torch\"",
+    ))
 }
 
 fn gpu_memory(plan: &Plan) -> Option<Problem> {

@@ -3,14 +3,12 @@
 use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
 
 use super::memory::GpuUse;
-use super::{BusBytes, ComputeMemory, Plan, TileSums, memory};
+use super::operations::{self, Computing, Times};
+use super::{BusBytes, ComputeMemory, Plan, Source, TileSums, memory};
 use crate::config::RunSettings;
 
 /// Multiple of elements that a rank keeps of a unit: a cache line of the smallest ones.
 const COPIED_ELEMS_STEP: usize = 64;
-
-/// Fraction of forward in forward, recomputation and backward: 80 of 312 ms on an H200.
-const FORWARD_SHARE: f64 = 0.25;
 
 /// Elements that each rank of a node with `local_ranks` keeps of a unit with `unit_elems`.
 pub(crate) fn copied_elems(unit_elems: usize, local_ranks: u32) -> usize {
@@ -64,6 +62,7 @@ impl Plan {
         let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
             lives: self.lives_in_gpu,
             checkpointing: self.checkpointing,
+            attention: self.attention,
             inputs_away: self.inputs_away,
             optimizer_device: self.optimizer_device,
             format: self.format,
@@ -79,8 +78,7 @@ impl Plan {
         let ranks = self.swapper.local().len() as f64;
         // The processes of a node share its cores. State that is not divided is updated by all of them.
         let copies = f64::from(self.local_ranks) / f64::from(self.swapper.ranks);
-        let compute_s = 6.0 * self.params_count as f64 * settings.batch.tokens() as f64
-            / (hardware.tflops.value * 1e12);
+        let times = self.times(settings);
         let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
         if self.lives_in_gpu {
@@ -106,14 +104,43 @@ impl Plan {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
             write_bytes_per_s: hardware.write_bytes_per_s.value,
             staging_bytes: self.memory.staging_bytes() as f64 * ranks,
-            forward_s: compute_s * FORWARD_SHARE,
-            backward_s: compute_s * (1.0 - FORWARD_SHARE),
+            forward_s: times.forward_s,
+            backward_s: times.backward_s,
             update_s,
             bus_s,
             network_s: network_bytes as f64 / hardware.network_bytes_per_s.value,
         };
         self.network_bytes = network_bytes;
+        self.attention_s = times.attention_s;
+        if self.hardware.tflops.source == Source::Assumed {
+            self.hardware.tflops.value = self.operations.sum() / times.sum() / 1e12;
+        }
         self.bound = swapper::bound(self.swapper.schedule, &self.node_bytes, &self.rates);
+    }
+
+    /// Time of forward and backward: estimated from the rates of kernels, or at the known rate of all operations.
+    fn times(&self, settings: &RunSettings) -> Times {
+        let estimated = self.estimated_times(settings, settings.train.deterministic);
+        let tflops = &self.hardware.tflops;
+        match tflops.source {
+            Source::Assumed => estimated,
+            Source::Given | Source::Measured => {
+                estimated.scaled_to(self.operations.sum() / (tflops.value * 1e12))
+            }
+        }
+    }
+
+    /// The same, from the rates of kernels.
+    pub(super) fn estimated_times(&self, settings: &RunSettings, deterministic: bool) -> Times {
+        let how = Computing {
+            checkpointing: self.checkpointing,
+            attention: self.attention,
+            deterministic,
+            products_tflops: self.hardware.products_tflops,
+        };
+        let gpu = self.hardware.gpu.as_ref();
+        let model = (&self.units[..], self.params_count);
+        operations::times(settings, model, &self.documents, gpu, how)
     }
 
     /// Gathers of a unit's tiles over all ranks in a step: in forward, and in stage 3 again in backward unless the node

@@ -6,7 +6,7 @@ use serde::Serialize;
 use super::problems::ProblemKind;
 use super::{
     BusBytes, CheckpointsPlan, Choice, ComputeMemory, FileSystem, Hardware, Outlook, Plan,
-    PlanError, Problem, checkpointing_name, optimizer_device_name,
+    PlanError, Problem, attention_kernel_name, checkpointing_name, optimizer_device_name,
 };
 
 /// Version of the JSON report; raised when a field changes its name or meaning.
@@ -125,11 +125,15 @@ pub struct BoundReport {
     pub wall: &'static str,
     pub terms: Vec<TermReport>,
     pub tokens_per_s: f64,
-    /// Rate at 6 operations for each parameter and token.
+    /// Rate of all processes together, in 10^12 operations per second.
     pub tflops: f64,
+    /// Operations of a step of all processes: 6 for each parameter and token, and those of attention.
+    pub operations: f64,
     /// Computing time alone.
     pub forward_s: f64,
     pub backward_s: f64,
+    /// Part of both for attention.
+    pub attention_s: f64,
     pub update_s: f64,
     pub bus_s: f64,
     pub network_s: f64,
@@ -160,6 +164,8 @@ pub struct ChosenReport {
     pub optimizer_step: &'static str,
     pub optimizer_device: &'static str,
     pub activation_checkpointing: &'static str,
+    /// Kernels that compute attention.
+    pub attention: &'static str,
     pub activations: &'static str,
     pub mlp_chunks: usize,
 }
@@ -233,6 +239,7 @@ impl Plan {
                 },
                 optimizer_device: optimizer_device_name(self.optimizer_device),
                 activation_checkpointing: checkpointing_name(self.checkpointing),
+                attention: attention_kernel_name(self.attention),
                 activations: match self.inputs_away || !on_gpu {
                     true => "cpu",
                     false => "gpu",
@@ -256,7 +263,9 @@ impl Plan {
             wall: bound.wall.word(),
             terms: terms.collect(),
             tokens_per_s,
-            tflops: 6.0 * self.params_count as f64 * tokens_per_s / 1e12,
+            tflops: self.step_operations() / bound.s / 1e12,
+            operations: self.step_operations(),
+            attention_s: self.attention_s,
             forward_s: self.rates.forward_s,
             backward_s: self.rates.backward_s,
             update_s: self.rates.update_s,

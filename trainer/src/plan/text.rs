@@ -2,7 +2,9 @@
 
 use std::fmt;
 
+use super::choices::why_no_cudnn;
 use super::{Figure, Hardware, Plan, optimizer_device_name};
+use crate::compute::AttentionKernel;
 use crate::config::{DeviceChoice, RunSettings, Tier};
 use offload_support::units::ApproxBytes;
 
@@ -88,6 +90,7 @@ impl Plan {
         }
         let mut lines = vec![state, memory];
         lines.extend((self.nodes() > 1).then(|| self.network_line()));
+        lines.extend(self.attention_line(settings));
         if self.steps > 0 {
             lines.push(format!(
                 "step      about {} ({:.0} tokens/s), bottleneck: {}",
@@ -98,6 +101,30 @@ impl Plan {
             lines.extend(self.outlook().to_string().lines().map(str::to_owned));
         }
         lines
+    }
+
+    /// Kernels of attention on a GPU, their part of the computing time, and what results that do not repeat give.
+    fn attention_line(&self, settings: &RunSettings) -> Option<String> {
+        self.hardware.gpu.as_ref()?;
+        let (by, why) = match self.attention {
+            AttentionKernel::Cudnn => ("cuDNN's kernels", None),
+            AttentionKernel::Torch => ("torch's kernels", why_no_cudnn(settings, &self.hardware)),
+        };
+        let why = why.map_or(String::new(), |why| format!(" ({why})"));
+        let share = self.attention_s / (self.rates.forward_s + self.rates.backward_s);
+        let mut line = format!(
+            "attention by {by}{why}, {:.0} % of the computing time",
+            100.0 * share
+        );
+        if !settings.train.deterministic {
+            let exact = self.estimated_times(settings, true).sum();
+            let free = self.estimated_times(settings, false).sum();
+            line += &format!(
+                "; train.deterministic = false: computing takes about {:.0} % less time, and results differ from run to run",
+                100.0 * (1.0 - free / exact)
+            );
+        }
+        Some(line)
     }
 
     /// Where the nodes have the parameters, and what they send.
@@ -217,7 +244,7 @@ impl Plan {
     fn bound_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bound = &self.bound;
         let tokens_per_s = self.tokens as f64 / bound.s;
-        let tflops = 6.0 * self.params_count as f64 * tokens_per_s / 1e12;
+        let tflops = self.step_operations() / bound.s / 1e12;
         write!(
             f,
             "\nbound     {} a step, {tokens_per_s:.0} tokens/s, {} TFLOPS, limited by {}; update on {}",

@@ -484,7 +484,7 @@ impl Training {
     fn measured(&self) -> Measured {
         let rates = self.run.opened.rates();
         let plan = &self.run.plan;
-        let operations = 6.0 * plan.params_count as f64 * self.settings.batch.tokens() as f64;
+        let operations = plan.operations.sum();
         Measured {
             read_bytes_per_s: rates.map(|(read, _)| read),
             write_bytes_per_s: rates.map(|(_, write)| write),
@@ -585,7 +585,7 @@ fn flops(settings: &RunSettings, plan: &Plan) -> Option<Flops> {
     let peak = peak_tflops(&gpu.name).filter(|_| settings.dtype != Dtype::Fp32)?;
     Some(Flops {
         peak_per_s: peak * 1e12 * f64::from(settings.ranks),
-        per_token: 6.0 * plan.params_count as f64,
+        per_token: plan.operations.sum() / settings.batch.tokens() as f64,
     })
 }
 

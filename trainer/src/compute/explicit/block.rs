@@ -2,9 +2,10 @@
 
 use std::rc::Rc;
 
+use kernels_torch::CudnnAttention;
 use tch::Tensor;
 
-use super::attention::{Attention, Shape, attention, normed_attention};
+use super::attention::{Attention, Means, Shape, attention, normed_attention};
 use super::ops::{Normed, Ops};
 use super::projection::Projection;
 use crate::compute::documents::Documents;
@@ -100,6 +101,10 @@ pub(crate) struct Block<'a> {
     pub(crate) config: &'a ModelConfig,
     pub(crate) rotary: Rotary,
     pub(crate) documents: Option<Rc<Documents>>,
+    /// Number of tokens that a query sees, including its own; `None`: all.
+    pub(crate) window: Option<usize>,
+    /// cuDNN's attention; `None`: torch's.
+    pub(crate) cudnn: Option<&'a CudnnAttention>,
     pub(crate) weights: BlockWeights,
 }
 
@@ -175,7 +180,8 @@ impl Block<'_> {
             .out
             .add_grads(grads, &grad_sum, &attended.attn_out)?;
         let grad_mixed = weights.out.back(&grad_sum)?;
-        let (grad_qkv, grad_head_norms) = attended.backward(ops, &self.rotary, &grad_mixed)?;
+        let (grad_qkv, grad_head_norms) =
+            attended.backward(ops, &self.rotary, &self.means(), &grad_mixed)?;
         drop(grad_mixed);
         for (norm, grad) in weights.head_norms.iter().flatten().zip(grad_head_norms) {
             grads.add(norm.at, grad)?;
@@ -196,6 +202,15 @@ impl Block<'_> {
         Ok(grad_input.f_view_as(input)?)
     }
 
+    /// How attention is computed.
+    fn means(&self) -> Means<'_> {
+        Means {
+            window: self.window,
+            documents: self.documents.as_deref(),
+            cudnn: self.cudnn,
+        }
+    }
+
     /// Computes the values that `kept` does not have. With `graph`, records the graph of attention. Norms are
     /// always recomputed, which costs less than keeping them.
     fn pass(
@@ -211,12 +226,12 @@ impl Block<'_> {
             Some(attended) => attended,
             None => {
                 let qkv = weights.qkv.of(&first.output)?;
-                let (rotary, documents) = (&self.rotary, self.documents.as_deref());
+                let (rotary, means) = (&self.rotary, self.means());
                 match weights.head_norms() {
-                    None => attention(ops, rotary, shape, documents, &qkv, graph)?,
+                    None => attention(ops, rotary, shape, &means, &qkv, graph)?,
                     Some(norms) => {
                         let config = self.config;
-                        normed_attention(config, rotary, norms, shape, documents, &qkv, graph)?
+                        normed_attention(config, rotary, norms, shape, &means, &qkv, graph)?
                     }
                 }
             }

@@ -29,22 +29,15 @@ pub(super) use ops::Ops;
 
 /// Returns whether blocks of this form have an explicit backward: those of Llama, with any biases and with
 /// norms of query and key heads. Other forms use autograd on a GPU too, which is correct but slower and keeps
-/// nothing of a block: GPT-2, a window shorter than `seq_len`, dropout.
-pub(super) fn block_is_written_out(
-    config: &ModelConfig,
-    dropout: &Dropout,
-    seq_len: usize,
-) -> bool {
+/// nothing of a block: GPT-2, dropout.
+pub(super) fn block_is_written_out(config: &ModelConfig, dropout: &Dropout) -> bool {
     let Form {
         norm,
         positions,
         mlp,
         ..
     } = config.architecture.form();
-    let hides = config.sliding_window.is_some_and(|w| w.tokens < seq_len);
-    (norm, positions, mlp) == (Norm::Rms, Positions::Rotary, Mlp::GatedSilu)
-        && !hides
-        && dropout.is_none()
+    (norm, positions, mlp) == (Norm::Rms, Positions::Rotary, Mlp::GatedSilu) && dropout.is_none()
 }
 
 /// Returns whether a head of this form has an explicit backward.

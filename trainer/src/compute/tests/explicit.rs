@@ -7,7 +7,7 @@ use super::gradients::gradients_are_slopes;
 use super::whole_graph::larger;
 use super::*;
 use crate::compute::memory::kept_bytes_a_token;
-use crate::compute::{ActivationCheckpointing, explicit};
+use crate::compute::{ActivationCheckpointing, AttentionKernel, explicit};
 use crate::model::ParamLayout;
 
 /// Largest difference of two gradients of a parameter, relative to the parameter's largest gradient.
@@ -37,15 +37,9 @@ fn distance(a: &[u8], b: &[u8], param: &ParamLayout, kind: Kind) -> f64 {
 
 /// Forms with an explicit backward, except the plain one.
 fn written_out_forms(base: &ModelConfig) -> Vec<ModelConfig> {
-    let unwindowed = |config| ModelConfig {
-        sliding_window: None,
-        ..config
-    };
-    let configs = forms(base)
-        .into_iter()
-        .map(|(_, config)| unwindowed(config));
+    let configs = forms(base).into_iter().map(|(_, config)| config);
     let written_out: Vec<ModelConfig> = configs
-        .filter(|config| explicit::block_is_written_out(config, &Dropout::NONE, 64))
+        .filter(|config| explicit::block_is_written_out(config, &Dropout::NONE))
         .collect();
     assert_eq!(written_out.len(), 4, "all but GPT-2");
     written_out
@@ -61,14 +55,6 @@ fn explicit_gradients_with_biases_and_head_norms_are_the_slope_of_the_loss() {
         let case = Case::of(&config, Kind::Double, MICRO_BATCH, SEQ_LEN);
         gradients_are_slopes(case.written_out());
     }
-}
-
-#[test]
-fn a_window_that_hides_nothing_has_an_explicit_backward() {
-    let mistral = forms(&config(false)).swap_remove(2).1;
-    let window = mistral.sliding_window.unwrap().tokens;
-    let written_out = |seq_len| explicit::block_is_written_out(&mistral, &Dropout::NONE, seq_len);
-    assert!(written_out(window) && !written_out(window + 1));
 }
 
 #[test]
@@ -168,8 +154,10 @@ fn activation_checkpointing_changes_no_bit_and_its_bytes_are_counted() {
                 assert!(grads == kept_grads, "{kind:?}, {keep:?}");
                 let input = &case.forward()[0];
                 let tokens = MICRO_BATCH * 16;
+                let elem_bytes = kind.elt_size_in_bytes();
+                let kernel = AttentionKernel::Torch;
                 let promised =
-                    kept_bytes_a_token(&config, &Dropout::NONE, 16, kind.elt_size_in_bytes(), keep);
+                    kept_bytes_a_token(&config, &Dropout::NONE, kernel, elem_bytes, keep);
                 assert_eq!(
                     input.size_bytes(),
                     tokens * (config.hidden_size * kind.elt_size_in_bytes() + promised),

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use super::{Faults, at_least, value, within, word};
 use crate::compute::ActivationCheckpointing;
 use crate::config::toml::{self, ConfigToml};
-use crate::config::{DataSettings, DeviceChoice, Interval, SettingsError, TrainSettings};
+use crate::config::{
+    AttentionChoice, DataSettings, DeviceChoice, Interval, SettingsError, TrainSettings,
+};
 use crate::model::ModelConfig;
 
 /// The newest checkpoint, and the one before in case the newest is damaged.
@@ -94,6 +96,15 @@ pub(super) fn train(
             ("matmuls", Some(ActivationCheckpointing::Matmuls)),
         ],
     ));
+    let attention = faults.take(word(
+        "train.attention",
+        train.attention.as_deref(),
+        &[
+            ("auto", AttentionChoice::Auto),
+            ("cudnn", AttentionChoice::Cudnn),
+            ("torch", AttentionChoice::Torch),
+        ],
+    ));
     let mlp_chunks = train.mlp_chunks.unwrap_or(1);
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
@@ -114,6 +125,8 @@ pub(super) fn train(
         threads: threads as usize,
         device: device?,
         activation_checkpointing: activation_checkpointing?,
+        attention: attention?,
+        deterministic: train.deterministic.unwrap_or(true),
         mlp_chunks: mlp_chunks as usize,
     })
 }

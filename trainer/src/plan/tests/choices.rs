@@ -56,9 +56,9 @@ fn in_host_memory_the_update_goes_where_it_makes_the_step_shorter() {
     let on_cpu = plan(&large("cpu", "cpu", &on_cpu), &h200(1.0));
     assert_eq!(on_cpu.optimizer_device, OptimizerDevice::Cpu);
     assert!(on_cpu.bound.s > host.bound.s);
-    // The design predicts 0.434 s at 424 TFLOPS and 6.7 G parameters/s; this test has 305 and 5.6.
+    // Backward is 71 % of 137 T operations at 305 TFLOPS; 5.6 G parameters/s are updated.
     assert!(
-        (on_cpu.bound.s - (0.325 + 0.24)).abs() < 0.01,
+        (on_cpu.bound.s - (0.321 + 0.24)).abs() < 0.01,
         "{}",
         on_cpu.bound.s
     );
@@ -142,12 +142,13 @@ fn a_block_without_explicit_backward_keeps_nothing_and_the_plan_says_so() {
             "num_hidden_layers": 24, "num_attention_heads": 16, "sliding_window": window})
     };
     assert_eq!(
-        of(mistral(2048), &[]).checkpointing,
+        of(mistral(1024), &[]).checkpointing,
         ActivationCheckpointing::Matmuls
     );
+    let gpt2 = json!({"model_type": "gpt2", "vocab_size": 32000, "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048});
     for keep in ["auto", "matmuls"] {
         let plan = of(
-            mistral(1024),
+            gpt2.clone(),
             &[("train.activation_checkpointing", json!(keep))],
         );
         assert_eq!(

@@ -1,6 +1,7 @@
 //! Tests of whole plans for a Llama of 1.345 G parameters. Errors that they find: memory is counted twice or
 //! not at all, a choice does not fit the memory it was made for, a run that cannot work is accepted.
 
+mod attention;
 mod choices;
 mod counts;
 mod nodes;
