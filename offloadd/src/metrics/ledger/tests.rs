@@ -281,7 +281,7 @@ fn a_flush_that_does_not_end_is_named_beside_reads_that_do() {
     let mut ledger = ledger();
     let start = Instant::now();
     let [hung, well] = [0, 1].map(DeviceIndex);
-    ledger.started(IoId(7), hung, IoOp::Flush, 0, None, start);
+    ledger.started(IoId(7), hung, IoOp::Flush, [0, 0], None, start);
     // The daemon wakes to check, even if nothing is read or written.
     assert!(ledger.judge_at().is_some());
     for second in 0..20 {
