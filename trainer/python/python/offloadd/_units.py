@@ -225,7 +225,7 @@ def _check(params: list[nn.Parameter]) -> None:
         if type(param).__name__ == "Released":
             raise Error("a parameter of the model belongs to a model that is prepared already: call close() of that run first")
         if nn.parameter.is_lazy(param):
-            raise NotSupported("the model has a lazy layer that has not seen an input: call the model once before offloadd.prepare, so that it has its parameters")
+            raise NotSupported("the model has a lazy layer without parameters: call the model once before offloadd.prepare, which makes them")
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
         if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
