@@ -125,6 +125,7 @@ test: libtorch
 docs: libtorch
 	trainer/bench/picture.py
 	UPDATE_DOCS=1 $(CARGO) test -j$(JOBS) --workspace --no-fail-fast --lib --bins docs -- --test-threads=1
+	UPDATE_DOCS=1 trainer/python/test.sh -k test_docs
 
 # Takes an hour or two more than `make test`.
 nightly: export OFFLOADD_SEEDS ?= 0..200000

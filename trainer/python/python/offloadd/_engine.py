@@ -375,6 +375,8 @@ class Engine:
         return calls > 1
 
     def _begin_pass(self, first: int) -> None:
+        if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", bool)():
+            raise NotSupported("a prepared model cannot be traced or exported: do it before offloadd.prepare, or after close() of its run")
         if self.half_backward:
             self._drop_half()
             self.broken = True

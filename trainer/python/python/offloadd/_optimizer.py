@@ -96,7 +96,7 @@ class Prepared:
     def __reduce_ex__(self, protocol: int) -> Any:
         raise NotSupported("the optimizer of a prepared model cannot be pickled or copied: save its state_dict()")
 
-    step = torch.optim.Optimizer.profile_hook_step(step)
+    step = torch.compiler.disable(torch.optim.Optimizer.profile_hook_step(step))
     # PyTorch need not wrap it again, neither for hooks nor for a scheduler.
     step.hooked = step._wrapped_by_lr_sched = True
 

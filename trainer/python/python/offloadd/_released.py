@@ -11,6 +11,7 @@ refused; the copy's version counter tells, whatever the operation is called.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import sys
 import weakref
@@ -46,7 +47,7 @@ _ITSELF = {
     *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.stride, _Tensor.is_contiguous, _Tensor.element_size),
     *(_Tensor.storage_offset, _Tensor.get_device, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook, _Tensor.__len__),
     *(_Tensor.retain_grad, _Tensor.is_same_size, _Tensor.is_set_to, _Tensor.is_inference, _Tensor.is_pinned, _Tensor.dim_order),
-    *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full, _Tensor.new_tensor, torch.autograd.grad),
+    *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full, _Tensor.new_tensor),
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type, torch.is_same_size),
 }
@@ -54,13 +55,15 @@ _ITSELF = {
 # Operations that give a parameter another storage.
 _REPLACES = {
     _Tensor.data.__set__: "assigning .data",
-    _Tensor.set_: "set_",
     _Tensor.resize_: "resize_",
     _Tensor.share_memory_: "share_memory_",
     _Tensor.__setstate__: "__setstate__",
 }
 
 _GRAPH = (_Tensor.view_as, _Tensor.expand_as)
+
+# Functions that run Python in their turn: hooks, functions of a script's own, checkpoints' forwards.
+_BACKWARD = (torch.autograd.grad, torch.autograd.backward, _Tensor.backward)
 
 _REQUIRES_GRAD = (_Tensor.requires_grad.__set__, _Tensor.requires_grad_)
 
@@ -81,6 +84,8 @@ class Released(nn.Parameter):
         if func in _ITSELF:
             with AS_TENSORS():
                 return func(*args, **kwargs)
+        if func in _BACKWARD:
+            return _backward(func, args, kwargs)
         away = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Released)]
         if not away:
             with AS_TENSORS():
@@ -98,8 +103,16 @@ class Released(nn.Parameter):
         if func in _REPLACES and isinstance(args[0], Released):
             if func == _Tensor.data.__set__ and engine.is_same(args[0], args[1]):
                 return None
-            raise NotSupported(f"{_REPLACES[func]} on {engine.name(args[0])}, whose values are in tiles: {_BEFORE}")
+            raise _replaced(_REPLACES[func], args[0])
         return engine.read_released(away, func, args, kwargs)
+
+    # PyTorch hands these to no __torch_function__.
+
+    def set_(self, *args, **kwargs):
+        raise _replaced("set_", self)
+
+    def as_subclass(self, cls):
+        return self.clone().as_subclass(cls)
 
     def __deepcopy__(self, memo):
         raise NotSupported("a prepared model cannot be copied: copy it before offloadd.prepare, or save and load its state_dict")
@@ -111,6 +124,10 @@ class Released(nn.Parameter):
         return f"Parameter in tiles: {tuple(self.shape)}, {self.dtype}"
 
 
+def _replaced(what: str, param: Released) -> NotSupported:
+    return NotSupported(f"{what} on {param.engine.name(param)}, whose values are in tiles: {_BEFORE}")
+
+
 class Copied(_Tensor):
     """Values of a released parameter, or a view of them, to read. Changing them would change nothing, and is refused."""
 
@@ -120,6 +137,8 @@ class Copied(_Tensor):
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if any(issubclass(one, Released) for one in types):
             return Released.__torch_function__(func, types, args, kwargs)
+        if func in _BACKWARD:
+            return _backward(func, args, kwargs or {})
         with AS_TENSORS():
             return _on_copies([], func, args, kwargs or {})
 
@@ -128,6 +147,24 @@ class Copied(_Tensor):
 
     def __reduce_ex__(self, protocol):
         return self.as_subclass(_Tensor).__reduce_ex__(protocol)
+
+
+def _backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Calls a function of autograd's with nothing released or copied in its arguments, so that `AS_TENSORS` does not last until it ends:
+    what it calls reads released parameters too."""
+    given = inspect.signature(func).bind(*args, **kwargs)
+    inputs = given.arguments.get("inputs")
+    inputs = [inputs] if isinstance(inputs, _Tensor) else list(inputs or ())
+    zeros = given.arguments.pop("materialize_grads", False)
+    with AS_TENSORS():
+        plain = lambda one: one.view_as(one) if isinstance(one, (Released, Copied)) else one
+        given.arguments.update(tree_map(plain, {name: one for name, one in given.arguments.items() if name != "inputs"}))
+        if inputs:
+            given.arguments["inputs"] = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, (Released, Copied)) else one for one in inputs]
+        if zeros:
+            given.arguments["allow_unused"] = True
+    found = func(*given.args, **given.kwargs)
+    return tuple(torch.zeros_like(of) if one is None else one for one, of in zip(found, inputs)) if zeros else found
 
 
 class Origin(NamedTuple):

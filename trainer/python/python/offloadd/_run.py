@@ -33,7 +33,7 @@ from ._ranks import Ranks
 from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_name, check_place, claim, disclaim, lock, writable, write_private
 from ._state import from_blob, random_state, same_random, set_random_state, to_blob
 from ._units import Unit, units_of
-from ._weights import Blocks, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
+from ._weights import Blocks, PartsLoaded, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
 from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
 
 
@@ -327,12 +327,22 @@ class Run:
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Gives the model other weights, a unit at a time, and commits them. The optimizer's moments stay. `model.load_state_dict`
         is the same, but refuses in a run that was resumed and has made no step since."""
-        if self.engine.square_sums or self.engine.broken:
-            raise Error("load_state_dict between backward and step(): call optimizer.step() or zero_grad() first")
+        self._check_loadable(anyway=True)
         self._seal()
         sources, answer = sources_of(self.engine, lambda: self._plain_load(state_dict, strict=strict))
         self._replace(sources)
         return answer
+
+    def _check_loadable(self, anyway: bool = False) -> None:
+        """Refuses other weights where gradients would be lost and, unless `anyway`, where they would replace what was resumed."""
+        if not anyway and self._resumed_at == self.steps_done > 0:
+            raise Error(
+                f"this run was resumed after step {self.steps_done}, and load_state_dict would replace what was trained: load weights "
+                "before offloadd.prepare, where a resumed run replaces them by its own; or load them only if run.steps_done == 0; or "
+                "call run.load_state_dict to replace them all the same"
+            )
+        if self.engine.square_sums or self.engine.broken:
+            raise Error("load_state_dict between backward and step(): call optimizer.step() or zero_grad() first")
 
     def _replace(self, sources: Mapping[int, torch.Tensor]) -> None:
         self._seal()
@@ -464,6 +474,7 @@ class Run:
             return
         self.model._offloadd_run = None
         unprotect(self._protected)
+        self._parts_loaded.end()
         for name in ("zero_grad", "state_dict", "load_state_dict", "save_pretrained", "generate"):
             self.model.__dict__.pop(name, None)
         ranks = self.ranks
@@ -500,6 +511,7 @@ class Run:
     def _give_back(self) -> None:
         """Makes model and optimizer plain ones with the values that are in tiles, in host memory where parameters were released."""
         engine, states = self.engine, {}
+        grads = {key: held.clone() for key, held in engine.held.items() if not (engine.applied or held.partial)}
         for param, state in States(self).items():
             plain = {name: value.as_subclass(torch.Tensor) for name, value in state.items() if name != MASTER}
             states[param] = {name: value.to(param.device, param.dtype) if name in MOMENTS else value for name, value in plain.items()}
@@ -513,6 +525,8 @@ class Run:
                 engine.open_for_good(unit)
         engine.detach()
         give_back(self.optimizer, states)
+        for param in engine.params:
+            param.grad = grads.get(id(param))
 
     def __enter__(self) -> "Run":
         return self
@@ -664,15 +678,11 @@ class Run:
             """Loads weights, a unit at a time."""
             if assign:
                 raise NotSupported("load_state_dict(assign=True): parameters are in tiles and keep their place; leave assign out")
-            if self._resumed_at == self.steps_done > 0:
-                raise Error(
-                    f"this run was resumed after step {self.steps_done}, and load_state_dict would replace what was trained: load weights "
-                    "before offloadd.prepare, where a resumed run replaces them by its own; or load them only if run.steps_done == 0; or "
-                    "call run.load_state_dict to replace them all the same"
-                )
+            self._check_loadable()
             return self.load_state_dict(state_dict, strict)
 
         self.model.load_state_dict = load_state_dict
+        self._parts_loaded = PartsLoaded(self.engine, lambda: self._check_loadable(), self._replace)
         if self.ranks.count > 1:
             _generate_together(self.model)
         stream_save_pretrained(self.model, self.engine)

@@ -115,9 +115,11 @@ class Unit:
     @staticmethod
     def view_of(flat: torch.Tensor, param: torch.Tensor, offset: int) -> torch.Tensor:
         """The part of `flat` that holds a tensor like `param`, with its strides where they are dense."""
-        if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
-            return flat[offset : offset + param.numel()].view(param.shape)
-        return flat.as_strided(param.size(), param.stride(), offset)
+        # Of a released parameter too: the shape is asked for and not the values.
+        with torch._C.DisableTorchFunctionSubclass():
+            if param.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(param):
+                return flat[offset : offset + param.numel()].view(param.shape)
+            return flat.as_strided(param.size(), param.stride(), offset)
 
 
 def blocks_of(model: nn.Module, wanted: Optional[Sequence]) -> list[tuple[str, nn.Module]]:
@@ -226,6 +228,8 @@ def _check(params: list[nn.Parameter]) -> None:
     for param in params:
         if type(param).__name__ == "Released":
             raise Error("a parameter of the model belongs to a model that is prepared already: call close() of that run first")
+        if nn.parameter.is_lazy(param):
+            raise NotSupported("the model has a lazy layer without parameters: call the model once before offloadd.prepare, which makes them")
         if type(param) is not nn.Parameter:
             raise NotSupported(f"a parameter is a {type(param).__name__}: only plain torch.nn.Parameter can be offloaded")
         if param.requires_grad and param.dtype not in (torch.float32, torch.bfloat16, torch.float16):

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Iterator, Mapping, Optional, Union
+from typing import Any, Callable, Iterable, Iterator, Mapping, Optional, Union
 
 import torch
 from torch import nn
@@ -216,19 +216,68 @@ class Loading(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def sources_of(engine: Engine, load: Callable[[], Any]) -> tuple[dict[int, torch.Tensor], Any]:
-    """Runs a plain `load_state_dict`. Returns what it would have copied to each parameter, by id, and its answer; buffers it
-    has copied."""
+@contextlib.contextmanager
+def recording(params: Iterable[nn.Parameter]) -> Iterator[dict[int, torch.Tensor]]:
+    """Meanwhile, what is copied to `params` goes to the dict instead, by their id."""
     recorder = type("Loading", (Loading,), {"copied": {}})
-    classes = [(param, param.__class__) for unit in engine.units for param in unit.params]
+    classes = [(param, param.__class__) for param in params]
     try:
         for param, _ in classes:
             param.__class__ = recorder
-        answer = load()
+        yield recorder.copied
     finally:
         for param, before in classes:
             param.__class__ = before
-    return recorder.copied, answer
+
+
+def sources_of(engine: Engine, load: Callable[[], Any]) -> tuple[dict[int, torch.Tensor], Any]:
+    """Runs a plain `load_state_dict`. Returns what it would have copied to each parameter, by id, and its answer; buffers it
+    has copied."""
+    with recording(engine.params) as copied:
+        return copied, load()
+
+
+class PartsLoaded:
+    """Lets `load_state_dict` of a part of a model, or of a module around it, reach the tiles: what PyTorch copies to parameters is
+    remembered, and given to them all when the outermost module of the model has been loaded."""
+
+    def __init__(self, engine: Engine, check: Callable[[], None], give: Callable[[dict[int, torch.Tensor]], None]) -> None:
+        self._engine, self._check, self._give = engine, check, give
+        # Modules within the outermost one that is being loaded, itself first.
+        self._within: list[int] = []
+        self._sources: dict[int, torch.Tensor] = {}
+        self._modules, self._handles = list(engine.model.modules()), []
+        for module in self._modules:
+            vars(module)["_load_from_state_dict"] = functools.partial(self._load, module, module._load_from_state_dict)
+            self._handles.append(module.register_load_state_dict_post_hook(self._loaded))
+            # Hooks of the script look at what was loaded.
+            module._load_state_dict_post_hooks.move_to_end(self._handles[-1].id, last=False)
+
+    def _load(self, module: nn.Module, plain: Callable[..., None], state: Mapping[str, Any], prefix: str, metadata: Mapping[str, Any], *rest: Any) -> None:
+        if isinstance(self._engine.params[0], Loading):
+            # The whole model is being loaded.
+            return plain(state, prefix, metadata, *rest)
+        params = [param for param in module._parameters.values() if param is not None and id(param) in self._engine.unit_of]
+        if id(module) not in self._within:
+            self._check()
+            self._within, self._sources = list(map(id, module.modules())), {}
+        if params and metadata.get("assign_to_params_buffers"):
+            raise NotSupported("load_state_dict(assign=True): parameters are in tiles and keep their place; leave assign out")
+        with recording(params) as copied:
+            plain(state, prefix, metadata, *rest)
+        self._sources.update(copied)
+
+    def _loaded(self, module: nn.Module, keys: Any) -> None:
+        if self._within[:1] == [id(module)]:
+            sources, self._within, self._sources = self._sources, [], {}
+            if sources:
+                self._give(sources)
+
+    def end(self) -> None:
+        """Leaves the modules as they were."""
+        for module, handle in zip(self._modules, self._handles):
+            vars(module).pop("_load_from_state_dict", None)
+            handle.remove()
 
 
 def rewrite(run: Any, sources: Mapping[int, torch.Tensor], names: Mapping[int, str]) -> None:

@@ -96,11 +96,11 @@ def _refuse(kind: type, name: str, instead: str = "call the model itself") -> No
 
 
 # Methods of modules that a prepared model refuses.
-_OF_MODULES = ("_apply", "__deepcopy__", "__reduce_ex__")
+_OF_MODULES = ("_apply", "__deepcopy__", "__reduce_ex__", "__prepare_scriptable__")
 
 
 def protect(modules: Iterable[nn.Module]) -> None:
-    """Lets modules whose parameters are in tiles refuse to be copied, pickled, moved and converted."""
+    """Lets modules whose parameters are in tiles refuse to be copied, pickled, scripted, moved and converted."""
 
     def refuse_copy(memo: Any) -> Any:
         raise NotSupported("a prepared model cannot be copied: copy it before offloadd.prepare, or save and load its state_dict")
@@ -108,8 +108,11 @@ def protect(modules: Iterable[nn.Module]) -> None:
     def refuse_pickle(protocol: Any) -> Any:
         raise NotSupported("a prepared model cannot be pickled, as by torch.save(model): save its state_dict, or call save_pretrained")
 
+    def refuse_script() -> Any:
+        raise NotSupported("torch.jit.script of a prepared model: script it before offloadd.prepare, or after close() of its run")
+
     for module in modules:
-        of_module = (functools.partial(_apply, module), refuse_copy, refuse_pickle)
+        of_module = (functools.partial(_apply, module), refuse_copy, refuse_pickle, refuse_script)
         vars(module).update(zip(_OF_MODULES, of_module))
 
 

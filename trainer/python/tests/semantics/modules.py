@@ -248,6 +248,12 @@ def _sizes():
     return net(block=Sized)
 
 
+@modules.refused("a lazy layer that was not run", "lazy")
+def _(s):
+    s.continues = False
+    s.begin(nn.Sequential(nn.LazyLinear(16), *[Block() for _ in range(3)]))
+
+
 @modules.refused("parameters of a subclass", "plain torch.nn.Parameter")
 def _(s):
     class Own(nn.Parameter):
@@ -516,6 +522,8 @@ modes.equal(
     lambda s: [name in dir(s.model) for name in ("forward", "blocks", "state_dict", "zero_grad")],
 )
 modes.equal("the model's class", lambda s: [type(s.model) is Net, isinstance(s.model, nn.Module), type(s.model.blocks[0]) is Block])
+modes.differs("`type(optimizer) is AdamW`", "a subclass of the same name; `isinstance` is True", lambda s: type(s.optimizer) is torch.optim.AdamW)
+modes.equal("the optimizer's class", lambda s: [isinstance(s.optimizer, torch.optim.AdamW), s.optimizer.__class__.__name__])
 modes.equal("`inspect.signature` of forward", lambda s: str(__import__("inspect").signature(s.model.forward)))
 modes.equal(
     "`optimizer.param_groups` has the parameters",
@@ -537,6 +545,8 @@ modes.equal("a block removed", lambda s: [s.step(0), s.model.blocks.__delitem__(
 modes.equal("blocks in another order", lambda s: [s.step(0), setattr(s.model, "blocks", nn.ModuleList(reversed(s.model.blocks))), s.step(1)])
 modes.equal("`forward` replaced by a function", lambda s: _new_forward(s))
 modes.equal("a new head that is not trained", lambda s: _new_head(s))
+modes.refused("a new head in a group of its own", "add_param_group after offloadd.prepare", lambda s: _new_head(s, trained=True))
+modes.refused("an adapter added later, in a group of its own", "add_param_group after offloadd.prepare", lambda s: _late_adapter(s))
 modes.equal("a weight replaced by another parameter", lambda s: _replaced(s))
 
 
@@ -560,6 +570,16 @@ def _new_head(s, trained=False):
     s.model.last = nn.Linear(16, CLASSES)
     if trained:
         s.optimizer.add_param_group({"params": list(s.model.last.parameters())})
+    s.step(1, 2)
+
+
+def _late_adapter(s):
+    s.step(0)
+    torch.manual_seed(9)
+    extra = nn.Linear(16, 16)
+    s.model.blocks[1].extra = extra
+    s.model.blocks[1].register_forward_hook(lambda module, args, out: out + extra(args[0]))
+    s.optimizer.add_param_group({"params": list(extra.parameters())})
     s.step(1, 2)
 
 
@@ -597,6 +617,12 @@ utilities.equal(
 utilities.equal(
     "`prune.remove` before `prepare`",
     lambda s: _before(s, lambda m: [prune.remove(prune.random_unstructured(b.up, "weight", 0.3), "weight") for b in m.blocks]),
+)
+utilities.equal("`prune` after `prepare`", lambda s: [s.step(0), prune.l1_unstructured(s.model.blocks[1].up, "weight", 0.3), s.step(1)])
+utilities.refused(
+    "`weight_norm` after `prepare`",
+    "before offloadd.prepare",
+    lambda s: [s.step(0), parametrizations.weight_norm(s.model.blocks[1].up), s.step(1)],
 )
 utilities.equal(
     "`prune.CustomFromMask.apply` of the gradient's mask by a hook",
@@ -742,6 +768,23 @@ def _(s):
     s.step(0, 1)
 
 
+@compiled.equal("a compiled step of the optimizer")
+def _(s):
+    torch._dynamo.reset()
+    s.begin(net(dropout=0.0, blocks=3))
+    s.backward(0)
+    torch.compile(lambda: s.optimizer.step(), backend="eager")()
+    s.optimizer.zero_grad()
+
+
+@compiled.equal("a compiled function that reads weights")
+def _(s):
+    torch._dynamo.reset()
+    w = s.w
+    norm = torch.compile(lambda: w.norm() + w[0].sum(), backend="eager")
+    return [norm(), s.step(0), norm()][::2]
+
+
 @compiled.equal("`torch.compiler.disable` around a block")
 def _(s):
     torch._dynamo.reset()
@@ -751,6 +794,34 @@ def _(s):
         block.compile(backend="eager")
     s.begin(model)
     s.step(0, 1)
+
+
+@compiled.refused("`torch.compile(model, fullgraph=True)`", "leave fullgraph=True out", error=RuntimeError)
+def _(s):
+    torch._dynamo.reset()
+    model = torch.compile(s.begin(net(dropout=0.0, blocks=3)), backend="eager", fullgraph=True)
+    model(s.x())
+
+
+@compiled.refused("`torch.jit.trace` of the model", "before offloadd.prepare")
+def _(s):
+    return torch.jit.trace(s.begin(net(dropout=0.0)), s.x())(s.x(1))
+
+
+@compiled.refused("`torch.jit.script` of a block", "before offloadd.prepare")
+def _(s):
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Linear(16, 16)
+
+        def forward(self, x):
+            return x + torch.tanh(self.up(x))
+
+    model = net(block=Plain)
+    s.begin(model)
+    s.step(0)
+    return torch.jit.script(model.blocks[0])(torch.ones(1, 16))
 
 
 @compiled.equal("`torch.fx.symbolic_trace`")
@@ -766,4 +837,8 @@ def _(s):
     traced = torch.fx.symbolic_trace(s.begin(net(block=Plain)))
     return [traced(s.x()), s.step(0), traced(s.x())][::2]
 
+
+@compiled.refused("`torch.export`", "before offloadd.prepare")
+def _(s):
+    return torch.export.export(s.begin(net(dropout=0.0)), (s.x(),)).module()(s.x(1))
 

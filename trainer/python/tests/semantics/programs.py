@@ -80,6 +80,52 @@ def _(s):
         s.note(loss)
 
 
+@several.equal("a generator and a discriminator, both prepared", devices=BOTH)
+def _(s):
+    generator, critic = s.begin(net(0)), s.begin(net(1))
+    (_, of_generator), (_, of_critic) = s.trained
+    for number in range(3):
+        x, _ = s.batch(number)
+        fake = F.pad(generator(x), (0, 3))
+        of_critic.zero_grad()
+        loss = critic(fake.detach()).mean() - critic(x).mean()
+        loss.backward()
+        of_critic.step()
+        s.note(loss)
+        of_generator.zero_grad()
+        loss = -critic(fake).mean()
+        loss.backward()
+        of_generator.step()
+        s.note(loss)
+
+
+@several.refused("a generator and a discriminator in one model, two optimizers", "not given to offloadd.prepare")
+def _(s):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.generator, self.critic = net(0), net(1)
+
+        def forward(self, x):
+            return self.critic(F.pad(self.generator(x), (0, 3)))
+
+    model = Both()
+    other = adamw(model.critic.parameters())
+    s.begin(model, adamw(model.generator.parameters()))
+    for number in range(3):
+        x, _ = s.batch(number)
+        other.zero_grad()
+        loss = model.critic(F.pad(model.generator(x), (0, 3)).detach()).mean() - model.critic(x).mean()
+        loss.backward()
+        other.step()
+        s.optimizer.zero_grad()
+        loss = -model(x).mean()
+        loss.backward()
+        s.optimizer.step()
+        s.note(loss)
+    other.zero_grad()
+
+
 @several.equal("a target network made before, with soft updates")
 def _(s):
     model = net()
@@ -143,6 +189,22 @@ def _(s):
     return [s.weights(around), list(around.state_dict())]
 
 
+@several.equal("a wrapper of the model that is saved and loaded")
+def _(s):
+    class Around(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+    around = Around(s.model)
+    s.step(0)
+    state = copy.deepcopy(around.state_dict())
+    s.step(1)
+    around.load_state_dict(state)
+    s.step(2)
+    return around.state_dict()
+
+
 @several.equal("a module shared with a model that is not prepared")
 def _(s):
     model = net()
@@ -192,6 +254,32 @@ def _(s):
     one, other = net(0), net(1)
     s.continues = False
     s.begin(one, adamw([*one.parameters(), *other.parameters()]))
+
+
+@several.refused("a part of a prepared model is prepared", "prepared already")
+def _(s):
+    s.begin()
+    part = s.model.blocks
+    optimizer = adamw(part.parameters())
+    if s.device:
+        offloadd.prepare(part, optimizer, s.config(), run_dir=s.dir / "part")
+
+
+@several.refused("a model with a prepared part is prepared", "prepared already")
+def _(s):
+    s.begin()
+    whole = nn.Sequential(s.model, nn.Linear(CLASSES, 2))
+    if s.device:
+        offloadd.prepare(whole, adamw(whole.parameters()), s.config(), run_dir=s.dir / "whole")
+
+
+@several.refused("two models share a parameter, both prepared", "prepared already")
+def _(s):
+    one, other = net(0), net(1)
+    other.last.weight = one.last.weight
+    s.begin(one)
+    if s.device:
+        offloadd.prepare(other, adamw(other.parameters()), s.config(), run_dir=s.dir / "other")
 
 
 failing = Theme("errors and interrupts")
@@ -325,6 +413,16 @@ def _(s):
     s.step(1)
 
 
+@failing.equal("an error in a step pre-hook")
+def _(s):
+    handle = s.optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    s.backward(0)
+    with contextlib.suppress(ZeroDivisionError):
+        s.optimizer.step()
+    handle.remove()
+    s.optimizer.step()
+
+
 @failing.equal("an error in a step post-hook")
 def _(s):
     handle = s.optimizer.register_step_post_hook(lambda *_: 1 / 0)
@@ -409,6 +507,14 @@ def _(s):
         offloadd.prepare(s.model, s.optimizer, s.config(), run_dir=s.dir / "again")
 
 
+@notebooks.refused("one run directory for two models", "run_dir")
+def _(s):
+    s.step(0)
+    model = net(1)
+    if s.device:
+        offloadd.prepare(model, adamw(model.parameters()), s.config(), run_dir=s.dir / "run-0")
+
+
 def _closed(name, do, devices=BOTH):
     """A line in which a run is closed after two steps."""
 
@@ -418,6 +524,20 @@ def _closed(name, do, devices=BOTH):
         if s.run:
             s.run.close()
         return do(s)
+
+
+def _train_on(s, optimizer):
+    s.continues = False
+    s.loss(3).backward()
+    optimizer.step()
+    return s.weights()
+
+
+def _prepared_again(s):
+    """A second `prepare` of the same model with a new optimizer."""
+    model = s.trained.pop()[0]
+    s.begin(model, adamw(model.parameters()))
+    s.step(3, 4)
 
 
 def _ended(do):
@@ -430,7 +550,41 @@ def _ended(do):
     return script
 
 
+_closed("weights after `close`", _ended(lambda s: s.weights()))
+_closed("`state_dict` after `close`", _ended(lambda s: s.model.state_dict()), devices=("cpu",))
+_closed("a forward after `close`", _ended(lambda s: s.model(s.x(2))), devices=("cpu",))
+_closed("a copy after `close`", _ended(lambda s: copy.deepcopy(s.model)(s.x(2))), devices=("cpu",))
+_closed("`model.to(bfloat16)` after `close`", _ended(lambda s: s.model.to(torch.bfloat16).last.weight), devices=("cpu",))
+_closed("a new optimizer after `close`", lambda s: _train_on(s, adamw(s.model.parameters())), devices=("cpu",))
+_closed("an SGD after `close`", lambda s: _train_on(s, torch.optim.SGD(s.model.parameters(), lr=0.1)), devices=("cpu",))
+_closed("the same optimizer after `close`", lambda s: _train_on(s, s.optimizer), devices=("cpu",))
+_closed("writes after `close`", _ended(lambda s: [torch.no_grad()(lambda: s.w.mul_(2))(), s.model(s.x(2))][1]), devices=("cpu",))
+_closed("`prepare` after `close`", _prepared_again)
 _closed("`close` twice", _ended(lambda s: s.run.close() if s.run else None))
+
+
+@notebooks.equal("an adapter merged after `close`")
+def _(s):
+    class Adapted(Block):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(32, 2) * 0.1), nn.Parameter(torch.randn(2, 16) * 0.1)
+
+        def forward(self, x):
+            return super().forward(x) + self.down(F.linear(x, self.a @ self.b))
+
+    model = net(block=Adapted)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.endswith((".a", ".b")))
+    s.begin(model)
+    s.step(0, 1)
+    s.continues = False
+    if s.run:
+        s.run.close()
+    with torch.no_grad():
+        for block in model.blocks:
+            block.up.weight += block.a @ block.b
+    return s.weights()
 
 
 @notebooks.equal("a `with` block")
@@ -441,6 +595,27 @@ def _(s):
         weights = s.weights()
     s.continues = False
     return weights
+
+
+@notebooks.equal("an error within a `with` block")
+def _(s):
+    s.begin()
+    s.continues = False
+    with contextlib.suppress(ZeroDivisionError), s.run or contextlib.nullcontext():
+        s.step(0)
+        1 / 0
+    return s.weights()
+
+
+@notebooks.equal("`close` between backward and step")
+def _(s):
+    s.step(0)
+    s.backward(1, 2)
+    nn.utils.clip_grad_norm_(s.model.parameters(), 0.5)
+    if s.run:
+        s.run.close()
+    s.note([param.grad for param in s.model.parameters()])
+    s.optimizer.step()
 
 
 @notebooks.equal("a cell run twice, with a new model and another directory", devices=BOTH)
@@ -458,6 +633,36 @@ def _(s):
         s.continues = False
         if s.run:
             s.run.close()
+
+
+@notebooks.equal("a model that is dropped ends its run", devices=BOTH)
+def _(s):
+    s.step(0)
+    run = s.run
+    s.runs.clear()
+    s.trained.clear()
+    s.continues = False
+    process = _daemon(run)
+    del run
+    gc.collect()
+    return process is None or not os.path.exists(f"/proc/{process}") or _is_zombie(process)
+
+
+def _daemon(run):
+    """The process of a run's daemon, None where there is none."""
+    children = [pid for pid in os.listdir("/proc") if pid.isdigit() and _parent(pid) == os.getpid()]
+    return next(iter(children), None) if run is not None and run.settings.device == "nvme" else None
+
+
+def _parent(pid):
+    with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/stat") as stat:
+        return int(stat.read().rsplit(")", 1)[1].split()[1])
+
+
+def _is_zombie(pid):
+    with contextlib.suppress(OSError, IndexError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
+    return True
 
 
 @notebooks.equal("`repr` of a run, `print` of a model")
@@ -603,9 +808,25 @@ def _(s):
     s.optimizer.step()
 
 
+@processes.refused("a model sent to a process that is spawned", "state_dict")
+def _(s):
+    s.step(0)
+    multiprocessing.reduction.ForkingPickler.dumps(s.model)
+
+
 processes.refused("`model.share_memory()`", "offloadd.prepare", lambda s: s.model.share_memory())
 
 
 processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: s.w.share_memory_())
 
 
+@processes.refused("`DistributedDataParallel` around it", "DistributedDataParallel")
+def _(s):
+    import torch.distributed as dist
+
+    s.begin()
+    dist.init_process_group("gloo", init_method=f"file://{s.dir}/group", rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(s.model)
+    finally:
+        dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Reads: weights that a script looks at outside of forward, their attributes, and functional transforms."""
 
+import copy
 import gc
 import weakref
 
@@ -20,6 +21,7 @@ read.equal("a mask", lambda s: s.w[s.w > 0])
 read.equal("an index tensor", lambda s: s.w[torch.tensor([2, 0])])
 read.equal("`w[..., None]`", lambda s: s.w[..., None])
 read.equal("`w.T`", lambda s: s.w.T)
+read.equal("`w.t() @ w`", lambda s: s.w.t() @ s.w)
 read.equal("`w.view(-1)`", lambda s: s.w.view(-1))
 read.equal("`flatten`, `reshape`, `permute`", lambda s: [s.w.flatten(), s.w.reshape(4, -1), s.w.permute(1, 0)])
 read.equal("`expand`", lambda s: s.b.expand(3, -1))
@@ -38,6 +40,7 @@ read.equal(
     "`F.linear`, `einsum`, `bmm`",
     lambda s: [F.linear(torch.ones(16), s.w), torch.einsum("ij,kj->ik", s.w, s.w), torch.bmm(s.w[None], s.w.t()[None])],
 )
+read.equal("`cat`, `stack`, `hstack` of parameters", lambda s: [torch.cat([s.w.flatten(), s.b]), torch.stack([s.b, s.b]), torch.hstack([s.b, s.b])])
 read.equal("`cosine_similarity` of two blocks", lambda s: F.cosine_similarity(s.w, s.model.blocks[0].up.weight))
 read.equal("`clone`, `detach`, `data`", lambda s: [s.w.clone(), s.w.detach(), s.w.data])
 read.equal("`cpu`, `to`, `double`, `bfloat16`", lambda s: [s.w.cpu(), s.w.to(torch.float16), s.w.double(), s.w.bfloat16()])
@@ -52,6 +55,7 @@ read.equal("`torch.utils.dlpack.to_dlpack`", lambda s: torch.utils.dlpack.from_d
 read.equal("`histc`, `quantile`, `bincount`", lambda s: [s.w.histc(8), s.w.quantile(0.3), (s.w * 10).abs().long().flatten().bincount()])
 read.equal("`fft`", lambda s: torch.fft.rfft(s.w).abs())
 read.equal("`linalg.norm`, `matrix_rank`, `cond`", lambda s: [torch.linalg.norm(s.w), torch.linalg.matrix_rank(s.w), torch.linalg.cond(s.w)])
+read.equal("`as_subclass`", lambda s: [s.w.as_subclass(torch.Tensor).sum(), s.w.data.as_subclass(torch.Tensor)])
 read.equal("parameters outside of blocks", lambda s: [s.root[1], s.root.T, s.root.sum()])
 read.equal("all parameters in a loop", lambda s: {name: param.abs().mean() for name, param in s.model.named_parameters()})
 read.equal("`sum(p.numel() for p in parameters())`", lambda s: sum(p.numel() for p in s.model.parameters()))
@@ -94,6 +98,14 @@ def _uses_data_in_forward(s):
     s.step(0, 1)
 
 
+@read.refused("a view made before a step and read after it", "read them again")
+def _(s):
+    row = s.w.detach()[0]
+    whole = s.w.data
+    s.step(0)
+    return [row, whole]
+
+
 @read.equal("a copy made before a step")
 def _(s):
     before = {name: param.detach().clone() for name, param in s.model.named_parameters()}
@@ -107,9 +119,37 @@ def _(s):
     return torch.from_numpy(s.w.detach().numpy())
 
 
+@read.equal("an autograd function of a script's own")
+def _(s):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            ctx.save_for_backward(w)
+            return w * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 2 + 0 * ctx.saved_tensors[0]
+
+    return torch.autograd.grad(Double.apply(s.w).square().sum(), s.w)[0]
+
+
 viewed = Theme("views and tuples", changes=False)
 
+viewed.equal("iteration", lambda s: [row.norm() for row in s.w])
+viewed.equal("`list(w)`, `[*w]`", lambda s: [list(s.w), [*s.root]])
+viewed.equal("`zip(w, v)`", lambda s: [(a * b).sum() for a, b in zip(s.w, s.model.blocks[0].up.weight)])
+viewed.equal("`enumerate`, `reversed`", lambda s: [[index * row for index, row in enumerate(s.w)], list(reversed(s.w))])
+viewed.equal("`chunk`", lambda s: s.w.chunk(2))
+viewed.equal("`a, b = w.chunk(2)` and arithmetic", lambda s: (lambda a, b: (a - b).pow(2).sum())(*s.w.chunk(2)))
+viewed.equal("`split`", lambda s: s.w.split(5))
+viewed.equal("`split` with sizes", lambda s: torch.split(s.w, [8, 8, 16]))
+viewed.equal("`unbind`", lambda s: s.w.unbind(1))
+viewed.equal("`tensor_split`", lambda s: s.w.tensor_split(3))
+viewed.equal("`hsplit`, `vsplit`", lambda s: [s.w.hsplit(2), s.w.vsplit(2)])
 viewed.equal("`dsplit`", lambda s: s.w.view(4, 4, 32).dsplit(2))
+viewed.equal("`unsafe_split`, `unsafe_chunk`", lambda s: [s.w.unsafe_split(5), s.w.unsafe_chunk(3)])
+viewed.equal("`split_with_sizes`", lambda s: s.w.split_with_sizes([30, 2]))
 viewed.equal("`split` of `w.data`", lambda s: s.w.data.split(5))
 viewed.equal("`chunk` of a view", lambda s: s.w.t()[2:].chunk(3, dim=1))
 viewed.equal("`topk`", lambda s: s.w.topk(3))
@@ -122,9 +162,18 @@ viewed.equal("`frexp`, `slogdet`", lambda s: [torch.frexp(s.w.detach()), torch.l
 viewed.equal("`unique`", lambda s: s.w.round(decimals=1).unique(return_counts=True))
 viewed.equal("`svd`", lambda s: torch.linalg.svd(s.w, full_matrices=False))
 viewed.equal("`svd_lowrank`, `pca_lowrank`", lambda s: [torch.svd_lowrank(s.w.detach(), q=3)[1], torch.pca_lowrank(s.w.detach(), q=3)[1]])
+viewed.equal("`qr`, `eigh`, `lu_factor`", lambda s: [torch.linalg.qr(s.w), torch.linalg.eigh(s.w.t() @ s.w), torch.linalg.lu_factor(s.w)])
 viewed.equal("`nonzero(as_tuple=True)`, `where`", lambda s: [s.w.nonzero(as_tuple=True), torch.where(s.w > 0)])
+viewed.equal("`meshgrid`, `broadcast_tensors`", lambda s: [torch.meshgrid(s.b, s.b, indexing="ij"), torch.broadcast_tensors(s.b, s.w)])
+viewed.equal("`atleast_2d` of several", lambda s: torch.atleast_2d(s.b, s.w))
 viewed.equal("`block_diag`, `cartesian_prod`", lambda s: [torch.block_diag(s.w, s.w), torch.cartesian_prod(s.b[:3], s.b[:2])])
+viewed.equal("views kept while another block is read", lambda s: [parts := s.w.chunk(2), s.model.blocks[3].up.weight.sum(), parts[0] + parts[1]])
+viewed.equal("views of parameters outside of blocks", lambda s: [s.root.chunk(2), list(s.root), s.root.unbind()])
 viewed.equal("a fused projection that is split", lambda s: [part.norm() for part in s.w.view(2, 16, 16).unbind(0)])
+viewed.equal(
+    "a gradient through views",
+    lambda s: torch.autograd.grad(sum((i + 1) * part.square().sum() for i, part in enumerate(s.w.chunk(4))), s.w)[0],
+)
 viewed.equal(
     "`pytree` and `nested_tensor`",
     lambda s: torch.nested.to_padded_tensor(torch.nested.nested_tensor([s.b.detach(), s.w[0].detach()]), 0.0),
@@ -162,6 +211,7 @@ attributes.equal(
     "`isinstance` of Parameter and Tensor",
     lambda s: [isinstance(s.w, nn.Parameter), isinstance(s.w, torch.Tensor), torch.is_tensor(s.w)],
 )
+attributes.differs("`type(w) is nn.Parameter`", "a subclass while its values are in tiles; `isinstance` is True", lambda s: type(s.w) is nn.Parameter)
 attributes.equal("`type()` as a string", lambda s: s.w.type())
 attributes.equal("identity and hash", lambda s: _identity(s))
 attributes.equal(
@@ -193,6 +243,7 @@ attributes.equal(
     lambda s: [s.w.new_zeros(2), torch.zeros_like(s.w), list(torch.empty_like(s.w).shape), torch.ones_like(s.w, dtype=torch.int)],
 )
 attributes.equal("`zeros_like` requires no gradient", lambda s: [torch.zeros_like(s.w).requires_grad, type(torch.zeros_like(s.w)) is torch.Tensor])
+attributes.equal("`type` of a result", lambda s: type(s.w + 1) is torch.Tensor)
 attributes.differs("`type(w.data) is torch.Tensor`", "a subclass that refuses to be written", lambda s: type(s.w.data) is torch.Tensor)
 attributes.equal("`get_device`, `is_shared`, `is_pinned`", lambda s: [s.w.get_device(), s.w.is_shared(), s.w.is_pinned()])
 attributes.equal(
@@ -236,10 +287,26 @@ functional.equal(
     lambda s: functional_call(s.model.blocks[1], dict(s.model.blocks[1].named_parameters()), (torch.ones(2, 16),)),
 )
 functional.equal("backward through `functional_call`", lambda s: _functional_backward(s))
+functional.equal("`torch.func.grad` over the weights", lambda s: _grad(s))
+functional.equal("`torch.func.grad` over the input", lambda s: torch.func.grad(_sum(s))(s.x()))
+functional.equal("`torch.func.grad_and_value`", lambda s: torch.func.grad_and_value(_sum(s))(s.x()))
+functional.equal("`vmap` over a batch", lambda s: torch.vmap(_quiet(s))(s.x()))
+functional.equal("gradients of each sample", lambda s: _per_sample(s))
+functional.equal("`vmap` over a weight", lambda s: torch.vmap(lambda row: row.sum())(s.w))
+functional.equal("`jvp`", lambda s: torch.func.jvp(_quiet(s), (s.x(),), (torch.ones(4, 8),)))
+functional.equal("`vjp`", lambda s: torch.func.vjp(_quiet(s), s.x())[1](torch.ones(4, 5)))
+functional.equal("`jacrev`", lambda s: torch.func.jacrev(_quiet(s))(s.x()))
+functional.equal("`jacfwd`", lambda s: torch.func.jacfwd(_quiet(s))(s.x()))
+functional.equal("`hessian` over the input", lambda s: torch.func.hessian(_sum(s))(s.x()[0]))
 functional.equal("`linearize`", lambda s: torch.func.linearize(_quiet(s), s.x())[0])
+functional.equal("`torch.func.functionalize`", lambda s: torch.func.functionalize(_quiet(s))(s.x()))
 functional.equal("forward AD of the input", lambda s: _dual(s))
+functional.equal("forward AD of a weight", lambda s: _dual_weight(s))
+functional.equal("`stack_module_state` of two models", lambda s: _stacked(s))
 functional.equal("`autograd.functional.jacobian`", lambda s: torch.autograd.functional.jacobian(_quiet(s), s.x()))
 functional.equal("`autograd.functional.vjp`", lambda s: torch.autograd.functional.vjp(_quiet(s), s.x(), torch.ones(4, 5)))
+functional.refused("`autograd.functional.jvp`", "create_graph=True", lambda s: torch.autograd.functional.jvp(_quiet(s), s.x(), torch.ones(4, 8)))
+functional.refused("`autograd.functional.hvp`", "create_graph=True", lambda s: torch.autograd.functional.hvp(_sum(s), s.x(), torch.ones(4, 8)))
 functional.equal("`TorchDispatchMode` around a forward", lambda s: _dispatch_mode(s))
 functional.equal("`TorchFunctionMode` around a forward", lambda s: _function_mode(s))
 functional.equal("`FakeTensorMode`", lambda s: _fake(s))
@@ -252,6 +319,12 @@ def _quiet(s):
     return s.trained[-1][0] if s.trained else s.begin(net(dropout=0.0))
 
 
+def _sum(s):
+    """The sum of what the model makes of an input."""
+    model = _quiet(s)
+    return lambda x: model(x).sum()
+
+
 def _functional_backward(s):
     model = _quiet(s)
     x, y = s.batch()
@@ -259,11 +332,42 @@ def _functional_backward(s):
     s.optimizer.step()
 
 
+def _grad(s):
+    model = _quiet(s)
+    x, y = s.batch()
+    return torch.func.grad(lambda params: F.cross_entropy(functional_call(model, params, (x,)), y))(s.weights())
+
+
+def _per_sample(s):
+    model = _quiet(s)
+    x, y = s.batch()
+
+    def loss(params, x, y):
+        return F.cross_entropy(functional_call(model, params, (x[None],)), y[None])
+
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, x, y)
+
+
 def _dual(s):
     model = _quiet(s)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(s.x(), torch.ones(4, 8))
         return torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+
+
+def _dual_weight(s):
+    w = s.w
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(w.detach(), torch.ones_like(w))
+        return torch.autograd.forward_ad.unpack_dual((dual * w).sum()).tangent
+
+
+def _stacked(s):
+    models = [s.begin(net(seed, dropout=0.0)) for seed in range(2)]
+    params, buffers = torch.func.stack_module_state(models)
+    base = copy.deepcopy(net(dropout=0.0)).to("meta")
+    return torch.vmap(lambda p, x: functional_call(base, p, (x,)), in_dims=(0, None))(params, s.x())
 
 
 def _dispatch_mode(s):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, get_state_dict, set_model_state_dict, set_state_dict
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from table import Block, Net, Theme, adamw, net, randomized
@@ -19,12 +19,21 @@ BOTH = ("cpu", "nvme")
 stepped = Theme("steps")
 
 stepped.equal("one step after another", lambda s: s.step(0, 1, 2, 3), devices=BOTH)
+stepped.refused("no `zero_grad` between steps", "zero_grad()", lambda s: s.step(0, 1, 2, zero=False), devices=BOTH)
 stepped.equal(
     "`zero_grad` before backward instead of after the step",
     lambda s: [(s.optimizer.zero_grad(), s.step(n, zero=False)) for n in range(3)],
 )
 stepped.equal("`model.zero_grad()`", lambda s: [(s.step(n, zero=False), s.model.zero_grad()) for n in range(3)])
+stepped.refused("a second step with the same gradients", "call backward again", lambda s: [s.backward(0), s.optimizer.step(), s.optimizer.step()])
+stepped.equal("a step without gradients", lambda s: s.optimizer.step())
+stepped.equal("a step without gradients after a step", lambda s: [s.step(0), s.optimizer.step(), s.step(1)])
+stepped.equal("`zero_grad` and then a step", lambda s: [s.step(0), s.backward(1), s.optimizer.zero_grad(), s.optimizer.step(), s.step(2)])
 stepped.equal("`zero_grad(set_to_none=False)`", lambda s: [(s.step(n, zero=False), s.optimizer.zero_grad(set_to_none=False)) for n in range(2)])
+stepped.equal(
+    "`zero_grad(set_to_none=False)` and then a step",
+    lambda s: [s.step(0), s.backward(1), s.optimizer.zero_grad(False), s.optimizer.step()],
+)
 stepped.equal(
     "gradients of several batches",
     lambda s: [s.backward(0, 1, 2), s.optimizer.step(), s.optimizer.zero_grad(), s.step(3)],
@@ -33,9 +42,19 @@ stepped.equal(
 stepped.equal("gradients dropped between batches", lambda s: [s.backward(0), s.model.zero_grad(), s.backward(1), s.optimizer.step()])
 stepped.equal("`p.grad = None` of all", lambda s: [_each(s, lambda p: setattr(p, "grad", None)), s.step(1)])
 stepped.equal("`p.grad = None` of some", lambda s: [s.backward(0), setattr(s.w, "grad", None), s.optimizer.step(), s.optimizer.zero_grad()])
+stepped.refused(
+    "`p.grad = None` of some, and more gradients",
+    "drop all of them",
+    lambda s: [s.backward(0), setattr(s.w, "grad", None), s.backward(1), s.optimizer.step()],
+)
+stepped.equal("`del p.grad`", lambda s: [s.backward(0), s.w.__delattr__("grad"), s.optimizer.step()])
 stepped.equal("a loss divided by its batches", lambda s: [(s.loss(0) / 2).backward(), (s.loss(1) / 2).backward(), s.optimizer.step()])
 stepped.equal("`loss.backward(gradient)`", lambda s: [s.loss(0).backward(torch.tensor(0.5)), s.optimizer.step()])
 stepped.equal("`torch.autograd.backward` of two losses", lambda s: [torch.autograd.backward([s.loss(0), s.loss(1)]), s.optimizer.step()])
+stepped.equal(
+    "`backward(inputs=...)`",
+    lambda s: [s.loss().backward(inputs=list(s.model.blocks[2].parameters())), s.optimizer.step(), s.weights()][2],
+)
 stepped.equal(
     "`retain_graph` and a second backward",
     lambda s: [(loss := s.loss()).backward(retain_graph=True), loss.backward(), s.optimizer.step()],
@@ -49,6 +68,7 @@ stepped.equal("a forward whose result is dropped", lambda s: [s.loss(0), s.step(
 stepped.equal("`autograd.grad` over all weights", lambda s: torch.autograd.grad(s.loss(), list(s.model.parameters())))
 stepped.equal("`autograd.grad` over one weight", lambda s: torch.autograd.grad(s.loss(), s.w)[0])
 stepped.equal("`autograd.grad` over the input", lambda s: (lambda x: torch.autograd.grad(s.model(x).sum(), x)[0])(s.x().requires_grad_()))
+stepped.equal("`autograd.grad` whose result is given to `p.grad`", lambda s: _given_gradients(s))
 stepped.equal(
     "`autograd.grad` with `allow_unused`",
     lambda s: torch.autograd.grad(s.model.first(s.x()).sum(), [s.w, s.model.first.weight], allow_unused=True),
@@ -58,6 +78,7 @@ stepped.equal(
     lambda s: (lambda h: torch.autograd.grad(s.model.last(s.model.blocks[1](h)).sum(), h)[0])(s.model.first(s.x())),
 )
 stepped.equal("a closure", lambda s: [s.optimizer.step(lambda: _closure(s, n)) for n in range(2)], devices=BOTH)
+stepped.equal("a closure without gradients", lambda s: s.optimizer.step(lambda: 1.5))
 stepped.equal(
     "some blocks unused",
     lambda s: [setattr(s, "loss_of", lambda m, x, y: F.cross_entropy(m.last(m.blocks[0](m.first(x))), y)), s.step(0, 1)],
@@ -77,6 +98,8 @@ stepped.equal("`checkpoint(use_reentrant=False)`", lambda s: _checkpointed(s, us
 stepped.equal("`checkpoint(use_reentrant=True)`", lambda s: _checkpointed(s, use_reentrant=True), devices=BOTH)
 stepped.equal("`checkpoint_sequential`", lambda s: _checkpointed_sequence(s))
 stepped.equal("`checkpoint` within a block", lambda s: _checkpointed_parts(s))
+stepped.refused("`create_graph` over the input", "create_graph=True", lambda s: _gradient_penalty(s))
+stepped.refused("`create_graph` over the weights", "create_graph=True", lambda s: _second_order(s))
 stepped.equal("a loss that is not a number", lambda s: _not_finite(s))
 
 
@@ -106,6 +129,21 @@ def _evaluates_between(s):
     s.model.train()
     loss.backward()
     s.optimizer.step()
+
+
+def _given_gradients(s):
+    params = list(s.model.parameters())
+    for param, grad in zip(params, torch.autograd.grad(s.loss(), params)):
+        param.grad = grad
+    s.optimizer.step()
+
+
+def _reads_others(s):
+    """A loss through checkpoints, each of which reads a weight of another block."""
+    x, model = s.model.first(s.x()), s.model
+    for block, other in zip(model.blocks, reversed(model.blocks)):
+        x = checkpoint(lambda x, block=block, other=other: block(x) + x @ other.up.weight.t() @ other.up.weight * 0.1, x, use_reentrant=False)
+    return F.cross_entropy(model.last(x), s.batch()[1])
 
 
 def _other_blocks(s):
@@ -144,6 +182,20 @@ def _checkpointed_parts(s):
     s.step(0, 1)
 
 
+def _gradient_penalty(s):
+    x, _ = s.batch()
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(s.model(x).sum(), x, create_graph=True)
+    (grad.norm() - 1).square().backward()
+    s.optimizer.step()
+
+
+def _second_order(s):
+    grads = torch.autograd.grad(s.loss(), list(s.model.parameters()), create_graph=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    s.optimizer.step()
+
+
 def _not_finite(s):
     s.step(0)
     loss = s.loss(1) * float("nan")
@@ -156,14 +208,25 @@ def _not_finite(s):
 grads = Theme("gradients after backward")
 
 grads.equal("`p.grad` is None before", lambda s: s.w.grad is None)
+grads.equal("`p.grad` values", lambda s: [s.backward(), s.w.grad, s.b.grad, s.root.grad][1:])
 grads.equal("`p.grad` of a parameter that was not used", lambda s: [s.model.first(s.x()).sum().backward(), s.w.grad][1])
+grads.refused("`p.grad` after the step", "gone with the step", lambda s: [s.step(zero=False), s.w.grad][1])
 grads.equal("`p.grad` after `zero_grad`", lambda s: [s.step(), s.w.grad][1])
+grads.equal("`p.grad` after `zero_grad(set_to_none=False)`", lambda s: [s.backward(), s.optimizer.zero_grad(False), s.w.grad][2])
 grads.equal("`p.grad.norm()`", lambda s: [s.backward(), s.note(s.w.grad.norm(), exact=False)])
 grads.equal("`p.grad.detach().data.norm(2)`", lambda s: [s.backward(), s.note(s.w.grad.detach().data.norm(2), exact=False)])
 grads.equal(
     "the norm of all by hand",
     lambda s: [s.backward(), s.note(sum(p.grad.norm(2) ** 2 for p in s.model.parameters()) ** 0.5, exact=False)],
 )
+grads.equal("`p.grad.abs().max()`", lambda s: [s.backward(), s.w.grad.abs().max()][1])
+grads.equal("`p.grad.mean()`, `sum()`, `std()`", lambda s: [s.backward(), s.w.grad.mean(), s.w.grad.sum(), s.w.grad.std()][1:])
+grads.equal("`p.grad.clone()`", lambda s: [s.backward(), s.w.grad.clone()][1])
+grads.equal("`torch.isfinite(p.grad).all()`", lambda s: [s.backward(), all(torch.isfinite(p.grad).all() for p in s.model.parameters())][1])
+grads.equal("`p.grad.isnan().any()`", lambda s: [s.backward(), s.w.grad.isnan().any()][1])
+grads.equal("`p.grad[0]`, iteration", lambda s: [s.backward(), s.w.grad[0], list(s.w.grad)][1:])
+grads.equal("`p.grad.cpu().numpy()`", lambda s: [s.backward(), s.w.grad.cpu().numpy().sum().item()][1])
+grads.equal("`p.grad.flatten()` of all, in one vector", lambda s: [s.backward(), torch.cat([p.grad.flatten() for p in s.model.parameters()])][1])
 grads.equal(
     "`p.grad.shape`, `dtype`, `device`, `is_leaf`",
     lambda s: [s.backward(), list(s.w.grad.shape), str(s.w.grad.dtype), str(s.w.grad.device), s.w.grad.is_leaf][1:],
@@ -172,10 +235,26 @@ grads.equal("`p.grad.mul_`", lambda s: [_each(s, lambda p: p.grad.mul_(0.5)), s.
 grads.equal("`p.grad.div_`", lambda s: [_each(s, lambda p: p.grad.div_(4)), s.optimizer.step()])
 grads.equal("`p.grad *= 0.5`", lambda s: [_each(s, lambda p: p.grad.__imul__(0.5)), s.optimizer.step()])
 grads.equal("`p.grad.data.mul_`", lambda s: [_each(s, lambda p: p.grad.data.mul_(0.5)), s.optimizer.step()])
+grads.equal("`p.grad = p.grad * 0.5`", lambda s: [_each(s, lambda p: setattr(p, "grad", p.grad * 0.5)), s.optimizer.step()])
+grads.equal("`p.grad.clamp_`", lambda s: [_each(s, lambda p: p.grad.clamp_(-0.01, 0.01)), s.optimizer.step()])
+grads.equal("`p.grad.add_(noise)`", lambda s: [_each(s, lambda p: p.grad.add_(torch.randn(p.shape), alpha=0.01)), s.optimizer.step()])
+grads.equal("`p.grad.add_(p)`, decay by hand", lambda s: [_each(s, lambda p: p.grad.add_(p.detach(), alpha=0.01)), s.optimizer.step()])
+grads.equal("`p.grad.zero_()`", lambda s: [_each(s, lambda p: p.grad.zero_()), s.optimizer.step()])
+grads.equal("`p.grad.zero_()` of some", lambda s: [s.backward(), s.w.grad.zero_(), s.optimizer.step()])
+grads.equal("`p.grad.copy_`", lambda s: [_each(s, lambda p: p.grad.copy_(torch.ones(p.shape))), s.optimizer.step()])
+grads.equal("`p.grad[0] = 0`", lambda s: [s.backward(), s.w.grad.__setitem__(0, 0.0), s.optimizer.step()])
 grads.equal("`p.grad = torch.zeros_like(p)` before backward", lambda s: [setattr(s.w, "grad", torch.zeros_like(s.w)), s.step()])
+grads.equal(
+    "`p.grad = x` of all without a backward",
+    lambda s: [[setattr(p, "grad", torch.ones(p.shape)) for p in s.model.parameters()], s.optimizer.step()],
+)
 grads.equal(
     "`_foreach_mul_` of gradients",
     lambda s: _scaled_together(s),
+)
+grads.equal(
+    "`_foreach_norm` of gradients",
+    lambda s: [s.backward(), s.note(torch._foreach_norm([p.grad for p in s.model.parameters()]), exact=False)],
 )
 grads.equal(
     "`clip_grad_norm_`",
@@ -191,6 +270,14 @@ grads.equal(
     lambda s: [s.backward(), s.note([nn.utils.clip_grad_norm_(b.parameters(), 0.05) for b in s.model.blocks], exact=False), s.optimizer.step()],
 )
 grads.equal(
+    "`clip_grad_norm_` with the infinity norm",
+    lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, norm_type=float("inf")), exact=False), s.optimizer.step()],
+)
+grads.equal(
+    "`clip_grad_norm_` with the 1-norm",
+    lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, norm_type=1), exact=False), s.optimizer.step()],
+)
+grads.equal(
     "`clip_grad_norm_(foreach=False)`",
     lambda s: [s.backward(), s.note(nn.utils.clip_grad_norm_(s.model.parameters(), 0.1, foreach=False), exact=False), s.optimizer.step()],
 )
@@ -202,10 +289,20 @@ grads.equal(
     "`get_total_norm`, `clip_grads_with_norm_`",
     lambda s: _clipped_in_two(s),
 )
+grads.equal("`clip_grad_value_`", lambda s: [s.backward(), nn.utils.clip_grad_value_(s.model.parameters(), 0.01), s.optimizer.step()])
+grads.refused(
+    "clipping in the middle of an accumulation",
+    "after the last backward",
+    lambda s: [s.backward(0), nn.utils.clip_grad_norm_(s.model.parameters(), 0.1), s.backward(1), s.optimizer.step()],
+)
 grads.equal(
     "gradients averaged over a count by hand",
     lambda s: [s.backward(1, 2), _each(s, lambda p: p.grad.div_(3)), s.optimizer.step()],
 )
+grads.equal("gradients kept and added later", lambda s: _kept_gradients(s))
+grads.equal("gradients of two tasks, one projected", lambda s: _projected_gradients(s))
+grads.equal("a sign instead of the gradient", lambda s: [_each(s, lambda p: p.grad.sign_()), s.optimizer.step()])
+grads.equal("gradients centralised by hand", lambda s: [_each(s, lambda p: p.grad.sub_(p.grad.mean())), s.optimizer.step()])
 
 
 def _scaled_together(s):
@@ -219,6 +316,29 @@ def _clipped_in_two(s):
     norm = nn.utils.get_total_norm([param.grad for param in s.model.parameters()])
     s.note(norm, exact=False)
     nn.utils.clip_grads_with_norm_(s.model.parameters(), 0.1, norm)
+    s.optimizer.step()
+
+
+def _kept_gradients(s):
+    s.backward(0)
+    kept = [param.grad.clone() for param in s.model.parameters()]
+    s.optimizer.zero_grad()
+    s.backward(1)
+    for param, grad in zip(s.model.parameters(), kept):
+        param.grad.add_(grad)
+    s.optimizer.step()
+
+
+def _projected_gradients(s):
+    s.backward(0)
+    first = torch.cat([param.grad.flatten() for param in s.model.parameters()])
+    s.optimizer.zero_grad()
+    s.backward(1)
+    second = torch.cat([param.grad.flatten() for param in s.model.parameters()])
+    mixed, at = first - second * (first @ second) / second.square().sum(), 0
+    for param in s.model.parameters():
+        param.grad = mixed[at : at + param.numel()].view_as(param).clone()
+        at += param.numel()
     s.optimizer.step()
 
 
@@ -261,6 +381,8 @@ _with("`foreach=False`", lambda m: adamw(m.parameters(), foreach=False))
 _with("`fused=True`", lambda m: adamw(m.parameters(), fused=True))
 _with("a learning rate that is a tensor", lambda m: torch.optim.AdamW(m.parameters(), lr=torch.tensor(1e-2), eps=1e-4))
 _with("a learning rate of zero", lambda m: adamw(m.parameters(), lr=0.0))
+_with("some parameters only", lambda m: adamw(m.blocks.parameters()))
+_with("only the head", lambda m: adamw(m.last.parameters()))
 _with("frozen parameters among them", lambda m: [m.blocks[2].requires_grad_(False), adamw(m.parameters())][1], devices=BOTH)
 _with("a frozen base and a head", lambda m: [m.blocks.requires_grad_(False), adamw(p for p in m.parameters() if p.requires_grad)][1], devices=BOTH)
 _with(
@@ -296,6 +418,38 @@ _refused("Adam with weight decay", "use torch.optim.AdamW", lambda m: torch.opti
 _refused("a parameter of another model", "not the model's", lambda m: adamw([*m.parameters(), nn.Parameter(torch.zeros(2))]))
 
 
+@optimizers.equal("an optimizer that has made steps", devices=BOTH)
+def _(s):
+    model = net()
+    optimizer = adamw(model.parameters())
+    model(s.x()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    s.begin(model, optimizer)
+    s.step(0, 1)
+
+
+@optimizers.refused("a block unfrozen for `add_param_group`", "was frozen when the model was prepared")
+def _(s):
+    model = net()
+    model.blocks[0].requires_grad_(False)
+    s.begin(model)
+    s.step(0)
+    model.blocks[0].requires_grad_(True)
+    s.optimizer.add_param_group({"params": list(model.blocks[0].parameters()), "lr": 1e-3})
+    s.step(1)
+
+
+@optimizers.refused("`add_param_group` of trained parameters outside the optimizer", "add_param_group after offloadd.prepare")
+def _(s):
+    model = net()
+    s.begin(model, adamw(model.blocks.parameters()))
+    s.step(0)
+    s.optimizer.add_param_group({"params": [*model.first.parameters(), *model.last.parameters()], "lr": 1e-3})
+    s.optimizer.zero_grad()
+    s.step(1)
+
+
 @optimizers.equal("a parameter frozen after `prepare`")
 def _(s):
     s.step(0)
@@ -303,6 +457,71 @@ def _(s):
     s.step(1)
     s.model.blocks[1].requires_grad_(True)
     s.step(2)
+
+
+@optimizers.refused("a parameter unfrozen after `prepare`", "was frozen when the model was prepared")
+def _(s):
+    model = net()
+    model.blocks[1].requires_grad_(False)
+    s.begin(model, adamw(model.parameters()))
+    s.step(0)
+    model.blocks[1].requires_grad_(True)
+    s.continues = False
+    s.step(1)
+
+
+@optimizers.differs("gradients of parameters in no optimizer are kept", "`optimizer.zero_grad()` drops them too")
+def _(s):
+    model = net()
+    s.begin(model, adamw(model.last.parameters()))
+    s.backward(0)
+    s.optimizer.step()
+    s.optimizer.zero_grad()
+    return model.blocks[0].up.weight.grad is not None
+
+
+@optimizers.refused("two optimizers, the second is not prepared", "not given to offloadd.prepare")
+def _(s):
+    model = net()
+    other = adamw([*model.first.parameters(), *model.last.parameters()], lr=3e-3)
+    s.begin(model, adamw(model.blocks.parameters()))
+    for number in range(3):
+        s.backward(number)
+        s.optimizer.step()
+        other.step()
+        model.zero_grad()
+
+
+@optimizers.refused("two optimizers of one model that take turns", "not given to offloadd.prepare")
+def _(s):
+    model = net()
+    other = adamw(model.blocks[2:].parameters(), lr=3e-3)
+    s.begin(model, adamw(model.blocks[:2].parameters()))
+    for number in range(4):
+        s.backward(number)
+        [s.optimizer, other][number % 2].step()
+        model.zero_grad()
+
+
+@optimizers.refused("a second optimizer made later", "not given to offloadd.prepare")
+def _(s):
+    s.step(0)
+    other = adamw(s.model.parameters(), lr=3e-3)
+    s.backward(1)
+    other.step()
+    other.zero_grad()
+
+
+@optimizers.refused("an SGD for embeddings beside AdamW", "not given to offloadd.prepare")
+def _(s):
+    model = net()
+    other = torch.optim.SGD(model.first.parameters(), lr=0.1)
+    s.begin(model, adamw([*model.blocks.parameters(), *model.last.parameters()]))
+    for number in range(2):
+        s.backward(number)
+        other.step()
+        s.optimizer.step()
+        model.zero_grad()
 
 
 def _settings(name, change):
@@ -320,6 +539,22 @@ _settings("other `betas`", lambda group: group.update(betas=(0.5, 0.9)))
 _settings("another `eps`, `weight_decay`", lambda group: group.update(eps=1e-3, weight_decay=0.5))
 _settings("a parameter taken out of the group", lambda group: group["params"].pop(3))
 _settings("settings of a script's own", lambda group: group.update(name="all"))
+
+
+@optimizers.refused("`amsgrad` set later", "amsgrad")
+def _(s):
+    s.step(0)
+    s.optimizer.param_groups[0]["amsgrad"] = True
+    s.continues = False
+    s.step(1)
+
+
+@optimizers.refused("`maximize` set later", "maximize")
+def _(s):
+    s.step(0)
+    s.optimizer.param_groups[0]["maximize"] = True
+    s.continues = False
+    s.step(1)
 
 
 schedulers = Theme("schedulers")
@@ -371,6 +606,18 @@ def _(s):
     again.step()
     s.step(1)
     return [s.optimizer.param_groups[0]["lr"], again.get_last_lr()]
+
+
+@schedulers.equal("a search for the learning rate that goes back to the start", devices=BOTH)
+def _(s):
+    s.step(0)
+    model, optimizer = copy.deepcopy(s.model.state_dict()), copy.deepcopy(s.optimizer.state_dict())
+    for number in range(3):
+        s.optimizer.param_groups[0]["lr"] *= 2
+        s.step(number)
+    s.model.load_state_dict(model)
+    s.optimizer.load_state_dict(optimizer)
+    s.step(1, 2)
 
 
 @schedulers.equal("a warning about the order of steps")
@@ -489,6 +736,15 @@ precision.equal(
     "`GradScaler` over several batches",
     lambda s: _scaled_sum(s, torch.amp.GradScaler("cpu", init_scale=64.0)),
 )
+precision.equal("`model.float()` changes nothing", lambda s: [s.model.float(), s.step()])
+precision.equal("`model.to('cpu')` changes nothing", lambda s: [s.model.to("cpu") is s.model, s.step()][0])
+precision.equal("`model.cpu()` after a step", lambda s: [s.step(0), s.model.cpu(), s.step(1)])
+precision.equal("`model.to(memory_format)`", lambda s: [s.model.to(memory_format=torch.contiguous_format), s.step()])
+precision.refused("`model.to(torch.bfloat16)` after `prepare`", "before offloadd.prepare", lambda s: s.model.to(torch.bfloat16))
+precision.refused("`model.half()` after `prepare`", "before offloadd.prepare", lambda s: s.model.half())
+precision.refused("`model.double()` after `prepare`", "before offloadd.prepare", lambda s: s.model.double())
+precision.refused("`model.to('meta')` after `prepare`", "before offloadd.prepare", lambda s: s.model.to("meta"))
+precision.refused("`block.bfloat16()` after `prepare`", "before offloadd.prepare", lambda s: s.model.blocks[0].bfloat16())
 precision.refused(
     "a model in double precision",
     "float32, bfloat16 or float16",
@@ -558,7 +814,15 @@ saved.equal(
 )
 saved.equal("`torch.save` of `w.detach()`", lambda s: _after(s, lambda: _through(s.w.detach())), devices=("cpu",))
 saved.refused("`torch.save` of a parameter", "state_dict", lambda s: _after(s, lambda: _through(s.w, weights_only=False)), devices=("cpu",))
+saved.refused("`torch.save(model)`", "state_dict", lambda s: _after(s, lambda: _through(s.model, weights_only=False)), devices=("cpu",))
+saved.refused("`pickle` of the model", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.model)), devices=("cpu",))
 saved.refused("`pickle` of the optimizer", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.optimizer)), devices=("cpu",))
+saved.refused(
+    "`torch.save` of a checkpoint with the model in it",
+    "state_dict",
+    lambda s: _after(s, lambda: _through({"model": s.model, "step": 3}, weights_only=False)),
+    devices=("cpu",),
+)
 saved.refused("`copy.deepcopy(model)`", "before offloadd.prepare", lambda s: _after(s, lambda: copy.deepcopy(s.model)), devices=("cpu",))
 saved.refused(
     "`copy.deepcopy` of a block",
@@ -566,6 +830,7 @@ saved.refused(
     lambda s: _after(s, lambda: copy.deepcopy(s.model.blocks[0])),
     devices=("cpu",),
 )
+saved.refused("`copy.deepcopy(optimizer)`", "state_dict", lambda s: _after(s, lambda: copy.deepcopy(s.optimizer)), devices=("cpu",))
 saved.equal(
     "`copy.deepcopy` of `w.detach()`, of `w.data`",
     lambda s: _after(s, lambda: [copy.deepcopy(s.w.detach()), copy.deepcopy(s.w.data)]),
@@ -573,9 +838,49 @@ saved.equal(
 )
 saved.refused("`copy.copy(model)`", "save its state_dict", lambda s: _after(s, lambda: copy.copy(s.model)(s.x(3))), devices=("cpu",))
 saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(net(5), s.model.state_dict())(s.x(3))), devices=("cpu",))
+saved.equal("`safetensors` of the state", lambda s: _after(s, lambda: _safetensors(s.model.state_dict())), devices=("cpu",))
 saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_model(s.model)), devices=("cpu",))
 saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s), devices=("cpu",))
+saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()))
+saved.equal("`optimizer.state_dict()` before the first step", lambda s: s.optimizer.state_dict())
+saved.equal(
+    "`optimizer.state_dict()` of groups",
+    lambda s: [s.begin(m := net(), adamw(_groups(m))), _after(s, lambda: s.optimizer.state_dict())][1],
+    devices=("cpu",),
+)
+saved.equal("`torch.save` of the optimizer's state", lambda s: _after(s, lambda: _through(s.optimizer.state_dict())), devices=("cpu",))
+saved.equal("plain AdamW that continues from `state_dict`s", lambda s: _continued_plain(s))
+saved.equal("`len(optimizer.state)`", lambda s: _after(s, lambda: len(s.optimizer.state)), devices=("cpu",))
+saved.equal("`optimizer.state[w]['exp_avg']`", lambda s: _after(s, lambda: s.optimizer.state[s.w]["exp_avg"]), devices=("cpu",))
+saved.equal("`optimizer.state[w]['step']`", lambda s: _after(s, lambda: float(s.optimizer.state[s.w]["step"])), devices=("cpu",))
+saved.equal(
+    "the moments' norms in a loop",
+    lambda s: _after(s, lambda: [s.optimizer.state[p]["exp_avg_sq"].norm() for g in s.optimizer.param_groups for p in g["params"]]),
+    devices=("cpu",),
+)
+saved.equal("`w in optimizer.state`", lambda s: [s.w in s.optimizer.state, s.step(), s.w in s.optimizer.state][::2], devices=("cpu",))
+saved.refused(
+    "`optimizer.state[w].clear()`, a restart of the moments",
+    "use optimizer.load_state_dict",
+    lambda s: [s.step(0), s.optimizer.state[s.w].clear(), s.step(1)],
+    devices=("cpu",),
+)
+saved.refused(
+    "`optimizer.state.clear()`, a restart of all moments",
+    "use optimizer.load_state_dict",
+    lambda s: [s.step(0), s.optimizer.state.clear(), s.step(1)],
+    devices=("cpu",),
+)
+saved.refused(
+    "moments multiplied by a script",
+    "use optimizer.load_state_dict",
+    lambda s: [s.step(0), s.optimizer.state[s.w]["exp_avg"].mul_(0.5), s.step(1)],
+    devices=("cpu",),
+)
 saved.equal("`get_model_state_dict`", lambda s: _after(s, lambda: get_model_state_dict(s.model)), devices=("cpu",))
+saved.equal("`get_optimizer_state_dict`", lambda s: _after(s, lambda: get_optimizer_state_dict(s.model, s.optimizer)), devices=("cpu",))
+saved.equal("`get_state_dict`", lambda s: _after(s, lambda: get_state_dict(s.model, s.optimizer)))
+saved.equal("`torch.distributed.checkpoint.save`", lambda s: _after(s, lambda: _distributed_checkpoint(s)), devices=("cpu",))
 saved.equal(
     "`scheduler.state_dict()` of a scheduler beside it",
     lambda s: _after(s, lambda: lr_scheduler.StepLR(s.optimizer, 2).state_dict()),
@@ -624,6 +929,27 @@ def _tied_state(s):
     return [state, state["first.weight"].data_ptr() == state["back.weight"].data_ptr()]
 
 
+def _continued_plain(s):
+    s.step(0, 1)
+    model = net(5)
+    model.load_state_dict(s.model.state_dict())
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(copy.deepcopy(s.optimizer.state_dict()))
+    F.cross_entropy(model(s.x(2)), s.batch(2)[1]).backward()
+    optimizer.step()
+    return s.weights(model)
+
+
+def _distributed_checkpoint(s):
+    model, optimizer = get_state_dict(s.model, s.optimizer)
+    torch.distributed.checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=s.dir / "saved")
+    other = net(5)
+    found, _ = get_state_dict(other, [])
+    torch.distributed.checkpoint.load({"model": found}, checkpoint_id=s.dir / "saved")
+    other.load_state_dict(found)
+    return s.weights(other)
+
+
 loaded = Theme("loaded", devices=BOTH)
 
 
@@ -648,12 +974,29 @@ loaded.equal(
     lambda s: [str(s.model.load_state_dict({"last.weight": torch.ones(5, 16), "other": torch.ones(1)}, strict=False)), s.step()][0],
     devices=("cpu",),
 )
+loaded.equal("a missing key", lambda s: _mismatch(s, {"last.weight": torch.ones(5, 16)}), devices=("cpu",))
+loaded.equal("a weight of another shape", lambda s: _mismatch(s, {**net(3).state_dict(), "last.weight": torch.ones(2, 16)}), devices=("cpu",))
 loaded.equal(
     "weights of another type",
     lambda s: [s.model.load_state_dict({k: v.double() for k, v in net(3).state_dict().items()}), s.step()],
     devices=("cpu",),
 )
 loaded.refused("`assign=True`", "leave assign out", lambda s: s.model.load_state_dict(net(3).state_dict(), assign=True), devices=("cpu",))
+loaded.equal(
+    "`load_state_dict` of a block",
+    lambda s: [s.step(0), s.model.blocks[1].load_state_dict(net(3).blocks[1].state_dict()), s.step(1)],
+    devices=("cpu",),
+)
+loaded.equal(
+    "`load_state_dict` of the head",
+    lambda s: [s.step(0), s.model.last.load_state_dict(net(3).last.state_dict()), s.step(1)],
+    devices=("cpu",),
+)
+loaded.equal(
+    "a state with tied weights",
+    lambda s: [s.begin(randomized(Tied())), s.model.load_state_dict(randomized(Tied(), 4).state_dict()), s.step()],
+    devices=("cpu",),
+)
 loaded.equal("a state with frozen weights in it", lambda s: _loaded_frozen(s), devices=("cpu",))
 loaded.refused(
     "`load_state_dict` in the middle of an accumulation",
@@ -662,14 +1005,57 @@ loaded.refused(
     devices=("cpu",),
 )
 loaded.equal(
+    "`optimizer.load_state_dict` of plain PyTorch's",
+    lambda s: [s.model.load_state_dict(_trained_state()[0]), s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)],
+)
+loaded.equal(
+    "`optimizer.load_state_dict` alone",
+    lambda s: [s.model, s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)],
+    devices=("cpu",),
+)
+loaded.equal("`optimizer.load_state_dict` after steps", lambda s: [s.step(0, 1), s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)])
+loaded.equal(
     "`optimizer.load_state_dict` of its own state",
     lambda s: [s.step(0, 1), s.optimizer.load_state_dict(s.optimizer.state_dict()), s.step(0, 1)],
     devices=("cpu",),
 )
+loaded.equal(
+    "`optimizer.load_state_dict` of a fresh one, moments begin anew",
+    lambda s: [s.step(0, 1), s.optimizer.load_state_dict(adamw(net().parameters()).state_dict()), s.step(2)],
+    devices=("cpu",),
+)
+loaded.equal(
+    "`optimizer.load_state_dict` of `torch.load`",
+    lambda s: [s.model, s.optimizer.load_state_dict(_through(_trained_state()[1])), s.step(0)],
+    devices=("cpu",),
+)
+loaded.equal(
+    "settings that come with the state",
+    lambda s: [s.model, s.optimizer.load_state_dict(_trained_state()[1]), {k: v for k, v in s.optimizer.param_groups[0].items() if k != "params"}][2],
+    devices=("cpu",),
+)
+loaded.equal(
+    "a state of another number of groups",
+    lambda s: s.optimizer.load_state_dict(adamw([{"params": [p]} for p in net().parameters()]).state_dict()) if s.model else None,
+    devices=("cpu",),
+)
+loaded.equal(
+    "a state of other numbers of parameters",
+    lambda s: s.optimizer.load_state_dict(adamw(net().last.parameters()).state_dict()) if s.model else None,
+    devices=("cpu",),
+)
+loaded.equal("`optimizer.load_state_dict` before `prepare`", lambda s: _loaded_before(s))
 loaded.equal("`set_model_state_dict`", lambda s: [set_model_state_dict(s.model, net(3).state_dict()), s.step()], devices=("cpu",))
+loaded.equal("`set_state_dict` of both", lambda s: _set_both(s), devices=("cpu",))
 loaded.equal("weights loaded before `prepare`", lambda s: [s.begin(_loaded(net(), net(3).state_dict()).train()), s.step()], devices=("cpu",))
 loaded.equal("a state from `safetensors`", lambda s: [s.model.load_state_dict(_safetensors(net(3).state_dict())), s.step()], devices=("cpu",))
 loaded.equal("a buffer in the state", lambda s: _loaded_buffer(s), devices=("cpu",))
+
+
+def _mismatch(s, state):
+    # Plain PyTorch has loaded what fits.
+    s.continues = False
+    s.model.load_state_dict(state)
 
 
 def _loaded_frozen(s):
@@ -679,6 +1065,25 @@ def _loaded_frozen(s):
     s.begin(model)
     s.model.load_state_dict(state)
     s.step(0)
+
+
+def _loaded_before(s):
+    model = net(3)
+    optimizer = adamw(model.parameters())
+    optimizer.load_state_dict(_trained_state()[1])
+    s.begin(model, optimizer)
+    s.step(0, 1)
+
+
+def _set_both(s):
+    s.step(0)
+    other = net(3)
+    trained = adamw(other.parameters())
+    other(s.x()).square().mean().backward()
+    trained.step()
+    model, optimizer = get_state_dict(other, trained)
+    set_state_dict(s.model, s.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    s.step(1)
 
 
 def _loaded_buffer(s):

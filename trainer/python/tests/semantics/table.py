@@ -43,7 +43,7 @@ PROGRAM = os.environ.get("OFFLOADD_PROGRAM") or next(
 TOLERANCE = 1e-5
 
 # Seconds after which a line is taken to hang.
-LINE_S = 60
+LINE_S = 120
 
 WIDTH, INPUTS, CLASSES, BLOCKS = 16, 8, 5, 4
 

@@ -1,11 +1,13 @@
 """A prepared model behaves as plain PyTorch does, or refuses by name: each line of the table in the modules beside this one."""
 
 import json
+import os
 import pathlib
 
 import pytest
 
 import forks
+import pages
 from run import lines
 from table import PROGRAM
 
@@ -36,3 +38,14 @@ def said(request):
 @pytest.mark.parametrize("line", [pytest.param(line, id=line.key) for line in lines()])
 def test_a_line(line, said):
     assert said(line) == "", said(line)
+
+
+def test_each_line_has_a_name_of_its_own():
+    keys = [line.key for line in lines()]
+    assert len(keys) == len(set(keys))
+
+
+def test_docs_have_the_table():
+    if "UPDATE_DOCS" in os.environ:
+        pages.PAGE.write_text(pages.text())
+    assert pages.PAGE.read_text() == pages.text(), "run `make docs`"

@@ -3,11 +3,12 @@
 import copy
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn import init
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn, update_bn
 
-from table import Block, Theme, net
+from table import Block, Net, Theme, adamw, net, randomized
 
 
 written = Theme("written outside of forward")
@@ -39,6 +40,10 @@ _writes("`w.copy_`", lambda w: w.copy_(torch.full_like(w, 0.1)))
 _writes("`w.fill_`, `w.zero_`", lambda w: [w.fill_(2.0), w.zero_()])
 _writes("`w[0] = 0`", lambda w: w.__setitem__(0, 0.0))
 _writes("`w[mask] = 0`", lambda w: w.__setitem__(w > 0.2, 0.0))
+_writes("`w[:, 1:].zero_()`", lambda w: w[:, 1:].zero_())
+_writes("`w[0].mul_(2)`, a view", lambda w: w[0].mul_(2))
+_writes("`w.t().add_`", lambda w: w.t().add_(0.1))
+_writes("`for row in w: row.div_(row.norm())`", lambda w: [row.div_(row.norm()) for row in w])
 _writes("`w.clamp_`, `w.renorm_`", lambda w: [w.clamp_(-0.1, 0.1), w.renorm_(2, 0, 0.5)])
 _writes("`w.normal_`, `w.uniform_`", lambda w: [w.normal_(), w.uniform_(-0.1, 0.1)])
 _writes("`w.index_fill_`, `w.masked_fill_`", lambda w: [w.index_fill_(0, torch.tensor([1]), 0.0), w.masked_fill_(w > 0.3, 0.0)])
@@ -47,14 +52,21 @@ _writes("`w.data.clamp_`", lambda w: w.data.clamp_(-0.1, 0.1))
 _writes("`w.data.copy_`", lambda w: w.data.copy_(torch.full_like(w, 0.1)))
 _writes("`w.data[0] = 0`", lambda w: w.data.__setitem__(0, 0.0))
 _writes("`w.data *= 2`", lambda w: w.data.__imul__(2.0))
+_writes("`w.data[0].zero_()`", lambda w: w.data[0].zero_())
+_writes("`w.detach().mul_`", lambda w: w.detach().mul_(0.9))
 _writes("`w.data = x`", lambda w: setattr(w, "data", torch.full_like(w, 0.1)))
 _writes("`w.data = w.data * 2`", lambda w: setattr(w, "data", w.data * 2))
+_writes("`w.set_`", lambda w: w.set_(torch.full_like(w, 0.1)))
+_writes("`torch.add(out=w)`", lambda w: torch.add(w, 0.1, out=w))
+_writes("`torch.mul(out=w.data)`", lambda w: torch.mul(w.data, 0.9, out=w.data))
+written.refused("`numpy` in place", "read-only", lambda s: _write(s, lambda w: w.detach().numpy().__imul__(0.9)), error=ValueError)
 _writes("`init.xavier_uniform_`", lambda w: init.xavier_uniform_(w))
 _writes("`init.normal_`, `init.trunc_normal_`", lambda w: [init.normal_(w), init.trunc_normal_(w, std=0.1)])
 _writes("`init.kaiming_normal_`, `init.orthogonal_`", lambda w: [init.kaiming_normal_(w), init.orthogonal_(w)])
 _writes("`init.zeros_`, `init.constant_`, `init.eye_`", lambda w: [init.zeros_(w), init.constant_(w, 0.1), init.eye_(w)])
 _writes("`_foreach_mul_`", lambda w: torch._foreach_mul_([w], 0.9))
 _writes("`_foreach_copy_` into a parameter", lambda w: torch._foreach_copy_([w], [torch.full_like(w, 0.1)]))
+_writes("`F.normalize(w, out=w)`", lambda w: F.normalize(w, dim=1, out=w))
 _writes("`w.swap` through a temporary", lambda w: w.copy_(w.flip(0).clone()))
 
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
@@ -69,6 +81,8 @@ written.refused(
     BEFORE,
     lambda s: [s.backward(), torch.no_grad()(lambda: s.w.mul_(0.9))(), s.optimizer.step(), s.weights()][3],
 )
+written.refused("a write between forward and backward", BEFORE, lambda s: _write_before_backward(s))
+written.refused("a leaf that requires a gradient, without `no_grad`", BEFORE, lambda s: s.w.add_(1.0))
 written.refused("a frozen parameter", BEFORE, lambda s: _write_frozen(s))
 written.refused("weights stored, replaced and restored", BEFORE, lambda s: _swapped(s))
 written.refused("noise added and taken away", BEFORE, lambda s: _noise(s))
@@ -111,6 +125,13 @@ def _write_root(s):
         s.root.mul_(0.5)
         s.model.first.bias.data.zero_()
     s.step(1)
+
+
+def _write_before_backward(s):
+    loss = s.loss()
+    with torch.no_grad():
+        s.w.mul_(0.9)
+    loss.backward()
 
 
 def _write_frozen(s):
@@ -181,10 +202,18 @@ def _averages(name, update, devices=("cpu",)):
         return [s.weights(ema), s.loss(3, ema)]
 
 
+_averages("`ema.mul_(0.9).add_(p, alpha=0.1)`", lambda e, p: [a.mul_(0.9).add_(b, alpha=0.1) for a, b in zip(e, p)], devices=("cpu", "nvme"))
+_averages("`ema.lerp_(p, 0.1)`", lambda e, p: [a.lerp_(b, 0.1) for a, b in zip(e, p)])
 _averages("`ema.sub_((ema - p) * 0.1)`", lambda e, p: [a.sub_((a - b) * 0.1) for a, b in zip(e, p)])
+_averages("`ema.copy_(p)`", lambda e, p: [a.copy_(b) for a, b in zip(e, p)])
 _averages("`ema.data.copy_(p.data)`", lambda e, p: [a.data.copy_(b.data) for a, b in zip(e, p)])
+_averages("`ema += p`", lambda e, p: [a.__iadd__(b) for a, b in zip(e, p)])
 _averages("`ema[0] = p[0]`", lambda e, p: [a.__setitem__(0, b[0]) for a, b in zip(e, p)])
+_averages("`ema.addcmul_(p, p)`", lambda e, p: [a.addcmul_(b, b, value=0.1) for a, b in zip(e, p)])
 _averages("`torch.lerp(ema, p, 0.1, out=ema)`", lambda e, p: [torch.lerp(a, b, 0.1, out=a) for a, b in zip(e, p)])
+_averages("`_foreach_lerp_(ema, params, 0.1)`", lambda e, p: torch._foreach_lerp_(e, p, 0.1))
+_averages("`_foreach_copy_(ema, params)`", lambda e, p: torch._foreach_copy_(e, p))
+_averages("`_foreach_mul_`, `_foreach_add_(ema, params)`", lambda e, p: [torch._foreach_mul_(e, 0.9), torch._foreach_add_(e, p, alpha=0.1)])
 _averages("`ema.data = p.data.clone()`", lambda e, p: [setattr(a, "data", b.data.clone()) for a, b in zip(e, p)])
 
 
@@ -212,6 +241,18 @@ def _(s):
     for name, param in s.model.named_parameters():
         param.data.copy_(kept[name])
     s.step(1)
+
+
+@averaged.equal("an average kept in buffers of the model")
+def _(s):
+    model = net()
+    model.register_buffer("average", model.last.weight.detach().clone())
+    s.begin(model)
+    for number in range(2):
+        s.step(number)
+        with torch.no_grad():
+            model.average.lerp_(model.last.weight, 0.3)
+    return model.average
 
 
 @averaged.equal("`AveragedModel` made before")
@@ -295,6 +336,98 @@ in_forward = Theme("written in forward", changes=False)
 IN_PLACE = "was changed in place while it was in memory"
 
 
+def _module(name, make, evaluates=False, phrase=IN_PLACE):
+    """A line with a model whose modules write to their weights."""
+
+    @in_forward.refused(name, phrase)
+    def _(s):
+        s.begin(make())
+        s.step(0, 1, 2)
+        s.note(s.weights())
+        if evaluates:
+            s.model.eval()
+            with torch.no_grad():
+                s.note(s.loss(3))
+            s.model.train()
+
+
+def _block(forward):
+    class Writes(Block):
+        def forward(self, x):
+            forward(self)
+            return super().forward(x)
+
+    return lambda: net(block=Writes)
+
+
+def _without_gradients(write):
+    return lambda block: torch.no_grad()(write)(block)
+
+
+class Words(Net):
+    """Embeds numbers made of the input."""
+
+    def __init__(self, **more):
+        super().__init__()
+        self.words = nn.Embedding(50, 16, **more)
+
+    def forward(self, x):
+        h = self.words((x * 7).long().abs() % 50).mean(1) + self.first(x)
+        for block in self.blocks:
+            h = block(h)
+        return self.last(h)
+
+
+class WordsInBlock(Block):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 16, max_norm=0.5)
+
+    def forward(self, x):
+        return super().forward(x) + self.words((x[:, 0] * 7).long().abs() % 9)
+
+
+def _assign(block):
+    block.up.weight.data = block.up.weight.data.clamp(-0.1, 0.1)
+
+
+def _each_row(block):
+    for row in block.up.weight:
+        row.div_(row.norm() + 1)
+
+
+_module("`Embedding(max_norm)` in no block", lambda: randomized(Words(max_norm=0.5)), evaluates=True)
+_module("`Embedding(max_norm)` in a block", lambda: net(block=WordsInBlock), evaluates=True)
+_module("`self.w.data.clamp_`", _block(lambda block: block.up.weight.data.clamp_(-0.05, 0.05)))
+_module("`self.w.mul_` under `no_grad`", _block(_without_gradients(lambda block: block.up.weight.mul_(0.9))))
+_module("`self.w.data *= 0.9`", _block(lambda block: block.up.weight.data.__imul__(0.9)))
+_module("`self.w.data = x`", _block(_assign), phrase=BEFORE)
+_module("`self.w.copy_(F.normalize(self.w))`", _block(_without_gradients(lambda block: block.up.weight.copy_(F.normalize(block.up.weight, dim=1)))))
+_module("rows in a loop", _block(_without_gradients(_each_row)))
+_module("`_foreach_mul_` of a block's weights", _block(_without_gradients(lambda block: torch._foreach_mul_(list(block.parameters()), 0.99))))
+_module("only in training", _block(lambda block: block.up.weight.data.clamp_(-0.05, 0.05) if block.training else None), evaluates=True)
+_module("only in evaluation", _block(lambda block: None if block.training else block.up.weight.data.clamp_(-0.05, 0.05)), evaluates=True)
+_module("`torch.mul(out=self.w.data)`", _block(lambda block: torch.mul(block.up.weight.data, 0.9, out=block.up.weight.data)))
+
+
+@in_forward.refused("a codebook that is renormalised", IN_PLACE)
+def _(s):
+    class Codes(Block):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(7, 16))
+
+        def forward(self, x):
+            if self.training:
+                with torch.no_grad():
+                    self.codes.copy_(F.normalize(self.codes, dim=-1))
+            nearest = torch.cdist(x, self.codes).argmin(1)
+            return super().forward(x) + self.codes[nearest]
+
+    s.begin(net(block=Codes))
+    s.step(0, 1, 2)
+
+
 @in_forward.equal("a codebook in a buffer that follows its inputs")
 def _(s):
     class Codes(Block):
@@ -311,6 +444,88 @@ def _(s):
     s.begin(net(block=Codes))
     s.step(0, 1, 2)
     return s.model.state_dict()
+
+
+@in_forward.refused("a codebook that dead codes are reset in", IN_PLACE)
+def _(s):
+    class Codes(Block):
+        def __init__(self):
+            super().__init__()
+            self.codes = nn.Parameter(torch.randn(7, 16))
+
+        def forward(self, x):
+            used = torch.cdist(x, self.codes).argmin(1)
+            if self.training:
+                dead = torch.ones(7, dtype=torch.bool)
+                dead[used] = False
+                self.codes.data[dead] = x.detach()[0]
+            return super().forward(x) + self.codes[used]
+
+    s.begin(net(block=Codes))
+    s.step(0, 1, 2)
+
+
+@in_forward.refused("a frozen weight", IN_PLACE)
+def _(s):
+    class Writes(Block):
+        def forward(self, x):
+            self.up.weight.data.mul_(0.9)
+            return super().forward(x)
+
+    model = net(block=Writes)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    s.begin(model)
+    s.step(0, 1)
+    return s.weights()
+
+
+@in_forward.refused("in a forward pre-hook", IN_PLACE)
+def _(s):
+    for block in s.model.blocks:
+        block.up.register_forward_pre_hook(lambda module, args: [module.weight.data.clamp_(-0.1, 0.1)] and None)
+    s.step(0, 1)
+    return s.weights()
+
+
+@in_forward.refused("in a forward hook", IN_PLACE)
+def _(s):
+    for block in s.model.blocks:
+        block.up.register_forward_hook(lambda module, args, out: [module.bias.data.mul_(0.9)] and None)
+    s.step(0, 1)
+    return s.weights()
+
+
+@in_forward.refused("in the model's own forward", IN_PLACE)
+def _(s):
+    class Writes(Net):
+        def forward(self, x):
+            self.last.weight.data.clamp_(-0.1, 0.1)
+            self.blocks[2].up.weight.data.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    s.begin(randomized(Writes()))
+    s.step(0, 1)
+    return s.weights()
+
+
+@in_forward.refused("in a hook of a gradient", IN_PLACE)
+def _(s):
+    s.w.register_hook(lambda grad: [s.b.data.mul_(0.9)] and None)
+    s.step(0, 1)
+    return s.weights()
+
+
+@in_forward.refused("what is read after a write, in the same forward", IN_PLACE)
+def _(s):
+    class Writes(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                self.up.weight[0].fill_(0.25)
+            return super().forward(x) + self.up.weight[0].detach().mean()
+
+    s.begin(net(block=Writes))
+    s.step(0, 1)
 
 
 hooked = Theme("hooks")
@@ -369,6 +584,22 @@ def _(s):
     return sorted(map(float, seen))
 
 
+@hooked.equal("`register_post_accumulate_grad_hook` after `prepare`")
+def _(s):
+    seen = []
+    for param in s.model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.norm()))
+    s.step(0, 1)
+    return sorted(map(float, seen))
+
+
+@hooked.equal("a post-accumulate hook that scales the gradient")
+def _(s):
+    for param in s.model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: [param.grad.mul_(0.5)] and None)
+    s.step(0, 1)
+
+
 @hooked.equal("a post-accumulate hook that clips the gradient by value")
 def _(s):
     model = net()
@@ -399,6 +630,32 @@ def _(s):
     s.begin(model)
     s.step(0)
     return seen
+
+
+@hooked.equal("`register_multi_grad_hook`")
+def _(s):
+    seen = []
+    torch.autograd.graph.register_multi_grad_hook((s.w, s.b), lambda grads: seen.append([grad.clone() for grad in grads]))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("a hook of the gradient's accumulation node")
+def _(s):
+    seen = []
+    node = torch.autograd.graph.get_gradient_edge(s.w).node
+    node.register_prehook(lambda grads: seen.append(grads[0].clone()))
+    s.step(0)
+    return seen
+
+
+@hooked.equal("the accumulation node through `expand_as`")
+def _(s):
+    seen = []
+    node = s.w.expand_as(s.w).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *_: seen.append(1))
+    s.step(0)
+    return [seen, type(node).__name__]
 
 
 @hooked.equal("forward pre-hooks and forward hooks of modules")
@@ -469,10 +726,88 @@ def _(s):
         s.step(0, 1)
 
 
+@hooked.equal("`saved_tensors_hooks` through numpy")
+def _(s):
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: one.detach().numpy().copy(), lambda one: torch.from_numpy(one)):
+        s.step(0, 1)
+
+
 @hooked.equal("`save_on_cpu`")
 def _(s):
     with torch.autograd.graph.save_on_cpu():
         s.step(0, 1)
+
+
+@hooked.equal("`allow_mutation_on_saved_tensors`")
+def _(s):
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        s.step(0, 1)
+
+
+def _counted(register):
+    """A script in which a hook of the optimizer notes that it ran and what it saw."""
+
+    def script(s):
+        seen = []
+        register(s.optimizer, lambda optimizer, args, kwargs: seen.append(len(optimizer.param_groups[0]["params"])))
+        s.step(0, 1)
+        return seen
+
+    return script
+
+
+hooked.equal("`register_step_pre_hook`", _counted(lambda o, hook: o.register_step_pre_hook(lambda *args: hook(*args))), devices=("cpu", "nvme"))
+hooked.equal("`register_step_post_hook`", _counted(lambda o, hook: o.register_step_post_hook(lambda *args: hook(*args))))
+
+
+@hooked.equal("step hooks registered before `prepare`")
+def _(s):
+    model, seen = net(), []
+    optimizer = adamw(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    s.begin(model, optimizer)
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("a step pre-hook that reads the gradients' norm")
+def _(s):
+    seen = []
+    s.optimizer.register_step_pre_hook(lambda o, *_: seen.append([p.grad.norm() for p in o.param_groups[0]["params"]]))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.equal("a step pre-hook that clips")
+def _(s):
+    s.optimizer.register_step_pre_hook(lambda o, *_: [nn.utils.clip_grad_norm_(o.param_groups[0]["params"], 0.1)] and None)
+    s.step(0, 1)
+
+
+@hooked.equal("a step post-hook that reads weights")
+def _(s):
+    seen = []
+    s.optimizer.register_step_post_hook(lambda *_: seen.append(s.w.norm()))
+    s.step(0, 1)
+    return seen
+
+
+@hooked.refused("a step post-hook that writes weights", BEFORE)
+def _(s):
+    s.optimizer.register_step_post_hook(lambda *_: [torch.no_grad()(lambda: s.w.mul_(0.9))()] and None)
+    s.continues = False
+    s.step(0, 1)
+    return s.weights()
+
+
+@hooked.equal("a step pre-hook that changes the learning rate")
+def _(s):
+    def slower(optimizer, *_):
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+    s.optimizer.register_step_pre_hook(slower)
+    s.step(0, 1, 2)
 
 
 @hooked.equal("hooks of all optimizers")
@@ -485,6 +820,16 @@ def _(s):
     s.step(0, 1)
     for handle in handles:
         handle.remove()
+    return seen
+
+
+@hooked.equal("a step hook that is removed")
+def _(s):
+    seen = []
+    handle = s.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+    s.step(0)
+    handle.remove()
+    s.step(1)
     return seen
 
 
@@ -514,6 +859,27 @@ def _(s):
     s.model.register_load_state_dict_pre_hook(lambda module, state, *_: seen.append(len(state)))
     s.model.register_load_state_dict_post_hook(lambda module, keys: seen.append(len(keys.missing_keys)))
     s.model.load_state_dict(net(3).state_dict())
+    s.step(0)
+    return seen
+
+
+@hooked.equal("hooks of the optimizer's `state_dict`")
+def _(s):
+    seen = []
+    s.optimizer.register_state_dict_pre_hook(lambda optimizer: seen.append("pre"))
+    s.optimizer.register_state_dict_post_hook(lambda optimizer, state: seen.append("post"))
+    s.step(0)
+    s.optimizer.state_dict()
+    return seen
+
+
+@hooked.equal("hooks of the optimizer's `load_state_dict`")
+def _(s):
+    seen = []
+    s.optimizer.register_load_state_dict_pre_hook(lambda optimizer, state: seen.append("pre"))
+    s.optimizer.register_load_state_dict_post_hook(lambda optimizer: seen.append("post"))
+    state = adamw(net().parameters()).state_dict()
+    s.optimizer.load_state_dict(state)
     s.step(0)
     return seen
 
