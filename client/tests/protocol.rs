@@ -342,7 +342,7 @@ fn a_daemon_that_refuses_to_say_what_a_device_is_called_is_asked_again() {
     });
     let mut session = open(&daemon);
     let refused = message_of_a_read(&mut session, 0);
-    assert!(refused.contains("device 1 of the store"), "{refused}");
+    assert!(refused.contains("device 7 of the store"), "{refused}");
     for tile in 1..3 {
         let message = message_of_a_read(&mut session, tile);
         assert!(message.contains(LATER_DEVICE), "{message}");

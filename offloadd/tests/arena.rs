@@ -45,7 +45,7 @@ fn an_arena_is_zeros_and_cannot_be_resized_by_anyone() {
 fn more_memory_than_the_machine_has_is_refused_before_it_is_taken() {
     let fault = Fault::from(Arena::make(&geometry(1 << 30, 1 << 14), LockPolicy::Try).unwrap_err());
     assert_eq!(fault.kind, FaultKind::NoMemory);
-    assert!(fault.message.contains("17592186044416 bytes"), "{fault}");
+    assert!(fault.message.contains("an arena of 16.0 TiB"), "{fault}");
     assert!(
         fault
             .message

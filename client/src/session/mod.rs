@@ -13,8 +13,9 @@ pub use commit::Committed;
 use restart::Attempts;
 pub use restart::RESTART_WAIT;
 
+use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use offload_api::fault::FaultKind;
@@ -105,8 +106,8 @@ impl Session {
             ClientError::protocol(format!("a token of {} bytes", reply.token.len()))
         })?;
         let descriptor_socket = PathBuf::from(&reply.descriptor_socket);
-        let received =
-            handoff::receive(&descriptor_socket, token, SHORT_WAIT).map_err(not_handed)?;
+        let received = handoff::receive(&descriptor_socket, token, SHORT_WAIT)
+            .map_err(|error| not_handed(error, &settings.socket))?;
         let Received {
             arena,
             ring,
@@ -280,14 +281,27 @@ fn broken_ring(error: RingError) -> ClientError {
     ClientError::protocol(error.to_string())
 }
 
-fn not_handed(error: HandoffError) -> ClientError {
+fn not_handed(error: HandoffError, socket: &Path) -> ClientError {
+    let gone = || ClientError::DaemonGone {
+        socket: socket.to_owned(),
+    };
     match error {
+        // The daemon that opened the session has just ended it: it stops, or this process came too late.
+        HandoffError::Refused(fault) if fault.kind == FaultKind::NotFound => gone(),
         HandoffError::Refused(fault) => ClientError::Refused(fault),
+        HandoffError::Socket { source, .. }
+            if matches!(
+                source.kind(),
+                ErrorKind::NotFound | ErrorKind::ConnectionRefused
+            ) =>
+        {
+            gone()
+        }
         HandoffError::Socket { path, source, .. } => ClientError::Connect {
             socket: path,
             source,
         },
-        HandoffError::HungUp { path } => ClientError::DaemonGone { socket: path },
+        HandoffError::HungUp { .. } => gone(),
         other => ClientError::protocol(other.to_string()),
     }
 }
