@@ -294,7 +294,10 @@ fn newer_checkpoints_are_moved_aside_under_distinct_names() {
 fn too_little_space_is_reported_before_anything_is_written() {
     let dir = tempfile::tempdir().unwrap();
     let checkpoints = Checkpoints::of(dir.path());
-    let text = checkpoints.begin(1, 1 << 60).unwrap_err().to_string();
+    let text = checkpoints
+        .begin(1, 1 << 60, false)
+        .unwrap_err()
+        .to_string();
     assert!(
         text.contains("step-00000001 takes 1048576.0 TiB, but the file system has ")
             && text.contains("train.checkpoints_kept"),
