@@ -291,6 +291,9 @@ impl RunEntry {
         };
         let checkpoints_made = entries(checkpoints.list().unwrap_or_default());
         let in_dir = description.store == STORE_IN_DIR;
+        let kept_step = (checkpoints_made.iter().rev())
+            .find(|found| in_dir && found.damaged.is_none())
+            .map(|found| found.step);
         let job = RunId::kept(dir).map(|id| id.job);
         let settings = fs::read_to_string(dir.join(SETTINGS_FILE)).unwrap_or_default();
         let patience = setting(&settings, "train.early_stopping_patience").unwrap_or(0);
@@ -306,14 +309,15 @@ impl RunEntry {
             layers: layout["model"]["num_hidden_layers"].as_u64(),
             hidden_size: layout["model"]["hidden_size"].as_u64(),
             dtype: layout["dtype"].as_str().map(str::to_owned),
-            step: last.as_ref().map_or(0, |last| last.step),
+            // A full drive may lack lines of the metrics.
+            step: (last.as_ref().map(|last| last.step))
+                .max(kept_step)
+                .unwrap_or(0),
             steps: setting(&settings, "train.steps"),
             early_stopped: Evaluations::of(&evaluations).has_stalled(patience),
             evaluation: evaluations.last().copied().map(Evaluation::of),
             best_evaluation: Evaluations::of(&evaluations).lowest().map(Evaluation::of),
-            kept_step: (checkpoints_made.iter().rev())
-                .find(|found| in_dir && found.damaged.is_none())
-                .map(|found| found.step),
+            kept_step,
             running: RunDir::is_used(dir),
             bytes: {
                 let outside = files.iter().filter(|file| !file.starts_with(dir));
