@@ -213,9 +213,12 @@ fn value(array: &dyn Array, row: usize) -> Result<Value, String> {
         }
         DataType::Dictionary(..) => {
             let dictionary = array.as_any_dictionary();
-            let at = usize::try_from(value(dictionary.keys(), row)?);
-            let at = at.map_err(|error| error.to_string())?;
-            value(dictionary.values(), at)?
+            let at = value(dictionary.keys(), row)?.as_i64();
+            let at = at.and_then(|at| usize::try_from(at).ok());
+            value(
+                dictionary.values(),
+                at.ok_or("contains a dictionary whose key is no index")?,
+            )?
         }
         other => {
             return Err(format!(
