@@ -71,6 +71,7 @@ pub(super) fn read(architecture: Architecture) -> Vec<(&'static str, Value)> {
         ],
         Architecture::Qwen2 => vec![
             ("max_position_embeddings", json!(32768)),
+            ("head_dim", Value::Null),
             ("use_sliding_window", json!(false)),
             ("sliding_window", json!(4096)),
             ("max_window_layers", json!(28)),

@@ -305,8 +305,12 @@ fn window(
                 Some(_) => "sliding_attention",
                 None => "full_attention",
             };
+            let is_kind = |types: &Value| {
+                let types = types.as_array();
+                types.is_some_and(|types| types.iter().all(|found| *found == kind))
+            };
             let types = table.get("layer_types").filter(|types| !types.is_null());
-            if let Some(types) = types.filter(|types| **types != json!(vec![kind; layers])) {
+            if let Some(types) = types.filter(|types| !is_kind(types)) {
                 return Err(ConfigError::Unsupported {
                     key: "layer_types".into(),
                     value: types.to_string(),
