@@ -294,6 +294,15 @@ class Watch:
         if self._on:
             self._given.append((param, data))
 
+    def drop_unheld(self) -> None:
+        """Lets go of what `param.data` gave and nobody else has."""
+        given, self._given = self._given, []
+        for _ in range(len(given)):
+            param, data = given.pop()
+            # This name and the argument.
+            if sys.getrefcount(data) > 2:
+                self._given.append((param, data))
+
 
 # Watches by the id of each parameter of a prepared model.
 _watches: "weakref.WeakValueDictionary[int, Watch]" = weakref.WeakValueDictionary()

@@ -17,6 +17,7 @@ from torch import nn
 from ._config import Config, settings_of
 from ._errors import Error, NotSupported
 from ._run import Run
+from ._units import Unit
 
 # Smaller parameters are built in host memory: a mapping each costs more than they hold.
 _MAPPED_BYTES_MIN = 1 << 20
@@ -136,10 +137,10 @@ def GatheredParameters(
         for run, units in found:
             for unit in units:
                 stack.enter_context(run.engine.pinned(unit))
-        uses = {unit: _uses(unit.flat) for _, units in found for unit in units}
+        uses = {unit: _uses(unit) for _, units in found for unit in units}
         yield
         for unit, before in uses.items():
-            if _uses(unit.flat) > before:
+            if _uses(unit) > before:
                 # The script has kept a view, such as `param.data`, of memory that is about to be released: it may keep that memory.
                 unit.move(unit.flat.clone(), copy=False)
         if modifier_rank is not None:
@@ -148,9 +149,11 @@ def GatheredParameters(
             _share([param for param in wanted if not any(id(param) in run.engine.unit_of for run, _ in found)])
 
 
-def _uses(tensor: torch.Tensor) -> int:
-    """Tensors that lie in a tensor's memory."""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+def _uses(unit: Unit) -> int:
+    """Tensors that lie in a unit's memory."""
+    if unit.watch is not None:
+        unit.watch.drop_unheld()
+    return torch._C._storage_Use_Count(unit.flat.untyped_storage()._cdata)
 
 
 def _share(params: list[nn.Parameter]) -> None:
