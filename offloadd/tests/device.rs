@@ -151,7 +151,10 @@ fn too_large_a_file_is_refused_naming_both_sizes_and_leaves_nothing() {
     };
     assert_eq!(asked_bytes, 1 << 52);
     assert!(free_bytes > 0 && free_bytes < 1 << 52);
-    assert!(error.to_string().contains("4096.0 TiB are needed"), "{error}");
+    assert!(
+        error.to_string().contains("4096.0 TiB are needed"),
+        "{error}"
+    );
     assert!(!path.exists());
 }
 
