@@ -27,35 +27,65 @@ _WAY_BACK = "bring the file back, or name another run_dir and load a checkpoint"
 def random_state() -> dict[str, Any]:
     """The states of all generators a script draws from: Python's, NumPy's where it is loaded, PyTorch's and its GPUs'."""
     version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    # Tensors: a list of as many numbers takes milliseconds to save.
+    state: dict[str, Any] = {"python": [version, _words(torch.tensor(numbers, device="cpu")), gauss], "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state_all()
     numpy = _numpy()
     if numpy is not None:
         name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = [name, [int(key) for key in keys], position, has_gauss, cached]
+        state["numpy"] = [name, _words(torch.from_numpy(keys.astype(numpy.int64))), position, has_gauss, cached]
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """The inverse of `random_state`."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
+    random.setstate(python_state(state))
     torch.set_rng_state(state["torch"])
     for index, kept in enumerate(state.get("cuda", ())):
         if index < torch.cuda.device_count():
             torch.cuda.set_rng_state(kept, index)
+    of_numpy = numpy_state(state)
+    if of_numpy is not None:
+        _numpy().random.set_state(of_numpy)
+
+
+def python_state(state: dict[str, Any]) -> tuple[int, tuple[int, ...], Any]:
+    """The state of Python's generator, as `random.setstate` takes it."""
+    version, numbers, gauss = state["python"]
+    return version, tuple(_whole(numbers).tolist()), gauss
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """Whole numbers below 2^32 in 4 bytes each."""
+    return numbers.view(torch.int32)[::2].clone()
+
+
+def _whole(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_words`."""
+    return words.to(torch.int64) & 0xFFFFFFFF
+
+
+def numpy_state(state: dict[str, Any]) -> Any:
+    """The state of NumPy's generator, as `numpy.random.set_state` takes it; None where it was not loaded."""
     numpy = _numpy()
-    if numpy is not None and "numpy" in state:
-        name, keys, position, has_gauss, cached = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached))
+    if numpy is None or "numpy" not in state:
+        return None
+    name, keys, *rest = state["numpy"]
+    return (name, _whole(keys).numpy().astype(numpy.uint32), *rest)
 
 
 def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two random states draw the same numbers."""
-    alike = lambda a, b: len(a) == len(b) and all(map(torch.equal, a, b))
-    same = all(one.get(key) == other.get(key) for key in ("python", "numpy"))
-    return same and torch.equal(one["torch"], other["torch"]) and alike(one.get("cuda", ()), other.get("cuda", ()))
+
+    def alike(a: Any, b: Any) -> bool:
+        if isinstance(a, torch.Tensor):
+            return torch.equal(a, b)
+        if isinstance(a, (list, tuple)):
+            return len(a) == len(b) and all(map(alike, a, b))
+        return a == b
+
+    return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
 
 
 def _numpy():

@@ -15,7 +15,7 @@ from ._checkpoint import load_checkpoint, save_checkpoint
 from ._config import settings_of
 from ._ranks import Ranks
 from ._run import Run, prepare
-from ._state import random_state, set_random_state
+from ._state import numpy_state, python_state, random_state, set_random_state
 
 # Where `Trainer.train` finds the last committed step, in the form of one of its checkpoints.
 RESUME_DIR = "trainer-resume"
@@ -184,17 +184,12 @@ def write_random_state(directory: Path, state: dict[str, Any], ranks: Ranks, arg
     import numpy
     from transformers.training_args import ParallelMode
 
-    version, numbers, gauss = state["python"]
-    name, keys, *rest = state.get("numpy") or numpy.random.get_state()
-    states = {
-        "python": (version, tuple(numbers), gauss),
-        "numpy": (name, numpy.array(keys, dtype=numpy.uint32), *rest),
-        "cpu": state["torch"],
-    }
+    kept = python_state(state)
+    states = {"python": kept, "numpy": numpy_state(state) or numpy.random.get_state(), "cpu": state["torch"]}
     if "cuda" in state:
         # Below a launcher, and with DeepSpeed's configuration also in one process, it reads those of all GPUs.
         distributed = args.parallel_mode == ParallelMode.DISTRIBUTED
         states["cuda"] = state["cuda"][: torch.cuda.device_count()] if distributed else state["cuda"][torch.cuda.current_device()]
-    assert random.getstate()[0] == version
+    assert random.getstate()[0] == kept[0]
     torch.save(states, directory / ("rng_state.pth" if ranks.count == 1 else f"rng_state_{ranks.rank}.pth"))
     ranks.meet("write what the Trainer resumes from")
