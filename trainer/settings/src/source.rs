@@ -257,7 +257,7 @@ fn same(a: &Value, b: &Value) -> bool {
 
 /// Applies one `a.b=value` to the tree. The value is TOML. Other text is a string, so that paths and sizes
 /// need no quotes, unless it starts like a list, a table or a quoted string: then it is a syntax error.
-pub(crate) fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
+pub fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     let wrong = || SettingsError::Set { text: set.into() };
     let (path, text) = set.split_once('=').ok_or_else(wrong)?;
     let (path, text) = (path.trim(), text.trim());

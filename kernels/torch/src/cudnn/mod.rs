@@ -91,13 +91,16 @@ fn library_for(gpu: &GpuInfo) -> Result<&'static Library9, TorchError> {
     Ok(Library9::open(&dirs_of_loaded("libcudnn"))?)
 }
 
+/// Plans by the call that they compute; with gradients, those of a backward pass.
+type Plans = HashMap<(Call, Option<Grads>), Rc<Plan>>;
+
 /// Causal attention on one GPU.
 pub struct CudnnAttention {
     library: &'static Library9,
     handle: usize,
     /// Whether sums have a fixed order.
     deterministic: bool,
-    plans: RefCell<HashMap<(Call, Option<Grads>), Rc<Plan>>>,
+    plans: RefCell<Plans>,
 }
 
 /// Result of a forward pass.

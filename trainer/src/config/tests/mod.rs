@@ -10,13 +10,9 @@ mod public_files;
 use std::path::Path;
 
 use serde_json::{Value, json};
+use training_settings::source::apply;
 
 use super::*;
-
-/// Applies one `--set`.
-fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
-    apply_overrides(tree, &[set.to_owned()])
-}
 
 /// Checks a small valid run with `changes` (dotted path, value) applied to it.
 fn run_with(changes: &[(&str, Value)]) -> Result<RunSettings, SettingsError> {
