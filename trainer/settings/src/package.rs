@@ -501,13 +501,13 @@ mod tests {
             zero(nvme(&a), json!({"device": "cpu", "nvme_path": b}))
                 .unwrap()
                 .1,
-            [a.clone()]
+            std::slice::from_ref(&a)
         );
         assert_eq!(
             zero(json!({"device": "nvme"}), json!({"nvme_path": [b, b]}))
                 .unwrap()
                 .1,
-            [b.clone()]
+            std::slice::from_ref(&b)
         );
         assert!(
             zero(json!({"device": "nvme"}), cpu())

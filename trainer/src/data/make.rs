@@ -81,6 +81,23 @@ fn good(
     }
 }
 
+/// The threads that tokenize.
+fn pool(threads: usize) -> Result<rayon::ThreadPool, DataError> {
+    let builder = rayon::ThreadPoolBuilder::new().num_threads(threads);
+    builder.build().map_err(|error| DataError::Threads {
+        count: threads,
+        message: error.to_string(),
+    })
+}
+
+/// The order in which windows are written.
+fn order(corpus: &Corpus) -> Order {
+    match corpus.shuffle {
+        true => Order::Any,
+        false => Order::Files,
+    }
+}
+
 fn make(
     corpus: &Corpus,
     part: &Part,
@@ -88,13 +105,7 @@ fn make(
     path: &std::path::Path,
     threads: usize,
 ) -> Result<(), DataError> {
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(threads)
-        .build()
-        .map_err(|error| DataError::Threads {
-            count: threads,
-            message: error.to_string(),
-        })?;
+    let pool = pool(threads)?;
     let header = Header {
         key: part.key,
         elem_bytes: elem_bytes(corpus.ids_end(part)),
@@ -111,11 +122,7 @@ fn make(
             corpus.packing,
             corpus.seq_len,
             corpus.tokenizer.padding(),
-            if corpus.shuffle {
-                Order::Any
-            } else {
-                Order::Files
-            },
+            order(corpus),
             corpus.cross_document_attention,
             corpus.some_count(part),
         ),

@@ -58,8 +58,7 @@ impl Requests {
         let token = JobToken::new(&line(&mut input).ok_or(no_token)?)?;
         let (sender, lines) = channel();
         std::thread::spawn(move || {
-            loop {
-                let Some(word) = line(&mut input) else { break };
+            while let Some(word) = line(&mut input) {
                 let known = SIGNALS.iter().find(|(.., name)| *name == word);
                 let Some(&(_, request, _)) = known else {
                     continue;
