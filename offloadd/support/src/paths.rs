@@ -4,6 +4,9 @@ use std::fmt;
 use std::io::ErrorKind;
 use std::path::Path;
 
+/// Mode of a new file in a run directory: it is the owner's alone, whatever the directory's mode and the umask are.
+pub const PRIVATE: u32 = 0o600;
+
 /// Says what a relative path that was not found is relative to; nothing for another path or error. Follows the path in a message.
 #[derive(Clone, Copy, Debug)]
 pub struct RelativeTo<'a> {

@@ -33,6 +33,3 @@ pub mod stage;
 pub mod store;
 pub mod trace;
 pub mod update;
-
-/// Mode of a new file in a run directory: it is the owner's alone, whatever the directory's mode and the umask are.
-pub(crate) const PRIVATE: u32 = 0o600;

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use crate::PRIVATE;
+use offload_support::paths::PRIVATE;
 
 /// Bytes at the end of the file that are read to find its last line: many times the length of a line.
 const TAIL_BYTES: u64 = 1 << 16;

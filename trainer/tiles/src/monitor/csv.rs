@@ -8,7 +8,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use super::{MonitorError, Scalar};
-use crate::PRIVATE;
+use offload_support::paths::PRIVATE;
 
 const MONITOR: &str = "csv_monitor";
 

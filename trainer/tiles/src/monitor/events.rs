@@ -15,7 +15,7 @@ use crc_fast::crc32_iscsi as crc32c;
 use prost::Message;
 
 use super::{MonitorError, Scalar};
-use crate::PRIVATE;
+use offload_support::paths::PRIVATE;
 
 const MONITOR: &str = "tensorboard";
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::PRIVATE;
+use offload_support::paths::PRIVATE;
 
 /// Size limit of the file.
 const FILE_BYTES_MAX: u64 = 1 << 16;
