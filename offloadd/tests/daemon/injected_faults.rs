@@ -6,7 +6,7 @@ use std::io::Read;
 use std::os::unix::process::ExitStatusExt;
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use offload_api::fault::{Fault, FaultKind};
 use offload_api::ids::SlotIndex;
@@ -171,27 +171,35 @@ fn at_every_operation(engine: &str, what: &str, plus: &str) -> u64 {
         let injected_fault = format!("{what}@{at}{plus}");
         let (told, daemon) = fresh.story(&injected_fault);
         if let Some(mut daemon) = daemon {
+            // Whatever ends a run, the log names the device and its answer, at once or soon after.
+            let mut stderr = daemon.child.stderr.take().unwrap();
+            rustix::io::ioctl_fionbio(&stderr, true).unwrap();
+            let named = |line: &str| {
+                let mut devices = fresh.store.devices.iter();
+                devices.any(|device| line.contains(&device.display().to_string()))
+            };
+            let (mut log, until) = (Vec::new(), Instant::now() + Duration::from_secs(10));
+            loop {
+                let ended = stderr.read_to_end(&mut log).is_ok();
+                let text = String::from_utf8_lossy(&log);
+                let logged = text.lines().any(|line| {
+                    named(line) && (line.contains("os error") || line.contains("bytes were moved"))
+                });
+                if logged || told.refusal.is_none() || what == "kill" {
+                    break;
+                }
+                assert!(
+                    !ended && Instant::now() < until,
+                    "{injected_fault}: {told:?}: {text}"
+                );
+                std::thread::sleep(Duration::from_millis(5));
+            }
             let _ = daemon.child.kill();
             let status = daemon.child.wait().unwrap();
             assert_eq!(
                 status.signal(),
                 Some(9),
                 "{injected_fault}: it ended by itself"
-            );
-            let mut log = String::new();
-            let mut stderr = daemon.child.stderr.take().unwrap();
-            stderr.read_to_string(&mut log).unwrap();
-            // Whatever ends a run, the log names the device and its answer.
-            let named = |line: &str| {
-                let mut devices = fresh.store.devices.iter();
-                devices.any(|device| line.contains(&device.display().to_string()))
-            };
-            let logged = log.lines().any(|line| {
-                named(line) && (line.contains("os error") || line.contains("bytes were moved"))
-            });
-            assert!(
-                logged || told.refusal.is_none() || what == "kill",
-                "{injected_fault}: {told:?}: {log}"
             );
         }
         fresh.check(&told, &injected_fault);

@@ -51,12 +51,15 @@ fn host_memory_beyond_a_users_quota_is_refused_with_who_holds_it_and_given_back(
     );
     let first = control.session("one");
     let _second = control.session("two");
-    let have = format!("may have {max} and has {}, so 1 are free", 2 * arena_bytes);
-    let holders = format!("one {arena_bytes}");
+    assert_eq!(arena_bytes, 2 << 20);
     refused(
         control.open_session(open("three")),
         FaultKind::NoMemory,
-        &[&have, &holders, "host_bytes_max"],
+        &[
+            "may have 4.0 MiB and has 4.0 MiB, so 1 bytes are free",
+            "one 2.0 MiB",
+            "host_bytes_max",
+        ],
     );
     drop(first);
     eventually("its memory is his again", SOON, || {

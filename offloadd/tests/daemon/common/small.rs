@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use offload_api::checksum::checksum;
-use offload_api::fault::Fault;
+use offload_api::fault::{Fault, FaultKind};
 use offload_api::handoff::HandoffError;
 use offload_api::ids::SlotIndex;
 use offload_api::proto::{self, OpenSessionRequest};
@@ -43,7 +43,15 @@ impl Control {
 
     /// Opens a session of `job` with four slots of 4 KiB, and takes its descriptors.
     pub(crate) fn session(&mut self, job: &str) -> Session {
-        let reply = self.open_session(open(job)).unwrap();
+        let mut tries = 0;
+        let reply = loop {
+            match self.open_session(open(job)) {
+                // As clients do: others of this user have not fetched their descriptors yet.
+                Err(fault) if fault.kind == FaultKind::Queued && tries < 1000 => tries += 1,
+                reply => break reply.unwrap(),
+            }
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        };
         Session::attach(&reply).unwrap()
     }
 }

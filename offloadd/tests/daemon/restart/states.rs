@@ -100,7 +100,7 @@ const LIES: &[Lie] = &[
     }),
     ("slot", |state| state.sessions[0].classes.clear()),
     ("slot", |state| state.sessions[0].classes[0].slot_bytes = 1),
-    ("bytes of host memory", |state| {
+    ("of host memory", |state| {
         state.sessions[0].classes[0].slot_count = 1 << 19;
     }),
     ("is not free", |state| {
