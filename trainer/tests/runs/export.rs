@@ -71,7 +71,7 @@ fn a_run_that_cannot_be_exported_is_refused_with_the_reason() {
     std::fs::remove_dir(&out).unwrap();
     std::fs::remove_dir_all(run.dir.join("checkpoints")).unwrap();
     let text = export_refused(&run, &out, &[]);
-    assert!(text.contains("has committed nothing yet"), "{text}");
+    assert!(text.contains("ended without a checkpoint"), "{text}");
     let record = run.dir.join("run.json");
     let text = std::fs::read_to_string(&record).unwrap();
     std::fs::write(&record, text.replace("fp32", "fp7")).unwrap();
@@ -141,7 +141,10 @@ fn a_run_is_not_exported_while_it_trains() {
     let text = export_refused(&run, &harness.path("out"), &[]);
     child.kill().expect("killed");
     drop(finish(child));
-    assert!(text.contains("another trainer is using "), "{text}");
+    assert!(
+        text.contains("only in the memory of the running trainer"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -176,6 +176,8 @@ impl Run {
     /// The program without arguments.
     pub(crate) fn program(&self) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_trainer"));
+        // No test may depend on, or change, what runs of this user have remembered.
+        command.env("XDG_STATE_HOME", "/dev/null");
         command
             .env_remove("RUST_BACKTRACE")
             .env_remove("RUST_LIB_BACKTRACE")
