@@ -39,7 +39,7 @@ _ITSELF = {
     for name in (
         *("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "grad_fn", "layout", "ndim", "names"),
         *("is_sparse", "is_cuda", "is_meta", "is_quantized", "itemsize", "nbytes", "is_cpu", "is_mps", "is_xpu", "output_nr", "retains_grad"),
-        *("is_sparse_csr", "is_nested", "is_mkldnn", "is_leaf", "_backward_hooks", "_version", "_is_view", "_post_accumulate_grad_hooks"),
+        *("is_sparse_csr", "is_nested", "is_mkldnn", "_backward_hooks", "_version", "_is_view", "_post_accumulate_grad_hooks"),
     )
     if hasattr(getattr(_Tensor, name, None), "__get__")
 } | {

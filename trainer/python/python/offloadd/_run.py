@@ -649,11 +649,7 @@ class Run:
             self.engine.forget_gradients()
             plain(set_to_none)
 
-        def refuse(protocol: int) -> Any:
-            raise NotSupported("a prepared model cannot be copied or pickled: copy it before offloadd.prepare, or save and load its state_dict()")
-
         self.model.zero_grad = zero_grad
-        self.model.__reduce_ex__ = refuse
         tied = [of_one for of_one in self._names.values() if len(of_one) > 1]
         whole = self.model.state_dict
 

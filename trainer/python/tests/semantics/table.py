@@ -292,7 +292,7 @@ class Line:
         if self.differs is not None:
             found = [outcome.notes[outcome.noted - 1][1] for outcome in (plain, ours)]
             return "" if found == [True, False] else f"{device}: plain {found[0]}, prepared {found[1]}"
-        # What comes before an error is compared too, and a run that was refused goes on from other weights.
+        # What comes before an error is compared too, and a refused script continues with other weights.
         pairs = list(zip(plain.notes, ours.notes))[: ours.noted if self.refused is not None else None]
         if self.refused is None and len(plain.notes) != len(ours.notes):
             return f"{device}: {len(plain.notes)} values, prepared {len(ours.notes)}"
