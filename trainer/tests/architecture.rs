@@ -114,11 +114,11 @@ const TRAINING_STATE_LAYERS: &[&[&str]] = &[
 
 /// The layers inside `training-settings`.
 const SETTINGS_LAYERS: &[&[&str]] = &[
-    &["error", "json", "rate", "schema", "values"],
-    &["toml"],
+    &["error", "json", "rate", "reader", "schema", "values"],
+    &["files", "toml"],
     &["keys", "resolve"],
-    &["accelerate", "auto", "deepspeed"],
-    &["source"],
+    &["deepspeed"],
+    &["parse", "source"],
     &["package"],
 ];
 

@@ -4,7 +4,12 @@ use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 use serde_json::Value;
+use training_state::learning_rate::LrSchedule;
+use training_state::overflow::OverflowPolicy;
 
+use crate::error::SettingsError;
+use crate::parse::{Parsed, parse};
+use crate::reader::{Reader, Said};
 use crate::resolve::batch::{Sizes, batch};
 use crate::resolve::optimizer::optimizer;
 use crate::resolve::precision::{is_on, scaling};
@@ -12,10 +17,8 @@ use crate::resolve::reports::{Monitor, monitor_of};
 use crate::resolve::schedule::schedule;
 use crate::resolve::{Faults, at_least, bytes, fraction, not_negative, tier, value, within, word};
 use crate::toml::{OwnToml, PackageToml, SchedulerToml, ZeroToml};
-use crate::{
-    LrSchedule, OverflowPolicy, Parsed, Reader, Said, SettingsError, Tier, deepspeed, json, parse,
-    source,
-};
+use crate::values::Tier;
+use crate::{deepspeed, files, json};
 
 /// Checked settings of a script that the package trains.
 #[derive(Clone, Debug, Serialize)]
@@ -102,7 +105,7 @@ pub fn parse_text(text: &str, path: &Path) -> Result<Value, SettingsError> {
 /// The file cannot be read, or is not a JSON object.
 pub fn read_json(path: &Path) -> Result<Value, SettingsError> {
     parse_text(
-        &source::read_text(path, "the DeepSpeed configuration")?,
+        &files::read_text(path, "the DeepSpeed configuration")?,
         path,
     )
 }
@@ -434,7 +437,7 @@ mod tests {
             (Some(8), Some(4))
         );
         assert_eq!((found.gradient_clipping, found.device), (None, Tier::None));
-        assert_eq!(found.without_effect, ["amd_specific", "compile"]);
+        assert_eq!(found.without_effect, ["compile", "amd_specific"]);
         assert!(found.optimizer.is_none() && found.steps_per_print > Some(1 << 60));
         let said = found.said.join("\n");
         for part in [
@@ -458,7 +461,7 @@ mod tests {
         }));
         let told = told.unwrap_err();
         for part in [
-            "13 settings are wrong\n",
+            "12 settings are wrong\n",
             "train_batch_size: 7 is not a multiple",
             "pipeline is not supported: leave it out: all ranks",
             "zero_optimization.stage: 7: must be 0 to 3",

@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 use serde_json::{Map, Value};
 
 use crate::deepspeed::{self, DeepSpeedFile};
-use crate::{Reader, Said, SettingsError, WrittenFor, json, keys};
+use crate::error::SettingsError;
+use crate::reader::{Reader, Said, WrittenFor};
+use crate::{files, json, keys};
 
 /// Configuration files of a run, and the values that replace theirs.
 #[derive(Clone, Debug, Default)]
@@ -132,16 +134,8 @@ impl Tree {
     }
 }
 
-pub(crate) fn read_text(path: &Path, what: &'static str) -> Result<String, SettingsError> {
-    std::fs::read_to_string(path).map_err(|source| SettingsError::Read {
-        what,
-        path: path.into(),
-        source,
-    })
-}
-
 fn parse(path: &Path, what: &'static str) -> Result<Value, SettingsError> {
-    let text = read_text(path, what)?;
+    let text = files::read_text(path, what)?;
     let syntax = |format, message: String| SettingsError::Syntax {
         path: path.into(),
         format,
@@ -292,25 +286,4 @@ pub fn apply(tree: &mut Value, set: &str) -> Result<(), SettingsError> {
     }
     *place = value;
     Ok(())
-}
-
-/// Converts numbers such as 5e8 and 1000.0 to integers where they are whole. Leaves the model's keys alone,
-/// which have their own parser.
-pub(crate) fn whole_numbers(tree: &mut Value) {
-    /// Up to this value every whole number is exactly one f64.
-    const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
-    match tree {
-        Value::Number(number) if number.is_f64() => {
-            let float = number.as_f64().unwrap_or(0.5);
-            if float.fract() == 0.0 && (0.0..EXACT_MAX).contains(&float) {
-                *tree = (float as u64).into();
-            }
-        }
-        Value::Array(items) => items.iter_mut().for_each(whole_numbers),
-        Value::Object(table) => {
-            let others = table.iter_mut().filter(|(key, _)| *key != "model");
-            others.for_each(|(_, value)| whole_numbers(value));
-        }
-        _ => {}
-    }
 }

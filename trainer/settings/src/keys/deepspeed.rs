@@ -2,10 +2,10 @@
 
 use std::fmt::Write;
 
+use super::auto::AUTO;
 use super::each_used;
 use super::table::{Key, KeySupport, SECTIONS};
-use crate::Reader;
-use crate::auto::AUTO;
+use crate::reader::Reader;
 
 const HEAD: &str = "# Coming from DeepSpeed
 

@@ -3,7 +3,8 @@
 use std::fmt::Write;
 
 use super::{each_used, entry, suggestion};
-use crate::{Reader, SettingsError};
+use crate::error::SettingsError;
+use crate::reader::Reader;
 
 /// Fewest and most columns of a paragraph.
 const COLUMNS: std::ops::RangeInclusive<usize> = 40..=120;

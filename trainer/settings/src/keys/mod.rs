@@ -5,6 +5,7 @@
 //! (refused, with a suggestion if one is found). `table.rs` assigns DeepSpeed's keys to these cases. Keys
 //! that DeepSpeed itself ignores are removed from a DeepSpeed file and reported.
 
+pub(crate) mod auto;
 #[cfg(test)]
 mod deepspeed;
 mod listing;
@@ -15,9 +16,10 @@ mod table;
 
 use serde_json::Value;
 
+use crate::error::SettingsError;
+use crate::reader::Reader;
 use crate::schema::{Field, Kind, Typed};
 use crate::toml::{ConfigToml, PackageToml};
-use crate::{Reader, SettingsError};
 use table::{IGNORES_OTHERS, Key, KeySupport, SECTIONS};
 
 pub use listing::listing;

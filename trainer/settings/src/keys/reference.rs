@@ -3,7 +3,7 @@
 use std::fmt::Write;
 
 use super::{entry, join};
-use crate::Reader;
+use crate::reader::Reader;
 use crate::schema::{Field, Kind, Typed};
 use crate::toml::ConfigToml;
 

@@ -5,7 +5,7 @@ use serde_json::Value;
 
 use super::table::{MLFLOW, TRACKER, WANDB};
 use super::{Key, entries, used_keys};
-use crate::Reader;
+use crate::reader::Reader;
 
 /// Names in other programs and the keys with the same meaning here. A remark follows where the key alone
 /// would mislead.

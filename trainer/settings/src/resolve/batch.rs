@@ -1,7 +1,7 @@
 //! DeepSpeed's batch arithmetic.
 
 use super::{value, within};
-use crate::SettingsError;
+use crate::error::SettingsError;
 
 /// Largest number of samples in a step; a larger value is taken for a typing error.
 const BATCH_MAX: u64 = 1 << 20;

@@ -6,8 +6,9 @@ pub mod precision;
 pub mod reports;
 pub mod schedule;
 
+use crate::error::SettingsError;
 use crate::toml::ByteCount;
-use crate::{Fraction, SettingsError, Tier};
+use crate::values::{Fraction, Tier};
 
 /// Errors in the settings, collected to be reported together.
 #[derive(Default)]

@@ -1,11 +1,10 @@
 //! Resolves DeepSpeed's optimizer table.
 
 use super::{Faults, not_negative, value, word};
+use crate::error::SettingsError;
+use crate::reader::{Reader, Said};
 use crate::toml::{OptimizerParamsToml, OptimizerToml, ParamGroupToml};
-use crate::{
-    Decaying, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings, Reader, Said,
-    SettingsError,
-};
+use crate::values::{Decaying, MomentsType, OptimizerKind, OptimizerSettings, ParamGroupSettings};
 
 /// Learning rate that Hugging Face's Trainer uses by default.
 const TRAINER_LR: f64 = 5e-5;

@@ -1,8 +1,10 @@
 //! Resolves DeepSpeed's loss scale of fp16.
 
+use training_state::overflow::{DynamicScale, OverflowPolicy};
+
 use super::{at_least, value, within};
+use crate::error::SettingsError;
 use crate::toml::{Bf16Toml, Fp16Toml, Switch};
-use crate::{DynamicScale, OverflowPolicy, SettingsError};
 
 /// Highest power of the first loss scale. Apex started with 2^32; a larger scale only costs skipped steps.
 const SCALE_POWER_MAX: u64 = 32;

@@ -3,10 +3,11 @@
 use std::path::{Component, Path, PathBuf};
 
 use serde::Serialize;
+use training_state::monitor::Reports;
 
 use super::value;
+use crate::error::SettingsError;
 use crate::toml::MonitorToml;
-use crate::{Reports, SettingsError};
 
 /// DeepSpeed's default name of a job.
 const JOB_NAME: &str = "DeepSpeedJobName";

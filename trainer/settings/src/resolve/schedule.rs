@@ -1,13 +1,15 @@
 //! Resolves DeepSpeed's scheduler table. As in DeepSpeed, a parameter of another scheduler is refused.
 
 use serde_json::Value;
-use training_state::learning_rate::DEEPSPEED_SCHEDULERS;
+use training_state::learning_rate::{
+    DEEPSPEED_SCHEDULERS, LrSchedule, MomentumCycle, OneCycle, RangeTest, Warmup,
+};
 
 use super::{at_least, fraction, not_negative, value};
+use crate::error::SettingsError;
+use crate::rate::Rate;
+use crate::reader::{Said, WrittenFor};
 use crate::toml::{SchedulerParamsToml, SchedulerToml};
-use crate::{
-    LrSchedule, MomentumCycle, OneCycle, RangeTest, Rate, Said, SettingsError, Warmup, WrittenFor,
-};
 
 /// Hugging Face's schedules, each with the names of its parameters.
 const HUGGING_FACE_SCHEDULERS: &[(&str, &[&str])] = &[

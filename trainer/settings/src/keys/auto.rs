@@ -6,7 +6,8 @@
 
 use serde_json::{Value, json};
 
-use crate::{Reader, keys};
+use super::{is_used, join};
+use crate::reader::Reader;
 
 /// A key, the function that computes its value from all settings (`None`: the key is left out and derived
 /// later), and the text that explains the choice.
@@ -141,10 +142,10 @@ pub(crate) fn leave_all_out(tree: &mut Value) {
 fn leave_out(prefix: &str, tree: &mut Value, notes: &mut Vec<String>) {
     let Value::Object(table) = tree else { return };
     table.retain(|key, value| {
-        let path = keys::join(prefix, key);
+        let path = join(prefix, key);
         let auto = value.as_str() == Some("auto") && !AUTO_IS_A_WORD.contains(&path.as_str());
         // Omitted keys of `offload` are chosen and shown by the plan. Keys without effect were named before.
-        if auto && !path.starts_with("offload.") && keys::is_used(&path, Reader::Trainer) {
+        if auto && !path.starts_with("offload.") && is_used(&path, Reader::Trainer) {
             notes.push(format!("{path} is \"auto\": using the default"));
         }
         leave_out(&path, value, notes);
@@ -159,7 +160,7 @@ mod tests {
     #[test]
     fn every_key_that_may_be_auto_is_read() {
         for (key, ..) in AUTO {
-            assert!(keys::is_used(key, Reader::Trainer), "{key}");
+            assert!(is_used(key, Reader::Trainer), "{key}");
         }
     }
 

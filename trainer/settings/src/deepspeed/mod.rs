@@ -7,11 +7,15 @@
 //!                   └▶ deepspeed_config, inline ┘
 //! ```
 
+mod accelerate;
+
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
-use crate::{Reader, Said, SettingsError, accelerate, error::did_you_mean, json, keys};
+use crate::error::{SettingsError, did_you_mean};
+use crate::reader::{Reader, Said};
+use crate::{files, json, keys};
 
 /// DeepSpeed settings that were read from a file.
 #[derive(Debug)]
@@ -41,7 +45,7 @@ pub(crate) fn read(path: &Path) -> Result<DeepSpeedFile, SettingsError> {
     };
     file.ignored
         .extend(simplify(&mut file.tree, Reader::Trainer));
-    file.for_trainer = crate::auto::is_asked_for(&file.tree);
+    file.for_trainer = keys::auto::is_asked_for(&file.tree);
     Ok(file)
 }
 
@@ -86,7 +90,7 @@ pub(crate) fn note_ignored(ignored: &[String], file: &str, reader: Reader, said:
 
 /// Parses the JSON file at `path`; its outermost value must be an object.
 pub(crate) fn parse(path: &Path) -> Result<Value, SettingsError> {
-    let text = crate::source::read_text(path, "the DeepSpeed configuration")?;
+    let text = files::read_text(path, "the DeepSpeed configuration")?;
     let syntax = |message: String| SettingsError::Syntax {
         path: path.into(),
         format: "JSON",

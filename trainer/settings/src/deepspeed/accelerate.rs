@@ -6,9 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
 
-use crate::SettingsError;
-use crate::deepspeed::{DeepSpeedFile, parse};
-use crate::source::read_text;
+use super::{DeepSpeedFile, parse};
+use crate::error::SettingsError;
+use crate::files::read_text;
 
 /// Accelerate's inline names with DeepSpeed's.
 const INLINE: &[(&str, &str)] = &[
