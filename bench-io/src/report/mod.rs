@@ -175,7 +175,7 @@ impl WayReport {
         })
     }
 
-    /// p50, p99, p99.9 and maximum, for a cell of a table.
+    /// p50, p99, p99.9 and maximum in ms, each with three digits, for a cell of a table.
     pub(crate) fn latencies(&self) -> String {
         let all = [
             self.latency_ns_p50,
@@ -183,7 +183,13 @@ impl WayReport {
             self.latency_ns_p999,
             self.latency_ns_max,
         ];
-        all.map(|ns| Micros(ns).to_string()).join(", ")
+        let text = |ns: u64| match ns as f64 / 1e6 {
+            ms if ms >= 99.95 => format!("{ms:.0}"),
+            ms if ms >= 9.995 => format!("{ms:.1}"),
+            ms if ms >= 0.9995 => format!("{ms:.2}"),
+            ms => format!("{ms:.3}"),
+        };
+        all.map(text).join(", ")
     }
 }
 

@@ -78,7 +78,7 @@ const TABLES: [&[&str]; 3] = [
         "offloadd/fio",
         "one thread",
     ],
-    &["p50, p99, p99.9, max"],
+    &["p50, p99, p99.9, max, in ms"],
     &[
         "CPU s/GB: offloadd, bench-io, fio",
         "rounds, GB/s: offloadd, fio",
