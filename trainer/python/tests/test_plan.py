@@ -70,7 +70,7 @@ def test_gradients_stay_in_host_memory_if_it_has_room(tmp_path, monkeypatch):
     monkeypatch.setattr(offloadd._plan._offloadd, "host_available_bytes", lambda: 1000)
     assert trained("small", gradients="auto")[1] == written
     assert trained("asked", gradients="cpu")[1] == kept_written
-    with pytest.raises(offloadd.Error, match="one of auto, cpu, nvme"):
+    with pytest.raises(offloadd.Error, match='use "auto", "cpu" or "nvme"'):
         offloadd.prepare(model_of(), None, config("nvme", tmp_path, gradients="gpu"), plan_only=True)
 
 

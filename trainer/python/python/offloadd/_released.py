@@ -206,6 +206,8 @@ def read_only(result: Any, copies: list[_Tensor]) -> Any:
         # Storages cannot be looked at within a transform.
         return result
     origin_of = {_address(one): one.origin for one in copies}
+    # Nothing can be written to an empty one.
+    origin_of.pop(None, None)
 
     def guard(one: Any) -> Any:
         if isinstance(one, _Tensor):

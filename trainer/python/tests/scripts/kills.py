@@ -1,7 +1,6 @@
 """Lets a script end with SIGKILL at a named point of this library: `kill_at("sealing", 3)` when it is reached for the third time."""
 
 import os
-import pathlib
 import signal
 
 import offloadd._engine
@@ -15,7 +14,7 @@ POINTS = {
     # The tiles are there and have no content.
     "opened": (RUN, "_note_step", "before"),
     # The first content is committed, and the file that tells the layout is not written.
-    "initialized": (pathlib.Path, "write_text", "before"),
+    "initialized": (offloadd._run, "write_private", "before"),
     "forward": (ENGINE, "_before_forward", "after"),
     "gathering": (ENGINE, "gather", "before"),
     "backward": (ENGINE, "_before_backward", "after"),
