@@ -1,5 +1,4 @@
-//! A model's computation, one unit at a time. The only module that uses `tch`: its interface contains no
-//! tensors.
+//! A model's computation, one unit at a time. The only module that handles tensors: its interface contains none.
 //!
 //! ```text
 //! tokens ─▶ embed_forward ─▶ block_forward ─▶ .. ─▶ block_forward ─▶ head_loss_backward ─▶ loss

@@ -149,7 +149,6 @@ fn ten_steps_of_each_architecture_match_hugging_face() {
 
 /// On a GPU, a block may keep values from forward to backward while its weights leave the GPU. `--nocapture`
 /// shows the gradient norms.
-/// gradient norms.
 #[test]
 fn ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing() {
     let name = "ten_steps_on_gpus_match_hugging_face_with_any_offloading_and_checkpointing";
