@@ -294,7 +294,7 @@ keys! {
         /// Initial weights of a fresh run: "auto" (from model.path, where they must exist; random without a
         /// model.path), "weights" or "random".
         #[default("\"auto\"")]
-        #[example("\"random\"")]
+        #[example("\"weights\"")]
         pub init: Option<String>,
         /// Architecture, under Hugging Face's name.
         #[default("\"llama\"")]
@@ -478,7 +478,7 @@ keys! {
         /// Whether attention reaches back over earlier documents in the same window. Without it, each document is
         /// computed as if it were alone: its positions start at 0.
         #[default("false")]
-        #[example("true")]
+        #[example("false")]
         pub cross_document_attention: Option<bool>,
         /// Tokens that count in the loss: "all", or "completions" (completions, and the assistant's messages
         /// in conversations).
@@ -487,12 +487,12 @@ keys! {
         pub loss_on: Option<String>,
         /// Whether windows are shuffled by `train.seed`; false keeps the order of the files.
         #[default("true")]
-        #[example("false")]
+        #[example("true")]
         pub shuffle: Option<bool>,
         /// What happens if a record cannot be read or its conversation does not suit the chat template: "error"
         /// refuses the run, "skip" leaves the record out; the first lines of a run count and name such records.
         #[default("\"error\"")]
-        #[example("\"skip\"")]
+        #[example("\"error\"")]
         pub on_bad_record: Option<String>,
         /// Directory of a token cache that several runs share.
         #[default("the run directory")]
@@ -577,7 +577,7 @@ keys! {
         pub threads: Option<u64>,
         /// Device that computes: "auto" (a GPU if there is one), "cpu" or "gpu".
         #[default("\"auto\"")]
-        #[example("\"cpu\"")]
+        #[example("\"auto\"")]
         pub device: Option<String>,
         /// Part of a block that backward recomputes: "full" (everything; only its input is kept), "attention"
         /// (everything except queries, keys, values and the attention output), "matmuls" (only norms and
@@ -590,12 +590,12 @@ keys! {
         /// chooses), or "auto": cuDNN's where it can be used. The plan shows the choice. Results differ within the
         /// rounding of sums, so a resumed run repeats its bits only with the same kernels.
         #[default("\"auto\"")]
-        #[example("\"torch\"")]
+        #[example("\"auto\"")]
         pub attention: Option<String>,
         /// Whether a GPU's results repeat in bits. If false, the backward pass of attention adds in any order, which is faster and
         /// needs less memory; the plan says how much.
         #[default("true")]
-        #[example("false")]
+        #[example("true")]
         pub deterministic: Option<bool>,
         /// Chunks into which the MLP of a block is divided; they are computed one after the other.
         #[default("1")]
@@ -641,7 +641,7 @@ keys! {
         /// State that survives a crash: "full" (everything that was committed) or "none" (nothing; one copy on the
         /// device).
         #[default("\"full\"")]
-        #[example("\"none\"")]
+        #[example("\"full\"")]
         pub durability: Option<String>,
         /// I/O engine of the private offloadd: "auto", "uring", "aio" or "psync".
         #[default("\"auto\"")]
