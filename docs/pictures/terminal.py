@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draws what a program printed on a terminal as an SVG.
 
-    script -qec "trainer runs" /dev/null | docs/pictures/terminal.py '$ trainer runs' > runs.svg    (docs/pictures/train.sh draws a run)
+    script -qec "trainer runs" /dev/null | docs/pictures/terminal.py '$ trainer runs' > runs.svg
 
 Understands colours and bold (SGR), carriage returns, and a cleared screen: what was before it is left out, and so are progress bars. Long
 lines are cut. --from TEXT: begins with the line that starts with TEXT.
