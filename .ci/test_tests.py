@@ -252,6 +252,20 @@ class Readme(unittest.TestCase):
         self.assertEqual([line for line in lines if len(line) > 160], [])
 
 
+class Architecture(unittest.TestCase):
+    def test_the_table_of_crates_has_all_dependencies(self):
+        source = (HERE.parent / "trainer/tests/architecture.rs").read_text()
+        source = source.split("const ARROWS")[1].split("\n];")[0].split("= &[", 1)[1]
+        arrows = {name: re.findall(r'"([\w-]+)"', uses) for name, uses in re.findall(r'\(\s*"([\w-]+)",\s*&\[(.*?)\]', source, re.DOTALL)}
+        page = (HERE.parent / "docs/architecture.md").read_text().split("## Crates")[1].split("\n## ")[0]
+        named = {}
+        for row in re.findall(r"^\| (`.*) \|$", page, re.MULTILINE):
+            crates, _, uses, _ = row.split("|")[:4]
+            first, *others = re.findall(r"`([\w-]+)`", re.sub(r"\(.*?\)", "", crates))
+            named |= {name: [] for name in others} | {first: re.findall(r"`([\w-]+)`", uses)}
+        self.assertEqual({name: sorted(uses) for name, uses in named.items()}, {name: sorted(uses) for name, uses in arrows.items()})
+
+
 class Picture(unittest.TestCase):
     def test_the_picture_of_results_is_current(self):
         sys.path.insert(0, str(HERE.parent / "trainer/bench"))
