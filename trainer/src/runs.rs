@@ -15,7 +15,7 @@ use training_state::metrics::MetricsFile;
 use training_state::run::{
     Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId, STORE_IN_DIR,
 };
-use training_state::store::{job_of, link_of};
+use training_state::store::{is_package_run, job_of, link_of};
 
 /// File in a run directory with all settings of the newest start.
 pub const SETTINGS_FILE: &str = "settings.toml";
@@ -191,7 +191,9 @@ fn orphans(dirs: Vec<PathBuf>, runs: &[RunEntry]) -> Vec<Orphan> {
 pub(crate) fn orphan(file: &Path, runs: &[RunEntry]) -> Option<Orphan> {
     let job = job_of(file.file_name()?.to_str()?)?;
     let run = fs::read_link(link_of(file)).ok();
-    let uses_it = |dir: &PathBuf| RunId::kept(dir).is_some_and(|id| id.job == job);
+    let uses_it = |dir: &PathBuf| {
+        RunId::kept(dir).is_some_and(|id| id.job == job) || is_package_run(dir, job)
+    };
     let known = runs.iter().any(|entry| entry.job.as_deref() == Some(job));
     if known || run.as_ref().is_some_and(uses_it) {
         return None;

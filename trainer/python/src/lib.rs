@@ -586,6 +586,7 @@ impl Core {
 
 #[pymodule]
 fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("STORE_FILE", training_state::store::PACKAGE_RUN_FILE)?;
     module.add_class::<Core>()?;
     module.add_class::<Daemon>()?;
     module.add_class::<Exchange>()?;

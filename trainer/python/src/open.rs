@@ -156,6 +156,7 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
     let file_bytes = device_file_bytes(&memory, Durability::Committed, plan.nvme.len() as u64);
     let files = StoreFiles::new(&plan.nvme, &plan.job, file_bytes);
     files.check_space().map_err(no_store)?;
+    files.link_run(&plan.run_dir).map_err(no_store)?;
     let daemon = PrivateDaemon::start(PrivateSettings {
         program: plan.program.clone(),
         dir: plan.run_dir.join("offloadd"),

@@ -28,6 +28,8 @@ def test_a_run_is_deleted_with_its_device_files_when_its_script_has_ended(tmp_pa
     next(run)
     assert main(["delete", str(run_dir), "--yes"]) == 1 and "in use: end its script first" in capsys.readouterr().err
     next(run)
+    # `trainer runs` reads it.
+    assert [link.readlink() for link in tmp_path.glob("*.run")] == [run_dir]
     monkeypatch.setattr("builtins.input", lambda question: "n")
     assert main(["delete", str(run_dir)]) == 1
     assert f"{run_dir}\n" in (out := capsys.readouterr().out) and "nothing was deleted" in out and len(list(tmp_path.glob("*.tiles"))) == 2
@@ -43,7 +45,7 @@ def test_a_run_is_deleted_with_its_device_files_when_its_script_has_ended(tmp_pa
     (tmp_path / "moved").rename(tmp_path / "out")
     monkeypatch.setattr("builtins.input", lambda question: "y")
     assert main(["delete", str(run_dir)]) == 0
-    assert not run_dir.exists() and list(tmp_path.glob("*.tiles")) == [other]
+    assert not run_dir.exists() and list(tmp_path.glob("*.tiles")) == [other] and not list(tmp_path.glob("*.run"))
 
 
 def test_what_is_not_of_this_run_stays(tmp_path, capsys):

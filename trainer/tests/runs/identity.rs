@@ -185,6 +185,29 @@ fn a_damaged_record_of_a_run_in_memory_is_rebuilt_from_its_newest_checkpoint() {
 }
 
 #[test]
+fn the_store_of_a_run_of_the_python_package_is_not_taken_for_a_deleted_runs() {
+    let harness = Harness::new();
+    let own = run(&harness, "own", 1);
+    own.train();
+    let (store, dir) = (
+        harness.path("drive/offloadd-x.tiles"),
+        harness.path("script"),
+    );
+    std::fs::write(&store, "tiles").unwrap();
+    std::fs::create_dir(&dir).unwrap();
+    std::os::unix::fs::symlink(&dir, store.with_extension("run")).unwrap();
+    let list = || succeed(verb(&own, "runs", &[&harness.path("drive")]));
+    for (text, is_listed) in [(r#"{"job": "y"}"#, true), (r#"{"job": "x"}"#, false)] {
+        std::fs::write(dir.join("store.json"), text).unwrap();
+        let said = list();
+        assert_eq!(said.contains("store without a run"), is_listed, "{said}");
+    }
+    let text = fail(verb(&own, "remove", &[&store, Path::new("--yes")]));
+    assert!(text.contains("belongs to the run in "), "{text}");
+    assert!(store.exists());
+}
+
+#[test]
 fn the_store_of_a_deleted_run_is_listed_and_removed() {
     let harness = Harness::new();
     let [gone, there] = ["gone", "there"].map(|name| run(&harness, name, 1));

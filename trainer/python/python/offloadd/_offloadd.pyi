@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 BEGIN_ANEW: str
+STORE_FILE: str
 
 class Error(Exception): ...
 class DaemonGone(Error): ...

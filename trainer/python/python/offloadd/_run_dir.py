@@ -23,7 +23,7 @@ from ._plan import Plan, bytes_text, part_of, program_of
 LAYOUT = "layout.json"
 
 # Where the run's tiles lie. Its lock says that the run is in use.
-STORE = "store.json"
+STORE = _offloadd.STORE_FILE
 
 # What a run has in its directory.
 _OF_RUN = (LAYOUT, STORE, "measured.json", "metrics.jsonl", "metrics.jsonl.old", "offloadd", "rank-[0-9]*", "state-[0-9]*.pt", "state-[0-9]*.pt.part")

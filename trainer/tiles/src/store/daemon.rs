@@ -116,6 +116,15 @@ pub fn link_of(file: &Path) -> PathBuf {
     file.with_extension("run")
 }
 
+/// File in a run's directory of the Python package that tells where the run's tiles lie; its key `job` names them.
+pub const PACKAGE_RUN_FILE: &str = "store.json";
+
+/// Whether the directory `run` has a run of the Python package whose tiles are `job`'s.
+pub fn is_package_run(run: &Path, job: &str) -> bool {
+    let text = fs::read(run.join(PACKAGE_RUN_FILE)).unwrap_or_default();
+    serde_json::from_slice::<serde_json::Value>(&text).is_ok_and(|store| store["job"] == job)
+}
+
 /// Removes existing `files` and their links.
 ///
 /// # Errors
