@@ -601,6 +601,11 @@ keys! {
         #[default("1")]
         #[example("4")]
         pub mlp_chunks: Option<u64>,
+        /// Micro-batches of a step that pass through each block together, which reads the block's parameters once for all
+        /// of them. In a smaller group fewer activations are kept, so less is recomputed. The choice does not change results.
+        #[default("the plan's choice")]
+        #[example("4")]
+        pub micro_batch_group: Option<u64>,
     }
 
     /// `offload`: how tiles are moved between memory and devices.

@@ -20,7 +20,7 @@ use super::positions::Rotary;
 use super::values::kind_of;
 use super::{
     Activation, ActivationCheckpointing, AttentionKernel, ComputeDevice, ComputeError, GradSink,
-    Tokens, UnitWeights,
+    GradSums, Tokens, UnitWeights,
 };
 use crate::model::{Dropout, Dtype, ModelConfig, Positions, UnitLayout, unit_layouts};
 
@@ -278,6 +278,14 @@ impl Engine {
     /// Makes an empty sum of the gradients of unit number `unit`.
     pub fn new_grads(&self, unit: usize) -> GradSink {
         GradSink::on(self.device, &self.units[unit], self.kind)
+    }
+
+    /// Allocates memory in which the gradients of unit number `unit` are summed over groups of micro-batches.
+    ///
+    /// # Errors
+    /// Out of memory.
+    pub fn new_sums(&self, unit: usize) -> Result<GradSums, ComputeError> {
+        GradSums::on(self.device, &self.units[unit], self.kind)
     }
 
     /// Computes the embedding of the tokens, [micro_batch, seq_len, hidden_size], including learned

@@ -11,6 +11,7 @@ use kernels_torch::{device_view, with_tensor_over};
 use tch::{Device, Kind, Tensor};
 
 use super::ComputeError;
+use super::linear::at_least_fp32;
 use super::values::{adjacent, kind_of};
 use crate::model::{Dtype, ParamLayout, UnitLayout};
 
@@ -22,6 +23,24 @@ pub struct GradSink {
     /// The unit's flat gradient on a GPU: its final buffer, or one made when the first product is written.
     flat: Option<Tensor>,
     params: Vec<Sum>,
+}
+
+/// fp32 memory for a unit's sums of gradients between groups of micro-batches.
+pub struct GradSums {
+    flat: Tensor,
+}
+
+impl GradSums {
+    pub(super) fn on(
+        device: Device,
+        layout: &UnitLayout,
+        kind: Kind,
+    ) -> Result<Self, ComputeError> {
+        let elems = [layout.elems as i64];
+        Ok(Self {
+            flat: Tensor::f_zeros(elems, (at_least_fp32(kind), device))?,
+        })
+    }
 }
 
 enum Sum {
@@ -83,6 +102,39 @@ impl GradSink {
                 Sum::Many(sum)
             }
         };
+        Ok(())
+    }
+
+    /// Adds the sums of `other`: those of another use of the unit. Parameters without a gradient there are unchanged.
+    pub fn add_sums(&mut self, other: GradSink) -> Result<(), ComputeError> {
+        for (param, sum) in other.params.into_iter().enumerate() {
+            match sum {
+                Sum::Nothing => {}
+                Sum::One(grad) | Sum::Many(grad) => self.add(param, grad)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Moves the sums to `sums`, where gradients of later micro-batches are added to them. No bit changes, because fp32
+    /// represents a first 16-bit gradient exactly. The memory of earlier gradients is not used any more.
+    ///
+    /// # Errors
+    /// Torch fails.
+    pub fn keep_in(&mut self, sums: &GradSums) -> Result<(), ComputeError> {
+        self.flat = None;
+        for (slot, param) in self.params.iter_mut().zip(&self.layout.params) {
+            let grad = match std::mem::replace(slot, Sum::Nothing) {
+                Sum::Nothing => continue,
+                Sum::One(grad) | Sum::Many(grad) => grad,
+            };
+            let (start, elems) = (param.offset_elems as i64, param.elems() as i64);
+            let mut place = sums.flat.f_narrow(0, start, elems)?.f_view_as(&grad)?;
+            if grad.data_ptr() != place.data_ptr() {
+                place.f_copy_(&grad)?;
+            }
+            *slot = Sum::Many(place);
+        }
         Ok(())
     }
 

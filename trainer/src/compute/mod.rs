@@ -45,7 +45,7 @@ mod values;
 
 pub use documents::LONG_DOCUMENT_TOKENS;
 pub use engine::{Engine, set_up};
-pub use grads::GradSink;
+pub use grads::{GradSink, GradSums};
 pub use memory::{
     DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, kept_bytes_a_token,
     working_bytes,

@@ -416,6 +416,8 @@ pub struct TrainSettings {
     /// Chunks into which the MLP of a block is divided; they are computed one after the other. 1: undivided.
     /// More chunks need less memory and change the order of summation.
     pub mlp_chunks: usize,
+    /// Micro-batches that are processed together; `None` if the plan chooses. More than a step has mean all.
+    pub micro_batch_group: Option<usize>,
 }
 
 /// Where block inputs are kept from forward to backward when a GPU computes. The choice does not change

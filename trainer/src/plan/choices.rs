@@ -422,6 +422,15 @@ impl Plan {
     }
 }
 
+/// Returns the configured number of micro-batches that are processed together, or all.
+pub(super) fn given_group(settings: &RunSettings) -> usize {
+    let all = settings.batch.micro_batches;
+    settings
+        .train
+        .micro_batch_group
+        .map_or(all, |size| size.min(all))
+}
+
 /// Returns the configured value, or the lowest.
 fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
     match settings.train.activation_checkpointing {

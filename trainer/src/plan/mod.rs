@@ -39,6 +39,7 @@ use crate::model::{Dtype, UnitLayout, unit_layouts};
 
 pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
 pub use checkpoints::CheckpointsPlan;
+use choices::given_group;
 pub use choices::{Choice, attention_kernel_name, checkpointing_name, optimizer_device_name};
 pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source, peak_tflops};
 pub use memory::ComputeMemory;
@@ -119,6 +120,8 @@ pub struct Plan {
     pub tokens: u64,
     /// Micro-batches of a step in each process.
     pub micro_batches: usize,
+    /// Micro-batches among them that are processed together.
+    pub micro_batch_group: usize,
     /// Steps of the whole run.
     pub steps: u64,
     /// Passes of the whole run over its training data, if its length is known.
@@ -199,6 +202,7 @@ impl Plan {
             local_ranks: settings.local_ranks,
             tokens: settings.step_tokens(),
             micro_batches: settings.batch.micro_batches,
+            micro_batch_group: given_group(settings),
             steps: settings.train.steps,
             epochs: None,
             checkpoints: None,

@@ -25,6 +25,7 @@ pub(super) enum Input {
 /// Storage of block inputs between forward and backward.
 pub(super) struct InputPlace {
     host_stash: Option<(HostStash, Stream)>,
+    /// Micro-batches whose inputs are kept at the same time.
     micro_batches: usize,
 }
 
@@ -53,6 +54,11 @@ impl InputPlace {
             host_stash: Some((host_stash, gpu.default_stream())),
             micro_batches,
         })
+    }
+
+    /// Begins with the next `micro_batches`, no more than there is room for. All inputs of those before have been taken.
+    pub(super) fn begin(&mut self, micro_batches: usize) {
+        self.micro_batches = micro_batches;
     }
 
     /// Keeps the inputs of `block`, counted from 0, until they are taken.

@@ -4,6 +4,7 @@
 mod clock;
 mod error;
 mod gpu_timeline;
+mod groups;
 mod inputs;
 mod mover;
 mod peer_watchdog;
@@ -387,15 +388,17 @@ fn take_memory(
     let shards =
         Shards::new(comm.clone(), gpus, &tiles.units, tiles.tile_elems, stage).with_copies(node);
     let batch = settings.batch;
+    let group_size = prepared.plan.micro_batch_group;
     let inputs = match &gpu {
         Some(gpu) if prepared.plan.inputs_away => {
             let input_elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
             let input_bytes = input_elems * settings.dtype.elem_bytes();
-            InputPlace::away(gpu, &settings.model, batch.micro_batches, input_bytes)?
+            InputPlace::away(gpu, &settings.model, group_size, input_bytes)?
         }
-        _ => InputPlace::here(batch.micro_batches),
+        _ => InputPlace::here(group_size),
     };
-    let (stepper, memory) = Stepper::new(engine, gpu, batch, master, live, stage, shards)?;
+    let batches = (batch, group_size);
+    let (stepper, memory) = Stepper::new(engine, gpu, batches, master, live, stage, shards)?;
     Ok((stepper.with_inputs_in(inputs), memory))
 }
 

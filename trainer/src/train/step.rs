@@ -1,9 +1,10 @@
 //! Runs one optimizer step in the order that `step_order.rs` defines as data.
 //!
-//! Micro-batches are processed together: a unit is gathered once and serves all of them, so weights move
-//! twice a step (forward and backward) for any number of micro-batches. Between forward and backward each
-//! block's input is kept.
+//! The micro-batches of a group are processed together: a unit is gathered once and serves all of them, so weights move
+//! twice a group (forward and backward) for any number of micro-batches in it. Between forward and backward each
+//! block's input is kept. Groups follow one another (`groups.rs`).
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use kernels::adamw::{Hyper, Master, Rounding};
@@ -12,13 +13,13 @@ use test_hooks::kill_point::{Point, reach};
 
 use super::TrainError;
 use super::clock::Clock;
+use super::groups::{GroupSums, Groups, Sinks};
 use super::inputs::{BlockInputs, InputPlace};
 use super::mover::{self, Exchanged, Memory, Shards, Tiles};
 use super::step_order::{self, EMBEDDING, Planned, Turn};
 use super::watch::Watch;
 use crate::compute::{
-    Activation, ActivationCheckpointing, ComputeError, Engine, GradSink, IGNORED, LossHandle,
-    Tokens,
+    Activation, ActivationCheckpointing, ComputeError, Engine, IGNORED, LossHandle, Tokens,
 };
 use crate::config::{Batch, RunSettings, Stage};
 use crate::data::{Data, Windows};
@@ -32,6 +33,9 @@ const EVALUATION_BATCHES: u64 = 4;
 pub(super) struct Stepper {
     engine: Engine,
     batch: Batch,
+    groups: Groups,
+    /// Sums of gradients between groups; `None` if there is one group.
+    sums: Option<GroupSums>,
     shards: Shards,
     gpu: Option<Gpu>,
     inputs: InputPlace,
@@ -85,6 +89,9 @@ impl Counted {
 /// State of a forward or backward pass.
 struct Pass {
     batches: Vec<MicroBatch>,
+    groups: Groups,
+    /// The micro-batches that are processed now.
+    group: Range<usize>,
     counted: Counted,
     /// Output of the newest unit for each micro-batch; in backward, the gradient of that unit's input.
     flow: Vec<Activation>,
@@ -92,8 +99,7 @@ struct Pass {
     block_inputs: Vec<BlockInputs>,
     /// Whether a backward pass follows.
     goes_back: bool,
-    /// Gradients of each unit until they are complete.
-    grads: Vec<Option<GradSink>>,
+    grads: Sinks,
     /// The loss of each micro-batch.
     losses: Vec<LossHandle>,
     forward: Clock,
@@ -103,14 +109,22 @@ struct Pass {
 }
 
 impl Pass {
-    fn new(batches: Vec<MicroBatch>, counted: Counted, units: usize, gpu: Option<&Gpu>) -> Self {
+    fn new(
+        batches: Vec<MicroBatch>,
+        groups: Groups,
+        counted: Counted,
+        units: usize,
+        gpu: Option<&Gpu>,
+    ) -> Self {
         Self {
             batches,
+            groups,
+            group: groups.first(),
             counted,
             flow: Vec::new(),
             block_inputs: Vec::with_capacity(units),
             goes_back: true,
-            grads: (0..units).map(|_| None).collect(),
+            grads: Sinks::new(units),
             losses: Vec::new(),
             forward: Clock::new(gpu),
             backward: Clock::new(gpu),
@@ -118,22 +132,37 @@ impl Pass {
         }
     }
 
-    /// Bytes of gradients that have not started to leave.
-    fn held_bytes(&self) -> u64 {
-        let held = self.grads.iter().flatten();
-        held.map(|grads| grads.size_bytes() as u64).sum()
+    /// Describes `turn` for a person; `head` is the last unit.
+    fn words(&self, turn: Turn, head: usize) -> String {
+        let words = turn.words(head);
+        match self.groups.count() {
+            1 => words,
+            _ => format!(
+                "micro-batches {} to {} of {}: {words}",
+                self.group.start + 1,
+                self.group.end,
+                self.batches.len()
+            ),
+        }
+    }
+
+    /// Memory for sums of gradients until the next group; `None` in the last group.
+    fn kept<'a>(&self, sums: &'a Option<GroupSums>) -> Option<&'a GroupSums> {
+        let sums = || sums.as_ref().expect("a step of several groups has it");
+        (!self.groups.ends_with(&self.group)).then(sums)
     }
 }
 
 impl Stepper {
-    /// Makes the stepper and the memory to compute in. `live` says that the tiles are in the GPU's memory.
+    /// Makes the stepper and the memory to compute in. Micro-batches are processed in groups of `group_size`. `live` says
+    /// that the tiles are in the GPU's memory.
     ///
     /// # Errors
     /// Out of memory.
     pub(super) fn new(
         engine: Engine,
         gpu: Option<Gpu>,
-        batch: Batch,
+        (batch, group_size): (Batch, usize),
         master: Master,
         live: bool,
         stage: Stage,
@@ -144,13 +173,18 @@ impl Stepper {
         let units = engine.units().len();
         let buffers = step_order::block_buffers(units, ahead, stage);
         let memory = Memory::new(&engine, gpu.as_ref(), master, stage, buffers, live, &shards)?;
+        let groups = Groups::new(batch.micro_batches, group_size);
+        let sums = (groups.count() > 1).then(|| GroupSums::new(&engine));
         let stepper = Self {
             gpu,
-            inputs: InputPlace::here(batch.micro_batches),
+            groups,
+            sums: sums.transpose()?,
+            inputs: InputPlace::here(group_size),
             training: Arc::new(step_order::Pass::training(
                 units,
                 ahead,
                 stage,
+                groups.count(),
                 shards.keeps_copies(),
             )),
             evaluation: Arc::new(step_order::Pass::evaluation(units, ahead)),
@@ -194,7 +228,8 @@ impl Stepper {
             own * self.shards.count() as f64
         };
         let counted = Counted { own, all, scale };
-        let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
+        let mut pass = Pass::new(batches, self.groups, counted, head + 1, self.gpu.as_ref());
+        self.inputs.begin(pass.group.len());
         let gpu = self.gpu.clone();
         let mut watch = Watch::new(trace, gpu.as_ref());
         tiles.begin_step(self.training.program())?;
@@ -203,9 +238,9 @@ impl Stepper {
         let mut held_bytes = 0;
         let training = self.training.clone();
         for planned in training.step_order() {
-            begins(&planned.turn.words(head));
+            begins(&pass.words(planned.turn, head));
             self.planned(planned, tiles, &mut pass, &mut watch, trace)?;
-            held_bytes = held_bytes.max(pass.held_bytes());
+            held_bytes = held_bytes.max(pass.grads.held_bytes());
             if planned.turn == Turn::Reduce(EMBEDDING) {
                 // Nothing is left to compute, so the GPU and the network would wait for the next step's tokens later. That step
                 // reads them again and reports the error if they cannot be read.
@@ -293,7 +328,8 @@ impl Stepper {
             all: own,
             scale: 1.0,
         };
-        let mut pass = Pass::new(batches, counted, head + 1, self.gpu.as_ref());
+        let groups = Groups::new(batches.len(), batches.len());
+        let mut pass = Pass::new(batches, groups, counted, head + 1, self.gpu.as_ref());
         tiles.begin_step(self.evaluation.program())?;
         pass.goes_back = false;
         let keep = self.engine.set_checkpointing(ActivationCheckpointing::Full);
@@ -335,14 +371,23 @@ impl Stepper {
         pass: &mut Pass,
         trace: &Trace,
     ) -> Result<(), TrainError> {
-        let Self { engine, inputs, .. } = self;
+        let Self {
+            engine,
+            inputs,
+            sums,
+            ..
+        } = self;
+        let kept = pass.kept(sums);
         let Pass {
             batches,
+            group,
             flow,
             block_inputs,
             grads,
             ..
         } = pass;
+        let batches = &batches[group.clone()];
+        let head = engine.units().len() - 1;
         match turn {
             Turn::Gather(unit) => mover::gather(tiles, engine, unit, trace)?,
             Turn::GatherCopy(unit) => mover::gather_copy(tiles, unit, trace)?,
@@ -368,7 +413,7 @@ impl Stepper {
             Turn::Head if !pass.goes_back => {
                 let tied = engine.config().tied;
                 let tied = tied.then(|| mover::weights(tiles, EMBEDDING));
-                let weights = mover::weights(tiles, grads.len() - 1);
+                let weights = mover::weights(tiles, head);
                 for (batch, input) in batches.iter().zip(&*flow) {
                     let loss = engine.head_loss(weights, tied, input, &batch.targets)?;
                     pass.losses.push(loss);
@@ -376,39 +421,47 @@ impl Stepper {
             }
             Turn::Head => {
                 inputs.expect(block_inputs.len())?;
-                head_turn(engine, tiles, pass)?;
+                head_turn(engine, tiles, pass, kept)?;
             }
             Turn::Backward(EMBEDDING) => {
-                let embedding_grads = grads[EMBEDDING]
-                    .as_mut()
-                    .expect("the head's turn makes the embedding's gradients");
+                let empty = || mover::sink(tiles, engine, EMBEDDING);
+                let mut embedding_grads = grads.take_or(EMBEDDING, empty)?;
                 pass.backward.of(|| {
                     let mut pairs = batches.iter().zip(&*flow);
                     pairs.try_for_each(|(batch, grad)| {
-                        engine.embed_backward(&batch.inputs, grad, embedding_grads)
-                    })
+                        engine.embed_backward(&batch.inputs, grad, &mut embedding_grads)
+                    })?;
+                    if kept.is_none()
+                        && let Some(of_head) = grads.complete_tied()
+                    {
+                        embedding_grads.add_sums(of_head)?;
+                    }
+                    grads.put(EMBEDDING, embedding_grads, kept)
                 })?;
             }
             Turn::Backward(block) => {
-                let kept = block_inputs.pop().expect("one for each block");
-                let mut block_grads = mover::sink(tiles, engine, block)?;
+                let used = block_inputs.pop().expect("one for each block");
+                let mut block_grads = grads.take_or(block, || mover::sink(tiles, engine, block))?;
                 let weights = mover::weights(tiles, block);
                 *flow = pass.backward.of(|| {
-                    let pairs = kept.into_iter().zip(&*flow);
-                    pairs
+                    let pairs = used.into_iter().zip(&*flow);
+                    let flow = pairs
                         .map(|(input, grad)| {
                             let input = inputs.take(input)?;
                             engine.block_backward(block, weights, &input, grad, &mut block_grads)
                         })
-                        .collect()
+                        .collect::<Result<_, _>>()?;
+                    grads.put(block, block_grads, kept)?;
+                    Ok::<_, ComputeError>(flow)
                 })?;
                 reach(Point::Backward);
-                grads[block] = Some(block_grads);
             }
-            Turn::Reduce(unit) => {
-                let complete = grads[unit].take().expect("its backward turn came before");
-                mover::reduce(tiles, unit, complete, trace)?;
+            Turn::NextGroup => {
+                flow.clear();
+                *group = pass.groups.after(group);
+                inputs.begin(group.len());
             }
+            Turn::Reduce(unit) => mover::reduce(tiles, unit, grads.complete(unit), trace)?,
             Turn::Scatter(unit) => {
                 (pass.exchange).of(|| mover::summed(tiles, unit, trace))?;
                 mover::scatter(tiles, unit, trace)?;
@@ -481,19 +534,25 @@ fn clip_factor(clipping: f64, norm: f64) -> f64 {
 
 /// Computes the loss and the gradients that flow into the last block; each micro-batch is weighted by its
 /// part of the step.
-fn head_turn(engine: &Engine, tiles: &Tiles, pass: &mut Pass) -> Result<(), TrainError> {
-    let unit = pass.grads.len() - 1;
-    let mut head_grads = mover::sink(tiles, engine, unit)?;
-    let mut embedding_grads = mover::sink(tiles, engine, EMBEDDING)?;
-    let (batches, counted) = (&pass.batches, pass.counted);
+fn head_turn(
+    engine: &Engine,
+    tiles: &Tiles,
+    pass: &mut Pass,
+    kept: Option<&GroupSums>,
+) -> Result<(), TrainError> {
+    let unit = engine.units().len() - 1;
+    let sinks = &mut pass.grads;
+    let mut head_grads = sinks.take_or(unit, || mover::sink(tiles, engine, unit))?;
+    let mut tied_grads = sinks.take_tied(engine);
+    let (batches, counted) = (&pass.batches[pass.group.clone()], pass.counted);
     let inputs = std::mem::take(&mut pass.flow);
-    (pass.losses, pass.flow) = pass.backward.of(|| {
+    let losses = &mut pass.losses;
+    pass.flow = pass.backward.of(|| {
         let head = mover::weights(tiles, unit);
-        let mut losses = Vec::with_capacity(batches.len());
         let mut grads = Vec::with_capacity(batches.len());
         for (batch, input) in batches.iter().zip(inputs) {
-            let tied = engine.config().tied;
-            let tied = tied.then(|| (mover::weights(tiles, EMBEDDING), &mut embedding_grads));
+            let tied = tied_grads.as_mut();
+            let tied = tied.map(|grads| (mover::weights(tiles, EMBEDDING), grads));
             let share = counted.share(batch) * counted.scale;
             let targets = &batch.targets;
             let (loss, grad) =
@@ -501,11 +560,11 @@ fn head_turn(engine: &Engine, tiles: &Tiles, pass: &mut Pass) -> Result<(), Trai
             losses.push(loss);
             grads.push(grad);
         }
-        Ok::<_, ComputeError>((losses, grads))
+        sinks.put(unit, head_grads, kept)?;
+        // Added to the embedding's own gradients when both are complete.
+        sinks.put_tied(tied_grads, kept)?;
+        Ok::<_, ComputeError>(grads)
     })?;
-    pass.grads[unit] = Some(head_grads);
-    // Left incomplete until the embedding's own turn: a tied head adds to it.
-    pass.grads[EMBEDDING] = Some(embedding_grads);
     Ok(())
 }
 

@@ -11,6 +11,10 @@
 //! A unit's weights are released after the last turn that computes with them, or before they are gathered
 //! again. Nothing may read their buffer after that.
 //!
+//! With several groups of micro-batches, forward and backward run once for each group. The gradients leave in the last one
+//! only. In later groups only blocks are gathered, and in lower stages nothing: the embedding, the head and, in these
+//! stages, every block have a buffer of their own.
+//!
 //! With "ahead", a unit's weights arrive while the previous unit computes, and its gradients leave while the
 //! next one computes. This needs one more buffer for weights and one more for gradients.
 
@@ -53,6 +57,8 @@ pub(super) enum Turn {
     Reduce(usize),
     /// Hands the gradients to the swapper.
     Scatter(usize),
+    /// Goes on to the next group of micro-batches. What comes before the first one belongs to the first group.
+    NextGroup,
 }
 
 impl Turn {
@@ -60,7 +66,7 @@ impl Turn {
     pub(super) fn computes(self) -> bool {
         !matches!(
             self,
-            Self::Gather(_) | Self::GatherCopy(_) | Self::Scatter(_)
+            Self::Gather(_) | Self::GatherCopy(_) | Self::Scatter(_) | Self::NextGroup
         )
     }
 
@@ -77,6 +83,7 @@ impl Turn {
             Self::Head => ("loss", head),
             Self::Backward(unit) => ("backward", unit),
             Self::Reduce(unit) | Self::Scatter(unit) => ("gradients", unit),
+            Self::NextGroup => return "next micro-batches".to_owned(),
         };
         format!("{what}, unit {} of {}", unit + 1, head + 1)
     }
@@ -89,7 +96,11 @@ impl Turn {
             Self::Forward(unit) | Self::Backward(unit) => vec![unit],
             // A tied head projects with the embedding's weights.
             Self::Head => vec![EMBEDDING, head],
-            Self::Gather(_) | Self::GatherCopy(_) | Self::Reduce(_) | Self::Scatter(_) => vec![],
+            Self::Gather(_)
+            | Self::GatherCopy(_)
+            | Self::Reduce(_)
+            | Self::Scatter(_)
+            | Self::NextGroup => vec![],
         }
     }
 }
@@ -104,6 +115,7 @@ impl fmt::Display for Turn {
             Self::Backward(unit) => write!(f, "backward unit {unit}"),
             Self::Reduce(unit) => write!(f, "reduce unit {unit}"),
             Self::Scatter(unit) => write!(f, "scatter unit {unit}"),
+            Self::NextGroup => write!(f, "next group"),
         }
     }
 }
@@ -121,10 +133,16 @@ pub(super) struct Planned {
 }
 
 impl Pass {
-    /// The turns of a training step over `units` units; the last unit is the head. With `copies`, the node keeps a copy of
-    /// each unit's weights.
-    pub(super) fn training(units: usize, ahead: bool, stage: Stage, copies: bool) -> Self {
-        let mut turns = training(units, ahead, stage);
+    /// The turns of a training step over `units` units; the last unit is the head. The micro-batches are divided into
+    /// `groups`. With `copies`, the node keeps a copy of each unit's weights.
+    pub(super) fn training(
+        units: usize,
+        ahead: bool,
+        stage: Stage,
+        groups: usize,
+        copies: bool,
+    ) -> Self {
+        let mut turns = training(units, ahead, stage, groups);
         if copies {
             let mut gathered = vec![false; units];
             for turn in &mut turns {
@@ -179,19 +197,33 @@ impl Pass {
     }
 }
 
-/// Lists the turns of a training step over `units` units; the last unit is the head.
-fn training(units: usize, ahead: bool, stage: Stage) -> Vec<Turn> {
-    let mut step_order = forward(units, ahead);
-    let mut back = backward(units, ahead);
-    if !stage.divides_parameters() {
-        back.retain(|turn| !matches!(turn, Turn::Gather(_)));
-    }
+/// Lists the turns of a training step over `units` units, of which the last is the head, with its micro-batches in `groups`.
+fn training(units: usize, ahead: bool, stage: Stage, groups: usize) -> Vec<Turn> {
+    let mut last = backward(units, ahead);
+    let leaves = |turn: &Turn| matches!(turn, Turn::Reduce(_) | Turn::Scatter(_));
+    let earlier: Vec<Turn> = last.iter().copied().filter(|turn| !leaves(turn)).collect();
     if !stage.divides_gradients() {
-        let computes = |turn: &Turn| matches!(turn, Turn::Head | Turn::Backward(_));
-        let (computed, moved): (Vec<_>, Vec<_>) = back.into_iter().partition(computes);
-        back = [computed, moved].concat();
+        let (moved, computed): (Vec<_>, Vec<_>) = last.into_iter().partition(leaves);
+        last = [computed, moved].concat();
     }
-    step_order.append(&mut back);
+    let mut step_order = Vec::new();
+    for _ in 1..groups {
+        step_order.extend(forward(units, ahead));
+        step_order.extend(&earlier);
+        step_order.push(Turn::NextGroup);
+    }
+    step_order.extend(forward(units, ahead));
+    step_order.extend(last);
+    let mut gathered = vec![false; units];
+    step_order.retain(|turn| match *turn {
+        Turn::Gather(unit) => {
+            let has_own_buffer =
+                unit == EMBEDDING || unit == units - 1 || !stage.divides_parameters();
+            let again = std::mem::replace(&mut gathered[unit], true);
+            !(again && has_own_buffer)
+        }
+        _ => true,
+    });
     step_order
 }
 
@@ -240,13 +272,14 @@ mod tests {
     use super::*;
 
     /// Simulates `step_order` and checks that every turn has its weights and that a buffer is always free.
-    fn check(units: usize, ahead: bool, stage: Stage, copies: bool) {
+    fn check(units: usize, ahead: bool, stage: Stage, groups: usize, copies: bool) {
         let head = units - 1;
         let buffers = block_buffers(units, ahead, stage);
         let mut weights: Vec<usize> = Vec::new();
         let (mut forward, mut backward, mut reduced) = (0, units, vec![false; units]);
         let (mut scattered, mut given_back) = (Vec::new(), Vec::new());
-        for planned in Pass::training(units, ahead, stage, copies).step_order() {
+        let mut left = groups;
+        for planned in Pass::training(units, ahead, stage, groups, copies).step_order() {
             for unit in &planned.uses {
                 let there = weights.contains(unit) && !given_back.contains(unit);
                 assert!(there, "no weights for unit {unit}");
@@ -278,7 +311,13 @@ mod tests {
                     assert_eq!(unit + 1, backward);
                     backward = unit;
                 }
+                Turn::NextGroup => {
+                    assert_eq!((forward, backward), (head, EMBEDDING));
+                    (forward, backward) = (0, units);
+                    left -= 1;
+                }
                 Turn::Reduce(unit) => {
+                    assert_eq!(left, 1, "gradients leave in the last group");
                     let gone_back = if stage.divides_gradients() { unit } else { 0 };
                     assert_eq!(gone_back, backward);
                     reduced[unit] = true;
@@ -293,15 +332,16 @@ mod tests {
         assert_eq!(scattered, (0..units).rev().collect::<Vec<_>>());
         given_back.sort_unstable();
         assert_eq!(given_back, (0..units).collect::<Vec<_>>());
+        assert_eq!(left, 1);
     }
 
     #[test]
     fn every_turn_has_its_weights_and_a_buffer() {
         for units in [3, 4, 5, 26] {
             for stage in [0, 1, 2, 3].map(|number| Stage::of(number).unwrap()) {
-                for copies in [false, true] {
-                    check(units, false, stage, copies);
-                    check(units, true, stage, copies);
+                for (groups, copies) in [(1, false), (1, true), (2, false), (3, false), (3, true)] {
+                    check(units, false, stage, groups, copies);
+                    check(units, true, stage, groups, copies);
                 }
             }
         }
@@ -320,11 +360,25 @@ mod tests {
     }
 
     #[test]
-    fn weights_are_gathered_twice_in_stage_3_and_once_in_the_others() {
-        for (number, count) in [(0, 1), (1, 1), (2, 1), (3, 2)] {
-            let step_order = training(6, true, Stage::of(number).unwrap());
-            let gathers = step_order.iter().filter(|&&turn| turn == Turn::Gather(2));
-            assert_eq!(gathers.count(), count, "stage {number}");
+    fn weights_are_gathered_twice_a_group_in_stage_3_and_once_a_step_in_the_others() {
+        for groups in [1, 3] {
+            for (number, count) in [(0, 1), (1, 1), (2, 1), (3, 2 * groups)] {
+                let step_order = training(6, true, Stage::of(number).unwrap(), groups);
+                let gathers = |unit| {
+                    let turns = step_order.iter();
+                    turns.filter(|&&turn| turn == Turn::Gather(unit)).count()
+                };
+                assert_eq!(gathers(2), count, "stage {number}, {groups} groups");
+                assert_eq!([gathers(EMBEDDING), gathers(5)], [1, 1], "stage {number}");
+            }
+        }
+    }
+
+    #[test]
+    fn one_group_is_a_step_without_groups() {
+        for ahead in [false, true] {
+            let one = [forward(5, ahead), backward(5, ahead)].concat();
+            assert_eq!(training(5, ahead, Stage::Parameters, 1), one);
         }
     }
 
@@ -332,8 +386,8 @@ mod tests {
     fn with_copies_every_unit_is_read_from_its_tiles_once_and_gathered_as_often() {
         for ahead in [false, true] {
             let units = 6;
-            let [all, copies] =
-                [false, true].map(|copies| Pass::training(units, ahead, Stage::Parameters, copies));
+            let [all, copies] = [false, true]
+                .map(|copies| Pass::training(units, ahead, Stage::Parameters, 2, copies));
             let read = copies.program();
             let gathers = |op: &&Op| matches!(op, Op::Gather { .. });
             assert_eq!(read.ops().iter().filter(gathers).count(), units);
@@ -350,7 +404,7 @@ mod tests {
     #[test]
     fn gradients_leave_as_they_come_from_stage_2_on_and_at_the_end_before() {
         for (number, at_the_end) in [(0, true), (1, true), (2, false), (3, false)] {
-            let step_order = training(6, true, Stage::of(number).unwrap());
+            let step_order = training(6, true, Stage::of(number).unwrap(), 1);
             let at = |turn| step_order.iter().position(|&found| found == turn).unwrap();
             let last = at(Turn::Backward(EMBEDDING));
             assert_eq!(at(Turn::Reduce(5)) > last, at_the_end, "stage {number}");
@@ -359,7 +413,7 @@ mod tests {
 
     #[test]
     fn weights_come_while_the_unit_before_computes() {
-        let step_order = training(6, true, Stage::Parameters);
+        let step_order = training(6, true, Stage::Parameters, 1);
         let at = |turn| step_order.iter().position(|&found| found == turn).unwrap();
         for unit in 0..4 {
             assert!(at(Turn::Gather(unit + 1)) < at(Turn::Forward(unit)));

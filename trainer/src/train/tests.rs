@@ -1,5 +1,5 @@
-//! Runs whole steps of every form of model. The activation checkpointing, the number of weight buffers and
-//! the place of state and inputs must not change a bit of a loss, a gradient norm or an updated weight. All
+//! Runs whole steps of every form of model. The activation checkpointing, the groups of micro-batches, the number of weight
+//! buffers and the place of state and inputs must not change a bit of a loss, a gradient norm or an updated weight. All
 //! weights are random, including norms and biases; there are more blocks than buffers; released weights are
 //! overwritten with NaN.
 //!
@@ -96,6 +96,8 @@ struct Way {
     keep: ActivationCheckpointing,
     tiles: usize,
     micro_batches: u64,
+    /// Micro-batches that are processed together.
+    group: usize,
     place: Place,
 }
 
@@ -252,12 +254,20 @@ fn steps(
         Some(gpu) if way.place == Place::InputsAway => {
             let elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
             let bytes = elems * settings.dtype.elem_bytes();
-            InputPlace::away(gpu, &settings.model, batch.micro_batches, bytes).unwrap()
+            InputPlace::away(gpu, &settings.model, way.group, bytes).unwrap()
         }
-        _ => InputPlace::here(batch.micro_batches),
+        _ => InputPlace::here(way.group),
     };
-    let (stepper, memory) =
-        Stepper::new(engine, gpu, batch, plan.format.master, live, stage, shards).unwrap();
+    let (stepper, memory) = Stepper::new(
+        engine,
+        gpu,
+        (batch, way.group),
+        plan.format.master,
+        live,
+        stage,
+        shards,
+    )
+    .unwrap();
     let mut stepper = stepper.with_inputs_in(inputs);
     let mut backend = memory.attach(backend);
     let mut steps = Vec::new();
@@ -269,7 +279,15 @@ fn steps(
         let found = stepper.forward_backward(&mut backend, data, (first, 1.0), &off, &mut begins);
         let found = found.unwrap();
         let backward = format!("backward, unit 1 of {}", settings.model.layers + 2);
-        assert!(parts.contains(&backward), "{parts:?}");
+        assert!(parts.last().unwrap().starts_with("norm"), "{parts:?}");
+        let group = match way.group < batch.micro_batches {
+            true => format!(
+                "micro-batches 1 to {} of {}: ",
+                way.group, batch.micro_batches
+            ),
+            false => String::new(),
+        };
+        assert!(parts.contains(&format!("{group}{backward}")), "{parts:?}");
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         assert_read_ahead(&stepper, settings, world.rank, step);
         let update = Some(hyper(settings, step, found.norm, 1.0));
@@ -336,6 +354,7 @@ fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
                 keep: ActivationCheckpointing::Full,
                 tiles,
                 micro_batches,
+                group: micro_batches as usize,
                 place: Place::Own,
             };
             compare(name, model, way);
@@ -357,6 +376,47 @@ fn activation_checkpointing_and_shared_buffers_change_no_bit_of_a_step() {
                     expected,
                     "{name}, {way:?}"
                 );
+            }
+        }
+    });
+}
+
+/// Micro-batches of a step in tests of groups: with groups of 2 the last one is smaller.
+const GROUPED: usize = 3;
+
+/// Compares every size of group with all micro-batches together, for every form of model in both formats.
+fn each_group(mut compare: impl FnMut(&str, &Value, Way)) {
+    for (name, model) in models() {
+        for (bf16, tiles) in [(false, 1), (true, 1), (true, 3)] {
+            let way = Way {
+                bf16,
+                keep: ActivationCheckpointing::Full,
+                tiles,
+                micro_batches: GROUPED as u64,
+                group: GROUPED,
+                place: Place::Own,
+            };
+            compare(name, &model, way);
+        }
+    }
+}
+
+#[test]
+fn groups_of_micro_batches_change_no_bit_of_a_step() {
+    let harness = Harness::new();
+    each_group(|name, model, way| {
+        let expected = alone(&harness, model, &way, None);
+        for group in 1..GROUPED {
+            for (number, &keep) in keeps(way.tiles).iter().enumerate() {
+                let place = [Place::Own, Place::Shared][(number + group) % 2];
+                let way = Way {
+                    keep,
+                    place,
+                    group,
+                    ..way
+                };
+                let found = alone(&harness, model, &way, None);
+                assert_eq!(found, expected, "{name}, {way:?}");
             }
         }
     });
@@ -399,6 +459,7 @@ fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
                 keep,
                 tiles: 1,
                 micro_batches: 2,
+                group: 2,
                 place: Place::Shared,
             };
             let alone = Arc::new(Comm::alone());
@@ -465,13 +526,15 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
     let comm = Arc::new(Comm::connect(world, &at, Timeouts::default()).unwrap());
     let harness = Harness::new();
     for (name, model) in models() {
-        let way = |keep, micro_batches| Way {
+        let grouped = |keep, micro_batches, group| Way {
             bf16: false,
             keep,
             tiles: 1,
             micro_batches,
+            group,
             place: Place::Shared,
         };
+        let way = |keep, micro_batches| grouped(keep, micro_batches, micro_batches as usize);
         let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
         let expected = kept(ActivationCheckpointing::Full);
         // One process with the same samples rounds sums in another order. The last number is a fingerprint.
@@ -490,6 +553,14 @@ fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
             ActivationCheckpointing::Matmuls,
         ] {
             assert_eq!(kept(keep), expected, "{name}, {keep:?}");
+        }
+        let of_group = |group| {
+            let way = grouped(ActivationCheckpointing::Matmuls, GROUPED as u64, group);
+            bits(&harness, &model, &way, None, comm.clone())
+        };
+        let together = of_group(GROUPED);
+        for group in 1..GROUPED {
+            assert_eq!(of_group(group), together, "{name}, groups of {group}");
         }
     }
 }
@@ -531,6 +602,25 @@ fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
                 println!("{name}, {way:?}");
                 let found = alone(&harness, model, &way, Some(&gpu));
                 assert_eq!(found, expected, "{name}, {way:?}");
+            }
+        }
+    });
+    each_group(|name, model, way| {
+        let place = Place::Gpu;
+        let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
+        for group in 1..GROUPED {
+            for (number, &keep) in keeps(way.tiles).iter().enumerate() {
+                for place in [Place::Gpu, Place::Host, Place::InputsAway] {
+                    let way = Way {
+                        keep,
+                        place,
+                        group: 1 + (group + number) % GROUPED,
+                        ..way
+                    };
+                    println!("{name}, {way:?}");
+                    let found = alone(&harness, model, &way, Some(&gpu));
+                    assert_eq!(found, expected, "{name}, {way:?}");
+                }
             }
         }
     });

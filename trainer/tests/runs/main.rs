@@ -16,6 +16,7 @@ mod documents;
 mod each_node;
 mod export;
 mod figures;
+mod groups;
 mod harness;
 mod identity;
 mod installed;

@@ -74,6 +74,27 @@ fn copies_change_no_bit_and_each_update_is_gathered_from_all_nodes_once() {
 }
 
 #[test]
+fn groups_of_micro_batches_use_the_copy_and_change_no_bit() {
+    let harness = Harness::new();
+    let of = |name, group| {
+        let nodes = nodes(&harness, name, &[1, 1]).with(&[group]);
+        nodes.train(&[]);
+        nodes.run(0)
+    };
+    let together = of("together", "train.micro_batch_group=6");
+    let grouped = of("grouped", "train.micro_batch_group=4");
+    assert_eq!(results(&grouped), results(&together));
+    assert_eq!(gathered(&grouped), gathered(&together));
+    // Without copies, the second group gathers the blocks twice more.
+    let all = nodes(&harness, "divided", &[1, 1]);
+    let all = all.with(&["train.micro_batch_group=4", "offload.shard=all"]);
+    all.train(&[]);
+    assert_eq!(results(&all.run(0)), results(&together));
+    let ratio = gathered(&all.run(0))[0] as f64 / gathered(&together)[0] as f64;
+    assert!((2.5..4.0).contains(&ratio), "{ratio}");
+}
+
+#[test]
 fn a_copy_that_is_used_after_an_update_gives_other_losses() {
     let harness = Harness::new();
     let expected = nodes(&harness, "expected", &[1, 1]);

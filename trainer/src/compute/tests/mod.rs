@@ -15,7 +15,9 @@ mod whole_graph;
 use tch::Kind;
 
 use super::documents::Batch;
-use super::{Activation, ComputeError, Engine, GradSink, IGNORED, Tokens, UnitWeights, set_up};
+use super::{
+    Activation, ComputeError, Engine, GradSink, GradSums, IGNORED, Tokens, UnitWeights, set_up,
+};
 use crate::model::{Dropout, ModelConfig, init};
 
 /// Model with weights and one micro-batch, small enough to try every parameter.

@@ -61,6 +61,67 @@ fn several_micro_batches_are_summed_in_fp32_and_rounded_once() {
 }
 
 #[test]
+fn sums_kept_between_groups_are_those_of_all_gradients_at_once() {
+    let grads = |number: u64| {
+        let value = |elem: u64| {
+            let bits = crate::model::init::splitmix64((number << 32) + elem);
+            ((bits >> 40) as f32 - 8e6) * 1e-3
+        };
+        let of = |elems: std::ops::Range<u64>| elems.map(value).collect::<Vec<f32>>();
+        [
+            tensor(&of(0..6), &[2, 3], Kind::BFloat16),
+            tensor(&of(6..10), &[4], Kind::BFloat16),
+        ]
+    };
+    let memory = GradSums::on(tch::Device::Cpu, &layout(), Kind::BFloat16).unwrap();
+    // `keeps` has the number of gradients that come before the sums are moved.
+    let summed = |keeps: &[u64]| {
+        let mut sink = GradSink::new(&layout(), Dtype::Bf16);
+        let mut used = Vec::new();
+        for number in 0..5 {
+            if keeps.contains(&number) {
+                sink.keep_in(&memory).unwrap();
+                // Another unit uses the memory of earlier gradients.
+                let earlier: Vec<tch::Tensor> = std::mem::take(&mut used);
+                for mut grad in earlier {
+                    let _ = grad.fill_(f64::NAN);
+                }
+            }
+            for (param, grad) in grads(number).into_iter().enumerate() {
+                used.push(grad.shallow_clone());
+                sink.add(param, grad).unwrap();
+            }
+        }
+        bf16s(&finished(&mut sink))
+    };
+    let expected = summed(&[]);
+    assert!(expected.iter().all(|value| value.is_finite()));
+    for keeps in [&[1][..], &[2], &[1, 2, 3, 4], &[2, 4]] {
+        assert_eq!(summed(keeps), expected, "{keeps:?}");
+    }
+}
+
+#[test]
+fn the_sums_of_two_uses_are_added() {
+    let one = |value: f32, params: std::ops::Range<usize>| {
+        let mut sink = GradSink::new(&layout(), Dtype::Fp32);
+        for param in params {
+            let shape = layout().params[param].shape.clone();
+            let elems = shape.iter().product();
+            let shape: Vec<i64> = shape.into_iter().map(|size| size as i64).collect();
+            let grad = tensor(&vec![value; elems], &shape, Kind::Float);
+            sink.add(param, grad).unwrap();
+        }
+        sink
+    };
+    let mut both = one(1.0, 0..2);
+    both.add_sums(one(2.0, 0..1)).unwrap();
+    let bytes = finished(&mut both);
+    assert_eq!(bytes[..4], 3f32.to_ne_bytes());
+    assert_eq!(bytes[256..260], 1f32.to_ne_bytes());
+}
+
+#[test]
 fn one_micro_batch_is_stored_unchanged_with_zero_padding_and_empties_the_sink() {
     let mut sink = GradSink::new(&layout(), Dtype::Fp32);
     for round in 1..=2 {

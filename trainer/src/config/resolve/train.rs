@@ -106,6 +106,8 @@ pub(super) fn train(
         ],
     ));
     let mlp_chunks = train.mlp_chunks.unwrap_or(1);
+    let group = train.micro_batch_group;
+    faults.take(at_least("train.micro_batch_group", group.unwrap_or(1), 1));
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
         epochs: train.epochs,
@@ -129,6 +131,7 @@ pub(super) fn train(
         attention: attention?,
         deterministic: train.deterministic.unwrap_or(true),
         mlp_chunks: mlp_chunks as usize,
+        micro_batch_group: group.map(|size| size as usize),
     })
 }
 
