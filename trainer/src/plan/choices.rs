@@ -2,7 +2,7 @@
 //! depends on.
 
 use offload_support::units::ApproxBytes;
-use swapper::Staging;
+use swapper::{Staging, StepRates};
 
 use super::text::Seconds;
 use super::{GpuHardware, Hardware, Plan, PlanError, Source};
@@ -24,8 +24,14 @@ const GPU_MARGIN_SHARE: f64 = 0.1;
 /// counted.
 const UPDATE_GAIN_MIN: f64 = 0.02;
 
+/// Fraction by which a smaller group of micro-batches must shorten the step, since each group waits for its first weights.
+const GROUP_GAIN_MIN: f64 = 0.02;
+
 /// Key of the ranks that divide 16-bit parameters.
 const SHARD: &str = "offload.shard";
+
+/// Key of the micro-batches that are processed together.
+const GROUP: &str = "train.micro_batch_group";
 
 /// Setting chosen by the plan.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -91,8 +97,96 @@ impl Plan {
         choice.map_or(SHARD, |choice| &choice.why)
     }
 
-    /// Makes every choice for a node with or without a copy of the parameters.
+    /// Makes every choice for a node with or without a copy of the parameters: with all micro-batches together, and with smaller
+    /// groups if a step is shorter with them. They are halved, so there are few plans to make.
     fn choose(&mut self, settings: &RunSettings, staging: Staging) -> Result<(), PlanError> {
+        let start = self.clone();
+        self.choose_in_group(settings, staging)?;
+        let all = self.micro_batches;
+        let is_open = settings.train.micro_batch_group.is_none() && all > 1;
+        let Some(gpu) = self.hardware.gpu.clone().filter(|_| is_open) else {
+            return Ok(());
+        };
+        let together = self.clone();
+        let mut size = all;
+        while size > 1 {
+            size = size.div_ceil(2);
+            let mut smaller = start.clone();
+            smaller.micro_batch_group = size;
+            smaller.choose_in_group(settings, staging)?;
+            if smaller.is_better(self, settings, &gpu) {
+                *self = smaller;
+            }
+        }
+        let why = self.why_group(&together, settings);
+        self.chose(GROUP, self.micro_batch_group.to_string(), why);
+        Ok(())
+    }
+
+    /// Whether this group of micro-batches is better than the larger one of `other`: it fits and the other does not, or a step
+    /// is shorter.
+    fn is_better(&self, other: &Self, settings: &RunSettings, gpu: &GpuHardware) -> bool {
+        let fits = |plan: &Self| {
+            plan.gpu_bytes() <= most_of(gpu) && plan.host_bytes() <= plan.most_host_bytes(settings)
+        };
+        match (fits(self), fits(other)) {
+            (true, false) => true,
+            (false, true) => false,
+            (true, true) => {
+                self.judged_s(settings) < other.judged_s(settings) * (1.0 - GROUP_GAIN_MIN)
+            }
+            (false, false) => self.gpu_bytes() < other.gpu_bytes(),
+        }
+    }
+
+    /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.
+    fn judged_s(&self, settings: &RunSettings) -> f64 {
+        let times = self.estimated_times(settings, settings.train.deterministic);
+        let [forward_s, backward_s] = self.beside_updates(times.forward_s, times.backward_s);
+        let rates = StepRates {
+            forward_s,
+            backward_s,
+            ..self.rates
+        };
+        swapper::bound(self.swapper.schedule, &self.node_bytes, &rates).s
+    }
+
+    /// Says why this group of micro-batches was chosen; `together` is the plan with all of them.
+    fn why_group(&self, together: &Self, settings: &RunSettings) -> String {
+        if self.groups() == 1 {
+            return "all together read each block's parameters once; with smaller groups a step is not shorter".to_owned();
+        }
+        let mut why = format!(
+            "in {} groups a step takes {} from the rates of kernels, and {} with all {} micro-batches together, because",
+            self.groups(),
+            Seconds(self.judged_s(settings)),
+            Seconds(together.judged_s(settings)),
+            self.micro_batches
+        );
+        why += match (self.inputs_away, together.inputs_away) {
+            (false, true) => " block inputs stay on the GPU",
+            _ if self.checkpointing != together.checkpointing => " less is recomputed",
+            _ => " activations take less memory",
+        };
+        let read_bytes = self.node_bytes.read_bytes() - together.node_bytes.read_bytes();
+        let up_bytes = self.bus.up_bytes.saturating_sub(together.bus.up_bytes);
+        for (bytes, what) in [
+            (up_bytes, "cross the bus"),
+            (read_bytes as u64, "are read from drives"),
+        ] {
+            if bytes > 0 {
+                why += &format!("; {} more {what}", ApproxBytes(bytes));
+            }
+        }
+        why
+    }
+
+    /// Makes every choice but the size of a group of micro-batches.
+    fn choose_in_group(
+        &mut self,
+        settings: &RunSettings,
+        staging: Staging,
+    ) -> Result<(), PlanError> {
         self.choose_attention(settings);
         self.refresh(settings)?;
         self.choose_update(settings);

@@ -39,7 +39,9 @@ pub struct ComputeMemory {
     /// Gradients of the current units. On the processor they overwrite the weights; gradients of other ranks
     /// have their own buffers.
     pub grad_buffer_bytes: u64,
-    /// Inputs of all units and micro-batches, kept from forward to backward.
+    /// fp32 sums of all gradients, kept from one group of micro-batches to the next; 0 if there is one group.
+    pub gradient_sum_bytes: u64,
+    /// Inputs of all units for a group of micro-batches, kept from forward to backward.
     pub activation_bytes: u64,
     /// Part of the activations that is kept in host memory while a GPU computes; it takes no GPU memory.
     pub away_bytes: u64,
@@ -74,6 +76,7 @@ impl ComputeMemory {
     pub fn sum_bytes(&self) -> u64 {
         self.unit_buffer_bytes
             + self.grad_buffer_bytes
+            + self.gradient_sum_bytes
             + self.activation_bytes
             + self.kept_bytes
             + self.working_bytes
@@ -81,8 +84,14 @@ impl ComputeMemory {
             + self.context_bytes
     }
 
-    /// Memory for the model of `settings` with `units`, on the processor or on a GPU as in `gpu`.
-    pub(super) fn new(settings: &RunSettings, units: &[UnitLayout], gpu: Option<GpuUse>) -> Self {
+    /// Memory for the model of `settings` with `units`, on the processor or on a GPU as in `gpu`. `group` micro-batches are
+    /// processed together.
+    pub(super) fn new(
+        settings: &RunSettings,
+        units: &[UnitLayout],
+        group: usize,
+        gpu: Option<GpuUse>,
+    ) -> Self {
         let elem_bytes = settings.dtype.elem_bytes();
         let (model, batch) = (&settings.model, &settings.batch);
         let bytes = |unit: &UnitLayout| (unit.elems * elem_bytes) as u64;
@@ -90,8 +99,9 @@ impl ComputeMemory {
         let block = bytes(&units[1]);
         // Inputs of every block and of the head, and the gradient on its way back.
         let kept_units = units.len() as u64;
+        let together_tokens = (batch.micro_batch * group * batch.seq_len) as u64;
         let activation_bytes =
-            kept_units * batch.tokens() * (model.hidden_size * elem_bytes) as u64;
+            kept_units * together_tokens * (model.hidden_size * elem_bytes) as u64;
         let work = Work {
             micro_batch: batch.micro_batch,
             seq_len: batch.seq_len,
@@ -111,7 +121,14 @@ impl ComputeMemory {
             1 => elem_bytes,
             _ => elem_bytes.max(size_of::<f32>()),
         };
-        let waiting_bytes = if stage.divides_gradients() {
+        // Between groups, all sums are kept in any stage; that of a tied embedding twice, for its two uses.
+        let is_grouped = group < batch.micro_batches;
+        let tied_elems = if model.tied { units[0].elems } else { 0 };
+        let gradient_sum_bytes = match is_grouped {
+            true => (all / elem_bytes as u64 + tied_elems as u64) * size_of::<f32>() as u64,
+            false => 0,
+        };
+        let waiting_bytes = if stage.divides_gradients() || is_grouped {
             0
         } else {
             all / elem_bytes as u64 * sum_elem_bytes as u64
@@ -130,6 +147,7 @@ impl ComputeMemory {
             return Self {
                 unit_buffer_bytes: ends + weight_blocks(at_a_time) * block,
                 grad_buffer_bytes: grads + waiting_bytes,
+                gradient_sum_bytes,
                 activation_bytes,
                 working_bytes: working(working_bytes),
                 ..Self::default()
@@ -156,8 +174,8 @@ impl ComputeMemory {
         let micro_batch_bytes = (batch.micro_batch * batch.seq_len) as u64 * input_bytes;
         let (activation_bytes, away_bytes) = match gpu.inputs_away {
             true => (
-                2 * batch.tokens() * input_bytes + 3 * micro_batch_bytes,
-                blocks * batch.tokens() * input_bytes,
+                2 * together_tokens * input_bytes + 3 * micro_batch_bytes,
+                blocks * together_tokens * input_bytes,
             ),
             false => (activation_bytes, 0),
         };
@@ -171,11 +189,12 @@ impl ComputeMemory {
         Self {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
             grad_buffer_bytes: buffers(grad_blocks) + sums,
+            gradient_sum_bytes,
             activation_bytes,
             away_bytes,
             // With the MLP in chunks nothing is kept, because blocks are recomputed.
             kept_bytes: match work.tiles {
-                1 => blocks * batch.tokens() * kept,
+                1 => blocks * together_tokens * kept,
                 _ => 0,
             },
             working_bytes: working(device_working_bytes),

@@ -128,7 +128,7 @@ impl PlaceReport {
             network_s: plan.rates.network_s,
             step_s: plan.bound.s,
             wall: plan.bound.wall.word(),
-            compute_s: plan.rates.forward_s + plan.rates.backward_s,
+            compute_s: plan.compute_s(),
             tokens_per_s: plan.tokens as f64 / plan.bound.s,
             outlook: plan.outlook(),
         }

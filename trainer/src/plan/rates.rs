@@ -7,6 +7,7 @@ use super::operations::{self, Computing, Times};
 use super::{BusBytes, ComputeMemory, Plan, Source, TileSums, memory};
 use crate::compute::{AttentionKernel, LONG_DOCUMENT_TOKENS};
 use crate::config::RunSettings;
+use crate::model::UnitLayout;
 
 /// Multiple of elements that a rank keeps of a unit: a cache line of the smallest ones.
 const COPIED_ELEMS_STEP: usize = 64;
@@ -46,10 +47,43 @@ impl Plan {
     /// Bytes of a step of a process with these `tiles`.
     fn step_bytes_of(&self, tiles: &SwapperSettings) -> Result<StepBytes, SwapperError> {
         let mut bytes = tiles.step_bytes()?;
+        bytes.backward_read_bytes *= 1.0 + self.further_gathers();
         if self.copy_bytes > 0 {
             bytes.backward_read_bytes = 0.0;
         }
         Ok(bytes)
+    }
+
+    /// Groups of micro-batches in a step.
+    pub fn groups(&self) -> usize {
+        self.micro_batches.div_ceil(self.micro_batch_group)
+    }
+
+    /// Gathers of all parameters after the first group. Each later group gathers the blocks twice if no buffer holds them.
+    fn further_gathers(&self) -> f64 {
+        if !self.stage.divides_parameters() {
+            return 0.0;
+        }
+        let blocks = &self.units[1..self.units.len() - 1];
+        let elems = |units: &[UnitLayout]| units.iter().map(|unit| unit.elems as f64).sum::<f64>();
+        2.0 * (self.groups() - 1) as f64 * elems(blocks) / elems(&self.units)
+    }
+
+    /// Divides the time of a step's forward and backward at the end of the first group's forward: deferred updates run
+    /// beside what comes before.
+    pub(crate) fn beside_updates(&self, forward_s: f64, backward_s: f64) -> [f64; 2] {
+        let first_s = forward_s / self.groups() as f64;
+        [first_s, forward_s - first_s + backward_s]
+    }
+
+    /// Time of forward in all groups.
+    pub(super) fn forward_s(&self) -> f64 {
+        self.rates.forward_s * self.groups() as f64
+    }
+
+    /// Time of forward and backward.
+    pub(super) fn compute_s(&self) -> f64 {
+        self.rates.forward_s + self.rates.backward_s
     }
 
     /// Host memory of this process for its part of a copy of all parameters that the ranks of the node keep together.
@@ -71,7 +105,7 @@ impl Plan {
             groups: u64::from(self.ranks > 1)
                 + u64::from(self.copy_bytes > 0 && self.local_ranks > 1),
         });
-        self.compute = ComputeMemory::new(settings, &self.units, gpu);
+        self.compute = ComputeMemory::new(settings, &self.units, self.micro_batch_group, gpu);
     }
 
     pub(super) fn set_rates(&mut self, settings: &RunSettings) {
@@ -82,11 +116,17 @@ impl Plan {
         let times = self.times(settings);
         let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
         let (mut update_s, mut bus_s) = (cpu_s, 0.0);
+        // Block inputs of all groups, and the node's copy as often as it is used.
+        let away_bytes =
+            self.compute.away_bytes * self.micro_batches as u64 / self.micro_batch_group as u64;
+        let further = self.further_gathers();
+        let again_bytes = |bytes: u64| (bytes as f64 * further) as u64;
         if self.lives_in_gpu {
             // No tile crosses the bus, and an update in the GPU's own memory takes some milliseconds.
             update_s = 0.0;
-            self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, self.compute.away_bytes)
-                .with_copy(self.copy_bytes);
+            self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, away_bytes)
+                .with_copy(self.copy_bytes)
+                .with_gathers(again_bytes(self.copy_bytes));
             if let Some(gpu) = &hardware.gpu {
                 bus_s = self.bus.s(gpu.bus_bytes_per_s.value);
             }
@@ -95,18 +135,24 @@ impl Plan {
             let tiles = self.tile_sums();
             let streamed_s = tiles.streamed_s(bus_bytes_per_s);
             let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
-            self.bus = BusBytes::new(&tiles, self.gathers(), share, self.compute.away_bytes)
-                .with_copy(self.copy_bytes);
+            let again_bytes = match self.copy_bytes {
+                0 => again_bytes(tiles.param_bytes),
+                copy_bytes => again_bytes(copy_bytes),
+            };
+            self.bus = BusBytes::new(&tiles, self.gathers(), share, away_bytes)
+                .with_copy(self.copy_bytes)
+                .with_gathers(again_bytes);
             bus_s = self.bus.s(bus_bytes_per_s);
             update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
         }
         let network_bytes = self.network_bytes_of();
+        let [beside_updates_s, after_s] = self.beside_updates(times.forward_s, times.backward_s);
         self.rates = StepRates {
             read_bytes_per_s: hardware.read_bytes_per_s.value,
             write_bytes_per_s: hardware.write_bytes_per_s.value,
             staging_bytes: self.memory.staging_bytes() as f64 * ranks,
-            forward_s: times.forward_s,
-            backward_s: times.backward_s,
+            forward_s: beside_updates_s,
+            backward_s: after_s,
             update_s,
             bus_s,
             network_s: network_bytes as f64 / hardware.network_bytes_per_s.value,
@@ -170,7 +216,11 @@ impl Plan {
             return 2 * own.grad_bytes * (nodes - 1) / nodes;
         }
         let elsewhere = u64::from(self.ranks - self.local_ranks);
-        elsewhere * (self.gathers() * own.param_bytes + own.grad_bytes)
+        let again_bytes = match self.copy_bytes {
+            0 => (own.param_bytes as f64 * self.further_gathers()) as u64,
+            _ => 0,
+        };
+        elsewhere * (self.gathers() * own.param_bytes + again_bytes + own.grad_bytes)
     }
 
     /// Sums over this process's tiles, wherever they are.

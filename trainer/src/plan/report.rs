@@ -168,6 +168,8 @@ pub struct ChosenReport {
     pub attention: &'static str,
     pub activations: &'static str,
     pub mlp_chunks: usize,
+    /// Micro-batches of a step that are processed together.
+    pub micro_batch_group: usize,
 }
 
 impl Plan {
@@ -245,6 +247,7 @@ impl Plan {
                     false => "gpu",
                 },
                 mlp_chunks: self.mlp_chunks,
+                micro_batch_group: self.micro_batch_group,
             },
             choices: self.choices.clone(),
         }
@@ -266,8 +269,8 @@ impl Plan {
             tflops: self.step_operations() / bound.s / 1e12,
             operations: self.step_operations(),
             attention_s: self.attention_s,
-            forward_s: self.rates.forward_s,
-            backward_s: self.rates.backward_s,
+            forward_s: self.forward_s(),
+            backward_s: self.compute_s() - self.forward_s(),
             update_s: self.rates.update_s,
             bus_s: self.rates.bus_s,
             network_s: self.rates.network_s,

@@ -115,7 +115,7 @@ impl Plan {
             AttentionKernel::Torch => ("torch's kernels", why_no_cudnn(settings, &self.hardware)),
         };
         let why = why.map_or(String::new(), |why| format!(" ({why})"));
-        let share = self.attention_s / (self.rates.forward_s + self.rates.backward_s);
+        let share = self.attention_s / self.compute_s();
         let mut line = format!(
             "attention by {by}{why}, {:.0} % of the computing time",
             100.0 * share
@@ -200,6 +200,7 @@ impl Plan {
         for (what, bytes) in [
             ("unit buffers", compute.unit_buffer_bytes),
             ("gradient buffers", compute.grad_buffer_bytes),
+            ("gradient sums", compute.gradient_sum_bytes),
             ("activations", compute.activation_bytes),
             ("kept besides", compute.kept_bytes),
             ("computing", compute.working_bytes),

@@ -462,12 +462,14 @@ impl Training {
             swapper::StepBytes::default()
         };
         let (read_bytes_per_s, write_bytes_per_s) = rates.unwrap_or_default();
+        let [forward_s, backward_s] =
+            plan.beside_updates(gradients.forward_s, gradients.backward_s);
         let rates = StepRates {
             read_bytes_per_s,
             write_bytes_per_s,
             staging_bytes: plan.rates.staging_bytes,
-            forward_s: gradients.forward_s,
-            backward_s: gradients.backward_s,
+            forward_s,
+            backward_s,
             update_s: update_ns as f64 * 1e-9,
             // The bytes on the bus and between nodes are known, but their rates were not measured.
             bus_s: 0.0,

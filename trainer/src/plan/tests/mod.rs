@@ -4,6 +4,7 @@
 mod attention;
 mod choices;
 mod counts;
+mod groups;
 mod nodes;
 mod refusals;
 

@@ -34,6 +34,14 @@ impl BusBytes {
         }
     }
 
+    /// Adds `bytes` of weights that are gathered again.
+    pub fn with_gathers(self, bytes: u64) -> Self {
+        Self {
+            up_bytes: self.up_bytes + bytes,
+            ..self
+        }
+    }
+
     /// Seconds at `bytes_per_s` in each direction.
     pub fn s(&self, bytes_per_s: f64) -> f64 {
         self.up_bytes.max(self.down_bytes) as f64 / bytes_per_s
