@@ -1,0 +1,122 @@
+#!/usr/bin/env python3
+"""Measures groups of micro-batches on a GPU: seconds, TFLOPS and GPU memory of a step with more and more tokens.
+
+    trainer/bench/groups.py [--bin DIRECTORY] [--places resident host] [--tokens 16k 64k 256k 1m] [--groups plan all]
+
+Each row trains a few steps of the model with --micro sequences a micro-batch; a group is the plan's choice ("plan"), all micro-batches
+together ("all"), or a number. Losses of rows that differ in nothing but the group must be the same in bits: the script says so, and ends
+with status 1 if they are not. The programs may be built elsewhere: --bin needs trainer, trainer-with-torch and offloadd in one directory,
+and torch comes from this Python or from --libtorch. A row takes half a minute to start; results go to OUT/groups.json.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+
+import rows
+import watch
+from table import library_path
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+# Steps of a row by micro-batches: the first ones are slower, and a step of 64 micro-batches takes long.
+STEPS = {1: 8, 4: 6, 16: 4, 64: 3}
+WARM_STEPS = {1: 3, 4: 2, 16: 1, 64: 1}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bin", type=pathlib.Path, default=HERE.parents[1] / "target/release", help="where trainer and offloadd are")
+    parser.add_argument("--libtorch", type=pathlib.Path, help="the directory of an installed torch")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("target/groups"))
+    parser.add_argument("--model", default="1.3b", choices=sorted(rows.MODELS))
+    parser.add_argument("--places", nargs="+", default=["resident", "host"], choices=["resident", "host"])
+    parser.add_argument("--tokens", nargs="+", default=["16k", "64k", "256k", "1m"], choices=["16k", "64k", "256k", "1m"])
+    parser.add_argument("--groups", nargs="+", default=["plan", "all"], help="plan, all, or numbers of micro-batches")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="laid over every run file")
+    parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one row")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, "LD_LIBRARY_PATH": library_path(args.libtorch)}
+    data = (args.out / "text.txt").resolve()
+    data.write_bytes(b"".join(path.read_bytes() for path in sorted(HERE.parent.glob("src/**/*.rs"))) or os.urandom(16 << 20))
+    head = f"{'place':9} {'tokens':>7} {'group':>9} {'groups':>6} {'kept':>9} {'inputs':>6} {'step s':>8} {'planned':>8} {'TFLOPS':>7} {'GPU GiB':>8} {'planned':>8}"
+    print(head, flush=True)
+    found, differ = [], False
+    for place in args.places:
+        for tokens in args.tokens:
+            micro_batches = {"16k": 1, "64k": 4, "256k": 16, "1m": 64}[tokens]
+            # One micro-batch has no groups.
+            groups = args.groups[:1] if micro_batches == 1 else args.groups
+            losses = {}
+            for group in groups:
+                row = measure(args, env, data, place, micro_batches, group)
+                row |= {"place": place, "tokens": tokens, "asked": group}
+                found.append(row)
+                print(line(row), flush=True)
+                if "losses" in row:
+                    losses.setdefault(tuple(row["losses"]), []).append(group)
+            if len(losses) > 1:
+                differ = True
+                print(f"DIFFER    losses of {place}, {tokens}: {losses}", flush=True)
+    (args.out / "groups.json").write_text(json.dumps(found, indent=1))
+    sys.exit(1 if differ or any("failed" in row for row in found) else 0)
+
+
+def measure(args, env, data, place, micro_batches, group):
+    """Trains one row."""
+    directory = args.out / f"{place}-{micro_batches}-{group}"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    steps = STEPS[micro_batches]
+    row = {**rows.ROWS[place], "accumulate": micro_batches}
+    run = directory / "run.toml"
+    run.write_text(rows.run_file(row, rows.MODELS[args.model], data=str(data), directory=str((directory / "run").resolve()), nvme_paths=[], steps=steps))
+    sets = [word for one in args.set for word in ("--set", one)]
+    if group != "plan":
+        sets += ["--set", f"train.micro_batch_group={micro_batches if group == 'all' else group}"]
+    asked = subprocess.run([str(args.bin / "trainer"), "plan", str(run), "--json", *sets], capture_output=True, text=True, env=env, timeout=120)
+    try:
+        plan = json.loads(asked.stdout)
+    except json.JSONDecodeError:
+        return {"failed": f"trainer plan: {asked.stderr.strip()[-400:]}"}
+    if not plan["fits"]:
+        return {"failed": f"the plan refuses: {plan['problems']}"}
+    metrics = directory / "run" / "metrics.jsonl"
+    watched = watch.run([args.bin / "trainer", "train", run, *sets, "--fresh"], log=directory / "log", timeout_s=args.timeout, env=env)
+    lines = [json.loads(text) for text in metrics.read_text().splitlines()] if metrics.exists() else []
+    # The checkpoint at the end is large; delete it before the next row.
+    for made in (directory / "run").glob("*"):
+        if made.is_dir():
+            shutil.rmtree(made, ignore_errors=True)
+    if len(lines) <= WARM_STEPS[micro_batches]:
+        return {"failed": f"status {watched.status}: {' '.join(watched.said.split()[-60:])}"}
+    step_s = statistics.median(step["step_s"] for step in lines[WARM_STEPS[micro_batches]:])
+    return {
+        "chosen": plan["chosen"], "micro_batches": micro_batches, "step_s": step_s, "planned_s": plan["bound"]["s"],
+        # Six operations for each parameter and token, without attention.
+        "tflops": 6 * plan["parameters"] * plan["tokens_per_step"] / step_s / 1e12,
+        "tflops_with_attention": plan["bound"]["operations"] / step_s / 1e12,
+        "gpu_bytes": watched.gpu_bytes, "planned_gpu_bytes": (plan["gpu"] or {}).get("process_bytes", 0),
+        "losses": [step["loss"] for step in lines], "why": [choice for choice in plan["choices"] if choice["key"] == "train.micro_batch_group"],
+    }
+
+
+def line(row):
+    """A row of the table."""
+    lead = f"{row['place']:9} {row['tokens']:>7} {row['asked']:>9} "
+    if "failed" in row:
+        return lead + row["failed"]
+    chosen = row["chosen"]
+    size = chosen["micro_batch_group"]
+    return (f"{lead}{-(-row['micro_batches'] // size):6} {chosen['activation_checkpointing']:>9} {chosen['activations']:>6} {row['step_s']:8.3f} "
+            f"{row['planned_s']:8.3f} {row['tflops']:7.1f} {row['gpu_bytes'] / 2**30:8.1f} {row['planned_gpu_bytes'] / 2**30:8.1f}")
+
+
+if __name__ == "__main__":
+    main()
