@@ -11,7 +11,7 @@ use crate::harness::{Harness, Run, fail, succeed};
 use crate::random::Random;
 
 /// A model of each architecture.
-pub(crate) const ALL: [&str; 7] = [
+pub(crate) const ALL: [&str; 8] = [
     "gpt2",
     "llama",
     "llama3",
@@ -19,6 +19,7 @@ pub(crate) const ALL: [&str; 7] = [
     "mistral",
     "qwen2",
     "qwen3",
+    "tied_pad",
 ];
 
 pub(crate) const FILE: &str = "model.safetensors";
