@@ -128,6 +128,8 @@ fn with_command(mut error: clap::Error) -> clap::Error {
         let key = text(&error, ContextKind::InvalidArg);
         if !job_file::may_suggest(&key, &text(&error, ContextKind::SuggestedArg)) {
             error.remove(ContextKind::SuggestedArg);
+            // It names the option that was to be suggested.
+            error.remove(ContextKind::Usage);
         }
         if job_file::is_verify(&key) {
             let tip = ContextValue::StyledStrs(vec![job_file::VERIFY.into()]);

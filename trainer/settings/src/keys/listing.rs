@@ -72,14 +72,26 @@ fn rows() -> Vec<Row> {
     rows
 }
 
-/// Default that the description of a DeepSpeed key states: "...; 1000 when left out".
+/// Default that the description of a DeepSpeed key states: "...; 1000 when left out", "...; 0, the default, ...", or "...; left out or
+/// false: ...". One that ends in "; required" has none.
 fn default_in(what: &str) -> Option<&str> {
-    let (before, _) = what.split_once(" when left out")?;
+    if let Some((_, required)) = what.rsplit_once("; ").filter(|(_, end)| *end == "required") {
+        return Some(required);
+    }
+    if let Some((_, after)) = what.split_once("left out or ") {
+        return after.split([':', ',']).next();
+    }
+    let marks = [" when left out", ", the default", ", DeepSpeed's default"];
+    let before = marks.iter().find_map(|mark| what.split_once(mark));
+    let (before, _) = before?;
     let start = before.rfind("; ").map_or(0, |at| at + 2);
     let value = before[start..].trim();
     let value = value.rsplit(": ").next().unwrap_or(value);
-    (!value.is_empty() && value.len() <= 24).then_some(value)
+    (!value.is_empty() && value.len() <= DEFAULT_CHARS_MAX).then_some(value)
 }
+
+/// Longest default that is taken out of a description.
+const DEFAULT_CHARS_MAX: usize = 36;
 
 fn in_columns(rows: &[Row]) -> String {
     let heads = Row {
@@ -161,6 +173,20 @@ mod tests {
             .lines()
             .find(|line| line.starts_with("fp16.loss_scale_window "));
         assert!(window.unwrap().contains("  1000  "), "{window:?}");
+        for (key, default) in [
+            ("fp16.loss_scale", "0"),
+            ("bf16.check_grad_overflow", "false"),
+            ("wall_clock_breakdown", "false"),
+            ("scheduler.params.warmup_type", "\"log\""),
+            ("scheduler.params.cycle_min_lr", "required"),
+            (
+                "csv_monitor.output_path",
+                "csv_monitor/ in the run directory",
+            ),
+        ] {
+            let row = rows().into_iter().find(|row| row.key == key).unwrap();
+            assert_eq!(row.default, default, "{key}");
+        }
     }
 
     #[test]

@@ -191,6 +191,7 @@ pub(super) fn tracker(path: &str, value: &Value) -> Option<&'static str> {
 }
 
 const LORA: &str = "every parameter is trained: leave it out, and the state goes to host memory or drives; for LoRA use the Python package with PEFT (docs/pytorch.md)";
+const ONE_BIT: &str = "it configures the compressed gradients of OneBitAdam and ZeroOneAdam, and this program sends gradients whole: leave it out";
 const QUANTIZED: &str = "weights are not quantized: leave it out, and the state goes to host memory or drives; optimizer.moments = \"bf16\" makes it smaller";
 const KERNELS: &str = "the trainer has its own kernels for attention and the loss, and documents in one window do not see each other: leave it out";
 const LOSS: &str = "the loss is the mean cross-entropy of the tokens that count, without noise or smoothing: leave it out";
@@ -202,6 +203,13 @@ const STAGES: &str = "the trainer learns texts and answers (SFT, continued pretr
 
 /// Starts of names with which axolotl, LLaMA-Factory, TRL and Hugging Face's Trainer ask for a feature, and the answer.
 const FEATURES: &[(&str, &str)] = &[
+    // Before "freeze", which is LLaMA-Factory's.
+    ("freeze_step", ONE_BIT),
+    ("var_freeze_step", ONE_BIT),
+    ("var_update_scaler", ONE_BIT),
+    ("local_step_", ONE_BIT),
+    ("cuda_aware", ONE_BIT),
+    ("comm_backend_name", ONE_BIT),
     ("lora", LORA),
     ("qlora", LORA),
     ("use_dora", LORA),
@@ -353,6 +361,9 @@ mod tests {
             ("rl_beta", "for DPO"),
             ("neftune_noise_alpha", "without noise"),
             ("hub_model_id", "`hf upload`"),
+            ("freeze_trainable_layers", "Python package with PEFT"),
+            ("optimizer.params.freeze_step", "compressed gradients"),
+            ("optimizer.params.cuda_aware", "compressed gradients"),
         ] {
             let answer = feature(key);
             assert!(

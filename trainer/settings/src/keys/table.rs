@@ -113,7 +113,7 @@ const TRAINING: &[Key] = &[
     key("optimizer.params.betas", Used, "decay of momentum and variance; [0.9, 0.999] when left out, [0.9, 0.99] with Lion").package(Used, "decay of momentum and variance; [0.9, 0.999] when left out"),
     key("optimizer.params.eps", Used, "added to the root of the variance; 1e-8 when left out; Lion has none").package(Used, "added to the root of the variance; 1e-8 when left out"),
     key("optimizer.params.weight_decay", Used, "decoupled weight decay, not applied to norms; 0 when left out").package(Used, "decoupled weight decay of all parameters, as in DeepSpeed; 0 when left out"),
-    key("optimizer.params.adam_w_mode", Used, "false with a weight decay is refused: weight decay inside the gradient is not supported, use AdamW"),
+    key("optimizer.params.adam_w_mode", Used, "false with a weight decay is refused: weight decay inside the gradient is not supported, use AdamW; true when left out"),
     key("optimizer.params.torch_adam", Unused, "there is one Adam, with PyTorch's results"),
     key("optimizer.params.fp32_optimizer_states", RefusedBut(&["true"]), "leave it out: optimizer.moments says how moments are stored").package(RefusedBut(&["true"]), "leave it out: offloadd.moments says how moments are stored"),
     key("optimizer.params.bias_correction", RefusedBut(&["true"]), "leave it out: bias correction is always applied"),
@@ -236,7 +236,7 @@ const OFFLOAD: &[Key] = &[
     table("aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "one thread drives each daemon's io_uring; an operation is a whole tile"),
     table("zero_optimization.aio", "queue_depth", Used, "like aio.queue_depth; Hugging Face's documentation places the table here, where DeepSpeed ignores it").package(Unused, "as for aio"),
     table("zero_optimization.aio", "block_size intra_op_parallelism thread_count num_threads single_submit overlap_events use_gds", Unused, "as for aio"),
-    key("activation_checkpointing.cpu_checkpointing", Used, "true: block inputs are kept in host memory while a GPU computes (offload.activations = \"cpu\")").package(Unused, "the script's checkpointing decides"),
+    key("activation_checkpointing.cpu_checkpointing", Used, "true: block inputs are kept in host memory while a GPU computes (offload.activations = \"cpu\"); false when left out").package(Unused, "the script's checkpointing decides"),
     table("activation_checkpointing", "partition_activations contiguous_memory_optimization number_checkpoints profile synchronize_checkpoint_boundary", Unused, "each block is recomputed from its input; train.activation_checkpointing says what is kept instead").package(Unused, "the script's checkpointing decides"),
 ];
 
@@ -251,7 +251,7 @@ pub(crate) const TRACKER: &str = "the trainer does not use the network: set tens
 #[rustfmt::skip]
 const REPORTS: &[Key] = &[
     key("steps_per_print", Used, "steps between printed lines, if train.log_every is left out").package(Used, "steps between printed lines; a line every 10 s when left out"),
-    key("wall_clock_breakdown", Used, "prints the parts of a step's time with each line, and adds them to the monitors; train --trace records them as a timeline").package(Used, "adds the parts of a step's time to the monitors"),
+    key("wall_clock_breakdown", Used, "prints the parts of a step's time with each line, and adds them to the monitors; train --trace records them as a timeline; false when left out").package(Used, "adds the parts of a step's time to the monitors"),
     table("flops_profiler", "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file", Unused, "trainer plan shows what a step computes, train --trace records a timeline").package(Unused, "python -m offloadd plan says what a step moves, and metrics.jsonl what it took"),
     table("comms_logger", "enabled verbose prof_all debug prof_ops", Unused, "metrics.jsonl has the bytes that each step exchanges").package(Unused, "metrics.jsonl has the times of each step"),
     table("timers", "throughput.enabled throughput.synchronized", Unused, "tokens per second are always printed").package(Unused, "seconds a step are always printed"),
