@@ -12,7 +12,10 @@ use training_state::run::{
     CheckpointDescription, CheckpointError, Checkpoints, RunDescription, RunDir, RunId,
     STORE_IN_DIR, SavedFile, TileWriter, resolved,
 };
-use training_state::store::{Relocation, StoreError, file_name, link_of, remove_files};
+use training_state::store::{
+    NotMounted, Relocation, StoreError, check_mounted, file_name, link_of, remember_mounts,
+    remove_files,
+};
 
 /// Error of moving a run's state.
 #[derive(Debug, thiserror::Error)]
@@ -54,6 +57,7 @@ macro_rules! from_run_errors {
 
 from_run_errors!(
     CheckpointError,
+    NotMounted,
     RecordError,
     StoreError,
     training_state::run::DirError
@@ -79,6 +83,7 @@ pub fn move_store(run_dir: &Path, dirs: &[PathBuf]) -> Result<(), MoveError> {
         });
     }
     let dirs: Vec<PathBuf> = dirs.iter().map(|dir| resolved(dir)).collect();
+    dirs.iter().try_for_each(|dir| check_mounted(dir))?;
     let mut relocation = Relocation::new(&files, &dirs)?;
     let work = Progress::new("moving the store", Unit::Bytes, Audience::Person);
     let mut work = work.with_total(relocation.bytes());
@@ -97,6 +102,7 @@ pub fn move_store(run_dir: &Path, dirs: &[PathBuf]) -> Result<(), MoveError> {
         // It only shows whose store the file is; the next start makes it too.
         let _ = std::os::unix::fs::symlink(dir.path(), link_of(file));
     }
+    remember_mounts(dirs.iter().map(PathBuf::as_path));
     Ok(relocation.remove_old()?)
 }
 

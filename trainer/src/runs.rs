@@ -7,10 +7,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use offload_support::units::{ApproxBytes, Counted};
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
 use crate::evaluations::Evaluations;
 use crate::model::ModelConfig;
+use crate::open::IN_PLACE;
 use training_state::metrics::MetricsFile;
 use training_state::run::{
     Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId, STORE_IN_DIR,
@@ -35,6 +36,7 @@ pub struct RunsList {
     version: u32,
     pub runs: Vec<RunEntry>,
     /// Directories in the given one that contain no run.
+    #[serde(serialize_with = "path_texts")]
     pub no_runs: Vec<PathBuf>,
     /// Directories with the tokens of runs that were never started, as `trainer preview-data` leaves them.
     pub previews: Vec<Preview>,
@@ -45,6 +47,7 @@ pub struct RunsList {
 /// Directory with nothing but tokens.
 #[derive(Clone, Debug, Serialize)]
 pub struct Preview {
+    #[serde(serialize_with = "path_text")]
     pub dir: PathBuf,
     pub bytes: u64,
 }
@@ -52,15 +55,18 @@ pub struct Preview {
 /// File of a private store that no run uses.
 #[derive(Clone, Debug, Serialize)]
 pub struct Orphan {
+    #[serde(serialize_with = "path_text")]
     pub file: PathBuf,
     pub bytes: u64,
     /// Directory of its run when the run used the file, if known.
+    #[serde(serialize_with = "known_path_text")]
     pub run: Option<PathBuf>,
 }
 
 /// One run.
 #[derive(Clone, Debug, Serialize)]
 pub struct RunEntry {
+    #[serde(serialize_with = "path_text")]
     pub dir: PathBuf,
     /// Name of the run's job in a store.
     pub job: Option<String>,
@@ -89,6 +95,8 @@ pub struct RunEntry {
     pub best_evaluation: Option<Evaluation>,
     /// Step at which a run resumes that keeps its state in checkpoints; `None` if it has none, or a store.
     pub kept_step: Option<u64>,
+    /// Steps from one commit to the next of a run that has a store, as the newest start had them.
+    pub commit_every: Option<u64>,
     /// Place of the state.
     pub store: Option<String>,
     /// Bytes of the private store on drives.
@@ -97,6 +105,7 @@ pub struct RunEntry {
     #[serde(skip)]
     store_dirs: Vec<PathBuf>,
     /// Files of the private store that are missing.
+    #[serde(serialize_with = "path_texts")]
     pub store_missing: Vec<PathBuf>,
     /// Checkpoints, oldest first.
     pub checkpoints: Vec<CheckpointEntry>,
@@ -121,6 +130,7 @@ impl Evaluation {
 #[derive(Clone, Debug, Serialize)]
 pub struct CheckpointEntry {
     pub step: u64,
+    #[serde(serialize_with = "path_text")]
     pub dir: PathBuf,
     /// Damage found from its description and the sizes of its files.
     pub damaged: Option<String>,
@@ -271,6 +281,7 @@ impl RunEntry {
             evaluation: None,
             best_evaluation: None,
             kept_step: None,
+            commit_every: None,
             store: None,
             store_bytes: 0,
             store_missing: Vec::new(),
@@ -320,6 +331,7 @@ impl RunEntry {
             evaluation: evaluations.last().copied().map(Evaluation::of),
             best_evaluation: Evaluations::of(&evaluations).lowest().map(Evaluation::of),
             kept_step,
+            commit_every: commit_every(&settings).filter(|_| !in_dir),
             running: RunDir::is_used(dir),
             bytes: {
                 let outside = files.iter().filter(|file| !file.starts_with(dir));
@@ -357,6 +369,35 @@ fn setting(settings: &str, key: &str) -> Option<u64> {
     let mut lines = settings.lines().filter_map(|line| line.split_once(" = "));
     let (_, value) = lines.find(|(found, _)| *found == key)?;
     value.parse().ok()
+}
+
+/// Steps from one commit to the next in `settings`, the text of a settings.toml: as set, or as the plan chose them.
+fn commit_every(settings: &str) -> Option<u64> {
+    const KEY: &str = "offload.commit_every";
+    let chosen = || {
+        let mut lines = settings.lines().filter_map(|line| line.split_once(" = "));
+        let (_, value) = lines.find(|(before, _)| before.ends_with(KEY))?;
+        value.split(':').next()?.parse().ok()
+    };
+    setting(settings, KEY).or_else(chosen)
+}
+
+/// Writes a path as text. Bytes that are no text become U+FFFD.
+fn path_text<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
+}
+
+fn path_texts<S: Serializer>(paths: &[PathBuf], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_seq(paths.iter().map(|path| path.to_string_lossy()))
+}
+
+fn known_path_text<S: Serializer>(
+    path: &Option<PathBuf>,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    path.as_ref()
+        .map(|path| path.to_string_lossy())
+        .serialize(serializer)
 }
 
 /// Bytes of the files in `dir` and in `depth` levels of directories below it.
@@ -458,6 +499,15 @@ impl fmt::Display for RunEntry {
         }
         if self.store_bytes > 0 {
             write!(f, ", {}", ApproxBytes(self.store_bytes))?;
+        }
+        let is_committed = !(self.store.as_ref()).is_some_and(|store| store.ends_with(IN_PLACE));
+        match self.commit_every.filter(|_| is_committed) {
+            Some(1) => write!(f, ", committed after every step")?,
+            Some(steps) => write!(
+                f,
+                ", committed every {steps} steps: a crash loses what came after the last commit"
+            )?,
+            None => {}
         }
         for file in &self.store_missing {
             write!(f, "\n  its store {} is missing", file.display())?;

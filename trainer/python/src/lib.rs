@@ -600,6 +600,7 @@ fn _offloadd(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(checkpoint::describe_file, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::held_checkpoint, module)?)?;
     module.add_function(wrap_pyfunction!(checkpoint::copy_between_nodes, module)?)?;
+    module.add_function(wrap_pyfunction!(open::check_drives, module)?)?;
     module.add_function(wrap_pyfunction!(open::remove_files, module)?)?;
     module.add_function(wrap_pyfunction!(nodes::first_ranks, module)?)?;
     module.add_function(wrap_pyfunction!(nodes::node_part, module)?)?;

@@ -17,7 +17,7 @@ use swapper::{
 
 use training_state::plan::Measured;
 use training_state::ranks::{node_of, ranks_of};
-use training_state::run::RunId;
+use training_state::run::{RunId, resolved};
 use training_state::store::{self, OtherJob, StoreFiles, device_file_bytes, other_job};
 use training_state::update::{CpuUpdate, GPU_UPDATERS, GpuUpdate, tile_bytes};
 
@@ -179,6 +179,17 @@ pub(crate) fn start_daemon(plan: &Plan) -> PyResult<PrivateDaemon> {
         )));
     }
     Ok(daemon)
+}
+
+/// Refuses directories on drives that are not mounted: the run would begin anew on the disk below. Remembers where the others are mounted.
+#[pyfunction]
+pub(crate) fn check_drives(dirs: Vec<PathBuf>) -> PyResult<()> {
+    let dirs: Vec<PathBuf> = dirs.iter().map(|dir| resolved(dir)).collect();
+    for dir in &dirs {
+        store::check_mounted(dir).map_err(|error| Error::new_err(error.to_string()))?;
+    }
+    store::remember_mounts(dirs.iter().map(PathBuf::as_path));
+    Ok(())
 }
 
 /// Removes a run's device files; refuses while a daemon uses one.

@@ -495,3 +495,45 @@ def test_a_store_that_is_older_than_the_metrics_is_named(tmp_path, capsys):
     assert "metrics.jsonl has steps up to 5" in said and f"the store on {tiles} is at step 2" in said
     assert run(1) == 4
     assert "metrics.jsonl has steps" not in "".join(capsys.readouterr())
+
+
+@needs_daemon
+def test_a_run_does_not_begin_anew_below_a_mount_point_whose_drive_is_gone(tmp_path, monkeypatch):
+    """The tiles are not taken for those of a run whose directory was deleted."""
+    drive, known = tmp_path / "drive", tmp_path / "state" / "offloadd"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+    def start(where, nvme):
+        model = model_of()
+        with offloadd.prepare(model, torch.optim.AdamW(model.parameters()), config("nvme", nvme), run_dir=where):
+            pass
+
+    (nvme := tmp_path / "nvme").mkdir()
+    start(drive / "run", nvme)
+    tiles = list(nvme.glob("*.tiles"))
+    assert tiles
+    known.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(drive)
+    drive.mkdir()
+    (known / "mount-points").write_text(f"{drive}\n")
+    for where, on in ((drive / "run", nvme), (tmp_path / "other", drive)):
+        with pytest.raises(offloadd.Error, match="is on a drive that is not mounted: .* Nothing was written"):
+            start(where, on)
+    assert not any(drive.iterdir()) and not (tmp_path / "other").exists()
+    assert list(nvme.glob("*.tiles")) == tiles
+    (known / "mount-points").unlink()
+
+
+@needs_daemon
+@pytest.mark.parametrize("what", ["run_dir", "nvme_path"])
+def test_a_directory_that_is_no_text_is_named(tmp_path, what):
+    bad = tmp_path / os.fsdecode(b"bad\xff")
+    bad.mkdir()
+    model = model_of()
+    with pytest.raises(offloadd.Error, match=rf"{what} .*bad.* is not UTF-8: name another {what}"):
+        offloadd.prepare(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            config("nvme", bad if what == "nvme_path" else tmp_path),
+            run_dir=bad if what == "run_dir" else tmp_path / "run",
+        )

@@ -29,8 +29,8 @@ use crate::weights::{Element, INDEX_FILE};
 use offload_support::progress::{Audience, Progress, Unit};
 pub(crate) use own::OwnExport;
 use shards::Shards;
-use training_state::run::{CheckpointName, ModelFiles, make_dir};
-use training_state::store::free_bytes;
+use training_state::run::{CheckpointName, ModelFiles, make_dir, resolved};
+use training_state::store::{NotMounted, check_mounted, free_bytes};
 use write::Writer;
 
 /// Parameters of an export.
@@ -69,6 +69,8 @@ pub struct Exported {
 pub enum ExportError {
     #[error(transparent)]
     Run(#[from] RunError),
+    #[error(transparent)]
+    NotMounted(#[from] NotMounted),
     #[error("{} already exists: name another directory, or remove it", out.display())]
     Exists { out: PathBuf },
     #[error("another export is writing to {}: wait for it, or name another directory", partial.display())]
@@ -135,6 +137,9 @@ pub fn export(export: &Export) -> Result<Exported, ExportError> {
         return Err(ExportError::Exists {
             out: export.out.clone(),
         });
+    }
+    if let Some(parent) = resolved(&export.out).parent() {
+        check_mounted(parent)?;
     }
     let mut reader = RunReader::open(&export.run_dir, export.checkpoint.clone())?;
     let partial = Partial::make(&export.out)?;

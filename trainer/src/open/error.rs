@@ -48,7 +48,7 @@ pub enum RunError {
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
     #[error(
-        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: bring the store back, look at it with `offloadd verify`, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
+        "{copy}{} has metrics of {steps} steps, but the store on {devices} has no generation of job {job}: if the store was moved, name its directory in nvme_path; or bring it back, look at it with `offloadd verify`, resume from a checkpoint with --resume-from STEP (`trainer runs` lists them), or start again with --fresh",
         run_dir.display()
     )]
     StoreLost {

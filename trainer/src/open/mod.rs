@@ -102,8 +102,14 @@ fn drives(settings: &RunSettings) -> Vec<PathBuf> {
         None => settings.placement.nvme_paths.as_slice(),
         Some(_) => &[],
     };
+    // The directory of an export must not exist; the one above it must.
+    let export = train.export_to.as_deref().map(resolved);
+    let export = export.and_then(|out| out.parent().map(Path::to_owned));
     let dirs = std::iter::once(&train.run_dir).chain(&train.checkpoint_dir);
-    dirs.chain(private).map(|dir| resolved(dir)).collect()
+    dirs.chain(&export)
+        .chain(private)
+        .map(|dir| resolved(dir))
+        .collect()
 }
 
 /// Checks that the drives of a run's directories are mounted, and that their paths are text. Writes nothing.

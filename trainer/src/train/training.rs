@@ -577,6 +577,11 @@ impl Training {
                 Ended::Stalled => "finished (early stopping)",
             };
             let (step, steps) = (self.run.state.step, self.settings.train.steps);
+            let is_kept = self.settings.placement.has_store() || self.checkpointer.has(step);
+            let lost = match self.checkpointer.newest_kept() {
+                Some(kept) => format!("and what came after the checkpoint of step {kept} is lost"),
+                None => "and all of it is lost: there is no checkpoint".to_owned(),
+            };
             let kept = match (
                 self.settings.placement.has_store(),
                 self.checkpointer.has(step),
@@ -586,7 +591,8 @@ impl Training {
                     "committed (its tiles were not read again: `offloadd verify` compares them with their checksums)"
                 }
                 (false, true) => "all of it in the checkpoint",
-                (false, false) => "later than the newest checkpoint",
+                (false, false) if step == 0 => "nothing was trained",
+                (false, false) => &lost,
             };
             let metrics = MetricsFile::path(self.run.dir.path());
             let metrics = metrics.display();
@@ -604,7 +610,7 @@ impl Training {
                     "{why}: at step {step} of {steps}, {kept}; {metrics}"
                 )),
             }
-            if ended == Ended::Asked {
+            if ended == Ended::Asked && is_kept {
                 say("next      the same command resumes the run at this step");
             }
             if let (Ended::Stalled, Some((step, loss))) = (ended, self.evaluations.lowest()) {
@@ -661,7 +667,8 @@ impl Training {
         Ok(())
     }
 
-    /// Tries to write the checkpoint of the present step again and again, until it is written or SIGTERM or SIGINT ends the run.
+    /// Tries to write the checkpoint of the present step again and again, until it is written or SIGTERM or SIGINT ends the run, after
+    /// a last attempt: space may have been freed since the one before.
     fn insist(&mut self, stop: &Stop) -> Result<(), TrainError> {
         let step = self.run.state.step;
         let was_terminated = stop.terminated();
@@ -676,13 +683,11 @@ impl Training {
                 told = Some(Instant::now());
                 self.tell_what_waits(step);
             }
-            if !self.waits(wait, was_terminated, stop)? {
-                return Ok(());
-            }
+            let goes_on = self.waits(wait, was_terminated, stop)?;
             let began = Instant::now();
             self.checkpoint_now()?;
             self.settle_checkpoints()?;
-            if self.checkpointer.has(step) {
+            if self.checkpointer.has(step) || !goes_on {
                 return Ok(());
             }
             // An attempt that finds no room takes no time; one that writes until the drive is full wears it.
@@ -721,7 +726,7 @@ impl Training {
             &format!(
                 "the state of step {step} is kept in memory, because its checkpoint could not be written: {why}. It is tried again every few \
                  seconds, and at once after `kill -USR1 {}`: free {} there, or move {} to another drive and leave a link in its place. \
-                 SIGTERM or SIGINT ends the run and loses {lost}",
+                 SIGTERM or SIGINT tries a last time and ends the run; without room it loses {lost}",
                 std::process::id(),
                 ApproxBytes(self.run.plan.memory.all_bytes),
                 self.run.checkpoints.path().display()

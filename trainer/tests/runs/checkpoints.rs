@@ -412,7 +412,7 @@ fn a_full_drive_is_reported_and_training_continues() {
             "step-00000060.partial/tiles.0 after its first ",
             " bytes: File too large",
             "; earlier checkpoints are kept",
-            " checkpoints could not be made",
+            " could not be made; the first error: ",
         ] {
             assert!(err.contains(says), "{name}: {says:?} is not in {err}");
         }

@@ -118,8 +118,8 @@ fn a_state_in_memory_waits_for_space_for_its_checkpoint() {
     let harness = Harness::new();
     let whole = harness.run("whole", &[]);
     whole.train();
-    for ends in [false, true] {
-        let run = harness.run(if ends { "ends" } else { "waits" }, &[]);
+    for how in ["waits", "ends", "ends with room"] {
+        let run = harness.run(how, &[]);
         // No file may become larger than 100 KiB, as if its drive were full.
         let plain = run.command("train");
         let mut limited = Command::new("bash");
@@ -138,15 +138,22 @@ fn a_state_in_memory_waits_for_space_for_its_checkpoint() {
             said.contains("the state of step 6 is kept in memory, because its checkpoint could not be written: ")
                 && said.contains(" bytes: File too large")
                 && said.contains(&format!("kill -USR1 {}", child.id()))
-                && said.contains("loses all of its steps"),
+                && said.contains("without room it loses all of its steps"),
             "{said}"
         );
-        if ends {
+        if how == "ends" {
             signal(&child, Signal::TERM);
             let output = finish(child);
             assert_eq!(output.status.code(), Some(1));
             let (_, error) = words(&output);
-            assert!(error.contains("could not be made"), "{error}");
+            assert!(error.contains("1 checkpoint could not be made"), "{error}");
+            let said = std::fs::read_to_string(&out).unwrap();
+            assert!(
+                said.contains(
+                    "done: at step 6 of 6, and all of it is lost: there is no checkpoint; "
+                ),
+                "{said}"
+            );
             assert!(!has_checkpoint(&run));
             continue;
         }
@@ -156,10 +163,14 @@ fn a_state_in_memory_waits_for_space_for_its_checkpoint() {
         };
         let pid = Pid::from_raw(child.id() as i32);
         prlimit(pid, Resource::Fsize, limit).expect("a limit");
-        signal(&child, Signal::USR1);
+        let told = match how {
+            "waits" => Signal::USR1,
+            _ => Signal::TERM,
+        };
+        signal(&child, told);
         let output = finish(child);
-        let (_, error) = words(&output);
-        assert!(output.status.success(), "{error}");
+        let (said, error) = words(&output);
+        assert!(output.status.success(), "{how}: {said}\n{error}");
         assert_eq!(run.fingerprint(), whole.fingerprint());
     }
 }
@@ -267,6 +278,66 @@ fn a_drive_that_is_not_mounted_is_not_replaced_by_the_disk_below() {
 }
 
 #[test]
+fn no_command_writes_below_a_mount_point_whose_drive_is_gone() {
+    let harness = Harness::new();
+    let [gone, state] = ["gone", "state"].map(|name| harness.path(name));
+    let remembered = state.join("offloadd");
+    [&gone, &remembered]
+        .iter()
+        .for_each(|dir| std::fs::create_dir_all(dir).unwrap());
+    std::fs::write(
+        remembered.join("mount-points"),
+        format!("{}\n", gone.display()),
+    )
+    .unwrap();
+    let run = harness
+        .run("run", &["train.stop_after=1"])
+        .with(&harness.nvme());
+    run.train();
+    let stored = harness.store_files();
+    assert!(!stored.is_empty());
+    let [dir, there, below, toml] = [
+        &run.dir,
+        &gone,
+        &gone.join("weights"),
+        &harness.path("new.toml"),
+    ]
+    .map(|path| text(path));
+    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/hf/llama");
+    let data = text(&harness.path("text"));
+    let exports = harness.run("other", &[&format!("train.export_to={below}")]);
+    for mut command in [
+        verb(&run, "move", &[&dir, "--nvme", &there]),
+        verb(&run, "export", &[&dir, "--out", &below]),
+        verb(
+            &run,
+            "init",
+            &[model, &data, "--nvme", &there, "--out", &toml],
+        ),
+        exports.command("train"),
+    ] {
+        command.env("XDG_STATE_HOME", &state);
+        let refused = fail(command);
+        assert!(
+            refused.contains("is on a drive that is not mounted: ")
+                && refused.contains("Nothing was written"),
+            "{refused}"
+        );
+    }
+    assert_eq!(std::fs::read_dir(&gone).unwrap().count(), 0);
+    assert!(!Path::new(&toml).exists());
+    assert_eq!(harness.store_files(), stored);
+    let none = text(&harness.path("none"));
+    let refused = fail(verb(&run, "init", &[model, &data, "--nvme", &none]));
+    assert!(
+        refused.contains("does not exist: create the directory"),
+        "{refused}"
+    );
+    let list = succeed(verb(&run, "runs", &[&dir]));
+    assert!(list.contains(", committed after every step"), "{list}");
+}
+
+#[test]
 fn a_finished_run_that_is_extended_exports_again() {
     let harness = Harness::new();
     let out = harness.path("exported");
@@ -304,4 +375,18 @@ fn a_directory_that_is_not_text_is_refused() {
     let mut command = verb(&run, "export", &["--out", "x"]);
     command.arg(&dir).current_dir(&dir);
     assert!(fail(command).contains("is not UTF-8 text"));
+    // One that was moved there, or is named so later, is listed all the same.
+    let ok = harness.run("ok", &["train.stop_after=1"]);
+    ok.train();
+    std::fs::rename(&ok.dir, dir.join("ok")).unwrap();
+    std::fs::create_dir(dir.join("empty")).unwrap();
+    let mut command = verb(&run, "runs", &["--json"]);
+    command.arg(&dir);
+    let list: serde_json::Value = serde_json::from_str(&succeed(command)).expect("JSON");
+    let named = |value: &serde_json::Value| value.as_str().unwrap().contains("bad-\u{fffd}/");
+    assert!(
+        named(&list["runs"][0]["dir"]) && named(&list["no_runs"][0]),
+        "{list}"
+    );
+    assert!(named(&list["runs"][0]["checkpoints"][0]["dir"]), "{list}");
 }

@@ -20,7 +20,7 @@ use std::path::PathBuf;
 use std::thread::JoinHandle;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
-use offload_support::units::ApproxBytes;
+use offload_support::units::{ApproxBytes, Counted};
 use serde_json::Value;
 use test_hooks::kill_point::{Point, reach};
 
@@ -64,7 +64,7 @@ pub struct CheckpointerParts {
 
 /// Checkpoints that failed while training went on.
 #[derive(Debug, thiserror::Error)]
-#[error("{count} checkpoints could not be made, but training finished; the first error: {first}")]
+#[error("{} could not be made; the first error: {first}", Counted(*count, "checkpoint"))]
 pub struct CheckpointsFailed {
     count: u64,
     first: String,

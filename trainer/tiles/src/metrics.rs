@@ -237,9 +237,9 @@ impl MetricsFile {
                 let _ = self.file.set_len(self.bytes);
                 if !std::mem::replace(&mut self.failed, true) {
                     let path = self.path.display();
+                    let step = metrics.step;
                     tracing::warn!(
-                        step = metrics.step,
-                        "cannot write {path}: {source}. Training continues; the file will lack the lines of some steps"
+                        "cannot write {path}: {source}. Training continues; the file will lack the line of step {step} and perhaps of later ones"
                     );
                 }
             }

@@ -101,6 +101,7 @@ def settings_of(config: Config, gradient_clipping: float = 0.0) -> Settings:
         path = Path(config).absolute()
         default_dir, name = path.with_name(f"offloadd-{path.stem}"), path.name
     config = read(config)
+    _check_text(config)
     text, wrong = _offloadd.check_settings(json.dumps(config, default=_plain), name, processes())
     if wrong:
         raise (NotSupported if "not supported" in wrong else Error)(wrong if name is _DICT else f"{name}: {wrong}")
@@ -116,6 +117,21 @@ def settings_of(config: Config, gradient_clipping: float = 0.0) -> Settings:
         values[key] = tuple(values[key])
     values["nvme"] = tuple(map(Path, values["nvme"]))
     return Settings(**values, default_dir=default_dir, json=config)
+
+
+def _check_text(value: Any, key: str = "") -> None:
+    """Refuses what is no text, such as the name of a directory in another encoding: JSON cannot have it."""
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            _check_text(one, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _check_text(one, key)
+    elif isinstance(value, (str, os.PathLike)):
+        try:
+            os.fsdecode(value).encode()
+        except UnicodeEncodeError:
+            raise Error(f"{key} {os.fsdecode(value)!r} is not UTF-8: name another {key.rpartition('.')[2]}") from None
 
 
 def _plain(value: Any) -> Any:

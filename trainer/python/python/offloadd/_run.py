@@ -123,6 +123,7 @@ class Run:
                 raise Error(f"track has a {type(one).__name__}, which has no state_dict and load_state_dict: leave it out, or add these methods")
         self.track = track
         _check_groups(optimizer, found)
+        ranks.together("look for the run's drives", lambda: _offloadd.check_drives([run_dir, *settings.nvme]))
         ranks.together("check the free space", plan.check)
         if settings.without_effect:
             say(f"DeepSpeed's keys without effect here: {', '.join(settings.without_effect)}")
