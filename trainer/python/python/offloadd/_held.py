@@ -77,6 +77,21 @@ class Held(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Held({tuple(self.shape)}, partial)" if self.partial else f"Held({tuple(self.shape)}, norm={float(_norms([self])[0]):.6g})"
 
+    @property
+    def data(self) -> torch.Tensor:
+        return torch.Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value is self:
+            return
+        if value.shape != self.shape:
+            raise Error(f"param.grad.data of shape {tuple(self.shape)} is assigned a tensor of shape {tuple(value.shape)}: assign one of the parameter's shape")
+        value = value.detach()
+        # Of another gradient its values, and not its handle.
+        value = value.clone() if isinstance(value, Held) else value
+        self.value, self.found_norm, self.zero, self.partial = value.to(self.device, self.dtype), None, False, False
+
     # What asks for memory below PyTorch's dispatcher.
 
     def numpy(self, *, force: bool = False) -> Any:
@@ -110,7 +125,7 @@ PARTIAL = (
     "the optimizer after each optimizer.step()"
 )
 
-_MAKES_ZERO = (aten.zero_.default, aten._foreach_zero_.default)
+_MAKES_ZERO = (aten.zero_.default, aten.fill_.Scalar, aten._foreach_zero_.default)
 
 # What the functions of `_KNOWN` return where an operation needs values all the same.
 _BY_VALUES = object()
@@ -235,6 +250,7 @@ _KNOWN = {
     aten.div_.Scalar: lambda args, kwargs: _scale(args[:1], 1.0 / args[1], args[0]),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten.zero_.default: lambda args, kwargs: _make_zero(args[:1], args[0]),
+    aten.fill_.Scalar: lambda args, kwargs: _BY_VALUES if args[1] else _make_zero(args[:1], args[0]),
     aten._foreach_zero_.default: lambda args, kwargs: _make_zero(args[0]),
 }
 

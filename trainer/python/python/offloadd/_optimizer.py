@@ -173,12 +173,13 @@ class States(Mapping):
         if self._read is None or self._read[0] is not unit:
             self._read = unit, run.read_state(unit)
         offset = next(offset for one, offset in zip(unit.params, unit.offsets) if one is param)
-        copies = [Unit.view_of(flat, param, offset).clone().as_subclass(Copied) for flat in self._read[1]]
+        values = [Unit.view_of(flat, param, offset).clone() for flat in self._read[1]]
+        copies = [one.as_subclass(Copied) for one in (torch.tensor(float(updates)), *values)]
         for one in copies:
             what = lambda: f"optimizer.state of {run.engine.name(param)}, which is read from tiles: use optimizer.load_state_dict"
             one.origin = Origin(what, run.engine, run.engine.steps)
-        master, *moments = copies
-        found = {"step": torch.tensor(float(updates)), **dict(zip(MOMENTS, moments))}
+        step, master, *moments = copies
+        found = {"step": step, **dict(zip(MOMENTS, moments))}
         if param.dtype != torch.float32:
             found[MASTER] = master
         return ParamState(found)

@@ -8,6 +8,8 @@ import torch
 
 from ._errors import Error, NotSupported
 
+_SCHEDULERS = "torch.optim.lr_scheduler"
+
 _KINDS = (torch.optim.Adam, torch.optim.AdamW)
 
 # Options that change the update.
@@ -24,6 +26,15 @@ def check_optimizer(optimizer: Any) -> None:
         raise Error(f"the optimizer is a {name}, which is no torch.optim.Optimizer: pass a torch.optim.AdamW")
     if kind not in _KINDS:
         raise NotSupported(f"the optimizer is {name}, and offloadd updates with torch.optim.Adam or torch.optim.AdamW only: {_instead(kind, name)}")
+    step = vars(optimizer).get("step", kind.step)
+    while getattr(step, "__globals__", {}).get("__name__") == _SCHEDULERS:
+        # A scheduler notes only that it was called.
+        step = step.__wrapped__
+    if getattr(step, "__func__", step) is not kind.step:
+        raise NotSupported(
+            f"the optimizer's step was replaced by {getattr(step, '__qualname__', type(step).__name__)}, which would not be called: replace it after "
+            "offloadd.prepare, or use register_step_pre_hook and register_step_post_hook"
+        )
     check_settings(optimizer)
 
 
