@@ -513,6 +513,7 @@ READS = {
     "two released": lambda w: w.t() @ w,
     "array": lambda w: torch.from_numpy(w.detach().numpy().copy()),
     "frozen array": lambda w: torch.from_numpy(numpy.array(w.requires_grad_(False).numpy())),
+    "new tensor": lambda w: torch.tensor(w),
     "storage": lambda w: torch.empty(0).set_(w.untyped_storage(), 0, w.shape, w.stride()),
     "values and indices": lambda w: torch.sort(w)[0],
     "dictionary": lambda w: {"a": [w.t()]}["a"][0],
@@ -562,6 +563,22 @@ def test_a_weight_that_is_changed_in_forward_is_named(write):
     with pytest.raises(offloadd.NotSupported, match="blocks.1.linear.weight"), torch.no_grad():
         write(changed.weight)
     assert not ours.live() and not any(map(torch.isnan, ours.model.state_dict()["blocks.1.linear.weight"].view(-1)))
+
+
+def test_a_weight_that_numpy_changes_in_forward_is_named():
+    _, ours = pair()
+    ours.model.blocks[1].linear.register_forward_pre_hook(lambda module, args: module.weight.detach().numpy().fill(0))
+    with pytest.raises(offloadd.NotSupported, match=r"blocks.1.linear.weight was changed in place"):
+        ours.model(torch.randn(4, 8))
+
+
+def test_parameters_have_addresses_of_their_own_until_the_next_step():
+    _, ours = pair()
+    params = [*ours.model.parameters(), ours.model.blocks[1].linear.weight]
+    for ask in (lambda w: w.data_ptr(), lambda w: w.data.data_ptr(), lambda w: w.untyped_storage().data_ptr(), lambda w: w[0].data_ptr()):
+        assert len(set(map(ask, params))) == len(params) - 1
+    ours.engine.updated()
+    assert not ours.engine.addressed
 
 
 def test_reading_into_other_tensors_is_no_write():

@@ -17,7 +17,7 @@ import forks
 import test_engine
 import test_random_models
 import test_runs
-from offloadd import _engine
+from offloadd import _engine, _released
 from offloadd._engine import Engine
 from offloadd._order import Order
 from offloadd._released import Watch
@@ -72,6 +72,22 @@ def writes(patch):
 def data_of_writes(patch):
     """What `param.data` gives while a parameter is in memory is forgotten."""
     patch.setattr(Watch, "gave", lambda self, param, data: None)
+    sums(patch)
+
+
+def sums(patch):
+    """The bits of parameters are never compared."""
+    patch.setattr(_released, "_SUMMED_TIMES", 0)
+
+
+def below_torch_function(patch):
+    """Functions that take tensors below `__torch_function__` get released parameters."""
+    patch.setattr(_released, "_has_released", lambda one: False)
+
+
+def addresses(patch):
+    """A copy whose address was asked for goes at once."""
+    patch.setattr(_released, "_ADDRESSED_MAX", 0)
 
 
 def values_of_gradients(patch):
@@ -208,7 +224,7 @@ def half_backward(patch):
 
 def interrupts(patch):
     """A forward that an interrupt ended is taken to be under way."""
-    patch.setattr(Engine, "_within_itself", lambda self: True)
+    patch.setattr(Engine, "_calls", staticmethod(lambda module: 2))
 
 
 CHECKS = [
@@ -217,6 +233,9 @@ CHECKS = [
     (outside_uses, lambda _: test_engine.test_what_an_operation_returns_outlives_the_parameters_memory(test_engine.READS["chunk"])),
     (writes, lambda _: test_engine.test_a_weight_that_is_changed_in_forward_is_named(test_engine.WRITES["in place"])),
     (data_of_writes, lambda _: test_engine.test_a_weight_that_is_changed_in_forward_is_named(test_engine.WRITES["by data"])),
+    (sums, named(test_engine.test_a_weight_that_numpy_changes_in_forward_is_named)),
+    (below_torch_function, lambda _: test_engine.test_what_an_operation_returns_outlives_the_parameters_memory(test_engine.READS["new tensor"])),
+    (addresses, named(test_engine.test_parameters_have_addresses_of_their_own_until_the_next_step)),
     (values_of_gradients, named(test_engine.test_gradients_can_be_changed_in_place)),
     (stale_gradients, named(test_engine.test_gradients_of_the_last_step_are_not_added_to)),
     (guarded_root, named(test_engine.test_the_roots_weights_are_seen_between_forward_and_backward)),

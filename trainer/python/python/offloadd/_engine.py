@@ -102,6 +102,8 @@ class Engine:
         self._partial: set[int] = set()
         # Times that weights were replaced, by a step or otherwise.
         self.steps = 0
+        # Copies whose addresses a script has asked for since, by parameter.
+        self.addressed: dict[int, _Tensor] = {}
         # The unit whose gradients were read last, and these.
         self._read: Optional[tuple[Unit, _Tensor]] = None
         # A parameter that a script has written while it was in memory.
@@ -271,11 +273,16 @@ class Engine:
         """The name of a parameter in the model."""
         return next((name for name, one in self.model.named_parameters() if one is param), f"a parameter of shape {tuple(param.shape)}")
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a forward or a backward is."""
+        return bool(self._stack) or torch._C._current_graph_task_id() != -1
+
     def read_released(self, params: list[nn.Parameter], func, args, kwargs):
         """Calls `func`, which takes released parameters."""
         absent = [unit for unit in self.units_with(params) if not unit.here]
         task = torch._C._current_graph_task_id()
-        if not self._stack and task == -1:
+        if not self.under_way:
             with contextlib.ExitStack() as gathered:
                 for unit in absent:
                     gathered.enter_context(self.gathered(unit))
@@ -330,8 +337,8 @@ class Engine:
         param, self._written = self._written, None
         raise NotSupported(
             f"{self.name(param)} was changed in place while it was in memory, in a forward or a hook, and its tiles do not have the change: only "
-            "optimizer.step() changes weights. Compute with a changed copy in forward; or replace weights between steps: "
-            "run.load_state_dict({name: value}, strict=False)"
+            "optimizer.step() changes weights. Compute with a changed copy in forward; make what forward updates by itself, such as a codebook, a buffer; or "
+            "replace weights between steps: run.load_state_dict({name: value}, strict=False)"
         )
 
     # Hooks
@@ -352,7 +359,7 @@ class Engine:
         self._drop_grads()
 
     def _before_forward(self, units: list[Unit], root: bool, module, args, kwargs):
-        if root and self._stack and not self._within_itself():
+        if root and self._stack and self._calls(self.model) < 2:
             # An interrupt ended the forward before: no hook told.
             self._stack.clear()
         begins = not self._stack and torch._C._current_graph_task_id() == -1
@@ -366,13 +373,21 @@ class Engine:
             unit.start = 0 if unit.root else number
         return args, kwargs
 
-    def _within_itself(self) -> bool:
-        """Whether a forward of the model is under way, other than the one that begins."""
+    @staticmethod
+    def _calls(module: Optional[nn.Module]) -> int:
+        """Calls of a module that are under way, or of all modules."""
         frame, calls = sys._getframe(), 0
         while frame is not None:
-            calls += frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is self.model
+            calls += frame.f_code.co_name == "_call_impl" and (module is None or frame.f_locals.get("self") is module)
             frame = frame.f_back
-        return calls > 1
+        return calls
+
+    def check_between_steps(self, what: str) -> None:
+        """Refuses to change what is in tiles where gradients would be lost, or a forward has the old values."""
+        if self._stack and self._calls(None):
+            raise Error(f"{what} within a forward: do it between steps")
+        if self.square_sums or self.broken:
+            raise Error(f"{what} between backward and step(): call optimizer.step() or zero_grad() first")
 
     def _begin_pass(self, first: int) -> None:
         if torch.jit.is_tracing() or getattr(torch.compiler, "is_exporting", bool)():
@@ -470,7 +485,13 @@ class Engine:
             self.applied = False
             return
         dropped, given = self.looked_at()
-        zeros = {key for key, held in self.held.items() if held.zero} - dropped
+        if self.applied:
+            # Other ways to write zero_grad(), too.
+            emptied = {key for key, grad in given.items() if not grad.any()}
+            given = {key: grad for key, grad in given.items() if key not in emptied}
+        else:
+            emptied = set()
+        zeros = {key for key, held in self.held.items() if held.zero and key not in dropped} | emptied
         # Zeros to which nothing has come change nothing.
         changed = given or dropped or any(key in self.square_sums for key in zeros) or any(held.value is not None for held in self.held.values())
         self._partial -= dropped | zeros
@@ -609,7 +630,7 @@ class Engine:
     def read_gradient(self, param: nn.Parameter) -> _Tensor:
         """The values of a parameter's gradient of this step before anything was scaled, on the parameter's device and in its type."""
         if self.applied:
-            raise by_other_optimizer(self.name(param)) or NotSupported(f"the gradient of {self.name(param)} after optimizer.step(): its values are gone with the step; read them before")
+            raise by_other_optimizer(self.name(param)) or NotSupported(f"the gradient of {self.name(param)} after optimizer.step(): its values are gone with the step; read them before, and call zero_grad() to begin anew")
         unit = self.unit_of[id(param)]
         flat = self.gradients_of(unit)
         found = Unit.view_of(flat, param, unit.offsets[_index(unit, param)])
@@ -728,6 +749,7 @@ class Engine:
         self._forget_what_came()
         self.applied = True
         self.steps += 1
+        self.addressed.clear()
         self.order.forget_rest()
         if self.keep:
             self.refresh()
@@ -737,6 +759,7 @@ class Engine:
     def stale(self) -> None:
         """Drops the units in memory, which no longer equal the tiles."""
         self.steps += 1
+        self.addressed.clear()
         for unit in self.units:
             unit.fresh = False
         self.release_all()

@@ -47,7 +47,7 @@ _ITSELF = {
     *(_Tensor.is_floating_point, _Tensor.is_complex, _Tensor.is_signed, _Tensor.stride, _Tensor.is_contiguous, _Tensor.element_size),
     *(_Tensor.storage_offset, _Tensor.get_device, _Tensor.register_hook, _Tensor.register_post_accumulate_grad_hook, _Tensor.__len__),
     *(_Tensor.retain_grad, _Tensor.is_same_size, _Tensor.is_set_to, _Tensor.is_inference, _Tensor.is_pinned, _Tensor.dim_order),
-    *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full, _Tensor.new_tensor),
+    *(_Tensor.new_zeros, _Tensor.new_ones, _Tensor.new_empty, _Tensor.new_full),
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like, torch.randn_like, torch.randint_like),
     *(torch.is_floating_point, torch.is_complex, torch.numel, torch.result_type, torch.is_same_size),
 }
@@ -65,7 +65,13 @@ _GRAPH = (_Tensor.view_as, _Tensor.expand_as)
 # Functions that run Python in their turn: hooks, functions of a script's own, checkpoints' forwards.
 _BACKWARD = (torch.autograd.grad, torch.autograd.backward, _Tensor.backward)
 
+# Their arguments with gradients.
+_GRADIENTS = ("grad_tensors", "gradient", "grad_outputs")
+
 _REQUIRES_GRAD = (_Tensor.requires_grad.__set__, _Tensor.requires_grad_)
+
+# Functions that ask for the class, and answer for plain tensors only.
+_SHOW = (_Tensor.__format__, _Tensor.__repr__)
 
 
 class Released(nn.Parameter):
@@ -86,6 +92,15 @@ class Released(nn.Parameter):
                 return func(*args, **kwargs)
         if func in _BACKWARD:
             return _backward(func, args, kwargs)
+        if func in _ADDRESSES and not args[0].engine.under_way:
+            copy = args[0].detach()
+            found = _address_of(func, copy)
+            if id(args[0]) not in copy.origin.engine.addressed:
+                raise NotSupported(
+                    f"{func.__name__} of parameters of more than {_ADDRESSED_MAX >> 30} GiB, whose values are in tiles: compare parameters by `is`, or read "
+                    "param.detach()"
+                )
+            return found
         away = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Released)]
         if not away:
             with AS_TENSORS():
@@ -124,6 +139,30 @@ class Released(nn.Parameter):
         return f"Parameter in tiles: {tuple(self.shape)}, {self.dtype}"
 
 
+# What a script asks for to tell whether memory is shared, or to read it below PyTorch.
+_ADDRESSES = (_Tensor.data_ptr, _Tensor.untyped_storage, _Tensor.storage, _Tensor._typed_storage)
+
+# Bytes of the copies that are kept because their addresses were asked for.
+_ADDRESSED_MAX = 2 << 30
+
+
+def _address_of(func: Callable[..., Any], copy: "Copied") -> Any:
+    """The address or storage of a parameter's copy. Until the next step that of the first one that was asked for: parameters differ, and two
+    copies of one do not."""
+    param, engine = copy.origin.param, copy.origin.engine
+    with AS_TENSORS():
+        if param is None:
+            return func(copy)
+        kept = engine.addressed.get(id(param))
+        if kept is None:
+            if sum(one.untyped_storage().nbytes() for one in engine.addressed.values()) + copy.untyped_storage().nbytes() > _ADDRESSED_MAX:
+                return func(copy)
+            kept = engine.addressed[id(param)] = copy.as_subclass(_Tensor)
+        if func is _Tensor.data_ptr:
+            return kept.untyped_storage().data_ptr() + copy.storage_offset() * copy.element_size()
+        return func(kept)
+
+
 def _replaced(what: str, param: Released) -> NotSupported:
     return NotSupported(f"{what} on {param.engine.name(param)}, whose values are in tiles: {_BEFORE}")
 
@@ -139,7 +178,11 @@ class Copied(_Tensor):
             return Released.__torch_function__(func, types, args, kwargs)
         if func in _BACKWARD:
             return _backward(func, args, kwargs or {})
+        if func in _ADDRESSES:
+            return _address_of(func, args[0])
         with AS_TENSORS():
+            if func in _SHOW:
+                args = (args[0].as_subclass(_Tensor), *args[1:])
             return _on_copies([], func, args, kwargs or {})
 
     def __deepcopy__(self, memo):
@@ -156,9 +199,11 @@ def _backward(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     inputs = given.arguments.get("inputs")
     inputs = [inputs] if isinstance(inputs, _Tensor) else list(inputs or ())
     zeros = given.arguments.pop("materialize_grads", False)
+    values = lambda one: one.clone() if isinstance(one, (Released, Copied)) else one
+    given.arguments.update(tree_map(values, {name: one for name, one in given.arguments.items() if name in _GRADIENTS}))
     with AS_TENSORS():
         plain = lambda one: one.view_as(one) if isinstance(one, (Released, Copied)) else one
-        given.arguments.update(tree_map(plain, {name: one for name, one in given.arguments.items() if name != "inputs"}))
+        given.arguments.update(tree_map(plain, {name: one for name, one in given.arguments.items() if name not in ("inputs", *_GRADIENTS)}))
         if inputs:
             given.arguments["inputs"] = [torch.autograd.graph.get_gradient_edge(one) if isinstance(one, (Released, Copied)) else one for one in inputs]
         if zeros:
@@ -175,6 +220,7 @@ class Origin(NamedTuple):
     # Steps, of which a later one makes the copy stale.
     engine: Any
     steps: int
+    param: Optional[nn.Parameter] = None
 
 
 def written(func: Callable[..., Any], what: str) -> NotSupported:
@@ -239,7 +285,7 @@ def on_copies(engine: Any, params: list[nn.Parameter], func: Callable[..., Any],
             if id(param) not in copies:
                 # Copies of inference mode would not count their changes.
                 copies[id(param)] = copy = param.clone() if torch.is_grad_enabled() and param.requires_grad else param.detach().clone()
-                copy.origin = Origin(functools.partial(_in_tiles, engine.name, param), engine, engine.steps)
+                copy.origin = Origin(functools.partial(_in_tiles, engine.name, param), engine, engine.steps, param)
     if func in _GRAPH and len(args) == 2 and args[0] is args[1]:
         # A way to ask for the node that accumulates the gradient: the next one of the copy's.
         return read_only(copies[id(args[0])], list(copies.values()))
@@ -252,7 +298,13 @@ def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwarg
     copies = copies + [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, Copied)]
     for one in copies:
         if one.origin.steps != one.origin.engine.steps:
-            raise NotSupported(f"{getattr(func, '__name__', func)} on values that were read before the last optimizer.step(), of {one.origin.what().partition(',')[0]}: read them again, or clone() them")
+            raise NotSupported(
+                f"{getattr(func, '__name__', func)} on values of {one.origin.what().partition(',')[0]} that were read before the last optimizer.step(), and plain "
+                "PyTorch would use the new ones: read them again, or keep a clone() of them"
+            )
+    if copies and getattr(func, "__name__", "").startswith("_fused_"):
+        # Updates of an optimizer, which no version counter tells.
+        raise written(func, copies[0].origin.what())
     before = list(map(_version, copies))
     result = func(*args, **kwargs)
     for one, version in zip(copies, before):
@@ -261,9 +313,14 @@ def _on_copies(copies: list[_Tensor], func: Callable[..., Any], args: Any, kwarg
     return read_only(result, copies) if copies else result
 
 
+# Times that a unit comes for which sums are compared: two passes with their backwards.
+_SUMMED_TIMES = 4
+
+
 class Watch:
     """Notices that a script writes to parameters of a unit while they are in memory: in a forward, in a hook, or where nothing is
-    ever released. Version counters tell, also those of what `param.data` gave."""
+    ever released. Version counters tell, also those of what `param.data` gave. What writes below PyTorch (numpy, kernels of others) changes
+    no counter; sums of the bits tell in the first passes."""
 
     def __init__(self, unit: Unit) -> None:
         self._params = unit.params
@@ -271,12 +328,18 @@ class Watch:
         # What `param.data` gave since the unit came: it counts its changes by itself.
         self._given: list[tuple[nn.Parameter, _Tensor]] = []
         self._on = False
+        # Sums of the parameters' bits when the unit came, and how many times more they are wanted.
+        self._sums: Optional[list[_Tensor]] = None
+        self._sums_left = _SUMMED_TIMES
 
     def begin(self) -> None:
         """What is in memory now are the unit's values."""
         self._versions = list(map(_version, self._params))
         self._given.clear()
         self._on = True
+        if self._sums_left and not _observed():
+            self._sums_left -= 1
+            self._sums = _sums(self._params)
 
     def end(self) -> Optional[nn.Parameter]:
         """Ends the watch. Returns a parameter that was written since it began, if there is one."""
@@ -290,6 +353,10 @@ class Watch:
             if given._version:
                 found = param
         self._given.clear()
+        sums, self._sums = self._sums, None
+        if found is None and sums is not None and not _observed():
+            changed = (param for param, before, now in zip(self._params, sums, _sums(self._params)) if not torch.equal(before, now))
+            found = next(changed, None)
         return found
 
     def gave(self, param: nn.Parameter, data: _Tensor) -> None:
@@ -304,6 +371,21 @@ class Watch:
             # This name and the argument.
             if sys.getrefcount(data) > 2:
                 self._given.append((param, data))
+
+
+def _observed() -> bool:
+    """Whether somebody records or changes the operations that are made, as torch.func and tracers do."""
+    return in_transform() or bool(torch._C._len_torch_dispatch_stack())
+
+
+def _sums(params: list[nn.Parameter]) -> list[_Tensor]:
+    """The sum of each parameter's bits, on its device."""
+    with torch.no_grad(), AS_TENSORS():
+        return [one.detach().view(_BITS[one.element_size()]).sum() for one in params]
+
+
+# Whole numbers of so many bytes.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # Watches by the id of each parameter of a prepared model.
@@ -324,18 +406,77 @@ def watch(unit: Unit) -> Watch:
 
 
 def _wrap_copies() -> None:
-    """Lets the transforms of torch.func, which wrap tensors below Python, take copies of released parameters."""
+    """Lets functions that take tensors below `__torch_function__` take copies of released parameters."""
     from torch._functorch import eager_transforms, vmap
 
-    def copy(one: Any) -> Any:
-        if not isinstance(one, Released):
-            return one
-        with outside_transforms():
-            return one.clone()
+    sparse = [f"sparse_{kind}_tensor" for kind in ("coo", "csr", "csc", "bsr", "bsc", "compressed")]
+    for owner, name in (
+        *((torch, name) for name in ("tensor", *sparse)),
+        (_Tensor, "new_tensor"),
+        *((torch._C.ScriptFunction, "__call__"), (torch._C.ScriptMethod, "__call__")),
+        *((eager_transforms, "_wrap_for_grad"), (eager_transforms, "_wrap_functional_tensor"), (vmap, "_add_batch_dim")),
+    ):
+        if hasattr(owner, name):
+            setattr(owner, name, _taking_copies(getattr(owner, name)))
+    for module in (eager_transforms, torch.func):
+        module.functionalize = _functionalize(module.functionalize)
+    if torch.distributed.is_available():
+        for name in _COLLECTIVES:
+            if hasattr(torch.distributed.ProcessGroup, name):
+                setattr(torch.distributed.ProcessGroup, name, _refusing_released(getattr(torch.distributed.ProcessGroup, name)))
 
-    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
-        plain = getattr(module, name)
-        setattr(module, name, lambda tensor, *others, plain=plain: plain(copy(tensor), *others))
+
+def _taking_copies(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, which gets copies in place of released parameters, those in lists too."""
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if any(map(_has_released, args)) or any(map(_has_released, kwargs.values())):
+            with outside_transforms():
+                args, kwargs = tree_map(_copy, (args, kwargs))
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def _functionalize(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.func.functionalize, whose functions compare what they are given with what they have made of it."""
+    return functools.wraps(plain)(lambda *args, **kwargs: _taking_copies(plain(*args, **kwargs)))
+
+
+def _has_released(one: Any) -> bool:
+    """Whether this is a released parameter, or a list of some. Lists of numbers, which may be long, are told by their first one."""
+    while isinstance(one, (list, tuple)) and one:
+        if isinstance(one[0], _Tensor):
+            return any(isinstance(each, Released) for each in one)
+        one = one[0]
+    return isinstance(one, Released)
+
+
+def _copy(one: Any) -> Any:
+    return one.clone() if isinstance(one, Released) else one
+
+
+# Methods of a process group that move tensors.
+_COLLECTIVES = ("broadcast", "allreduce", "allreduce_coalesced", "reduce", "allgather", "_allgather_base", "allgather_into_tensor_coalesced")
+_COLLECTIVES += ("allgather_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+_COLLECTIVES += ("alltoall_base", "alltoall", "send", "recv", "recv_anysource")
+
+
+def _refusing_released(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A process group's method that refuses released parameters."""
+
+    @functools.wraps(plain)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        for one in tree_flatten((args, kwargs))[0]:
+            if isinstance(one, Released):
+                raise NotSupported(
+                    f"torch.distributed's {plain.__name__} of {one.engine.name(one)}, whose values are in tiles: all ranks have the same values already; send a "
+                    "clone() of it to others"
+                )
+        return plain(group, *args, **kwargs)
+
+    return call
 
 
 def outside_transforms() -> ContextManager:

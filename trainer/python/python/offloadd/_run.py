@@ -342,8 +342,7 @@ class Run:
                 "before offloadd.prepare, where a resumed run replaces them by its own; or load them only if run.steps_done == 0; or "
                 "call run.load_state_dict to replace them all the same"
             )
-        if self.engine.square_sums or self.engine.broken:
-            raise Error("load_state_dict between backward and step(): call optimizer.step() or zero_grad() first")
+        self.engine.check_between_steps("load_state_dict")
 
     def _replace(self, sources: Mapping[int, torch.Tensor]) -> None:
         self._seal()
@@ -354,8 +353,7 @@ class Run:
     def rewriting(self, units: Sequence[Unit]) -> Iterator[None]:
         """Lets the caller write the tiles of trained `units` anew meanwhile, each once and in this order, and commits all of them at
         once."""
-        if self.engine.square_sums or self.engine.broken:
-            raise Error("weights or their state were changed between backward and step(): call optimizer.step() or zero_grad() first")
+        self.engine.check_between_steps("other weights or another state of them")
         self._seal()
         self._note_step()
         state, self._to_seal = self._to_seal, None
@@ -385,8 +383,7 @@ class Run:
                 if not torch.equal(param.detach(), value):
                     sources[id(param)] = value
         if sources:
-            if self.engine.square_sums or self.engine.broken:
-                raise Error("parameters were changed between backward and step(): call optimizer.step() or zero_grad() first")
+            self.engine.check_between_steps("changing parameters")
             self._replace(sources)
 
     def save_weights(self, path: Union[str, os.PathLike]) -> None:
@@ -635,8 +632,7 @@ class Run:
 
     def check_replaceable(self, call: str, what: str) -> None:
         """Refuses to load what would replace a resumed run's, and what would lose gradients."""
-        if self.engine.square_sums or self.engine.broken:
-            raise Error(f"{call} between backward and step(): call optimizer.step() or zero_grad() first")
+        self.engine.check_between_steps(call)
         if self._resumed_at == self.steps_done > 0:
             raise Error(
                 f"this run was resumed after step {self.steps_done}, and {call} would replace its {what}: load them only if run.steps_done == 0, or begin "

@@ -83,7 +83,7 @@ _trains("Embedding", _words(lambda: nn.Embedding(50, 16)), devices=BOTH)
 _trains("Embedding with `padding_idx`", _words(lambda: nn.Embedding(50, 16, padding_idx=0)))
 _trains("Embedding with `scale_grad_by_freq`", _words(lambda: nn.Embedding(50, 16, scale_grad_by_freq=True)))
 _trains("EmbeddingBag", _words(lambda: nn.EmbeddingBag(50, 16, mode="sum"), lambda layer, ids: layer(ids)))
-_trains("BatchNorm1d", _layer(lambda: nn.BatchNorm1d(16)), devices=BOTH)
+_trains("BatchNorm1d", _layer(lambda: nn.BatchNorm1d(16)))
 _trains("BatchNorm1d with its own momentum", _layer(lambda: nn.BatchNorm1d(16, momentum=None)))
 _trains("GroupNorm, RMSNorm", _layer(lambda: nn.Sequential(nn.GroupNorm(4, 16), nn.RMSNorm(16))))
 _trains("LSTM", _layer(lambda: nn.LSTM(16, 16, batch_first=True), _sequence))
@@ -495,7 +495,6 @@ modes.equal(
 modes.equal(
     "evaluation under `inference_mode`",
     lambda s: [s.step(0), s.model.eval(), torch.inference_mode()(lambda: s.loss(1).item())(), s.model.train(), s.step(2)][2],
-    devices=BOTH,
 )
 modes.equal("a first forward under `inference_mode`", lambda s: [s.model, torch.inference_mode()(lambda: s.loss(1).item())(), s.step(2)][1])
 modes.equal("weights read under `inference_mode`, then a step", lambda s: [s.model, torch.inference_mode()(lambda: s.w.sum().item())(), s.step(2)][1])

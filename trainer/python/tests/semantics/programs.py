@@ -33,7 +33,7 @@ def _(s):
     return [s.weights(model) for model in models]
 
 
-@several.equal("one loss over two prepared models", devices=BOTH)
+@several.equal("one loss over two prepared models")
 def _(s):
     models = [s.begin(net(seed)) for seed in (0, 1)]
     for number in range(3):
@@ -312,7 +312,7 @@ def _fails(s, error, within=contextlib.nullcontext):
 
 
 failing.equal("an error in a block's forward", lambda s: _fails(s, RuntimeError("out of memory")), devices=BOTH)
-failing.equal("KeyboardInterrupt in a block's forward", lambda s: _fails(s, KeyboardInterrupt()), devices=BOTH)
+failing.equal("KeyboardInterrupt in a block's forward", lambda s: _fails(s, KeyboardInterrupt()))
 failing.equal("an error in evaluation", lambda s: _fails(s, ValueError("bad"), torch.no_grad))
 failing.equal("StopIteration in a block's forward", lambda s: _fails(s, StopIteration("end")))
 
@@ -515,7 +515,7 @@ def _(s):
         offloadd.prepare(model, adamw(model.parameters()), s.config(), run_dir=s.dir / "run-0")
 
 
-def _closed(name, do, devices=BOTH):
+def _closed(name, do, devices=("cpu",)):
     """A line in which a run is closed after two steps."""
 
     @notebooks.equal(name, devices=devices)
@@ -551,15 +551,15 @@ def _ended(do):
 
 
 _closed("weights after `close`", _ended(lambda s: s.weights()))
-_closed("`state_dict` after `close`", _ended(lambda s: s.model.state_dict()), devices=("cpu",))
-_closed("a forward after `close`", _ended(lambda s: s.model(s.x(2))), devices=("cpu",))
-_closed("a copy after `close`", _ended(lambda s: copy.deepcopy(s.model)(s.x(2))), devices=("cpu",))
-_closed("`model.to(bfloat16)` after `close`", _ended(lambda s: s.model.to(torch.bfloat16).last.weight), devices=("cpu",))
-_closed("a new optimizer after `close`", lambda s: _train_on(s, adamw(s.model.parameters())), devices=("cpu",))
-_closed("an SGD after `close`", lambda s: _train_on(s, torch.optim.SGD(s.model.parameters(), lr=0.1)), devices=("cpu",))
-_closed("the same optimizer after `close`", lambda s: _train_on(s, s.optimizer), devices=("cpu",))
-_closed("writes after `close`", _ended(lambda s: [torch.no_grad()(lambda: s.w.mul_(2))(), s.model(s.x(2))][1]), devices=("cpu",))
-_closed("`prepare` after `close`", _prepared_again)
+_closed("`state_dict` after `close`", _ended(lambda s: s.model.state_dict()))
+_closed("a forward after `close`", _ended(lambda s: s.model(s.x(2))))
+_closed("a copy after `close`", _ended(lambda s: copy.deepcopy(s.model)(s.x(2))))
+_closed("`model.to(bfloat16)` after `close`", _ended(lambda s: s.model.to(torch.bfloat16).last.weight))
+_closed("a new optimizer after `close`", lambda s: _train_on(s, adamw(s.model.parameters())))
+_closed("an SGD after `close`", lambda s: _train_on(s, torch.optim.SGD(s.model.parameters(), lr=0.1)))
+_closed("the same optimizer after `close`", lambda s: _train_on(s, s.optimizer))
+_closed("writes after `close`", _ended(lambda s: [torch.no_grad()(lambda: s.w.mul_(2))(), s.model(s.x(2))][1]))
+_closed("`prepare` after `close`", _prepared_again, devices=BOTH)
 _closed("`close` twice", _ended(lambda s: s.run.close() if s.run else None))
 
 
@@ -618,14 +618,14 @@ def _(s):
     s.optimizer.step()
 
 
-@notebooks.equal("a cell run twice, with a new model and another directory", devices=BOTH)
+@notebooks.equal("a cell run twice, with a new model and another directory")
 def _(s):
     for _ in range(2):
         s.begin()
         s.step(0, 1)
 
 
-@notebooks.equal("a cell run twice, with the run's directory, after `close`", devices=("cpu",))
+@notebooks.equal("a cell run twice, with the run's directory, after `close`")
 def _(s):
     for _ in range(2):
         s.begin(run_dir=s.dir / "run")
@@ -681,7 +681,7 @@ def _(s):
     return [model(s.x()), copy.deepcopy(model)(s.x())]
 
 
-@notebooks.equal("`drain` between steps", devices=BOTH)
+@notebooks.equal("`drain` between steps")
 def _(s):
     s.step(0)
     if s.run:
@@ -689,7 +689,7 @@ def _(s):
     s.step(1)
 
 
-@notebooks.equal("an interactive loop: a step, a look, a step", devices=BOTH)
+@notebooks.equal("an interactive loop: a step, a look, a step")
 def _(s):
     for number in range(3):
         s.step(number)
@@ -709,7 +709,7 @@ class Numbers(torch.utils.data.Dataset):
         return torch.full((8,), float(index)), index % CLASSES
 
 
-@processes.equal("a DataLoader with two workers", devices=BOTH)
+@processes.equal("a DataLoader with two workers")
 def _(s):
     s.step(0)
     for x, y in torch.utils.data.DataLoader(Numbers(), batch_size=3, num_workers=2):
@@ -755,7 +755,7 @@ def _(s):
     s.step(1)
 
 
-@processes.equal("a fork that ends in order, with `atexit` and `gc`", devices=BOTH)
+@processes.equal("a fork that ends in order, with `atexit` and `gc`")
 def _(s):
     s.step(0)
     process = multiprocessing.get_context("fork").Process(target=gc.collect)
@@ -820,13 +820,39 @@ processes.refused("`model.share_memory()`", "offloadd.prepare", lambda s: s.mode
 processes.refused("`w.share_memory_()`", "offloadd.prepare", lambda s: s.w.share_memory_())
 
 
-@processes.refused("`DistributedDataParallel` around it", "DistributedDataParallel")
+@processes.refused("`torch.distributed.broadcast` of weights", "all ranks have the same values already")
 def _(s):
+    _in_group(s, lambda dist: dist.broadcast(s.w, 0))
+
+
+@processes.equal("collectives of gradients, and of copies")
+def _(s):
+    def share(dist):
+        s.backward(0)
+        for param in s.model.parameters():
+            dist.all_reduce(param.grad)
+        found = [torch.empty(32, 16)]
+        dist.all_gather(found, s.w.detach())
+        s.note(found)
+        s.optimizer.step()
+
+    _in_group(s, share)
+
+
+def _in_group(s, do):
+    """What `do` makes of torch.distributed in a group of one process."""
     import torch.distributed as dist
 
     s.begin()
     dist.init_process_group("gloo", init_method=f"file://{s.dir}/group", rank=0, world_size=1)
     try:
-        nn.parallel.DistributedDataParallel(s.model)
+        do(dist)
     finally:
         dist.destroy_process_group()
+
+
+processes.refused(
+    "`DistributedDataParallel` around it",
+    "DistributedDataParallel",
+    lambda s: _in_group(s, lambda dist: nn.parallel.DistributedDataParallel(s.model)),
+)

@@ -1,7 +1,10 @@
 """Reads: weights that a script looks at outside of forward, their attributes, and functional transforms."""
 
+import contextlib
 import copy
+import ctypes
 import gc
+import os
 import weakref
 
 import numpy
@@ -49,7 +52,12 @@ read.equal("`numpy` of a parameter that requires a gradient", lambda s: s.w.nump
 read.equal("`numpy.asarray(w.detach())`", lambda s: float(numpy.asarray(s.w.detach()).max()))
 read.equal("`numpy.mean` of `w.data`", lambda s: float(numpy.mean(s.w.data.cpu().numpy())))
 read.equal("`tolist`", lambda s: s.w.tolist())
-read.equal("`torch.tensor(w)`", lambda s: torch.tensor(s.w.detach()))
+read.equal("`torch.tensor(w)`, `new_tensor`", lambda s: [torch.tensor(s.w), torch.tensor([s.w[0, 0], s.w[1, 0]]), s.w.new_tensor(s.w), torch.ones(1).new_tensor(s.w)])
+read.equal("`torch.sparse_coo_tensor` of a weight", lambda s: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), s.model.last.weight[:2]).to_dense())
+read.equal("a function of `torch.jit.script`", lambda s: _scripted()(s.w))
+read.equal("a gradient that is a weight", lambda s: [s.w.backward(s.w), s.optimizer.zero_grad(), torch.autograd.grad(s.w * 2, s.w, s.w)][2])
+read.equal("`format`, `str`, `repr` of views", lambda s: [f"{s.w[0, 1]:.3f}", str(s.w[0].detach()), repr(s.w.data[1])])
+read.equal("all functions of torch and of tensors, with weights", lambda s: _is_safe(s))
 read.equal("`dlpack`", lambda s: torch.from_dlpack(s.w.detach()))
 read.equal("`torch.utils.dlpack.to_dlpack`", lambda s: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(s.w.detach())))
 read.equal("`histc`, `quantile`, `bincount`", lambda s: [s.w.histc(8), s.w.quantile(0.3), (s.w * 10).abs().long().flatten().bincount()])
@@ -132,6 +140,34 @@ def _(s):
             return grad * 2 + 0 * ctx.saved_tensors[0]
 
     return torch.autograd.grad(Double.apply(s.w).square().sum(), s.w)[0]
+
+
+def _scripted():
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 + 1
+
+    return torch.jit.script(doubled)
+
+
+# Public functions that end the process of any script that calls them like this, and one that takes long.
+_END = ("PyTorchFileWriter", "sym_fresh_size", "compile")
+
+
+def _is_safe(s):
+    """Calls all functions with weights, in a forked process: none may reach memory that is not there, whatever else it says."""
+    w, index = s.w, torch.tensor([[0, 1]])
+    arguments = [(w,), (w, w), ([w],), (torch.ones(1), w), (index, w)]
+    child = os.fork()
+    if child == 0:
+        for file in range(3):
+            os.dup2(os.open(os.devnull, os.O_RDWR), file)
+        for owner in (torch, torch.Tensor):
+            for name in dir(owner):
+                for given in arguments if name[0] != "_" and name not in _END and callable(getattr(owner, name)) else ():
+                    with contextlib.suppress(BaseException):
+                        getattr(owner, name)(*given)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 viewed = Theme("views and tuples", changes=False)
@@ -224,7 +260,9 @@ attributes.equal("weak references", lambda s: (lambda ref: [s.step(), gc.collect
 attributes.differs("`repr(w)` has values", "says that they are in tiles", lambda s: "tensor([[" in repr(s.w))
 attributes.equal("`str` of a module", lambda s: str(s.model))
 attributes.equal("`repr` of the optimizer", lambda s: repr(s.optimizer))
-attributes.equal("`data_ptr` differs between parameters", lambda s: s.w.data_ptr() != s.b.data_ptr())
+attributes.equal("`data_ptr` and storages of all parameters, to find tied ones", lambda s: _addresses(s))
+attributes.equal("memory at `data_ptr`", lambda s: [ctypes.cast(s.w.data_ptr(), ctypes.POINTER(ctypes.c_float))[3], s.w.untyped_storage().tolist()[:4]])
+attributes.differs("`w[0].data_ptr() == w.data_ptr()` after a step", "the address of a copy, another one after each step", lambda s: (lambda before: [s.step(), before == s.w.data_ptr()][1])(s.w.data_ptr()))
 attributes.equal("`untyped_storage().nbytes()` of `w.detach().clone()`", lambda s: s.w.detach().clone().untyped_storage().nbytes())
 attributes.equal("`untyped_storage()` values", lambda s: len(bytes(s.w.detach().clone().untyped_storage())))
 attributes.equal("`storage_offset` of a copy", lambda s: s.w.clone().storage_offset())
@@ -273,7 +311,14 @@ def _identity(s):
     return [before == (hash(s.w), id(s.w)), w is s.w]
 
 
+def _addresses(s):
+    params = [*s.model.parameters(), s.w]
+    found = [[p.data_ptr() for p in params], [p.untyped_storage().data_ptr() for p in params], [p.data.data_ptr() for p in params]]
+    return [[addresses.index(one) for one in addresses] for addresses in found]
+
+
 functional = Theme("torch.func")
+functional.equal("`functionalize`", lambda s: torch.func.functionalize(lambda w: w * 2)(s.w))
 
 functional.equal("`functional_call` with the model's parameters", lambda s: functional_call(s.model, dict(s.model.named_parameters()), (s.x(),)))
 functional.equal("`functional_call` with copies", lambda s: functional_call(s.model, s.weights(), (s.x(),)))

@@ -58,7 +58,6 @@ stepped.equal(
 stepped.equal(
     "`retain_graph` and a second backward",
     lambda s: [(loss := s.loss()).backward(retain_graph=True), loss.backward(), s.optimizer.step()],
-    devices=BOTH,
 )
 stepped.equal("a second backward without `retain_graph`", lambda s: [(loss := s.loss()).backward(), loss.backward()])
 stepped.equal("a graph of before a step", lambda s: [old := s.loss(), s.step(1), old.backward()])
@@ -77,7 +76,7 @@ stepped.equal(
     "gradients of an activation",
     lambda s: (lambda h: torch.autograd.grad(s.model.last(s.model.blocks[1](h)).sum(), h)[0])(s.model.first(s.x())),
 )
-stepped.equal("a closure", lambda s: [s.optimizer.step(lambda: _closure(s, n)) for n in range(2)], devices=BOTH)
+stepped.equal("a closure", lambda s: [s.optimizer.step(lambda: _closure(s, n)) for n in range(2)])
 stepped.equal("a closure without gradients", lambda s: s.optimizer.step(lambda: 1.5))
 stepped.equal(
     "some blocks unused",
@@ -95,7 +94,7 @@ stepped.equal(
     lambda s: [torch.set_grad_enabled(False), s.loss().requires_grad, torch.set_grad_enabled(True), s.step()][1],
 )
 stepped.equal("`checkpoint(use_reentrant=False)`", lambda s: _checkpointed(s, use_reentrant=False), devices=BOTH)
-stepped.equal("`checkpoint(use_reentrant=True)`", lambda s: _checkpointed(s, use_reentrant=True), devices=BOTH)
+stepped.equal("`checkpoint(use_reentrant=True)`", lambda s: _checkpointed(s, use_reentrant=True))
 stepped.equal("`checkpoint_sequential`", lambda s: _checkpointed_sequence(s))
 stepped.equal("`checkpoint` within a block", lambda s: _checkpointed_parts(s))
 stepped.refused("`create_graph` over the input", "create_graph=True", lambda s: _gradient_penalty(s))
@@ -207,6 +206,15 @@ def _not_finite(s):
 
 grads = Theme("gradients after backward")
 
+
+def _emptied(s, empty):
+    """Trains with gradients that are made zero by hand after each step."""
+    for number in range(3):
+        s.step(number, zero=False)
+        for param in s.model.parameters():
+            empty(param)
+
+
 grads.equal("`p.grad` is None before", lambda s: s.w.grad is None)
 grads.equal("`p.grad` values", lambda s: [s.backward(), s.w.grad, s.b.grad, s.root.grad][1:])
 grads.equal("`p.grad` of a parameter that was not used", lambda s: [s.model.first(s.x()).sum().backward(), s.w.grad][1])
@@ -234,6 +242,9 @@ grads.equal(
 grads.equal("`p.grad.mul_`", lambda s: [_each(s, lambda p: p.grad.mul_(0.5)), s.optimizer.step()])
 grads.equal("`p.grad.div_`", lambda s: [_each(s, lambda p: p.grad.div_(4)), s.optimizer.step()])
 grads.equal("`p.grad *= 0.5`", lambda s: [_each(s, lambda p: p.grad.__imul__(0.5)), s.optimizer.step()])
+grads.equal("`p.grad.data = x`", lambda s: [_each(s, lambda p: setattr(p.grad, "data", p.grad.data.clamp(-1e-3, 1e-3))), s.optimizer.step()])
+grads.equal("`p.grad = torch.zeros_like(p)` after each step", lambda s: _emptied(s, lambda p: setattr(p, "grad", torch.zeros_like(p))))
+grads.equal("`p.grad.fill_(0)` after each step", lambda s: _emptied(s, lambda p: p.grad.fill_(0)))
 grads.equal("`p.grad.data.mul_`", lambda s: [_each(s, lambda p: p.grad.data.mul_(0.5)), s.optimizer.step()])
 grads.equal("`p.grad = p.grad * 0.5`", lambda s: [_each(s, lambda p: setattr(p, "grad", p.grad * 0.5)), s.optimizer.step()])
 grads.equal("`p.grad.clamp_`", lambda s: [_each(s, lambda p: p.grad.clamp_(-0.01, 0.01)), s.optimizer.step()])
@@ -372,7 +383,7 @@ def _groups(model):
 
 
 _with("AdamW with weight decay", lambda m: adamw(m.parameters(), weight_decay=0.1), devices=BOTH)
-_with("Adam", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4), devices=BOTH)
+_with("Adam", lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, eps=1e-4))
 _with("groups with their own settings", lambda m: adamw(_groups(m)), devices=BOTH)
 _with("a group of each parameter", lambda m: adamw([{"params": [p], "lr": 1e-2 / (i + 1)} for i, p in enumerate(m.parameters())]))
 _with("named parameters", lambda m: adamw(m.named_parameters()))
@@ -384,7 +395,7 @@ _with("a learning rate of zero", lambda m: adamw(m.parameters(), lr=0.0))
 _with("some parameters only", lambda m: adamw(m.blocks.parameters()))
 _with("only the head", lambda m: adamw(m.last.parameters()))
 _with("frozen parameters among them", lambda m: [m.blocks[2].requires_grad_(False), adamw(m.parameters())][1], devices=BOTH)
-_with("a frozen base and a head", lambda m: [m.blocks.requires_grad_(False), adamw(p for p in m.parameters() if p.requires_grad)][1], devices=BOTH)
+_with("a frozen base and a head", lambda m: [m.blocks.requires_grad_(False), adamw(p for p in m.parameters() if p.requires_grad)][1])
 _with(
     "only biases",
     lambda m: [[p.requires_grad_(n.endswith("bias")) for n, p in m.named_parameters()], adamw(p for p in m.parameters() if p.requires_grad)][1],
@@ -549,6 +560,24 @@ def _(s):
     s.step(1)
 
 
+@optimizers.refused("its `step` replaced before `prepare`", "replace it after offloadd.prepare")
+def _(s):
+    model = net()
+    optimizer = adamw(model.parameters())
+    step = optimizer.step
+    optimizer.step = lambda *args: step(*args)
+    s.begin(model, optimizer)
+
+
+@optimizers.equal("its `step` replaced after `prepare`")
+def _(s):
+    s.model
+    step, calls = s.optimizer.step, []
+    s.optimizer.step = lambda *args: [calls.append(1), step(*args)][1]
+    s.step(0, 1)
+    return calls
+
+
 @optimizers.refused("`maximize` set later", "maximize")
 def _(s):
     s.step(0)
@@ -576,7 +605,7 @@ def _scheduled(name, make, devices=("cpu",), **more):
 from torch.optim import lr_scheduler  # noqa: E402
 
 _scheduled("StepLR", lambda o: lr_scheduler.StepLR(o, 2, 0.1))
-_scheduled("CosineAnnealingLR", lambda o: lr_scheduler.CosineAnnealingLR(o, 4), devices=BOTH)
+_scheduled("CosineAnnealingLR", lambda o: lr_scheduler.CosineAnnealingLR(o, 4))
 _scheduled("OneCycleLR, which changes the betas", lambda o: lr_scheduler.OneCycleLR(o, 0.02, total_steps=8))
 _scheduled("CyclicLR", lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2, cycle_momentum=False))
 _scheduled("LambdaLR", lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1, (step + 1) / 3)))
@@ -725,7 +754,7 @@ def _scaled_sum(s, scaler):
     scaler.update()
 
 
-precision.equal("`GradScaler`", lambda s: _scaled(s), devices=BOTH)
+precision.equal("`GradScaler`", lambda s: _scaled(s))
 precision.equal("`GradScaler` and `unscale_`, then clipping", lambda s: _scaled(s, unscale=True))
 precision.equal("`GradScaler` that skips a step", lambda s: _scaled(s, factor=float("inf")))
 precision.equal(
@@ -766,7 +795,7 @@ def _sixteen(s, dtype):
     return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-saved = Theme("saved", devices=BOTH)
+saved = Theme("saved")
 
 
 def _through(value, **more):
@@ -783,7 +812,7 @@ def _after(s, do):
     return do()
 
 
-saved.equal("`model.state_dict()`", lambda s: _after(s, lambda: s.model.state_dict()))
+saved.equal("`model.state_dict()`", lambda s: _after(s, lambda: s.model.state_dict()), devices=BOTH)
 saved.equal(
     "`state_dict` of a block, with a prefix, with `keep_vars`",
     lambda s: _after(s, lambda: [s.model.blocks[1].state_dict(), s.model.state_dict(prefix="m."), s.model.state_dict(keep_vars=True)]),
@@ -791,100 +820,92 @@ saved.equal(
 saved.equal(
     "`state_dict` in the middle of an accumulation",
     lambda s: [s.backward(0), s.note(s.model.state_dict()), s.backward(1), s.optimizer.step()],
-    devices=("cpu",),
 )
-saved.equal("`state_dict` kept over a step", lambda s: [state := copy.deepcopy(s.model.state_dict()), s.step(0), state][2], devices=("cpu",))
+saved.equal("`state_dict` kept over a step", lambda s: [state := copy.deepcopy(s.model.state_dict()), s.step(0), state][2])
 saved.differs(
     "a `state_dict` after a step",
     "its tensors are copies and keep their values",
     lambda s: [state := s.model.state_dict(), before := state["last.weight"].clone(), s.step(0), not torch.equal(before, state["last.weight"])][3],
-    devices=("cpu",),
 )
 saved.equal(
     "`state_dict` has its `_metadata`, order and class",
     lambda s: [list(s.model.state_dict()._metadata), list(s.model.state_dict()), type(s.model.state_dict()).__name__],
-    devices=("cpu",),
 )
-saved.equal("`torch.save` of the state", lambda s: _after(s, lambda: _through(s.model.state_dict())))
-saved.equal("`torch.save` of a list of weights", lambda s: _after(s, lambda: _through([p.detach() for p in s.model.parameters()])), devices=("cpu",))
+saved.equal("`torch.save` of the state", lambda s: _after(s, lambda: _through(s.model.state_dict())), devices=BOTH)
+saved.equal("`torch.save` of a list of weights", lambda s: _after(s, lambda: _through([p.detach() for p in s.model.parameters()])))
 saved.equal(
     "`torch.save` of `dict(named_parameters())`",
     lambda s: _after(s, lambda: _through({n: p.data for n, p in s.model.named_parameters()})),
-    devices=("cpu",),
 )
-saved.equal("`torch.save` of `w.detach()`", lambda s: _after(s, lambda: _through(s.w.detach())), devices=("cpu",))
-saved.refused("`torch.save` of a parameter", "state_dict", lambda s: _after(s, lambda: _through(s.w, weights_only=False)), devices=("cpu",))
-saved.refused("`torch.save(model)`", "state_dict", lambda s: _after(s, lambda: _through(s.model, weights_only=False)), devices=("cpu",))
-saved.refused("`pickle` of the model", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.model)), devices=("cpu",))
-saved.refused("`pickle` of the optimizer", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.optimizer)), devices=("cpu",))
+saved.equal("`torch.save` of `w.detach()`", lambda s: _after(s, lambda: _through(s.w.detach())))
+saved.refused("`torch.save` of a parameter", "state_dict", lambda s: _after(s, lambda: _through(s.w, weights_only=False)))
+saved.refused("`torch.save(model)`", "state_dict", lambda s: _after(s, lambda: _through(s.model, weights_only=False)))
+saved.refused("`pickle` of the model", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.model)))
+saved.refused("`pickle` of the optimizer", "state_dict", lambda s: _after(s, lambda: pickle.dumps(s.optimizer)))
 saved.refused(
     "`torch.save` of a checkpoint with the model in it",
     "state_dict",
     lambda s: _after(s, lambda: _through({"model": s.model, "step": 3}, weights_only=False)),
-    devices=("cpu",),
 )
-saved.refused("`copy.deepcopy(model)`", "before offloadd.prepare", lambda s: _after(s, lambda: copy.deepcopy(s.model)), devices=("cpu",))
+saved.refused("`copy.deepcopy(model)`", "before offloadd.prepare", lambda s: _after(s, lambda: copy.deepcopy(s.model)))
 saved.refused(
     "`copy.deepcopy` of a block",
     "before offloadd.prepare",
     lambda s: _after(s, lambda: copy.deepcopy(s.model.blocks[0])),
-    devices=("cpu",),
 )
-saved.refused("`copy.deepcopy(optimizer)`", "state_dict", lambda s: _after(s, lambda: copy.deepcopy(s.optimizer)), devices=("cpu",))
+saved.refused("`copy.deepcopy(optimizer)`", "state_dict", lambda s: _after(s, lambda: copy.deepcopy(s.optimizer)))
 saved.equal(
     "`copy.deepcopy` of `w.detach()`, of `w.data`",
     lambda s: _after(s, lambda: [copy.deepcopy(s.w.detach()), copy.deepcopy(s.w.data)]),
-    devices=("cpu",),
 )
-saved.refused("`copy.copy(model)`", "save its state_dict", lambda s: _after(s, lambda: copy.copy(s.model)(s.x(3))), devices=("cpu",))
-saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(net(5), s.model.state_dict())(s.x(3))), devices=("cpu",))
-saved.equal("`safetensors` of the state", lambda s: _after(s, lambda: _safetensors(s.model.state_dict())), devices=("cpu",))
-saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_model(s.model)), devices=("cpu",))
-saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s), devices=("cpu",))
-saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()))
+saved.refused("`copy.copy(model)`", "save its state_dict", lambda s: _after(s, lambda: copy.copy(s.model)(s.x(3))))
+saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(net(5), s.model.state_dict())(s.x(3))))
+saved.equal("`safetensors` of the state", lambda s: _after(s, lambda: _safetensors(s.model.state_dict())))
+saved.equal("`safetensors.torch.save_model`", lambda s: _after(s, lambda: _save_model(s.model)))
+saved.equal("tied weights in a `state_dict`", lambda s: _tied_state(s))
+saved.equal("`optimizer.state_dict()`", lambda s: _after(s, lambda: s.optimizer.state_dict()), devices=BOTH)
 saved.equal("`optimizer.state_dict()` before the first step", lambda s: s.optimizer.state_dict())
 saved.equal(
     "`optimizer.state_dict()` of groups",
     lambda s: [s.begin(m := net(), adamw(_groups(m))), _after(s, lambda: s.optimizer.state_dict())][1],
-    devices=("cpu",),
 )
-saved.equal("`torch.save` of the optimizer's state", lambda s: _after(s, lambda: _through(s.optimizer.state_dict())), devices=("cpu",))
-saved.equal("plain AdamW that continues from `state_dict`s", lambda s: _continued_plain(s))
-saved.equal("`len(optimizer.state)`", lambda s: _after(s, lambda: len(s.optimizer.state)), devices=("cpu",))
-saved.equal("`optimizer.state[w]['exp_avg']`", lambda s: _after(s, lambda: s.optimizer.state[s.w]["exp_avg"]), devices=("cpu",))
-saved.equal("`optimizer.state[w]['step']`", lambda s: _after(s, lambda: float(s.optimizer.state[s.w]["step"])), devices=("cpu",))
+saved.equal("`torch.save` of the optimizer's state", lambda s: _after(s, lambda: _through(s.optimizer.state_dict())))
+saved.equal("plain AdamW that continues from `state_dict`s", lambda s: _continued_plain(s), devices=BOTH)
+saved.equal("`len(optimizer.state)`", lambda s: _after(s, lambda: len(s.optimizer.state)))
+saved.equal("`optimizer.state[w]['exp_avg']`", lambda s: _after(s, lambda: s.optimizer.state[s.w]["exp_avg"]))
+saved.equal("`optimizer.state[w]['step']`", lambda s: _after(s, lambda: float(s.optimizer.state[s.w]["step"])))
 saved.equal(
     "the moments' norms in a loop",
     lambda s: _after(s, lambda: [s.optimizer.state[p]["exp_avg_sq"].norm() for g in s.optimizer.param_groups for p in g["params"]]),
-    devices=("cpu",),
 )
-saved.equal("`w in optimizer.state`", lambda s: [s.w in s.optimizer.state, s.step(), s.w in s.optimizer.state][::2], devices=("cpu",))
+saved.equal("`w in optimizer.state`", lambda s: [s.w in s.optimizer.state, s.step(), s.w in s.optimizer.state][::2])
 saved.refused(
     "`optimizer.state[w].clear()`, a restart of the moments",
     "use optimizer.load_state_dict",
     lambda s: [s.step(0), s.optimizer.state[s.w].clear(), s.step(1)],
-    devices=("cpu",),
 )
 saved.refused(
     "`optimizer.state.clear()`, a restart of all moments",
     "use optimizer.load_state_dict",
     lambda s: [s.step(0), s.optimizer.state.clear(), s.step(1)],
-    devices=("cpu",),
 )
 saved.refused(
     "moments multiplied by a script",
     "use optimizer.load_state_dict",
     lambda s: [s.step(0), s.optimizer.state[s.w]["exp_avg"].mul_(0.5), s.step(1)],
-    devices=("cpu",),
 )
-saved.equal("`get_model_state_dict`", lambda s: _after(s, lambda: get_model_state_dict(s.model)), devices=("cpu",))
-saved.equal("`get_optimizer_state_dict`", lambda s: _after(s, lambda: get_optimizer_state_dict(s.model, s.optimizer)), devices=("cpu",))
-saved.equal("`get_state_dict`", lambda s: _after(s, lambda: get_state_dict(s.model, s.optimizer)))
-saved.equal("`torch.distributed.checkpoint.save`", lambda s: _after(s, lambda: _distributed_checkpoint(s)), devices=("cpu",))
+saved.refused(
+    "the number of updates changed by a script",
+    "use optimizer.load_state_dict",
+    lambda s: [s.step(0), s.optimizer.state[s.w]["step"].fill_(10.0), s.step(1)],
+)
+saved.equal("`get_model_state_dict`", lambda s: _after(s, lambda: get_model_state_dict(s.model)))
+saved.equal("`get_optimizer_state_dict`", lambda s: _after(s, lambda: get_optimizer_state_dict(s.model, s.optimizer)))
+saved.equal("`get_state_dict`", lambda s: _after(s, lambda: get_state_dict(s.model, s.optimizer)), devices=BOTH)
+saved.equal("`torch.distributed.checkpoint.save`", lambda s: _after(s, lambda: _distributed_checkpoint(s)))
 saved.equal(
     "`scheduler.state_dict()` of a scheduler beside it",
     lambda s: _after(s, lambda: lr_scheduler.StepLR(s.optimizer, 2).state_dict()),
-    devices=("cpu",),
 )
 
 
@@ -950,7 +971,7 @@ def _distributed_checkpoint(s):
     return s.weights(other)
 
 
-loaded = Theme("loaded", devices=BOTH)
+loaded = Theme("loaded")
 
 
 def _trained_state():
@@ -966,90 +987,78 @@ def _trained_state():
 
 
 loaded.equal("`model.load_state_dict` after `prepare`", lambda s: [s.model.load_state_dict(_trained_state()[0]), s.step(0, 1)])
-loaded.equal("`model.load_state_dict` after steps", lambda s: [s.step(0), s.model.load_state_dict(_trained_state()[0]), s.step(1)])
-loaded.equal("what `load_state_dict` returns", lambda s: str(s.model.load_state_dict(_trained_state()[0])), devices=("cpu",))
-loaded.equal("its own `state_dict`", lambda s: [s.step(0), s.model.load_state_dict(s.model.state_dict()), s.step(1)], devices=("cpu",))
+loaded.equal("`model.load_state_dict` after steps", lambda s: [s.step(0), s.model.load_state_dict(_trained_state()[0]), s.step(1)], devices=BOTH)
+loaded.equal("what `load_state_dict` returns", lambda s: str(s.model.load_state_dict(_trained_state()[0])))
+loaded.equal("its own `state_dict`", lambda s: [s.step(0), s.model.load_state_dict(s.model.state_dict()), s.step(1)])
 loaded.equal(
     "`strict=False` with missing and unexpected keys",
     lambda s: [str(s.model.load_state_dict({"last.weight": torch.ones(5, 16), "other": torch.ones(1)}, strict=False)), s.step()][0],
-    devices=("cpu",),
 )
-loaded.equal("a missing key", lambda s: _mismatch(s, {"last.weight": torch.ones(5, 16)}), devices=("cpu",))
-loaded.equal("a weight of another shape", lambda s: _mismatch(s, {**net(3).state_dict(), "last.weight": torch.ones(2, 16)}), devices=("cpu",))
+loaded.equal("a missing key", lambda s: _mismatch(s, {"last.weight": torch.ones(5, 16)}))
+loaded.equal("a weight of another shape", lambda s: _mismatch(s, {**net(3).state_dict(), "last.weight": torch.ones(2, 16)}))
 loaded.equal(
     "weights of another type",
     lambda s: [s.model.load_state_dict({k: v.double() for k, v in net(3).state_dict().items()}), s.step()],
-    devices=("cpu",),
 )
-loaded.refused("`assign=True`", "leave assign out", lambda s: s.model.load_state_dict(net(3).state_dict(), assign=True), devices=("cpu",))
+loaded.refused("`assign=True`", "leave assign out", lambda s: s.model.load_state_dict(net(3).state_dict(), assign=True))
 loaded.equal(
     "`load_state_dict` of a block",
     lambda s: [s.step(0), s.model.blocks[1].load_state_dict(net(3).blocks[1].state_dict()), s.step(1)],
-    devices=("cpu",),
 )
 loaded.equal(
     "`load_state_dict` of the head",
     lambda s: [s.step(0), s.model.last.load_state_dict(net(3).last.state_dict()), s.step(1)],
-    devices=("cpu",),
 )
 loaded.equal(
     "a state with tied weights",
     lambda s: [s.begin(randomized(Tied())), s.model.load_state_dict(randomized(Tied(), 4).state_dict()), s.step()],
-    devices=("cpu",),
 )
-loaded.equal("a state with frozen weights in it", lambda s: _loaded_frozen(s), devices=("cpu",))
+loaded.equal("a state with frozen weights in it", lambda s: _loaded_frozen(s))
 loaded.refused(
     "`load_state_dict` in the middle of an accumulation",
     "between backward and step",
     lambda s: [s.backward(), s.model.load_state_dict(net(3).state_dict())],
-    devices=("cpu",),
 )
 loaded.equal(
     "`optimizer.load_state_dict` of plain PyTorch's",
     lambda s: [s.model.load_state_dict(_trained_state()[0]), s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)],
+    devices=BOTH,
 )
 loaded.equal(
     "`optimizer.load_state_dict` alone",
     lambda s: [s.model, s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)],
-    devices=("cpu",),
 )
 loaded.equal("`optimizer.load_state_dict` after steps", lambda s: [s.step(0, 1), s.optimizer.load_state_dict(_trained_state()[1]), s.step(0, 1)])
 loaded.equal(
     "`optimizer.load_state_dict` of its own state",
     lambda s: [s.step(0, 1), s.optimizer.load_state_dict(s.optimizer.state_dict()), s.step(0, 1)],
-    devices=("cpu",),
 )
 loaded.equal(
     "`optimizer.load_state_dict` of a fresh one, moments begin anew",
     lambda s: [s.step(0, 1), s.optimizer.load_state_dict(adamw(net().parameters()).state_dict()), s.step(2)],
-    devices=("cpu",),
 )
 loaded.equal(
     "`optimizer.load_state_dict` of `torch.load`",
     lambda s: [s.model, s.optimizer.load_state_dict(_through(_trained_state()[1])), s.step(0)],
-    devices=("cpu",),
 )
 loaded.equal(
     "settings that come with the state",
     lambda s: [s.model, s.optimizer.load_state_dict(_trained_state()[1]), {k: v for k, v in s.optimizer.param_groups[0].items() if k != "params"}][2],
-    devices=("cpu",),
 )
 loaded.equal(
     "a state of another number of groups",
     lambda s: s.optimizer.load_state_dict(adamw([{"params": [p]} for p in net().parameters()]).state_dict()) if s.model else None,
-    devices=("cpu",),
 )
 loaded.equal(
     "a state of other numbers of parameters",
     lambda s: s.optimizer.load_state_dict(adamw(net().last.parameters()).state_dict()) if s.model else None,
-    devices=("cpu",),
 )
-loaded.equal("`optimizer.load_state_dict` before `prepare`", lambda s: _loaded_before(s))
-loaded.equal("`set_model_state_dict`", lambda s: [set_model_state_dict(s.model, net(3).state_dict()), s.step()], devices=("cpu",))
-loaded.equal("`set_state_dict` of both", lambda s: _set_both(s), devices=("cpu",))
-loaded.equal("weights loaded before `prepare`", lambda s: [s.begin(_loaded(net(), net(3).state_dict()).train()), s.step()], devices=("cpu",))
-loaded.equal("a state from `safetensors`", lambda s: [s.model.load_state_dict(_safetensors(net(3).state_dict())), s.step()], devices=("cpu",))
-loaded.equal("a buffer in the state", lambda s: _loaded_buffer(s), devices=("cpu",))
+loaded.equal("`optimizer.load_state_dict` before `prepare`", lambda s: _loaded_before(s), devices=BOTH)
+loaded.equal("`set_model_state_dict`", lambda s: [set_model_state_dict(s.model, net(3).state_dict()), s.step()])
+loaded.equal("`set_state_dict` of both", lambda s: _set_both(s))
+loaded.equal("weights loaded before `prepare`", lambda s: [s.begin(_loaded(net(), net(3).state_dict()).train()), s.step()])
+loaded.equal("a state from `safetensors`", lambda s: [s.model.load_state_dict(_safetensors(net(3).state_dict())), s.step()])
+loaded.equal("a buffer in the state", lambda s: _loaded_buffer(s))
 
 
 def _mismatch(s, state):

@@ -34,47 +34,24 @@ def _write(s, write):
 
 
 _writes("`w.add_`", lambda w: w.add_(0.1))
-_writes("`w.mul_`", lambda w: w.mul_(0.9))
-_writes("`w += 1`", lambda w: w.__iadd__(0.1))
-_writes("`w.copy_`", lambda w: w.copy_(torch.full_like(w, 0.1)))
-_writes("`w.fill_`, `w.zero_`", lambda w: [w.fill_(2.0), w.zero_()])
 _writes("`w[0] = 0`", lambda w: w.__setitem__(0, 0.0))
-_writes("`w[mask] = 0`", lambda w: w.__setitem__(w > 0.2, 0.0))
-_writes("`w[:, 1:].zero_()`", lambda w: w[:, 1:].zero_())
 _writes("`w[0].mul_(2)`, a view", lambda w: w[0].mul_(2))
-_writes("`w.t().add_`", lambda w: w.t().add_(0.1))
 _writes("`for row in w: row.div_(row.norm())`", lambda w: [row.div_(row.norm()) for row in w])
-_writes("`w.clamp_`, `w.renorm_`", lambda w: [w.clamp_(-0.1, 0.1), w.renorm_(2, 0, 0.5)])
-_writes("`w.normal_`, `w.uniform_`", lambda w: [w.normal_(), w.uniform_(-0.1, 0.1)])
-_writes("`w.index_fill_`, `w.masked_fill_`", lambda w: [w.index_fill_(0, torch.tensor([1]), 0.0), w.masked_fill_(w > 0.3, 0.0)])
 _writes("`w.data.add_`", lambda w: w.data.add_(0.1))
-_writes("`w.data.clamp_`", lambda w: w.data.clamp_(-0.1, 0.1))
-_writes("`w.data.copy_`", lambda w: w.data.copy_(torch.full_like(w, 0.1)))
 _writes("`w.data[0] = 0`", lambda w: w.data.__setitem__(0, 0.0))
-_writes("`w.data *= 2`", lambda w: w.data.__imul__(2.0))
-_writes("`w.data[0].zero_()`", lambda w: w.data[0].zero_())
-_writes("`w.detach().mul_`", lambda w: w.detach().mul_(0.9))
 _writes("`w.data = x`", lambda w: setattr(w, "data", torch.full_like(w, 0.1)))
-_writes("`w.data = w.data * 2`", lambda w: setattr(w, "data", w.data * 2))
 _writes("`w.set_`", lambda w: w.set_(torch.full_like(w, 0.1)))
 _writes("`torch.add(out=w)`", lambda w: torch.add(w, 0.1, out=w))
 _writes("`torch.mul(out=w.data)`", lambda w: torch.mul(w.data, 0.9, out=w.data))
 written.refused("`numpy` in place", "read-only", lambda s: _write(s, lambda w: w.detach().numpy().__imul__(0.9)), error=ValueError)
 _writes("`init.xavier_uniform_`", lambda w: init.xavier_uniform_(w))
-_writes("`init.normal_`, `init.trunc_normal_`", lambda w: [init.normal_(w), init.trunc_normal_(w, std=0.1)])
-_writes("`init.kaiming_normal_`, `init.orthogonal_`", lambda w: [init.kaiming_normal_(w), init.orthogonal_(w)])
-_writes("`init.zeros_`, `init.constant_`, `init.eye_`", lambda w: [init.zeros_(w), init.constant_(w, 0.1), init.eye_(w)])
-_writes("`_foreach_mul_`", lambda w: torch._foreach_mul_([w], 0.9))
 _writes("`_foreach_copy_` into a parameter", lambda w: torch._foreach_copy_([w], [torch.full_like(w, 0.1)]))
-_writes("`F.normalize(w, out=w)`", lambda w: F.normalize(w, dim=1, out=w))
-_writes("`w.swap` through a temporary", lambda w: w.copy_(w.flip(0).clone()))
+
+_writes("`_fused_sgd_` of an optimizer of a script's own", lambda w: _fused(w))
 
 written.refused("all parameters in a loop", BEFORE, lambda s: _all(s, lambda p: p.mul_(0.9)))
-written.refused("`p.data` of all parameters", BEFORE, lambda s: _all(s, lambda p: p.data.sub_(p.data.mean())))
 written.refused("`model.apply(init)`", BEFORE, lambda s: [s.step(), s.model.apply(_init), s.step(1)])
-written.refused("`reset_parameters()`", BEFORE, lambda s: [s.step(), s.model.blocks[2].up.reset_parameters(), s.step(1)])
 written.refused("`vector_to_parameters`", BEFORE, lambda s: _vector(s))
-written.refused("`_foreach_lerp_` of all parameters", BEFORE, lambda s: _foreach_all(s))
 written.refused("weights in no block", BEFORE, lambda s: _write_root(s))
 written.refused(
     "a write between backward and step",
@@ -85,9 +62,11 @@ written.refused("a write between forward and backward", BEFORE, lambda s: _write
 written.refused("a leaf that requires a gradient, without `no_grad`", BEFORE, lambda s: s.w.add_(1.0))
 written.refused("a frozen parameter", BEFORE, lambda s: _write_frozen(s))
 written.refused("weights stored, replaced and restored", BEFORE, lambda s: _swapped(s))
-written.refused("noise added and taken away", BEFORE, lambda s: _noise(s))
-written.refused("a projection after each step", BEFORE, lambda s: _projected(s))
 written.refused("a weight of another model copied into it", BEFORE, lambda s: _copied(s))
+
+
+def _fused(w):
+    torch._fused_sgd_([w], [torch.ones_like(w)], [], weight_decay=0.0, momentum=0.0, lr=0.1, dampening=0.0, nesterov=False, maximize=False, is_first_step=False)
 
 
 def _init(module):
@@ -108,14 +87,6 @@ def _vector(s):
     s.step(0)
     vector = nn.utils.parameters_to_vector(s.model.parameters())
     nn.utils.vector_to_parameters(vector * 0.9, s.model.parameters())
-    s.step(1)
-
-
-def _foreach_all(s):
-    s.step(0)
-    other = [torch.ones_like(param) for param in s.model.parameters()]
-    with torch.no_grad():
-        torch._foreach_lerp_(list(s.model.parameters()), other, 0.1)
     s.step(1)
 
 
@@ -155,24 +126,6 @@ def _swapped(s):
         for param, value in zip(s.model.parameters(), kept):
             param.copy_(value)
     s.step(1)
-
-
-def _noise(s):
-    s.step(0)
-    with torch.no_grad():
-        noise = [torch.randn_like(param) for param in s.model.parameters()]
-        torch._foreach_add_(list(s.model.parameters()), noise)
-        s.note(s.loss())
-        torch._foreach_sub_(list(s.model.parameters()), noise)
-    s.step(1)
-
-
-def _projected(s):
-    for number in range(3):
-        s.step(number)
-        with torch.no_grad():
-            for block in s.model.blocks:
-                block.up.weight.div_(block.up.weight.norm(dim=1, keepdim=True))
 
 
 def _copied(s):
@@ -391,6 +344,11 @@ def _assign(block):
     block.up.weight.data = block.up.weight.data.clamp(-0.1, 0.1)
 
 
+def _uncounted(w):
+    with torch.autograd._unsafe_preserve_version_counter(w), torch.no_grad():
+        w.mul_(0.9)
+
+
 def _each_row(block):
     for row in block.up.weight:
         row.div_(row.norm() + 1)
@@ -407,7 +365,13 @@ _module("rows in a loop", _block(_without_gradients(_each_row)))
 _module("`_foreach_mul_` of a block's weights", _block(_without_gradients(lambda block: torch._foreach_mul_(list(block.parameters()), 0.99))))
 _module("only in training", _block(lambda block: block.up.weight.data.clamp_(-0.05, 0.05) if block.training else None), evaluates=True)
 _module("only in evaluation", _block(lambda block: None if block.training else block.up.weight.data.clamp_(-0.05, 0.05)), evaluates=True)
+_module("through numpy", _block(lambda block: block.up.weight.detach().numpy().__imul__(0.9)))
+_module("into the storage", _block(lambda block: block.up.weight.untyped_storage().fill_(0)))
+_module("without its version counter", _block(lambda block: _uncounted(block.up.weight)), evaluates=True)
 _module("`torch.mul(out=self.w.data)`", _block(lambda block: torch.mul(block.up.weight.data, 0.9, out=block.up.weight.data)))
+
+
+_module("`load_state_dict` of the block", _block(lambda block: block.load_state_dict(block.state_dict())), phrase="within a forward: do it between steps")
 
 
 @in_forward.refused("a codebook that is renormalised", IN_PLACE)
