@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import offloadd
-from offloadd._optimizers import check_optimizer
+from offloadd._supported_optimizers import check_optimizer
 
 PARAMS = [nn.Parameter(torch.zeros(4, 4))]
 

@@ -85,6 +85,8 @@ class Engine:
         self._had: dict[Unit, int] = {}
         self._complete: dict[tuple, bool] = {}
         self.broken = False
+        # Whether the run has ended and its tiles are gone.
+        self.ended = False
         # Sums of squares by parameter, of the gradients that have come in this step.
         self.square_sums: dict[int, float] = {}
         # Parameters whose gradients were handed over in this step, and the units of this backward: their sums come at its end.
@@ -132,6 +134,11 @@ class Engine:
         if unit.here and (unit.fresh or not self.keep):
             self._open(unit)
             return
+        if self.ended:
+            raise Error(
+                "the run is closed, and the values of the parameters went with it: call close(keep=True), or read them before; without keep they stay if they take "
+                "half of the available host memory at most"
+            )
         if in_transform():
             with outside_transforms():
                 return self.gather(unit, record)

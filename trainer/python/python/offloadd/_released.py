@@ -31,7 +31,7 @@ AS_TENSORS = torch._C.DisableTorchFunctionSubclass
 
 _version = operator.attrgetter("_version")
 
-_BEFORE = "change parameters before offloadd.prepare, or replace them between steps with run.load_state_dict({name: value}, strict=False)"
+_BEFORE = "change parameters before offloadd.prepare or after close() of the run, or between steps with run.load_state_dict({name: value}, strict=False)"
 
 # What a released parameter answers by itself: it needs no values, or the parameter and not its values.
 _ITSELF = {

@@ -25,13 +25,13 @@ from ._engine import Engine
 from ._errors import Error, LayoutChanged, NotSupported
 from ._held import PARTIAL, Held
 from ._memory import GpuMemory, gpu_of
-from ._optimizer import MASTER, MOMENTS, ParamStates, States, check_room, checked, give_back, take_over
-from ._optimizers import check_optimizer, check_settings
 from ._plan import Plan, bytes_text, described
+from ._prepared_optimizer import MASTER, MOMENTS, ParamStates, States, check_room, checked, give_back, take_over
 from ._progress import Progress
 from ._ranks import Ranks
 from ._run_dir import LAYOUT, InUse, begin_part, check_moments, check_name, check_place, claim, disclaim, lock, writable, write_private
 from ._state import from_blob, random_state, same_random, set_random_state, to_blob
+from ._supported_optimizers import check_optimizer, check_settings
 from ._units import Unit, units_of
 from ._weights import Blocks, PartsLoaded, Weights, begin, rewrite, sources_of, stream_save_pretrained, write_safetensors
 from ._wrappers import bare_model, bare_optimizer, protect, remember, renew, unprotect, watch
@@ -491,6 +491,7 @@ class Run:
                 ranks.meet("leave the run")
                 ranks.close()
         finally:
+            self.engine.ended = True
             with contextlib.suppress(*[Error] * ranks.broken):
                 self.core.close()
             if not ranks.first_of_node and not ranks.broken:
