@@ -22,7 +22,7 @@ const SETS: [&str; 7] = [
 /// Makes a run whose micro-batches are processed in groups of `group`.
 fn run(harness: &Harness, name: &str, sets: &[&str], group: u64) -> Run {
     let sets = [&SETS[..], sets].concat();
-    let run = harness.run(&format!("{name}-{group}"), &sets);
+    let run = harness.run(name, &sets);
     run.with(&[format!("train.micro_batch_group={group}")])
 }
 
@@ -40,7 +40,7 @@ fn result(run: &Run) -> (Vec<String>, String) {
 /// Compares runs with groups of `sizes` with one that processes all micro-batches together, which is returned.
 fn compare(harness: &Harness, name: &str, sets: &[&str], ranks: u32, sizes: &[u64]) -> Run {
     let trained = |group: u64| {
-        let run = run(harness, name, sets, group);
+        let run = run(harness, &format!("{name}-{group}"), sets, group);
         match ranks {
             1 => drop(run.train()),
             ranks => drop(succeed(run.launch(ranks))),
@@ -75,7 +75,7 @@ fn on_drives_every_size_of_group_gives_the_same_bits_with_both_orders_of_updates
     let mut results = Vec::new();
     for (order, sizes) in [("deferred", &[1, 2, 3][..]), ("immediate", &[3])] {
         let step = format!("offload.optimizer_step={order}");
-        let sets = [&nvme[..], &[&step, "bf16.enabled=true"]].concat();
+        let sets = [&nvme[..], &[step.as_str(), "bf16.enabled=true"]].concat();
         results.push(result(&compare(&harness, order, &sets, 1, sizes)));
     }
     let in_memory = run(&harness, "memory", &["bf16.enabled=true"], 2);
@@ -132,7 +132,11 @@ fn documents_of_different_lengths_weigh_the_same_in_every_size_of_group() {
     let file = harness.path("documents.jsonl");
     std::fs::write(&file, lines).unwrap();
     let files = format!("data.files=[\"{}\"]", file.display());
-    let sets = [&files, "data.packing=documents", "bf16.enabled=true"];
+    let sets = [
+        files.as_str(),
+        "data.packing=documents",
+        "bf16.enabled=true",
+    ];
     compare(&harness, "documents", &sets, 1, &[1, 3]);
 }
 
@@ -143,7 +147,7 @@ fn a_run_resumes_with_another_size_of_group() {
     whole.train();
     let parts = run(&harness, "parts", &[], 3);
     parts.with(&["train.stop_after=1"]).train();
-    let parts = run(&harness, "parts", &[], 3).with(&["train.micro_batch_group=2"]);
+    let parts = run(&harness, "parts", &[], 2);
     parts.train();
     assert_eq!(result(&parts), result(&whole));
 }
