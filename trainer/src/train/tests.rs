@@ -192,6 +192,17 @@ fn assert_read_ahead(stepper: &Stepper, settings: &RunSettings, rank: u32, step:
     assert_eq!(next, Some(step * settings.step_samples() + own));
 }
 
+/// Checks that the parts of a step were told, with the micro-batches if there are several groups.
+fn assert_told(parts: &[String], settings: &RunSettings, way: &Way) {
+    let micro_batches = settings.batch.micro_batches;
+    let group = match way.group < micro_batches {
+        true => format!("micro-batches 1 to {} of {micro_batches}: ", way.group),
+        false => String::new(),
+    };
+    let backward = format!("{group}backward, unit 1 of {}", settings.model.layers + 2);
+    assert!(parts.contains(&backward), "{parts:?}");
+}
+
 /// Runs all steps of `settings` from weights given by `first_weights`.
 fn steps(
     settings: &RunSettings,
@@ -258,16 +269,9 @@ fn steps(
         }
         _ => InputPlace::here(way.group),
     };
-    let (stepper, memory) = Stepper::new(
-        engine,
-        gpu,
-        (batch, way.group),
-        plan.format.master,
-        live,
-        stage,
-        shards,
-    )
-    .unwrap();
+    let (batches, master) = ((batch, way.group), plan.format.master);
+    let (stepper, memory) =
+        Stepper::new(engine, gpu, batches, master, live, stage, shards).unwrap();
     let mut stepper = stepper.with_inputs_in(inputs);
     let mut backend = memory.attach(backend);
     let mut steps = Vec::new();
@@ -278,16 +282,7 @@ fn steps(
         let off = Trace::off();
         let found = stepper.forward_backward(&mut backend, data, (first, 1.0), &off, &mut begins);
         let found = found.unwrap();
-        let backward = format!("backward, unit 1 of {}", settings.model.layers + 2);
-        assert!(parts.last().unwrap().starts_with("norm"), "{parts:?}");
-        let group = match way.group < batch.micro_batches {
-            true => format!(
-                "micro-batches 1 to {} of {}: ",
-                way.group, batch.micro_batches
-            ),
-            false => String::new(),
-        };
-        assert!(parts.contains(&format!("{group}{backward}")), "{parts:?}");
+        assert_told(&parts, settings, way);
         assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
         assert_read_ahead(&stepper, settings, world.rank, step);
         let update = Some(hyper(settings, step, found.norm, 1.0));

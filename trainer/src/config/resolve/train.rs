@@ -105,9 +105,6 @@ pub(super) fn train(
             ("torch", AttentionChoice::Torch),
         ],
     ));
-    let mlp_chunks = train.mlp_chunks.unwrap_or(1);
-    let group = train.micro_batch_group;
-    faults.take(at_least("train.micro_batch_group", group.unwrap_or(1), 1));
     let run_dir = (train.run_dir.clone()).unwrap_or_else(|| PathBuf::from("runs").join(name));
     Some(TrainSettings {
         epochs: train.epochs,
@@ -130,9 +127,16 @@ pub(super) fn train(
         activation_checkpointing: activation_checkpointing?,
         attention: attention?,
         deterministic: train.deterministic.unwrap_or(true),
-        mlp_chunks: mlp_chunks as usize,
-        micro_batch_group: group.map(|size| size as usize),
+        mlp_chunks: train.mlp_chunks.unwrap_or(1) as usize,
+        micro_batch_group: micro_batch_group(train, faults),
     })
+}
+
+/// Resolves the number of micro-batches that are processed together; `None` if the plan chooses.
+fn micro_batch_group(train: &TrainToml, faults: &mut Faults) -> Option<usize> {
+    let size = train.micro_batch_group?;
+    faults.take(at_least("train.micro_batch_group", size, 1))?;
+    Some(size as usize)
 }
 
 /// Resolves the interval between checkpoints.
