@@ -130,7 +130,9 @@ class Released(nn.Parameter):
         return self.clone().as_subclass(cls)
 
     def __deepcopy__(self, memo):
-        raise NotSupported("a prepared model cannot be copied: copy it before offloadd.prepare, or save and load its state_dict")
+        # Modules of a prepared model refuse it themselves: see `protect` in _wrappers.py.
+        memo[id(self)] = copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return copied
 
     def __reduce_ex__(self, protocol):
         raise NotSupported("a prepared model cannot be pickled: save its state_dict")

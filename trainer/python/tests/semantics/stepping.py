@@ -855,8 +855,8 @@ saved.refused(
 )
 saved.refused("`copy.deepcopy(optimizer)`", "state_dict", lambda s: _after(s, lambda: copy.deepcopy(s.optimizer)))
 saved.equal(
-    "`copy.deepcopy` of `w.detach()`, of `w.data`",
-    lambda s: _after(s, lambda: [copy.deepcopy(s.w.detach()), copy.deepcopy(s.w.data)]),
+    "`copy.deepcopy` of `w.detach()`, of `w.data`, of all weights",
+    lambda s: _after(s, lambda: [copy.deepcopy(s.w.detach()), copy.deepcopy(s.w.data), copy.deepcopy(dict(s.model.named_parameters()))]),
 )
 saved.refused("`copy.copy(model)`", "save its state_dict", lambda s: _after(s, lambda: copy.copy(s.model)(s.x(3))))
 saved.equal("a new model from the state", lambda s: _after(s, lambda: _loaded(net(5), s.model.state_dict())(s.x(3))))
