@@ -76,10 +76,12 @@ def test_trainer_has_the_losses_of_plain_pytorch_and_a_kill_in_an_evaluation_cha
             break
     process.communicate()
     end = lines_of(start(way, tmp_path / "killed", settings))
-    assert "resumed 6" in end
+    resumed = next(int(line.split()[1]) for line in end if line.startswith("resumed "))
+    # The commit of step 6 is ordered when the evaluation begins, and the kill may come before its end.
+    assert resumed in (5, 6)
     for kind in ("loss", "metric"):
         unbroken = numbers(whole, kind)
-        assert numbers(end, kind) == {step: unbroken[step] for step in unbroken if int(step) > 6 - (kind == "metric")}
+        assert numbers(end, kind) == {step: unbroken[step] for step in unbroken if int(step) > resumed - (kind == "metric")}
     for kind in ("early", "kept", "done"):
         assert [line for line in end if line.startswith(kind)] == [line for line in whole if line.startswith(kind)]
 
