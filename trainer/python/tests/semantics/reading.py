@@ -317,7 +317,7 @@ def _addresses(s):
 
 
 functional = Theme("torch.func")
-functional.equal("`functionalize`", lambda s: torch.func.functionalize(lambda w: w * 2)(s.w))
+functional.equal("`functionalize`", lambda s: [s.w, torch.func.functionalize(lambda w: w * 2)(s.w)][1])
 
 functional.equal("`functional_call` with the model's parameters", lambda s: functional_call(s.model, dict(s.model.named_parameters()), (s.x(),)))
 functional.equal("`functional_call` with copies", lambda s: functional_call(s.model, s.weights(), (s.x(),)))
