@@ -169,7 +169,7 @@ def main():
     clock = Clock()
     clock.wrap()
     opened, mover = _run.Run._open, _memory.GpuDevice.open
-    watched = lambda run, plan: (lambda core, blob: (Timed(core, clock), blob))(*opened(run, plan))
+    watched = lambda run, *args: (lambda core, blob: (Timed(core, clock), blob))(*opened(run, *args))
     # The mover is opened with the extension's own object.
     _run.Run._open = watched
     _memory.GpuDevice.open = lambda gpu, core: Timed(mover(gpu, getattr(core, "_it", core)), clock)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
@@ -114,10 +114,19 @@ class Held(torch.Tensor):
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return args[0]
-        if func not in _MAKES_ZERO and any(isinstance(one, Held) and one.partial for one in tree_flatten((args, kwargs))[0]):
+        if func not in _MAKES_ZERO and any(one.partial for one in _handles_in(args, kwargs)):
             raise Error(PARTIAL)
         found = _KNOWN[func](args, kwargs) if func in _KNOWN else _BY_VALUES
         return _on_values(func, args, kwargs) if found is _BY_VALUES else found
+
+
+def _handles_in(args: Any, kwargs: Any) -> Iterator[Held]:
+    """The gradients among an operation's arguments. Quicker than tree_flatten: operations have no deeper lists."""
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Held):
+            yield one
+        elif isinstance(one, (list, tuple)):
+            yield from (part for part in one if isinstance(part, Held))
 
 
 PARTIAL = (

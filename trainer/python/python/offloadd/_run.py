@@ -513,7 +513,7 @@ class Run:
         grads = {key: held.clone() for key, held in engine.held.items() if not (engine.applied or held.partial)}
         for param, state in States(self).items():
             plain = {name: value.as_subclass(torch.Tensor) for name, value in state.items() if name != MASTER}
-            states[param] = {name: value.to(param.device, param.dtype) if name in MOMENTS else value for name, value in plain.items()}
+            states[param] = {name: value.to("cpu", param.dtype) if name in MOMENTS else value for name, value in plain.items()}
         for unit in engine.units:
             engine.gather(unit, record=False)
             if not engine.keep and unit.flat.device.type != "cpu":
@@ -523,9 +523,13 @@ class Run:
                 unit.move(values, copy=False)
                 engine.open_for_good(unit)
         engine.detach()
+        # What was released on a GPU lies in host memory now, and what belongs to it follows.
+        for param, state in states.items():
+            states[param] = {name: value.to(param.device) if name in MOMENTS else value for name, value in state.items()}
         give_back(self.optimizer, states)
         for param in engine.params:
-            param.grad = grads.get(id(param))
+            grad = grads.get(id(param))
+            param.grad = None if grad is None else grad.to(param.device)
 
     def __enter__(self) -> "Run":
         return self
