@@ -7,10 +7,10 @@ use serde_json::{Value, json};
 
 use crate::config::{self, Durability, Fraction, ResidentFraction, RunSettings, SettingsError};
 use crate::model::Dtype;
-use crate::open::{IN_PLACE, RunError, SHARED_STORE};
+use crate::open::{RunError, SHARED_STORE};
 use crate::run_record::{RecordError, RunRecord};
 use crate::run_state_reader::RunStateReader;
-use training_state::run::{CheckpointName, STORE_IN_DIR, resolved};
+use training_state::run::{CheckpointName, STORE_IN_DIR, STORE_IN_PLACE, resolved};
 
 /// Reader of a run's tiles.
 pub(crate) struct RunReader {
@@ -87,7 +87,7 @@ fn settings(
     settings.model = record.model.clone();
     // Tiles pass through; none stay in memory.
     settings.placement.resident_fraction = ResidentFraction::Fixed(Fraction::NONE);
-    if !in_dir && description.store.ends_with(IN_PLACE) {
+    if !in_dir && description.store.ends_with(STORE_IN_PLACE) {
         settings.offload.durability = Durability::None;
     }
     Ok(settings)

@@ -5,12 +5,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use offload_support::progress::{Audience, Progress, Unit};
 
-use crate::open::{IN_PLACE, RunError};
+use crate::open::RunError;
 use crate::reader::RunReader;
 use crate::run_record::RecordError;
 use training_state::run::{
     CheckpointDescription, CheckpointError, Checkpoints, RunDescription, RunDir, RunId,
-    STORE_IN_DIR, SavedFile, TileWriter, resolved,
+    STORE_IN_DIR, STORE_IN_PLACE, SavedFile, TileWriter, resolved,
 };
 use training_state::store::{
     NotMounted, Relocation, StoreError, check_mounted, file_name, link_of, remember_mounts,
@@ -90,8 +90,8 @@ pub fn move_store(run_dir: &Path, dirs: &[PathBuf]) -> Result<(), MoveError> {
     relocation.copy(&mut |bytes| work.add(bytes))?;
     drop(work);
     let name = file_name(dir.job_name());
-    let in_place = match description.store.ends_with(IN_PLACE) {
-        true => IN_PLACE,
+    let in_place = match description.store.ends_with(STORE_IN_PLACE) {
+        true => STORE_IN_PLACE,
         false => "",
     };
     let names: Vec<String> = dirs.iter().map(|dir| dir.display().to_string()).collect();

@@ -11,10 +11,10 @@ use serde::{Serialize, Serializer};
 
 use crate::evaluations::Evaluations;
 use crate::model::ModelConfig;
-use crate::open::IN_PLACE;
 use training_state::metrics::MetricsFile;
 use training_state::run::{
     Checkpoint, CheckpointDir, Checkpoints, RunDescription, RunDir, RunId, STORE_IN_DIR,
+    STORE_IN_PLACE,
 };
 use training_state::store::{is_package_run, job_of, link_of};
 
@@ -500,7 +500,8 @@ impl fmt::Display for RunEntry {
         if self.store_bytes > 0 {
             write!(f, ", {}", ApproxBytes(self.store_bytes))?;
         }
-        let is_committed = !(self.store.as_ref()).is_some_and(|store| store.ends_with(IN_PLACE));
+        let is_committed =
+            !(self.store.as_ref()).is_some_and(|store| store.ends_with(STORE_IN_PLACE));
         match self.commit_every.filter(|_| is_committed) {
             Some(1) => write!(f, ", committed after every step")?,
             Some(steps) => write!(

@@ -1,14 +1,31 @@
 //! Compares cuDNN's attention with its definition in fp64, on a GPU: groups of heads, windows, lengths that are no multiple of a
 //! tile, sequences in several blocks and batches in several chunks. Also compares two equal calls.
 
+use std::process::Command;
+
 use kernels::gpu::Gpu;
 use kernels_torch::{
-    CudnnAttention, CudnnError, PackedDocuments, TorchError, find_cudnn, load_gpu_half, use_gpu,
+    CUBLAS_WORKSPACE, CUBLAS_WORKSPACES, CudnnAttention, CudnnError, PackedDocuments, TorchError,
+    find_cudnn, load_gpu_half, use_gpu,
 };
 use tch::{Device, Kind, Tensor};
 
+/// Runs the test `name` in a process of its own, with the setting under which products repeat their bits.
+fn on_a_gpu(name: &str, test: impl FnOnce(&Gpu, Device)) {
+    let Some(gpu) = gpu() else { return };
+    if std::env::var_os(CUBLAS_WORKSPACE).is_some() {
+        return test(&gpu, use_gpu(&gpu).unwrap());
+    }
+    let run = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env(CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0])
+        .status()
+        .unwrap();
+    assert!(run.success());
+}
+
 /// Opens the GPU if cuDNN's attention can be used on it.
-fn gpu() -> Option<(Gpu, Device)> {
+fn gpu() -> Option<Gpu> {
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(error) if error.is_absent() => {
@@ -21,8 +38,7 @@ fn gpu() -> Option<(Gpu, Device)> {
         println!("skipped: {error}");
         return None;
     }
-    let device = use_gpu(&gpu).unwrap();
-    Some((gpu, device))
+    Some(gpu)
 }
 
 struct Case {
@@ -93,9 +109,15 @@ fn apart(found: &Tensor, wanted: &Tensor) -> f64 {
 
 #[test]
 fn cudnns_attention_is_what_its_definition_says_and_repeats_in_bits() {
-    let Some((gpu, device)) = gpu() else { return };
-    let exact = CudnnAttention::open(&gpu, true).unwrap();
-    let free = CudnnAttention::open(&gpu, false).unwrap();
+    on_a_gpu(
+        "cudnns_attention_is_what_its_definition_says_and_repeats_in_bits",
+        attention_repeats_in_bits,
+    );
+}
+
+fn attention_repeats_in_bits(gpu: &Gpu, device: Device) {
+    let exact = CudnnAttention::open(gpu, true).unwrap();
+    let free = CudnnAttention::open(gpu, false).unwrap();
     let case = |batch, heads, tokens, head_dim, window| Case {
         batch,
         heads,
@@ -170,8 +192,14 @@ fn cudnns_attention_is_what_its_definition_says_and_repeats_in_bits() {
 /// Documents of many lengths in two sequences: each has the bits, or nearly so, that it has alone.
 #[test]
 fn cudnns_attention_stays_within_documents() {
-    let Some((gpu, device)) = gpu() else { return };
-    let attention = CudnnAttention::open(&gpu, true).unwrap();
+    on_a_gpu(
+        "cudnns_attention_stays_within_documents",
+        attention_stays_within_documents,
+    );
+}
+
+fn attention_stays_within_documents(gpu: &Gpu, device: Device) {
+    let attention = CudnnAttention::open(gpu, true).unwrap();
     let lengths = [1i64, 300, 128, 129, 2000, 64, 5000, 7, 7, 556, 4096, 4096];
     for ([heads, kv_heads], head_dim, window) in [
         ([8, 8], 128, None),

@@ -5,16 +5,13 @@ use serde_json::{Value, json};
 
 use crate::config::{Durability, OptimizerKind, RunSettings};
 use crate::plan::Plan;
-use training_state::run::{RunDescription, STORE_IN_DIR, resolved};
+use training_state::run::{RunDescription, STORE_IN_DIR, STORE_IN_PLACE, resolved};
 
 /// Version of the job layout that the store keeps beside a job.
 const LAYOUT_VERSION: u32 = 1;
 
 /// `store` value in `run.json` for state held by a shared daemon.
 pub(crate) const SHARED_STORE: &str = "with the daemon of offload.socket";
-
-/// Suffix of the `store` value in `run.json` for a store without durability.
-pub(crate) const IN_PLACE: &str = ", written in place";
 
 /// Builds the description of a run.
 pub(super) fn describe(settings: &RunSettings, plan: &Plan) -> RunDescription {
@@ -57,7 +54,7 @@ pub(super) fn store_words(settings: &RunSettings) -> String {
         }
     };
     if settings.placement.has_store() && settings.offload.durability == Durability::None {
-        store += IN_PLACE;
+        store += STORE_IN_PLACE;
     }
     store
 }

@@ -30,7 +30,7 @@ use crate::config::{FirstWeights, Interval, RunSettings, SettingsError, ShardCho
 use crate::data::Data;
 use crate::plan::{Beginning, Hardware, Overrides, Plan};
 use crate::weights::WeightsError;
-pub(crate) use describe::{IN_PLACE, SHARED_STORE};
+pub(crate) use describe::SHARED_STORE;
 use describe::{describe, trained_with};
 use first::First;
 use shared::elsewhere;

@@ -9,9 +9,10 @@
 use std::path::{Path, PathBuf};
 
 use super::RunError;
-use super::describe::IN_PLACE;
 use crate::config::RunSettings;
-use training_state::run::{Checkpoints, RunDescription, RunDir, STORE_IN_DIR, resolved};
+use training_state::run::{
+    Checkpoints, RunDescription, RunDir, STORE_IN_DIR, STORE_IN_PLACE, resolved,
+};
 use training_state::store::StoreFiles;
 
 /// Returns the newest checkpoint of the run in `run_dir` if it has kept its state only in checkpoints.
@@ -39,7 +40,8 @@ pub(super) fn check(
         return Ok(());
     }
     let is_private = |words: &str| words.starts_with("in ") && words != STORE_IN_DIR;
-    let same_durability = earlier.store.ends_with(IN_PLACE) == store.ends_with(IN_PLACE);
+    let same_durability =
+        earlier.store.ends_with(STORE_IN_PLACE) == store.ends_with(STORE_IN_PLACE);
     let remedy = match (is_private(&earlier.store), is_private(store)) {
         (true, true) if same_durability => {
             let files = StoreFiles::new(&settings.placement.nvme_paths, job, 0);

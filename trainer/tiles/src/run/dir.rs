@@ -53,6 +53,9 @@ pub const INCOMPLETE: u32 = 0;
 /// `store` value in `run.json` for state that is kept only in checkpoints.
 pub const STORE_IN_DIR: &str = "in the run directory";
 
+/// Suffix of the `store` value in `run.json` for a store without durability.
+pub const STORE_IN_PLACE: &str = ", written in place";
+
 fn one_node() -> u32 {
     1
 }

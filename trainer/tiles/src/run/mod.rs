@@ -19,7 +19,7 @@ pub use dir::{
     Difference, check_text, daemon_dir, differences, first_weights_dir, make_dir, resolved,
     tokens_dir,
 };
-pub use dir::{DirError, INCOMPLETE, RunDescription, RunDir, STORE_IN_DIR};
+pub use dir::{DirError, INCOMPLETE, RunDescription, RunDir, STORE_IN_DIR, STORE_IN_PLACE};
 pub use each_node::{Held, HeldByNodes, NodeDirs};
 pub use identity::{Origin, RunId, node_dir, node_job, nodes_dir};
 pub use model_files::ModelFiles;
