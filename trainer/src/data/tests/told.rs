@@ -65,6 +65,29 @@ fn answers_whose_end_is_not_learned_are_told() {
 }
 
 #[test]
+fn a_call_of_a_tool_is_an_answer_whose_end_may_not_be_learned() {
+    let line = r#"{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "weather"}}]}, {"role": "tool", "content": "sun"}, {"role": "assistant", "content": "so"}]}"#;
+    let with_calls = |template: &str| {
+        template.replace(
+            "{{ m.content }}",
+            "{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name }}</call>{% endfor %}",
+        )
+    };
+    for (template, said) in [(OPEN, Some("the end of 2 of 2 answers")), (CLOSED, None)] {
+        let harness = chats(&with_calls(template), &[line], LossOn::Completions);
+        let warnings = harness.open().unwrap().warnings();
+        let found = warnings
+            .iter()
+            .find(|warning| warning.starts_with("the end of"));
+        assert_eq!(
+            found.map(|found| &found[..said.map_or(0, str::len)]),
+            said,
+            "{warnings:?}"
+        );
+    }
+}
+
+#[test]
 fn what_a_template_or_the_loss_leaves_out_is_told() {
     let tools = r#""tools": [{"type": "function", "function": {"name": "weather"}}]"#;
     let call = r#"{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather"}}]}"#;

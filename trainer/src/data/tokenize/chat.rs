@@ -229,7 +229,14 @@ impl Template {
             .flat_map(|chat| answers(conversation, chat))
             .map(|(said, message)| {
                 let words = words(message, "content");
-                let is_open = !words.is_empty() && said.trim_end().ends_with(words);
+                let is_open = match words.is_empty() {
+                    false => said.trim_end().ends_with(words),
+                    // What a template makes of calls ends in a form of its own, so an answer in words tells.
+                    true => {
+                        is_filled(message.get("tool_calls"))
+                            && self.leaves_answers_open(conversation, chats)
+                    }
+                };
                 Finding::of(Kind::Answers, is_open, excerpt(words))
             })
             .collect();
@@ -253,24 +260,41 @@ impl Template {
         found
     }
 
+    /// Whether the end of an answer in words would not count, in a conversation formatted as `chats`.
+    fn leaves_answers_open(&self, conversation: &Conversation, chats: &[Chat]) -> bool {
+        const ANSWER: &str = "so";
+        let message = |role: &str, content: &str| {
+            Value::from_pairs([("role", role.into()), ("content", content.into())])
+        };
+        let short = Conversation {
+            messages: vec![message("user", "?"), message("assistant", ANSWER)],
+            counts: vec![false, true],
+            tools: conversation.tools.clone(),
+        };
+        let formatted = match chats.iter().any(|chat| chat.counted.is_some()) {
+            true => self.texts_counted(&short),
+            false => (self.text(&short.messages, short.tools.as_ref())).map(|chat| vec![chat]),
+        };
+        // What cannot be formatted has been said of the conversation itself.
+        let formatted = formatted.unwrap_or_default();
+        let mut answers = formatted.iter().flat_map(|chat| answers(&short, chat));
+        answers.any(|(said, _)| said.trim_end().ends_with(ANSWER))
+    }
+
     /// Finds tools and calls of tools without which the text would be the same.
     fn examine_tools(&self, conversation: &Conversation, found: &mut Vec<Finding>) {
         let (messages, tools) = (&conversation.messages[..], conversation.tools.as_ref());
-        let filled = |value: Option<&Value>| {
-            let list = value.and_then(Value::as_list);
-            list.is_some_and(|list| !list.is_empty())
-        };
         let has_calls = messages
             .iter()
-            .any(|message| filled(message.get("tool_calls")));
-        if !filled(tools) && !has_calls {
+            .any(|message| is_filled(message.get("tool_calls")));
+        if !is_filled(tools) && !has_calls {
             return;
         }
         let text =
             |messages: &[Value], tools: Option<&Value>| self.render(messages, tools, false).ok();
         let whole = text(messages, tools);
         let is_same = |other: Option<String>| other.is_some() && other == whole;
-        if filled(tools) {
+        if is_filled(tools) {
             let is_lost = is_same(text(messages, None));
             found.push(Finding::of(Kind::Tools, is_lost, String::new()));
         }
@@ -311,6 +335,12 @@ impl Template {
         let rendered = self.of(tools).render(&values);
         rendered.map_err(|error| format!("the chat template failed: {error}"))
     }
+}
+
+/// Whether this is a list with something in it.
+fn is_filled(value: Option<&Value>) -> bool {
+    let list = value.and_then(Value::as_list);
+    list.is_some_and(|list| !list.is_empty())
 }
 
 /// Returns the answers of which the end should count, as they count, with their messages.
