@@ -526,7 +526,7 @@ fn a_failed_flush_ends_the_generation_of_every_job_that_wrote_to_the_device() {
     fail_next(&mut world, 0, SimFault::Errno(libc::EIO));
     let fault = world.commit(one, 2).unwrap_err();
     assert_eq!(fault.kind, FaultKind::Poisoned);
-    assert!(fault.message.contains("Flush"), "{fault}");
+    assert!(fault.message.contains("flushing sim1"), "{fault}");
     // The next flush would succeed and not report what the first one lost.
     for process in [one, two] {
         assert_eq!(kind(world.commit(process, 2)), FaultKind::Poisoned);
