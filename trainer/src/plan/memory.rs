@@ -128,6 +128,11 @@ impl ComputeMemory {
             true => (all / elem_bytes as u64 + tied_elems as u64) * size_of::<f32>() as u64,
             false => 0,
         };
+        // The head's part of a tied embedding's gradient waits beside the buffers until the embedding's own has come.
+        let tied_bytes = match is_grouped {
+            true => 0,
+            false => (tied_elems * sum_elem_bytes) as u64,
+        };
         let waiting_bytes = if stage.divides_gradients() || is_grouped {
             0
         } else {
@@ -146,7 +151,7 @@ impl ComputeMemory {
             };
             return Self {
                 unit_buffer_bytes: ends + weight_blocks(at_a_time) * block,
-                grad_buffer_bytes: grads + waiting_bytes,
+                grad_buffer_bytes: grads + waiting_bytes + tied_bytes,
                 gradient_sum_bytes,
                 activation_bytes,
                 working_bytes: working(working_bytes),
@@ -188,7 +193,7 @@ impl ComputeMemory {
         ) as u64;
         Self {
             unit_buffer_bytes: buffers(weight_blocks(BLOCK_BUFFERS)),
-            grad_buffer_bytes: buffers(grad_blocks) + sums,
+            grad_buffer_bytes: buffers(grad_blocks) + sums + tied_bytes,
             gradient_sum_bytes,
             activation_bytes,
             away_bytes,

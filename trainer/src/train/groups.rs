@@ -147,7 +147,7 @@ impl Sinks {
 
     /// Bytes of gradients that have not started to leave.
     pub(super) fn held_bytes(&self) -> u64 {
-        let held = self.units.iter().flatten();
+        let held = self.units.iter().chain([&self.tied]).flatten();
         held.map(|grads| grads.size_bytes() as u64).sum()
     }
 }
