@@ -16,6 +16,7 @@
 //! A template with which a turn does not continue the conversation before it, even if it is the last one, is refused
 //! with the position of the message.
 
+use std::cell::LazyCell;
 use std::ops::Range;
 
 use chat_template::{Map, Rendered, Value};
@@ -224,6 +225,8 @@ impl Template {
     /// Finds what a person should know: answers whose end does not count, roles that do not count, and parts of the
     /// conversation that the template does not print.
     pub(super) fn examine(&self, conversation: &Conversation, chats: &[Chat]) -> Vec<Finding> {
+        // What a template makes of calls ends in a form of its own, so an answer in words tells.
+        let leaves_calls_open = LazyCell::new(|| self.leaves_answers_open(conversation, chats));
         let mut found: Vec<Finding> = chats
             .iter()
             .flat_map(|chat| answers(conversation, chat))
@@ -231,11 +234,7 @@ impl Template {
                 let words = words(message, "content");
                 let is_open = match words.is_empty() {
                     false => said.trim_end().ends_with(words),
-                    // What a template makes of calls ends in a form of its own, so an answer in words tells.
-                    true => {
-                        is_filled(message.get("tool_calls"))
-                            && self.leaves_answers_open(conversation, chats)
-                    }
+                    true => is_filled(message.get("tool_calls")) && *leaves_calls_open,
                 };
                 Finding::of(Kind::Answers, is_open, excerpt(words))
             })
