@@ -19,9 +19,16 @@ fn on_a_gpu(name: &str, test: impl FnOnce(&Gpu, Device)) {
     let run = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", name, "--nocapture"])
         .env(CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0])
-        .status()
+        .output()
         .unwrap();
-    assert!(run.success());
+    let said = String::from_utf8_lossy(&run.stdout).into_owned();
+    print!("{said}");
+    // A name that no test has would run nothing.
+    assert!(
+        run.status.success() && said.contains("1 passed"),
+        "{said}\n{}",
+        String::from_utf8_lossy(&run.stderr)
+    );
 }
 
 /// Opens the GPU if cuDNN's attention can be used on it.
