@@ -123,20 +123,17 @@ impl ComputeMemory {
         };
         // Between groups, all sums are kept in any stage; that of a tied embedding twice, for its two uses.
         let is_grouped = group < batch.micro_batches;
-        let tied_elems = if model.tied { units[0].elems } else { 0 };
-        let gradient_sum_bytes = match is_grouped {
-            true => (all / elem_bytes as u64 + tied_elems as u64) * size_of::<f32>() as u64,
-            false => 0,
-        };
-        // The head's part of a tied embedding's gradient waits beside the buffers until the embedding's own has come.
-        let tied_bytes = match is_grouped {
-            true => 0,
-            false => (tied_elems * sum_elem_bytes) as u64,
+        let elems = all / elem_bytes as u64;
+        let tied_elems = if model.tied { units[0].elems as u64 } else { 0 };
+        // Without groups, the head's part waits beside the buffers until the embedding's own has come.
+        let (gradient_sum_bytes, tied_bytes) = match is_grouped {
+            true => ((elems + tied_elems) * size_of::<f32>() as u64, 0),
+            false => (0, tied_elems * sum_elem_bytes as u64),
         };
         let waiting_bytes = if stage.divides_gradients() || is_grouped {
             0
         } else {
-            all / elem_bytes as u64 * sum_elem_bytes as u64
+            elems * sum_elem_bytes as u64
         };
         let weight_blocks = |at_a_time: u64| match stage.divides_parameters() {
             true => at_a_time,
