@@ -121,6 +121,15 @@ impl fmt::Display for Micros {
     }
 }
 
+/// Decimals with which `value`, of 1 or more, is written in three digits.
+pub(crate) fn decimals(value: f64) -> usize {
+    match value {
+        value if value >= 99.95 => 0,
+        value if value >= 9.995 => 1,
+        _ => 2,
+    }
+}
+
 /// Operations a second for people: `873`, `2.08k`, `1.20M`.
 pub(crate) struct Iops(pub(crate) f64);
 
@@ -131,12 +140,7 @@ impl fmt::Display for Iops {
             rate if rate < 999_500.0 => (rate / 1e3, "k"),
             rate => (rate / 1e6, "M"),
         };
-        // Three digits that mean something.
-        let decimals = match value {
-            value if value >= 99.95 => 0,
-            value if value >= 9.995 => 1,
-            _ => 2,
-        };
+        let decimals = decimals(value);
         write!(f, "{value:.decimals$}{factor}")
     }
 }

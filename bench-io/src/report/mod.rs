@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::job::Job;
 use crate::load::{Outcome, Tally};
 use crate::prepared::Prepared;
-use crate::units::{Iops, Micros};
+use crate::units::{Iops, Micros, decimals};
 
 mod about;
 pub(crate) mod warnings;
@@ -183,11 +183,10 @@ impl WayReport {
             self.latency_ns_p999,
             self.latency_ns_max,
         ];
-        let text = |ns: u64| match ns as f64 / 1e6 {
-            ms if ms >= 99.95 => format!("{ms:.0}"),
-            ms if ms >= 9.995 => format!("{ms:.1}"),
-            ms if ms >= 0.9995 => format!("{ms:.2}"),
-            ms => format!("{ms:.3}"),
+        let text = |ns: u64| {
+            let ms = ns as f64 / 1e6;
+            let decimals = if ms < 0.9995 { 3 } else { decimals(ms) };
+            format!("{ms:.decimals$}")
         };
         all.map(text).join(", ")
     }
