@@ -12,7 +12,7 @@ use trainer::data::{Corpus, DataError, Frame, length};
 use trainer::plan::{CheckpointsPlan, Hardware, Overrides, Place, Plan, places, read_model};
 use trainer::weights::{WeightsError, look_for};
 use training_state::run::resolved;
-use training_state::store::{StoreError, check_mounted, free_bytes};
+use training_state::store::{check_is_dir, check_mounted, free_bytes};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer init Qwen3-8B chats.jsonl                       # writes Qwen3-8B.toml
@@ -91,7 +91,8 @@ struct Draft<'a> {
 /// The model or the data cannot be read, nothing fits, or the file exists.
 pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
     for dir in &args.nvme {
-        check_dir(dir)?;
+        check_mounted(&resolved(dir))?;
+        check_is_dir(dir)?;
     }
     let model = read_model(&args.model)?;
     let path = std::fs::canonicalize(&args.model)?;
@@ -150,21 +151,6 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
         return Ok(());
     }
     outln!("wrote {}; next: trainer train {0}", out.display());
-    Ok(())
-}
-
-/// Checks that a directory for the state exists, on a drive that is mounted.
-fn check_dir(dir: &Path) -> anyhow::Result<()> {
-    let resolved = resolved(dir);
-    check_mounted(&resolved)?;
-    if !resolved.is_dir() {
-        let path = dir.to_owned();
-        return Err(match resolved.exists() {
-            true => StoreError::NotADir { path },
-            false => StoreError::Missing { path },
-        }
-        .into());
-    }
     Ok(())
 }
 

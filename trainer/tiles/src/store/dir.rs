@@ -146,22 +146,28 @@ fn existing(path: &Path) -> &Path {
 
 /// Checks that `dir` exists and supports direct I/O.
 fn check_dir(dir: &Path) -> Result<(), StoreError> {
+    check_is_dir(dir)?;
+    probe(dir)
+}
+
+/// Checks that `dir` is an existing directory.
+///
+/// # Errors
+/// It is missing, something else, or cannot be looked at.
+pub fn check_is_dir(dir: &Path) -> Result<(), StoreError> {
     let path = || dir.to_path_buf();
     match fs::metadata(dir) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            return Err(StoreError::Missing { path: path() });
+            Err(StoreError::Missing { path: path() })
         }
-        Err(source) => {
-            return Err(StoreError::Io {
-                verb: "read the metadata of",
-                path: path(),
-                source,
-            });
-        }
-        Ok(metadata) if !metadata.is_dir() => return Err(StoreError::NotADir { path: path() }),
-        Ok(_) => {}
+        Err(source) => Err(StoreError::Io {
+            verb: "read the metadata of",
+            path: path(),
+            source,
+        }),
+        Ok(metadata) if !metadata.is_dir() => Err(StoreError::NotADir { path: path() }),
+        Ok(_) => Ok(()),
     }
-    probe(dir)
 }
 
 /// Creates a file and opens it again for direct I/O.

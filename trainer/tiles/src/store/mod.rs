@@ -10,7 +10,8 @@ pub use daemon::{
     link_of, other_job, remove_files, start_private,
 };
 pub use dir::{
-    StoreError, StoreSpace, check_dirs, check_space, file_system, free_bytes, space_needed,
+    StoreError, StoreSpace, check_dirs, check_is_dir, check_space, file_system, free_bytes,
+    space_needed,
 };
 pub use mounts::{NotMounted, check_mounted, remember_mounts};
 pub use relocate::Relocation;
