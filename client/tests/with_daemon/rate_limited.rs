@@ -16,6 +16,9 @@ use crate::real::{Place, daemon_has_hooks, settings, skip_without_hooks, wait_fo
 /// Bytes read and written per second; the other device has half of both.
 const FAST: [u64; 2] = [80_000_000, 40_000_000];
 
+/// Least share of the sum of both rates. Half of the bytes on each device would reach 0.67; the rest is room for a busy machine.
+const SHARE_MIN: f64 = 0.85;
+
 /// Whether this is the inner process. The limit applies to a whole process, so a test runs in a process of its own; in the outer process it is done
 /// when this returns `false`.
 fn is_rate_limited(name: &str) -> bool {
@@ -119,7 +122,7 @@ fn a_drive_of_half_the_speed_does_not_hold_the_other_back() {
             let share = bytes / pass(&mut session, tile_count, out).as_secs_f64() / sum;
             best[way] = best[way].max(share);
         }
-        if best.iter().all(|share| *share >= 0.95) {
+        if best.iter().all(|share| *share >= SHARE_MIN) {
             break;
         }
     }
@@ -128,7 +131,10 @@ fn a_drive_of_half_the_speed_does_not_hold_the_other_back() {
         best[0], best[1]
     );
     // Operations in flight when a pass begins may make it slightly early, never more.
-    assert!(best.iter().all(|s| (0.95..1.1).contains(s)), "{best:?}");
+    assert!(
+        best.iter().all(|s| (SHARE_MIN..1.1).contains(s)),
+        "{best:?}"
+    );
     session.close().unwrap();
 }
 
