@@ -16,6 +16,7 @@
 #![warn(missing_docs)]
 
 pub mod adamw;
+pub mod attention;
 pub mod cast;
 #[allow(unsafe_code)]
 pub mod gpu;

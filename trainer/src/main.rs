@@ -21,7 +21,6 @@ use cli::relocate::MoveArgs;
 use cli::remove::RemoveArgs;
 use cli::runs::RunsArgs;
 use cli::source::SourceArgs;
-use kernels_torch::collective::World;
 use offload_support::console::{self, terminal_columns};
 use offload_support::documents::{self, CompletionsArgs, ManArgs, Section};
 use offload_support::signals::survive_file_size_limit;
@@ -30,6 +29,7 @@ use trainer::config::setting_like;
 use trainer::launch::{self, LaunchError};
 use trainer::open::Start;
 use trainer::run_fingerprint::run_fingerprint;
+use training_ranks::World;
 use training_state::run::CheckpointName;
 use training_state::trace::{STEPS_DEFAULT, Trace};
 

@@ -5,10 +5,11 @@ use std::error::Error;
 use std::sync::Arc;
 
 use crate::config::RunSettings;
-use kernels_torch::collective::{CollectiveError, Comm, Rendezvous, Timeouts, World};
+use kernels_torch::collective::Comm;
 use offload_support::errln;
 use serde::{Deserialize, Serialize};
 use swapper::{Exchange, Nodes};
+use training_ranks::{CollectiveError, Rendezvous, Timeouts, World};
 use training_state::ranks::{Group, GroupError, RankError, Ranks};
 
 /// Error of connecting ranks.

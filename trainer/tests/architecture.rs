@@ -31,7 +31,8 @@ const ARROWS: &[(&str, &[&str])] = &[
     ),
     ("chat-template", &[]),
     ("kernels", &[]),
-    ("kernels-torch", &["kernels"]),
+    ("kernels-torch", &["kernels", "training-ranks"]),
+    ("training-ranks", &[]),
     (
         "training-state",
         &["swapper", "kernels", "offload-support", "test-hooks"],
@@ -49,6 +50,7 @@ const ARROWS: &[(&str, &[&str])] = &[
             "kernels-torch",
             "offload-support",
             "test-hooks",
+            "training-ranks",
             "training-settings",
             "training-state",
         ],
@@ -257,7 +259,7 @@ fn unsafe_is_only_in_the_named_files() {
 #[test]
 fn modules_of_the_trainer_import_from_lower_layers_only() {
     assert_layers(&root().join("trainer/src"), TRAINER_LAYERS);
-    assert_layers(&root().join("trainer/tiles/src"), TRAINING_STATE_LAYERS);
+    assert_layers(&root().join("trainer/state/src"), TRAINING_STATE_LAYERS);
     assert_layers(&root().join("trainer/settings/src"), SETTINGS_LAYERS);
 }
 

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use anyhow::{Context, bail};
 use clap::Args;
-use kernels_torch::collective::JobToken;
 use offload_support::errln;
 use trainer::launch::hostfile::SLOTS_MAX;
 use trainer::launch::{self, Hosts, Launch, Meeting, NodeCount, hostfile};
+use training_ranks::JobToken;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer launch --nproc 4 RUN.toml

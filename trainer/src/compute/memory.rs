@@ -6,7 +6,7 @@
 //! projection's gradient, the embedding's gradient. The counts below follow the operators in block.rs,
 //! attention.rs and head.rs. `tests/model_memory.rs` compares them with the memory of a real process.
 
-use kernels_torch::{AttentionSizes, backward_workspace_bytes, cudnn_supports};
+use kernels::attention::{AttentionSizes, backward_workspace_bytes, cudnn_supports};
 
 use super::attention::queries_at_a_time;
 use super::explicit;

@@ -11,11 +11,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{
-    CollectiveError, Heartbeat, JobToken, LauncherStore, TOKEN_VARIABLE,
-};
+use kernels_torch::collective::LauncherStore;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
+use training_ranks::{CollectiveError, Heartbeat, JobToken, TOKEN_VARIABLE};
 
 use super::node_count::NodeCount;
 use super::requests::Requests;

@@ -30,10 +30,11 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kernels::gpu::nccl_buffer;
-use kernels_torch::collective::{CollectiveError, DIR_VARIABLE, LauncherStore, TOKEN_VARIABLE};
+use kernels_torch::collective::LauncherStore;
 use offload_support::errln;
 use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
 use swapper::private::OwnDir;
+use training_ranks::{CollectiveError, DIR_VARIABLE, TOKEN_VARIABLE};
 
 pub use failure::Failure;
 use meeting::Agreed;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::CollectiveError;
+use training_ranks::CollectiveError;
 
 use super::failure::{Failure, How};
 use super::meeting::Agreed;

@@ -16,8 +16,8 @@ use std::process::{Command, Stdio};
 use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::JobToken;
 use offload_support::{errln, outln};
+use training_ranks::JobToken;
 
 use super::LaunchError;
 use super::hostfile::Host;

@@ -6,11 +6,11 @@
 use std::io::{BufRead, BufReader, Read};
 use std::sync::mpsc::{Receiver, channel};
 
-use kernels_torch::collective::{CollectiveError, JobToken};
 use offload_support::signals::is_ignored;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1};
 use signal_hook::iterator::Signals;
+use training_ranks::{CollectiveError, JobToken};
 
 use super::LaunchError;
 

@@ -4,10 +4,10 @@
 //! figures is still right about bytes; its bound is as accurate as the figures.
 
 use kernels::gpu::GpuError;
-use kernels_torch::collective::World;
 use kernels_torch::find_cudnn;
 use offload_support::memory::available_bytes;
 use serde::Serialize;
+use training_ranks::World;
 
 use crate::accelerator::{self, AcceleratorError};
 use crate::config::{DeviceChoice, RunSettings};

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use kernels::gpu::GpuError;
-use kernels_torch::collective::CollectiveError;
 use swapper::SwapperError;
+use training_ranks::CollectiveError;
 
 use crate::compute::ComputeError;
 use crate::config::{RunSettings, SettingsError};

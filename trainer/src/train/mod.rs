@@ -21,7 +21,8 @@ mod watch;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{CollectiveError, Comm, GpuComm};
+use kernels_torch::collective::{Comm, GpuComm};
+use training_ranks::CollectiveError;
 
 pub use error::TrainError;
 

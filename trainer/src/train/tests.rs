@@ -16,11 +16,12 @@ use std::sync::Arc;
 
 use kernels::adamw::init_tile;
 use kernels::gpu::Gpu;
-use kernels_torch::collective::{Comm, Rendezvous, Timeouts, World};
+use kernels_torch::collective::Comm;
 use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
 use serde_json::{Value, json};
 use swapper::{Swapper, UninitTile};
 use tempfile::TempDir;
+use training_ranks::{Rendezvous, Timeouts, World};
 
 use super::inputs::InputPlace;
 use super::mover::{self, Shards};

@@ -7,9 +7,9 @@ use tch::Kind;
 
 use super::link::Link;
 use super::pending::{Memory, Pending};
-use super::{CollectiveError, Rendezvous, Timeouts, World};
 use crate::HostBuffer;
 use kernels::reduce::GradType;
+use training_ranks::{CollectiveError, Rendezvous, Timeouts, World};
 
 /// Largest broadcast, so that a wrong length is refused before memory is allocated for it.
 const BROADCAST_BYTES_MAX: u64 = 1 << 30;

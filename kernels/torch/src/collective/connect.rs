@@ -5,9 +5,10 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use super::gloo::{Group, Interface, Store};
-use super::heartbeat::{DirHeartbeatStore, Heartbeat, TcpHeartbeatStore};
-use super::rendezvous::listen;
-use super::{CollectiveError, Rendezvous, Timeouts, World};
+use super::tcp_heartbeat_store::TcpHeartbeatStore;
+use training_ranks::{
+    CollectiveError, DirHeartbeatStore, Heartbeat, Rendezvous, Timeouts, World, listen,
+};
 
 /// Interval of checks for dead ranks during other waits.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(50);
@@ -308,6 +309,16 @@ mod tests {
     use super::*;
     use crate::collective::Comm;
 
+    /// One of two ranks on one node.
+    fn of_two(rank: u32) -> World {
+        World {
+            rank,
+            ranks: 2,
+            local_rank: rank,
+            local_ranks: 2,
+        }
+    }
+
     const PATIENCE: Timeouts = Timeouts {
         connect: Duration::from_secs(20),
         operation: Duration::from_secs(20),
@@ -332,7 +343,7 @@ mod tests {
         };
         let meet = |restart: u32| -> Vec<Comm> {
             let connect =
-                |rank| move || Comm::connect(World::of_two(rank), &at(restart), PATIENCE).unwrap();
+                |rank| move || Comm::connect(of_two(rank), &at(restart), PATIENCE).unwrap();
             std::thread::scope(|scope| {
                 let ranks = [0, 1].map(|rank| scope.spawn(connect(rank)));
                 ranks.map(|rank| rank.join().unwrap()).into()

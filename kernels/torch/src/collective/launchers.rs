@@ -7,9 +7,8 @@
 use std::time::Duration;
 
 use super::gloo::Store;
-use super::heartbeat::{Heartbeat, TcpHeartbeatStore};
-use super::rendezvous::{key_prefix, listen};
-use super::{CollectiveError, JobToken, Timeouts, World};
+use super::tcp_heartbeat_store::TcpHeartbeatStore;
+use training_ranks::{CollectiveError, Heartbeat, JobToken, Timeouts, World, key_prefix, listen};
 
 /// Longest value that is read at first. A longer one is read again.
 const VALUE_BYTES: usize = 4096;

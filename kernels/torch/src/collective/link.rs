@@ -5,9 +5,8 @@ use std::time::Instant;
 
 use super::connect::{CHECK_INTERVAL, Connected, attribute, connect, connect_side};
 use super::gloo::{Group, Operation, Store};
-use super::heartbeat::Heartbeat;
-use super::{CollectiveError, Rendezvous, Timeouts, World};
 use crate::HostBuffer;
+use training_ranks::{CollectiveError, Heartbeat, Rendezvous, Timeouts, World};
 
 /// Most operations in flight: each holds a buffer of a unit.
 const IN_FLIGHT_MAX: usize = 16;

@@ -17,27 +17,15 @@
 
 mod comm;
 mod connect;
-mod error;
 mod gloo;
-mod heartbeat;
-mod job_token;
 mod launchers;
 mod link;
 mod nccl;
 mod pending;
-mod rendezvous;
-mod slurm;
 mod sum;
-mod timeouts;
-mod world;
+mod tcp_heartbeat_store;
 
 pub use comm::Comm;
-pub use error::CollectiveError;
-pub use heartbeat::Heartbeat;
-pub use job_token::{JobToken, TOKEN_VARIABLE};
 pub use launchers::LauncherStore;
 pub use nccl::GpuComm;
 pub use pending::Pending;
-pub use rendezvous::{DIR_VARIABLE, Rendezvous};
-pub use timeouts::Timeouts;
-pub use world::World;

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::CollectiveError;
 use super::link::{Link, Started};
 use super::sum::sum_ranks;
 use crate::HostBuffer;
 use kernels::reduce::GradType;
+use training_ranks::CollectiveError;
 
 /// An operation in progress. It owns its buffer; [`Pending::wait`] returns it.
 ///

@@ -2,14 +2,13 @@
 //!
 //! ```text
 //!   library.rs   opens libcudnn at run time          graph.rs   graphs of operations and their plans
-//!   sdpa.rs      the graphs of attention             blocks.rs  calls of a backward pass, so that its workspace is bounded
+//!   sdpa.rs      the graphs of attention             `kernels::attention`: calls of a backward pass, so that its workspace is bounded
 //! ```
 //!
 //! torch refuses cuDNN where algorithms must be deterministic, so this crate calls it directly. One [`CudnnAttention`] belongs
 //! to one GPU; plans are made on first use of a shape and kept, since making one takes some tenths of a second. All work
 //! is enqueued on the default stream, as torch's.
 
-mod blocks;
 mod graph;
 mod library;
 mod sdpa;
@@ -19,18 +18,16 @@ use std::collections::HashMap;
 use std::ffi::c_void;
 use std::rc::Rc;
 
+use kernels::attention::{AttentionSizes, Block, Chunk, Group, blocks, chunks, groups};
 use kernels::gpu::library::dirs_of_loaded;
 use kernels::gpu::{Gpu, GpuInfo, Vendor};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
-use self::blocks::{Block, Chunk, Group, blocks, chunks, groups};
 use self::graph::{Number, Plan, Uid};
 use self::library::Library9;
 use self::sdpa::{Call, DK, DO, DQ, DQ_SUM, DV, Grads, K, LENGTHS, O, OFFSETS, Q, STATS, SUMS, V};
 use super::TorchError;
 use super::device::load_gpu_half;
-
-pub use self::blocks::{AttentionSizes, backward_workspace_bytes};
 
 /// Why cuDNN's attention cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -62,15 +59,6 @@ pub enum CudnnError {
     NoEngine,
 }
 
-/// Largest head that the kernels support; the size must also be a multiple of [`HEAD_DIM_UNIT`].
-const HEAD_DIM_MAX: usize = 256;
-const HEAD_DIM_UNIT: usize = 8;
-
-/// Returns whether cuDNN's kernels support heads of this size.
-pub fn cudnn_supports(head_dim: usize) -> bool {
-    head_dim.is_multiple_of(HEAD_DIM_UNIT) && (1..=HEAD_DIM_MAX).contains(&head_dim)
-}
-
 /// Returns whether cuDNN's attention can be used on this GPU: a Hopper GPU, and the library beside torch's GPU half.
 ///
 /// # Errors
@@ -89,6 +77,31 @@ fn library_for(gpu: &GpuInfo) -> Result<&'static Library9, TorchError> {
     // It loads cuDNN too, which then is found by its name.
     load_gpu_half()?;
     Ok(Library9::open(&dirs_of_loaded("libcudnn"))?)
+}
+
+/// Returns the chunk's part of `x` [batch, heads, ..], which has `heads` heads.
+fn part_of_chunk(
+    chunk: &Chunk,
+    x: &Tensor,
+    sizes: &AttentionSizes,
+    heads: i64,
+) -> Result<Tensor, TchError> {
+    let share = sizes.heads / heads;
+    x.f_narrow(0, chunk.sequence, chunk.batch)?
+        .f_narrow(1, chunk.head / share, chunk.heads / share)
+}
+
+/// Returns the chunk's part of the gradients of query, key and value.
+fn grads_of_chunk(
+    chunk: &Chunk,
+    sizes: &AttentionSizes,
+    [query, key, value]: [&Tensor; 3],
+) -> Result<[Tensor; 3], TchError> {
+    Ok([
+        part_of_chunk(chunk, query, sizes, sizes.heads)?,
+        part_of_chunk(chunk, key, sizes, sizes.kv_heads)?,
+        part_of_chunk(chunk, value, sizes, sizes.kv_heads)?,
+    ])
 }
 
 /// Plans by the call that they compute; with gradients, those of a backward pass.
@@ -325,7 +338,7 @@ impl CudnnAttention {
         for chunk in chunks(&sizes, &blocks) {
             match &blocks[..] {
                 [block] => {
-                    let grads = chunk.of_grads(&sizes, grads)?;
+                    let grads = grads_of_chunk(&chunk, &sizes, grads)?;
                     let grads = [&grads[0], &grads[1], &grads[2]];
                     self.call_backward(&sizes, &chunk, block, &inputs, grads)?;
                 }
@@ -371,7 +384,7 @@ impl CudnnAttention {
         inputs: &Inputs,
         grads: [&Tensor; 3],
     ) -> Result<(), TorchError> {
-        let grads = chunk.of_grads(sizes, grads)?;
+        let grads = grads_of_chunk(chunk, sizes, grads)?;
         let device = inputs.grad.device();
         let kind = inputs.grad.kind();
         let zeros = |like: &Tensor| Tensor::f_zeros(like.size(), (Kind::Float, device));
@@ -422,14 +435,10 @@ impl CudnnAttention {
     ) -> Result<(), TorchError> {
         let [query, key, value] = inputs.qkv;
         let queries = |x: &Tensor| {
-            chunk
-                .of(x, sizes, sizes.heads)?
-                .f_narrow(2, block.query, block.queries)
+            part_of_chunk(chunk, x, sizes, sizes.heads)?.f_narrow(2, block.query, block.queries)
         };
         let keys = |x: &Tensor| {
-            chunk
-                .of(x, sizes, sizes.kv_heads)?
-                .f_narrow(2, block.key, block.keys)
+            part_of_chunk(chunk, x, sizes, sizes.kv_heads)?.f_narrow(2, block.key, block.keys)
         };
         let (query, output, grad) = (
             queries(query)?,

@@ -11,6 +11,8 @@
 //! `ds` is written to the workspace (2 bytes for each pair of query and key) and multiplied by `k` afterwards; otherwise
 //! blocks of keys add to an fp32 sum in the order in which they finish.
 
+use kernels::attention::Mask;
+
 use super::CudnnError;
 use super::graph::{Graph, Layout, Node, Number, Plan, Pointwise, Reduction, Uid};
 use super::library::Library9;
@@ -29,17 +31,6 @@ pub(super) const DQ_SUM: Uid = 11;
 pub(super) const LENGTHS: Uid = 12;
 /// First elements of each document in query, key, value and output, and in the gradients of query, key and value.
 pub(super) const OFFSETS: [Uid; 7] = [13, 14, 15, 16, 17, 18, 19];
-
-/// Keys that a query sees. Query `i` of a call belongs to the same token as key `i`, unless all keys are seen.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Mask {
-    /// All of them.
-    None,
-    /// Those up to its own.
-    Causal,
-    /// As many of those as stated, its own included.
-    Window(i64),
-}
 
 /// One call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

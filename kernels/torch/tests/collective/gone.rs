@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::{CollectiveError, Comm, Timeouts};
+use kernels_torch::collective::Comm;
 use tch::Kind;
+use training_ranks::{CollectiveError, Timeouts};
 
 use crate::harness::{Meet, TIMEOUTS, all_succeed, connect, is_rank_of, run, signal_myself};
 

@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use kernels::gpu::{DeviceBuffer, Gpu, Stream};
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::{CollectiveError, Comm, GpuComm};
+use kernels_torch::collective::{Comm, GpuComm};
 use tch::Kind;
+use training_ranks::CollectiveError;
 
 use crate::harness::{
     MEASURED, Meet, all_succeed, connect, is_rank_of, on_ranks, run, signal_myself,

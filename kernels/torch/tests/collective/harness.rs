@@ -4,8 +4,9 @@ use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
+use kernels_torch::collective::Comm;
 use test_hooks::port::ReservedPort;
+use training_ranks::{DIR_VARIABLE, Rendezvous, Timeouts, World};
 
 /// Variable with the name of the test whose body a process runs as one rank.
 const TEST: &str = "KERNELS_TEST_RANK_OF";
@@ -78,9 +79,7 @@ pub(crate) fn all_succeed(ended: &[Ended], must: impl Fn(u32) -> bool) {
 }
 
 /// Connects like the trainer.
-pub(crate) fn connect(
-    timeouts: Timeouts,
-) -> Result<Comm, kernels_torch::collective::CollectiveError> {
+pub(crate) fn connect(timeouts: Timeouts) -> Result<Comm, training_ranks::CollectiveError> {
     let world = World::from_env()?;
     Comm::connect(world, &Rendezvous::from_env(&world)?, timeouts)
 }

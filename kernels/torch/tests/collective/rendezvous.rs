@@ -3,8 +3,9 @@
 
 use std::time::{Duration, Instant};
 
-use kernels_torch::collective::{CollectiveError, Comm, DIR_VARIABLE, Rendezvous, Timeouts, World};
+use kernels_torch::collective::Comm;
 use test_hooks::port::ReservedPort;
+use training_ranks::{CollectiveError, DIR_VARIABLE, Rendezvous, Timeouts, World};
 
 use crate::harness::{
     Meet, TIMEOUTS, all_succeed, connect, is_rank_of, on_ranks, rank_command, run, signal_myself,

@@ -4,8 +4,9 @@
 use half::{bf16, f16};
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::{Comm, Rendezvous, World};
+use kernels_torch::collective::Comm;
 use tch::Kind;
+use training_ranks::{Rendezvous, World};
 
 use crate::harness::{Meet, TIMEOUTS, all_succeed, is_rank_of, on_ranks, run};
 
@@ -226,7 +227,7 @@ fn a_barrier_waits_for_the_last_and_differences_are_named() {
     on_ranks(NAME, &[3], Meet::Dir, |comm| {
         let (rank, _) = who(&comm);
         comm.barrier().unwrap();
-        let dir = std::env::var(kernels_torch::collective::DIR_VARIABLE).unwrap();
+        let dir = std::env::var(training_ranks::DIR_VARIABLE).unwrap();
         let late = std::path::Path::new(&dir).join("late");
         if rank == 1 {
             std::thread::sleep(std::time::Duration::from_millis(300));

@@ -16,8 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kernels::gpu::{DeviceAt, DeviceBuffer, Gpu, Stream};
 use kernels::reduce::GradType;
 use kernels_torch::HostBuffer;
-use kernels_torch::collective::{CollectiveError, Comm, GpuComm, Pending};
+use kernels_torch::collective::{Comm, GpuComm, Pending};
 use swapper::{UnitShape, shard_elems};
+use training_ranks::CollectiveError;
 
 use crate::compute::UnitWeights;
 use crate::config::Stage;

@@ -15,8 +15,8 @@ use std::time::Duration;
 pub(super) use operation::Operation;
 pub(super) use store::Store;
 
-use super::{CollectiveError, World};
 use crate::ffi::take_message;
+use training_ranks::{CollectiveError, World};
 
 /// The connected ranks.
 pub(super) struct Group {

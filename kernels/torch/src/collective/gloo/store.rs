@@ -8,8 +8,8 @@ use std::ptr::{self, NonNull};
 use std::time::Duration;
 
 use super::{ffi, milliseconds, text};
-use crate::collective::CollectiveError;
 use crate::ffi::take_message;
+use training_ranks::CollectiveError;
 
 /// Small named values shared by all ranks.
 pub(in crate::collective) struct Store {

@@ -16,10 +16,11 @@ use std::sync::Arc;
 
 use self::table::{SUM, Table, UniqueId};
 use self::watchdog::{Shared, Watchdog};
+use super::Comm;
 use super::connect::left_alone;
-use super::{CollectiveError, Comm};
 use kernels::gpu::{DeviceAt, Gpu, GpuError, Stream};
 use kernels::reduce::GradType;
+use training_ranks::CollectiveError;
 
 /// The connected GPUs of all ranks.
 ///

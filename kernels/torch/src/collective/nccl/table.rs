@@ -8,9 +8,9 @@ use std::sync::OnceLock;
 
 use libloading::Library;
 
-use crate::collective::CollectiveError;
 use kernels::gpu::Vendor;
 use kernels::gpu::library::{dirs_of_loaded, dirs_of_toolkit, open_first};
+use training_ranks::CollectiveError;
 
 /// NCCL's ncclUniqueId: the meeting point of a communicator's ranks.
 #[derive(Clone, Copy)]

@@ -9,8 +9,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::table::Table;
-use crate::collective::CollectiveError;
 use crate::collective::link::Link;
+use training_ranks::CollectiveError;
 
 /// Interval of checks.
 const CHECK_INTERVAL: Duration = Duration::from_millis(100);

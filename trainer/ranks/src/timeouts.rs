@@ -32,7 +32,7 @@ impl Default for Timeouts {
 impl Timeouts {
     /// Time to find the rank responsible for a broken connection: a stopped rank is detected after `silence` and one
     /// more heartbeat of each side.
-    pub(super) fn attribute(&self) -> Duration {
+    pub fn attribute(&self) -> Duration {
         self.silence + 3 * self.beat
     }
 }

@@ -1,4 +1,4 @@
-//! Division of a backward pass into calls whose workspace is bounded.
+//! Division of attention by cuDNN into calls whose workspace is bounded: sizes only, so that a plan can ask.
 //!
 //! With sums in a fixed order, a call writes 2 bytes for each pair of query and key to its workspace. So sequences and heads are
 //! computed in *chunks*, which share nothing, and long sequences in *blocks* of queries and keys, whose gradients are added
@@ -16,9 +16,25 @@
 //!     └───┴───┴───┘
 //! ```
 
-use tch::{TchError, Tensor};
+/// Keys that a query sees. Query `i` of a call belongs to the same token as key `i`, unless all keys are seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Mask {
+    /// All of them.
+    None,
+    /// Those up to its own.
+    Causal,
+    /// As many of those as stated, its own included.
+    Window(i64),
+}
 
-use super::sdpa::Mask;
+/// Largest head that cuDNN's kernels support; the size must also be a multiple of [`HEAD_DIM_UNIT`].
+const HEAD_DIM_MAX: usize = 256;
+const HEAD_DIM_UNIT: usize = 8;
+
+/// Returns whether cuDNN's kernels support heads of this size.
+pub fn cudnn_supports(head_dim: usize) -> bool {
+    head_dim.is_multiple_of(HEAD_DIM_UNIT) && (1..=HEAD_DIM_MAX).contains(&head_dim)
+}
 
 /// Most bytes of a call's workspace for pairs. On an H200, 8 x 16 x 2048 x 128 reached 294, 348 and 378 TFLOPS with 1/4, 1/2 and
 /// 1 GiB, and 4 x 32 x 4096 x 128 reached 387 and 425 with 1 and 2 GiB.
@@ -55,24 +71,29 @@ pub struct AttentionSizes {
 
 impl AttentionSizes {
     /// Query heads that use the same key and value head.
-    pub(super) fn share(&self) -> i64 {
+    pub fn share(&self) -> i64 {
         self.heads / self.kv_heads
     }
 }
 
 /// Queries and keys of one call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Block {
-    pub(super) query: i64,
-    pub(super) queries: i64,
-    pub(super) key: i64,
-    pub(super) keys: i64,
-    pub(super) mask: Mask,
+pub struct Block {
+    /// First query.
+    pub query: i64,
+    /// Number of queries.
+    pub queries: i64,
+    /// First key.
+    pub key: i64,
+    /// Number of keys.
+    pub keys: i64,
+    /// Which of the keys a query sees.
+    pub mask: Mask,
 }
 
 impl Block {
     /// The whole sequence.
-    pub(super) fn all(sizes: &AttentionSizes) -> Self {
+    pub fn all(sizes: &AttentionSizes) -> Self {
         Self {
             query: 0,
             queries: sizes.tokens,
@@ -87,7 +108,7 @@ impl Block {
 }
 
 /// Blocks of a sequence, in the order of their addition: all pairs of a query and a key that it sees, each once.
-pub(super) fn blocks(sizes: &AttentionSizes) -> Vec<Block> {
+pub fn blocks(sizes: &AttentionSizes) -> Vec<Block> {
     let (tokens, window) = (sizes.tokens, sizes.window);
     let even = |most: i64| {
         let parts = (tokens as u64).div_ceil(most as u64) as i64;
@@ -138,16 +159,20 @@ fn round_up(x: i64, unit: i64) -> i64 {
 
 /// Sequences and heads of one call: whole sequences, or some heads of one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Chunk {
-    pub(super) sequence: i64,
-    pub(super) batch: i64,
-    pub(super) head: i64,
-    pub(super) heads: i64,
+pub struct Chunk {
+    /// First sequence.
+    pub sequence: i64,
+    /// Number of sequences.
+    pub batch: i64,
+    /// First query head.
+    pub head: i64,
+    /// Number of query heads.
+    pub heads: i64,
 }
 
 impl Chunk {
     /// Everything.
-    pub(super) fn all(sizes: &AttentionSizes) -> Self {
+    pub fn all(sizes: &AttentionSizes) -> Self {
         Self {
             sequence: 0,
             batch: sizes.batch,
@@ -155,35 +180,10 @@ impl Chunk {
             heads: sizes.heads,
         }
     }
-
-    /// Its part of `x` [batch, heads, ..], which has `heads` heads.
-    pub(super) fn of(
-        &self,
-        x: &Tensor,
-        sizes: &AttentionSizes,
-        heads: i64,
-    ) -> Result<Tensor, TchError> {
-        let share = sizes.heads / heads;
-        x.f_narrow(0, self.sequence, self.batch)?
-            .f_narrow(1, self.head / share, self.heads / share)
-    }
-
-    /// Its part of the gradients of query, key and value.
-    pub(super) fn of_grads(
-        &self,
-        sizes: &AttentionSizes,
-        [query, key, value]: [&Tensor; 3],
-    ) -> Result<[Tensor; 3], TchError> {
-        Ok([
-            self.of(query, sizes, sizes.heads)?,
-            self.of(key, sizes, sizes.kv_heads)?,
-            self.of(value, sizes, sizes.kv_heads)?,
-        ])
-    }
 }
 
 /// Chunks of a batch: all sequences and heads, each once.
-pub(super) fn chunks(sizes: &AttentionSizes, blocks: &[Block]) -> Vec<Chunk> {
+pub fn chunks(sizes: &AttentionSizes, blocks: &[Block]) -> Vec<Chunk> {
     let share = sizes.share();
     let pairs = blocks.iter().map(|block| block.queries * block.keys);
     let most_pairs = pairs.max().unwrap_or(1).max(1);
@@ -227,16 +227,18 @@ const GROUP_TOKENS: i64 = 32768;
 /// Documents that one call computes together, as a batch of sequences of up to `tokens` tokens. Lengths and numbers of documents
 /// are rounded up, so that a run needs few plans whatever its documents are.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Group {
-    pub(super) tokens: i64,
+pub struct Group {
+    /// Most tokens of a document.
+    pub tokens: i64,
     /// First token of each document. Missing ones are filled up with empty documents.
-    pub(super) starts: Vec<i64>,
-    pub(super) lengths: Vec<i64>,
+    pub starts: Vec<i64>,
+    /// Tokens of each document.
+    pub lengths: Vec<i64>,
 }
 
 /// Divides documents of these lengths, one after the other, into groups and, in the second list, long ones that are computed
 /// alone: first token and length.
-pub(super) fn groups(lengths: &[i64], heads: i64) -> (Vec<Group>, Vec<(i64, i64)>) {
+pub fn groups(lengths: &[i64], heads: i64) -> (Vec<Group>, Vec<(i64, i64)>) {
     let (mut groups, mut alone) = (Vec::<Group>::new(), Vec::new());
     let mut start = 0;
     for &length in lengths {

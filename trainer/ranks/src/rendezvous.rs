@@ -130,7 +130,7 @@ impl Rendezvous {
 }
 
 /// Prefix of the keys of `run`.
-pub(super) fn key_prefix(token: Option<&JobToken>, run: &str) -> String {
+pub fn key_prefix(token: Option<&JobToken>, run: &str) -> String {
     format!("offloadd/{}/{run}", token.map_or("", JobToken::secret))
 }
 
@@ -144,7 +144,7 @@ pub(super) fn is_loopback(host: &str) -> bool {
 
 /// Listens at `host` and `port` only: c10d by itself would listen on every interface. With `nodes` ranks on other nodes come
 /// there, so a name that means the loopback interface on this node is refused.
-pub(super) fn listen(host: &str, port: u16, nodes: bool) -> Result<TcpListener, CollectiveError> {
+pub fn listen(host: &str, port: u16, nodes: bool) -> Result<TcpListener, CollectiveError> {
     let failed = |message: String| CollectiveError::Rendezvous {
         op: "listening",
         place: format!("{host}:{port}"),

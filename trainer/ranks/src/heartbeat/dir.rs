@@ -9,10 +9,10 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
-use super::{CollectiveError, World};
+use crate::{CollectiveError, World};
 
 /// Heartbeats as locked files in a directory.
-pub(crate) struct DirHeartbeatStore {
+pub struct DirHeartbeatStore {
     dir: PathBuf,
     own: File,
     peers: Vec<Option<File>>,
@@ -23,7 +23,7 @@ impl DirHeartbeatStore {
     ///
     /// # Errors
     /// The directory is missing or not writable, or the rank is taken.
-    pub(crate) fn open(world: &World, dir: &Path) -> Result<Self, CollectiveError> {
+    pub fn open(world: &World, dir: &Path) -> Result<Self, CollectiveError> {
         let failed = |op, error: io::Error| CollectiveError::Rendezvous {
             op,
             place: dir.display().to_string(),

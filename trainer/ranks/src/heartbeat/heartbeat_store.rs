@@ -1,12 +1,12 @@
 //! Storage of heartbeats, which ranks write for each other as lines of text.
 
-use super::CollectiveError;
+use crate::CollectiveError;
 
 /// Fixed size of a written heartbeat, so that a new one overwrites the old one completely.
-pub(super) const BEAT_BYTES: usize = 512;
+pub const BEAT_BYTES: usize = 512;
 
 /// Place in which ranks publish their heartbeats.
-pub(crate) trait HeartbeatStore: Send {
+pub trait HeartbeatStore: Send {
     /// Replaces this rank's heartbeat.
     fn write(&mut self, beat: &Beat) -> Result<(), CollectiveError>;
     /// Reads the last heartbeat of `rank`.
@@ -15,7 +15,7 @@ pub(crate) trait HeartbeatStore: Send {
 
 /// Last heartbeat of a rank. A heartbeat is `None` if it cannot be parsed.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Seen {
+pub enum Seen {
     /// The rank has not come yet.
     Nothing,
     /// The last heartbeat; the next one will show whether the rank is alive.
@@ -26,18 +26,18 @@ pub(crate) enum Seen {
 
 /// A heartbeat.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Beat {
+pub struct Beat {
     /// Incremented with each heartbeat.
-    pub(crate) count: u64,
+    pub count: u64,
     /// Number of the operation that the rank has reached.
-    pub(crate) reached: u64,
+    pub reached: u64,
     /// Why the rank ended, once it does.
-    pub(crate) end: Option<String>,
+    pub end: Option<String>,
 }
 
 impl Beat {
     /// Encodes as `COUNT REACHED =REASON`, or `-` in place of the reason, padded with line ends.
-    pub(crate) fn encode(&self) -> [u8; BEAT_BYTES] {
+    pub fn encode(&self) -> [u8; BEAT_BYTES] {
         let end = match &self.end {
             Some(reason) => format!("={}", reason.replace('\n', " ")),
             None => "-".to_owned(),
@@ -55,7 +55,7 @@ impl Beat {
 
     /// Returns `None` for anything that [`Beat::encode`] does not write: another process may be writing, or have
     /// written garbage.
-    pub(crate) fn decode(bytes: &[u8]) -> Option<Beat> {
+    pub fn decode(bytes: &[u8]) -> Option<Beat> {
         let text = std::str::from_utf8(bytes).ok()?;
         let mut parts = text.trim_end_matches('\n').splitn(3, ' ');
         let count = parts.next()?.parse().ok()?;

@@ -1,8 +1,7 @@
 //! Heartbeats in a TCP store, for runs over several nodes or under torchrun. A dead rank is detected by its silence.
 
-use super::CollectiveError;
-use super::heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
-use crate::collective::gloo::Store;
+use super::gloo::Store;
+use training_ranks::{BEAT_BYTES, Beat, CollectiveError, HeartbeatStore, Seen};
 
 /// Heartbeats as keys of a store, over a connection of their own.
 pub(crate) struct TcpHeartbeatStore {

@@ -12,17 +12,15 @@
 
 mod dir;
 mod heartbeat_store;
-mod store;
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-pub(super) use dir::DirHeartbeatStore;
-pub(super) use heartbeat_store::{Beat, HeartbeatStore, Seen};
-pub(super) use store::TcpHeartbeatStore;
+pub use dir::DirHeartbeatStore;
+pub use heartbeat_store::{BEAT_BYTES, Beat, HeartbeatStore, Seen};
 
-use super::{CollectiveError, Timeouts, World};
+use crate::{CollectiveError, Timeouts, World};
 
 /// Rounds without a heartbeat after which a rank may be the first that stopped. Two rounds may pass between two
 /// heartbeats of alternating threads.
@@ -75,7 +73,7 @@ struct Peer {
 
 impl Heartbeat {
     /// Starts sending heartbeats to `heartbeat_store`. `host` is the rank whose process runs the store, if one does.
-    pub(super) fn start(
+    pub fn start(
         world: World,
         timeouts: Timeouts,
         heartbeat_store: Box<dyn HeartbeatStore>,
@@ -127,14 +125,14 @@ impl Heartbeat {
     }
 
     /// Records that this rank has reached operation number `reached`.
-    pub(super) fn reached(&self, reached: u64) {
+    pub fn reached(&self, reached: u64) {
         let mut state = self.shared.lock();
         state.own.reached = reached;
         state.unwritten = true;
     }
 
     /// Ranks that have not reached operation number `reached`, as far as known.
-    pub(super) fn behind(&self, reached: u64) -> Vec<u32> {
+    pub fn behind(&self, reached: u64) -> Vec<u32> {
         let state = self.shared.lock();
         self.shared
             .peers()
@@ -166,7 +164,7 @@ impl Heartbeat {
     }
 
     /// The reason with which this rank has ended.
-    pub(super) fn own_end(&self) -> Option<String> {
+    pub fn own_end(&self) -> Option<String> {
         self.shared.lock().own.end.clone()
     }
 
