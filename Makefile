@@ -55,7 +55,7 @@ build: libtorch
 
 # A libtorch that LIBTORCH or LIBTORCH_USE_PYTORCH names stays where it is, and the programs find it there.
 install: libtorch
-	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p bench-io
+	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p trainer-torch -p bench-io
 	install -D -s -t $(INTO)/bin $(PROGRAMS)
 	install -d $(INTO)/share/man/man1 $(INTO)/share/man/man8 $(INTO)/share/bash-completion/completions
 	target/$(BUILT)/offloadd man $(INTO)/share/man/man8
@@ -88,10 +88,10 @@ wheel: export RUSTFLAGS := $(RUSTFLAGS) -Clink-arg=-B$(OLD_GLIBC) -Clink-arg=-L$
 wheel: PROGRAMS := $(PROGRAMS:target/%=$(WHEEL_TARGET)/%)
 wheel: libtorch
 	$(PYTHON) trainer/python/old_glibc/old_glibc.py $(OLD_GLIBC)
-	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p bench-io
+	$(CARGO) build -j$(JOBS) --profile $(PROFILE) -p offloadd -p trainer -p trainer-torch -p bench-io
 	install -D -s -t $(IN_WHEEL)/bin $(PROGRAMS)
 	install -D -m 644 -t trainer/python/licenses LICENSE-MIT LICENSE-APACHE
-	.ci/licenses.py --cargo $(CARGO) --texts trainer/python/licenses/LICENSES-dependencies offloadd trainer bench-io offloadd-python
+	.ci/licenses.py --cargo $(CARGO) --texts trainer/python/licenses/LICENSES-dependencies offloadd trainer trainer-torch bench-io offloadd-python
 	$(PYTHON) -m maturin build --profile $(PROFILE) --manifest-path trainer/python/Cargo.toml --out $(WHEELS) \
 		--compatibility $$(trainer/python/wheel_tag.py $(PROGRAMS))
 

@@ -22,7 +22,7 @@ def without_code(text):
 
 
 def named_paths(text):
-    """Returns paths of the repository that a page names in backticks, as in `trainer/src/plan/`."""
+    """Returns paths of the repository that a page names in backticks, as in `trainer/run/src/plan/`."""
     text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.findall(r"`((?:offloadd|client|swapper|kernels|test-hooks|trainer|bench-io|configs|docs|\.ci)/[\w./-]*)`", text)
 

@@ -12,17 +12,17 @@ pack() {
     local directory
     directory=$(mktemp -d)
     pwd > "$directory/built_in"
-    cargo build -p offloadd
-    cargo test -p trainer --lib --test model_gpu --test runs --no-run --message-format=json |
+    cargo build -p offloadd -p trainer
+    cargo test -p trainer-torch --lib --test model_gpu --test runs --no-run --message-format=json |
         python3 -c '
 import json, sys
 for line in sys.stdin:
     said = json.loads(line)
-    if said.get("executable") and said["target"]["name"] in ("trainer", "trainer-with-torch", "model_gpu", "runs"):
+    if said.get("executable") and said["target"]["name"] in ("trainer_torch", "trainer-with-torch", "model_gpu", "runs"):
         name = "lib" if said["target"]["kind"] == ["lib"] else said["target"]["name"]
         print(name, said["executable"])' |
         while read -r name path; do strip -o "$directory/$name" "$path"; done
-    strip -o "$directory/offloadd" target/debug/offloadd
+    for name in offloadd trainer; do strip -o "$directory/$name" "target/debug/$name"; done
     tar -C "$directory" -cf - . | gzip -6 > "$1"
     ls -l "$directory" "$1"
     rm -r "$directory"
@@ -53,7 +53,7 @@ print(":".join([os.path.join(torch_directory, "lib"), *beside]))')
             "model_gpu --nocapture" \
             "runs parity:: activations:: --nocapture"
     fi
-    cd "$built_in/trainer"
+    cd "$built_in/trainer/torch"
     for test in "$@"; do
         echo "== $test"
         # shellcheck disable=SC2086

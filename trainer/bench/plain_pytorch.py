@@ -8,7 +8,7 @@ weights and bf16 moments: less to move, other results. `--compile` lets torch.co
 `--keep` keeps what blocks compute instead of checkpointing them.
 
 With `--data FILE` it reads the trainer's tokens (bytes) in the trainer's order and starts from the trainer's weights (the counter of
-trainer/src/model/init.rs), so that its losses can be laid beside metrics.jsonl; without, tokens are random.
+trainer/run/src/model/init.rs), so that its losses can be laid beside metrics.jsonl; without, tokens are random.
 
     plain_pytorch.py --steps 8 --out DIR                    step time: DIR/metrics.jsonl and a last line of JSON
     plain_pytorch.py --data text --seed 1 --steps 100 --out DIR
@@ -120,7 +120,7 @@ def loss_of(weights, inputs, targets, cos, sin, a):
 
 
 def permuted(seed, epoch, count, index):
-    """Where `index` of 0..count comes in an epoch: trainer/src/data/order.rs."""
+    """Where `index` of 0..count comes in an epoch: trainer/run/src/data/order.rs."""
     half = (max(2, (count - 1).bit_length()) + 1) // 2
     mask = (1 << half) - 1
     key = seed * GAMMA + epoch * 0xD1B54A32D192ED03

@@ -42,16 +42,40 @@ const ARROWS: &[(&str, &[&str])] = &[
         &["kernels", "offload-support", "training-state"],
     ),
     (
-        "trainer",
+        "training-run",
         &[
             "chat-template",
             "swapper",
             "kernels",
-            "kernels-torch",
             "offload-support",
             "test-hooks",
             "training-ranks",
             "training-settings",
+            "training-state",
+        ],
+    ),
+    (
+        "trainer",
+        &[
+            "kernels",
+            "offload-support",
+            "swapper",
+            "training-ranks",
+            "training-run",
+            "training-state",
+        ],
+    ),
+    (
+        "trainer-torch",
+        &[
+            "kernels",
+            "kernels-torch",
+            "offload-support",
+            "swapper",
+            "test-hooks",
+            "trainer",
+            "training-ranks",
+            "training-run",
             "training-state",
         ],
     ),
@@ -80,20 +104,26 @@ const UNSAFE_PLACES: &[&str] = &[
     "trainer/python/src/memory.rs",
 ];
 
-/// Layers inside `trainer`, the lowest first. A module imports from lower layers only.
-const TRAINER_LAYERS: &[&[&str]] = &[
-    &["evaluations", "launch", "model", "starter"],
-    &["compute", "run_record"],
+/// Layers inside `training-run`, the lowest first. A module imports from lower layers only.
+const TRAINING_RUN_LAYERS: &[&[&str]] = &[
+    &["evaluations", "model"],
+    &["computation", "run_record"],
     &["weights"],
     &["config", "runs"],
     &["accelerator"],
-    &["data", "plan", "ranks", "remove"],
+    &["data", "plan", "remove"],
     &["open"],
     &["run_state_reader"],
     &["reader", "run_fingerprint"],
     &["export", "relocate"],
-    &["train"],
 ];
+
+/// The layers inside `trainer-torch`.
+const TRAINER_TORCH_LAYERS: &[&[&str]] =
+    &[&["compute", "launch", "ranks", "torch_support"], &["train"]];
+
+/// The layers inside `trainer`.
+const TRAINER_LAYERS: &[&[&str]] = &[&["launch", "libraries"], &["with_torch"]];
 
 /// The layers inside `training-state`.
 const TRAINING_STATE_LAYERS: &[&[&str]] = &[
@@ -156,7 +186,7 @@ fn root() -> PathBuf {
 }
 
 /// Crates that need libtorch for builds and tests; all other crates do not.
-const LIBTORCH: &[&str] = &["kernels-torch", "trainer"];
+const LIBTORCH: &[&str] = &["kernels-torch", "trainer-torch"];
 
 /// The workspace's packages from `cargo metadata`.
 fn packages() -> Vec<serde_json::Value> {
@@ -259,6 +289,8 @@ fn unsafe_is_only_in_the_named_files() {
 #[test]
 fn modules_of_the_trainer_import_from_lower_layers_only() {
     assert_layers(&root().join("trainer/src"), TRAINER_LAYERS);
+    assert_layers(&root().join("trainer/run/src"), TRAINING_RUN_LAYERS);
+    assert_layers(&root().join("trainer/torch/src"), TRAINER_TORCH_LAYERS);
     assert_layers(&root().join("trainer/state/src"), TRAINING_STATE_LAYERS);
     assert_layers(&root().join("trainer/settings/src"), SETTINGS_LAYERS);
 }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, ValueEnum};
 use offload_support::outln;
 use offload_support::units::parse_bytes;
-use trainer::export::{Export, Numbers, export};
+use training_run::export::{Export, Numbers, export};
 use training_state::run::CheckpointName;
 
 pub(crate) const EXAMPLES: &str = "Examples:
@@ -15,7 +15,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
   python3 -c 'from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained(\"exported\")'";
 
 #[derive(Args)]
-pub(crate) struct ExportArgs {
+pub struct ExportArgs {
     /// The run's directory (train.run_dir). The run must not be in training.
     #[arg(value_name = "RUN_DIR")]
     run_dir: PathBuf,

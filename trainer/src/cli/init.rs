@@ -7,10 +7,11 @@ use clap::Args;
 use offload_support::outln;
 use offload_support::units::Counted;
 use serde_json::Value;
-use trainer::config::{RunSettings, check};
-use trainer::data::{Corpus, DataError, Frame, length};
-use trainer::plan::{CheckpointsPlan, Hardware, Overrides, Place, Plan, places, read_model};
-use trainer::weights::{WeightsError, look_for};
+use training_run::AskTorch;
+use training_run::config::{RunSettings, check};
+use training_run::data::{Corpus, DataError, Frame, length};
+use training_run::plan::{CheckpointsPlan, Hardware, Overrides, Place, Plan, places, read_model};
+use training_run::weights::{WeightsError, look_for};
 use training_state::run::resolved;
 use training_state::store::{check_is_dir, check_mounted, free_bytes};
 
@@ -44,7 +45,7 @@ const WINDOWS_FOR_10_PERCENT: u64 = 50;
 
 /// Arguments of `trainer init`.
 #[derive(Args)]
-pub(crate) struct InitArgs {
+pub struct InitArgs {
     /// Hugging Face model directory, or its config.json.
     #[arg(value_name = "MODEL")]
     model: PathBuf,
@@ -66,6 +67,7 @@ pub(crate) struct InitArgs {
 /// A run file that is being tried.
 struct Draft<'a> {
     args: &'a InitArgs,
+    torch: AskTorch,
     name: String,
     seq_len: usize,
     step_sequences: u64,
@@ -89,7 +91,7 @@ struct Draft<'a> {
 ///
 /// # Errors
 /// The model or the data cannot be read, nothing fits, or the file exists.
-pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
+pub(crate) fn run(args: &InitArgs, torch: AskTorch) -> anyhow::Result<()> {
     for dir in &args.nvme {
         check_mounted(&resolved(dir))?;
         check_is_dir(dir)?;
@@ -106,6 +108,7 @@ pub(crate) fn run(args: &InitArgs) -> anyhow::Result<()> {
     let out = (args.out.clone()).unwrap_or_else(|| PathBuf::from(format!("{name}.toml")));
     let mut draft = Draft {
         args,
+        torch,
         name,
         seq_len: model.max_position_embeddings.min(SEQ_LEN_MAX),
         step_sequences: STEP_SEQUENCES_MAX,
@@ -181,7 +184,7 @@ fn roomiest_drive() -> PathBuf {
 impl Draft<'_> {
     /// Chooses micro-batch and place, and returns the run file with its plan.
     fn choose(&mut self) -> anyhow::Result<String> {
-        let hardware = Hardware::new(&self.settings()?, &Overrides::default());
+        let hardware = Hardware::new(&self.settings()?, &Overrides::default(), self.torch);
         self.on_gpu = hardware.gpu.is_some();
         let mut settings = self.settings()?;
         let mut windows = match length(&settings) {

@@ -2,7 +2,6 @@
 
 pub(crate) mod export;
 pub(crate) mod init;
-pub(crate) mod launch;
 pub(crate) mod plan;
 pub(crate) mod preview_data;
 pub(crate) mod relocate;

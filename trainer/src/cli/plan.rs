@@ -7,10 +7,11 @@ use offload_support::console::out;
 use offload_support::{errln, outln};
 use serde_json::json;
 use swapper::Daemon;
-use trainer::config::RunSettings;
-use trainer::data::{self, length};
-use trainer::open::check_drives;
-use trainer::plan::{
+use training_run::AskTorch;
+use training_run::config::RunSettings;
+use training_run::data::{self, length};
+use training_run::open::check_drives;
+use training_run::plan::{
     Beginning, Drives, Hardware, Length, Overrides, PlacesTable, Plan, PlanError, Question,
     REPORT_VERSION, Refusal, parse_count, parse_drives, parse_memory, parse_rate, places,
     read_model,
@@ -30,7 +31,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
 
 /// Arguments of `trainer plan`.
 #[derive(Args)]
-pub(crate) struct PlanArgs {
+pub struct PlanArgs {
     /// The run file: TOML, or JSON if its name ends in .json.
     #[arg(value_name = "RUN.toml", required_unless_present_any = ["model", "deepspeed"], conflicts_with = "model")]
     file: Option<PathBuf>,
@@ -160,9 +161,9 @@ fn parse_tflops(text: &str) -> Result<f64, String> {
 ///
 /// # Errors
 /// The settings or the model cannot be planned; the run does not fit.
-pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
+pub(crate) fn plan(args: PlanArgs, torch: AskTorch) -> anyhow::Result<()> {
     if let Some(path) = &args.asked.model {
-        return plan_model(path, &args);
+        return plan_model(path, &args, torch);
     }
     let ranks = args.machine.all_ranks();
     let mut settings = super::source::read(&args.file, &args.deepspeed, &args.sets, ranks)?;
@@ -179,10 +180,10 @@ pub(crate) fn plan(args: PlanArgs) -> anyhow::Result<()> {
         },
     };
     args.machine.divide(&mut settings);
-    plan_run(&settings, length, &args)
+    plan_run(&settings, length, &args, torch)
 }
 
-fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
+fn plan_model(path: &Path, args: &PlanArgs, torch: AskTorch) -> anyhow::Result<()> {
     let asked = &args.asked;
     let model = read_model(path)?;
     let question = Question {
@@ -198,7 +199,7 @@ fn plan_model(path: &Path, args: &PlanArgs) -> anyhow::Result<()> {
     };
     let mut settings = question.settings(&model, &args.sets)?;
     args.machine.divide(&mut settings);
-    let hardware = Hardware::new(&settings, &args.machine.overrides());
+    let hardware = Hardware::new(&settings, &args.machine.overrides(), torch);
     if question.ranks > 1 && hardware.gpu.is_none() && args.machine.gpu_memory.is_none() {
         errln!(
             "note: planning {} processes that compute on the CPU: add --gpu-memory for a machine with GPUs",
@@ -240,8 +241,9 @@ fn plan_run(
     settings: &RunSettings,
     length: Option<data::Length>,
     args: &PlanArgs,
+    torch: AskTorch,
 ) -> anyhow::Result<()> {
-    let hardware = Hardware::new(settings, &args.machine.overrides());
+    let hardware = Hardware::new(settings, &args.machine.overrides(), torch);
     let mut plan = Plan::new(settings, hardware.clone());
     let mut warnings = settings.warnings.clone();
     warnings.extend(check_drives(settings).err().map(|error| error.to_string()));

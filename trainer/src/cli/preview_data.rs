@@ -1,10 +1,10 @@
 //! `trainer preview-data`: prints the first samples of a run.
 
 use offload_support::{console, outln};
-use trainer::config::RunSettings;
-use trainer::data::show::{Marks, show};
-use trainer::data::{Corpus, Frame};
-use trainer::open::check_drives;
+use training_run::config::RunSettings;
+use training_run::data::show::{Marks, show};
+use training_run::data::{Corpus, Frame};
+use training_run::open::check_drives;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer preview-data RUN.toml                                   # three samples; tokens outside the loss are dim

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use offload_support::outln;
-use trainer::relocate::{move_store, move_to_checkpoint};
+use training_run::relocate::{move_store, move_to_checkpoint};
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer move runs/demo --nvme /mnt/nvme1/offload
@@ -13,7 +13,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
 
 /// Arguments of `trainer move`.
 #[derive(Args)]
-pub(crate) struct MoveArgs {
+pub struct MoveArgs {
     /// The run's directory. The run must not be in training.
     #[arg(value_name = "RUN")]
     run: PathBuf,

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use offload_support::outln;
-use trainer::remove::Removal;
+use training_run::remove::Removal;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer remove runs/demo                               # shows what would go, and asks
@@ -14,7 +14,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
 
 /// Arguments of `trainer remove`.
 #[derive(Args)]
-pub(crate) struct RemoveArgs {
+pub struct RemoveArgs {
     /// A run's directory, or a file of a private store whose run is gone.
     #[arg(value_name = "RUN")]
     run: PathBuf,

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::Args;
 use offload_support::outln;
-use trainer::runs;
+use training_run::runs;
 
 pub(crate) const EXAMPLES: &str = "Examples:
   trainer runs                                  # below this directory
@@ -14,7 +14,7 @@ pub(crate) const EXAMPLES: &str = "Examples:
 
 /// Arguments of `trainer runs`.
 #[derive(Args)]
-pub(crate) struct RunsArgs {
+pub struct RunsArgs {
     /// A run's directory, or a directory that contains runs up to three levels down.
     #[arg(value_name = "DIR", default_value = ".")]
     dir: PathBuf,

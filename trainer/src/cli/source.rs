@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
-use trainer::config::{RunSettings, SettingsError, Source};
+use training_run::config::{RunSettings, SettingsError, Source};
 
 /// Configuration files of a run, and settings that replace theirs.
 #[derive(Args)]
-pub(crate) struct SourceArgs {
+pub struct SourceArgs {
     /// The run file: TOML, or JSON if its name ends in .json. Optional with --deepspeed if --set supplies the
     /// other settings.
     #[arg(value_name = "RUN.toml", required_unless_present = "deepspeed")]
@@ -53,7 +53,7 @@ pub(crate) fn read(
         deepspeed: deepspeed.clone(),
         sets: sets.to_vec(),
     };
-    trainer::config::read(&source, ranks).map_err(|error| match (run, error) {
+    training_run::config::read(&source, ranks).map_err(|error| match (run, error) {
         // These name their file.
         (_, error @ (SettingsError::Read { .. } | SettingsError::Syntax { .. })) => error.into(),
         (Some(file), error) => anyhow::anyhow!("{}: {error}", file.display()),

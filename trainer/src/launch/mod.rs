@@ -1,103 +1,23 @@
-//! `trainer launch`: starts several ranks of one run as processes of this program, on this machine or as one of several
-//! launchers that each start the ranks of their node, and ends them together.
-//!
-//! ```text
-//!   launch ──starts──▶ ranks               environment: torchrun's variables, and the rendezvous directory or address
-//!          ──SIGTERM, SIGINT, SIGHUP──▶    each signal is forwarded: every rank ends after its step, with everything committed
-//!          ──SIGUSR1──▶                    forwarded too: the ranks make a checkpoint after the next step
-//!          ◀──status──                     the first failure ends the others: SIGTERM, later SIGKILL. 128 plus the signal's
-//!                                          number is no failure: the rank was asked to stop, and the others end with it
-//!          ◀──heartbeats──▶ other nodes    each launcher tells the others why it ends, and notices when one is gone
-//! ```
-//!
-//! Each rank has its own process group, so a terminal's Ctrl-C reaches only the launcher, and each rank gets
-//! the signal once. A rank requests SIGTERM for the death of its launcher.
+//! What `trainer launch` is asked for: the ranks of this node, of one node among several, or of all hosts in a host file. The program with
+//! libtorch starts them (`trainer/torch/src/launch/`).
 
-mod failure;
-pub mod hostfile;
-mod meeting;
-mod members;
-mod node_count;
-mod outside;
-mod remote;
-mod requests;
-mod supervise;
-
-use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 
-use kernels::gpu::nccl_buffer;
-use kernels_torch::collective::LauncherStore;
+use anyhow::{Context, bail};
+use clap::Args;
 use offload_support::errln;
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
-use swapper::private::OwnDir;
-use training_ranks::{CollectiveError, DIR_VARIABLE, TOKEN_VARIABLE};
+use training_ranks::JobToken;
 
-pub use failure::Failure;
-use meeting::Agreed;
-pub use meeting::{Meeting, MeetingError};
-use members::Members;
+pub mod hostfile;
+mod node_count;
+
+use hostfile::{Host, SLOTS_MAX};
 pub use node_count::NodeCount;
-use outside::{ENDED_WELL, Outside};
-pub use remote::{Hosts, launch_hosts};
-use requests::Requests;
-use supervise::{Limits, supervise};
 
 /// Warning about a run whose rendezvous other machines reach and that has no job token.
 pub const OPEN_RENDEZVOUS: &str = "warning: the run has no job token, so any process that reaches its rendezvous can join or disturb it: set OFFLOADD_JOB_TOKEN to the same value on all nodes (`openssl rand -hex 16` makes one)";
-
-/// torchrun's environment variable with the number of restarts so far.
-const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
-
-/// Environment variable with the launcher's process id.
-const LAUNCHER_VARIABLE: &str = "OFFLOADD_LAUNCHER";
-
-/// Error of starting or ending ranks.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    #[error("cannot install handlers for signals: {0}")]
-    Signals(std::io::Error),
-    #[error("cannot create the ranks' rendezvous directory in {}: {source}", dir.display())]
-    Dir {
-        dir: std::path::PathBuf,
-        source: std::io::Error,
-    },
-    #[error("cannot find {what}: {source}")]
-    Own {
-        what: &'static str,
-        source: std::io::Error,
-    },
-    #[error("cannot start {name} ({program}): {source}")]
-    Start {
-        name: String,
-        program: String,
-        source: std::io::Error,
-    },
-    #[error(transparent)]
-    Failed(#[from] Failure),
-    #[error(transparent)]
-    Meeting(#[from] MeetingError),
-    #[error(transparent)]
-    Collective(#[from] CollectiveError),
-    #[error(
-        "the launcher (process {0}) has ended, so this rank ends too: start the run again with the same command"
-    )]
-    LauncherGone(String),
-}
-
-impl LaunchError {
-    /// Exit status of the launcher.
-    pub fn code(&self) -> u8 {
-        match self {
-            LaunchError::Failed(failure) => failure.code,
-            LaunchError::Meeting(MeetingError::Stopped(signal)) => 128 + signal.as_raw() as u8,
-            _ => 1,
-        }
-    }
-}
 
 /// Ranks of this node, and where they meet the others.
 #[derive(Debug)]
@@ -112,211 +32,262 @@ pub struct Launch {
     pub controlled: bool,
 }
 
-/// One start of the ranks.
-struct Round {
-    number: u32,
-    /// Numbers of the first rank and of all ranks.
-    first_rank: u32,
-    ranks: u32,
-    variables: Vec<(&'static str, OsString)>,
-    nodes: Option<Agreed>,
-    _dir: Option<OwnDir>,
+/// Place of a meeting, and this launcher's part in it.
+#[derive(Clone, Debug)]
+pub struct Meeting {
+    /// Number of nodes.
+    pub nodes: NodeCount,
+    /// Number of this node.
+    pub node: u32,
+    /// Host name or address of node 0, where its launcher listens.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+    /// Time for nodes to come.
+    pub timeout: Duration,
+    /// Secret that all launchers of the run have.
+    pub token: Option<JobToken>,
 }
 
-/// Starts ranks as processes `trainer train ARGS...` and waits until all have ended. After a failure it starts them again, as
-/// often as allowed. Returns the exit status: 0 when the run is done, the ranks' status when they were asked to stop earlier.
-///
-/// # Errors
-/// Ranks cannot be started; nodes do not come; the first rank or node that failed, with its status.
-pub fn launch(mut options: Launch, args: &[OsString]) -> Result<u8, LaunchError> {
-    let mut requests = Requests::new()?;
-    if options.controlled {
-        let token = requests.follow_input()?;
-        if let Some(meeting) = &mut options.meeting {
-            meeting.token = Some(token);
+/// Options of a run on several hosts.
+#[derive(Debug)]
+pub struct Hosts {
+    /// Hosts in the order of their node numbers.
+    pub hosts: Vec<Host>,
+    /// Program that is called as `PROGRAM HOST COMMAND`.
+    pub shell: OsString,
+    /// Number of nodes; the largest is the number of hosts.
+    pub nodes: NodeCount,
+    /// Host name or address of the first host, and port, at which launchers meet.
+    pub rendezvous: String,
+    /// Time for launchers to come to the rendezvous.
+    pub timeout: Duration,
+    /// Number of restarts after a failure.
+    pub restarts_max: u32,
+    /// Secret of the run; made if there is none.
+    pub token: Option<JobToken>,
+}
+
+/// What to start.
+#[derive(Debug)]
+pub enum Options {
+    /// Ranks on this node.
+    Node(Launch),
+    /// A launcher on each of several hosts.
+    Hosts(Hosts),
+}
+
+pub(crate) const EXAMPLES: &str = "Examples:
+  trainer launch --nproc 4 RUN.toml
+  trainer launch --nproc 2 RUN.toml --set train.steps=50 --fresh    # with options of `trainer train`
+  trainer train RUN.toml                                            # resume the same run with one process
+
+Two nodes, with one command on each, and the same OFFLOADD_JOB_TOKEN in both environments:
+  trainer launch --nnodes 2 --node-rank 0 --rendezvous 10.0.0.1:29400 --nproc 8 RUN.toml
+  trainer launch --nnodes 2 --node-rank 1 --rendezvous 10.0.0.1:29400 --nproc 8 RUN.toml
+
+The hosts of a file with lines such as `worker-1 slots=8`, through ssh:
+  trainer launch --hostfile hosts RUN.toml
+
+Under Slurm and Open MPI no launcher is necessary:
+  srun trainer train RUN.toml
+  mpirun -x MASTER_ADDR=10.0.0.1 -x MASTER_PORT=29500 trainer train RUN.toml";
+
+/// Port of the rendezvous on the first host of a host file.
+const PORT: u16 = 29400;
+
+/// Longest time to wait for nodes: a week.
+const TIMEOUT_S_MAX: u64 = 7 * 24 * 3600;
+
+/// Arguments of `trainer launch`.
+#[derive(Args)]
+pub struct LaunchArgs {
+    /// Number of processes on this node. Each computes on the GPU with its number on the node, or all on the CPU.
+    #[arg(long, value_name = "N", required_unless_present = "hostfile",
+        value_parser = clap::value_parser!(u32).range(1..=i64::from(SLOTS_MAX)))]
+    nproc: Option<u32>,
+    /// Number of nodes, or the least and the largest number.
+    ///
+    /// Each node needs a launcher. The numbers of processes may differ. With a least number such as in `2:4`, the run also starts
+    /// when some nodes do not come within 10 s after the others, and starts again without those that fail (--max-restarts).
+    #[arg(long, value_name = "N|MIN:MAX")]
+    nnodes: Option<NodeCount>,
+    /// Number of this node, from 0.
+    #[arg(long, value_name = "R", conflicts_with = "hostfile")]
+    node_rank: Option<u32>,
+    /// Host name or address of node 0, and a free port there. The launcher of node 0 listens at this address only.
+    #[arg(long, value_name = "HOST:PORT")]
+    rendezvous: Option<String>,
+    /// Time for all nodes to come, in seconds.
+    #[arg(long, value_name = "SECONDS", default_value_t = 300,
+        value_parser = clap::value_parser!(u64).range(1..=TIMEOUT_S_MAX))]
+    rendezvous_timeout: u64,
+    /// Number of times that the processes are started again after a failure.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
+    max_restarts: u32,
+    /// File with the job token, which must be the same on all nodes. Default: the environment variable OFFLOADD_JOB_TOKEN.
+    #[arg(long, value_name = "FILE")]
+    token_file: Option<PathBuf>,
+    /// Start a launcher on each host of this file, whose lines are `HOST slots=PROCESSES`.
+    ///
+    /// This program, the run file and the data must be at the same paths on all hosts. The first host is node 0. A job token is
+    /// made unless there is one.
+    #[arg(long, value_name = "FILE", conflicts_with = "nproc")]
+    hostfile: Option<PathBuf>,
+    /// Program that runs a command on another host. It is called as `PROGRAM HOST COMMAND`.
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        default_value = "ssh",
+        requires = "hostfile"
+    )]
+    remote_shell: OsString,
+    /// Read the job token and requests to end from standard input, as a launcher that --hostfile starts.
+    #[arg(long, hide = true, requires = "node_rank")]
+    controlled: bool,
+    /// The run file and further arguments of `trainer train`.
+    #[arg(
+        value_name = "RUN.toml [--set KEY=VALUE]... [--fresh]",
+        required = true,
+        trailing_var_arg = true,
+        allow_hyphen_values = true
+    )]
+    pub train: Vec<OsString>,
+}
+
+impl LaunchArgs {
+    /// What to start, and the number of ranks if it is known already.
+    ///
+    /// # Errors
+    /// Arguments that contradict each other; a host file or a token that cannot be read.
+    pub fn options(&self) -> anyhow::Result<(Options, Option<u32>)> {
+        if let Some(path) = &self.hostfile {
+            let options = self.hosts(path)?;
+            let ranks = (options.nodes.min == options.nodes.max)
+                .then(|| options.hosts.iter().map(|host| host.slots).sum());
+            return Ok((Options::Hosts(options), ranks));
         }
+        let options = Launch {
+            ranks: self.nproc.expect("required without a host file"),
+            restarts_max: self.max_restarts,
+            meeting: self.meeting()?,
+            controlled: self.controlled,
+        };
+        let ranks = options.meeting.is_none().then_some(options.ranks);
+        Ok((Options::Node(options), ranks))
     }
-    let meeting = options.meeting.as_ref();
-    // Node 0 runs the store until all have ended.
-    let _store: Option<LauncherStore> = match meeting {
-        Some(meeting) => meeting.serve()?,
-        None => None,
-    };
-    let mut expected: BTreeSet<u32> = (0..meeting.map_or(1, |meeting| meeting.nodes.max)).collect();
-    let mut number = 0;
-    loop {
-        let round = match meeting {
-            Some(meeting) => meet(meeting, &options, number, expected.clone(), &mut requests)?,
-            None => alone(&options, number)?,
-        };
-        let failure = match run(&options, &round, args, &mut requests) {
-            Ok(status) => {
-                close(&round);
-                return Ok(status);
-            }
-            Err(LaunchError::Failed(failure)) => failure,
-            Err(error) => {
-                if let Some(nodes) = &round.nodes {
-                    nodes.heartbeat.end(&error.to_string());
-                    nodes.heartbeat.wait_for_ends();
-                }
-                return Err(error);
+
+    /// Where this launcher meets those of other nodes; `None` for a run of one node.
+    fn meeting(&self) -> anyhow::Result<Option<Meeting>> {
+        let (nodes, node, rendezvous) = match (self.nnodes, self.node_rank, &self.rendezvous) {
+            (None, None, None) => return Ok(None),
+            (Some(nodes), Some(node), Some(rendezvous)) => (nodes, node, rendezvous),
+            (nodes, node, rendezvous) => {
+                let given = [
+                    ("--nnodes", nodes.is_some()),
+                    ("--node-rank", node.is_some()),
+                    ("--rendezvous", rendezvous.is_some()),
+                ];
+                let missing = given.iter().filter(|(_, is_given)| !is_given);
+                let missing: Vec<&str> = missing.map(|(name, _)| *name).collect();
+                bail!(
+                    "{} is missing: a launcher of several nodes needs --nnodes, --node-rank and --rendezvous",
+                    missing.join(" and ")
+                );
             }
         };
-        if let Some(nodes) = &round.nodes {
-            if nodes.own == 0 {
-                // The others read here why this launcher ends.
-                nodes.heartbeat.wait_for_ends();
-            }
-            expected = nodes.members.iter().map(|member| member.node).collect();
-            if let Some(gone) = failure.gone() {
-                expected.remove(&nodes.members[gone].node);
-            }
+        if node >= nodes.max {
+            bail!(
+                "--node-rank {node} is too large: {} nodes have the numbers 0 to {}",
+                nodes.max,
+                nodes.max - 1
+            );
         }
-        if round.number >= options.restarts_max {
-            return Err(failure.into());
+        let (host, port) = address(rendezvous)?;
+        let token = self.token()?;
+        // A launcher that --hostfile started reads its token later.
+        if token.is_none() && !self.controlled && node == 0 && !is_loopback(&host) {
+            errln!("trainer: {}", OPEN_RENDEZVOUS);
         }
-        number = round.number + 1;
-        let most = options.restarts_max;
-        errln!("trainer: {failure}; starting again (restart {number} of at most {most})");
+        Ok(Some(Meeting {
+            nodes,
+            node,
+            host,
+            port,
+            timeout: Duration::from_secs(self.rendezvous_timeout),
+            token,
+        }))
+    }
+
+    fn hosts(&self, path: &Path) -> anyhow::Result<Hosts> {
+        let hosts = hostfile::read(path)?;
+        let count = hosts.len() as u32;
+        let all = NodeCount {
+            min: count,
+            max: count,
+        };
+        let nodes = self.nnodes.unwrap_or(all);
+        if nodes.max != count {
+            bail!(
+                "--nnodes {nodes} contradicts {}, which names {count} host(s): leave --nnodes out, or give MIN:{count}",
+                path.display()
+            );
+        }
+        let rendezvous = match &self.rendezvous {
+            Some(rendezvous) => rendezvous.clone(),
+            None => match hosts[0].address() {
+                host if host.contains(':') => format!("[{host}]:{PORT}"),
+                host => format!("{host}:{PORT}"),
+            },
+        };
+        address(&rendezvous)?;
+        Ok(Hosts {
+            hosts,
+            shell: self.remote_shell.clone(),
+            nodes,
+            rendezvous,
+            timeout: Duration::from_secs(self.rendezvous_timeout),
+            restarts_max: self.max_restarts,
+            token: self.token()?,
+        })
+    }
+
+    fn token(&self) -> anyhow::Result<Option<JobToken>> {
+        let Some(path) = &self.token_file else {
+            return Ok(JobToken::from_env()?);
+        };
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read --token-file {}", path.display()))?;
+        let token = JobToken::new(text.trim_end())
+            .with_context(|| format!("--token-file {}", path.display()))?;
+        Ok(Some(token))
     }
 }
 
-/// Meets the launchers of other nodes.
-fn meet(
-    meeting: &Meeting,
-    options: &Launch,
-    number: u32,
-    expected: BTreeSet<u32>,
-    requests: &mut Requests,
-) -> Result<Round, LaunchError> {
-    let most = options.restarts_max;
-    let agreed = meeting.meet(options.ranks, most, number, expected, requests)?;
-    let mut variables: Vec<(&'static str, OsString)> = vec![
-        ("MASTER_ADDR", meeting.host.clone().into()),
-        ("MASTER_PORT", meeting.port.to_string().into()),
-        ("TORCHELASTIC_USE_AGENT_STORE", "True".into()),
-        ("TORCHELASTIC_RUN_ID", "launch".into()),
-        (RESTART_COUNT, agreed.round.to_string().into()),
-        ("TORCHELASTIC_MAX_RESTARTS", most.to_string().into()),
-        ("GROUP_RANK", agreed.own.to_string().into()),
-        ("GROUP_WORLD_SIZE", agreed.members.len().to_string().into()),
-    ];
-    if let Some(token) = &meeting.token {
-        variables.push((TOKEN_VARIABLE, token.secret().into()));
-    }
-    Ok(Round {
-        number: agreed.round,
-        first_rank: agreed.first_rank(),
-        ranks: agreed.ranks(),
-        variables,
-        nodes: Some(agreed),
-        _dir: None,
+/// Splits `HOST:PORT`; an IPv6 address stands in brackets.
+fn address(text: &str) -> anyhow::Result<(String, u16)> {
+    let parts = text.rsplit_once(':').and_then(|(host, port)| {
+        let digits = port.bytes().all(|byte| byte.is_ascii_digit());
+        let port: u16 = port.parse().ok().filter(|&port| digits && port > 0)?;
+        let host = match host.strip_prefix('[') {
+            Some(host) => host.strip_suffix(']')?,
+            None if host.contains(':') => return None,
+            None => host,
+        };
+        let usable = |c: char| c.is_ascii_alphanumeric() || "-_.:".contains(c);
+        (!host.is_empty() && host.len() <= 253 && host.chars().all(usable))
+            .then(|| (host.to_owned(), port))
+    });
+    parts.with_context(|| {
+        format!(
+            "--rendezvous {text:?} is not HOST:PORT, such as 10.0.0.1:{PORT} or [fe80::1]:{PORT}"
+        )
     })
 }
 
-/// The ranks of this launcher are all ranks, and meet in a directory.
-fn alone(options: &Launch, number: u32) -> Result<Round, LaunchError> {
-    let base = std::env::temp_dir();
-    let dir = OwnDir::new(&base, "offloadd-launch-")
-        .map_err(|source| LaunchError::Dir { dir: base, source })?;
-    Ok(Round {
-        number,
-        first_rank: 0,
-        ranks: options.ranks,
-        variables: vec![
-            (DIR_VARIABLE, dir.path().into()),
-            // Ranks that were started again wait for a daemon that may be starting again too.
-            (RESTART_COUNT, number.to_string().into()),
-        ],
-        nodes: None,
-        _dir: Some(dir),
-    })
-}
-
-/// Starts the ranks of this node and waits for them.
-fn run(
-    options: &Launch,
-    round: &Round,
-    args: &[OsString],
-    requests: &mut Requests,
-) -> Result<u8, LaunchError> {
-    let program = std::env::current_exe().map_err(|source| LaunchError::Own {
-        what: "this program",
-        source,
-    })?;
-    let mut members = Members::ranks(round.first_rank);
-    for local_rank in 0..options.ranks {
-        let mut command = Command::new(&program);
-        command.arg("train").args(args).stdin(Stdio::null());
-        command.env_remove(DIR_VARIABLE);
-        command
-            .envs(variables(options.ranks, round, local_rank))
-            .envs(round.variables.iter().map(|(name, value)| (name, value)))
-            .env(LAUNCHER_VARIABLE, getpid().to_string())
-            .process_group(0);
-        members.start(command)?;
-    }
-    let mut outside = Outside {
-        requests,
-        nodes: round.nodes.as_ref(),
-        since: Instant::now(),
-    };
-    supervise(members, Limits::default(), &mut outside)
-}
-
-/// Variables of rank `local_rank` among the `local_ranks` of this node: its numbers, as torchrun sets them, and what libraries read when
-/// they are loaded.
-fn variables(local_ranks: u32, round: &Round, local_rank: u32) -> Vec<(&'static str, String)> {
-    let numbers = [
-        ("RANK", round.first_rank + local_rank),
-        ("LOCAL_RANK", local_rank),
-        ("WORLD_SIZE", round.ranks),
-        ("LOCAL_WORLD_SIZE", local_ranks),
-    ];
-    let numbers = numbers.map(|(name, number)| (name, number.to_string()));
-    let buffer = nccl_buffer(round.ranks > local_ranks);
-    let buffer = buffer.map(|(name, bytes)| (name, bytes.to_owned()));
-    numbers.into_iter().chain(buffer).collect()
-}
-
-/// Tells the other launchers that this node's ranks ended well. Node 0 runs the store and waits for them.
-fn close(round: &Round) {
-    const LOOK: Duration = Duration::from_millis(50);
-    let Some(nodes) = &round.nodes else {
-        return;
-    };
-    nodes.heartbeat.end(ENDED_WELL);
-    let until = Instant::now() + Limits::default().close;
-    let is_gone = || match nodes.heartbeat.verdict("launching") {
-        None | Some(CollectiveError::Left { .. }) => false,
-        Some(_) => true,
-    };
-    while nodes.own == 0 && !nodes.heartbeat.others_ended() && !is_gone() && Instant::now() < until
-    {
-        std::thread::sleep(LOOK);
-    }
-}
-
-/// Makes a rank receive SIGTERM when its launcher dies. Does nothing in a process that was not started by
-/// `launch`.
-///
-/// # Errors
-/// The launcher is already dead.
-pub fn end_with_launcher() -> Result<(), LaunchError> {
-    let Some(launcher) = std::env::var_os(LAUNCHER_VARIABLE) else {
-        return Ok(());
-    };
-    let launcher = launcher.to_string_lossy().into_owned();
-    // The only possible error is an invalid signal.
-    let _ = set_parent_process_death_signal(Some(Signal::TERM));
-    // The launcher may have died before the request.
-    let parent = getppid().map(|pid| pid.to_string());
-    if parent.as_deref() == Some(launcher.as_str()) {
-        Ok(())
-    } else {
-        Err(LaunchError::LauncherGone(launcher))
-    }
+fn is_loopback(host: &str) -> bool {
+    let address = host.parse::<std::net::IpAddr>();
+    host == "localhost" || address.is_ok_and(|address| address.is_loopback())
 }
 
 #[cfg(test)]
@@ -324,26 +295,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_on_several_nodes_get_the_size_of_buffers_for_sockets() {
-        let round = Round {
-            number: 0,
-            first_rank: 2,
-            ranks: 4,
-            variables: Vec::new(),
-            nodes: None,
-            _dir: None,
-        };
-        let numbers = [
-            ("RANK", "3".to_owned()),
-            ("LOCAL_RANK", "1".to_owned()),
-            ("WORLD_SIZE", "4".to_owned()),
-        ];
-        for local_ranks in [2, 4] {
-            let mut expected = numbers.to_vec();
-            expected.push(("LOCAL_WORLD_SIZE", local_ranks.to_string()));
-            let buffer = nccl_buffer(local_ranks < 4);
-            expected.extend(buffer.map(|(name, bytes)| (name, bytes.to_owned())));
-            assert_eq!(variables(local_ranks, &round, 1), expected);
+    fn addresses_are_split_and_checked() {
+        for (text, host, port) in [
+            ("10.0.0.1:29400", "10.0.0.1", 29400),
+            ("node-1.cluster:1", "node-1.cluster", 1),
+            ("[fe80::1]:65535", "fe80::1", 65535),
+        ] {
+            assert_eq!(address(text).unwrap(), (host.to_owned(), port));
+        }
+        for text in [
+            "",
+            "host",
+            ":1",
+            "host:",
+            "host:0",
+            "host:65536",
+            "host:+1",
+            "fe80::1:80",
+            "[fe80::1:80",
+            "a b:1",
+        ] {
+            let error = address(text).unwrap_err().to_string();
+            assert!(error.contains("is not HOST:PORT"), "{text}: {error}");
         }
     }
 }

@@ -1,0 +1,84 @@
+//! What a plan must know of the computation, which `trainer-torch` does: its choices, which forms of models have an explicit backward, and
+//! the memory that it takes.
+
+mod memory;
+
+use crate::model::{Dropout, Form, Mlp, ModelConfig, Norm, Positions};
+
+pub use memory::{
+    DEVICE_CONTEXT_BYTES, Work, can_keep, cudnn_refusal, device_working_bytes, kept_bytes_a_token,
+    working_bytes,
+};
+
+/// Kernels for attention in blocks with an explicit backward. Results differ within the rounding of sums.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum AttentionKernel {
+    /// Those that torch chooses: flash attention on a GPU.
+    Torch,
+    /// cuDNN's, whose backward pass repeats in bits.
+    Cudnn,
+}
+
+/// Part of a block that its backward pass recomputes. The choice does not change results. All levels except `Full` need
+/// an explicit backward (`explicit/`), which GPUs use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ActivationCheckpointing {
+    /// Everything: only the block's input is kept.
+    #[default]
+    Full,
+    /// Everything except query, key, value and the attention output.
+    Attention,
+    /// Norms and elementwise operations. The results of all matrix products are kept except the last one's,
+    /// which backward does not need.
+    Matmuls,
+}
+
+/// Documents from which on cuDNN's attention is taken for several in a sequence. Shorter ones need many small calls: with documents of
+/// 450 tokens in the mean, a step on an H200 took 0.300 s instead of 0.277 with flash attention over all of them.
+pub const LONG_DOCUMENT_TOKENS: usize = 2048;
+
+/// Logits held at a time: 16 MiB in fp32; several copies exist at once.
+pub const LOGITS_ELEMS_MAX: usize = 4 << 20;
+
+/// Logits held at a time on a GPU: 128 MiB in bf16. These are 2,097 rows of 32,000 tokens: large enough for
+/// products to run at full speed. The fp32 sum of the projection's gradient is read and written once for each
+/// slice.
+pub const DEVICE_LOGITS_ELEMS_MAX: usize = 64 << 20;
+
+/// Returns whether blocks of this form have an explicit backward: those of Llama, with any biases and with
+/// norms of query and key heads. Other forms use autograd on a GPU too, which is correct but slower and keeps
+/// nothing of a block: GPT-2, dropout.
+pub fn block_is_written_out(config: &ModelConfig, dropout: &Dropout) -> bool {
+    let Form {
+        norm,
+        positions,
+        mlp,
+        ..
+    } = config.architecture.form();
+    (norm, positions, mlp) == (Norm::Rms, Positions::Rotary, Mlp::GatedSilu) && dropout.is_none()
+}
+
+/// Returns whether a head of this form has an explicit backward.
+pub fn head_is_written_out(config: &ModelConfig) -> bool {
+    config.architecture.form().norm == Norm::Rms
+}
+
+/// Bytes that the norm of a query or key head keeps for each element of `elem_bytes`: the widened element if
+/// it is narrower than fp32, the quotient, the rotated result.
+pub fn normed_elem_bytes(elem_bytes: usize) -> usize {
+    let widened = if elem_bytes < size_of::<f32>() {
+        size_of::<f32>()
+    } else {
+        0
+    };
+    widened + 2 * elem_bytes
+}
+
+/// Fewest queries computed at a time with a window; fewer would make matrix products too small.
+const QUERIES_MIN: i64 = 512;
+
+/// Number of queries computed at a time for a window of `window` tokens.
+pub fn queries_at_a_time(window: i64) -> i64 {
+    window.max(QUERIES_MIN)
+}

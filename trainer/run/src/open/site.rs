@@ -1,0 +1,300 @@
+//! The place of this process's part of a run: its node, and what the first rank has found of the run.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use swapper::Nodes;
+
+use super::each_node::EachNode;
+use super::{RunError, Start};
+use crate::accelerator::{AskTorch, without_torch};
+use crate::config::RunSettings;
+use training_state::metrics::MetricsFile;
+use training_state::ranks::Ranks;
+use training_state::run::{
+    CheckpointName, Checkpoints, DirError, INCOMPLETE, Origin, RunDescription, RunDir, RunId,
+    make_dir, resolved,
+};
+use training_state::store::StoreFiles;
+
+/// Time in which a file that the first node wrote appears on the others. Network file systems keep what they
+/// have read of a directory for some seconds.
+const PROBE_WAIT: Duration = Duration::from_secs(5);
+
+/// Time for a file to be seen by another node if the nodes probably share no directory. Every start of such a run waits this long, so it
+/// is short; a network file system asks its server at once for a name that it has never read.
+pub(super) const PROBE_WAIT_SEPARATE: Duration = Duration::from_secs(1);
+
+/// The place of this process's part of a run.
+#[derive(Clone)]
+pub struct Site {
+    pub ranks: Ranks,
+    /// Directory of the run: that of its first node, with metrics and checkpoints.
+    pub whole_dir: PathBuf,
+    /// Connection of the nodes, if there are several.
+    pub nodes: Option<Nodes>,
+    /// The nodes' directories, if every node keeps the checkpoints in its own.
+    pub each_node: Option<EachNode>,
+    pub found: Found,
+    /// What the process knows about torch.
+    pub torch: AskTorch,
+}
+
+/// What there is of the run.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Found {
+    /// Identity of the run, chosen now if it is new.
+    pub(super) id: RunId,
+    /// The run whose directory was copied to make this one, if any.
+    pub(super) copy_of: Option<PathBuf>,
+    /// Tile size of the run, if it exists.
+    pub(super) tile_elems: Option<u64>,
+    /// When the run last took its state from initial weights or a checkpoint, if it exists.
+    pub(super) begun_unix_ms: Option<u64>,
+}
+
+impl Found {
+    /// Looks for the run in `dir`. `is_fresh` ignores all but its identity.
+    ///
+    /// # Errors
+    /// `run.json` cannot be read.
+    pub fn look(dir: &Path, is_fresh: bool) -> Result<Self, RunError> {
+        let (id, origin) = RunId::of(dir);
+        let earlier = match RunDir::described(dir) {
+            // A fresh start removes the file, so it need not be readable.
+            Err(_) if is_fresh => None,
+            described => described?,
+        };
+        let begun_unix_ms = earlier.as_ref().map(|run| run.begun_unix_ms);
+        let earlier = earlier.filter(|_| !is_fresh);
+        Ok(Self {
+            id,
+            copy_of: match origin {
+                Origin::CopyOf(of) => Some(of),
+                _ => None,
+            },
+            tile_elems: earlier.and_then(|run| run.layout["tile_elems"].as_u64()),
+            begun_unix_ms,
+        })
+    }
+
+    /// Name of the run's job on the first node, which identifies the run.
+    pub fn run(&self) -> &str {
+        &self.id.job
+    }
+}
+
+impl Site {
+    /// The place of a process that reads the run in `dir` alone.
+    ///
+    /// # Errors
+    /// Same as [`Found::look`].
+    pub fn alone(dir: &Path) -> Result<Self, RunError> {
+        Ok(Self {
+            ranks: Ranks::alone(),
+            whole_dir: dir.to_owned(),
+            nodes: None,
+            each_node: None,
+            found: Found::look(dir, false)?,
+            torch: without_torch,
+        })
+    }
+
+    pub fn checkpoints(&self) -> Checkpoints {
+        Checkpoints::of(&self.whole_dir)
+    }
+
+    /// Whether this rank manages a directory with checkpoints: the first rank, or the first one of each node.
+    pub(super) fn manages_checkpoints(&self) -> bool {
+        match self.each_node {
+            Some(_) => self.ranks.is_first_of_node(),
+            None => self.ranks.is_first(),
+        }
+    }
+
+    /// Copies the files that describe the run from the first node, if every node keeps the checkpoints. All ranks must call it.
+    ///
+    /// # Errors
+    /// A file cannot be read or written; a rank is gone.
+    pub(super) fn share_files(&self) -> Result<(), RunError> {
+        let Some(each_node) = &self.each_node else {
+            return Ok(());
+        };
+        let what = "copying the run's files to all nodes";
+        self.ranks
+            .together(what, || match self.ranks.is_first_of_node() {
+                true => Ok(each_node.dirs.share(0)?),
+                false => Ok(()),
+            })
+    }
+
+    /// Returns whether the node's part of the run, which `earlier` describes, is older than the run.
+    fn is_outdated(&self, earlier: &RunDescription) -> bool {
+        let begun = self.found.begun_unix_ms;
+        self.each_node.is_some() && begun.is_some_and(|begun| begun != earlier.begun_unix_ms)
+    }
+
+    /// Checks that what is in this node's directories belongs to the run, and that it was kept on as many nodes.
+    /// `run_dir` is this node's directory.
+    ///
+    /// # Errors
+    /// Names what is there.
+    pub(super) fn check_dirs(&self, run_dir: &Path, resumes: bool) -> Result<(), RunError> {
+        let now = self.ranks.nodes();
+        if now > 1 {
+            (self.found.id).check_nodes(&self.whole_dir, self.ranks.node())?;
+        }
+        match RunDir::described(run_dir)? {
+            Some(earlier) if resumes && earlier.nodes != now => Err(DirError::Nodes {
+                path: run_dir.to_owned(),
+                was: earlier.nodes,
+                now,
+            }
+            .into()),
+            Some(earlier) if resumes && self.is_outdated(&earlier) => Err(DirError::Outdated {
+                node: self.ranks.node(),
+                path: run_dir.to_owned(),
+            }
+            .into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Finds where [`Start::Newest`] begins: at the stores of all nodes, or at the newest checkpoint if a node's directory shows
+    /// that they cannot be resumed from. The first rank also gets a line that says why. All ranks must call it.
+    ///
+    /// # Errors
+    /// A directory cannot be read; a rank is gone.
+    pub fn newest(&self, settings: &RunSettings) -> Result<(Start, Option<String>), RunError> {
+        let ranks = &self.ranks;
+        let problem = ranks.by_first_of_node("looking for the node's store", || {
+            match settings.placement.has_store() {
+                true => self.store_problem(settings),
+                // The newest state is a checkpoint.
+                false => Ok(None),
+            }
+        })?;
+        let problems = ranks.messages(problem.unwrap_or_default().into_bytes())?;
+        let Some(problem) = problems.into_iter().find(|problem| !problem.is_empty()) else {
+            return Ok((Start::GoOn, None));
+        };
+        let mut note = None;
+        let step = ranks.by_first::<_, RunError>("looking for the newest checkpoint", || {
+            let newest = match &self.each_node {
+                Some(each_node) => each_node.newest(),
+                None => self.checkpoints().list()?.pop().map(|newest| newest.step),
+            };
+            let Some(newest) = newest else {
+                return Ok(None);
+            };
+            let steps = MetricsFile::last_step(&self.whole_dir);
+            note = Some(format!(
+                "note: {}: resuming from the newest checkpoint, of step {}; {} step(s) are repeated",
+                String::from_utf8_lossy(&problem),
+                newest,
+                steps.saturating_sub(newest)
+            ));
+            Ok(Some(newest))
+        })?;
+        // Without a checkpoint the run is new, or refused with the problem.
+        let start = step.map_or(Start::GoOn, |step| {
+            Start::Checkpoint(CheckpointName::Step(step))
+        });
+        Ok((start, note))
+    }
+
+    /// Returns why this node cannot resume from its store, as far as its directory and the store's files show.
+    fn store_problem(&self, settings: &RunSettings) -> Result<Option<String>, RunError> {
+        let (node, now) = (self.ranks.node(), self.ranks.nodes());
+        let run_dir = resolved(&settings.train.run_dir);
+        let Some(earlier) = RunDir::described(&run_dir)? else {
+            return Ok(Some(format!("node {node} has no part of the run's state")));
+        };
+        if earlier.nodes == INCOMPLETE {
+            let text =
+                format!("an earlier start did not take all state from a checkpoint on node {node}");
+            return Ok(Some(text));
+        }
+        if earlier.nodes != now {
+            let was = earlier.nodes;
+            return Ok(Some(format!(
+                "the run's state is divided over {was} node(s), and this start has {now}"
+            )));
+        }
+        if self.is_outdated(&earlier) {
+            return Ok(Some(format!(
+                "the state of node {node} is older than the run"
+            )));
+        }
+        if settings.offload.socket.is_some() {
+            return Ok(None);
+        }
+        let job = self.found.id.of_node(node, &run_dir).job;
+        let files = StoreFiles::new(&settings.placement.nvme_paths, &job, 0);
+        let mut paths = files.paths().iter();
+        let missing = paths.find(|path| !path.exists());
+        Ok(missing.map(|path| format!("node {node} has lost {}", path.display())))
+    }
+
+    /// Checks that every node sees the run's directory. All ranks must call it.
+    ///
+    /// # Errors
+    /// A node does not see it; a rank is gone.
+    pub(super) fn check_shared(&self) -> Result<(), RunError> {
+        let (ranks, dir) = (&self.ranks, &self.whole_dir);
+        let seen = seen(ranks, dir, PROBE_WAIT)?;
+        ranks.together("looking for the run's directory", || match seen.first() {
+            Some(false) => Err(RunError::NotShared {
+                node: ranks.node(),
+                run_dir: dir.clone(),
+            }),
+            _ => Ok(()),
+        })
+    }
+}
+
+/// Returns which nodes' files this node sees in `dir` after at most `wait`, by node: its own, and those of nodes that share the
+/// directory. Ranks that are not the first of their node get an empty list. All ranks must call it.
+///
+/// # Errors
+/// A node cannot write there; a rank is gone.
+pub(super) fn seen(ranks: &Ranks, dir: &Path, wait: Duration) -> Result<Vec<bool>, RunError> {
+    let name = ranks.together::<_, RunError>("writing into the run's directory", || {
+        if !ranks.is_first_of_node() {
+            return Ok(String::new());
+        }
+        // RandomState is seeded by the kernel's random number generator.
+        let number = RandomState::new().build_hasher().finish();
+        let name = format!(".seen-by-all-{number:016x}");
+        let path = dir.join(&name);
+        let written = make_dir(dir).and_then(|()| std::fs::write(&path, []));
+        written.map_err(|source| DirError::Io {
+            verb: "write",
+            path,
+            source,
+        })?;
+        Ok(name)
+    })?;
+    let names = ranks.messages(name.clone().into_bytes())?;
+    let firsts = ranks.first_ranks().iter();
+    let paths = firsts.map(|&first| dir.join(&*String::from_utf8_lossy(&names[first as usize])));
+    let paths: Vec<PathBuf> = paths.collect();
+    let deadline = Instant::now() + wait;
+    let seen = ranks.together::<_, RunError>("looking for the nodes' files", || {
+        while ranks.is_first_of_node() {
+            let seen: Vec<bool> = paths.iter().map(|path| path.exists()).collect();
+            if seen.iter().all(|seen| *seen) || Instant::now() > deadline {
+                return Ok(seen);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(Vec::new())
+    })?;
+    if ranks.is_first_of_node() {
+        // A file that stays does no harm.
+        let _ = std::fs::remove_file(dir.join(name));
+    }
+    Ok(seen)
+}

@@ -1,0 +1,577 @@
+//! Chooses the settings that the configuration leaves open, in an order in which each choice has what it
+//! depends on.
+
+use offload_support::units::ApproxBytes;
+use swapper::{Staging, StepRates};
+
+use super::text::Seconds;
+use super::{GpuHardware, Hardware, Plan, PlanError, Source};
+use crate::computation::{ActivationCheckpointing, AttentionKernel, can_keep, cudnn_refusal};
+use crate::config::{
+    ActivationsChoice, AttentionChoice, Fraction, GradientsChoice, OptimizerDevice,
+    ResidentFraction, RunSettings, ShardChoice, Tier,
+};
+use training_state::plan::choose::{self, STAGING_BYTES_ASSUMED, Tiles};
+
+/// Fraction of free host memory that choices leave unused, for the page cache, other programs and uncounted
+/// needs.
+const HOST_MARGIN_SHARE: f64 = 0.1;
+
+/// Fraction of GPU memory that choices leave unused, for fragmentation and the needs of kernels.
+const GPU_MARGIN_SHARE: f64 = 0.1;
+
+/// Fraction by which another place for the update must shorten the step, since it takes GPU time that is not
+/// counted.
+const UPDATE_GAIN_MIN: f64 = 0.02;
+
+/// Fraction by which a smaller group of micro-batches must shorten the step, since each group waits for its first weights.
+const GROUP_GAIN_MIN: f64 = 0.02;
+
+/// Key of the ranks that divide 16-bit parameters.
+const SHARD: &str = "offload.shard";
+
+/// Key of the micro-batches that are processed together.
+const GROUP: &str = "train.micro_batch_group";
+
+/// Setting chosen by the plan.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Choice {
+    /// Path of the setting.
+    pub key: &'static str,
+    /// Value in the form of the configuration file.
+    pub value: String,
+    pub why: String,
+}
+
+impl Plan {
+    /// Makes every choice. `staging` is the value of the configuration. With several nodes, each keeps a copy of the
+    /// parameters if it has room for it and a step is not longer for it.
+    pub(super) fn chosen(
+        mut self,
+        settings: &RunSettings,
+        staging: Staging,
+    ) -> Result<Self, PlanError> {
+        let keeps = settings.offload.shard == ShardChoice::Auto
+            && settings.placement.stage.divides_parameters()
+            && self.ranks > self.local_ranks;
+        let mut kept = self.clone();
+        self.choose(settings, staging)?;
+        if !keeps {
+            return Ok(self);
+        }
+        kept.copy_bytes = kept.wanted_copy_bytes();
+        kept.choose(settings, staging)?;
+        let fits_gpu = |gpu: &GpuHardware| kept.gpu_bytes() <= gpu.memory_bytes;
+        let why = if kept.host_bytes() > kept.most_host_bytes(settings) {
+            format!(
+                "host memory has no room for a copy of all parameters on each node, {}",
+                ApproxBytes(kept.node_copy_bytes())
+            )
+        } else if !kept.hardware.gpu.as_ref().is_none_or(fits_gpu) {
+            "GPU memory has no room for a second group of ranks, which would gather a node's copy"
+                .to_owned()
+        } else if kept.bound.s > self.bound.s {
+            format!(
+                "a copy of all parameters on each node takes host memory from tiles, with which a step takes {} instead of {}",
+                Seconds(self.bound.s),
+                Seconds(kept.bound.s)
+            )
+        } else {
+            return Ok(kept);
+        };
+        self.choose_no_copy(why);
+        Ok(self)
+    }
+
+    /// Records why the plan keeps no copy of the parameters on each node.
+    pub(crate) fn choose_no_copy(&mut self, why: String) {
+        self.chose(SHARD, "all".to_owned(), why);
+    }
+
+    /// Returns why each node keeps no copy of the parameters; empty if it keeps one.
+    pub(crate) fn why_no_copy(&self) -> &str {
+        if self.copy_bytes > 0 {
+            return "";
+        }
+        let choice = self.choices.iter().find(|choice| choice.key == SHARD);
+        choice.map_or(SHARD, |choice| &choice.why)
+    }
+
+    /// Makes every choice for a node with or without a copy of the parameters: with all micro-batches together, and with smaller
+    /// groups if a step is shorter with them. They are halved, so there are few plans to make.
+    fn choose(&mut self, settings: &RunSettings, staging: Staging) -> Result<(), PlanError> {
+        let start = self.clone();
+        self.choose_in_group(settings, staging)?;
+        let all = self.micro_batches;
+        let is_open = settings.train.micro_batch_group.is_none() && all > 1;
+        let Some(gpu) = self.hardware.gpu.clone().filter(|_| is_open) else {
+            return Ok(());
+        };
+        let together = self.clone();
+        let mut size = all;
+        while size > 1 {
+            size = size.div_ceil(2);
+            let mut smaller = start.clone();
+            smaller.micro_batch_group = size;
+            smaller.choose_in_group(settings, staging)?;
+            if smaller.is_better(self, settings, &gpu) {
+                *self = smaller;
+            }
+        }
+        let why = self.why_group(&together, settings);
+        self.chose(GROUP, self.micro_batch_group.to_string(), why);
+        Ok(())
+    }
+
+    /// Whether this group of micro-batches is better than the larger one of `other`: it fits and the other does not, or a step
+    /// is shorter.
+    fn is_better(&self, other: &Self, settings: &RunSettings, gpu: &GpuHardware) -> bool {
+        let fits = |plan: &Self| {
+            plan.gpu_bytes() <= most_of(gpu) && plan.host_bytes() <= plan.most_host_bytes(settings)
+        };
+        match (fits(self), fits(other)) {
+            (true, false) => true,
+            (false, true) => false,
+            (true, true) => {
+                self.judged_s(settings) < other.judged_s(settings) * (1.0 - GROUP_GAIN_MIN)
+            }
+            (false, false) => self.gpu_bytes() < other.gpu_bytes(),
+        }
+    }
+
+    /// The bound of a step from the rates of kernels. A known rate of all operations does not show what is recomputed.
+    fn judged_s(&self, settings: &RunSettings) -> f64 {
+        let times = self.estimated_times(settings, settings.train.deterministic);
+        let [forward_s, backward_s] = self.beside_updates(times.forward_s, times.backward_s);
+        let rates = StepRates {
+            forward_s,
+            backward_s,
+            ..self.rates
+        };
+        swapper::bound(self.swapper.schedule, &self.node_bytes, &rates).s
+    }
+
+    /// Says why this group of micro-batches was chosen; `together` is the plan with all of them.
+    fn why_group(&self, together: &Self, settings: &RunSettings) -> String {
+        if self.groups() == 1 {
+            return "all together read each block's parameters once; with smaller groups a step is not shorter".to_owned();
+        }
+        let mut why = format!(
+            "in {} groups a step takes {} from the rates of kernels, and {} with all {} micro-batches together, because",
+            self.groups(),
+            Seconds(self.judged_s(settings)),
+            Seconds(together.judged_s(settings)),
+            self.micro_batches
+        );
+        why += match (self.inputs_away, together.inputs_away) {
+            (false, true) => " block inputs stay on the GPU",
+            _ if self.checkpointing != together.checkpointing => " less is recomputed",
+            _ => " activations take less memory",
+        };
+        let read_bytes = self.node_bytes.read_bytes() - together.node_bytes.read_bytes();
+        let up_bytes = self.bus.up_bytes.saturating_sub(together.bus.up_bytes);
+        for (bytes, what) in [
+            (up_bytes, "cross the bus"),
+            (read_bytes as u64, "are read from drives"),
+        ] {
+            if bytes > 0 {
+                why += &format!("; {} more {what}", ApproxBytes(bytes));
+            }
+        }
+        why
+    }
+
+    /// Makes every choice but the size of a group of micro-batches.
+    fn choose_in_group(
+        &mut self,
+        settings: &RunSettings,
+        staging: Staging,
+    ) -> Result<(), PlanError> {
+        self.choose_attention(settings);
+        self.refresh(settings)?;
+        self.choose_update(settings);
+        self.choose_activations(settings);
+        self.choose_gradients(settings)?;
+        self.choose_residents(settings)?;
+        self.choose_commits(settings)?;
+        match settings.offload.staging_bytes {
+            Some(_) => self.swapper.staging = staging,
+            None => self.choose_staging(settings)?,
+        }
+        self.refresh(settings)?;
+        self.choose_update(settings);
+        self.choose_checkpointing(settings);
+        // What is kept need not be computed again.
+        self.set_rates(settings);
+        Ok(())
+    }
+
+    /// Host memory that choices may give to this process: its part of the node's memory.
+    fn most_host_bytes(&self, settings: &RunSettings) -> u64 {
+        let without_margin = |bytes: u64| (bytes as f64 * (1.0 - HOST_MARGIN_SHARE)) as u64;
+        let free = self
+            .hardware
+            .host_memory_bytes
+            .map_or(u64::MAX, without_margin);
+        let budget = settings.offload.host_memory_bytes.unwrap_or(u64::MAX);
+        free.min(budget) / u64::from(self.local_ranks)
+    }
+
+    /// Host memory of this process for choices still to be made: all without everything already counted except staging.
+    fn left_bytes(&self, settings: &RunSettings) -> u64 {
+        let taken = self.host_bytes() - self.memory.staging_bytes();
+        self.most_host_bytes(settings).saturating_sub(taken)
+    }
+
+    fn choose_update(&mut self, settings: &RunSettings) {
+        let wanted = settings.offload.optimizer_device;
+        let in_gpu_memory = self.lives_in_gpu;
+        self.optimizer_device = match (self.hardware.gpu.is_some(), wanted) {
+            // An impossible combination is reported later as a problem.
+            (false, _) => OptimizerDevice::Cpu,
+            (true, _) if in_gpu_memory => OptimizerDevice::Gpu,
+            (true, OptimizerDevice::Auto) => {
+                let mut best = (OptimizerDevice::Cpu, f64::INFINITY);
+                for place in [
+                    OptimizerDevice::Cpu,
+                    OptimizerDevice::Gpu,
+                    OptimizerDevice::Shared,
+                ] {
+                    self.optimizer_device = place;
+                    self.set_rates(settings);
+                    if self.bound.s < best.1 * (1.0 - UPDATE_GAIN_MIN) {
+                        best = (place, self.bound.s);
+                    }
+                }
+                best.0
+            }
+            (true, place) => place,
+        };
+        self.set_rates(settings);
+        self.set_compute(settings);
+        if wanted == OptimizerDevice::Auto {
+            let why = match (
+                self.hardware.gpu.is_some(),
+                in_gpu_memory,
+                self.optimizer_device,
+            ) {
+                (false, ..) => "there is no GPU",
+                (_, true, _) => "the state lives in GPU memory",
+                (.., OptimizerDevice::Cpu) => "no other place makes the step shorter",
+                _ => "it makes the step shorter",
+            };
+            self.chose(
+                "offload.optimizer_device",
+                optimizer_device_name(self.optimizer_device).to_owned(),
+                why,
+            );
+        }
+    }
+
+    /// Keeps block inputs in GPU memory if they fit there with the lowest level of activation checkpointing.
+    fn choose_activations(&mut self, settings: &RunSettings) {
+        let Some(gpu) = self.hardware.gpu.clone() else {
+            return;
+        };
+        self.checkpointing = given_checkpointing(settings);
+        self.inputs_away = settings.offload.activations == ActivationsChoice::Cpu;
+        self.set_compute(settings);
+        if settings.offload.activations != ActivationsChoice::Auto
+            || self.gpu_bytes() <= most_of(&gpu)
+        {
+            return;
+        }
+        self.inputs_away = true;
+        self.set_compute(settings);
+        self.set_rates(settings);
+        self.chose(
+            "offload.activations",
+            "cpu".to_owned(),
+            "GPU memory has no room for the block inputs",
+        );
+    }
+
+    /// Takes cuDNN's attention where it can be used. If it was asked for elsewhere, that is reported later as a problem.
+    fn choose_attention(&mut self, settings: &RunSettings) {
+        self.attention = AttentionKernel::Torch;
+        if self.hardware.gpu.is_none() {
+            return;
+        }
+        let refusal = why_no_cudnn(settings, &self.hardware);
+        let wanted = settings.train.attention;
+        if refusal.is_none() && wanted != AttentionChoice::Torch {
+            self.attention = AttentionKernel::Cudnn;
+        }
+        if wanted == AttentionChoice::Auto {
+            let why = match refusal {
+                None => "it is the fastest here".to_owned(),
+                Some(why) => format!("cuDNN's attention cannot be used: {why}"),
+            };
+            let name = attention_kernel_name(self.attention);
+            self.chose("train.attention", name.to_owned(), why);
+        }
+    }
+
+    /// Keeps as much as fits: keeping everything saves a fifth of the computing time.
+    fn choose_checkpointing(&mut self, settings: &RunSettings) {
+        self.checkpointing = given_checkpointing(settings);
+        let Some(gpu) = self.hardware.gpu.clone() else {
+            // The processor always recomputes.
+            self.checkpointing = ActivationCheckpointing::Full;
+            return;
+        };
+        let written_out = self.mlp_chunks == 1 && can_keep(&settings.model, &settings.dropout);
+        if !written_out {
+            self.checkpointing = ActivationCheckpointing::Full;
+            self.set_compute(settings);
+            self.chose(
+                "train.activation_checkpointing",
+                checkpointing_name(self.checkpointing).to_owned(),
+                "blocks of this form, or with the MLP in chunks, have no explicit backward and are always recomputed",
+            );
+            return;
+        }
+        self.set_compute(settings);
+        if settings.train.activation_checkpointing.is_some() {
+            return;
+        }
+        let most_bytes = most_of(&gpu);
+        for checkpointing in [
+            ActivationCheckpointing::Matmuls,
+            ActivationCheckpointing::Attention,
+            ActivationCheckpointing::Full,
+        ] {
+            self.checkpointing = checkpointing;
+            self.set_compute(settings);
+            if self.gpu_bytes() <= most_bytes {
+                break;
+            }
+        }
+        self.chose(
+            "train.activation_checkpointing",
+            checkpointing_name(self.checkpointing).to_owned(),
+            "the most for which GPU memory has room; what is kept need not be recomputed",
+        );
+    }
+
+    /// Keeps gradients in host memory if all fit. Otherwise keeps as many as leave room for staging, or as
+    /// take half of the remaining memory.
+    fn choose_gradients(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if !settings.placement.has_store() || settings.offload.gradients != GradientsChoice::Auto {
+            return Ok(());
+        }
+        let all_bytes = self.memory.grad_bytes();
+        let least = self.memory.staging_bytes();
+        self.swapper.grad_fraction = Fraction::NONE.get();
+        self.refresh(settings)?;
+        let left_bytes = self.left_bytes(settings);
+        if all_bytes + least <= left_bytes {
+            self.swapper.grad_fraction = Fraction::ALL.get();
+            return Ok(self.refresh(settings)?);
+        }
+        let staging_bytes = match settings.offload.staging_bytes {
+            Some(bytes) => bytes,
+            None => self.staging_wanted(settings).min(left_bytes / 2),
+        };
+        let grads = Tiles {
+            count: u64::from(self.memory.range_count),
+            slot_bytes: self.memory.grad_slot_bytes,
+        };
+        let [stay, _] =
+            choose::resident_counts([grads, Tiles::default()], left_bytes, staging_bytes);
+        self.swapper.grad_fraction = stay as f64 / grads.count.max(1) as f64;
+        self.refresh(settings)?;
+        let value = match stay {
+            0 => "nvme".to_owned(),
+            _ => format!(
+                "nvme for {:.2} of the gradients",
+                1.0 - self.swapper.grad_fraction
+            ),
+        };
+        self.chose(
+            "offload.gradients",
+            value,
+            "host memory has no room for all of them; each costs two more bytes read and two more written in a step",
+        );
+        Ok(())
+    }
+
+    fn choose_residents(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if !settings.placement.has_store()
+            || settings.placement.resident_fraction != ResidentFraction::Auto
+        {
+            return Ok(());
+        }
+        let left_bytes = self.left_bytes(settings);
+        let staging_bytes = match settings.offload.staging_bytes {
+            Some(bytes) => bytes,
+            None => self.staging_wanted(settings),
+        };
+        let ranges = u64::from(self.memory.range_count);
+        let tiles = |tier: Tier, slot_bytes: u64| match tier {
+            Tier::Nvme => Tiles {
+                count: ranges,
+                slot_bytes,
+            },
+            Tier::None | Tier::Cpu => Tiles::default(),
+        };
+        let placement = &settings.placement;
+        let kinds = [
+            tiles(placement.param, self.memory.param_slot_bytes),
+            tiles(placement.optimizer, self.memory.state_slot_bytes),
+        ];
+        let [params, states] = choose::resident_counts(kinds, left_bytes, staging_bytes);
+        let fraction = |tier: Tier, count: u64| match tier {
+            Tier::Nvme => count as f64 / ranges as f64,
+            Tier::None | Tier::Cpu => Fraction::ALL.get(),
+        };
+        self.swapper.param_fraction = fraction(placement.param, params);
+        self.swapper.state_fraction = fraction(placement.optimizer, states);
+        self.refresh(settings)?;
+        let value = format!(
+            "{:.2} of the parameters, {:.2} of the state",
+            self.swapper.param_fraction, self.swapper.state_fraction
+        );
+        self.chose(
+            "offload.resident_fraction",
+            value,
+            "the most for which host memory has room; parameters first, because they are read twice in a step",
+        );
+        Ok(())
+    }
+
+    fn choose_commits(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if settings.offload.commit_every.is_some() || !settings.placement.has_store() {
+            return Ok(());
+        }
+        self.swapper.commit_every = 0;
+        self.refresh(settings)?;
+        let ranks = self.swapper.local().len() as u64;
+        let resident_bytes = self.memory.resident_bytes() * ranks;
+        let every = choose::commit_every(
+            self.swapper.schedule,
+            &self.node_bytes,
+            resident_bytes,
+            &self.rates,
+        );
+        self.swapper.commit_every = every;
+        self.refresh(settings)?;
+        let why = if resident_bytes == 0 {
+            "every tile is written in every step in any case"
+        } else {
+            "the fewest steps for which the extra writes of resident tiles stay below 5 % of a step"
+        };
+        self.chose("offload.commit_every", every.to_string(), why);
+        Ok(())
+    }
+
+    fn staging_wanted(&self, settings: &RunSettings) -> u64 {
+        let ranks = self.swapper.local().len() as u32;
+        let memory = &self.memory;
+        let round_bytes = 2 * memory.param_slot_bytes + memory.state_slot_bytes;
+        let iodepth = settings.offload.iodepth;
+        let node =
+            choose::staging_bytes(&self.node_bytes, &self.rates, iodepth * ranks, round_bytes);
+        let assumed = !self.hardware.rates_known()
+            || self.hardware.tflops.source == Source::Assumed
+            || self.swapper.schedule == swapper::Schedule::Immediate;
+        let ranks = u64::from(ranks);
+        let wanted = node / ranks;
+        if assumed {
+            wanted.max(STAGING_BYTES_ASSUMED / ranks)
+        } else {
+            wanted
+        }
+    }
+
+    fn choose_staging(&mut self, settings: &RunSettings) -> Result<(), PlanError> {
+        if !settings.placement.has_store() {
+            return Ok(());
+        }
+        let wanted = self.staging_wanted(settings);
+        let least = self.memory.staging_bytes();
+        if least == 0 {
+            return Ok(());
+        }
+        let bytes = wanted.min(self.left_bytes(settings)).max(least);
+        self.swapper.staging = Staging::Bytes(bytes);
+        let why = if bytes < wanted {
+            "the rest of host memory; the step would be shorter with more"
+        } else {
+            "more would not shorten the step: something else then limits it"
+        };
+        // A small model uses less.
+        let used = self.swapper.plan()?.staging_bytes();
+        self.chose("offload.staging_bytes", used.to_string(), why);
+        Ok(())
+    }
+
+    fn chose(&mut self, key: &'static str, value: String, why: impl Into<String>) {
+        self.choices.retain(|choice| choice.key != key);
+        self.choices.push(Choice {
+            key,
+            value,
+            why: why.into(),
+        });
+    }
+}
+
+/// Returns the configured number of micro-batches that are processed together, or all.
+pub(super) fn given_group(settings: &RunSettings) -> usize {
+    let all = settings.batch.micro_batches;
+    settings
+        .train
+        .micro_batch_group
+        .map_or(all, |size| size.min(all))
+}
+
+/// Returns the configured value, or the lowest.
+fn given_checkpointing(settings: &RunSettings) -> ActivationCheckpointing {
+    match settings.train.activation_checkpointing {
+        None | Some(ActivationCheckpointing::Full) => ActivationCheckpointing::Full,
+        Some(ActivationCheckpointing::Attention) => ActivationCheckpointing::Attention,
+        Some(ActivationCheckpointing::Matmuls) => ActivationCheckpointing::Matmuls,
+    }
+}
+
+/// Part of a GPU's memory that choices may use.
+fn most_of(gpu: &GpuHardware) -> u64 {
+    (gpu.memory_bytes as f64 * (1.0 - GPU_MARGIN_SHARE)) as u64
+}
+
+/// Returns why a run cannot use cuDNN's attention; `None` if it can.
+pub(super) fn why_no_cudnn(settings: &RunSettings, hardware: &Hardware) -> Option<String> {
+    let Some(gpu) = &hardware.gpu else {
+        return Some("there is no GPU".to_owned());
+    };
+    let (model, train) = (&settings.model, &settings.train);
+    cudnn_refusal(model, &settings.dropout, settings.dtype, train.mlp_chunks)
+        .or_else(|| gpu.no_cudnn.clone())
+}
+
+/// Name of the value in the configuration file.
+pub fn attention_kernel_name(kernel: AttentionKernel) -> &'static str {
+    match kernel {
+        AttentionKernel::Cudnn => "cudnn",
+        AttentionKernel::Torch => "torch",
+    }
+}
+
+/// Name of the value in the configuration file.
+pub fn optimizer_device_name(place: OptimizerDevice) -> &'static str {
+    match place {
+        OptimizerDevice::Auto => "auto",
+        OptimizerDevice::Cpu => "cpu",
+        OptimizerDevice::Gpu => "gpu",
+        OptimizerDevice::Shared => "shared",
+    }
+}
+
+/// Name of the value in the configuration file.
+pub fn checkpointing_name(checkpointing: ActivationCheckpointing) -> &'static str {
+    match checkpointing {
+        ActivationCheckpointing::Full => "full",
+        ActivationCheckpointing::Attention => "attention",
+        ActivationCheckpointing::Matmuls => "matmuls",
+    }
+}

@@ -1,0 +1,286 @@
+//! The machine that a plan is made for: memory, cores, a GPU, rates of devices. Each figure has its source.
+//!
+//! Figures that were neither given nor measured are assumed, and shown as assumed. A plan from assumed
+//! figures is still right about bytes; its bound is as accurate as the figures.
+
+use kernels::gpu::GpuError;
+use offload_support::memory::available_bytes;
+use serde::Serialize;
+use training_ranks::World;
+
+use crate::accelerator::{self, AcceleratorError, AskTorch};
+use crate::config::{DeviceChoice, RunSettings};
+use training_state::plan::Measured;
+
+/// Rate of matrix products on one core, with what is recomputed: the demo's 1,000 tokens/s with 10.5 M parameters on two
+/// cores of an EPYC with AVX2.
+const CORE_TFLOPS: f64 = 0.04;
+
+/// The same rate on a GPU that is not in [`KNOWN_GPUS`]: the published figure for an RTX 4090.
+const GPU_TFLOPS: f64 = 150.0;
+
+/// Rates of matrix products of GPUs by a part of their name, with everything in a step that grows with them: norms, loss, gaps. On
+/// one H200, a step of 1.345 G parameters and 16 k tokens took 0.283 s, of which attention took 0.049 s.
+const KNOWN_GPUS: &[(&str, f64)] = &[("H200", 565.0), ("H100", 565.0)];
+
+/// Peak rates of GPUs for dense 16-bit matrices, from their data sheets, by a part of their name.
+const PEAK_TFLOPS: &[(&str, f64)] = &[
+    ("B200", 2250.0),
+    ("H200", 989.0),
+    ("H100 PCIe", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+    ("RTX 4090", 165.0),
+    ("RTX 3090", 71.0),
+];
+
+/// Peak rate of the GPU called `name` for dense 16-bit matrices, in 10^12 operations per second, if it is known.
+pub fn peak_tflops(name: &str) -> Option<f64> {
+    let known = PEAK_TFLOPS.iter().find(|(part, _)| name.contains(part));
+    known.map(|(_, tflops)| *tflops)
+}
+
+/// Rates of a fast PCIe 4 drive, so that a fast drive gets enough staging.
+const DRIVE_READ_BYTES_PER_S: f64 = 6.2e9;
+const DRIVE_WRITE_BYTES_PER_S: f64 = 3.2e9;
+
+/// PCIe 5 with 16 lanes, in each direction: 55.6 GB/s were measured in one direction alone, 102 GB/s in both
+/// together.
+const BUS_BYTES_PER_S: f64 = 50e9;
+
+/// Rate of a node in each direction: a port of 200 Gbit/s.
+const NETWORK_BYTES_PER_S: f64 = 25e9;
+
+/// Rate of the optimizer on one of 16 cores: all together reached 5.0 to 5.6 G parameters/s (split bf16
+/// master, AVX-512).
+const CORE_UPDATE_PARAMS_PER_S: f64 = 0.35e9;
+
+/// Source of a figure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// From the command line or the configuration.
+    Given,
+    /// Read from this machine, its store, or an earlier start of the run.
+    Measured,
+    /// A default.
+    Assumed,
+}
+
+impl Source {
+    /// The source as a word in a sentence.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Given => "given",
+            Self::Measured => "measured",
+            Self::Assumed => "assumed",
+        }
+    }
+}
+
+/// A figure with its source.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Figure {
+    pub value: f64,
+    pub source: Source,
+}
+
+impl Figure {
+    /// Returns the first available of `given`, `measured` and `assumed`.
+    fn of(given: Option<f64>, measured: Option<f64>, assumed: f64) -> Self {
+        let (value, source) = match (given, measured) {
+            (Some(value), _) => (value, Source::Given),
+            (None, Some(value)) => (value, Source::Measured),
+            (None, None) => (assumed, Source::Assumed),
+        };
+        Self { value, source }
+    }
+}
+
+/// GPU of each process.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct GpuHardware {
+    pub name: String,
+    /// Memory available to the run.
+    pub memory_bytes: u64,
+    /// Rate between host memory and GPU in each direction, both used at once.
+    pub bus_bytes_per_s: Figure,
+    /// Reason why attention cannot use cuDNN's kernels; `None` if it can.
+    pub no_cudnn: Option<String>,
+}
+
+/// The machine that a plan is made for.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Hardware {
+    /// Host memory for all processes of the run on this node. `None` if the kernel does not report it.
+    pub host_memory_bytes: Option<u64>,
+    /// Source of `host_memory_bytes`.
+    pub host_memory_source: Source,
+    /// Cores for the optimizer, for all processes together.
+    pub cores: u64,
+    /// GPU of each process, if there are any.
+    pub gpu: Option<GpuHardware>,
+    /// Reason why there is no GPU, in a few words.
+    pub no_gpu: String,
+    /// The same with all libraries that were looked for.
+    #[serde(skip)]
+    pub no_gpu_details: String,
+    /// Reason why a run does not start although there is a GPU, such as a torch without GPU support.
+    pub unusable_gpu: Option<String>,
+    /// Rate of forward and backward in one process, in 10^12 operations per second, counted as [`super::Operations`]. A plan
+    /// estimates it from the rates of kernels if it is not known.
+    pub tflops: Figure,
+    /// Assumed rate of matrix products, in the same unit.
+    pub products_tflops: f64,
+    /// Number of devices in the store.
+    pub drives_count: u64,
+    /// Rated endurance of each device in bytes written, if it was given.
+    pub drive_rating_bytes: Option<u64>,
+    /// Read rate of all devices of the store together, in bytes per second.
+    pub read_bytes_per_s: Figure,
+    pub write_bytes_per_s: Figure,
+    /// Write rate for checkpoints to the run directory.
+    pub checkpoint_bytes_per_s: Figure,
+    /// Rate of the optimizer on the processor, in parameters per second for all processes together.
+    pub update_params_per_s: Figure,
+    /// Rate between this node and the others, in bytes per second in each direction.
+    pub network_bytes_per_s: Figure,
+}
+
+/// Figures from the command line that replace this machine's.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Overrides {
+    pub host_memory_bytes: Option<u64>,
+    /// GPU memory; 0: a machine without a GPU.
+    pub gpu_memory_bytes: Option<u64>,
+    pub read_bytes_per_s: Option<f64>,
+    pub write_bytes_per_s: Option<f64>,
+    /// Number of devices in the store; by default the number of directories in the configuration.
+    pub drives_count: Option<u64>,
+    /// Rated endurance of each device in bytes written.
+    pub drive_rating_bytes: Option<u64>,
+    pub cores: Option<u64>,
+    pub tflops: Option<f64>,
+    pub network_bytes_per_s: Option<f64>,
+}
+
+/// Longest reason for the lack of a GPU that a plan shows.
+const NO_GPU_CHARS_MAX: usize = 80;
+
+impl Hardware {
+    /// Describes this machine with `overrides` applied. Queries the kernel, the GPU's driver, torch if
+    /// there is a GPU, and the run directory; changes nothing.
+    pub fn new(settings: &RunSettings, overrides: &Overrides, torch: AskTorch) -> Self {
+        let measured = Measured::read(&settings.train.run_dir).unwrap_or_default();
+        let mut unusable_gpu = None;
+        let (found, no_gpu) = match (settings.train.device, overrides.gpu_memory_bytes) {
+            (DeviceChoice::Cpu, _) => (None, "train.device is \"cpu\"".to_owned()),
+            (_, Some(0)) => (None, "--gpu-memory is 0".to_owned()),
+            (_, Some(memory_bytes)) => (Some(given_gpu(memory_bytes)), String::new()),
+            (_, None) => match find_gpu(settings.local_ranks, torch) {
+                Ok(found) => (Some(found), String::new()),
+                // The caller's message already says that there is no GPU.
+                Err(AcceleratorError::Gpu(GpuError::NoDevice { message })) => (None, message),
+                Err(error) => {
+                    let absent =
+                        matches!(&error, AcceleratorError::Gpu(error) if error.is_absent());
+                    unusable_gpu = (!absent).then(|| error.to_string());
+                    (None, error.to_string())
+                }
+            },
+        };
+        let is_long = no_gpu.lines().count() > 1 || no_gpu.len() > NO_GPU_CHARS_MAX;
+        let (no_gpu, no_gpu_details) = match is_long {
+            true => (
+                "no driver was found (with train.device = \"gpu\" the error says where it was looked for)".into(),
+                no_gpu,
+            ),
+            false => (no_gpu.clone(), no_gpu),
+        };
+        let gpu = found;
+        let ranks = u64::from(settings.local_ranks);
+        let threads = settings.train.threads as u64 * ranks;
+        let cores = overrides.cores.unwrap_or(threads).max(1);
+        let tflops = products_tflops(gpu.as_ref(), cores as f64 / ranks as f64);
+        let named = settings.placement.nvme_paths.len() as u64;
+        let drives_count = overrides.drives_count.unwrap_or(named).max(1);
+        let drives = drives_count as f64;
+        let (host_memory_bytes, host_memory_source) = match overrides.host_memory_bytes {
+            Some(bytes) => (Some(bytes), Source::Given),
+            None => (available_bytes(), Source::Measured),
+        };
+        Self {
+            host_memory_bytes,
+            host_memory_source,
+            cores,
+            no_gpu,
+            no_gpu_details,
+            unusable_gpu,
+            drives_count,
+            drive_rating_bytes: overrides.drive_rating_bytes,
+            products_tflops: tflops,
+            tflops: Figure::of(overrides.tflops, measured.tflops_on(gpu.is_some()), tflops),
+            read_bytes_per_s: Figure::of(
+                overrides.read_bytes_per_s,
+                measured.read_bytes_per_s,
+                drives * DRIVE_READ_BYTES_PER_S,
+            ),
+            write_bytes_per_s: Figure::of(
+                overrides.write_bytes_per_s,
+                measured.write_bytes_per_s,
+                drives * DRIVE_WRITE_BYTES_PER_S,
+            ),
+            checkpoint_bytes_per_s: Figure::of(
+                None,
+                measured.checkpoint_bytes_per_s,
+                DRIVE_WRITE_BYTES_PER_S,
+            ),
+            update_params_per_s: Figure::of(None, None, CORE_UPDATE_PARAMS_PER_S * cores as f64),
+            network_bytes_per_s: Figure::of(
+                overrides.network_bytes_per_s,
+                None,
+                NETWORK_BYTES_PER_S,
+            ),
+            gpu,
+        }
+    }
+
+    /// Returns whether both rates of the devices are known.
+    pub fn rates_known(&self) -> bool {
+        self.read_bytes_per_s.source != Source::Assumed
+            && self.write_bytes_per_s.source != Source::Assumed
+    }
+}
+
+/// Assumed rate of matrix products on `gpu`, or on a process's cores.
+pub(super) fn products_tflops(gpu: Option<&GpuHardware>, cores: f64) -> f64 {
+    let Some(gpu) = gpu else {
+        return CORE_TFLOPS * cores;
+    };
+    let known = KNOWN_GPUS.iter().find(|(part, _)| gpu.name.contains(part));
+    known.map_or(GPU_TFLOPS, |(_, tflops)| *tflops)
+}
+
+/// A GPU of which only the memory is known.
+fn given_gpu(memory_bytes: u64) -> GpuHardware {
+    GpuHardware {
+        name: "as given".to_owned(),
+        memory_bytes,
+        bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
+        no_cudnn: Some("the GPU's architecture is not known".to_owned()),
+    }
+}
+
+/// Describes this process's GPU, with its free memory.
+fn find_gpu(ranks: u32, torch: AskTorch) -> Result<GpuHardware, AcceleratorError> {
+    // Each process of a node has its own GPU. An invalid number is refused where ranks are read.
+    let index = World::from_env().map_or(0, |world| world.local_rank);
+    let (gpu, support) = accelerator::find(index, ranks, torch)?;
+    Ok(GpuHardware {
+        name: gpu.info().name.clone(),
+        memory_bytes: gpu.free_bytes()?,
+        bus_bytes_per_s: Figure::of(None, None, BUS_BYTES_PER_S),
+        no_cudnn: support.no_cudnn,
+    })
+}

@@ -1,0 +1,337 @@
+//! Plans a run before anything is created: bytes in each tier, bytes moved in a step, the shortest time of a
+//! step.
+//!
+//! ```text
+//!   settings, hardware ─▶ fractions in host memory ─▶ bytes of a step ─▶ commit interval, staging ─▶ bound
+//!               tiles.rs       choices.rs             rates.rs, swapper          choices.rs             rates.rs
+//!                                       host and GPU memory: memory.rs      what does not fit: problems.rs
+//! ```
+//!
+//! Planning changes nothing and needs neither GPU, store, daemon nor data. `trainer train` refuses the same
+//! runs.
+
+mod advice;
+mod amount;
+mod checkpoints;
+mod choices;
+mod hardware;
+mod memory;
+#[cfg(test)]
+mod models;
+mod operations;
+mod outlook;
+mod places;
+mod problems;
+mod question;
+mod rates;
+mod report;
+mod shared;
+mod space;
+mod text;
+mod tiles;
+
+use kernels::adamw::{Master, TileFormat};
+use swapper::{Backing, Bound, MemoryPlan, Staging, StepBytes, StepRates, SwapperSettings};
+
+use crate::computation::{ActivationCheckpointing, AttentionKernel};
+use crate::config::{OptimizerDevice, RunSettings, Stage, Tier};
+use crate::model::{Dtype, UnitLayout, unit_layouts};
+
+pub use amount::{Drives, parse_count, parse_drives, parse_memory, parse_rate};
+pub use checkpoints::CheckpointsPlan;
+use choices::given_group;
+pub use choices::{Choice, attention_kernel_name, checkpointing_name, optimizer_device_name};
+pub use hardware::{Figure, GpuHardware, Hardware, Overrides, Source, peak_tflops};
+pub use memory::ComputeMemory;
+pub use operations::Operations;
+pub use outlook::Outlook;
+pub use places::{Place, PlaceReport, PlacesTable, places};
+pub use problems::{PlanError, Problem, ProblemKind};
+pub use question::{Length, Question, QuestionError, read_model};
+pub use rates::copied_elems;
+pub use report::{REPORT_VERSION, Refusal, Report};
+pub use space::{Beginning, FileSystem};
+use tiles::swapper_settings;
+use training_state::backend::GPU_STAGING_BYTES;
+use training_state::plan::{BusBytes, TileSums};
+use training_state::store::{StoreFiles, device_file_bytes};
+
+/// Fewest slots that a swapper can work with.
+const STAGING_LEAST: Staging = Staging::Slots {
+    param: swapper::STAGING_MIN,
+    state: swapper::STAGING_MIN,
+    grad: swapper::STAGING_MIN,
+};
+
+/// Resources that a run needs and bytes that it moves. Figures are for one process unless stated otherwise.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    /// Settings of the swapper. A store's socket and job are filled in when they are known.
+    pub swapper: SwapperSettings,
+    pub units: Vec<UnitLayout>,
+    /// Storage of the tiles' numbers.
+    pub format: TileFormat,
+    /// Memory of tiles, staging and gradients.
+    pub memory: MemoryPlan,
+    pub step_bytes: StepBytes,
+    /// Bytes of a step for all processes of the node together.
+    pub node_bytes: StepBytes,
+    /// Memory for computing: on the GPU if there is one, otherwise on the host.
+    pub compute: ComputeMemory,
+    /// Part of each block that backward recomputes on a GPU.
+    pub checkpointing: ActivationCheckpointing,
+    /// Kernels that compute attention.
+    pub attention: AttentionKernel,
+    /// Chunks in which the MLP of a block is computed.
+    pub mlp_chunks: usize,
+    /// Whether block inputs are kept in host memory until a GPU's backward.
+    pub inputs_away: bool,
+    /// Whether all tiles are in the memory of the GPU that computes: both devices are `none`. If one is not,
+    /// or there is no GPU, `none` means host memory.
+    pub lives_in_gpu: bool,
+    /// Tiles in GPU memory.
+    pub gpu_tiles: TileSums,
+    /// Bytes that cross the bus to a GPU.
+    pub bus: BusBytes,
+    /// Bytes that this node sends to other nodes in a step, and that it receives.
+    pub network_bytes: u64,
+    /// Host memory for this process's part of a copy of all parameters that the ranks of the node keep together; 0 if
+    /// they keep none.
+    pub copy_bytes: u64,
+    /// Where the optimizer runs; never `Auto`.
+    pub optimizer_device: OptimizerDevice,
+    pub hardware: Hardware,
+    /// Rates of all processes of the node together.
+    pub rates: StepRates,
+    pub bound: Bound,
+    pub params_count: u64,
+    /// Lengths of documents in a sample of the training data, within which attention stays; empty if each sequence counts as one.
+    documents: Vec<usize>,
+    /// Operations of a step of this process, from which rates and the MFU are computed.
+    pub operations: Operations,
+    /// Part of the time of forward and backward for attention.
+    pub attention_s: f64,
+    pub stage: Stage,
+    /// Number of processes of the run. The swapper's ranks are those that divide tiles among themselves.
+    pub ranks: u32,
+    /// Number of processes on this node.
+    pub local_ranks: u32,
+    /// Tokens of one step, for all processes together.
+    pub tokens: u64,
+    /// Micro-batches of a step in each process.
+    pub micro_batches: usize,
+    /// Micro-batches among them that are processed together.
+    pub micro_batch_group: usize,
+    /// Steps of the whole run.
+    pub steps: u64,
+    /// Passes of the whole run over its training data, if its length is known.
+    pub epochs: Option<f64>,
+    /// Costs of checkpoints, if the run makes any.
+    pub checkpoints: Option<CheckpointsPlan>,
+    /// File systems that a start writes to; empty until [`Plan::check_space`].
+    pub space: Vec<FileSystem>,
+    problems: Vec<Problem>,
+    /// Settings that the plan chose, with reasons.
+    choices: Vec<Choice>,
+}
+
+impl Plan {
+    /// Plans a run on `hardware`.
+    ///
+    /// A run that does not fit is not an error here: [`Plan::check`] refuses it after the plan has been
+    /// shown.
+    ///
+    /// # Errors
+    /// The swapper cannot work with the settings: tiles are too large, or staging is too small.
+    pub fn new(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
+        let mut plan = Self::unadvised(settings, hardware)?;
+        for problem in &mut plan.problems {
+            let fits = advice::what_fits(problem, settings, &plan.hardware);
+            problem.change = fits.unwrap_or(std::mem::take(&mut problem.change));
+        }
+        Ok(plan)
+    }
+
+    /// Like [`Plan::new`], without searching for settings that would fit.
+    fn unadvised(settings: &RunSettings, hardware: Hardware) -> Result<Self, PlanError> {
+        let units = unit_layouts(&settings.model);
+        let master = match settings.dtype {
+            Dtype::Bf16 => Master::SplitBf16,
+            Dtype::Fp16 => Master::Fp16WholeMaster,
+            Dtype::Fp32 => Master::Fp32,
+        };
+        let format = TileFormat {
+            rule: settings.optimizer.kind.into(),
+            master,
+            moments: settings.optimizer.moments.into(),
+        };
+        let mut swapper = swapper_settings(settings, &units, format);
+        // Planned with the fewest slots first; staging is chosen once everything else is known.
+        let staging = std::mem::replace(&mut swapper.staging, STAGING_LEAST);
+        let rates = StepRates::default();
+        let placement = &settings.placement;
+        let lives_in_gpu = hardware.gpu.is_some()
+            && placement.param == Tier::None
+            && placement.optimizer == Tier::None;
+        let mut plan = Self {
+            memory: swapper.plan()?,
+            step_bytes: swapper.step_bytes()?,
+            node_bytes: StepBytes::default(),
+            swapper,
+            units,
+            format,
+            compute: ComputeMemory::default(),
+            lives_in_gpu,
+            checkpointing: ActivationCheckpointing::Full,
+            attention: AttentionKernel::Torch,
+            inputs_away: false,
+            mlp_chunks: settings.train.mlp_chunks,
+            gpu_tiles: TileSums::default(),
+            bus: BusBytes::default(),
+            network_bytes: 0,
+            copy_bytes: 0,
+            optimizer_device: OptimizerDevice::Cpu,
+            bound: swapper::bound(swapper::Schedule::Deferred, &StepBytes::default(), &rates),
+            rates,
+            documents: Vec::new(),
+            operations: Operations::new(settings, settings.model.params_count() as u64, &[]),
+            attention_s: 0.0,
+            params_count: settings.model.params_count() as u64,
+            stage: settings.placement.stage,
+            ranks: settings.ranks,
+            local_ranks: settings.local_ranks,
+            tokens: settings.step_tokens(),
+            micro_batches: settings.batch.micro_batches,
+            micro_batch_group: given_group(settings),
+            steps: settings.train.steps,
+            epochs: None,
+            checkpoints: None,
+            hardware,
+            space: Vec::new(),
+            problems: Vec::new(),
+            choices: Vec::new(),
+        };
+        plan.checkpoints = plan.checkpoints_of(settings);
+        let mut plan = plan.chosen(settings, staging)?;
+        plan.checkpoints = plan.checkpoints_of(settings);
+        plan.problems = problems::of(&plan, settings);
+        Ok(plan)
+    }
+
+    /// Corrects operations and times of attention by the `documents` of a sample of the training data.
+    pub fn with_documents(&mut self, settings: &RunSettings, documents: Vec<usize>) {
+        self.operations = Operations::new(settings, self.params_count, &documents);
+        self.documents = documents;
+        self.set_rates(settings);
+    }
+
+    /// Operations of a step of all processes together.
+    pub fn step_operations(&self) -> f64 {
+        self.operations.sum() * f64::from(self.ranks)
+    }
+
+    /// Number of nodes like this one.
+    pub fn nodes(&self) -> u32 {
+        self.ranks / self.local_ranks
+    }
+
+    /// Host memory of this process.
+    pub fn host_bytes(&self) -> u64 {
+        let compute = match self.hardware.gpu {
+            Some(_) => 0,
+            None => self.compute.sum_bytes(),
+        };
+        let compute = if self.lives_in_gpu {
+            GPU_STAGING_BYTES as u64
+        } else {
+            compute
+        };
+        self.host_resident_bytes()
+            + self.memory.staging_bytes()
+            + self.host_grad_bytes()
+            + compute
+            + self.compute.away_bytes
+            + self.copy_bytes
+            + self
+                .checkpoints
+                .map_or(0, |checkpoints| checkpoints.buffer_bytes)
+    }
+
+    /// Host memory for the copy of all parameters that the ranks of this node keep together; 0 if they keep none.
+    pub fn node_copy_bytes(&self) -> u64 {
+        self.copy_bytes * u64::from(self.local_ranks)
+    }
+
+    /// Host memory of tiles that stay there.
+    pub fn host_resident_bytes(&self) -> u64 {
+        let on_gpu = self.gpu_tiles.param_bytes + self.gpu_tiles.state_bytes;
+        self.memory.resident_bytes() - on_gpu
+    }
+
+    /// Host memory of gradients.
+    pub fn host_grad_bytes(&self) -> u64 {
+        self.memory.grad_bytes() - self.gpu_tiles.grad_bytes
+    }
+
+    /// GPU memory of this process; 0 without a GPU.
+    pub fn gpu_bytes(&self) -> u64 {
+        match self.hardware.gpu {
+            Some(_) => self.compute.sum_bytes() + self.gpu_tiles.sum_bytes(),
+            None => 0,
+        }
+    }
+
+    /// Space on devices for all processes and devices together; 0 without a store.
+    pub fn device_bytes(&self) -> u64 {
+        match &self.swapper.backing {
+            Backing::Memory => 0,
+            Backing::Store(store) => self.memory.device_bytes(store.durability),
+        }
+    }
+
+    /// Size of each of `count` equal device files of a private store.
+    pub fn device_file_bytes(&self, count: u64) -> u64 {
+        match &self.swapper.backing {
+            Backing::Memory => 0,
+            Backing::Store(store) => device_file_bytes(&self.memory, store.durability, count),
+        }
+    }
+
+    /// Device files of the private store of `job`, if the run has one.
+    pub(crate) fn store_files(&self, settings: &RunSettings, job: &str) -> Option<StoreFiles> {
+        let private = settings.placement.has_store() && settings.offload.socket.is_none();
+        private.then(|| {
+            let dirs = &settings.placement.nvme_paths;
+            StoreFiles::new(dirs, job, self.device_file_bytes(dirs.len() as u64))
+        })
+    }
+
+    /// Refuses a run that does not fit, or that needs hardware that is missing.
+    ///
+    /// # Errors
+    /// The first problem and what to change.
+    pub fn check(&self) -> Result<(), PlanError> {
+        match self.problems.first() {
+            Some(problem) => Err(PlanError::Refused(problem.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Returns the time of the whole run and the wear of its drives, at the bound.
+    pub fn outlook(&self) -> Outlook {
+        Outlook::new(self)
+    }
+
+    /// Returns everything that does not fit; empty if the run can start.
+    pub fn problems(&self) -> &[Problem] {
+        &self.problems
+    }
+
+    /// Returns the settings that the plan chose, in order.
+    pub fn choices(&self) -> &[Choice] {
+        &self.choices
+    }
+}
+
+#[cfg(test)]
+mod tests;

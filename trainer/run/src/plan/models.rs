@@ -1,0 +1,142 @@
+//! Memory and space that known models need in each tier, as a Markdown page: `docs/models.md`.
+
+use std::fmt::Write;
+use std::path::Path;
+
+use super::outlook::Count;
+use super::places::{Place, PlaceReport};
+use super::question::{Length, Question, read_model};
+use super::text::{Digits, Seconds};
+use super::{Hardware, Overrides, Plan};
+use crate::config::{ActivationsChoice, GradientsChoice, RunSettings};
+use crate::model::ModelConfig;
+use crate::accelerator::without_torch;
+use offload_support::units::ApproxBytes;
+
+/// Run that every row describes: 8,192 tokens in a step on one GPU.
+const QUESTION: Question = Question {
+    seq_len: 2048,
+    micro_batch: 4,
+    micro_batches: 1,
+    fp32: false,
+    ranks: 1,
+    length: Length::Steps(1),
+};
+
+/// Longest sequence of GPT-2; its row has the same number of tokens in shorter sequences.
+const SEQ_LEN_SHORT: u64 = 1024;
+
+/// Settings with the lowest needs: everything is recomputed, and the update runs on the processor.
+const LEAST: [&str; 2] = [
+    "train.activation_checkpointing=full",
+    "offload.optimizer_device=cpu",
+];
+
+/// More memory than any model needs: the table shows needs, not whether a machine satisfies them.
+const ENDLESS_BYTES: u64 = 1 << 50;
+
+/// Forward and backward on a fast consumer GPU, in 10^12 operations per second.
+const TFLOPS: f64 = 150.0;
+
+/// Row of the table: a model with its state in GPU memory, in host memory, on drives, and on drives with the
+/// lowest needs.
+struct Row {
+    name: String,
+    parameters: u64,
+    places: [PlaceReport; 4],
+}
+
+fn row(name: String, model: &ModelConfig) -> Row {
+    let mut question = QUESTION;
+    if (model.max_position_embeddings as u64) < question.seq_len {
+        question.micro_batch *= question.seq_len / SEQ_LEN_SHORT;
+        question.seq_len = SEQ_LEN_SHORT;
+    }
+    let settings = question.settings(model, &LEAST.map(String::from)).unwrap();
+    let machine = Overrides {
+        host_memory_bytes: Some(ENDLESS_BYTES),
+        gpu_memory_bytes: Some(ENDLESS_BYTES),
+        cores: Some(16),
+        tflops: Some(TFLOPS),
+        drives_count: Some(1),
+        ..Overrides::default()
+    };
+    let hardware = Hardware::new(&settings, &machine, without_torch);
+    let planned = |place: Place, settings: &RunSettings| {
+        PlaceReport::new(place, &Plan::new(settings, hardware.clone()).unwrap())
+    };
+    let report = |place: Place| planned(place, &place.of(&settings));
+    let mut farthest = Place::Drives.of(&settings);
+    farthest.offload.gradients = GradientsChoice::Nvme;
+    farthest.offload.activations = ActivationsChoice::Cpu;
+    Row {
+        places: [
+            report(Place::Gpu),
+            report(Place::Host),
+            report(Place::Drives),
+            planned(Place::Drives, &farthest),
+        ],
+        parameters: model.params_count() as u64,
+        name,
+    }
+}
+
+/// Formats the page about every `NAME.json` in `dir`, small models first.
+fn page(dir: &Path) -> String {
+    let paths = std::fs::read_dir(dir)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let configs = paths.filter(|path| path.extension().is_some_and(|end| end == "json"));
+    let mut rows: Vec<Row> = configs
+        .map(|path| {
+            let name = path.file_stem().unwrap().to_string_lossy();
+            row(name.into_owned(), &read_model(&path).unwrap())
+        })
+        .collect();
+    rows.sort_by(|a, b| (a.parameters, &a.name).cmp(&(b.parameters, &b.name)));
+    let mut text = format!(
+            "# Memory and space that models need in each tier
+
+Generated from the plans of `configs/models` by `make docs`; a test keeps it current. bf16 with AdamW, one process,
+{} tokens a step, nothing of a block kept for backward, the update on the CPU, all gradients in host memory unless the
+state is on drives. *GPU* and *host* are what the process takes of that memory, *drives* is room for both generations,
+*read* and *written* what a step moves. The step is the bound on one drive of 6.2 GB/s read and 3.2 written, a GPU of {TFLOPS:.0}
+TFLOPS and 16 cores; *wear* is the writes at that rate. *Least* has gradients on drives too (`offload.gradients = \"nvme\"`) and
+block inputs in host memory (`offload.activations = \"cpu\"`): the minimum that a machine needs. `trainer plan --model config.json` plans for another machine.
+
+| model | parameters | all on the GPU | host: GPU | host | drives: GPU | host | drives | read | written | step | tokens/s | wear a day | least: GPU | host | drives | step |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
+",
+            QUESTION.seq_len * QUESTION.micro_batch
+        );
+    for row in &rows {
+        let [gpu, host, drives, least] = &row.places;
+        let cells = [
+            row.name.clone(),
+            Count(row.parameters as f64).to_string(),
+            ApproxBytes(gpu.gpu_bytes).to_string(),
+            ApproxBytes(host.gpu_bytes).to_string(),
+            ApproxBytes(host.host_bytes).to_string(),
+            ApproxBytes(drives.gpu_bytes).to_string(),
+            ApproxBytes(drives.host_bytes).to_string(),
+            ApproxBytes(drives.device_bytes).to_string(),
+            ApproxBytes(drives.step_read_bytes as u64).to_string(),
+            ApproxBytes(drives.step_written_bytes as u64).to_string(),
+            Seconds(drives.step_s).to_string(),
+            format!("{:.0}", drives.tokens_per_s),
+            format!("{} TB", Digits(drives.outlook.written_bytes_per_day / 1e12)),
+            ApproxBytes(least.gpu_bytes).to_string(),
+            ApproxBytes(least.host_bytes).to_string(),
+            ApproxBytes(least.device_bytes).to_string(),
+            Seconds(least.step_s).to_string(),
+        ];
+        let _ = writeln!(text, "| {} |", cells.join(" | "));
+    }
+    text
+}
+
+#[test]
+fn the_table_of_models_in_docs_is_current() {
+    let models = concat!(env!("CARGO_MANIFEST_DIR"), "/../../configs/models");
+    docs_test::assert_page("docs/models.md", &page(Path::new(models)));
+}

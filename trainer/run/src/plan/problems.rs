@@ -1,0 +1,203 @@
+//! Finds what does not fit or is missing, and what to change.
+
+use std::fmt;
+
+use offload_support::units::ApproxBytes;
+use serde::Serialize;
+use swapper::SwapperError;
+
+use super::choices::why_no_cudnn;
+use super::{Plan, optimizer_device_name};
+use crate::computation::ActivationCheckpointing;
+use crate::config::{AttentionChoice, DeviceChoice, OptimizerDevice, RunSettings};
+use training_state::run::{CheckpointError, DirError, RunId, resolved};
+
+/// Error that keeps a run from starting.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    #[error(transparent)]
+    Swapper(#[from] SwapperError),
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    #[error(transparent)]
+    Daemon(swapper::ClientError),
+    #[error("{0}")]
+    Refused(Problem),
+}
+
+/// A reason why a run cannot start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Problem {
+    pub kind: ProblemKind,
+    /// Description with figures.
+    pub what: String,
+    /// Remedy.
+    pub change: String,
+}
+
+/// Subject of a problem.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ProblemKind {
+    HostMemory,
+    GpuMemory,
+    DeviceSpace,
+    RunDirSpace,
+    NoGpu,
+    Update,
+    Settings,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.what, self.change)
+    }
+}
+
+impl Problem {
+    pub(super) fn new(kind: ProblemKind, what: String, change: impl Into<String>) -> Self {
+        Self {
+            kind,
+            what,
+            change: change.into(),
+        }
+    }
+}
+
+/// Returns all problems of `plan`, the most decisive first.
+pub(super) fn of(plan: &Plan, settings: &RunSettings) -> Vec<Problem> {
+    let found = [
+        no_gpu(plan, settings),
+        update(plan, settings),
+        attention(plan, settings),
+        gpu_memory(plan),
+        host_memory(plan, settings),
+        device_space(plan, settings),
+    ];
+    found.into_iter().flatten().collect()
+}
+
+fn no_gpu(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    if let Some(why) = &plan.hardware.unusable_gpu {
+        let change = "`trainer train` refuses this run too";
+        return Some(Problem::new(ProblemKind::NoGpu, why.clone(), change));
+    }
+    let wanted = settings.train.device == DeviceChoice::Gpu;
+    (wanted && plan.hardware.gpu.is_none()).then(|| {
+        Problem::new(
+            ProblemKind::NoGpu,
+            format!(
+                "train.device is \"gpu\", but there is no GPU: {}",
+                plan.hardware.no_gpu_details
+            ),
+            "install its driver and libraries, or set train.device = \"cpu\"",
+        )
+    })
+}
+
+fn update(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let wanted = settings.offload.optimizer_device;
+    let what = |why: String| {
+        format!(
+            "offload.optimizer_device is \"{}\", {why}",
+            optimizer_device_name(wanted)
+        )
+    };
+    match (&plan.hardware.gpu, wanted) {
+        // Already reported by no_gpu.
+        _ if settings.train.device == DeviceChoice::Gpu && plan.hardware.gpu.is_none() => None,
+        _ if plan.hardware.unusable_gpu.is_some() => None,
+        (None, OptimizerDevice::Gpu | OptimizerDevice::Shared) => Some(Problem::new(
+            ProblemKind::Update,
+            what(format!("but there is no GPU: {}", plan.hardware.no_gpu)),
+            "leave it out, or set it to \"cpu\"",
+        )),
+        (Some(_), OptimizerDevice::Cpu | OptimizerDevice::Shared) if plan.lives_in_gpu => {
+            Some(Problem::new(
+                ProblemKind::Update,
+                what("but the state is in GPU memory".into()),
+                "leave it out, or set zero_optimization.offload_optimizer.device = \"cpu\"",
+            ))
+        }
+        _ => None,
+    }
+}
+
+fn attention(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let wanted = settings.train.attention == AttentionChoice::Cudnn;
+    let why = why_no_cudnn(settings, &plan.hardware).filter(|_| wanted)?;
+    Some(Problem::new(
+        ProblemKind::Settings,
+        format!("train.attention is \"cudnn\", but cuDNN's attention cannot be used: {why}"),
+        "leave it out, or set it to \"torch\"",
+    ))
+}
+
+fn gpu_memory(plan: &Plan) -> Option<Problem> {
+    let gpu = plan.hardware.gpu.as_ref()?;
+    let needed = plan.gpu_bytes();
+    if needed <= gpu.memory_bytes {
+        return None;
+    }
+    let change = if plan.lives_in_gpu {
+        "set zero_optimization.offload_optimizer.device to \"cpu\" or \"nvme\""
+    } else if plan.checkpointing != ActivationCheckpointing::Full {
+        "set train.activation_checkpointing = \"auto\""
+    } else if !plan.inputs_away {
+        "set offload.activations = \"auto\""
+    } else {
+        "lower train_micro_batch_size_per_gpu, train.seq_len or gradient_accumulation_steps"
+    };
+    Some(Problem::new(
+        ProblemKind::GpuMemory,
+        format!(
+            "the run needs {} of GPU memory, but {} is available",
+            ApproxBytes(needed),
+            ApproxBytes(gpu.memory_bytes)
+        ),
+        change,
+    ))
+}
+
+fn host_memory(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let needed = plan
+        .host_bytes()
+        .saturating_mul(u64::from(plan.local_ranks));
+    let change = "set a device to \"nvme\", or lower offload.resident_fraction, offload.staging_bytes or train_micro_batch_size_per_gpu";
+    let too_much = |limit: u64, of: &str| {
+        (limit < needed).then(|| {
+            Problem::new(
+                ProblemKind::HostMemory,
+                format!(
+                    "the run needs {} of host memory, but {} is {of}",
+                    ApproxBytes(needed),
+                    ApproxBytes(limit)
+                ),
+                change,
+            )
+        })
+    };
+    let budget = settings.offload.host_memory_bytes;
+    plan.hardware
+        .host_memory_bytes
+        .and_then(|limit| too_much(limit, "available"))
+        .or_else(|| too_much(budget?, "the limit set by offload.host_memory_bytes"))
+}
+
+/// Checks free space for a private store in directories that exist on this machine. A running daemon manages
+/// its own space.
+fn device_space(plan: &Plan, settings: &RunSettings) -> Option<Problem> {
+    let id = RunId::of(&resolved(&settings.train.run_dir)).0;
+    let error = plan.store_files(settings, &id.job)?.check_space().err()?;
+    let text = error.to_string();
+    let (what, change) = text
+        .rsplit_once(": ")
+        .unwrap_or((&text, "set another directory"));
+    Some(Problem::new(
+        ProblemKind::DeviceSpace,
+        what.to_owned(),
+        change,
+    ))
+}

@@ -1,0 +1,236 @@
+//! Derives memory, bytes of a step, rates and bound from the present choices.
+
+use swapper::{StepBytes, StepRates, SwapperError, SwapperSettings};
+
+use super::memory::GpuUse;
+use super::operations::{self, Computing, Times};
+use super::{BusBytes, ComputeMemory, Plan, Source, TileSums, memory};
+use crate::computation::{AttentionKernel, LONG_DOCUMENT_TOKENS};
+use crate::config::RunSettings;
+use crate::model::UnitLayout;
+
+/// Multiple of elements that a rank keeps of a unit: a cache line of the smallest ones.
+const COPIED_ELEMS_STEP: usize = 64;
+
+/// Elements that each rank of a node with `local_ranks` keeps of a unit with `unit_elems`.
+pub fn copied_elems(unit_elems: usize, local_ranks: u32) -> usize {
+    let part = unit_elems.div_ceil(local_ranks as usize);
+    part.next_multiple_of(COPIED_ELEMS_STEP)
+}
+
+impl Plan {
+    /// Computes memory, bytes, rates and bound for the present settings.
+    pub(super) fn refresh(&mut self, settings: &RunSettings) -> Result<(), SwapperError> {
+        self.memory = self.swapper.plan()?;
+        self.step_bytes = self.step_bytes_of(&self.swapper)?;
+        self.node_bytes = match &self.swapper.node_ranks {
+            // One process that owns all tiles has the same tiles as all processes together.
+            None => {
+                let alone = SwapperSettings {
+                    rank: 0,
+                    ranks: 1,
+                    ..self.swapper.clone()
+                };
+                self.step_bytes_of(&alone)?
+            }
+            // The first rank owns the most.
+            Some(local) => self.step_bytes.times(local.len() as f64),
+        };
+        if self.lives_in_gpu {
+            self.gpu_tiles = self.tile_sums();
+        }
+        self.set_compute(settings);
+        self.set_rates(settings);
+        Ok(())
+    }
+
+    /// Bytes of a step of a process with these `tiles`.
+    fn step_bytes_of(&self, tiles: &SwapperSettings) -> Result<StepBytes, SwapperError> {
+        let mut bytes = tiles.step_bytes()?;
+        bytes.backward_read_bytes *= 1.0 + self.further_gathers();
+        if self.copy_bytes > 0 {
+            bytes.backward_read_bytes = 0.0;
+        }
+        Ok(bytes)
+    }
+
+    /// Groups of micro-batches in a step.
+    pub fn groups(&self) -> usize {
+        self.micro_batches.div_ceil(self.micro_batch_group)
+    }
+
+    /// Gathers of all parameters after the first group. Each later group gathers the blocks twice if no buffer holds them.
+    fn further_gathers(&self) -> f64 {
+        if !self.stage.divides_parameters() {
+            return 0.0;
+        }
+        let blocks = &self.units[1..self.units.len() - 1];
+        let elems = |units: &[UnitLayout]| units.iter().map(|unit| unit.elems as f64).sum::<f64>();
+        2.0 * (self.groups() - 1) as f64 * elems(blocks) / elems(&self.units)
+    }
+
+    /// Divides the time of a step's forward and backward at the end of the first group's forward: deferred updates run
+    /// beside what comes before.
+    pub fn beside_updates(&self, forward_s: f64, backward_s: f64) -> [f64; 2] {
+        let first_s = forward_s / self.groups() as f64;
+        [first_s, forward_s - first_s + backward_s]
+    }
+
+    /// Time of forward in all groups.
+    pub(super) fn forward_s(&self) -> f64 {
+        self.rates.forward_s * self.groups() as f64
+    }
+
+    /// Time of forward and backward.
+    pub(super) fn compute_s(&self) -> f64 {
+        self.rates.forward_s + self.rates.backward_s
+    }
+
+    /// Host memory of this process for its part of a copy of all parameters that the ranks of the node keep together.
+    pub(super) fn wanted_copy_bytes(&self) -> u64 {
+        let parts = self.units.iter();
+        let parts = parts.map(|unit| copied_elems(unit.elems, self.local_ranks));
+        (parts.sum::<usize>() * self.format.master.param_bytes()) as u64
+    }
+
+    pub(super) fn set_compute(&mut self, settings: &RunSettings) {
+        let gpu = self.hardware.gpu.as_ref().map(|_| GpuUse {
+            lives: self.lives_in_gpu,
+            checkpointing: self.checkpointing,
+            attention: self.attention,
+            inputs_away: self.inputs_away,
+            optimizer_device: self.optimizer_device,
+            format: self.format,
+            tile_elems: self.swapper.tile_elems,
+            groups: u64::from(self.ranks > 1)
+                + u64::from(self.copy_bytes > 0 && self.local_ranks > 1),
+        });
+        self.compute = ComputeMemory::new(settings, &self.units, self.micro_batch_group, gpu);
+    }
+
+    pub(super) fn set_rates(&mut self, settings: &RunSettings) {
+        let hardware = &self.hardware;
+        let ranks = self.swapper.local().len() as f64;
+        // The processes of a node share its cores. State that is not divided is updated by all of them.
+        let copies = f64::from(self.local_ranks) / f64::from(self.swapper.ranks);
+        let times = self.times(settings);
+        let cpu_s = self.params_count as f64 * copies / hardware.update_params_per_s.value;
+        let (mut update_s, mut bus_s) = (cpu_s, 0.0);
+        // Block inputs of all groups, and the node's copy as often as it is used.
+        let away_bytes =
+            self.compute.away_bytes * self.micro_batches as u64 / self.micro_batch_group as u64;
+        let further = self.further_gathers();
+        let again_bytes = |bytes: u64| (bytes as f64 * further) as u64;
+        if self.lives_in_gpu {
+            // No tile crosses the bus, and an update in the GPU's own memory takes some milliseconds.
+            update_s = 0.0;
+            self.bus = BusBytes::new(&TileSums::default(), 0, 0.0, away_bytes)
+                .with_copy(self.copy_bytes)
+                .with_gathers(again_bytes(self.copy_bytes));
+            if let Some(gpu) = &hardware.gpu {
+                bus_s = self.bus.s(gpu.bus_bytes_per_s.value);
+            }
+        } else if let Some(gpu) = &hardware.gpu {
+            let bus_bytes_per_s = gpu.bus_bytes_per_s.value;
+            let tiles = self.tile_sums();
+            let streamed_s = tiles.streamed_s(bus_bytes_per_s);
+            let share = memory::gpu_share(self.optimizer_device, cpu_s, streamed_s);
+            let again_bytes = match self.copy_bytes {
+                0 => again_bytes(tiles.param_bytes),
+                copy_bytes => again_bytes(copy_bytes),
+            };
+            self.bus = BusBytes::new(&tiles, self.gathers(), share, away_bytes)
+                .with_copy(self.copy_bytes)
+                .with_gathers(again_bytes);
+            bus_s = self.bus.s(bus_bytes_per_s);
+            update_s = (cpu_s * (1.0 - share)).max(streamed_s * share);
+        }
+        let network_bytes = self.network_bytes_of();
+        let [beside_updates_s, after_s] = self.beside_updates(times.forward_s, times.backward_s);
+        self.rates = StepRates {
+            read_bytes_per_s: hardware.read_bytes_per_s.value,
+            write_bytes_per_s: hardware.write_bytes_per_s.value,
+            staging_bytes: self.memory.staging_bytes() as f64 * ranks,
+            forward_s: beside_updates_s,
+            backward_s: after_s,
+            update_s,
+            bus_s,
+            network_s: network_bytes as f64 / hardware.network_bytes_per_s.value,
+        };
+        self.network_bytes = network_bytes;
+        self.attention_s = times.attention_s;
+        if self.hardware.tflops.source == Source::Assumed {
+            self.hardware.tflops.value = self.operations.sum() / times.sum() / 1e12;
+        }
+        self.bound = swapper::bound(self.swapper.schedule, &self.node_bytes, &self.rates);
+    }
+
+    /// Time of forward and backward: estimated from the rates of kernels, or at the known rate of all operations.
+    fn times(&self, settings: &RunSettings) -> Times {
+        let estimated = self.estimated_times(settings, settings.train.deterministic);
+        let tflops = &self.hardware.tflops;
+        match tflops.source {
+            Source::Assumed => estimated,
+            Source::Given | Source::Measured => {
+                estimated.scaled_to(self.operations.sum() / (tflops.value * 1e12))
+            }
+        }
+    }
+
+    /// Kernels that compute most of the attention: torch's if documents are short.
+    pub(super) fn attention_used(&self, settings: &RunSettings) -> AttentionKernel {
+        let length = operations::usual_length(settings, &self.documents);
+        match self.documents.is_empty() || length >= LONG_DOCUMENT_TOKENS as f64 {
+            true => self.attention,
+            false => AttentionKernel::Torch,
+        }
+    }
+
+    /// The same, from the rates of kernels.
+    pub(super) fn estimated_times(&self, settings: &RunSettings, deterministic: bool) -> Times {
+        let how = Computing {
+            checkpointing: self.checkpointing,
+            attention: self.attention_used(settings),
+            deterministic,
+            products_tflops: self.hardware.products_tflops,
+        };
+        let gpu = self.hardware.gpu.as_ref();
+        let model = (&self.units[..], self.params_count);
+        operations::times(settings, model, &self.documents, gpu, how)
+    }
+
+    /// Gathers of a unit's tiles over all ranks in a step: in forward, and in stage 3 again in backward unless the node
+    /// keeps a copy.
+    fn gathers(&self) -> u64 {
+        let again = self.stage.divides_parameters() && self.copy_bytes == 0;
+        1 + u64::from(again)
+    }
+
+    /// Bytes that a node sends to others in a step. Each shard of parameters reaches every other node once for each gather, and
+    /// each shard of gradients crosses once on its way to its sum.
+    fn network_bytes_of(&self) -> u64 {
+        let own = self.tile_sums();
+        if !self.stage.divides_state() {
+            // Every process holds all gradients and needs all sums: they are reduced, then gathered.
+            let nodes = u64::from(self.nodes());
+            return 2 * own.grad_bytes * (nodes - 1) / nodes;
+        }
+        let elsewhere = u64::from(self.ranks - self.local_ranks);
+        let again_bytes = match self.copy_bytes {
+            0 => (own.param_bytes as f64 * self.further_gathers()) as u64,
+            _ => 0,
+        };
+        elsewhere * (self.gathers() * own.param_bytes + again_bytes + own.grad_bytes)
+    }
+
+    /// Sums over this process's tiles, wherever they are.
+    pub(super) fn tile_sums(&self) -> TileSums {
+        let memory = &self.memory;
+        let all = |slot_bytes: u64| slot_bytes * u64::from(memory.range_count);
+        TileSums {
+            param_bytes: all(memory.param_slot_bytes),
+            state_bytes: all(memory.state_slot_bytes),
+            grad_bytes: all(memory.grad_slot_bytes),
+        }
+    }
+}

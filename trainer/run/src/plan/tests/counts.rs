@@ -1,0 +1,263 @@
+//! Tests of what the plan counts: bytes of each tier by stage and ranks, time, wear, and the JSON report.
+
+use super::*;
+use crate::accelerator::without_torch;
+
+#[test]
+fn attention_weights_are_counted_with_attention_dropout() {
+    let mut settings = large("cpu", "cpu", &[]);
+    let before = plan(&settings, &h200(1.0)).compute.working_bytes;
+    settings.dropout.attention = 0.1;
+    let after = plan(&settings, &h200(1.0)).compute.working_bytes;
+    // 8 sequences, 16 heads, 2048 x 2048, fp32, some copies.
+    let weights_bytes = 8 * 16 * 2048 * 2048 * 4;
+    assert!(after > before + 4 * weights_bytes, "{before}, {after}");
+}
+
+#[test]
+fn figures_that_were_not_measured_are_called_assumed() {
+    let settings = large("nvme", "nvme", &[]);
+    let unknown = Overrides {
+        read_bytes_per_s: None,
+        tflops: None,
+        ..h200(1.0)
+    };
+    let plan = plan(&settings, &unknown);
+    let text = plan.to_string();
+    assert!(
+        text.contains("devices reading 6.20 GB/s (assumed) and writing 3.20 GB/s (given)"),
+        "{text}"
+    );
+    assert_eq!(plan.hardware.tflops.source, Source::Assumed);
+    assert!(plan.memory.staging_bytes() as f64 > 0.97 * STAGING_BYTES_ASSUMED as f64);
+}
+
+#[test]
+fn ranks_share_state_drives_and_host_memory() {
+    let machine = Overrides {
+        cores: Some(64),
+        ..h200(4.0)
+    };
+    let of = |ranks: u32| {
+        let ranks = [("train.ranks", json!(ranks))];
+        plan(&large("nvme", "nvme", &ranks), &machine)
+    };
+    let (one, four) = (of(1), of(4));
+    assert_eq!(four.tokens, 4 * one.tokens);
+    let ratio = |of: fn(&Plan) -> f64| of(&four) / of(&one);
+    assert!((ratio(|plan| plan.node_bytes.written_bytes) - 1.0).abs() < 0.02);
+    assert!((ratio(|plan| plan.step_bytes.written_bytes) - 0.25).abs() < 0.01);
+    assert!((ratio(|plan| plan.memory.grad_bytes() as f64) - 0.25).abs() < 0.01);
+    // The same bytes on the same drives, with four times the tokens.
+    assert!((tflops(&four) / tflops(&one) - 4.0).abs() < 0.1);
+}
+
+#[test]
+fn the_report_has_its_documented_names() {
+    let report =
+        serde_json::to_value(plan(&large("nvme", "nvme", &[]), &h200(1.0)).report()).unwrap();
+    for (path, is) in [
+        ("/version", json!(1)),
+        ("/fits", json!(true)),
+        ("/problems", json!([])),
+        ("/tokens_per_step", json!(16384)),
+        ("/gradient_accumulation_steps", json!(1)),
+        ("/chosen/commit_every", json!(1)),
+        ("/chosen/optimizer_step", json!("deferred")),
+        ("/chosen/optimizer_device", json!("cpu")),
+        ("/chosen/param_resident_fraction", json!(0.0)),
+        ("/bound/wall", json!("device writes")),
+        ("/bound/terms/0/what", json!("W/w")),
+        ("/hardware/read_bytes_per_s/source", json!("given")),
+        ("/ranks", json!(1)),
+    ] {
+        assert_eq!(report.pointer(path), Some(&is), "{path}");
+    }
+    for path in [
+        "/parameters",
+        "/device_bytes",
+        "/host/process_bytes",
+        "/host/staging_bytes",
+        "/gpu/process_bytes",
+        "/gpu/compute/working_bytes",
+        "/step/forward_read_bytes",
+        "/step/written_bytes",
+        "/step/bus_process/up_bytes",
+        "/bound/s",
+        "/bound/tokens_per_s",
+        "/bound/tflops",
+        "/bound/update_s",
+        "/chosen/staging_bytes",
+        "/chosen/tile_elems",
+        "/chosen/state_tile_bytes",
+    ] {
+        let number = report.pointer(path).and_then(Value::as_f64);
+        assert!(
+            number.is_some_and(|number| number > 0.0),
+            "{path}: {number:?}"
+        );
+    }
+}
+
+#[test]
+fn moments_in_bf16_and_lion_take_fewer_bytes_a_parameter() {
+    let machine = h200(0.0);
+    let of = |kind: &str, moments: &str| {
+        let changes = [
+            ("optimizer.type", json!(kind)),
+            ("optimizer.moments", json!(moments)),
+        ];
+        let plan = plan(&large("nvme", "nvme", &changes), &machine);
+        (
+            plan.memory.table_bytes,
+            plan.step_bytes.written_bytes as u64,
+        )
+    };
+    let all = 1_345_000_000u64;
+    let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
+    for (kind, moments, bytes_each) in [
+        ("AdamW", "fp32", 12),
+        ("AdamW", "bf16", 8),
+        ("Lion", "fp32", 8),
+        ("Lion", "bf16", 6),
+    ] {
+        let (stored, written) = of(kind, moments);
+        assert!(
+            about(stored, bytes_each * all) && about(written, bytes_each * all),
+            "{kind}, {moments}: {stored} stored, {written} written"
+        );
+    }
+}
+
+#[test]
+fn each_stage_counts_what_its_ranks_hold() {
+    const STAGE: &str = "zero_optimization.stage";
+    let machine = h200(0.0);
+    let of = |stage: u64| {
+        let changes = [(STAGE, json!(stage)), ("train.ranks", json!(4))];
+        let plan = plan(&large("none", "none", &changes), &machine);
+        (plan.gpu_tiles, plan.compute)
+    };
+    let [zero, one, two, three] = [0, 1, 2, 3].map(of);
+    // 2 bytes for each parameter, padded or not.
+    let all = 2 * 1_345_000_000u64;
+    let about = |bytes: u64, of: u64| bytes.abs_diff(of) < of / 20;
+    // Tiles: all of them, or a quarter. State has 10 bytes for each parameter, parameters have 2.
+    assert!(about(zero.0.param_bytes, all) && about(zero.0.state_bytes, 5 * all));
+    for (tiles, _) in [one, two, three] {
+        assert!(about(tiles.param_bytes, all / 4) && about(tiles.state_bytes, 5 * all / 4));
+    }
+    // Weights: whole, or those of some units.
+    for (_, compute) in [zero, one, two] {
+        assert!(about(compute.unit_buffer_bytes, all), "{compute:?}");
+    }
+    assert!(three.1.unit_buffer_bytes < all / 4);
+    // Gradients in transit: whole, or those of some units.
+    for (_, compute) in [zero, one] {
+        assert!(about(compute.grad_buffer_bytes, all), "{compute:?}");
+    }
+    for (_, compute) in [two, three] {
+        assert!(compute.grad_buffer_bytes < all / 4, "{compute:?}");
+    }
+    // With several micro-batches, sums are kept in fp32 until the end.
+    let several = [(STAGE, json!(1)), ("train.ranks", json!(4))];
+    let mut settings = large("none", "none", &several);
+    settings.batch.micro_batches = 4;
+    let waiting = plan(&settings, &machine).compute.grad_buffer_bytes;
+    assert!(about(waiting, 3 * all), "{waiting}");
+}
+
+#[test]
+fn weights_cross_the_bus_once_below_stage_3() {
+    let up = |stage: u64| {
+        let changes = [
+            ("zero_optimization.stage", json!(stage)),
+            ("offload.optimizer_device", json!("cpu")),
+        ];
+        plan(&large("none", "cpu", &changes), &h200(0.0))
+            .bus
+            .up_bytes
+    };
+    assert_eq!((up(1), up(2)), (up(2), up(3) / 2));
+}
+
+#[test]
+fn time_and_wear_follow_from_the_bound() {
+    let machine = Overrides {
+        drives_count: Some(4),
+        drive_rating_bytes: Some(600_000_000_000_000),
+        ..h200(4.0)
+    };
+    let plan = plan(&large("nvme", "nvme", &[]), &machine);
+    let outlook = plan.outlook();
+    assert_eq!((outlook.steps, outlook.tokens), (100, 100 * 16384));
+    assert!((outlook.run_s - 100.0 * plan.bound.s).abs() < 1e-9);
+    // Drives that write all day: 12.8 GB/s.
+    assert!((outlook.written_bytes_per_day / (12.8e9 * 86400.0) - 1.0).abs() < 1e-3);
+    // 600 TB and 3.2 GB/s for each drive.
+    let rating_s = outlook.rating_s.unwrap();
+    assert!(
+        (rating_s / (600e12 / 3.2e9) - 1.0).abs() < 1e-3,
+        "{rating_s}"
+    );
+    let text = plan.to_string();
+    assert!(
+        text.contains("wear      at most 1106 TB written in a day"),
+        "{text}"
+    );
+    assert!(
+        text.contains("over 4 drives; their rated endurance lasts 2.17 days"),
+        "{text}"
+    );
+    let in_host = self::plan(&large("cpu", "cpu", &[]), &machine);
+    assert_eq!(in_host.outlook().rating_s, None);
+    assert!(!in_host.to_string().contains("wear"));
+}
+
+#[test]
+fn each_place_is_planned_as_a_run_with_its_state_there() {
+    let settings = large("none", "none", &[]);
+    let hardware = Hardware::new(&settings, &h200(1.0), without_torch);
+    let all = places(&settings, &hardware);
+    assert_eq!(
+        all.iter().map(|report| report.place).collect::<Vec<_>>(),
+        Place::ALL
+    );
+    for (report, tiers) in all.iter().zip([
+        ("none", "none"),
+        ("cpu", "cpu"),
+        ("cpu", "nvme"),
+        ("nvme", "nvme"),
+        ("nvme", "nvme"),
+    ]) {
+        let mut settings = large(tiers.0, tiers.1, &[]);
+        if report.place == Place::DrivesAndHost {
+            settings.placement.resident_fraction = crate::config::ResidentFraction::Auto;
+        }
+        let alone = plan(&settings, &h200(1.0));
+        assert_eq!(report.gpu_bytes, alone.gpu_bytes(), "{:?}", report.place);
+        assert_eq!(report.host_bytes, alone.host_bytes(), "{:?}", report.place);
+        assert_eq!(
+            report.device_bytes,
+            alone.device_bytes(),
+            "{:?}",
+            report.place
+        );
+        assert_eq!(report.step_s, alone.bound.s, "{:?}", report.place);
+        assert!(report.fits);
+    }
+    let without = Overrides {
+        gpu_memory_bytes: Some(0),
+        ..h200(1.0)
+    };
+    let all = places(
+        &settings,
+        &Hardware::new(&settings, &without, without_torch),
+    );
+    assert!(
+        all.iter()
+            .all(|report| report.place != Place::Gpu && report.gpu_bytes == 0)
+    );
+    let lines = PlacesTable(&all).to_string();
+    assert_eq!(lines.lines().count(), 1 + all.len(), "{lines}");
+}

@@ -1,0 +1,381 @@
+//! Formats a plan for the terminal.
+
+use std::fmt;
+
+use super::choices::why_no_cudnn;
+use super::{Figure, Hardware, Plan, optimizer_device_name};
+use crate::computation::AttentionKernel;
+use crate::config::{DeviceChoice, RunSettings, Tier};
+use offload_support::units::ApproxBytes;
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.model_line(f)?;
+        self.host_line(f)?;
+        self.gpu_line(f)?;
+        self.device_lines(f)?;
+        if self.nodes() > 1 {
+            write!(
+                f,
+                "\n{}; figures above are for one node",
+                self.network_line()
+            )?;
+        }
+        self.bound_lines(f)?;
+        write!(f, "\n{}", self.outlook())?;
+        if let Some(checkpoints) = &self.checkpoints {
+            write!(f, "\n{checkpoints}")?;
+        }
+        for system in &self.space {
+            write!(f, "\n{system}")?;
+        }
+        for choice in self.choices() {
+            write!(
+                f,
+                "\nchosen    {} = {}: {}",
+                choice.key, choice.value, choice.why
+            )?;
+        }
+        for problem in self.problems() {
+            write!(f, "\nrefused   {problem}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Plan {
+    /// Formats what a person checks before a run starts, a line each: where state is kept, memory, the shortest step
+    /// and what limits it, and wear of the drives.
+    pub fn overview(&self, settings: &RunSettings) -> Vec<String> {
+        let placement = &settings.placement;
+        let kept = |tier: Tier| match tier {
+            Tier::Nvme => "drives",
+            Tier::None if self.lives_in_gpu => "GPU memory",
+            Tier::None | Tier::Cpu => "host memory",
+        };
+        let (param, optimizer) = (kept(placement.param), kept(placement.optimizer));
+        let mut state = match param == optimizer {
+            true => format!("state     in {param}"),
+            false => format!("state     parameters in {param}, optimizer state in {optimizer}"),
+        };
+        state = state.replace("in drives", "on drives");
+        if self.device_bytes() > 0 {
+            state += &format!(", {}", ApproxBytes(self.device_bytes()));
+            let dirs = placement.nvme_paths.iter();
+            let dirs: Vec<String> = dirs.map(|dir| dir.display().to_string()).collect();
+            match dirs.as_slice() {
+                [] => state += " with the daemon of offload.socket",
+                dirs => state += &format!(" in {}", dirs.join(", ")),
+            }
+        }
+        let mut memory = format!("memory    host {}", ApproxBytes(self.host_bytes()));
+        if let Some(bytes) = self.hardware.host_memory_bytes {
+            memory += &format!(" of {}", ApproxBytes(bytes));
+        }
+        match &self.hardware.gpu {
+            Some(gpu) => {
+                memory += &format!(
+                    ", GPU {} of {} ({})",
+                    ApproxBytes(self.gpu_bytes()),
+                    ApproxBytes(gpu.memory_bytes),
+                    gpu.name
+                );
+            }
+            // Which libraries were looked for matters only to those who expect a GPU: `gpu_line` lists them.
+            None if settings.train.device == DeviceChoice::Auto => memory += "; no GPU was found",
+            None => memory += &format!("; no GPU: {}", self.hardware.no_gpu),
+        }
+        if self.local_ranks > 1 {
+            memory += &format!(", in each of {} processes", self.local_ranks);
+        }
+        let mut lines = vec![state, memory];
+        lines.extend((self.nodes() > 1).then(|| self.network_line()));
+        lines.extend(self.attention_line(settings));
+        if self.steps > 0 {
+            lines.push(format!(
+                "step      about {} ({:.0} tokens/s), bottleneck: {}",
+                Seconds(self.bound.s),
+                self.tokens as f64 / self.bound.s,
+                self.bound.wall.word()
+            ));
+            lines.extend(self.outlook().to_string().lines().map(str::to_owned));
+        }
+        lines
+    }
+
+    /// Kernels of attention on a GPU, their part of the computing time, and what results that do not repeat give.
+    fn attention_line(&self, settings: &RunSettings) -> Option<String> {
+        self.hardware.gpu.as_ref()?;
+        let (by, why) = match self.attention_used(settings) {
+            AttentionKernel::Cudnn => ("cuDNN's kernels", None),
+            AttentionKernel::Torch if self.attention == AttentionKernel::Cudnn => {
+                let why = "cuDNN's are slower for short documents".to_owned();
+                ("torch's kernels", Some(why))
+            }
+            AttentionKernel::Torch => ("torch's kernels", why_no_cudnn(settings, &self.hardware)),
+        };
+        let why = why.map_or(String::new(), |why| format!(" ({why})"));
+        let share = self.attention_s / self.compute_s();
+        let mut line = format!(
+            "attention by {by}{why}, {:.0} % of the computing time",
+            100.0 * share
+        );
+        if !settings.train.deterministic {
+            let exact = self.estimated_times(settings, true).sum();
+            let free = self.estimated_times(settings, false).sum();
+            line += &format!(
+                "; train.deterministic = false: computing takes about {:.0} % less time, and results differ from run to run",
+                100.0 * (1.0 - free / exact)
+            );
+        }
+        Some(line)
+    }
+
+    /// Where the nodes have the parameters, and what they send.
+    fn network_line(&self) -> String {
+        let held = match self.copy_bytes {
+            0 if !self.stage.divides_parameters() => {
+                "each rank holds all parameters from forward to backward".to_owned()
+            }
+            0 => format!(
+                "the parameters are divided over all nodes ({})",
+                self.why_no_copy()
+            ),
+            _ => format!(
+                "each node keeps a copy of all parameters in host memory, {}",
+                ApproxBytes(self.node_copy_bytes())
+            ),
+        };
+        format!(
+            "network   {held}; each of {} nodes sends and receives {} a step",
+            self.nodes(),
+            ApproxBytes(self.network_bytes)
+        )
+    }
+
+    fn model_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "model     {:.2} M parameters in {} units, {} tiles of {} elements",
+            self.params_count as f64 / 1e6,
+            self.units.len(),
+            self.memory.table_count,
+            self.swapper.tile_elems
+        )
+    }
+
+    fn host_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "\nhost      {}: resident tiles {}, staging {}, gradients {}",
+            ApproxBytes(self.host_bytes()),
+            ApproxBytes(self.host_resident_bytes()),
+            ApproxBytes(self.memory.staging_bytes()),
+            ApproxBytes(self.host_grad_bytes()),
+        )?;
+        if self.hardware.gpu.is_none() {
+            self.compute_parts(f)?;
+        } else if self.compute.away_bytes > 0 {
+            write!(f, ", block inputs {}", ApproxBytes(self.compute.away_bytes))?;
+        }
+        if self.copy_bytes > 0 {
+            let bytes = ApproxBytes(self.copy_bytes);
+            write!(f, ", part of the node's copy of the parameters {bytes}")?;
+        }
+        if let Some(checkpoints) = &self.checkpoints {
+            write!(
+                f,
+                ", checkpoint copies {}",
+                ApproxBytes(checkpoints.buffer_bytes)
+            )?;
+        }
+        if self.local_ranks > 1 {
+            write!(f, "; the node needs {} times this", self.local_ranks)?;
+        }
+        Ok(())
+    }
+
+    fn compute_parts(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let compute = &self.compute;
+        for (what, bytes) in [
+            ("unit buffers", compute.unit_buffer_bytes),
+            ("gradient buffers", compute.grad_buffer_bytes),
+            ("gradient sums", compute.gradient_sum_bytes),
+            ("activations", compute.activation_bytes),
+            ("kept besides", compute.kept_bytes),
+            ("computing", compute.working_bytes),
+            ("streamed tiles", compute.update_bytes),
+            ("libraries", compute.context_bytes),
+        ] {
+            if bytes > 0 {
+                write!(f, ", {what} {}", ApproxBytes(bytes))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn gpu_line(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(gpu) = &self.hardware.gpu else {
+            return write!(f, "\nGPU       none: {}", self.hardware.no_gpu);
+        };
+        write!(
+            f,
+            "\nGPU       {} of {} ({}): tiles {}",
+            ApproxBytes(self.gpu_bytes()),
+            ApproxBytes(gpu.memory_bytes),
+            gpu.name,
+            ApproxBytes(self.gpu_tiles.sum_bytes())
+        )?;
+        self.compute_parts(f)
+    }
+
+    fn device_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.device_bytes() == 0 {
+            return write!(f, "\ndevices   none");
+        }
+        let bytes = self.node_bytes;
+        write!(
+            f,
+            "\ndevices   {} for both generations of tiles\na step    reads {} (forward {}, backward {}, update {}), writes {}",
+            ApproxBytes(self.device_bytes()),
+            ApproxBytes(bytes.read_bytes() as u64),
+            ApproxBytes(bytes.forward_read_bytes as u64),
+            ApproxBytes(bytes.backward_read_bytes as u64),
+            ApproxBytes(bytes.update_read_bytes as u64),
+            ApproxBytes(bytes.written_bytes as u64)
+        )
+    }
+
+    fn bound_lines(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bound = &self.bound;
+        let tokens_per_s = self.tokens as f64 / bound.s;
+        let tflops = self.step_operations() / bound.s / 1e12;
+        write!(
+            f,
+            "\nbound     {} a step, {tokens_per_s:.0} tokens/s, {} TFLOPS, limited by {}; update on {}",
+            Seconds(bound.s),
+            Digits(tflops),
+            bound.wall.word(),
+            optimizer_device_name(self.optimizer_device),
+        )?;
+        for (n, term) in bound.terms.iter().filter(|term| term.s > 0.0).enumerate() {
+            let lead = if n == 0 { "\nterms     " } else { ", " };
+            write!(f, "{lead}{} {}", term.what, Seconds(term.s))?;
+        }
+        write!(f, "\nfor       ")?;
+        self.hardware.rates(f, self.device_bytes() > 0)?;
+        match self.nodes() {
+            1 => Ok(()),
+            _ => write!(
+                f,
+                ", network {}",
+                Of(&self.hardware.network_bytes_per_s, 1e9, "GB/s")
+            ),
+        }
+    }
+}
+
+impl Hardware {
+    /// Formats all rates.
+    fn rates(&self, f: &mut fmt::Formatter<'_>, with_devices: bool) -> fmt::Result {
+        write!(f, "{}", Of(&self.tflops, 1.0, "TFLOPS"))?;
+        if with_devices {
+            write!(
+                f,
+                ", devices reading {} and writing {}",
+                Of(&self.read_bytes_per_s, 1e9, "GB/s"),
+                Of(&self.write_bytes_per_s, 1e9, "GB/s")
+            )?;
+        }
+        write!(
+            f,
+            ", updating {}",
+            Of(&self.update_params_per_s, 1e9, "G parameters/s")
+        )
+    }
+}
+
+impl fmt::Display for Hardware {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "machine   ")?;
+        match &self.gpu {
+            Some(gpu) => write!(f, "GPU of {} ({})", ApproxBytes(gpu.memory_bytes), gpu.name)?,
+            None => write!(f, "no GPU ({})", self.no_gpu)?,
+        }
+        match self.host_memory_bytes {
+            Some(bytes) => write!(
+                f,
+                ", host memory {} ({})",
+                ApproxBytes(bytes),
+                self.host_memory_source.word()
+            )?,
+            None => write!(f, ", host memory unknown")?,
+        }
+        write!(f, "\nfor       ")?;
+        self.rates(f, true)
+    }
+}
+
+/// Formats a figure divided by the second field, with its unit and source.
+pub(super) struct Of<'a>(
+    pub(super) &'a Figure,
+    pub(super) f64,
+    pub(super) &'static str,
+);
+
+impl fmt::Display for Of<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(figure, unit, name) = self;
+        write!(
+            f,
+            "{} {name} ({})",
+            Digits(figure.value / unit),
+            figure.source.word()
+        )
+    }
+}
+
+/// Formats a number with three significant digits.
+pub(super) struct Digits(pub(super) f64);
+
+impl fmt::Display for Digits {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = self.0.abs().max(1e-9).log10().floor() as i32;
+        write!(f, "{:.*}", (2 - size).clamp(0, 6) as usize, self.0)
+    }
+}
+
+/// Formats a time in seconds or milliseconds.
+pub(super) struct Seconds(pub(super) f64);
+
+impl fmt::Display for Seconds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0 < 1.0 {
+            write!(f, "{} ms", Digits(self.0 * 1e3))
+        } else {
+            write!(f, "{} s", Digits(self.0))
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_have_three_digits() {
+        let text = |value: f64| Digits(value).to_string();
+        assert_eq!(
+            [
+                text(305.2),
+                text(26.31),
+                text(5.043),
+                text(0.0312),
+                text(0.0)
+            ],
+            ["305", "26.3", "5.04", "0.0312", "0.000000"]
+        );
+        assert_eq!(Seconds(5.043).to_string(), "5.04 s");
+        assert_eq!(Seconds(0.434).to_string(), "434 ms");
+    }
+}

@@ -1,0 +1,272 @@
+//! Forward of a block, and backward with recomputation of everything that was not kept.
+
+use std::rc::Rc;
+
+use kernels_torch::CudnnAttention;
+use tch::Tensor;
+
+use super::attention::{Attention, Means, Shape, attention, normed_attention};
+use super::ops::{Normed, Ops};
+use super::projection::Projection;
+use crate::compute::documents::Documents;
+use crate::compute::positions::Rotary;
+use crate::compute::values::size_bytes;
+use crate::compute::{ComputeError, GradSink, UnitWeights};
+use training_run::computation::ActivationCheckpointing;
+use training_run::model::{ModelConfig, ParamRole, UnitLayout};
+
+/// A block's weights: query, key and value are one matrix, and so are gate and up.
+pub(crate) struct BlockWeights {
+    input_norm: Norm,
+    qkv: Projection,
+    /// Norms of query and key heads.
+    head_norms: Option<[Norm; 2]>,
+    out: Projection,
+    post_norm: Norm,
+    gate_up: Projection,
+    down: Projection,
+}
+
+/// A norm's weight and its index in the layout.
+struct Norm {
+    weight: Tensor,
+    at: usize,
+}
+
+impl BlockWeights {
+    pub(crate) fn new(layout: &UnitLayout, weights: &UnitWeights) -> Result<Self, ComputeError> {
+        use ParamRole::{
+            Down, DownBias, Gate, GateBias, InputNorm, Key, KeyBias, KeyNorm, Out, OutBias,
+            PostNorm, Query, QueryBias, QueryNorm, Up, UpBias, Value, ValueBias,
+        };
+        let norm = |member: ParamRole| {
+            let at = layout.find(member)?;
+            let weight = weights.param(&layout.params[at], false);
+            Some(weight.map(|weight| Norm { weight, at }))
+        };
+        let always = |member| norm(member).expect("every block has both norms");
+        let head_norms = match (norm(QueryNorm), norm(KeyNorm)) {
+            (Some(query), Some(key)) => Some([query?, key?]),
+            _ => None,
+        };
+        let projection = |members: &[_]| Projection::new(layout, weights, members);
+        Ok(BlockWeights {
+            input_norm: always(InputNorm)?,
+            qkv: projection(&[(Query, QueryBias), (Key, KeyBias), (Value, ValueBias)])?,
+            head_norms,
+            out: projection(&[(Out, OutBias)])?,
+            post_norm: always(PostNorm)?,
+            gate_up: projection(&[(Gate, GateBias), (Up, UpBias)])?,
+            down: projection(&[(Down, DownBias)])?,
+        })
+    }
+
+    fn head_norms(&self) -> Option<[&Tensor; 2]> {
+        let norms = self.head_norms.as_ref();
+        norms.map(|[query, key]| [&query.weight, &key.weight])
+    }
+}
+
+/// Values that a forward pass keeps for the backward pass, which recomputes the others. They own their
+/// memory: the block's weights are released between the two passes ([`UnitWeights::give_back`] panics if
+/// something still refers to them).
+#[derive(Default)]
+pub(crate) struct Kept {
+    attended: Option<Attention>,
+    /// Sum of the input and the attention output.
+    sum: Option<Tensor>,
+    gate_up: Option<Tensor>,
+}
+
+impl Kept {
+    /// Bytes of the kept values.
+    pub(crate) fn size_bytes(&self) -> usize {
+        let tensors = [&self.sum, &self.gate_up].into_iter().flatten();
+        let attended = self.attended.as_ref().map_or(0, Attention::size_bytes);
+        tensors.map(size_bytes).sum::<usize>() + attended
+    }
+}
+
+/// Values of a block up to gate and up, which its backward pass needs.
+struct Passed {
+    first: Normed,
+    attended: Attention,
+    sum: Tensor,
+    second: Normed,
+    gate_up: Tensor,
+}
+
+/// A block's computation with its weights.
+pub(crate) struct Block<'a> {
+    pub(crate) ops: &'a Ops,
+    pub(crate) config: &'a ModelConfig,
+    pub(crate) rotary: Rotary,
+    pub(crate) documents: Option<Rc<Documents>>,
+    /// Number of tokens that a query sees, including its own; `None`: all.
+    pub(crate) window: Option<usize>,
+    /// cuDNN's attention; `None`: torch's.
+    pub(crate) cudnn: Option<&'a CudnnAttention>,
+    pub(crate) weights: BlockWeights,
+}
+
+impl Block<'_> {
+    /// Computes the block's output for `input`, both [micro_batch, seq_len, hidden_size], and returns it with
+    /// the values to keep.
+    pub(crate) fn forward(
+        &self,
+        input: &Tensor,
+        keep: ActivationCheckpointing,
+    ) -> Result<(Tensor, Kept), ComputeError> {
+        let (shape, x) = rows(self.config, input)?;
+        let passed = self.pass(
+            shape,
+            &x,
+            keep != ActivationCheckpointing::Full,
+            Kept::default(),
+        )?;
+        let gated = self.ops.gated(&passed.gate_up)?;
+        let mut output = self.weights.down.of(&gated)?;
+        let _ = output.f_add_(&passed.sum)?;
+        let products = keep == ActivationCheckpointing::Matmuls;
+        let kept = Kept {
+            attended: (keep != ActivationCheckpointing::Full).then_some(passed.attended),
+            sum: products.then_some(passed.sum),
+            gate_up: products.then_some(passed.gate_up),
+        };
+        Ok((output.f_view_as(input)?, kept))
+    }
+
+    /// Computes the gradient of `input` and adds those of the weights to `grads`. Values that are not in
+    /// `kept` are recomputed up to gate and up; the down projection's output is not needed.
+    pub(crate) fn backward(
+        &self,
+        input: &Tensor,
+        kept: Kept,
+        grad_output: &Tensor,
+        grads: &mut GradSink,
+    ) -> Result<Tensor, ComputeError> {
+        let (ops, weights) = (self.ops, &self.weights);
+        let (shape, x) = rows(self.config, input)?;
+        let grad_output = grad_output.f_view_as(&x)?;
+        let Passed {
+            first,
+            attended,
+            sum,
+            second,
+            mut gate_up,
+        } = self.pass(shape, &x, true, kept)?;
+
+        // Down, and the product of silu(gate) and up.
+        let mut gated = weights.down.back(&grad_output)?;
+        ops.gated_backward(&mut gated, &mut gate_up)?;
+        weights.down.add_grads(grads, &grad_output, &gated)?;
+        drop(gated);
+
+        // Gate and up, and the second norm.
+        weights.gate_up.add_grads(grads, &gate_up, &second.output)?;
+        let grad_normed = weights.gate_up.back(&gate_up)?;
+        drop(gate_up);
+        let (grad_sum, grad_norm) = ops.rms_norm_backward(
+            &grad_normed,
+            &sum,
+            &weights.post_norm.weight,
+            &second.scale,
+            Some(&grad_output),
+        )?;
+        grads.add(weights.post_norm.at, grad_norm)?;
+        drop((grad_normed, sum, second));
+
+        // The output projection and attention.
+        weights
+            .out
+            .add_grads(grads, &grad_sum, &attended.attn_out)?;
+        let grad_mixed = weights.out.back(&grad_sum)?;
+        let (grad_qkv, grad_head_norms) =
+            attended.backward(ops, &self.rotary, &self.means(), &grad_mixed)?;
+        drop(grad_mixed);
+        for (norm, grad) in weights.head_norms.iter().flatten().zip(grad_head_norms) {
+            grads.add(norm.at, grad)?;
+        }
+
+        // Query, key and value, and the first norm.
+        weights.qkv.add_grads(grads, &grad_qkv, &first.output)?;
+        let grad_normed = weights.qkv.back(&grad_qkv)?;
+        drop(grad_qkv);
+        let (grad_input, grad_norm) = ops.rms_norm_backward(
+            &grad_normed,
+            &x,
+            &weights.input_norm.weight,
+            &first.scale,
+            Some(&grad_sum),
+        )?;
+        grads.add(weights.input_norm.at, grad_norm)?;
+        Ok(grad_input.f_view_as(input)?)
+    }
+
+    /// How attention is computed.
+    fn means(&self) -> Means<'_> {
+        Means {
+            window: self.window,
+            documents: self.documents.as_deref(),
+            cudnn: self.cudnn.filter(|_| {
+                let documents = self.documents.as_ref();
+                documents.is_none_or(|documents| documents.are_long())
+            }),
+        }
+    }
+
+    /// Computes the values that `kept` does not have. With `graph`, records the graph of attention. Norms are
+    /// always recomputed, which costs less than keeping them.
+    fn pass(
+        &self,
+        shape: Shape,
+        x: &Tensor,
+        graph: bool,
+        kept: Kept,
+    ) -> Result<Passed, ComputeError> {
+        let (ops, weights, eps) = (self.ops, &self.weights, self.config.norm_eps);
+        let first = ops.rms_norm(x, &weights.input_norm.weight, eps)?;
+        let attended = match kept.attended {
+            Some(attended) => attended,
+            None => {
+                let qkv = weights.qkv.of(&first.output)?;
+                let (rotary, means) = (&self.rotary, self.means());
+                match weights.head_norms() {
+                    None => attention(ops, rotary, shape, &means, &qkv, graph)?,
+                    Some(norms) => {
+                        let config = self.config;
+                        normed_attention(config, rotary, norms, shape, &means, &qkv, graph)?
+                    }
+                }
+            }
+        };
+        let (sum, second) = match kept.sum {
+            Some(sum) => {
+                let second = ops.rms_norm(&sum, &weights.post_norm.weight, eps)?;
+                (sum, second)
+            }
+            None => {
+                let added = weights.out.of(&attended.attn_out)?;
+                ops.add_rms_norm(x, &added, &weights.post_norm.weight, eps)?
+            }
+        };
+        let gate_up = match kept.gate_up {
+            Some(gate_up) => gate_up,
+            None => weights.gate_up.of(&second.output)?,
+        };
+        Ok(Passed {
+            first,
+            attended,
+            sum,
+            second,
+            gate_up,
+        })
+    }
+}
+
+/// Returns the batch's sizes, and the input as [rows, hidden_size].
+fn rows(config: &ModelConfig, input: &Tensor) -> Result<(Shape, Tensor), ComputeError> {
+    let (micro_batch, seq_len, hidden_size) = input.size3()?;
+    let shape = Shape::new(config, micro_batch, seq_len);
+    Ok((shape, input.f_view([shape.rows(), hidden_size])?))
+}

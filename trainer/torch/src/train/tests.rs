@@ -1,0 +1,626 @@
+//! Runs whole steps of every form of model. The activation checkpointing, the groups of micro-batches, the number of weight
+//! buffers and the place of state and inputs must not change a bit of a loss, a gradient norm or an updated weight. All
+//! weights are random, including norms and biases; there are more blocks than buffers; released weights are
+//! overwritten with NaN.
+//!
+//! Errors that this finds: something kept from forward to backward refers to a unit's buffer that another
+//! unit has taken over; weights are released before their last use, or used before they have arrived.
+//!
+//! The steps run on the processor, computed as a GPU computes, with one rank and with two, and on a GPU if
+//! there is one. `runs::parity` tests two ranks on GPUs.
+
+use std::ops::Range;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+
+use kernels::adamw::init_tile;
+use kernels::gpu::Gpu;
+use kernels_torch::collective::Comm;
+use kernels_torch::{CUBLAS_WORKSPACE, CUBLAS_WORKSPACES};
+use serde_json::{Value, json};
+use swapper::{Swapper, UninitTile};
+use tempfile::TempDir;
+use training_ranks::{Rendezvous, Timeouts, World};
+
+use super::inputs::InputPlace;
+use super::mover::{self, Shards};
+use super::step::{Stepper, hyper};
+use crate::compute::{ComputeDevice, Engine, set_up};
+use training_run::computation::ActivationCheckpointing;
+use training_run::config::{Interval, RunSettings, Stage, check};
+use training_run::data::{Corpus, Data, Frame};
+use training_run::model::init::splitmix64;
+use training_run::plan::{Hardware, Overrides, Plan};
+use training_run::weights::Weights;
+use training_run::without_torch;
+use training_state::backend::{GpuBackend, TileBackend};
+use training_state::fingerprint::Fingerprint;
+use training_state::trace::Trace;
+use training_state::update::{ByGroup, CpuUpdate};
+
+/// Settings of activation checkpointing. An MLP computed in chunks is always recomputed.
+fn keeps(tiles: usize) -> &'static [ActivationCheckpointing] {
+    let all = &[
+        ActivationCheckpointing::Matmuls,
+        ActivationCheckpointing::Attention,
+        ActivationCheckpointing::Full,
+    ];
+    if tiles > 1 { &all[..1] } else { all }
+}
+
+/// More blocks than buffers, of which a GPU or several ranks have three.
+const LAYERS: u64 = 5;
+
+/// Every form of model, as in configuration files. A window is shorter than the sequence, or absent.
+fn models() -> Vec<(&'static str, Value)> {
+    let sized = |more: Value| {
+        let mut model = json!({"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4, "num_key_value_heads": 2});
+        let table = model.as_object_mut().expect("a table");
+        table.extend(more.as_object().expect("a table").clone());
+        model
+    };
+    let llama3 = json!({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16});
+    vec![
+        (
+            "gpt2",
+            json!({"model_type": "gpt2", "n_embd": 32, "n_layer": LAYERS, "n_head": 4, "n_positions": 32,
+                "embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}),
+        ),
+        (
+            "llama with biases",
+            sized(json!({"rope_scaling": llama3, "attention_bias": true, "mlp_bias": true})),
+        ),
+        (
+            "llama",
+            sized(json!({"num_key_value_heads": 4, "tie_word_embeddings": true})),
+        ),
+        (
+            "mistral",
+            sized(json!({"model_type": "mistral", "sliding_window": 9, "head_dim": 16})),
+        ),
+        (
+            "qwen2",
+            sized(json!({"model_type": "qwen2", "tie_word_embeddings": true})),
+        ),
+        (
+            "qwen3",
+            sized(json!({"model_type": "qwen3", "head_dim": 16})),
+        ),
+    ]
+}
+
+/// How a step is computed.
+#[derive(Clone, Copy, Debug)]
+struct Way {
+    bf16: bool,
+    keep: ActivationCheckpointing,
+    tiles: usize,
+    micro_batches: u64,
+    /// Micro-batches that are processed together.
+    group: usize,
+    place: Place,
+}
+
+/// Where the weights are and where they are computed with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// On the processor; each block has its own buffer from forward to backward.
+    Own,
+    /// On the processor; blocks take turns in shared buffers.
+    Shared,
+    /// In the GPU's memory.
+    Gpu,
+    /// In host memory; a GPU computes.
+    Host,
+    /// Like `Host`, with block inputs in host memory between forward and backward.
+    InputsAway,
+}
+
+/// Text file and its tokens.
+struct Harness {
+    dir: TempDir,
+}
+
+impl Harness {
+    fn new() -> Self {
+        // One thread for all of these tests: the models are too small for two, and the setting is global to
+        // the process.
+        set_up(1).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let words = (0..4000u64).map(|i| (b'a' + (splitmix64(i) % 26) as u8) as char);
+        std::fs::write(dir.path().join("text"), words.collect::<String>()).unwrap();
+        Self { dir }
+    }
+
+    fn settings(&self, model: &Value, way: &Way, ranks: u32) -> RunSettings {
+        let tree = json!({
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": way.micro_batches,
+            "bf16": {"enabled": way.bf16},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+            "model": model,
+            "data": {"files": [self.dir.path().join("text")], "validation_fraction": 0.1},
+            "train": {
+                "steps": 2, "seq_len": 16, "seed": 5, "threads": 1, "eval_every": 2, "device": "cpu",
+                "run_dir": self.dir.path().join("run")
+            },
+            "offload": {"tile_elems": 4096}
+        });
+        check(tree, "a test", Some(ranks)).unwrap()
+    }
+
+    fn data(&self, settings: &RunSettings) -> Data {
+        let corpus = Corpus::find(&settings.data, &Frame::of(settings)).unwrap();
+        corpus.prepare(settings, &mut |_| {}).unwrap();
+        corpus.open(settings).unwrap()
+    }
+}
+
+/// Returns a random weight: around one in a norm, around zero in a bias.
+fn weight(unit: usize, elem: usize, is_matrix: bool, is_norm: bool) -> f32 {
+    let bits = splitmix64(((unit as u64) << 32) + elem as u64);
+    let random = (bits >> 40) as f32 / (1u64 << 23) as f32 - 1.0;
+    match (is_matrix, is_norm) {
+        (true, _) => 0.2 * random,
+        (false, true) => 1.0 + 0.5 * random,
+        (false, false) => 0.5 * random,
+    }
+}
+
+/// Results of several steps.
+struct Found {
+    /// Loss and gradient norm of each step.
+    steps: Vec<[f64; 2]>,
+    /// Loss of an evaluation after the steps.
+    evaluated: Option<f64>,
+    /// Fingerprint of all updated weights.
+    fingerprint: u64,
+}
+
+impl Found {
+    fn bits(&self) -> Vec<u64> {
+        let numbers = self.steps.iter().flatten().chain(&self.evaluated);
+        let bits = numbers.map(|number| number.to_bits());
+        bits.chain([self.fingerprint]).collect()
+    }
+}
+
+/// Checks that the tokens of the step after `step` were read.
+fn assert_read_ahead(stepper: &Stepper, settings: &RunSettings, rank: u32, step: u64) {
+    let own = u64::from(rank) * settings.batch.samples();
+    let next = stepper.next.as_ref().map(|(sample, _)| *sample);
+    assert_eq!(next, Some(step * settings.step_samples() + own));
+}
+
+/// Checks that the parts of a step were told, with the micro-batches if there are several groups.
+fn assert_told(parts: &[String], settings: &RunSettings, way: &Way) {
+    let micro_batches = settings.batch.micro_batches;
+    let group = match way.group < micro_batches {
+        true => format!("micro-batches 1 to {} of {micro_batches}: ", way.group),
+        false => String::new(),
+    };
+    let backward = format!("{group}backward, unit 1 of {}", settings.model.layers + 2);
+    assert!(parts.contains(&backward), "{parts:?}");
+}
+
+/// Runs all steps of `settings` from weights given by `first_weights`.
+fn steps(
+    settings: &RunSettings,
+    data: &Data,
+    way: &Way,
+    gpu: Option<&Gpu>,
+    comm: Arc<Comm>,
+    first_weights: impl Fn(&Plan, usize, Range<usize>, &mut [f32]),
+) -> Found {
+    let world = *comm.world();
+    let hardware = Hardware::new(settings, &Overrides::default(), without_torch);
+    let mut plan = Plan::new(settings, hardware).unwrap();
+    plan.swapper.rank = world.rank;
+    let on = gpu.map_or(ComputeDevice::Cpu, |gpu| ComputeDevice::Gpu(gpu.clone()));
+    let engine = Engine::on(&on, &settings.model, settings.dtype, settings.batch.seq_len).unwrap();
+    let engine = if gpu.is_some() {
+        engine
+    } else {
+        engine.written_out()
+    };
+    let engine = engine
+        .with_checkpointing(way.keep)
+        .in_tiles(way.tiles)
+        .leaving_out(settings.dropout, settings.train.seed);
+    let tiles = &plan.swapper;
+    let stage = match way.place {
+        Place::Own => Stage::Gradients,
+        _ => Stage::Parameters,
+    };
+    let shards = Shards::new(comm, None, &tiles.units, tiles.tile_elems, stage);
+    let groups = training_run::open::backend::param_groups(&plan.units, &settings.optimizer);
+    let live = way.place == Place::Gpu;
+    let mut backend = match gpu.filter(|_| live) {
+        Some(gpu) => {
+            let layout = tiles.cut().unwrap();
+            let backend = GpuBackend::new(gpu, layout, plan.format, groups).unwrap();
+            TileBackend::Gpu(Box::new(backend), ())
+        }
+        None => {
+            let format = plan.format;
+            let update = CpuUpdate(ByGroup { format, groups });
+            let (swapper, _) = Swapper::open(tiles.clone(), vec![Box::new(update)]).unwrap();
+            TileBackend::Swapper(Box::new(swapper), ())
+        }
+    };
+    let fill = |blanks: &mut [UninitTile]| {
+        for blank in blanks {
+            let elems = blank.range.elems.start as usize..blank.range.elems.end as usize;
+            let mut masters = vec![0f32; elems.len()];
+            first_weights(&plan, blank.range.unit, elems, &mut masters);
+            blank.param.fill(0);
+            blank.state.fill(0);
+            init_tile(plan.format, &masters, blank.param, blank.state);
+        }
+        Ok::<(), super::TrainError>(())
+    };
+    backend.initialize(fill, Vec::new()).unwrap();
+    let batch = settings.batch;
+    let gpu = gpu.cloned();
+    let inputs = match &gpu {
+        Some(gpu) if way.place == Place::InputsAway => {
+            let elems = batch.micro_batch * batch.seq_len * settings.model.hidden_size;
+            let bytes = elems * settings.dtype.elem_bytes();
+            InputPlace::away(gpu, &settings.model, way.group, bytes).unwrap()
+        }
+        _ => InputPlace::here(way.group),
+    };
+    let (batches, master) = ((batch, way.group), plan.format.master);
+    let (stepper, memory) =
+        Stepper::new(engine, gpu, batches, master, live, stage, shards).unwrap();
+    let mut stepper = stepper.with_inputs_in(inputs);
+    let mut backend = memory.attach(backend);
+    let mut steps = Vec::new();
+    for step in 1..=settings.train.steps {
+        let first = (step - 1) * settings.step_samples();
+        let mut parts = Vec::new();
+        let mut begins = |part: &str| parts.push(part.to_owned());
+        let off = Trace::off();
+        let found = stepper.forward_backward(&mut backend, data, (first, 1.0), &off, &mut begins);
+        let found = found.unwrap();
+        assert_told(&parts, settings, way);
+        assert!(found.loss.is_finite() && found.norm.is_finite(), "{way:?}");
+        assert_read_ahead(&stepper, settings, world.rank, step);
+        let update = Some(hyper(settings, step, found.norm, 1.0));
+        mover::finish_step(&mut backend, update, Vec::new()).unwrap();
+        steps.push([found.loss, found.norm]);
+    }
+    backend.drain().unwrap();
+    let evaluates = settings.train.eval_every != Interval::Never;
+    let evaluated = evaluates.then(|| {
+        let mut parts = Vec::new();
+        let mut begins = |part: &str| parts.push(part.to_owned());
+        let loss = stepper.evaluate(&mut backend, data, Some(2), &mut begins);
+        assert!(parts[0].starts_with("validation, micro-batches 1 to 2 of 2: "));
+        loss.unwrap()
+    });
+    let mut fingerprint = Fingerprint::default();
+    backend
+        .visit(&mut |_, param, state| {
+            fingerprint.add(param);
+            fingerprint.add(state);
+        })
+        .unwrap();
+    backend.close().unwrap();
+    Found {
+        steps,
+        evaluated,
+        fingerprint: fingerprint.finish(),
+    }
+}
+
+/// Returns the bits of two steps of `model` with random weights, and of an evaluation after them.
+fn bits(
+    harness: &Harness,
+    model: &Value,
+    way: &Way,
+    gpu: Option<&Gpu>,
+    comm: Arc<Comm>,
+) -> Vec<u64> {
+    let settings = harness.settings(model, way, comm.world().ranks);
+    let data = harness.data(&settings);
+    let random = |plan: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
+        for param in &plan.units[unit].params {
+            let range = param.range_elems();
+            let is_norm = param.name.ends_with("weight");
+            for elem in range.start.max(elems.start)..range.end.min(elems.end) {
+                out[elem - elems.start] = weight(unit, elem, param.decay, is_norm);
+            }
+        }
+    };
+    steps(&settings, &data, way, gpu, comm, random).bits()
+}
+
+fn alone(harness: &Harness, model: &Value, way: &Way, gpu: Option<&Gpu>) -> Vec<u64> {
+    bits(harness, model, way, gpu, Arc::new(Comm::alone()))
+}
+
+/// Compares every way to compute a step with one that keeps nothing and gives each block its own buffer.
+fn each_way(mut compare: impl FnMut(&str, &Value, Way)) {
+    for (number, (name, model)) in models().iter().enumerate() {
+        for (tiles, micro_batches) in [(1, 1), (1, 2), (3, 2)] {
+            let way = Way {
+                // Rounding is not under test here, so half of the cases use bf16.
+                bf16: (number + tiles) % 2 == 0,
+                keep: ActivationCheckpointing::Full,
+                tiles,
+                micro_batches,
+                group: micro_batches as usize,
+                place: Place::Own,
+            };
+            compare(name, model, way);
+        }
+    }
+}
+
+#[test]
+fn activation_checkpointing_and_shared_buffers_change_no_bit_of_a_step() {
+    let harness = Harness::new();
+    each_way(|name, model, way| {
+        let expected = alone(&harness, model, &way, None);
+        for &keep in keeps(way.tiles) {
+            for place in [Place::Own, Place::Shared] {
+                let way = Way { keep, place, ..way };
+                println!("{name}, {way:?}");
+                assert_eq!(
+                    alone(&harness, model, &way, None),
+                    expected,
+                    "{name}, {way:?}"
+                );
+            }
+        }
+    });
+}
+
+/// Micro-batches of a step in tests of groups: with groups of 2 the last one is smaller.
+const GROUPED: usize = 3;
+
+/// Compares every size of group with all micro-batches together, for every form of model in both formats.
+fn each_group(mut compare: impl FnMut(&str, &Value, Way)) {
+    for (name, model) in models() {
+        for (bf16, tiles) in [(false, 1), (true, 1), (true, 3)] {
+            let way = Way {
+                bf16,
+                keep: ActivationCheckpointing::Full,
+                tiles,
+                micro_batches: GROUPED as u64,
+                group: GROUPED,
+                place: Place::Own,
+            };
+            compare(name, &model, way);
+        }
+    }
+}
+
+#[test]
+fn groups_of_micro_batches_change_no_bit_of_a_step() {
+    let harness = Harness::new();
+    each_group(|name, model, way| {
+        let expected = alone(&harness, model, &way, None);
+        for group in 1..GROUPED {
+            for (number, &keep) in keeps(way.tiles).iter().enumerate() {
+                let place = [Place::Own, Place::Shared][(number + group) % 2];
+                let way = Way {
+                    keep,
+                    place,
+                    group,
+                    ..way
+                };
+                let found = alone(&harness, model, &way, None);
+                assert_eq!(found, expected, "{name}, {way:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn ten_explicit_steps_match_hugging_face_with_any_activation_checkpointing() {
+    let harness = Harness::new();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
+    let text = std::fs::read_to_string(fixtures.join("hf/losses.json")).unwrap();
+    let library: Value = serde_json::from_str(&text).unwrap();
+    let run = &library["run"];
+    // Models with an explicit backward; their windows hide nothing, or they have none.
+    for name in ["llama", "llama3", "llama_linear", "qwen3"] {
+        let dir = fixtures.join("hf").join(name);
+        let tree = json!({
+            "train_batch_size": run["batch"],
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": run["gradient_clipping"],
+            "optimizer": {"type": "AdamW", "params": {
+                "lr": run["lr"], "betas": [run["beta1"], run["beta2"]], "eps": run["eps"],
+                "weight_decay": run["weight_decay"]
+            }},
+            "model": {"path": dir},
+            "data": {"files": [fixtures.join("text.txt")]},
+            "train": {
+                "steps": run["steps"], "seq_len": run["seq_len"], "seed": run["seed"], "threads": 1, "device": "cpu",
+                "run_dir": harness.dir.path().join(name)
+            }
+        });
+        let settings = check(tree, "a test", Some(1)).unwrap();
+        let data = harness.data(&settings);
+        let weights = Weights::open(&dir, &settings.model).unwrap();
+        let from_file = |_: &Plan, unit: usize, elems: Range<usize>, out: &mut [f32]| {
+            weights.fill(unit, elems, out).unwrap();
+        };
+        for &keep in keeps(1) {
+            let way = Way {
+                bf16: false,
+                keep,
+                tiles: 1,
+                micro_batches: 2,
+                group: 2,
+                place: Place::Shared,
+            };
+            let alone = Arc::new(Comm::alone());
+            let found = steps(&settings, &data, &way, None, alone, from_file);
+            for (which, list) in ["losses", "grad_norms"].into_iter().enumerate() {
+                let theirs = library[name]["accumulated"][list].as_array().unwrap();
+                assert_eq!((found.steps.len(), theirs.len()), (10, 10));
+                for (ours, theirs) in found.steps.iter().zip(theirs) {
+                    let (ours, theirs) = (ours[which], theirs.as_f64().unwrap());
+                    let off = (ours / theirs - 1.0).abs();
+                    assert!(
+                        off < 2e-5,
+                        "{name}, {keep:?}, {list}: {ours}, the library {theirs}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// Environment variables of the rank processes that this test starts from its own binary.
+const TEST_RANK: &str = "OFFLOADD_TEST_RANK";
+const TEST_RENDEZVOUS_DIR: &str = "OFFLOADD_TEST_RENDEZVOUS_DIR";
+
+#[test]
+fn activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks() {
+    if let Some(rank) = std::env::var_os(TEST_RANK) {
+        let rank = rank.to_str().unwrap().parse().unwrap();
+        return activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank);
+    }
+    let rendezvous_dir = tempfile::tempdir().unwrap();
+    let ranks = ["0", "1"].map(|rank| {
+        let name =
+            "train::tests::activation_checkpointing_changes_no_bit_of_the_steps_of_two_ranks";
+        Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(TEST_RANK, rank)
+            .env(TEST_RENDEZVOUS_DIR, rendezvous_dir.path())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    for rank in ranks {
+        let output = rank.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        let err = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success() && said.contains("1 passed"),
+            "{said}\n{err}"
+        );
+    }
+}
+
+fn activation_checkpointing_changes_no_bit_of_one_of_two_ranks(rank: u32) {
+    let world = World {
+        rank,
+        ranks: 2,
+        local_rank: rank,
+        local_ranks: 2,
+    };
+    let rendezvous_dir = std::env::var_os(TEST_RENDEZVOUS_DIR).unwrap();
+    let at = Rendezvous::Dir(rendezvous_dir.into());
+    let comm = Arc::new(Comm::connect(world, &at, Timeouts::default()).unwrap());
+    let harness = Harness::new();
+    for (name, model) in models() {
+        let grouped = |keep, micro_batches, group| Way {
+            bf16: false,
+            keep,
+            tiles: 1,
+            micro_batches,
+            group,
+            place: Place::Shared,
+        };
+        let way = |keep, micro_batches| grouped(keep, micro_batches, micro_batches as usize);
+        let kept = |keep| bits(&harness, &model, &way(keep, 1), None, comm.clone());
+        let expected = kept(ActivationCheckpointing::Full);
+        // One process with the same samples rounds sums in another order. The last number is a fingerprint.
+        let one = alone(
+            &harness,
+            &model,
+            &way(ActivationCheckpointing::Full, 2),
+            None,
+        );
+        for (one, two) in one.iter().zip(&expected).take(one.len() - 1) {
+            let [one, two] = [one, two].map(|bits| f64::from_bits(*bits));
+            assert!((one / two - 1.0).abs() < 1e-3, "{name}: {one} and {two}");
+        }
+        for keep in [
+            ActivationCheckpointing::Attention,
+            ActivationCheckpointing::Matmuls,
+        ] {
+            assert_eq!(kept(keep), expected, "{name}, {keep:?}");
+        }
+        let of_group = |group| {
+            let way = grouped(ActivationCheckpointing::Matmuls, GROUPED as u64, group);
+            bits(&harness, &model, &way, None, comm.clone())
+        };
+        let together = of_group(GROUPED);
+        for group in 1..GROUPED {
+            assert_eq!(of_group(group), together, "{name}, groups of {group}");
+        }
+    }
+}
+
+#[test]
+fn activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu() {
+    let name = "activation_checkpointing_and_offloading_change_no_bit_of_a_step_on_a_gpu";
+    let gpu = match Gpu::open(0) {
+        Ok(gpu) => gpu,
+        Err(error) if error.is_absent() => {
+            println!("skipped: {error}: steps on a GPU");
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    // In a new process, because cuBLAS reads this variable when it starts.
+    if std::env::var_os(CUBLAS_WORKSPACE).is_none() {
+        let child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", &format!("train::tests::{name}"), "--nocapture"])
+            .env(CUBLAS_WORKSPACE, CUBLAS_WORKSPACES[0])
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&child.stdout).into_owned();
+        let err = String::from_utf8_lossy(&child.stderr);
+        print!("{said}");
+        assert!(
+            child.status.success() && said.contains("1 passed"),
+            "{said}\n{err}"
+        );
+        return;
+    }
+    let harness = Harness::new();
+    each_way(|name, model, way| {
+        let place = Place::Gpu;
+        let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
+        for &keep in keeps(way.tiles) {
+            for place in [Place::Gpu, Place::Host, Place::InputsAway] {
+                let way = Way { keep, place, ..way };
+                println!("{name}, {way:?}");
+                let found = alone(&harness, model, &way, Some(&gpu));
+                assert_eq!(found, expected, "{name}, {way:?}");
+            }
+        }
+    });
+    each_group(|name, model, way| {
+        let place = Place::Gpu;
+        let expected = alone(&harness, model, &Way { place, ..way }, Some(&gpu));
+        for group in 1..GROUPED {
+            for (number, &keep) in keeps(way.tiles).iter().enumerate() {
+                for place in [Place::Gpu, Place::Host, Place::InputsAway] {
+                    let way = Way {
+                        keep,
+                        place,
+                        group: 1 + (group + number) % GROUPED,
+                        ..way
+                    };
+                    println!("{name}, {way:?}");
+                    let found = alone(&harness, model, &way, Some(&gpu));
+                    assert_eq!(found, expected, "{name}, {way:?}");
+                }
+            }
+        }
+    });
+}
