@@ -451,7 +451,7 @@ class Checks:
                 norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
                 optimizer.step()
                 optimizer.zero_grad()
-            return {"losses": losses, "norms": norms, "digest": digest(model), "node_copies": run.ranks.copies is not None}
+            return {"losses": losses, "norms": norms, "digest": digest(model), "node_copies": run.ranks.transfers.copies is not None}
 
     def work_killed(self, rank, count, name, kill_in):
         """Trains with dropout of each rank's own; all ranks end at once in the backward of step `kill_in`."""

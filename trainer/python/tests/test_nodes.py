@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import offloadd  # noqa: E402
-from offloadd import _checkpoint, _engine, _nodes, _plan, _ranks, _run  # noqa: E402
+from offloadd import _checkpoint, _engine, _meetings, _nodes, _plan, _run, _transfers  # noqa: E402
 from offloadd._checkpoint import load_checkpoint, save_checkpoint  # noqa: E402
 from ranks import on_ranks  # noqa: E402
 from test_kills import daemons_of  # noqa: E402
@@ -98,7 +98,7 @@ def with_passes(rank, ranks, path, shard, hook=lambda rank: None):
         all_ranks += len(whole) == ranks * len(part)
         return gather(whole, part, group=group)
 
-    _ranks.dist.all_gather_into_tensor = counted
+    _transfers.dist.all_gather_into_tensor = counted
     hook(rank)
     model, optimizer, run = prepared(path, rank, shard=shard)
     with run:
@@ -315,7 +315,7 @@ def test_a_checkpoints_directory_that_a_node_does_not_see_is_refused(tmp_path, m
 
 
 def diverge(rank, ranks, path, what):
-    _ranks._STUCK_S, _ranks._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
+    _meetings._STUCK_S, _meetings._NOTE_S, _nodes._ROUND_S = 1.0, 0.1, 0.1
     model, optimizer, run = prepared(path, rank, "cpu")
     with run:
         for number in range(3):

@@ -155,7 +155,7 @@ class Engine:
                 if not self.units[index].here:
                     self._expect(self.units[index])
         self.memory.ready(unit)
-        self.ranks.gather(unit, self._pass, changed=not unit.fresh)
+        self.ranks.transfers.gather(unit, self._pass, changed=not unit.fresh)
         if deviates:
             self.order.waited_s += time.perf_counter() - began
         unit.expected, unit.fresh, unit.here = False, True, True
@@ -260,7 +260,7 @@ class Engine:
             yield
         finally:
             self.leads = False
-            if not self.ranks.broken:
+            if not self.ranks.meetings.broken:
                 self.ranks.first_bytes(_LEADS, b"")
 
     def follow(self) -> None:
@@ -649,7 +649,7 @@ class Engine:
             flat = torch.zeros(unit.room_elems, dtype=unit.gradient_dtype, device="cpu")
             self.order.outside((True, unit.index))
             self.core.read_gradients(unit.index, flat.data_ptr())
-            self.ranks.complete(f"read the gradients of {unit.name}", flat)
+            self.ranks.transfers.complete(f"read the gradients of {unit.name}", flat)
             self._read = unit, flat
         return self._read[1]
 
@@ -697,7 +697,7 @@ class Engine:
             # Of several ranks only some may have gradients.
             with torch.no_grad():
                 torch._foreach_copy_([views[param] for param in unit.gradients], came)
-        self.ranks.reduce(unit, buffer)
+        self.ranks.transfers.reduce(unit, buffer)
         self.order.next((True, unit.index))
         self.memory.hand_over(unit)
         self._handed_over.add(unit)

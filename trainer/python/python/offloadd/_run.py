@@ -91,8 +91,8 @@ def prepare(
             disclaim(plan.run_dir)
             raise
     except BaseException as error:
-        ranks.end(f"{type(error).__name__}: {error}")
-        ranks.close()
+        ranks.meetings.end(f"{type(error).__name__}: {error}")
+        ranks.meetings.close()
         raise
     renew(given)
     return run
@@ -243,7 +243,7 @@ class Run:
         start = lambda: _offloadd.Daemon.start(plan.engine_plan) if ranks.first_of_node else None
         daemon = ranks.together("start the daemon", start)
         socket = ranks.first_of_node_bytes("tell the daemon's socket", os.fsencode(daemon.socket) if daemon is not None else b"")
-        exchange = ranks.link.exchange if ranks.link is not None else None
+        exchange = ranks.meetings.link.exchange if ranks.meetings.link is not None else None
 
         def open_core() -> tuple[Any, Any, Any]:
             try:
@@ -251,11 +251,11 @@ class Run:
             except Error as error:
                 if exchange is not None:
                     # The others wait within it for this rank, and not at a meeting.
-                    ranks.end(str(error))
+                    ranks.meetings.end(str(error))
                 raise
 
         core, first_blob, blob = ranks.together("open the run", open_core)
-        ranks.core, core = core, ranks.watched(core)
+        ranks.meetings.core, core = core, ranks.meetings.watched(core)
         if first_blob is None:
             return core, None
         state = from_blob(first_blob, plan.run_dir)
@@ -271,7 +271,7 @@ class Run:
         whys = [why.decode() for why in ranks.meet("agree on copies of the parameters", plan.why_no_copy.encode())]
         why = next(filter(None, whys), "")
         if not why:
-            ranks.copies = {}
+            ranks.transfers.copies = {}
         elif set(whys) != {why}:
             why = f"node {ranks.places.node_of(whys.index(why))}: {why}"
         if ranks.first:
@@ -281,7 +281,7 @@ class Run:
         """Gives the tiles their first content, a block at a time, and commits it. Where it is to `replace` what an earlier run
         has left, frozen units stay: they are written once."""
         engine, begun = self.engine, set()
-        self.ranks.broadcast("share buffers and parameters outside of units", _rest(self.model, engine.units))
+        self.ranks.transfers.broadcast("share buffers and parameters outside of units", _rest(self.model, engine.units))
         if replace:
             self.ranks.meet("begin anew")
             self.core.begin_rewrite([unit.index for together in engine.together for unit in together if unit.trained], blob)
@@ -299,7 +299,7 @@ class Run:
                 if empty:
                     begin(self.model, empty, begun, weights, self._names)
                 for unit in together:
-                    self.ranks.broadcast(f"share {unit.name}", [unit.flat])
+                    self.ranks.transfers.broadcast(f"share {unit.name}", [unit.flat])
                     if unit.trained or not replace:
                         self.core.fill(unit.index, unit.flat.data_ptr())
                     engine.release(unit)
@@ -375,7 +375,7 @@ class Run:
         sources: dict[int, torch.Tensor] = {}
         for unit in units:
             given = unit.flat.clone()
-            self.ranks.broadcast(f"share what was given to {unit.name}", [given])
+            self.ranks.transfers.broadcast(f"share what was given to {unit.name}", [given])
             self.engine.take_away(unit)
             self.engine.gather(unit, record=False)
             for param, offset in zip(unit.params, unit.offsets):
@@ -479,24 +479,24 @@ class Run:
         try:
             if ranks.count > 1 and failed is not None:
                 # The others need not wait for what this one does not finish.
-                ranks.end(f"{type(failed).__name__}: {failed}")
-            if not ranks.broken:
+                ranks.meetings.end(f"{type(failed).__name__}: {failed}")
+            if not ranks.meetings.broken:
                 self._seal()
                 ranks.meet("end the run")
                 self.core.drain()
                 if (failed is None or ranks.count == 1) and self._has_room(keep):
                     self._give_back()
             # The daemon ends with the part of its node's first rank.
-            if ranks.first_of_node and not ranks.broken:
+            if ranks.first_of_node and not ranks.meetings.broken:
                 ranks.meet("leave the run")
-                ranks.close()
+                ranks.meetings.close()
         finally:
             self.engine.ended = True
-            with contextlib.suppress(*[Error] * ranks.broken):
+            with contextlib.suppress(*[Error] * ranks.meetings.broken):
                 self.core.close()
-            if not ranks.first_of_node and not ranks.broken:
+            if not ranks.first_of_node and not ranks.meetings.broken:
                 ranks.meet("leave the run")
-            ranks.close()
+            ranks.meetings.close()
             self._lock.close()
             disclaim(self.run_dir)
 
@@ -592,7 +592,7 @@ class Run:
         self.core.read_state([(unit.index, [flat.data_ptr() for flat in flats])])
         self.engine.order.forget_rest()
         for flat in flats:
-            self.ranks.complete(f"bring the moments of {unit.name}", flat)
+            self.ranks.transfers.complete(f"bring the moments of {unit.name}", flat)
         return flats
 
     def load_states(self, states: ParamStates) -> None:
