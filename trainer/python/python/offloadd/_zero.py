@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ._config import Config, settings_of
+from ._deepspeed_ranks import answering, init_distributed
 from ._errors import Error, NotSupported
 from ._run import Run
 from ._units import Unit
@@ -72,8 +73,6 @@ class Init:
         self._before: list[Any] = []
 
     def __enter__(self) -> "Init":
-        from ._deepspeed import answering, init_distributed
-
         answering()
         if not self._enabled:
             return self
