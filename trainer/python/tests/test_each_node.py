@@ -66,12 +66,12 @@ def carry(rank, ranks, path, machines, tag, steps, of=None, hook=None):
     if hook is not None:
         hook(rank, directory)
     with run:
-        loaded, _ = load_checkpoint(run, directory, of)
+        loaded, _ = load_checkpoint(run.commits, directory, of)
         for number in range(run.steps_done, run.steps_done + steps):
             one_step(model, optimizer, rank, ranks, number)
         found = state(model)
         if tag is not None:
-            save_checkpoint(run, directory, tag, {}, True)
+            save_checkpoint(run.commits, directory, tag, {}, True)
         return loaded and pathlib.Path(loaded).name, run.steps_done, found
 
 
@@ -172,7 +172,7 @@ def full(rank, ranks, path, machines, tag, steps):
     with run:
         one_step(model, optimizer, rank, ranks, 0)
         with pytest.raises(offloadd.Error) as failed:
-            save_checkpoint(run, directory, tag, {}, True)
+            save_checkpoint(run.commits, directory, tag, {}, True)
         one_step(model, optimizer, rank, ranks, 1)
         return str(failed.value), sorted(path.name for path in directory.iterdir()), run.steps_done, state(model)
 
@@ -258,8 +258,8 @@ def told_by(rank, ranks, path, machines, tag, steps):
     with run:
         for tag in ("a", "b"):
             one_step(model, optimizer, rank, ranks, run.steps_done)
-            save_checkpoint(run, directory, tag, {}, True)
-        loaded, _ = load_checkpoint(run, directory, None)
+            save_checkpoint(run.commits, directory, tag, {}, True)
+        loaded, _ = load_checkpoint(run.commits, directory, None)
         return said, sorted(path.name for path in directory.iterdir()), loaded
 
 
@@ -277,7 +277,7 @@ def without(rank, ranks, path, machines, tag, steps):
     model, optimizer, run = prepared(path, rank, on=False)
     with run:
         one_step(model, optimizer, rank, ranks, 0)
-        save_checkpoint(run, path / f"machine-{machines[rank]}", "a", {}, True)
+        save_checkpoint(run.commits, path / f"machine-{machines[rank]}", "a", {}, True)
 
 
 def test_without_the_setting_separate_directories_are_refused_and_it_is_named(tmp_path):
